@@ -50,7 +50,7 @@ export interface Law {
   opened: number; holds: boolean;
   states: { state: string; count: number; filter: string }[];
   drops: { kind: string; count: number; meaning: string; filter: string }[];
-  origins: { origin: string; count: number }[];
+  origins?: { origin: string; count: number }[];
   links: { from: string; to: string; count: number }[];
   audit: Audit | null;
 }

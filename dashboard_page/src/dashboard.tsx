@@ -70,7 +70,7 @@ function App() {
     document.title = [page?.title ?? "Not found", name, "Rollbook"].filter(Boolean).join(" · ");
   }, [page, name]);
 
-  if (run.error?.status === 401) return <Login onDone={run.reload} />;
+  if (run.error?.status === 401) return <Login />;
   return (
     <div class="shell">
       <a class="skip" href="#page">
@@ -192,14 +192,15 @@ function RunState({ run, error }: { run: Overview | null; error: string | null }
   );
 }
 
-function Login({ onDone }: { onDone: () => void }) {
+function Login() {
   const [error, setError] = useState<string | null>(null);
   const submit = async (event: SubmitEvent) => {
     event.preventDefault();
     const token = new FormData(event.target as HTMLFormElement).get("token");
     try {
       await post("/api/login", { token });
-      onDone();
+      // Every request of the page failed without the cookie.
+      location.reload();
     } catch (failure) {
       setError((failure as Error).message);
     }

@@ -33,6 +33,7 @@ export function percent(value: Maybe, decimals = 0): string {
 
 export function duration(seconds: Maybe): string {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return NONE;
+  if (seconds === 0) return "0 s";
   if (seconds < 0.001) return `${Math.round(seconds * 1e6)} µs`;
   if (seconds < 1) return `${Math.round(seconds * 1e3)} ms`;
   if (seconds < 60) return `${seconds < 10 ? seconds.toFixed(1) : Math.round(seconds)} s`;

@@ -26,6 +26,9 @@ Preflight = Annotated[
 ]
 
 
+Dashboard = Annotated[bool, typer.Option("--dashboard/--no-dashboard", help="Serve the page of the run while it runs.")]
+
+
 def verb_group(text: str | None = None, *, cls: type[TyperGroup] | None = None) -> typer.Typer:
     """A verb with sub-verbs. Its help is plain text: importing rich would take longer than the rest of `--help`."""
     return typer.Typer(

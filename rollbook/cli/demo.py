@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rollbook.cli.arguments import Overrides
+from rollbook.cli.arguments import Dashboard, Overrides
 from rollbook.cli.output import result_json, stderr_console
 from rollbook.run.commands.train import RunFailedError
 from rollbook.run.commands.train import train as launch
@@ -18,11 +18,19 @@ CONFIG = Path(__file__).parents[1] / "demo" / "run.toml"
 def demo(
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="The run directory.")] = None,
     override: Overrides = None,
+    dashboard: Dashboard = True,
 ) -> None:
     """Train a small policy from scratch to guess numbers. `rollbook init NAME --template multi_turn` starts a project like it."""
     chosen = run_dir or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
-        report = launch(CONFIG, run_dir=chosen, overrides=override or (), console=stderr_console(), preflight=False)
+        report = launch(
+            CONFIG,
+            run_dir=chosen,
+            overrides=override or (),
+            console=stderr_console(),
+            preflight=False,
+            dashboard=dashboard,
+        )
     except RunFailedError as error:
         report = error.report
     result_json({"demo": "number_guessing", **summary_row(report)})

@@ -28,6 +28,8 @@ VERBS: dict[str, tuple[str, str]] = {
         "rollbook.cli.audit:audit",
         "Check that the record of a run is complete and consistent.",
     ),
+    "top": ("rollbook.cli.top:top", "Show the live panel of a run that was started elsewhere."),
+    "plot": ("rollbook.cli.top:plot", "Draw the figures of a run as PNG or SVG."),
     "inspect": ("rollbook.cli.inspect:inspect", "Show a run, its groups, or one group token by token."),
     "explain": ("rollbook.cli.explain:explain", "Explain the history of a group."),
     "replay": (
@@ -41,6 +43,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "host": ("rollbook.cli.host:host", "Run everything but the trainer, for a trainer such as TRL."),
     "join": ("rollbook.cli.join:join", "Add a policy server or a dispatcher to a running run."),
     "proxy": ("rollbook.cli.proxy:proxy", "Serve an OpenAI-compatible endpoint that records its tokens."),
+    "doctor": ("rollbook.cli.doctor:doctor", "Check what a run needs from this machine."),
     "config": ("rollbook.cli.config:config_app", "Check configurations."),
     "env": ("rollbook.cli.env:env_app", "Serve environments over OpenEnv, or play one by hand."),
     "ledger": ("rollbook.cli.ledger:ledger_app", "Serve a ledger without a run, and maintain its store."),

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from rollbook.cli.arguments import AsJson, Overrides, Preflight
+from rollbook.cli.arguments import AsJson, Dashboard, Overrides, Preflight
 from rollbook.cli.output import result_json, stderr_console
 from rollbook.run.commands.train import RunFailedError
 from rollbook.run.commands.train import train as launch
@@ -22,6 +22,7 @@ def train(  # noqa: PLR0917 - a command line is a list of flags
         int | None, typer.Option("--max-rows", min=1, help="Use only the first rows of the task source (tasks.limit).")
     ] = None,
     preflight: Preflight = True,
+    dashboard: Dashboard = True,
     as_json: AsJson = False,
 ) -> None:
     """Train a policy asynchronously. The first Ctrl-C drains, the second stops at once; the same command resumes."""
@@ -32,6 +33,7 @@ def train(  # noqa: PLR0917 - a command line is a list of flags
             overrides=[*(override or ()), *([] if max_rows is None else [f"tasks.limit={max_rows}"])],
             console=stderr_console(),
             preflight=preflight,
+            dashboard=dashboard,
         )
     except RunFailedError as error:
         report = error.report

@@ -10,7 +10,7 @@ from typing import NamedTuple, NewType
 import numpy as np
 
 from rollbook.contracts.task import TaskId
-from rollbook.contracts.trajectory import EndReason, RolloutSample
+from rollbook.contracts.trajectory import MAX_REWARD, EndReason, RolloutSample
 
 GroupId = NewType("GroupId", str)
 
@@ -161,7 +161,15 @@ def merge_outcomes(first: GroupOutcome, second: GroupOutcome) -> GroupOutcome:
         retried_samples=first.retried_samples + second.retried_samples,
         declined_samples=first.declined_samples + second.declined_samples,
         surplus_samples=first.surplus_samples + second.surplus_samples,
+        samples=first.samples + second.samples if first.samples and second.samples else (),
     )
+
+
+def check_baseline(rewards: tuple[float, ...] | None) -> None:
+    """Raises `ValueError` for a baseline with a value that no reward may have."""
+    # Written so that NaN fails.
+    if rewards is not None and not all(-MAX_REWARD <= reward <= MAX_REWARD for reward in rewards):
+        raise ValueError(f"the baseline {rewards} must be between -{MAX_REWARD:g} and {MAX_REWARD:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +195,7 @@ class PromptGroup:
             raise ValueError(f"group {self.id} has draw {self.draw}; it must be >= 0")
         if self.part < 1:
             raise ValueError(f"group {self.id} is part {self.part}; parts count from 1")
+        check_baseline(self.baseline)
 
     @property
     def scorable(self) -> tuple[RolloutSample, ...]:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.group import GroupId, GroupOutcome, PromptGroup
+from rollbook.contracts.group import GroupId, GroupOutcome, PromptGroup, check_baseline
 from rollbook.contracts.group_codec import (
     FORMAT,
     RUN_BYTES,
@@ -76,6 +76,10 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The temperature of a scorable sample outside of the range that can be trained."""
     publications: tuple[int, ...]
     """Publications that sampled the trained tokens of the scorable samples, sorted. They determine the group's lag."""
+    rewards: tuple[float, ...] = ()
+    """Rewards of the scorable samples, in order."""
+    part: int = 1
+    baseline: tuple[float, ...] | None = None
 
 
 def find_obstacle(facts: GroupFacts, limits: TrainingLimits) -> str | None:
@@ -163,6 +167,9 @@ def facts_of(group: PromptGroup) -> GroupFacts:
         lacks_logprobs=not group.has_logprobs,
         odd_temperature=next(odd, None),
         publications=tuple(sorted(group.trained_publications())),
+        rewards=tuple(rewards),
+        part=group.part,
+        baseline=group.baseline,
     )
 
 
@@ -193,8 +200,9 @@ def inspect_frame(payload: bytes | memoryview, group_id: str) -> GroupFacts:
             raise ValueError(f"its payload has format {frame.format}; supported is {FORMAT}")
         if frame.group_id != group_id:
             raise ValueError(f"its payload is that of group {frame.group_id}")
-        if not frame.samples or frame.draw < 0:
-            raise ValueError("its payload has no samples, or its draw is negative")
+        if not frame.samples or frame.draw < 0 or frame.part < 1:
+            raise ValueError("its payload has no samples, or its draw is negative, or its part is not a number from 1")
+        check_baseline(frame.baseline)
         return _facts_of_frame(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UnusableGroupError(f"group {group_id}: {error}") from error
@@ -250,6 +258,9 @@ def _facts_of_frame(frame: GroupView) -> GroupFacts:
         lacks_logprobs=has_unknown and any(map(_lacks_logprobs, scored)),
         odd_temperature=next((t for t in temperatures if not _is_trainable_at(t)), None),
         publications=tuple(sorted(publications)),
+        rewards=tuple(rewards),
+        part=frame.part,
+        baseline=frame.baseline,
     )
 
 

@@ -7,7 +7,7 @@ errors of `contracts/errors.py`: `TransientError` after their bounded retries, `
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, OwnerId, PastDraw, Receipt
+from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, OwnerId, PartReceipt, PastDraw, Receipt
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
@@ -91,6 +91,15 @@ class GroupSink(Protocol):
         """Store a finished group; idempotent by group id. With `drop` it is stored as dropped.
 
         Raises `UnusableGroupError` for a group that the run could not train. Nothing is stored then.
+        """
+
+    async def submit_part(
+        self, part: EncodedGroup, outcome: GroupOutcome, *, attempt: int, drop: DropReason | None = None
+    ) -> PartReceipt:
+        """Store a part and open the next one for the samples that the group still lacks, in one transaction.
+
+        Idempotent by part id; parts of a group are submitted in order. `outcome` is that of the part's own samples. Only with
+        batch policy `parts`. Raises `UnusableGroupError` like `submit`, also for a part with too many samples or another baseline.
         """
 
     async def close(self, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None = None) -> Receipt:

@@ -33,8 +33,8 @@ TIMELINE_PIXELS = 1400
 CLOSE_UP_STEPS = 12
 
 
-def draw_plots(run_dir: Path, out: Path, *, max_head_offpolicy_versions: int) -> list[Path]:
-    """Draw all plots of a run into the folder `out`. A run without steps gives empty, labelled axes.
+def draw_plots(run_dir: Path, out: Path, *, max_head_offpolicy_versions: int, suffix: str = "png") -> list[Path]:
+    """Draw all plots of a run into the folder `out`, as `png` or `svg`. A run without steps gives empty, labelled axes.
 
     Mastery is plotted for runs with a curriculum only.
     """
@@ -42,11 +42,11 @@ def draw_plots(run_dir: Path, out: Path, *, max_head_offpolicy_versions: int) ->
     steps = read_steps(run_dir)
     mastery = read_mastery(run_dir)
     return [
-        _save(_reward_and_solved(steps, read_evaluations(run_dir)), out / "reward_and_solved.png"),
-        _save(_policy(steps), out / "policy.png"),
-        _save(_lag(steps, max_head_offpolicy_versions), out / "lag.png"),
-        _save(_timeline(run_dir, steps), out / "timeline.png"),
-        *([_save(_mastery(mastery), out / "mastery.png")] if mastery else []),
+        _save(_reward_and_solved(steps, read_evaluations(run_dir)), out / f"reward_and_solved.{suffix}"),
+        _save(_policy(steps), out / f"policy.{suffix}"),
+        _save(_lag(steps, max_head_offpolicy_versions), out / f"lag.{suffix}"),
+        _save(_timeline(run_dir, steps), out / f"timeline.{suffix}"),
+        *([_save(_mastery(mastery), out / f"mastery.{suffix}")] if mastery else []),
     ]
 
 

@@ -34,7 +34,12 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=T
     unusable: str | None
     has_payload: bool
     payload_bytes: int
-    outcome: GroupOutcome | None
+    outcome_json: bytes | None
+    """As the ledger stores it. A list of a million groups needs a few numbers of it only."""
+
+    @property
+    def outcome(self) -> GroupOutcome | None:
+        return None if self.outcome_json is None else _OUTCOME.decode(self.outcome_json)
 
     @property
     def drop_kind(self) -> str | None:
@@ -113,3 +118,6 @@ class LedgerSource(Protocol):
     async def producers(self) -> tuple[Producer, ...]: ...
 
     async def audit(self) -> Audit: ...
+
+
+_OUTCOME = msgspec.json.Decoder(GroupOutcome)

@@ -10,7 +10,7 @@ import msgspec
 
 from rollbook.contracts.admission import MemberId, MemberRole, OwnerId, RunId, RunSettings
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun
-from rollbook.contracts.freshness import GateCounts
+from rollbook.contracts.freshness import BatchPolicy, GateCounts
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.contracts.policy import Publication, PublicationId
 from rollbook.contracts.task import TaskId
@@ -92,15 +92,22 @@ class RunRecord(Record, frozen=True, kw_only=True):
     num_durable: int = 0
     num_unusable: int = 0
     """Batched groups that the trainer could not train; they are counted as trained or durable too."""
+    queued_samples: int = 0
+    leased_samples: int = 0
+    """Samples that the leased parts were opened for. This one and the next three only with policy `parts`."""
+    waiting_samples: int = 0
+    expected_samples: int = 0
+    """Samples of all groups that were opened: expected = leased + waiting + stored + missing."""
+    stored_samples: int = 0
 
     @property
     def counts(self) -> GateCounts:
-        return GateCounts(
-            leased=self.num_leased,
-            waiting=self.num_waiting,
-            queued=self.num_queued,
-            batches_decided=self.last_decided,
-        )
+        """In groups, or in samples with policy `parts`; without `aged`, which needs a query."""
+        if self.settings.rule.policy is BatchPolicy.PARTS:
+            leased, waiting, queued = self.leased_samples, self.waiting_samples, self.queued_samples
+        else:
+            leased, waiting, queued = self.num_leased, self.num_waiting, self.num_queued
+        return GateCounts(leased=leased, waiting=waiting, queued=queued, batches_decided=self.last_decided)
 
     @property
     def is_over(self) -> bool:
@@ -142,7 +149,10 @@ class MemberRecord(Record, frozen=True, kw_only=True):
 
 
 class GroupRecord(Record, frozen=True, kw_only=True):
-    """Everything about a group except its tokens."""
+    """Everything about a group except its tokens. With policy `parts`, one record for each part.
+
+    All parts of a group have its task, draw, position, origin and sequence.
+    """
 
     run_id: RunId
     group_id: GroupId
@@ -166,6 +176,8 @@ class GroupRecord(Record, frozen=True, kw_only=True):
     """Publications that sampled its trained tokens, read from its payload."""
     oldest_version: int | None = None
     """Effective version of its oldest trained token, updated while queued; None if the producer did not report it."""
+    newest_version: int | None = None
+    """Effective version of its newest trained token, updated while queued; None if an external producer left one out."""
     step: int | None = None
     drop_reason: str | None = None
     unusable: str | None = None
@@ -178,6 +190,15 @@ class GroupRecord(Record, frozen=True, kw_only=True):
     """The payload may be deleted when the oldest kept checkpoint has reached this step."""
     producer: str | None = None
     """The registered producer that submitted it; None for granted groups and for unregistered producers."""
+    num_samples: int = 0
+    """Samples of the payload."""
+    part: int = 1
+    expected_samples: int = 0
+    """Samples that this part was opened for, only with policy `parts`. The next part is opened for what it lacks."""
+    baseline: tuple[float, ...] | None = None
+    """Rewards of the quorum: of part 1 from its submission on, of later parts from the start."""
+    earlier: bytes | None = None
+    """The merged outcome of all earlier parts."""
 
 
 class ProducerRecord(Record, frozen=True, kw_only=True):

@@ -45,7 +45,10 @@ class Runs(Protocol):
     def drops(self, run_id: RunId) -> dict[str, int]:
         """Number of dropped groups by kind, from the counters."""
 
-    def count_drop(self, run_id: RunId, kind: str) -> None: ...
+    def missing(self, run_id: RunId) -> dict[str, int]:
+        """Samples that dropped parts were opened for and never got, by kind. Only kinds with such samples."""
+
+    def count_drop(self, run_id: RunId, kind: str, *, num: int = 1, missing: int = 0) -> None: ...
 
 
 class Owners(Protocol):
@@ -85,8 +88,14 @@ class Groups(Protocol):
     def oldest_dispatched(self, run_id: RunId) -> int | None:
         """The lowest sequence among dispatched groups, leased or waiting."""
 
+    def aged(self, run_id: RunId, below: int) -> tuple[int, int]:
+        """Dispatched groups admitted at a version lower than `below`: their number, and the samples they were opened for."""
+
+    def last_part(self, run_id: RunId, sequence: int) -> GroupRecord | None:
+        """The last part of the group with this sequence."""
+
     def queued(self, run_id: RunId) -> list[GroupRecord]:
-        """All queued groups, by sequence."""
+        """All queued groups, by sequence and part."""
 
     def queued_by_sequence(self, run_id: RunId, limit: int, *, producer: str | None = None) -> list[GroupRecord]:
         """Queued groups of one registered producer, or, for None, of no registered producer."""
@@ -94,14 +103,17 @@ class Groups(Protocol):
     def queued_by_arrival(self, run_id: RunId, limit: int) -> list[GroupRecord]:
         """Queued groups of no registered producer."""
 
-    def queued_below(self, run_id: RunId, version: int) -> list[GroupRecord]:
-        """Queued groups whose oldest version is known and lower than `version`, lowest sequence first."""
+    def queued_below(self, run_id: RunId, version: int, *, by_newest: bool = False) -> list[GroupRecord]:
+        """Queued groups whose oldest (or newest) version is known and lower than `version`, lowest sequence first."""
 
     def releasable(self, run_id: RunId, up_to_step: int, limit: int, *, dropped_only: bool) -> list[GroupRecord]:
         """Up to `limit` groups that still have a payload and whose `release_step` is at most `up_to_step`, lowest first."""
 
     def page(self, run_id: RunId, *, start: int = 0, limit: int, state: GroupState | None = None) -> list[GroupRecord]:
-        """Groups from sequence `start` on, lowest first. The cost depends on `limit`, not on the position in the run."""
+        """Groups from sequence `start` on, lowest first. The cost depends on `limit`, not on the position in the run.
+
+        A page ends with the last part of a group, so it may have a few more parts than `limit`.
+        """
 
     def each(self, run_id: RunId) -> Iterator[GroupRecord]:
         """All groups, by id."""
@@ -121,13 +133,13 @@ class Payloads(Protocol):
 
 
 class Positions(Protocol):
-    """Opened positions of the task cursor above the settled prefix."""
+    """Opened positions of the task cursor above the settled prefix, with the number of unsettled parts of their group."""
 
-    def put(self, run_id: RunId, position: int, *, is_settled: bool) -> None: ...
-    def get(self, run_id: RunId, position: int) -> bool | None:
-        """Whether it is settled; None if it is not stored."""
+    def put(self, run_id: RunId, position: int, *, unsettled: int) -> None: ...
+    def get(self, run_id: RunId, position: int) -> int | None:
+        """Its number of unsettled parts; None if it is not stored."""
 
-    def all(self, run_id: RunId) -> list[tuple[int, bool]]: ...
+    def all(self, run_id: RunId) -> list[tuple[int, int]]: ...
     def delete(self, run_id: RunId, position: int) -> None: ...
 
 

@@ -9,7 +9,8 @@ addresses.json      URLs of the run's servers         processes.json  pids
 mastery.jsonl       a curriculum's state over time    objects/      functions, classes and tasks of `rollbook.train`
 token               opens requests that steer the run  failures/    the first failed episodes
 client-token        opens requests of rollouts and readers, where servers listen on other than loopback
-rollouts.jsonl      samples of each step, with text
+rollouts.jsonl      samples of each step, with text   tokens/      records of single tokens, of some steps
+dashboard/          the view index, which can be deleted
 """
 
 import fcntl

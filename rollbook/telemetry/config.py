@@ -16,6 +16,13 @@ class TelemetryConfig(BaseModel, frozen=True, extra="forbid"):
     rollouts_per_step: int = Field(default=4, ge=0)
     """Samples of each step that are written to `rollouts.jsonl` with text, reward and advantage. Sinks show them as tables."""
 
+    token_records: int = Field(default=50, ge=0)
+    """Every how many steps the trainer records its logprob, the entropy and the advantage of each trained token, for the dashboard.
+    Such a step needs one more pass without gradients. 0: never. With several ranks nothing is recorded."""
+
+    token_records_kept: int = Field(default=10, ge=1)
+    """How many of these records are kept, the newest. Each has 12 bytes per token of its batch."""
+
     wandb_project: str | None = None
     """W&B project of the run. Default: `WANDB_PROJECT`, or `rollbook`."""
 

@@ -26,6 +26,7 @@ from rollbook.contracts.weights import AdapterKind
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
+from rollbook.telemetry.token_records import TokenRecordWriter
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
 from rollbook.trainer.checkpoints.settings_history import check_and_record
 from rollbook.trainer.config import TrainerConfig
@@ -86,11 +87,14 @@ class TrainerLoop:
         publishes_adapters: bool = False,
         doing: Callable[[str], None] = lambda text: None,
         on_trained: Callable[[TrainingBatch], None] | None = None,
+        token_records: TokenRecordWriter | None = None,
     ) -> None:
         """`publishes_adapters`: with LoRA, push the adapters only; the replicas already have the base model.
         `doing` is called with what the loop does or waits for, for the live view.
         `on_trained` is called in a thread with each acknowledged batch.
+        `token_records` records single tokens of some steps.
         """
+        self._token_records = token_records
         self._doing = doing
         self._on_trained = on_trained
         self._source = source
@@ -293,7 +297,7 @@ class TrainerLoop:
         self._doing(f"training step {batch.step}")
         with self._spans.span("trainer.train", step=batch.step, groups=len(batch.groups)):
             # In a thread, so that fetching, settling and checkpointing continue during the step.
-            report, weights = await asyncio.to_thread(_train_and_copy, learner, batch)
+            report, weights = await asyncio.to_thread(_train_and_copy, learner, batch, self._token_records)
         trained = self._clock.now() - began
         began = self._clock.now()
         self._doing("waiting for the policy servers to load the previous weights")
@@ -445,8 +449,12 @@ class _TrainedStep:
     """An earlier trainer acknowledged it already."""
 
 
-def _train_and_copy(learner: Learner, batch: TrainingBatch) -> tuple[StepReport, dict[str, Tensor]]:
+def _train_and_copy(
+    learner: Learner, batch: TrainingBatch, records: TokenRecordWriter | None
+) -> tuple[StepReport, dict[str, Tensor]]:
     """One copy per step, used for the digest, the publication and the checkpoint."""
+    if records is not None and records.is_due(batch.step) and isinstance(learner, TrainStep):
+        records.write(batch.step, learner.token_values(batch))
     return learner.run(batch), learner.snapshot()
 
 

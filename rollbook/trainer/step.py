@@ -19,6 +19,7 @@ from torch import Tensor
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.weights import AdapterKind
+from rollbook.telemetry.token_records import Key, TokenArrays
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import Microbatch, Minibatch, TrainRow, flatten, plan, plan_minibatch
 from rollbook.trainer.distributed.ranks import Ranks
@@ -195,6 +196,33 @@ class TrainStep:
                 total += float(np.nansum(moved))
                 count += int(np.isfinite(moved).sum())
         return total / count if count else None
+
+    def token_values(self, batch: TrainingBatch) -> dict[Key, TokenArrays]:
+        """Logprob and entropy under the current weights, and advantage, of the trained tokens of a batch. Does not train.
+
+        Empty with several ranks, which compute only together.
+        """
+        rows = flatten(batch, self._config)
+        if self.ranks.size > 1 or not rows:
+            return {}
+        torch.set_num_threads(self._config.threads)
+        self._check_vocabulary(rows, batch.step)
+        found: dict[Key, TokenArrays] = {}
+        with torch.no_grad():
+            for micro in plan_minibatch(rows, self._config, is_packed=self.model.is_packed).microbatches:
+                values = [tensor.float().cpu().numpy() for tensor in self.model.token_logprobs(micro)]
+                ends = np.cumsum([rows[member].num_trained for member in micro.members])
+                for member, logprobs, entropies, advantages in zip(
+                    micro.members,
+                    *(np.split(array, ends[:-1]) for array in (*values, micro.advantages_N)),
+                    strict=True,
+                ):
+                    row = rows[member]
+                    at = row.predicted_at + 1
+                    arrays = np.full((3, row.num_tokens), np.nan, dtype=np.float32)
+                    arrays[:, at] = logprobs, entropies, advantages
+                    found[row.group_id, *row.place] = TokenArrays.of(*arrays)
+        return found
 
     def _old_logprobs(self, minibatches: Sequence[Minibatch]) -> list[list[Tensor] | None]:
         """Log-probabilities at the start of the step, for every minibatch but the first, which uses its own."""

@@ -291,15 +291,15 @@ async def test_owners_are_found_by_name_and_by_state(store: Store) -> None:
 
 async def test_positions_are_stored_and_deleted(store: Store) -> None:
     def write(tx: Transaction) -> None:
-        tx.positions.put(RUN, 4, is_settled=False)
-        tx.positions.put(RUN, 2, is_settled=False)
-        tx.positions.put(RUN, 4, is_settled=True)
-        tx.positions.put(RUN, 3, is_settled=True)
+        tx.positions.put(RUN, 4, unsettled=1)
+        tx.positions.put(RUN, 2, unsettled=1)
+        tx.positions.put(RUN, 4, unsettled=0)
+        tx.positions.put(RUN, 3, unsettled=0)
         tx.positions.delete(RUN, 3)
 
     await store.write(write)
-    assert await store.read(lambda tx: tx.positions.all(RUN)) == [(2, False), (4, True)]
-    assert await store.read(lambda tx: [tx.positions.get(RUN, at) for at in (2, 3, 4)]) == [False, None, True]
+    assert await store.read(lambda tx: tx.positions.all(RUN)) == [(2, 1), (4, 0)]
+    assert await store.read(lambda tx: [tx.positions.get(RUN, at) for at in (2, 3, 4)]) == [1, None, 0]
 
 
 async def test_history_keeps_its_order(store: Store) -> None:
@@ -409,7 +409,7 @@ async def test_a_failed_write_is_rolled_back_completely(store: Store) -> None:
         tx.groups.put(group("new", 1))
         tx.payloads.put(RUN, GroupId("kept"), b"x")
         tx.runs.count_drop(RUN, "stale")
-        tx.positions.put(RUN, 1, is_settled=True)
+        tx.positions.put(RUN, 1, unsettled=0)
         tx.announce(RUN)
         raise LookupError("on purpose")
 

@@ -14,6 +14,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -330,9 +331,15 @@ def write_line(text: str) -> None:
 
 
 def run_one(seed: int, kills: int, env: str, kinds: Sequence[Kind]) -> Report:
+    log = partial(_write_line_of, seed)
     with tempfile.TemporaryDirectory(prefix="rollbook-chaos-") as directory:
-        log = partial(_write_line_of, seed)
-        return Chaos(Path(directory), seed=seed, kills=kills, env=env, kinds=kinds, log=log).run_all()
+        chaos = Chaos(Path(directory), seed=seed, kills=kills, env=env, kinds=kinds, log=log)
+        try:
+            return chaos.run_all()
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            log(f"failed: {error}")
+            chaos.report.violations.append(f"the run failed: {str(error).splitlines()[0]}")
+            return chaos.report
 
 
 def run_several(seed: int, kills: int, env: str, kinds: Sequence[Kind], *, jobs: int) -> Report:

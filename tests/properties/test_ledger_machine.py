@@ -1,6 +1,7 @@
 """Dispatchers, trainers, crashes, clocks and reopened files in any order, held against the true age of tokens."""
 
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rollbook.contracts.admission import Grant, OwnerId, Receipt
+from rollbook.contracts.admission import Grant, OpenPart, OwnerId, Receipt
 from rollbook.contracts.batch import EndOfRun
 from rollbook.contracts.errors import FencedError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import DropKind, DropReason, GroupState
 from rollbook.ledger.rules import gate
-from tests.parts.ledger.groups import draws
+from tests.parts.ledger.groups import draws, part_of
 from tests.parts.ledger.groups import settings as run_settings
 from tests.parts.ledger.run_driver import RunDriver, blocking_sqlite
 from tests.parts.ledger.simulation import SimulatedRun
@@ -42,6 +43,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.next_draw = 0
         self.num_external = 0
         self.num_epochs = 0
+        self.open_parts: dict[tuple[str, int], OpenPart | None] = {}
+        """With policy `parts`: what the holder of a grant sends next; None if its group has ended."""
+        self.num_samples: Counter[int] = Counter()
+        """Stored samples of each granted group, by its admission sequence."""
 
     def make_driver(self) -> RunDriver:
         return RunDriver()
@@ -53,6 +58,8 @@ class LedgerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(BatchPolicy),
         max_steps=st.none() | st.integers(3, 12),
         max_attempts=st.integers(1, 3),
+        group_size=st.integers(1, 4),
+        quorum=st.none() | st.integers(2, 4),
     )
     def create(
         self,
@@ -63,8 +70,12 @@ class LedgerMachine(RuleBasedStateMachine):
         policy: BatchPolicy,
         max_steps: int | None,
         max_attempts: int,
+        group_size: int,
+        quorum: int | None,
     ) -> None:
         self.run_settings = run_settings(
+            group_size=group_size,
+            quorum=None if quorum is None else min(quorum, group_size),
             per_step=per_step,
             in_flight=in_flight,
             staleness_bound=staleness_bound,
@@ -89,6 +100,13 @@ class LedgerMachine(RuleBasedStateMachine):
     def a_good_round(self, held: int) -> None:
         self.good_rounds(1, held, True)
 
+    @rule(rounds=st.integers(1, 6))
+    def slow_episodes_span_good_rounds(self, rounds: int) -> None:
+        """Their tokens are of every version since. Policies that mask tokens train the newest ones."""
+        self.good_rounds(rounds, 2, True)
+        self.those_held_up_arrive(newest_first=False, is_late=False)
+        self.train()
+
     @rule(checkpoint=st.integers(0, 2), rounds=st.integers(1, 4), is_exact=st.booleans())
     def a_trainer_dies_between_good_rounds(self, checkpoint: int, rounds: int, is_exact: bool) -> None:
         """Replaying to the end, so that tokens of the dead one are soon judged by the new one."""
@@ -109,7 +127,12 @@ class LedgerMachine(RuleBasedStateMachine):
             self.next_draw += reply.taken
             self.grants += reply.grants[:held]
             for grant in reply.grants[held:]:
-                self.submit_tokens(grant, (max(self.simulation.published),))
+                self.submit_tokens(grant, (max(self.simulation.published),), samples=self.first_part)
+                if grant.part is None or held == 0:
+                    self.submit_tokens(grant, (max(self.simulation.published),))
+                else:
+                    # Its last samples come late.
+                    self.grants.append(grant)
             held = 0
             trained = self.simulation.train()
             if (trained or publishes) and self.simulation.may_publish:
@@ -122,6 +145,12 @@ class LedgerMachine(RuleBasedStateMachine):
             oldest = grant.admission_publication
             self.submit_tokens(grant, (oldest,) if is_late else tuple({oldest, max(self.simulation.published)}))
         self.grants.clear()
+
+    @property
+    def first_part(self) -> int:
+        """The number of samples in the first part."""
+        rule = self.run_settings.rule
+        return rule.quorum or rule.samples_per_group
 
     # ------------------------------------------------------------------ dispatchers
 
@@ -151,8 +180,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.grants += reply.grants
 
     @precondition(lambda self: self.grants)
-    @rule(data=st.data(), is_forgotten=st.booleans())
-    def submit(self, data: st.DataObject, is_forgotten: bool) -> None:
+    @rule(data=st.data(), is_forgotten=st.booleans(), samples=st.integers(1, 4))
+    def submit(self, data: st.DataObject, is_forgotten: bool, samples: int) -> None:
         """Any attempt that was ever granted, with tokens of any weights that were live since."""
         at = data.draw(st.integers(0, len(self.grants) - 1))
         grant = self.grants[at]
@@ -160,11 +189,15 @@ class LedgerMachine(RuleBasedStateMachine):
         stamps = data.draw(
             st.lists(st.integers(grant.admission_publication, newest), min_size=1, max_size=3, unique=True)
         )
-        self.submit_tokens(grant, tuple(stamps))
+        self.submit_tokens(grant, tuple(stamps), samples=samples)
         if is_forgotten:
             self.grants.pop(at)
 
-    def submit_tokens(self, grant: Grant, stamps: tuple[int, ...]) -> None:
+    def submit_tokens(self, grant: Grant, stamps: tuple[int, ...], *, samples: int = 100) -> None:
+        """With policy `parts`, at most `samples` of those that are left."""
+        if grant.part is not None:
+            self.submit_part(grant, grant.part, stamps, samples)
+            return
         receipt = self.driver.submit(grant.task_id, stamps, attempt=grant.attempt)
         if receipt is Receipt.STORED:
             assert grant.group_id not in self.simulation.tokens, "stored twice"
@@ -175,21 +208,50 @@ class LedgerMachine(RuleBasedStateMachine):
             assert receipt is (Receipt.ALREADY_SETTLED if is_dropped else Receipt.ALREADY_STORED)
             assert was_stored or is_dropped
 
+    def submit_part(
+        self, grant: Grant, granted: OpenPart, stamps: tuple[int, ...], samples: int, drop: DropReason | None = None
+    ) -> None:
+        """Send the next part, or, if the group has ended, the granted one again."""
+        part = self.open_parts.get((grant.group_id, grant.attempt), granted) or granted
+        group = part_of(grant.task_id, part, [stamps] * min(samples, part.num_samples), quorum=self.first_part)
+        reply = self.driver.send(group, attempt=grant.attempt, drop=drop)
+        self.open_parts[grant.group_id, grant.attempt] = following = reply.next_part
+        if reply.receipt is Receipt.STORED:
+            assert part.group_id not in self.simulation.tokens, "stored twice"
+            if drop is None:
+                self.simulation.tokens[part.group_id] = stamps
+            self.num_samples[grant.sequence] += len(group.samples)
+            left = part.num_samples - len(group.samples)
+            assert (0 if following is None else following.num_samples) == left
+            assert self.num_samples[grant.sequence] + left == self.run_settings.rule.samples_per_group
+        else:
+            is_dropped = self.driver.group(grant.task_id, part=part.number).state is GroupState.DROPPED
+            assert reply.receipt is (Receipt.ALREADY_SETTLED if is_dropped else Receipt.ALREADY_STORED)
+        if following is not None and following.number > 1:
+            assert following.baseline == self.driver.group(grant.task_id).baseline
+
+    def number_of(self, grant: Grant) -> int:
+        """The part that the holder of a grant would name."""
+        part = self.open_parts.get((grant.group_id, grant.attempt), grant.part) or grant.part
+        return 1 if part is None else part.number
+
     @precondition(lambda self: self.grants)
     @rule(data=st.data(), kind=st.sampled_from([DropKind.FILTERED, DropKind.INVALID]), has_payload=st.booleans())
     def drop(self, data: st.DataObject, kind: DropKind, has_payload: bool) -> None:
         grant = data.draw(st.sampled_from(self.grants))
-        if has_payload:
+        if grant.part is not None and has_payload:
+            self.submit_part(grant, grant.part, (grant.admission_publication,), 2, DropReason(kind))
+        elif has_payload:
             stored = self.driver.submit(grant.task_id, (grant.admission_publication,), drop=DropReason(kind))
             assert stored is not Receipt.STORED or self.driver.group(grant.task_id).state is GroupState.DROPPED
         else:
-            self.driver.close(grant.task_id, DropReason(kind))
+            self.driver.close(grant.task_id, DropReason(kind), part=self.number_of(grant))
 
     @precondition(lambda self: self.grants)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         grant = data.draw(st.sampled_from(self.grants))
-        self.driver.release(grant.task_id, grant.attempt)
+        self.driver.release(grant.task_id, grant.attempt, part=self.number_of(grant))
 
     @rule()
     def submit_something_external(self) -> None:
@@ -259,6 +321,9 @@ class LedgerMachine(RuleBasedStateMachine):
         report = self.driver.audit()
         assert report.violations == ()
         assert report.opened == sum(report.law.values())
+        if report.samples is not None:
+            samples = report.samples
+            assert samples.expected == samples.open + samples.stored + sum(samples.missing.values())
 
     def teardown(self) -> None:
         if hasattr(self, "driver"):
@@ -285,6 +350,7 @@ class LedgerMachine(RuleBasedStateMachine):
         report = self.driver.audit()
         assert report.violations == ()
         assert report.law["dispatched"] == report.law["queued"] == 0
+        assert report.samples is None or report.samples.open == 0
 
     def play_everything(self, last: int) -> None:
         for name in NAMES:
@@ -292,6 +358,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.next_draw += reply.taken
             for grant in reply.grants:
                 assert self.simulation.live is not None
+                self.submit_tokens(grant, (self.simulation.live.id,), samples=self.first_part)
                 self.submit_tokens(grant, (self.simulation.live.id,))
         if self.next_draw >= last and not self.driver.status().exhausted:
             self.driver.exhausted()

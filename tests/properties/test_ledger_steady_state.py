@@ -1,6 +1,7 @@
 """Without crashes: `wait` drops nothing and trains everything, whatever finishes first; `drop` keeps the bound."""
 
 import random
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,12 +9,13 @@ from hypothesis import strategies as st
 from rollbook.contracts.admission import Grant
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
 from rollbook.ledger.tools.audit import AuditReport
-from tests.parts.ledger.groups import draws
+from tests.parts.ledger.groups import draws, part_of
 from tests.parts.ledger.groups import settings as run_settings
 from tests.parts.ledger.run_driver import RunDriver
 from tests.parts.ledger.simulation import SimulatedRun
 
 STEPS = 8
+QUORUM = 2
 
 
 def play(rule: FreshnessRule, *, seed: int, patience: int) -> AuditReport:
@@ -29,6 +31,8 @@ def play(rule: FreshnessRule, *, seed: int, patience: int) -> AuditReport:
             max_attempts=1_000,
             deadline_s=1e9,
             ttl_s=1e9,
+            group_size=3,
+            quorum=QUORUM,
         )
     )
     simulation = SimulatedRun(driver=driver, staleness_bound=rule.max_head_offpolicy_versions)
@@ -45,12 +49,19 @@ def play(rule: FreshnessRule, *, seed: int, patience: int) -> AuditReport:
             finished = max(rng.sample(range(len(playing)), min(patience, len(playing))))
             grant = playing.pop(finished)
             if rng.random() < 0.1:
-                driver.release(grant.task_id, grant.attempt)
+                driver.release(grant.task_id, grant.attempt, part=1 if grant.part is None else grant.part.number)
             else:
                 # As old as its admission allows: the whole group was sampled at once, then it took its time.
                 stamps = (int(grant.admission_publication),)
                 simulation.tokens[grant.group_id] = stamps
-                driver.submit(grant.task_id, stamps, attempt=grant.attempt)
+                if grant.part is None:
+                    driver.submit(grant.task_id, stamps, attempt=grant.attempt)
+                else:
+                    # One sample now; the others of the group come later, perhaps of another attempt.
+                    part = part_of(grant.task_id, grant.part, [stamps], quorum=QUORUM)
+                    following = driver.send(part, attempt=grant.attempt).next_part
+                    if following is not None:
+                        playing.append(replace(grant, group_id=following.group_id, part=following))
         if rng.random() < 0.7 and simulation.train():
             simulation.publish()
         if rng.random() < 0.2 and simulation.step >= 1:
@@ -81,6 +92,8 @@ def test_a_run_reaches_its_last_step_within_the_bound_and_wait_drops_nothing(
     assert report.max_lag <= rule.max_head_offpolicy_versions
     if rule.policy is BatchPolicy.WAIT:
         assert report.dropped == {}
+    if report.samples is not None:
+        assert report.samples.missing == {}
 
 
 @settings(max_examples=20, deadline=None)

@@ -61,7 +61,7 @@ async def started(ledger: Ledger, *, per_step: int = 2, in_flight: int = 4) -> i
 
 async def submit(ledger: Ledger, name: str) -> Receipt:
     group = group_of(name, (-1,))
-    return await ledger.submit(RUN, submission_of(group))
+    return (await ledger.submit(RUN, submission_of(group))).receipt
 
 
 async def test_a_trainer_at_one_replica_is_woken_by_groups_submitted_at_another(url: str) -> None:
@@ -301,7 +301,7 @@ async def test_a_database_of_a_newer_release_is_refused(url: str) -> None:
         pass
     with psycopg.connect(url, autocommit=True) as db:
         db.execute("UPDATE schema_versions SET version = 999")
-    with pytest.raises(RunError, match="have schema 999, this release needs 3"):
+    with pytest.raises(RunError, match="have schema 999, this release needs 4"):
         async with open_postgres_store(url):
             pass
     with pytest.raises(RunError, match="have schema 999"), open_reader(url):

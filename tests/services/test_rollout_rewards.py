@@ -125,6 +125,34 @@ async def test_a_function_that_cannot_be_found_stops_the_run_before_it_begins(pa
             pass
 
 
+@pytest.mark.parametrize(("deaths", "is_loaded"), [(2, True), (3, False)])
+async def test_a_process_that_is_killed_while_it_loads_the_functions_is_replaced(
+    tmp_path: Path, deaths: int, is_loaded: bool
+) -> None:
+    module = f"""
+        import os, signal
+        from pathlib import Path
+        died = Path({str(tmp_path / "died")!r})
+        number = len(died.read_text()) if died.exists() else 0
+        if number < {deaths}:
+            died.write_text("x" * (number + 1))
+            os.kill(os.getpid(), signal.SIGKILL)
+        def fine(case):
+            return 1.0
+    """
+    (tmp_path / "killed_rewards.py").write_text(textwrap.dedent(module), encoding="utf-8")
+    found = RewardRules(functions=(RewardFunction(name="fine", path="killed_rewards:fine"),), processes=1)
+    opened = open_reward_pool(found, search_path=(str(tmp_path),), log=EventLog("test", echo=io.StringIO()))
+    if is_loaded:
+        async with opened as pool:
+            assert (await pool.score("fine", case("any"))).value == 1.0
+    else:
+        with pytest.raises(RunError, match=r"killed by signal 9 \(SIGKILL\) \(3 attempts\)"):
+            async with opened:
+                pass
+    assert reward_processes() == []
+
+
 def test_an_endless_function_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     marker = tmp_path / "started"
     parent = textwrap.dedent(

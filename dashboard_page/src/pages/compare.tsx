@@ -25,7 +25,7 @@ export function ComparePage({ runs }: { runs: Runs }) {
     <Page title="Compare" about={`Up to eight runs of ${runs.target}.`}>
       <div class="grid">
         <Panel span={8} title="Runs" flush>
-          <div class="table-box">
+          <div class="table-box" tabIndex={0}>
             <table>
               <tbody>
                 {runs.runs.map((run) => (
@@ -61,7 +61,7 @@ export function ComparePage({ runs }: { runs: Runs }) {
               <select value="" onChange={(event) => setFilters({ metrics: toggled(metrics.join(","), (event.target as HTMLSelectElement).value) }, { replace: true })}>
                 <option value="">choose…</option>
                 {(catalogue.data?.metrics ?? [])
-                  .filter((metric) => !metrics.includes(metric.name))
+                  .filter((metric, at, all) => !metrics.includes(metric.name) && all.findIndex((one) => one.name === metric.name) === at)
                   .map((metric) => (
                     <option key={metric.name}>{metric.name}</option>
                   ))}
@@ -117,7 +117,7 @@ function Differences({ data }: { data: Compare }) {
       {rows.length === 0 ? (
         <Empty title="These runs have the same settings." />
       ) : (
-        <div class="table-box">
+        <div class="table-box" tabIndex={0}>
           <table>
             <thead>
               <tr>

@@ -59,7 +59,7 @@ function Sections({ data, isOnlyChanged, like }: { data: Config; isOnlyChanged: 
     <>
       {sections.map(({ name, fields }) => (
         <Panel key={name} title={name} more={plural(fields.length, "setting")} flush>
-          <div class="table-box">
+          <div class="table-box" tabIndex={0}>
             <table class="settings">
               <thead>
                 <tr>

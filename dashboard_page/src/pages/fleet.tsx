@@ -16,7 +16,7 @@ export function FleetPage() {
               {data.processes.length === 0 ? (
                 <Empty title="No processes are known.">This run is read from its ledger, which does not list them.</Empty>
               ) : (
-                <div class="table-box">
+                <div class="table-box" tabIndex={0}>
                   <table>
                     <thead>
                       <tr>
@@ -53,7 +53,7 @@ export function FleetPage() {
             <div class="grid">
               <Panel span={6} title="Policy replicas" flush>
                 {data.replicas.length ? (
-                  <div class="table-box">
+                  <div class="table-box" tabIndex={0}>
                     <table>
                       <thead>
                         <tr>
@@ -89,7 +89,7 @@ export function FleetPage() {
               </Panel>
               <Panel span={6} title="Rollout workers" flush>
                 {data.workers.length ? (
-                  <div class="table-box">
+                  <div class="table-box" tabIndex={0}>
                     <table>
                       <thead>
                         <tr>
@@ -117,7 +117,7 @@ export function FleetPage() {
               </Panel>
               {data.producers.length ? (
                 <Panel span={6} title="Producers" flush>
-                  <div class="table-box">
+                  <div class="table-box" tabIndex={0}>
                     <table>
                       <thead>
                         <tr>

@@ -1,5 +1,5 @@
 // How old the trained data is, and what keeping it fresh costs.
-import { type Freshness, type Points, apiPath, useResource } from "../api";
+import { type Freshness, apiPath, useResource } from "../api";
 import { count, duration, number, percent } from "../format";
 import { useTick } from "../live";
 import { Empty, Loaded, Page, Panel, Stat } from "../parts/basic";
@@ -7,7 +7,6 @@ import { Chart } from "../parts/chart";
 import { HeatMap } from "../parts/heatmap";
 import { go, href } from "../router";
 
-const NONE: Points = { x: [], y: [], low: null, high: null, count: 0 };
 const CHARTS: [metric: string, title: string, label: string, format: typeof number][] = [
   ["async/staleness_capacity", "Groups that may start now", "capacity", number],
   ["async/in_flight", "Groups in flight", "in flight", number],
@@ -46,7 +45,8 @@ export function FreshnessPage() {
             </Panel>
             <div class="grid">
               {CHARTS.map(([metric, title, label, format]) => {
-                const points = data.series[metric] ?? NONE;
+                const points = data.series[metric];
+                if (!points?.x.length) return null;
                 return (
                   <Panel span={6} key={metric}>
                     <Chart title={title} x={points.x} series={[{ label, values: points.y, fill: true }]} height={150} sync="freshness" range={[0, null]} format={format} />

@@ -1,12 +1,13 @@
 // All samples of a group side by side, aligned by message. Messages that all samples share are shown once.
 import type { ComponentChildren } from "preact";
-import { type GroupAnswer, type Message, type Sample, apiPath, useResource } from "../api";
+import { type GroupAnswer, type Message, type Sample, type Tokens, apiPath, useResource } from "../api";
 import { onlyFilters } from "../filters";
 import { fixed, number, words } from "../format";
 import { useKeys } from "../keys";
 import { useTick } from "../live";
-import { Badge, Empty, Loaded, Panel } from "../parts/basic";
+import { Badge, Loaded, Panel } from "../parts/basic";
 import { MessageBox } from "../parts/conversation";
+import { TokenText } from "../parts/tokens";
 import { go, href, useRoute } from "../router";
 import { Fate, GroupHead, PayloadState } from "./rollout";
 
@@ -61,20 +62,31 @@ function SideBySide({ id, data, filters }: { id: string; data: GroupAnswer; filt
           </p>
         </div>
       ) : null}
-      {rows === 0 ? (
-        <Panel>
-          <Empty title="No messages were recorded.">Open a sample to see its tokens.</Empty>
-        </Panel>
-      ) : null}
       <div class="columns" tabIndex={0} role="region" aria-label="Samples side by side" style={{ gridTemplateColumns: `repeat(${data.samples.length}, minmax(240px, 1fr))` }}>
         {data.samples.map((sample, column) => (
           <a key={sample.sample} class="column-head" href={href("rollout", [id, sample.sample], filters)} style={{ gridColumn: String(column + 1), gridRow: "1" }}>
             <SampleHead sample={sample} />
           </a>
         ))}
-        {cells}
+        {rows === 0
+          ? data.samples.map((sample, column) => (
+              <div key={sample.sample} class="cell" style={{ gridColumn: String(column + 1), gridRow: "2" }}>
+                <SampleTokens group={id} sample={sample.sample} />
+              </div>
+            ))
+          : cells}
       </div>
     </>
+  );
+}
+
+/** For rollout functions that record tokens and no messages. */
+function SampleTokens({ group, sample }: { group: string; sample: number }) {
+  const tokens = useResource<Tokens>(apiPath(`groups/${encodeURIComponent(group)}/tokens`, { sample }));
+  return (
+    <Panel>
+      <Loaded from={tokens}>{(data) => <TokenText tokens={data} by="logprob" shown={2000} />}</Loaded>
+    </Panel>
   );
 }
 

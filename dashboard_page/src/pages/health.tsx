@@ -12,11 +12,6 @@ export function HealthPage() {
       <Loaded from={health}>
         {(data) => (
           <>
-            {data.silent.map((one) => (
-              <Notice key={one.process} tone="warn" title={`${one.process} is silent.`}>
-                Its last event is {duration(one.silent_s)} old.
-              </Notice>
-            ))}
             {Object.entries(data.skipped_lines)
               .filter(([, lines]) => lines)
               .map(([file, lines]) => (
@@ -64,7 +59,7 @@ export function HealthPage() {
             </div>
             <Panel title="Warnings and errors" more={data.events.length ? plural(data.events.length, "event") : undefined} flush>
               {data.events.length ? (
-                <div class="table-box tall">
+                <div class="table-box tall" tabIndex={0}>
                   <table>
                     <tbody>
                       {data.events.map((event, at) => (
@@ -86,6 +81,17 @@ export function HealthPage() {
                 <Empty title="No warnings." />
               )}
             </Panel>
+            {data.silent.length ? (
+              <Panel title="Last event of each process" flush>
+                <div class="value-grid">
+                  {data.silent.map((one) => (
+                    <span key={one.process}>
+                      <span class="muted">{one.process}</span> <b>{duration(one.silent_s)} ago</b>
+                    </span>
+                  ))}
+                </div>
+              </Panel>
+            ) : null}
             {data.stacks.map((stack) => (
               <Panel key={`${stack.time} ${stack.process}`} title={`Stacks of ${stack.process}`} more={dateTime(stack.time)}>
                 <pre>{visible(stack.text)}</pre>

@@ -35,7 +35,7 @@ export function LawPage() {
                 <Badge tone={data.holds ? "good" : "bad"}>{data.holds ? "holds" : "violated"}</Badge>
               </p>
             </Panel>
-            <Panel title="Flow of groups" more={data.origins.map((one) => `${count(one.count)} ${words(one.origin)}`).join(", ")}>
+            <Panel title="Flow of groups" more={(data.origins ?? []).map((one) => `${count(one.count)} ${words(one.origin)}`).join(", ")}>
               <Flow law={data} />
             </Panel>
             <AuditPanel last={data.audit} onDone={law.reload} />

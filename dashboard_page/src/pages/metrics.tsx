@@ -16,7 +16,8 @@ export function MetricsPage() {
   const x = (query.get("x") as Axis | null) ?? "step";
   const like = query.get("like") ?? "";
   const catalogue = useResource<SeriesAnswer>(apiPath("series"));
-  const found = (catalogue.data?.metrics ?? []).filter((metric) => metric.name.includes(like) || metric.meaning.toLowerCase().includes(like.toLowerCase()));
+  // A metric that two processes report is one chart.
+  const found = (catalogue.data?.metrics ?? []).filter((metric, at, all) => all.findIndex((one) => one.name === metric.name) === at).filter((metric) => metric.name.includes(like) || metric.meaning.toLowerCase().includes(like.toLowerCase()));
   const folders = useMemo(() => {
     const groups = new Map<string, Metric[]>();
     if (!like) groups.set("main", MAIN.flatMap((name) => found.filter((metric) => metric.name === name)));
@@ -85,7 +86,7 @@ function MetricChart({ metric, x }: { metric: Metric; x: Axis }) {
           sync={`metrics-${x}`}
         />
       ) : (
-        <div class="loading">{metric.name}</div>
+        <h3 class="chart-waiting">{metric.name}</h3>
       )}
     </section>
   );

@@ -1,6 +1,6 @@
 // Is it learning, how far is it, who waits for whom, is it fresh, is it complete, and what is wrong: on one screen.
 import { type Column, align } from "../align";
-import { type Overview, type Points, type Problem, type SeriesAnswer, apiPath, useResource } from "../api";
+import { type Overview, type Points, type Problem, type SeriesAnswer, type Trend, apiPath, useResource } from "../api";
 import { clock, count, dateTime, duration, number, percent, plural } from "../format";
 import { useTick } from "../live";
 import { Badge, Empty, Meter, Page, Panel, Spark, Stat, type Tone } from "../parts/basic";
@@ -17,32 +17,25 @@ export function OverviewPage({ run }: { run: Overview }) {
   const evaluation = learning.evaluation;
   return (
     <Page title="Overview" about={`${run.path}${run.created ? `, started ${dateTime(run.created)}` : ""}`}>
-      <div class="stats">
-        <Stat label="Reward" value={number(learning.reward.last)} unit={change(learning.reward.first_tenth, learning.reward.last_tenth)} link={href("metrics")}>
+      <div class="stats seven">
+        <Stat label="Reward" value={number(learning.reward.last)} note={change(learning.reward)} link={href("metrics")}>
           <Spark values={run.sparklines.reward} tone={1} />
         </Stat>
-        <Stat label="Solved" value={percent(learning.solved.last)} unit={change(learning.solved.first_tenth, learning.solved.last_tenth, percent)} link={href("tasks")}>
+        <Stat label="Solved" value={percent(learning.solved.last)} note={change(learning.solved, percent)} link={href("tasks")}>
           <Spark values={run.sparklines.solved} tone={2} />
         </Stat>
-        <Stat
-          label="Held-out tasks"
-          value={evaluation ? percent(evaluation.solved) : "–"}
-          unit={evaluation ? `at step ${evaluation.step}` : undefined}
-          note={evaluation ? `95% interval ${percent(evaluation.low)} to ${percent(evaluation.high)}, ${plural(evaluation.tasks, "task")}` : "not evaluated: evaluation.every_steps is not set"}
-        />
-        <Stat
-          label="Progress"
-          value={progress.step ?? 0}
-          unit={progress.total_steps ? `of ${progress.total_steps} steps` : "steps"}
-          note={[run.state === "running" && progress.eta_s !== null ? `${duration(progress.eta_s)} left` : `${duration(progress.elapsed_s)} elapsed`, progress.seconds_per_step ? `${duration(progress.seconds_per_step)} a step` : ""].filter(Boolean).join(", ")}
-          link={href("steps")}
-        >
+        {evaluation ? (
+          <Stat label="Held-out tasks" value={percent(evaluation.solved)} unit={`step ${evaluation.step}`} note={`95% interval ${percent(evaluation.low)} to ${percent(evaluation.high)}, ${plural(evaluation.tasks, "task")}`} />
+        ) : (
+          <Stat label="Held-out tasks" value="–" note="not evaluated; set evaluation.every_steps" />
+        )}
+        <Stat label="Progress" value={count(progress.step ?? 0)} unit={progress.total_steps ? `of ${count(progress.total_steps)}` : "steps"} note={pace(run)} link={href("steps")}>
           {progress.total_steps ? <Meter share={(progress.step ?? 0) / progress.total_steps} label="Steps done" /> : null}
         </Stat>
-        <Stat label="Trainer busy" value={percent(flow.trainer_utilisation)} unit={flow.tokens_per_s === null ? undefined : `${count(flow.tokens_per_s)} tokens/s`} link={href("timeline")}>
+        <Stat label="Trainer busy" value={percent(flow.trainer_utilisation)} note={flow.tokens_per_s === null ? undefined : `${count(flow.tokens_per_s)} tokens/s`} link={href("timeline")}>
           <Spark values={run.sparklines.tokens_per_s} tone={3} />
         </Stat>
-        <Stat label="Lag" value={number(freshness.lag_max)} unit={`of at most ${number(freshness.bound)}`} note={`mean ${number(freshness.lag_mean, 2)} versions, policy “${freshness.policy ?? "–"}”`} tone={lagTone} link={href("freshness")} />
+        <Stat label="Lag" value={number(freshness.lag_max)} unit={`bound ${number(freshness.bound)}`} note={`mean ${number(freshness.lag_mean, 2)} versions, policy “${freshness.policy ?? "–"}”`} tone={lagTone} link={href("freshness")} />
         <Stat
           label="Conservation law"
           value={law.holds ? "holds" : "violated"}
@@ -91,8 +84,13 @@ export function OverviewPage({ run }: { run: Overview }) {
   );
 }
 
-function change(first: number | null, last: number | null, write: (value: number | null) => string = (value) => number(value, 2)): string | undefined {
-  return first === null || last === null ? undefined : `${write(first)} → ${write(last)}`;
+function change({ first_tenth, last_tenth }: Trend, write: (value: number | null) => string = (value) => number(value, 2)): string | undefined {
+  return first_tenth === null || last_tenth === null ? undefined : `${write(first_tenth)} → ${write(last_tenth)}`;
+}
+
+function pace({ state, progress }: Overview): string {
+  const time = state === "running" && progress.eta_s !== null ? `${duration(progress.eta_s)} left` : `${duration(progress.elapsed_s)} elapsed`;
+  return progress.seconds_per_step === null ? time : `${time}, ${duration(progress.seconds_per_step)} a step`;
 }
 
 function Learning({ series }: { series: Record<string, Points> }) {
@@ -104,7 +102,7 @@ function Learning({ series }: { series: Record<string, Points> }) {
     <Chart
       title="Is it learning?"
       x={x}
-      height={210}
+      height={250}
       series={[
         { label: "reward", values: rewards, tone: 0 },
         { label: "solved", values: solved, tone: 1 },

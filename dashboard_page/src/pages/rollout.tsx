@@ -4,7 +4,7 @@ import { onlyFilters } from "../filters";
 import { clock, duration, fixed, number, plural, words } from "../format";
 import { useKeys } from "../keys";
 import { useTick } from "../live";
-import { Badge, Empty, Facts, Loaded, Notice, Panel, Segmented, State } from "../parts/basic";
+import { Badge, Facts, Loaded, Notice, Panel, Segmented, State } from "../parts/basic";
 import { Conversation } from "../parts/conversation";
 import { type TokenColour, TokenView } from "../parts/tokens";
 import { go, href, setFilters, useRoute } from "../router";
@@ -16,10 +16,11 @@ export function RolloutPage() {
   const wanted = Number(parts[1] ?? 0);
   const filters = onlyFilters(query);
   const answer = useResource<GroupAnswer>(apiPath(`groups/${encodeURIComponent(id)}`, filters), useTick(10_000));
-  const view = query.get("view") === "tokens" ? "tokens" : "conversation";
-  const keep = { ...filters, view: view === "tokens" ? view : null, colour: query.get("colour") };
   const samples = answer.data?.samples ?? [];
   const sample = samples[Math.min(Math.max(0, wanted), samples.length - 1)];
+  // A rollout function may record tokens only.
+  const view = query.get("view") === "tokens" || (sample && !sample.messages?.length) ? "tokens" : "conversation";
+  const keep = { ...filters, view: query.get("view"), colour: query.get("colour") };
   const openGroup = (group: string | null | undefined) => group && go(href("rollout", [group, 0], keep));
   const openSample = (at: number) => at >= 0 && at < samples.length && go(href("rollout", [id, at], keep), { replace: true });
   useKeys({
@@ -42,16 +43,16 @@ export function RolloutPage() {
               <div class="grid">
                 <div class="span-8 stack">
                   <div class="row between">
-                    <Segmented label="View" value={view} options={[["conversation", "Conversation"], ["tokens", "Tokens"]]} onChange={(next) => setFilters({ view: next === "tokens" ? next : null }, { replace: true })} />
+                    <Segmented label="View" value={view} options={sample.messages?.length ? [["conversation", "Conversation"], ["tokens", "Tokens"]] : [["tokens", "Tokens"]]} onChange={(next) => setFilters({ view: next === "tokens" ? next : null }, { replace: true })} />
                     <span class="small muted">
                       <kbd>j</kbd> <kbd>k</kbd> group, <kbd>h</kbd> <kbd>l</kbd> sample, <kbd>t</kbd> tokens, <kbd>g</kbd> side by side
                     </span>
                   </div>
-                  {view === "tokens" ? <SampleTokens group={id} sample={sample} /> : <SampleConversation sample={sample} />}
+                  {view === "tokens" ? <SampleTokens group={id} sample={sample} /> : <Conversation messages={sample.messages ?? []} turns={sample.turns} />}
                 </div>
                 <div class="span-4 stack">
-                  <Fate data={data} />
                   <SampleFacts sample={sample} data={data} />
+                  <Fate data={data} />
                 </div>
               </div>
             </>
@@ -89,7 +90,7 @@ export function GroupHead({ data, page, keep }: { data: GroupAnswer; page: "roll
           </a>
         ) : null}
         <Neighbour id={data.previous} link={other} label="Previous group within the filter (k)" sign="←" />
-        <span class="muted small nowrap">{data.position === null ? "" : `${data.position.toLocaleString("en")} of ${data.total.toLocaleString("en")}`}</span>
+        <span class="muted small nowrap">{data.position === null ? "" : `${(data.position + 1).toLocaleString("en")} of ${data.total.toLocaleString("en")}`}</span>
         <Neighbour id={data.next} link={other} label="Next group within the filter (j)" sign="→" />
       </div>
     </div>
@@ -132,19 +133,6 @@ function SampleTabs({ samples, chosen, link }: { samples: Sample[]; chosen: numb
   );
 }
 
-function SampleConversation({ sample }: { sample: Sample }) {
-  if (!sample.messages?.length) {
-    return (
-      <Panel>
-        <Empty title="No messages were recorded.">
-          This rollout function recorded tokens only. <button class="button" onClick={() => setFilters({ view: "tokens" }, { replace: true })}>Show its tokens</button>
-        </Empty>
-      </Panel>
-    );
-  }
-  return <Conversation messages={sample.messages} turns={sample.turns} />;
-}
-
 function SampleTokens({ group, sample }: { group: string; sample: Sample }) {
   const { query } = useRoute();
   const sequence = Number(query.get("sequence") ?? 0);
@@ -170,10 +158,12 @@ function SampleTokens({ group, sample }: { group: string; sample: Sample }) {
 }
 
 export function Fate({ data }: { data: GroupAnswer }) {
+  // Sentences that begin with a time repeat the moves, which are listed below.
+  const sentences = data.sentences.filter((sentence) => data.moves.length === 0 || !/^\d{4}-\d\d-\d\d /.test(sentence));
   return (
     <Panel title="What became of this group">
       <div class="stack">
-        {data.sentences.map((sentence) => (
+        {sentences.map((sentence) => (
           <p key={sentence}>{visible(sentence)}</p>
         ))}
         {data.unusable ? <Notice tone="warn">Not usable for training: {visible(data.unusable)}</Notice> : null}

@@ -2,7 +2,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { type GroupRow, type Groups, apiPath, request, useResource } from "../api";
 import { FILTERS, type FilterName, LABELS, filterText, onlyFilters, toggled } from "../filters";
-import { count, dateTime, duration, fixed, number, percent, plural, words } from "../format";
+import { clock, count, dateTime, duration, fixed, number, percent, plural, words } from "../format";
 import { useKeys } from "../keys";
 import { useTick } from "../live";
 import { Empty, Loaded, Notice, Page, Panel, State } from "../parts/basic";
@@ -12,7 +12,7 @@ import { visible } from "../text";
 
 const LIMIT = 50;
 const ORDERS: [string, string][] = [["newest", "newest first"], ["oldest", "oldest first"], ["-reward", "highest reward"], ["reward", "lowest reward"], ["-tokens", "longest"], ["tokens", "shortest"], ["-seconds", "slowest"], ["seconds", "fastest"]];
-const FACETS: [FilterName, string][] = [["state", "State"], ["solved", "Solved"], ["drop", "Drop reason"], ["end", "A sample ended by"], ["tier", "Tier"]];
+const FACETS: [FilterName, string][] = [["state", "State"], ["solved", "Solved"], ["drop", "Drop reason"], ["end", "Ended by"], ["tier", "Tier"]];
 const RANGES: [FilterName, string, string][] = [["step", "Step", "10-20"], ["tokens", "Tokens", "100:500"], ["turns", "Turns", "2:4"], ["lag", "Lag", "0:1"], ["seconds", "Seconds", "1:20"]];
 
 export function RolloutsPage() {
@@ -230,7 +230,7 @@ export function Chips({ filters }: { filters: Record<string, string> }) {
 function GroupTable({ rows, chosen, filters }: { rows: GroupRow[]; chosen: number; filters: Record<string, string> }) {
   const hasTiers = rows.some((row) => row.tier);
   return (
-    <div class="table-box">
+    <div class="table-box" tabIndex={0}>
       <table>
         <thead>
           <tr>
@@ -272,7 +272,9 @@ function GroupTable({ rows, chosen, filters }: { rows: GroupRow[]; chosen: numbe
               <td class="num">{number(row.tokens, 1)}</td>
               <td class="num">{number(row.turns, 1)}</td>
               <td class="num nowrap">{duration(row.seconds)}</td>
-              <td class="nowrap muted">{dateTime(row.opened_at)}</td>
+              <td class="nowrap muted" title={dateTime(row.opened_at)}>
+                {clock(row.opened_at)}
+              </td>
             </tr>
           ))}
         </tbody>

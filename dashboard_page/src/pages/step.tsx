@@ -10,8 +10,8 @@ import { go, href } from "../router";
 import { colour, mix } from "../theme";
 import { visible } from "../text";
 
-export const PART_COLOURS: Record<string, string> = { wait: "line", generate: "series-1", act: "series-3", score: "series-4", queue: "heat-0" };
-const PART_NAMES: Record<string, string> = { wait: "waits", generate: "generates", act: "acts in the environment", score: "is scored", queue: "is queued for training" };
+export const PART_COLOURS: Record<string, string> = { wait: "line", generate: "series-1", act: "series-3", score: "series-4", other: "series-8", queue: "accent-soft" };
+const PART_NAMES: Record<string, string> = { wait: "waits", generate: "generates", act: "acts in the environment", score: "is scored", other: "other work", queue: "is queued for training" };
 const GUTTER = 150;
 const AXIS = 22;
 
@@ -76,6 +76,8 @@ function Figures({ data }: { data: Anatomy }) {
   );
 }
 
+const UNKNOWN: AnatomySample = { sample: 0, reward: null, solved: null, tokens: null, turns: null, end: null, start: null, finish: null, parts: [], versions: [] };
+
 interface Bar {
   group: AnatomyGroup;
   sample: AnatomySample;
@@ -87,12 +89,14 @@ function AnatomyChart({ data }: { data: Anatomy }) {
   const [shade, setShade] = useState<"part" | "version">("part");
   const [hovered, setHovered] = useState<{ bar: Bar; part: [string, number, number] | null } | null>(null);
   const samples = data.groups.reduce((sum, group) => sum + group.samples.length, 0);
-  const size = samples > 160 ? 4 : samples > 64 ? 7 : 11;
+  const size = samples > 160 ? 5 : samples > 64 ? 7 : 11;
   const bars = useMemo(() => {
     const found: Bar[] = [];
     let y = 4;
     for (const group of data.groups) {
-      group.samples.forEach((sample, at) => {
+      // Older runs recorded no samples: one bar from the opening of the group until it was complete.
+      const samples = group.samples.length ? group.samples : [{ ...UNKNOWN, start: group.opened_at, finish: group.queued_at }];
+      samples.forEach((sample, at) => {
         found.push({ group, sample, y, isFirst: at === 0 });
         y += size;
       });

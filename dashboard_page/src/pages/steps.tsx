@@ -46,7 +46,7 @@ function mergeSteps(pages: StepRow[][]): StepRow[] {
 
 function StepTable({ rows }: { rows: StepRow[] }) {
   return (
-    <div class="table-box">
+    <div class="table-box" tabIndex={0}>
       <table>
         <thead>
           <tr>

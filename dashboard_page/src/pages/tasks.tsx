@@ -87,12 +87,14 @@ function Mastery({ data }: { data: Tasks }) {
 }
 
 function TaskTable({ rows, sort }: { rows: TaskRow[]; sort: string }) {
+  const hasTiers = rows.some((row) => row.tier);
+  const columns = COLUMNS.filter(([, label]) => hasTiers || label !== "Tier");
   return (
-    <div class="table-box">
+    <div class="table-box" tabIndex={0}>
       <table>
         <thead>
           <tr>
-            {COLUMNS.map(([key, label, isNumber]) => (
+            {columns.map(([key, label, isNumber]) => (
               <th key={label} class={isNumber ? "num" : ""} aria-sort={key === sort ? (key === "task" ? "ascending" : "descending") : undefined}>
                 {key ? (
                   <button onClick={() => setFilters({ sort: key === "task" ? null : key }, { replace: true })}>
@@ -114,7 +116,7 @@ function TaskTable({ rows, sort }: { rows: TaskRow[]; sort: string }) {
                   {visible(row.task_id)}
                 </a>
               </td>
-              <td>{row.tier ?? ""}</td>
+              {hasTiers ? <td>{row.tier}</td> : null}
               <td class="num">{count(row.draws)}</td>
               <td class="num">
                 <span class="rate">

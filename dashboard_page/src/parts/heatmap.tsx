@@ -17,6 +17,12 @@ export interface HeatProps {
 const GUTTER = 52;
 const AXIS = 20;
 
+/** The next of 1, 2, 5, 10, 20, 50 … */
+function roundUp(value: number): number {
+  const power = 10 ** Math.floor(Math.log10(Math.max(1, value)));
+  return [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= value) ?? 10 * power;
+}
+
 export function HeatMap({ steps, stepSize, lags, counts, bound, onPick }: HeatProps) {
   const [hovered, setHovered] = useState<{ bucket: number; row: number } | null>(null);
   const row = Math.max(16, Math.min(34, 180 / Math.max(1, lags.length)));
@@ -43,9 +49,9 @@ export function HeatMap({ steps, stepSize, lags, counts, bound, onPick }: HeatPr
       }
       pen.fillStyle = colour("muted");
       pen.textAlign = "center";
-      const every = Math.max(1, Math.ceil(60 / cell));
+      const every = roundUp((60 / cell) * stepSize);
       steps.forEach((step, bucket) => {
-        if (bucket % every === 0) pen.fillText(String(step), GUTTER + (bucket + 0.5) * cell, height - 8);
+        if (bucket === 0 || Math.floor(step / every) > Math.floor(steps[bucket - 1]! / every)) pen.fillText(String(step), GUTTER + (bucket + 0.5) * cell, height - 8);
       });
     },
     [steps, lags, counts, bound, height],

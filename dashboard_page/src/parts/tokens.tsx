@@ -44,12 +44,9 @@ function gap(tokens: Tokens, at: number): number | null {
   return trainer === null || trainer === undefined || engine === null || engine === undefined ? null : trainer - engine;
 }
 
-export function TokenView({ tokens, by, onColour }: { tokens: Tokens; by: TokenColour; onColour: (by: TokenColour) => void }) {
-  const [hovered, setHovered] = useState<number | null>(null);
-  const [shown, setShown] = useState(SHOWN);
-  const text = useRef<HTMLDivElement>(null);
+/** The text of the tokens, in chunks: the browser lays out only those on the screen. */
+export function TokenText({ tokens, by, shown }: { tokens: Tokens; by: TokenColour; shown: number }) {
   const kinds = useMemo(() => classes(tokens, by), [tokens, by]);
-  const options = (Object.keys(NAMES) as TokenColour[]).filter((name) => (name === "advantage" ? tokens.advantage : name === "entropy" ? tokens.entropy : name === "gap" ? tokens.trainer_logprob : true));
   const chunks = useMemo(() => {
     const found: preact.JSX.Element[] = [];
     for (let start = 0; start < Math.min(shown, tokens.count); start += CHUNK) {
@@ -69,6 +66,15 @@ export function TokenView({ tokens, by, onColour }: { tokens: Tokens; by: TokenC
     }
     return found;
   }, [tokens, kinds, shown]);
+  return <div class={`tokens ${tokens.count > 4 * CHUNK ? "long" : ""}`}>{chunks}</div>;
+}
+
+export function TokenView({ tokens, by, onColour }: { tokens: Tokens; by: TokenColour; onColour: (by: TokenColour) => void }) {
+  const [hovered, setHovered] = useState<number | null>(null);
+  const [shown, setShown] = useState(SHOWN);
+  const text = useRef<HTMLDivElement>(null);
+  const kinds = useMemo(() => classes(tokens, by), [tokens, by]);
+  const options = (Object.keys(NAMES) as TokenColour[]).filter((name) => (name === "advantage" ? tokens.advantage : name === "entropy" ? tokens.entropy : name === "gap" ? tokens.trainer_logprob : true));
   const jump = (at: number) => {
     if (at >= shown) setShown(at + SHOWN);
     requestAnimationFrame(() => text.current?.querySelector(`[data-at="${at}"]`)?.scrollIntoView({ block: "center" }));
@@ -85,7 +91,6 @@ export function TokenView({ tokens, by, onColour }: { tokens: Tokens; by: TokenC
         {hovered === null ? <span class="muted">Point at a token to read its values. Grey tokens are not trained.</span> : <TokenFact tokens={tokens} at={hovered} />}
       </p>
       <div
-        class="tokens"
         ref={text}
         onPointerOver={(event: PointerEvent) => {
           const at = (event.target as HTMLElement).dataset.at;
@@ -93,7 +98,7 @@ export function TokenView({ tokens, by, onColour }: { tokens: Tokens; by: TokenC
         }}
         onPointerLeave={() => setHovered(null)}
       >
-        {chunks}
+        <TokenText tokens={tokens} by={by} shown={shown} />
       </div>
       {shown < tokens.count ? (
         <button class="button" onClick={() => setShown(shown + SHOWN)}>

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,6 +24,7 @@ ENDS = tuple(reason.value for reason in EndReason)
 UNKNOWN = -1
 
 COLUMNS: tuple[tuple[str, type[np.generic]], ...] = (
+    ("sequence", np.int64),
     ("state", np.uint8),
     ("drop_kind", np.uint8),
     ("origin", np.uint8),
@@ -38,7 +40,8 @@ COLUMNS: tuple[tuple[str, type[np.generic]], ...] = (
     ("turns", np.float32),
     ("seconds", np.float32),
 )
-NAMES = tuple(name for name, _ in COLUMNS)
+FACTS = np.dtype([(name, np.dtype(kind).newbyteorder("<")) for name, kind in COLUMNS])
+"""The values of one group as bytes, in the file."""
 
 
 class Numbering:
@@ -72,15 +75,14 @@ class GroupColumns:
         except KeyError:
             raise AttributeError(name) from None
 
-    def put(self, places: Sequence[int], rows: Sequence[Sequence[Any]]) -> None:
-        """Set the groups at these places to these rows, whose values are in the order of `NAMES`."""
-        if not places:
+    def put(self, places: Sequence[int], facts: NDArray[Any]) -> None:
+        """Set the groups at these places to these facts."""
+        if not len(places):
             return
         at = np.asarray(places, dtype=np.int64)
         self._reserve(int(at.max()) + 1)
-        for (name, kind), values in zip(COLUMNS, zip(*rows, strict=True), strict=True):
-            # NULL of the database and None become NaN.
-            self._arrays[name][at] = np.array(values, dtype=kind)
+        for name, _ in COLUMNS:
+            self._arrays[name][at] = facts[name]
 
     def _reserve(self, size: int) -> None:
         capacity = len(self._arrays["state"])
@@ -93,33 +95,68 @@ class GroupColumns:
         self.size = max(self.size, size)
 
 
+class _End(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The beginning of a `SampleOutcome`."""
+
+    reward: float | None
+    solved: bool | None
+    tokens: int
+    turns: int
+    end: str
+
+
+class _Outcome(msgspec.Struct, frozen=True, gc=False):
+    """The part of a `GroupOutcome` that is indexed. NaN: not known."""
+
+    num_samples: int = 0
+    reward_mean: float | None = None
+    solved_rate: float | None = None
+    mean_response_tokens: float = math.nan
+    mean_turns: float = math.nan
+    seconds: float = math.nan
+    truncated_rate: float = 0.0
+    samples: msgspec.Raw = msgspec.Raw(b"[]")
+
+    def ends(self) -> int:
+        """How its samples ended, as bits. Samples are decoded only if they did not all end in the same way."""
+        if len(self.samples) <= len(b"[]"):
+            return 0
+        if self.truncated_rate == 0:
+            return _END_BITS[EndReason.DONE]
+        bits = 0
+        for sample in _ENDS_DECODER.decode(self.samples):
+            bits |= _END_BITS.get(sample.end, 0)
+        return bits
+
+
 def row_values(row: GroupRow, *, task: int, producer: int) -> tuple[Any, ...]:
-    """The values of a group in the order of `NAMES`. A value that this release does not know has the code 0."""
-    outcome, lag = row.outcome, row.lag
-    ends = 0
-    if outcome is not None:
-        for sample in outcome.samples:
-            ends |= _END_BITS[sample.end]
+    """The values of a group in the order of `COLUMNS`. A value that this release does not know has the code 0."""
+    outcome = _NO_OUTCOME if row.outcome_json is None else _DECODER.decode(row.outcome_json)
+    lag = row.lag
     return (
+        row.sequence,
         _STATE_CODES.get(row.state, 0),
         0 if row.drop_reason is None else _DROP_CODES.get(row.drop_kind or "", 0),
         _ORIGIN_CODES.get(row.origin, 0),
-        ends,
+        outcome.ends(),
         task,
         producer,
-        0 if outcome is None else outcome.num_samples,
+        outcome.num_samples,
         UNKNOWN if row.step is None else row.step,
         UNKNOWN if lag is None else lag,
-        _NAN if outcome is None or outcome.reward_mean is None else outcome.reward_mean,
-        _NAN if outcome is None or outcome.solved_rate is None else outcome.solved_rate,
-        _NAN if outcome is None else outcome.mean_response_tokens,
-        _NAN if outcome is None else outcome.mean_turns,
-        _NAN if outcome is None else outcome.seconds,
+        _NAN if outcome.reward_mean is None else outcome.reward_mean,
+        _NAN if outcome.solved_rate is None else outcome.solved_rate,
+        outcome.mean_response_tokens,
+        outcome.mean_turns,
+        outcome.seconds,
     )
 
 
 _NAN = math.nan
+_NO_OUTCOME = _Outcome()
+_DECODER = msgspec.json.Decoder(_Outcome)
+_ENDS_DECODER = msgspec.json.Decoder(tuple[_End, ...])
 _STATE_CODES = {state: code for code, state in enumerate(STATES)}
 _DROP_CODES = {kind: code for code, kind in enumerate(DROPS)}
 _ORIGIN_CODES = {origin: code for code, origin in enumerate(ORIGINS)}
-_END_BITS = {reason: 1 << bit for bit, reason in enumerate(EndReason)}
+_END_BITS: dict[str, int] = {reason: 1 << bit for bit, reason in enumerate(ENDS)}

@@ -18,19 +18,21 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.dashboard.index.columns import DROPS, ENDS, NAMES, STATES, GroupColumns, Numbering, row_values
+from rollbook.dashboard.index.columns import DROPS, ENDS, FACTS, STATES, GroupColumns, Numbering, row_values
 from rollbook.dashboard.index.filters import SOLVED, GroupFilter, mask_of, ordered, solved_class
 from rollbook.dashboard.source import GroupRow
 
-FORMAT = "1"
+FORMAT = "2"
 SCHEMA = (Path(__file__).parent / "schema.sql").read_text(encoding="utf-8")
 HISTOGRAM_BINS = 40
 CACHED_LISTS = 8
 """Ordered lists that are kept until the index changes: moving through a filter asks for the same one again and again."""
-STORED = ("place", "group_id", *NAMES, "body")
-PUT = f"INSERT OR REPLACE INTO groups ({', '.join(STORED)}) VALUES ({', '.join('?' * len(STORED))})"
-LOAD = f"SELECT place, {', '.join(NAMES)} FROM groups"
+PUT = "INSERT OR REPLACE INTO groups (place, group_id, facts, body) VALUES (?, ?, ?, ?)"
+FIND = "SELECT group_id, place FROM groups WHERE group_id IN (SELECT value FROM json_each(?))"
+LOAD = "SELECT place, facts FROM groups"
 LOADED_ROWS = 50_000
+CACHE_KB = 48_000
+"""The ids of a million groups fit: they are inserted in random order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,10 @@ class ViewIndex:
         self._lists: dict[GroupFilter, NDArray[np.int64]] = {}
         cursor = db.execute(LOAD)
         while rows := cursor.fetchmany(LOADED_ROWS):
-            self.columns.put([row[0] for row in rows], [row[1:] for row in rows])
+            self.columns.put([row[0] for row in rows], np.frombuffer(b"".join(row[1] for row in rows), FACTS))
+
+        self._newest = int(self.columns.sequence.max(initial=-1))
+        """The highest sequence number."""
 
     @property
     def num_groups(self) -> int:
@@ -76,14 +81,15 @@ class ViewIndex:
             )
             for row in rows
         ]
-        places = self._places(rows)
+        facts, places = np.array(values, dtype=FACTS), self._places(rows)
+        packed = facts.tobytes()
         self._db.execute("BEGIN")
         try:
             self._db.executemany(
                 PUT,
                 [
-                    (place, row.group_id, *row_columns, _ENCODER.encode(row))
-                    for place, row_columns, row in zip(places, values, rows, strict=True)
+                    (place, row.group_id, packed[at : at + FACTS.itemsize], _ENCODER.encode(row))
+                    for place, row, at in zip(places, rows, range(0, len(packed), FACTS.itemsize), strict=True)
                 ],
             )
             self._store_texts("tasks", "task_id", self.tasks)
@@ -97,7 +103,8 @@ class ViewIndex:
                 self._db.execute("ROLLBACK")
             raise
         self._stored = {"tasks": len(self.tasks.texts), "producers": len(self.producers.texts)}
-        self.columns.put(places, values)
+        self.columns.put(places, facts)
+        self._newest = max(self._newest, max((row.sequence for row in rows), default=-1))
         self.position = position
         if rows:
             self._lists.clear()
@@ -111,22 +118,20 @@ class ViewIndex:
         self._db.execute("COMMIT")
         self.columns, self.tasks, self.producers = GroupColumns(), Numbering(), Numbering()
         self._stored = {"tasks": 0, "producers": 0}
-        self.position = Position()
+        self.position, self._newest = Position(), -1
         self._lists.clear()
 
     def _places(self, rows: Sequence[GroupRow]) -> list[int]:
         """Where each group is stored. New groups are appended."""
-        known: dict[str, int] = {}
-        places = []
+        newest, after = self._newest, self.columns.size
+        # Groups with higher numbers are certainly new.
+        ids = msgspec.json.encode([row.group_id for row in rows if row.sequence <= newest]).decode()
+        known: dict[str, int] = dict(self._db.execute(FIND, (ids,)))
         for row in rows:
-            place = known.get(row.group_id)
-            if place is None:
-                place = self.place_of(row.group_id)
-            if place is None:
-                place = self.columns.size + len(known)
-                known[row.group_id] = place
-            places.append(place)
-        return places
+            if row.group_id not in known:
+                known[row.group_id] = after
+                after += 1
+        return [known[row.group_id] for row in rows]
 
     def _store_texts(self, table: str, column: str, numbering: Numbering) -> None:
         first = self._stored[table]
@@ -237,6 +242,7 @@ def _connect(path: Path, run: str) -> sqlite3.Connection:
         db.execute("PRAGMA journal_mode = WAL")
         # The file can be derived again, so a commit need not wait for the disk.
         db.execute("PRAGMA synchronous = OFF")
+        db.execute(f"PRAGMA cache_size = -{CACHE_KB}")
         if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone() is None:
             db.executescript(SCHEMA)
             db.executemany("INSERT INTO meta VALUES (?, ?)", [("format", FORMAT), ("run", run)])

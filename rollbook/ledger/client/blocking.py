@@ -81,6 +81,7 @@ class SyncLedgerClient:
     join = _blocking(LedgerClient.join)
     open = _blocking(LedgerClient.open)
     heartbeat = _blocking(LedgerClient.heartbeat)
+    submit_part = _blocking(LedgerClient.submit_part)
     close = _blocking(LedgerClient.close)
     release = _blocking(LedgerClient.release)
     exhausted = _blocking(LedgerClient.exhausted)

@@ -30,6 +30,7 @@ from rollbook.contracts.admission import (
     MemberRole,
     OpenReply,
     OwnerId,
+    PartReceipt,
     PastDraw,
     Receipt,
     RunId,
@@ -108,7 +109,7 @@ class LedgerClient:
         self._headers = {"Accept": wire.CONTENT_TYPE, "Accept-Encoding": "zstd" if is_compressed else "identity"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._bundles: Bundles[wire.Submit, Receipt] = Bundles(
+        self._bundles: Bundles[wire.Submit, PartReceipt] = Bundles(
             self._submit_bundle, size_of=lambda submit: len(submit.payload)
         )
 
@@ -221,6 +222,23 @@ class LedgerClient:
         producer: str | None = None,
     ) -> Receipt:
         """Groups submitted at the same time share a request."""
+        return (await self._submit(group, outcome, attempt=attempt, drop=drop, producer=producer)).receipt
+
+    async def submit_part(
+        self, part: EncodedGroup, outcome: GroupOutcome, *, attempt: int, drop: DropReason | None = None
+    ) -> PartReceipt:
+        """Only with batch policy `parts`. The receipt contains the part that the group lacks now."""
+        return await self._submit(part, outcome, attempt=attempt, drop=drop)
+
+    async def _submit(
+        self,
+        group: EncodedGroup,
+        outcome: GroupOutcome,
+        *,
+        attempt: int,
+        drop: DropReason | None = None,
+        producer: str | None = None,
+    ) -> PartReceipt:
         request = wire.Submit(
             group_id=group.id,
             task_id=group.task_id,
@@ -235,7 +253,7 @@ class LedgerClient:
         )
         deadline = Deadline(self._request_s, "ledger POST /submit")
 
-        async def send() -> Receipt:
+        async def send() -> PartReceipt:
             left = max(deadline.remaining_s(), 0.1)
             try:
                 async with asyncio.timeout(left):
@@ -247,16 +265,19 @@ class LedgerClient:
 
         return await retry(send, on=TransientError, deadline=deadline, on_retry=self._log_retry("POST /submit"))
 
-    async def _submit_bundle(self, groups: Sequence[wire.Submit]) -> list[Receipt | RollbookError]:
+    async def _submit_bundle(self, groups: Sequence[wire.Submit]) -> list[PartReceipt | RollbookError]:
         """One attempt to submit several groups. Raises if the request failed; a rejected group has its error in the result."""
         limit_s = max(LONG_POLL_SLACK_S, self._request_s / 2)
         if len(groups) == 1:
             single = await self._encode(verbs.SUBMIT, groups[0], {})
-            return [Receipt((await self._send(single, _decode(verbs.SUBMIT), limit_s)).receipt)]
+            reply = await self._send(single, _decode(verbs.SUBMIT), limit_s)
+            return [PartReceipt(receipt=reply.receipt, next_part=reply.next_part)]
         request = await self._encode(verbs.SUBMIT_MANY, wire.SubmitMany(groups=tuple(groups)), {})
         results = (await self._send(request, _decode(verbs.SUBMIT_MANY), limit_s)).results
         return [
-            _error_of(result.error, "POST /submit") if result.error is not None else Receipt(result.receipt or "")
+            _error_of(result.error, "POST /submit")
+            if result.error is not None
+            else PartReceipt(receipt=Receipt(result.receipt or ""), next_part=result.next_part)
             for result in results
         ]
 

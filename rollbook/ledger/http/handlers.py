@@ -222,8 +222,8 @@ class LedgerHandlers:
         await self._ledger.heartbeat(run, OwnerId(request.owner))
         return wire.Empty()
 
-    async def submit(self, request: wire.Submit, run: RunId) -> wire.ReceiptReply:
-        return wire.ReceiptReply(receipt=await self._ledger.submit(run, _submission(request)))
+    async def submit(self, request: wire.Submit, run: RunId) -> wire.SubmitReply:
+        return _view(wire.SubmitReply, await self._ledger.submit(run, _submission(request)))
 
     async def submit_many(self, request: wire.SubmitMany, run: RunId) -> wire.SubmitManyReply:
         """One result per group, in the order of the request. A rejected group does not affect the others."""
@@ -239,7 +239,7 @@ class LedgerHandlers:
             if isinstance(outcome, RollbookError):
                 results[at] = _submit_error(outcome)
             else:
-                results[at] = wire.SubmitResult(receipt=outcome)
+                results[at] = wire.SubmitResult(receipt=outcome.receipt, next_part=outcome.next_part)
         return wire.SubmitManyReply(results=tuple(results[at] for at in range(len(request.groups))))
 
     async def close(self, request: wire.Close, run: RunId) -> wire.ReceiptReply:

@@ -65,6 +65,21 @@ def _runs(statuses: Sequence[LedgerStatus]) -> Iterable[Family]:
         Kind.COUNTER,
         [Sample(n, {"run": s.run_id, "reason": kind}) for s in statuses for kind, n in sorted(s.dropped.items())],
     )
+    yield Family(
+        "rollbook_ledger_samples",
+        "samples with batch policy parts: open, stored or missing",
+        Kind.GAUGE,
+        [
+            Sample(n, {"run": s.run_id, "state": state})
+            for s in statuses
+            if s.samples is not None
+            for state, n in (
+                ("open", s.samples.open),
+                ("stored", s.samples.stored),
+                ("missing", sum(s.samples.missing.values())),
+            )
+        ],
+    )
     yield per_run("opened_groups_total", "opened groups", "opened", Kind.COUNTER)
     yield per_run("unusable_groups_total", "batched groups that the trainer could not train", "unusable", Kind.COUNTER)
     yield per_run("queued_bytes", "payload bytes of the queued groups", "queued_bytes")

@@ -276,11 +276,12 @@ SUBMIT = _verb(
     "POST /v1/runs/{run}/submit",
     PRODUCER,
     wire.Submit,
-    wire.ReceiptReply,
+    wire.SubmitReply,
     (
         "Store a finished group. "
         "The first submission of a group id is stored; a repetition gets the receipt `already_stored`. "
-        "A group id that was never opened is opened here."
+        "A group id that was never opened is opened here. "
+        "With batch policy `parts`, the part that the group still lacks is opened too and returned as `next_part`."
     ),
 )
 SUBMIT_MANY = _verb(

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollbook.contracts.admission import LEASE_S, MemberRole, RunSettings
+from rollbook.contracts.admission import LEASE_S, MemberRole, OpenPart, Receipt, RunSettings, SampleCounts
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun
 from rollbook.contracts.group import GroupOutcome, GroupState
 from rollbook.contracts.policy import Publication
@@ -87,6 +87,7 @@ class CreateRun(Message, frozen=True, kw_only=True):
         _reject_unstorable(
             "settings", rule.groups_per_step, rule.max_in_flight, rule.max_head_offpolicy_versions, rule.max_steps
         )
+        _reject_unstorable("settings", rule.samples_per_group, rule.batch_size, rule.max_in_flight * rule.unit)
         if min(spans) <= 0 or settings.max_attempts < 1:
             raise ValueError("settings: group_deadline_s and owner_ttl_s must be > 0, max_attempts must be >= 1")
         _reject_unstorable("settings", settings.limits.vocabulary_size, settings.limits.max_tokens)
@@ -180,7 +181,8 @@ class SubmitError(Message, frozen=True, kw_only=True):
 class SubmitResult(Message, frozen=True, kw_only=True):
     """Either a receipt or an error."""
 
-    receipt: str | None = None
+    receipt: Receipt | None = None
+    next_part: OpenPart | None = None
     error: SubmitError | None = None
 
 
@@ -202,6 +204,12 @@ class Close(Message, frozen=True, kw_only=True):
 
 class ReceiptReply(Message, frozen=True, kw_only=True):
     receipt: str
+
+
+class SubmitReply(Message, frozen=True, kw_only=True, omit_defaults=True):
+    receipt: Receipt
+    next_part: OpenPart | None = None
+    """Only with batch policy `parts`: the part that the group lacks now. Absent if it lacks none."""
 
 
 class Release(Message, frozen=True, kw_only=True):
@@ -348,11 +356,17 @@ class GroupView(Message, frozen=True, kw_only=True):
     sequence: int
     opened_at: float
     attempt: int
+    part: int
+    num_samples: int
+    expected_samples: int
+    """The samples that the part was opened for, only with batch policy `parts`."""
+    baseline: tuple[float, ...] | None
     owner: str | None
     producer: str | None
     admission_version: int | None
     publications: tuple[int, ...]
     oldest_version: int | None
+    newest_version: int | None
     step: int | None
     drop_reason: str | None
     unusable: str | None
@@ -407,6 +421,8 @@ class AuditView(Message, frozen=True, kw_only=True):
     steps: int
     max_lag: int | None
     max_head_offpolicy_versions: int
+    samples: SampleCounts | None
+    """The law of samples, only with batch policy `parts`."""
     violations: tuple[str, ...]
 
 

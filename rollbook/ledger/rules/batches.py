@@ -1,15 +1,17 @@
-"""Deciding the batch of a step: once, durably, independent of time. Rules 9 to 12."""
+"""Deciding the batch of a step: once, durably, independent of time. Rules 9 to 12, 20 and 21."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from rollbook.contracts.admission import EndOfDataRule
 from rollbook.contracts.batch import BatchEntry, BatchManifest, EndOfRun
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.freshness import BatchPolicy
+from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
 from rollbook.contracts.group import DropKind, DropReason, GroupState
 from rollbook.ledger.records import BatchRecord, GroupRecord, ProducerRecord
+from rollbook.ledger.rules.publications import Masks
 from rollbook.ledger.rules.run_transaction import RunTransaction
 from rollbook.ledger.rules.selection import Backlog, Candidate, choose, reserved_places, share_places
 
@@ -29,6 +31,8 @@ class _Choice:
     """Groups for a batch, and the producers' records after it is decided."""
 
     groups: list[GroupRecord]
+    size: int
+    """In groups, or in samples with policy `parts`."""
     charged: list[ProducerRecord] = field(default_factory=list)
 
 
@@ -50,7 +54,7 @@ def decide(run_tx: RunTransaction, step: int, *, epoch: int) -> Decision:
         )
     num_stale = _drop_stale(run_tx, step)
     choice = _choose(run_tx, step)
-    if len(choice.groups) == run_tx.run.settings.rule.groups_per_step:
+    if choice.size >= run_tx.run.settings.rule.batch_size:
         return Decision(manifest=_record(run_tx, step, choice, is_last=False), is_new=True, num_stale=num_stale)
     if not _is_data_over(run_tx):
         return Decision(num_stale=num_stale)
@@ -64,14 +68,18 @@ def decide(run_tx: RunTransaction, step: int, *, epoch: int) -> Decision:
 def record_batch(run_tx: RunTransaction, step: int, groups: Iterable[GroupRecord]) -> BatchManifest:
     """Record a batch that the caller has chosen: once, in order, and before it is delivered."""
     _refuse_out_of_order(run_tx, step)
-    return _record(run_tx, step, _Choice(groups=list(groups)), is_last=False)
+    chosen = list(groups)
+    return _record(run_tx, step, _Choice(groups=chosen, size=len(chosen)), is_last=False)
 
 
-def manifest_digest(entries: Iterable[BatchEntry]) -> str:
-    """Digest of the ids and payload digests, in order."""
+def manifest_digest(entries: Iterable[BatchEntry], cut: int | None) -> str:
+    """Digest of the ids and payload digests, in order, and of what is masked."""
     whole = hashlib.blake2b(digest_size=16)
+    if cut is not None:
+        whole.update(f"cut {cut}\n".encode())
     for entry in entries:
-        whole.update(f"{entry.group_id}\n{entry.payload_digest}\n".encode())
+        masked = f"masked {entry.masked}\n" if entry.masked else ""
+        whole.update(f"{entry.group_id}\n{entry.payload_digest}\n{masked}".encode())
     return whole.hexdigest()
 
 
@@ -109,43 +117,71 @@ def _refuse_out_of_order(run_tx: RunTransaction, step: int) -> None:
 
 def _drop_stale(run_tx: RunTransaction, step: int) -> int:
     """Drop stale groups even if no batch is decided: they would occupy the gate's capacity forever."""
-    oldest_allowed = run_tx.run.settings.rule.oldest_allowed(step)
-    stale = run_tx.tx.groups.queued_below(run_tx.run_id, oldest_allowed)
+    rule = run_tx.run.settings.rule
+    oldest_allowed, by_newest = rule.oldest_allowed(step), rule.policy.masks_tokens
+    stale = run_tx.tx.groups.queued_below(run_tx.run_id, oldest_allowed, by_newest=by_newest)
     for group in stale:
-        detail = f"its oldest version is {group.oldest_version}, batch {step} takes {oldest_allowed} and newer"
+        found = (
+            f"newest version is {group.newest_version}" if by_newest else f"oldest version is {group.oldest_version}"
+        )
+        detail = f"its {found}, batch {step} takes {oldest_allowed} and newer"
         run_tx.drop(group, DropReason(DropKind.STALE, detail), by=f"batch {step}")
     return len(stale)
 
 
 def _choose(run_tx: RunTransaction, step: int) -> _Choice:
-    """Up to P groups. Registered producers get their share; the rest follows the run's policy."""
-    size = run_tx.run.settings.rule.groups_per_step
+    """Groups for a full batch, or all that are ready. Registered producers get their share; the rest follows the run's policy."""
+    rule = run_tx.run.settings.rule
+    size = rule.batch_size
     producers = run_tx.tx.producers.all(run_tx.run_id)
     if not producers:
-        return _Choice(groups=_choose_by_policy(run_tx, step))
+        groups = _choose_by_policy(run_tx, step)
+        return _Choice(groups=groups, size=_size(groups, rule))
     queues = {p.name: run_tx.tx.groups.queued_by_sequence(run_tx.run_id, size, producer=p.name) for p in producers}
     backlogs = [
-        Backlog(name=p.name, weight=p.weight, min_share=p.min_share, credit=p.credit, ready=len(queues[p.name]))
+        Backlog(
+            name=p.name,
+            weight=p.weight,
+            min_share=p.min_share,
+            credit=p.credit,
+            ready=min(size, _size(queues[p.name], rule)),
+        )
         for p in producers
     ]
     reserved = sum(reserved_places(backlogs, batch_size=size).values())
-    groups = _choose_by_policy(run_tx, step)[: size - reserved]
-    shares = share_places(backlogs, places=size - len(groups), batch_size=size)
+    groups = _first(_choose_by_policy(run_tx, step), size - reserved, rule)
+    shares = share_places(backlogs, places=max(0, size - _size(groups, rule)), batch_size=size)
+    charged: list[ProducerRecord] = []
     for p in producers:
-        groups += queues[p.name][: shares.places[p.name]]
-    charged = [
-        p.changed(credit=shares.credits[p.name], num_batched=p.num_batched + shares.places[p.name]) for p in producers
-    ]
-    return _Choice(groups=groups, charged=charged)
+        taken = _first(queues[p.name], shares.places[p.name], rule)
+        groups += taken
+        # A part is never split, so a producer may get a few samples more than its share. They count for the next batch.
+        surplus = _size(taken, rule) - shares.places[p.name]
+        charged.append(p.changed(credit=shares.credits[p.name] - surplus, num_batched=p.num_batched + len(taken)))
+    return _Choice(groups=groups, size=_size(groups, rule), charged=charged)
+
+
+def _unit_size(group: GroupRecord, rule: FreshnessRule) -> int:
+    return group.num_samples if rule.policy is BatchPolicy.PARTS else 1
+
+
+def _size(groups: Iterable[GroupRecord], rule: FreshnessRule) -> int:
+    return sum(_unit_size(group, rule) for group in groups)
+
+
+def _first(groups: Sequence[GroupRecord], size: int, rule: FreshnessRule) -> list[GroupRecord]:
+    """The first groups that fill `size`, or all."""
+    before = accumulate((_unit_size(group, rule) for group in groups), initial=0)
+    return [group for group, taken in zip(groups, before, strict=False) if taken < size]
 
 
 def _choose_by_policy(run_tx: RunTransaction, step: int) -> list[GroupRecord]:
     rule = run_tx.run.settings.rule
-    # Both policies take groups from the front of one order, so the first P suffice.
+    # Every policy takes groups from the front of one order, so the first ones suffice.
     if rule.policy is BatchPolicy.DROP:
-        front = run_tx.tx.groups.queued_by_arrival(run_tx.run_id, rule.groups_per_step)
+        front = run_tx.tx.groups.queued_by_arrival(run_tx.run_id, rule.batch_size)
     else:
-        front = run_tx.tx.groups.queued_by_sequence(run_tx.run_id, rule.groups_per_step)
+        front = run_tx.tx.groups.queued_by_sequence(run_tx.run_id, rule.batch_size)
     by_id = {group.group_id: group for group in front}
     chosen = choose(
         (
@@ -154,6 +190,9 @@ def _choose_by_policy(run_tx: RunTransaction, step: int) -> list[GroupRecord]:
                 sequence=group.sequence,
                 arrival=group.arrival or 0,
                 oldest_version=group.oldest_version,
+                newest_version=group.newest_version,
+                part=group.part,
+                size=_unit_size(group, rule),
             )
             for group in front
         ),
@@ -169,16 +208,20 @@ def _is_data_over(run_tx: RunTransaction) -> bool:
 
 
 def _record(run_tx: RunTransaction, step: int, choice: _Choice, *, is_last: bool) -> BatchManifest:
+    cut = run_tx.run.settings.rule.cut(step)
+    masks = Masks(run_tx, cut)
     entries = tuple(
         BatchEntry(
             group_id=group.group_id,
             sequence=group.sequence,
             payload_digest=group.payload_digest or "",
-            oldest_version=group.oldest_version,
+            oldest_version=masks.oldest_version(group),
+            masked=masks.publications(group),
         )
         for group in choice.groups
     )
-    manifest = BatchManifest(step=step, entries=entries, digest=manifest_digest(entries), is_last=is_last)
+    digest = manifest_digest(entries, cut)
+    manifest = BatchManifest(step=step, entries=entries, digest=digest, is_last=is_last, cut=cut)
     run_tx.tx.batches.put(
         BatchRecord(run_id=run_tx.run_id, manifest=manifest, epoch=run_tx.run.epoch, decided_at=run_tx.now)
     )

@@ -6,14 +6,16 @@ from typing import TypedDict
 
 import msgspec
 
-from rollbook.contracts.admission import GateState, Grant, OpenReply, OwnerId
+from rollbook.contracts.admission import Grant, OpenReply, OwnerId
 from rollbook.contracts.errors import FencedError, RunError
+from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import DropKind, DropReason, GroupState, group_id
 from rollbook.contracts.policy import PublicationId
 from rollbook.contracts.task import Draw
 from rollbook.ledger.records import GroupRecord, Origin, OwnerRecord, OwnerState
+from rollbook.ledger.rules.parts import open_part
 from rollbook.ledger.rules.run_transaction import RunTransaction
-from rollbook.ledger.rules.runs import gate_of
+from rollbook.ledger.rules.runs import count_aged, gate_of
 
 TOUCH_FRACTION = 0.25
 """`last_seen` is written once this part of an owner's time-to-live has passed, to save a write for each poll."""
@@ -65,20 +67,17 @@ def open_groups(
     owner = _touch(run_tx, _find_owner(run_tx, owner_id))
     if owner.request_id == request_id and owner.reply is not None:
         return msgspec.msgpack.decode(owner.reply, type=OpenReply)
-    grants: list[Grant] = []
-    gate, _ = gate_of(run_tx.run)
-    if gate in (GateState.OPEN, GateState.FULL):
-        rule = run_tx.run.settings.rule
-        again = min(limit, rule.retry_capacity(run_tx.run.counts))
-        grants += [_attempt_again(run_tx, owner, group) for group in run_tx.tx.groups.waiting(run_tx.run_id, again)]
+    grants = _grant_again(run_tx, owner, limit)
+    # Groups that were just granted have the current version, so this number stays the same below.
+    aged = count_aged(run_tx.tx, run_tx.run)
     taken = 0
     for draw in draws:
         if run_tx.tx.groups.get(run_tx.run_id, group_id(draw.task_id, draw.number)) is None:
-            if len(grants) >= limit or gate_of(run_tx.run)[1] < 1:
+            if len(grants) >= limit or gate_of(run_tx.run, aged=aged)[1] < 1:
                 break
             grants.append(_grant_new(run_tx, owner, draw))
         taken += 1
-    gate, capacity = gate_of(run_tx.run)
+    gate, capacity = gate_of(run_tx.run, aged=aged)
     reply = OpenReply(grants=tuple(grants), taken=taken, gate=gate, capacity=capacity)
     if grants:
         # If the response is lost, a repetition of this request must return the same grants.
@@ -158,6 +157,21 @@ def _revoke_leases(run_tx: RunTransaction, owner: OwnerRecord, *, note: str) -> 
     return len(leased)
 
 
+def _grant_again(run_tx: RunTransaction, owner: OwnerRecord, limit: int) -> list[Grant]:
+    """Grant waiting groups. They are admitted already and only need a slot."""
+    run = run_tx.run
+    if run.is_over or run.version is None:
+        return []
+    room = run.settings.rule.retry_capacity(run.counts)
+    grants: list[Grant] = []
+    for group in run_tx.tx.groups.waiting(run_tx.run_id, min(limit, room)):
+        room -= group.expected_samples or 1
+        if room < 0:
+            break
+        grants.append(_attempt_again(run_tx, owner, group))
+    return grants
+
+
 def _attempt_again(run_tx: RunTransaction, owner: OwnerRecord, group: GroupRecord) -> Grant:
     attempt = group.attempt + 1
     leased = run_tx.move(
@@ -172,6 +186,7 @@ def _attempt_again(run_tx: RunTransaction, owner: OwnerRecord, group: GroupRecor
 
 
 def _grant_new(run_tx: RunTransaction, owner: OwnerRecord, draw: Draw) -> Grant:
+    rule = run_tx.run.settings.rule
     if run_tx.run.exhausted:
         run_tx.change(exhausted=False)
     group = GroupRecord(
@@ -185,6 +200,7 @@ def _grant_new(run_tx: RunTransaction, owner: OwnerRecord, draw: Draw) -> Grant:
         sequence=run_tx.count("next_sequence"),
         opened_at=run_tx.now,
         attempt=1,
+        expected_samples=rule.samples_per_group if rule.policy is BatchPolicy.PARTS else 0,
         **_lease(run_tx, owner),
     )
     run_tx.open(group, note=f"opened at version {run_tx.run.version}", by=owner.owner_id)
@@ -211,4 +227,5 @@ def _grant(run_tx: RunTransaction, group: GroupRecord) -> Grant:
         admission_version=group.admission_version or 0,
         admission_publication=group.admission_publication or PublicationId(0),
         deadline_s=run_tx.run.settings.group_deadline_s,
+        part=open_part(group) if group.expected_samples else None,
     )

@@ -6,15 +6,17 @@ from typing import TypedDict
 
 import msgspec
 
-from rollbook.contracts.admission import Receipt
+from rollbook.contracts.admission import PartReceipt, Receipt
 from rollbook.contracts.errors import RollbookError, RunError, TransientError
+from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, GroupState
 from rollbook.contracts.group_checks import GroupFacts, UnusableGroupError, false_claims, find_obstacle, inspect_frame
 from rollbook.contracts.group_codec import EncodedGroup, payload_digest
 from rollbook.contracts.task import TaskId
 from rollbook.ledger.records import GroupRecord, Origin, ProducerRecord
 from rollbook.ledger.rules.gate import fail_attempt
-from rollbook.ledger.rules.publications import admission_of, oldest_effective_version
+from rollbook.ledger.rules.parts import open_next, part_receipt, receipt_of_unopened, wrong_part
+from rollbook.ledger.rules.publications import VersionRange, admission_of, effective_versions
 from rollbook.ledger.rules.run_transaction import RunTransaction
 from rollbook.ledger.store import StoreFaultError
 
@@ -81,26 +83,32 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 def submit(
     run_tx: RunTransaction, submission: Submission, *, max_queued: int, max_queued_bytes: int | None = None
-) -> Receipt:
-    """Store a group unless it is settled. The first submission wins, whichever attempt it is."""
+) -> PartReceipt:
+    """Store a group unless it is settled. The first submission wins, whichever attempt it is.
+
+    With batch policy `parts`, the receipt contains the part that the group lacks now.
+    """
     group = run_tx.tx.groups.get(run_tx.run_id, submission.group_id)
-    return _submit(run_tx, submission, group, max_queued, max_queued_bytes)
+    receipt = _submit(run_tx, submission, group, max_queued, max_queued_bytes)
+    return part_receipt(run_tx, submission.group_id, receipt)
 
 
 def submit_many(
     run_tx: RunTransaction, submissions: Sequence[Submission], *, max_queued: int, max_queued_bytes: int | None = None
-) -> list[Receipt | RollbookError]:
+) -> list[PartReceipt | RollbookError]:
     """Submit several groups independently: an error of `submit` is raised before anything of that group is written."""
-    outcomes: list[Receipt | RollbookError] = []
+    outcomes: list[PartReceipt | RollbookError] = []
     known = run_tx.tx.groups.find(run_tx.run_id, [submission.group_id for submission in submissions])
     seen: set[GroupId] = set()
     for submission in submissions:
         group_id = submission.group_id
-        # The second submission of a group in one request sees the result of the first.
-        group = run_tx.tx.groups.get(run_tx.run_id, group_id) if group_id in seen else known.get(group_id)
+        # A second submission of a group, or its next part, in one request sees the result of the first.
+        is_new = group_id not in seen and submission.facts.part == 1
+        group = known.get(group_id) if is_new else run_tx.tx.groups.get(run_tx.run_id, group_id)
         seen.add(group_id)
         try:
-            outcomes.append(_submit(run_tx, submission, group, max_queued, max_queued_bytes))
+            receipt = _submit(run_tx, submission, group, max_queued, max_queued_bytes)
+            outcomes.append(part_receipt(run_tx, group_id, receipt))
         except StoreFaultError:
             raise
         except (RunError, TransientError) as error:
@@ -202,16 +210,22 @@ def _submit(
     max_queued: int,
     max_queued_bytes: int | None,
 ) -> Receipt:
+    facts = submission.facts
+    if group is None and facts.part > 1:
+        return receipt_of_unopened(run_tx, submission.group_id, facts)
     if group is not None and group.state is GroupState.DROPPED:
         return Receipt.ALREADY_SETTLED
     if group is not None and group.state is not GroupState.DISPATCHED:
         return Receipt.ALREADY_STORED
+    wrong = wrong_part(run_tx.field("settings").rule, facts, name=submission.group_id, group=group)
+    if wrong is not None:
+        raise UnusableGroupError(f"run {run_tx.run_id}: group {submission.group_id} cannot be stored: {wrong}")
     if submission.drop is None:
-        obstacle = find_obstacle(submission.facts, run_tx.field("settings").limits)
+        obstacle = find_obstacle(facts, run_tx.field("settings").limits)
         if obstacle is not None:
             raise UnusableGroupError(f"run {run_tx.run_id}: group {submission.group_id} cannot be trained: {obstacle}")
-    oldest = oldest_effective_version(
-        run_tx, submission.facts.publications, group_id=submission.group_id, admitted_at=admission_of(group)
+    versions = effective_versions(
+        run_tx, facts.publications, group_id=submission.group_id, admitted_at=admission_of(group)
     )
     if group is None:
         _refuse_when_full(run_tx, submission, max_queued, max_queued_bytes)
@@ -222,12 +236,14 @@ def _submit(
             run_tx.drop(group, DropReason(DropKind.END_OF_RUN, "submitted after the end"), by="submit")
             return Receipt.ALREADY_SETTLED
         if submission.drop is None:
-            _open_queued(run_tx, submission, oldest)
+            _open_queued(run_tx, submission, versions)
             return Receipt.STORED
         group = _open_external(run_tx, submission)
     by = group.owner or group.producer or "submit"
     run_tx.tx.payloads.put(run_tx.run_id, submission.group_id, submission.payload, submission.payload_digest)
-    fields = _submitted_fields(run_tx, submission, oldest)
+    # First, so that the group always has an unsettled part until its last one is settled.
+    open_next(run_tx, group, facts, submission.outcome, by=by)
+    fields = _submitted_fields(run_tx, submission, versions)
     if submission.drop is not None:
         run_tx.drop(group, submission.drop, by=by, **fields)
     else:
@@ -238,6 +254,9 @@ def _submit(
 class _SubmittedFields(TypedDict):
     publications: tuple[int, ...]
     oldest_version: int | None
+    newest_version: int | None
+    num_samples: int
+    baseline: tuple[float, ...] | None
     outcome: bytes
     payload_digest: str
     payload_bytes: int
@@ -245,10 +264,15 @@ class _SubmittedFields(TypedDict):
     arrival: int
 
 
-def _submitted_fields(run_tx: RunTransaction, submission: Submission, oldest: int | None) -> _SubmittedFields:
+def _submitted_fields(run_tx: RunTransaction, submission: Submission, versions: VersionRange) -> _SubmittedFields:
+    if _counts_samples(run_tx):
+        run_tx.count("stored_samples", submission.facts.num_samples)
     return _SubmittedFields(
         publications=submission.facts.publications,
-        oldest_version=oldest,
+        oldest_version=versions.oldest,
+        newest_version=versions.newest,
+        num_samples=submission.facts.num_samples,
+        baseline=submission.facts.baseline,
         outcome=msgspec.json.encode(submission.outcome),
         payload_digest=submission.payload_digest,
         payload_bytes=len(submission.payload),
@@ -257,7 +281,12 @@ def _submitted_fields(run_tx: RunTransaction, submission: Submission, oldest: in
     )
 
 
-def _open_queued(run_tx: RunTransaction, submission: Submission, oldest: int | None) -> None:
+def _counts_samples(run_tx: RunTransaction) -> bool:
+    policy: BatchPolicy = run_tx.field("settings").rule.policy
+    return policy is BatchPolicy.PARTS
+
+
+def _open_queued(run_tx: RunTransaction, submission: Submission, versions: VersionRange) -> None:
     """Open an external group in the queued state: the most frequent path, so it writes one row."""
     run_tx.tx.payloads.put(run_tx.run_id, submission.group_id, submission.payload, submission.payload_digest)
     group = GroupRecord(
@@ -274,7 +303,8 @@ def _open_queued(run_tx: RunTransaction, submission: Submission, oldest: int | N
         admission_publication=run_tx.field("publication"),
         producer=submission.producer,
         sequence=run_tx.count("next_sequence"),
-        **_submitted_fields(run_tx, submission, oldest),
+        expected_samples=submission.facts.num_samples if _counts_samples(run_tx) else 0,
+        **_submitted_fields(run_tx, submission, versions),
     )
     run_tx.open(group, note=f"attempt {submission.attempt} submitted", by=submission.producer or "submit")
 
@@ -311,6 +341,7 @@ def _open_external(run_tx: RunTransaction, submission: Submission) -> GroupRecor
         admission_version=run_tx.run.version,
         admission_publication=run_tx.run.publication,
         producer=submission.producer,
+        expected_samples=submission.facts.num_samples if _counts_samples(run_tx) else 0,
     )
     run_tx.open(group, note="opened by its submission", by=submission.producer or "submit")
     return group

@@ -6,6 +6,7 @@ the last step that both trainers have in common.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
@@ -84,33 +85,83 @@ def find_publication(run_tx: RunTransaction, publication_id: PublicationId) -> P
     return record
 
 
-def oldest_effective_version(
-    run_tx: RunTransaction, publications: Iterable[int], *, group_id: GroupId, admitted_at: PublicationId | None
-) -> int | None:
-    """The effective version of a group's oldest trained token, as far as its publications are known.
+@dataclass(frozen=True, slots=True)
+class VersionRange:
+    """Effective versions of a group's oldest and newest trained tokens, as far as they are known."""
 
-    `admitted_at` is the admission publication of a granted group. No older one may sample for it, so a token of an unknown
+    oldest: int | None = None
+    newest: int | None = None
+    """None also if a token of an external group has an unknown version: such a token is never too old."""
+
+
+def effective_versions(
+    run_tx: RunTransaction, publications: Iterable[int], *, group_id: GroupId, admitted_at: PublicationId | None
+) -> VersionRange:
+    """`admitted_at` is the admission publication of a granted group. No older one may sample for it, so a token of an unknown
     publication counts as sampled by that one: a producer cannot evade the staleness bound by leaving versions out.
     """
     publications = set(publications)
-    if NOT_SAMPLED in publications and admitted_at is not None:
+    has_unknown = NOT_SAMPLED in publications
+    if has_unknown and admitted_at is not None:
         publications.add(admitted_at)
-    known = sorted(publications - {NOT_SAMPLED})
-    oldest: int | None = None
-    for publication_id in known:
+        has_unknown = False
+    steps: list[int] = []
+    for publication_id in sorted(publications - {NOT_SAMPLED}):
         record = run_tx.tx.publications.get(run_tx.run_id, PublicationId(publication_id))
         if record is None:
             raise UnusableGroupError(
                 f"run {run_tx.run_id}: group {group_id} has tokens of publication {publication_id}, which was never registered; "
                 "its policy server serves the weights of another run"
             )
-        oldest = record.effective_step if oldest is None else min(oldest, record.effective_step)
-    return oldest
+        steps.append(record.effective_step)
+    if not steps:
+        return VersionRange()
+    return VersionRange(oldest=min(steps), newest=None if has_unknown else max(steps))
 
 
 def admission_of(group: GroupRecord | None) -> PublicationId | None:
     """The admission publication of a granted group; None for an external one, which the gate did not admit."""
     return group.admission_publication if group is not None and group.origin is Origin.DRAWN else None
+
+
+class Masks:
+    """Which tokens of a batch are masked, by the effective versions at this moment. `cut` is None if none are."""
+
+    def __init__(self, run_tx: RunTransaction, cut: int | None) -> None:
+        self._run_tx = run_tx
+        self._cut = cut
+        self._steps: dict[int, int] = {}
+
+    def publications(self, group: GroupRecord) -> tuple[int, ...]:
+        """The group's publications below the cut; -1 if its tokens of unknown publications are."""
+        cut = self._cut
+        if cut is None or group.oldest_version is None or group.oldest_version >= cut:
+            return ()
+        return tuple(
+            number for number, version in self._versions(group).items() if version is not None and version < cut
+        )
+
+    def oldest_version(self, group: GroupRecord) -> int | None:
+        """The effective version of the oldest trained token that is not masked."""
+        cut, oldest = self._cut, group.oldest_version
+        if cut is None or oldest is None or oldest >= cut:
+            return oldest
+        return min((v for v in self._versions(group).values() if v is not None and v >= cut), default=None)
+
+    def _versions(self, group: GroupRecord) -> dict[int, int | None]:
+        """The effective version of each publication; None for tokens of unknown versions."""
+        admission = admission_of(group)
+        return {
+            number: self._step(admission if number == NOT_SAMPLED else PublicationId(number))
+            for number in group.publications
+        }
+
+    def _step(self, publication: PublicationId | None) -> int | None:
+        if publication is None:
+            return None
+        if publication not in self._steps:
+            self._steps[publication] = find_publication(self._run_tx, publication).effective_step
+        return self._steps[publication]
 
 
 def demote_publications(run_tx: RunTransaction, step: int, *, epoch: int) -> int:
@@ -126,8 +177,8 @@ def demote_publications(run_tx: RunTransaction, step: int, *, epoch: int) -> int
         # Reads the whole queue, but demotions are rare.
         for group in run_tx.tx.groups.queued(run_tx.run_id):
             if ids.intersection((*group.publications, admission_of(group))):
-                oldest = oldest_effective_version(
+                versions = effective_versions(
                     run_tx, group.publications, group_id=group.group_id, admitted_at=admission_of(group)
                 )
-                run_tx.tx.groups.put(group.changed(oldest_version=oldest))
+                run_tx.tx.groups.put(group.changed(oldest_version=versions.oldest, newest_version=versions.newest))
     return len(demoted)

@@ -16,7 +16,18 @@ from rollbook.ledger.store import Transaction
 
 SETTLED = frozenset({GroupState.BATCHED, GroupState.TRAINED, GroupState.DURABLE, GroupState.DROPPED})
 SUBMISSION_COUNTERS = frozenset(
-    {"next_sequence", "next_arrival", "num_opened", "num_queued", "num_waiting", "queued_bytes"}
+    {
+        "next_sequence",
+        "next_arrival",
+        "num_opened",
+        "num_queued",
+        "num_waiting",
+        "queued_bytes",
+        "queued_samples",
+        "waiting_samples",
+        "expected_samples",
+        "stored_samples",
+    }
 )
 """Fields that every submission changes and that do not affect whether a run is over."""
 COUNTER_OF = {state: f"num_{state}" for state in GroupState if state not in (GroupState.DISPATCHED, GroupState.DROPPED)}
@@ -93,8 +104,10 @@ class RunTransaction:
         return [known[group_id] if group_id in known else self.group(group_id) for group_id in group_ids]
 
     def open(self, group: GroupRecord, *, note: str, by: str) -> None:
-        """Write a new group: dispatched, or, from an external producer, queued at once."""
+        """Write a new group, or part of one: dispatched, or, from an external producer, queued at once."""
         self.count("num_opened")
+        if group.part == 1 and group.expected_samples:
+            self.count("expected_samples", group.expected_samples)
         self._count_state(group, +1)
         self.tx.groups.put(group)
         self._add_history(group, None, group.state, note, by)
@@ -118,7 +131,9 @@ class RunTransaction:
         return moved
 
     def drop(self, group: GroupRecord, reason: DropReason, *, by: str, **fields: Any) -> GroupRecord:
-        self.tx.runs.count_drop(self.run_id, reason.kind)
+        # Samples of an open part that will not come. A part that is dropped with its payload is submitted, so none is missing.
+        is_missing = group.state is GroupState.DISPATCHED and not fields.get("num_samples")
+        self.tx.runs.count_drop(self.run_id, reason.kind, missing=group.expected_samples if is_missing else 0)
         # The payload of a dropped group is deleted with the next checkpoint that covers the steps decided so far.
         return self.move(
             group,
@@ -133,10 +148,13 @@ class RunTransaction:
     def _count_state(self, group: GroupRecord, by: int) -> None:
         if group.state is GroupState.DISPATCHED:
             self.count("num_waiting" if group.owner is None else "num_leased", by)
+            if group.expected_samples:
+                self.count("waiting_samples" if group.owner is None else "leased_samples", by * group.expected_samples)
         elif group.state is not GroupState.DROPPED:
             self.count(COUNTER_OF[group.state], by)
         if group.state is GroupState.QUEUED:
             self.count("queued_bytes", by * group.payload_bytes)
+            self.count("queued_samples", by * group.num_samples)
 
     def _add_history(
         self, group: GroupRecord, before: GroupState | None, after: GroupState, note: str, by: str
@@ -155,22 +173,26 @@ class RunTransaction:
         self.tx.announce(self.run_id)
 
     def _open_position(self, position: int) -> None:
-        if position < self.run.opened_below or self.tx.positions.get(self.run_id, position) is not None:
+        """Count an unsettled part at this position of the cursor."""
+        if position < self.run.settled_below:
             return
-        self.tx.positions.put(self.run_id, position, is_settled=False)
+        known = self.tx.positions.get(self.run_id, position)
+        self.tx.positions.put(self.run_id, position, unsettled=(known or 0) + 1)
         below = self.run.opened_below
-        while self.tx.positions.get(self.run_id, below) is not None:
+        while known is None and self.tx.positions.get(self.run_id, below) is not None:
             below += 1
         if below != self.run.opened_below:
             self.change(opened_below=below)
 
     def _settle_position(self, position: int) -> None:
+        """A part at this position is settled. The position is settled with the last one."""
         if position < self.run.settled_below:
             return
-        self.tx.positions.put(self.run_id, position, is_settled=True)
+        unsettled = max(0, (self.tx.positions.get(self.run_id, position) or 0) - 1)
+        self.tx.positions.put(self.run_id, position, unsettled=unsettled)
         below = self.run.settled_below
         # Positions below both limits are implied by the limits; only those above are stored as rows.
-        while below < self.run.opened_below and self.tx.positions.get(self.run_id, below):
+        while below < self.run.opened_below and self.tx.positions.get(self.run_id, below) == 0:
             self.tx.positions.delete(self.run_id, below)
             below += 1
         if below != self.run.settled_below:

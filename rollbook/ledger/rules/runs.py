@@ -1,15 +1,25 @@
 """Creating a run and reporting its status, its draw progress and its past outcomes."""
 
 import re
+from dataclasses import replace
+from itertools import groupby
 
-import msgspec
-
-from rollbook.contracts.admission import DrawProgress, GateState, LedgerStatus, PastDraw, RunId, RunSettings
+from rollbook.contracts.admission import (
+    DrawProgress,
+    GateState,
+    LedgerStatus,
+    PastDraw,
+    RunId,
+    RunSettings,
+    SampleCounts,
+)
 from rollbook.contracts.batch import EndOfRun
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.group import GroupOutcome, GroupState
+from rollbook.contracts.freshness import BatchPolicy
+from rollbook.contracts.group import GroupState
 from rollbook.contracts.group_checks import TrainingLimits
-from rollbook.ledger.records import RunChanges, RunRecord
+from rollbook.ledger.records import GroupRecord, RunChanges, RunRecord
+from rollbook.ledger.rules.parts import group_outcome
 from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.store import Transaction
 
@@ -49,12 +59,19 @@ def _refuse_changes(run: RunRecord, settings: RunSettings) -> None:
             (name, getattr(before_limits, name), getattr(after_limits, name))
             for name in TrainingLimits.__dataclass_fields__
         )
+    parts: tuple[tuple[str, object, object], ...] = ()
+    if old.policy is BatchPolicy.PARTS:
+        parts = (
+            ("samples per group", old.samples_per_group, new.samples_per_group),
+            ("quorum", old.quorum, new.quorum),
+        )
     changed = [
         f"{name} was {before} and would be {after}"
         for name, before, after in (
             ("groups per step", old.groups_per_step, new.groups_per_step),
             ("batch policy", old.policy.value, new.policy.value),
             ("staleness bound", old.max_head_offpolicy_versions, new.max_head_offpolicy_versions),
+            *parts,
             *limits,
         )
         if before != after
@@ -75,27 +92,40 @@ def _still_ended(run: RunRecord, settings: RunSettings) -> EndOfRun | None:
     return run.ended
 
 
-def gate_of(run: RunRecord) -> tuple[GateState, int]:
-    """The gate's state and how many new groups may begin."""
+def count_aged(tx: Transaction, run: RunRecord) -> int:
+    """Running groups, or samples with policy `parts`, that were admitted more than O versions ago.
+
+    Most of their tokens will be masked, so they must not keep new groups from starting. Only with policies that mask tokens.
+    """
+    rule = run.settings.rule
+    if run.version is None or not rule.policy.masks_tokens:
+        return 0
+    groups, samples = tx.groups.aged(run.run_id, run.version - rule.max_head_offpolicy_versions)
+    return samples if rule.policy is BatchPolicy.PARTS else groups
+
+
+def gate_of(run: RunRecord, *, aged: int) -> tuple[GateState, int]:
+    """The gate's state and how many new groups may begin. `aged` is the result of `count_aged`."""
     if run.is_over:
         return GateState.ENDED, 0
     if run.version is None:
         return GateState.NO_POLICY, 0
-    rule = run.settings.rule
-    capacity = rule.capacity(run.counts, version=run.version)
-    is_open = capacity > 0 or rule.retry_capacity(run.counts) > 0
+    rule, counts = run.settings.rule, replace(run.counts, aged=aged)
+    capacity = rule.capacity(counts, version=run.version)
+    is_open = capacity > 0 or rule.retry_capacity(counts) > 0
     return (GateState.OPEN if is_open else GateState.FULL), capacity
 
 
 def status(tx: Transaction, run_id: RunId) -> LedgerStatus:
     run = find_run(tx, run_id)
-    gate, capacity = gate_of(run)
+    aged = count_aged(tx, run)
+    gate, capacity = gate_of(run, aged=aged)
     dropped = tx.runs.drops(run_id)
     return LedgerStatus(
         run_id=run_id,
         gate=gate,
         capacity=capacity,
-        counts=run.counts,
+        counts=replace(run.counts, aged=aged),
         opened=run.num_opened,
         by_state={
             GroupState.DISPATCHED.value: run.num_leased + run.num_waiting,
@@ -113,8 +143,18 @@ def status(tx: Transaction, run_id: RunId) -> LedgerStatus:
         acknowledged_step=run.last_acknowledged,
         durable_step=run.durable_step,
         unusable=run.num_unusable,
+        samples=sample_counts(tx, run) if run.settings.rule.policy is BatchPolicy.PARTS else None,
         exhausted=run.exhausted,
         ended=run.ended is not None,
+    )
+
+
+def sample_counts(tx: Transaction, run: RunRecord) -> SampleCounts:
+    return SampleCounts(
+        expected=run.expected_samples,
+        open=run.leased_samples + run.waiting_samples,
+        stored=run.stored_samples,
+        missing=tx.runs.missing(run.run_id),
     )
 
 
@@ -126,7 +166,7 @@ def progress(tx: Transaction, run_id: RunId) -> DrawProgress:
         opened_below=run.opened_below,
         opened_beyond=tuple(at for at, _ in positions if at >= run.opened_below),
         settled_below=run.settled_below,
-        settled_beyond=tuple(at for at, is_settled in positions if is_settled),
+        settled_beyond=tuple(at for at, unsettled in positions if unsettled == 0),
         exhausted=run.exhausted,
     )
 
@@ -155,15 +195,20 @@ def outcomes(tx: Transaction, run_id: RunId, *, after: int, limit: int) -> list[
     if limit < 1:
         raise RunError(f"run {run_id}: a page of {limit} outcomes was requested; request at least 1")
     find_run(tx, run_id)
-    return [
-        PastDraw(
-            group_id=group.group_id,
-            task_id=group.task_id,
-            number=group.draw,
-            position=group.position,
-            sequence=group.sequence,
-            state=group.state,
-            outcome=None if group.outcome is None else msgspec.json.decode(group.outcome, type=GroupOutcome),
-        )
-        for group in tx.groups.page(run_id, start=after + 1, limit=min(limit, MAX_OUTCOMES))
-    ]
+    page = tx.groups.page(run_id, start=after + 1, limit=min(limit, MAX_OUTCOMES))
+    return [_past_draw(list(parts)) for _, parts in groupby(page, key=lambda group: group.sequence)]
+
+
+def _past_draw(parts: list[GroupRecord]) -> PastDraw:
+    """One draw from all parts of its group. Its state is that of the part that is least far; dropped if all are."""
+    first, last = parts[0], parts[-1]
+    states = {part.state for part in parts}
+    return PastDraw(
+        group_id=first.group_id,
+        task_id=first.task_id,
+        number=first.draw,
+        position=first.position,
+        sequence=first.sequence,
+        state=next(state for state in GroupState if state in states),
+        outcome=None if last.state is GroupState.DISPATCHED else group_outcome(last),
+    )

@@ -7,6 +7,7 @@ producer with the most credit. A producer without ready groups neither delays a 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
 from rollbook.contracts.group import GroupId
@@ -20,6 +21,10 @@ class Candidate:
     sequence: int
     arrival: int
     oldest_version: int | None
+    newest_version: int | None = None
+    part: int = 1
+    size: int = 1
+    """What it counts in a batch: 1, or its samples with policy `parts`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +36,7 @@ class Backlog:
     min_share: float
     credit: float
     ready: int
-    """Number of its queued groups, counted up to the size of a batch."""
+    """Number of its queued groups, or of their samples with policy `parts`, counted up to the size of a batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,22 +91,31 @@ def _bounded(credit: float, batch_size: int) -> float:
 
 
 def is_stale(candidate: Candidate, rule: FreshnessRule, *, step: int) -> bool:
-    """Too old for batch `step`, and so for every later one. A group of unknown versions is never stale."""
-    oldest = candidate.oldest_version
-    return oldest is not None and not rule.is_fresh(step=step, oldest_version=oldest)
+    """Too old for batch `step`, and so for every later one. A group of unknown versions is never stale.
+
+    A policy that masks tokens needs one fresh token, the others need all tokens to be fresh.
+    """
+    deciding = candidate.newest_version if rule.policy.masks_tokens else candidate.oldest_version
+    return deciding is not None and not rule.is_fresh(step=step, oldest_version=deciding)
 
 
 def choose(
     queued: Iterable[Candidate], *, oldest_dispatched: int | None, rule: FreshnessRule, step: int
 ) -> tuple[Candidate, ...]:
-    """Up to P groups for batch `step`, in the order they are taken.
+    """Groups for batch `step`, in the order they are taken: P of them, or as many parts as P groups have samples, or all.
 
     `oldest_dispatched` is the lowest admission sequence that is still being played or waits for another attempt.
     """
     fresh = [candidate for candidate in queued if not is_stale(candidate, rule, step=step)]
     if rule.policy is BatchPolicy.DROP:
         return tuple(sorted(fresh, key=lambda c: c.arrival)[: rule.groups_per_step])
-    return tuple(_within_window(sorted(fresh, key=lambda c: c.sequence), oldest_dispatched, rule))
+    by_admission = sorted(fresh, key=lambda c: (c.sequence, c.part))
+    if rule.policy.masks_tokens:
+        sizes = accumulate((candidate.size for candidate in by_admission), initial=0)
+        return tuple(
+            candidate for candidate, before in zip(by_admission, sizes, strict=False) if before < rule.batch_size
+        )
+    return tuple(_within_window(by_admission, oldest_dispatched, rule))
 
 
 def _within_window(

@@ -12,17 +12,19 @@ from itertools import groupby
 
 import msgspec
 
-from rollbook.contracts.admission import RunId
+from rollbook.contracts.admission import RunId, SampleCounts
 from rollbook.contracts.batch import BatchEntry
 from rollbook.contracts.freshness import lag
 from rollbook.contracts.group import MOVES, DropReason, GroupId, GroupOutcome, GroupState
 from rollbook.contracts.group_checks import UnusableGroupError, false_claims, find_obstacle, inspect_payload
 from rollbook.contracts.group_codec import payload_digest
-from rollbook.contracts.policy import NOT_SAMPLED
 from rollbook.ledger.records import BatchRecord, GroupRecord, MoveRecord, Origin, PublicationRecord, RunRecord
 from rollbook.ledger.rules.batches import manifest_digest
+from rollbook.ledger.rules.parts import wrong_part
 from rollbook.ledger.rules.run_transaction import SETTLED, find_run
+from rollbook.ledger.rules.runs import sample_counts
 from rollbook.ledger.store import Reader, StoreFaultError, Transaction
+from rollbook.ledger.tools.audit_samples import SampleLedger, wrong_mask, wrong_versions
 
 MAX_VIOLATIONS = 200
 """A damaged ledger may have one for each group."""
@@ -40,6 +42,8 @@ class AuditReport:
     """Trained steps."""
     max_lag: int | None
     max_head_offpolicy_versions: int
+    samples: SampleCounts | None = None
+    """The law of samples, only with policy `parts`."""
     violations: tuple[str, ...] = ()
     """One sentence for each. Empty: the records are consistent."""
 
@@ -81,12 +85,19 @@ class _Findings:
     queued_bytes: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     num_unusable: int = 0
-    positions: dict[int, bool] = field(default_factory=dict)
-    """Opened positions of the cursor, and whether they are settled."""
+    positions: dict[int, int] = field(default_factory=dict)
+    """Opened positions of the cursor, and their number of unsettled parts."""
     entries: dict[GroupId, tuple[int, BatchEntry]] = field(default_factory=dict)
     """Step and entry of each batched group."""
+    cuts: dict[int, int | None] = field(default_factory=dict)
+    """The cut of each batch."""
     publications: dict[int, PublicationRecord] = field(default_factory=dict)
     max_lag: int | None = None
+    samples: SampleLedger = field(init=False)
+    sample_law: SampleCounts | None = None
+
+    def __post_init__(self) -> None:
+        self.samples = SampleLedger(self.run)
 
     def add(self, sentence: str) -> None:
         if len(self.violations) < MAX_VIOLATIONS:
@@ -105,6 +116,7 @@ class _Findings:
             steps=self.run.last_acknowledged,
             max_lag=self.max_lag,
             max_head_offpolicy_versions=self.run.settings.rule.max_head_offpolicy_versions,
+            samples=self.sample_law,
             violations=tuple(self.violations),
         )
 
@@ -140,7 +152,11 @@ def _check_batches(tx: Transaction, findings: _Findings) -> None:
         findings.expect("the batches are not contiguous, next step", manifest.step, last + 1)
         last = manifest.step
         _check_size(batch, findings)
-        findings.expect(f"batch {manifest.step}: digest", manifest.digest, manifest_digest(manifest.entries))
+        findings.cuts[manifest.step] = manifest.cut
+        findings.expect(f"batch {manifest.step}: cut", manifest.cut, rule.cut(manifest.step))
+        findings.expect(
+            f"batch {manifest.step}: digest", manifest.digest, manifest_digest(manifest.entries, manifest.cut)
+        )
         for entry in manifest.entries:
             if entry.group_id in findings.entries:
                 findings.add(
@@ -165,6 +181,9 @@ def _check_size(batch: BatchRecord, findings: _Findings) -> None:
         return
     if manifest.is_last:
         findings.expect("the short batch must be the last, its step", manifest.step, findings.run.last_decided)
+    if findings.samples.counts_samples:
+        return  # checked once the rows are read
+    if manifest.is_last:
         if not 1 <= size < wanted:
             findings.add(f"batch {manifest.step} is the short last one and has {size} groups of {wanted}")
     else:
@@ -229,7 +248,9 @@ def _check_row(
     findings.rows[group.state] += 1
     findings.num_unusable += group.unusable is not None
     if group.position is not None:
-        findings.positions[group.position] = group.state in SETTLED
+        unsettled = findings.positions.get(group.position, 0) + (group.state not in SETTLED)
+        findings.positions[group.position] = unsettled
+    findings.samples.add(group)
     findings.leased += group.owner is not None
     findings.queued_bytes += group.payload_bytes if group.state is GroupState.QUEUED else 0
     if group.state is GroupState.DROPPED:
@@ -246,11 +267,10 @@ def _check_row(
         if batched_in <= run.last_acknowledged:
             wanted = GroupState.DURABLE if batched_in <= run.durable_step else GroupState.TRAINED
         findings.expect(f"group {group.group_id} of batch {batched_in}: state", group.state, wanted)
-    if entry is not None:
-        stated = (entry.payload_digest, entry.sequence, entry.oldest_version)
-        found = (group.payload_digest or "", group.sequence, group.oldest_version)
-        findings.expect(f"group {group.group_id}: digest, sequence and oldest version in its batch", stated, found)
-    _check_versions(group, findings)
+    if entry is not None and batched_in is not None:
+        _check_entry(group, batched_in, entry, findings)
+    for sentence in wrong_versions(group, findings.publications):
+        findings.add(f"group {group.group_id} {sentence}")
     is_needed = group.state is GroupState.QUEUED or (batched_in is not None and batched_in > run.payload_floor)
     try:
         payload = tx.payloads.get(run.run_id, group.group_id) if is_needed or group.has_payload else None
@@ -267,27 +287,15 @@ def _check_row(
         _check_payload(payload, group, findings)
 
 
-def _check_versions(group: GroupRecord, findings: _Findings) -> None:
-    """The oldest version is that of the publications."""
-    named = [number for number in group.publications if number != NOT_SAMPLED]
-    missing = [number for number in named if number not in findings.publications]
-    if missing:
-        findings.add(f"group {group.group_id} has tokens of publication {missing[0]}, which is missing")
-        return
-    known = [findings.publications[number] for number in named]
-    if NOT_SAMPLED in group.publications and group.origin is Origin.DRAWN:
-        admission = findings.publications.get(
-            -1 if group.admission_publication is None else group.admission_publication
-        )
-        known += [] if admission is None else [admission]
-    lowest = min((publication.effective_step for publication in known), default=None)
-    highest = min((publication.step for publication in known), default=None)
-    oldest = group.oldest_version
-    if group.state is GroupState.QUEUED or oldest is None or lowest is None or highest is None:
-        findings.expect(f"group {group.group_id}: oldest version", oldest, lowest)
-    elif not lowest <= oldest <= highest:
-        # A publication may have been demoted after the group was batched or dropped.
-        findings.add(f"group {group.group_id}: oldest version {oldest} is not between {lowest} and {highest}")
+def _check_entry(group: GroupRecord, step: int, entry: BatchEntry, findings: _Findings) -> None:
+    # With masked tokens, the oldest version of the entry is that of the remaining ones.
+    oldest = entry.oldest_version if entry.masked else group.oldest_version
+    stated = (entry.payload_digest, entry.sequence, entry.oldest_version)
+    found = (group.payload_digest or "", group.sequence, oldest)
+    findings.expect(f"group {group.group_id}: digest, sequence and oldest version in its batch", stated, found)
+    wrong = wrong_mask(group, entry, findings.cuts[step], findings.publications)
+    if wrong is not None:
+        findings.add(f"group {group.group_id} in batch {step}: {wrong}")
 
 
 def _check_payload(payload: bytes, group: GroupRecord, findings: _Findings) -> None:
@@ -309,6 +317,13 @@ def _check_payload(payload: bytes, group: GroupRecord, findings: _Findings) -> N
             facts, task_id=group.task_id, draw=group.draw, publications=group.publications, outcome=outcome
         ):
             findings.add(f"group {group.group_id}: by its payload, {claim}")
+        is_external = group.origin is Origin.EXTERNAL
+        rule = findings.run.settings.rule
+        wrong = wrong_part(rule, facts, name=group.group_id, group=None if is_external else group)
+        if wrong is not None:
+            findings.add(f"group {group.group_id}: {wrong}")
+        stated = (group.num_samples, group.baseline)
+        findings.expect(f"group {group.group_id}: samples and baseline", stated, (facts.num_samples, facts.baseline))
         obstacle = find_obstacle(facts, findings.run.settings.limits)
     if group.state in (GroupState.TRAINED, GroupState.DURABLE):
         if (group.unusable is None) is not (obstacle is None):
@@ -337,6 +352,11 @@ def _check_law(tx: Transaction, findings: _Findings) -> None:
     findings.expect("leased groups by rows", findings.leased, run.num_leased)
     findings.expect("queued bytes by rows", findings.queued_bytes, run.queued_bytes)
     findings.expect("unusable groups by rows", findings.num_unusable, run.num_unusable)
+    findings.samples.check(tx, findings.add)
+    if findings.samples.counts_samples:
+        findings.sample_law = sample_counts(tx, run)
+        for batch in tx.batches.each(run.run_id):
+            findings.samples.check_batch(batch.manifest, findings.add)
     _check_positions(tx, findings)
     findings.expect("dropped groups by kind", dict(sorted(findings.dropped.items())), dict(sorted(drops.items())))
 
@@ -344,9 +364,9 @@ def _check_law(tx: Transaction, findings: _Findings) -> None:
 def _check_positions(tx: Transaction, findings: _Findings) -> None:
     """The cursor's positions are those of the groups. Positions below `settled_below` are settled and have no row."""
     run, positions = findings.run, findings.positions
-    open_ones = {at: is_settled for at, is_settled in positions.items() if at >= run.settled_below}
+    open_ones = {at: unsettled for at, unsettled in positions.items() if at >= run.settled_below}
     findings.expect("positions of the cursor", dict(tx.positions.all(run.run_id)), dict(sorted(open_ones.items())))
-    settled = sum(is_settled for at, is_settled in positions.items() if at < run.settled_below)
+    settled = sum(unsettled == 0 for at, unsettled in positions.items() if at < run.settled_below)
     findings.expect("settled positions below the first open one", settled, run.settled_below)
     first_gap = next(at for at in range(len(positions) + 1) if at not in positions)
     findings.expect("opened positions below the first gap", run.opened_below, first_gap)

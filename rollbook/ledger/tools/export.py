@@ -88,6 +88,7 @@ def _lines(tx: Transaction, run_id: RunId, extensions: Sequence[RunExtension]) -
         format=FORMAT,
         record=run,
         drops=tx.runs.drops(run_id),
+        missing=tx.runs.missing(run_id),
         positions=tx.positions.all(run_id),
         owners=tx.owners.alive(run_id),
         producers=tx.producers.all(run_id),

@@ -102,10 +102,9 @@ class _Import:
             raise RunError(f"the ledger already has a run {run_id!r}: import it under another name")
         tx.runs.put(line.record.changed(run_id=run_id))
         for kind, number in line.drops.items():
-            for _ in range(number):
-                tx.runs.count_drop(run_id, kind)
-        for position, is_settled in line.positions:
-            tx.positions.put(run_id, position, is_settled=is_settled)
+            tx.runs.count_drop(run_id, kind, num=number, missing=line.missing.get(kind, 0))
+        for position, unsettled in line.positions:
+            tx.positions.put(run_id, position, unsettled=unsettled)
         for owner in line.owners:
             tx.owners.put(owner.changed(run_id=run_id))
         for producer in line.producers:

@@ -21,7 +21,7 @@ from rollbook.ledger.records import (
 )
 from rollbook.ledger.store import Transaction
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True, omit_defaults=True):
@@ -32,7 +32,8 @@ class RunLine(Line, frozen=True, kw_only=True, tag="run"):
     format: int
     record: RunRecord
     drops: dict[str, int]
-    positions: list[tuple[int, bool]]
+    missing: dict[str, int]
+    positions: list[tuple[int, int]]
     owners: list[OwnerRecord]
     producers: list[ProducerRecord]
 

@@ -23,7 +23,9 @@ GROUP_COLUMNS = pa.schema(
     [
         *((name, pa.string()) for name in ("run_id", "group_id", "task_id", "origin", "state", "owner", "drop_reason")),
         *((name, pa.int64()) for name in ("draw", "position", "sequence", "attempt", "failures", "admission_version")),
-        *((name, pa.int64()) for name in ("arrival", "oldest_version", "step", "payload_bytes")),
+        *((name, pa.int64()) for name in ("arrival", "oldest_version", "newest_version", "step", "payload_bytes")),
+        *((name, pa.int64()) for name in ("part", "num_samples", "expected_samples")),
+        ("baseline", pa.list_(pa.float64())),
         ("opened_at", pa.float64()),
         ("publications", pa.list_(pa.int64())),
         ("payload_digest", pa.string()),

@@ -9,7 +9,7 @@ it is repeated alone, which finds the one that blocks and gives the others their
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from rollbook.concurrency.child_process.process import ChildEndedError, ChildProcess, ChildSpec
@@ -32,6 +32,8 @@ from rollbook.telemetry.events import EventLog
 
 CANCEL_S = 1.0
 """How long a process may take to confirm a cancelled call. One that does not confirm is blocked by a computation."""
+LOAD_ATTEMPTS = 3
+"""A process that dies while it loads was killed from outside, or a function ends it: then every attempt fails."""
 KILL_S = 10.0
 
 
@@ -60,6 +62,7 @@ class _RewardProcess:
         return self._child.pid
 
     async def load(self, message: Load, *, within_s: float) -> None:
+        """Raises `RunError` when a function cannot be loaded, and `ChildEndedError` when the process dies."""
         self._child.send(encode(message))
         try:
             async with asyncio.timeout(within_s):
@@ -69,8 +72,6 @@ class _RewardProcess:
                 f"the reward functions were not loaded within {within_s:g} s; raise rollout.rewards.start_s, or check what "
                 f"importing {', '.join(message.functions.values())} does"
             ) from None
-        except ChildEndedError as error:
-            raise RunError(f"a process died while it loaded the reward functions: it {error}") from error
         if isinstance(reply, LoadFailed):
             raise RunError(reply.cause)
         assert isinstance(reply, Loaded)
@@ -262,16 +263,23 @@ class RewardPool:
 
     @asynccontextmanager
     async def _open_process(self) -> AsyncIterator[_RewardProcess]:
-        process = _RewardProcess(await ChildProcess.start(ChildSpec(module="rollbook.rollout.rewards.main")))
-        receiving: asyncio.Task[None] | None = None
-        try:
-            await process.load(self._load, within_s=self._rules.start_s)
+        async with AsyncExitStack() as stack:
+            for attempt in range(1, LOAD_ATTEMPTS + 1):
+                process = _RewardProcess(await ChildProcess.start(ChildSpec(module="rollbook.rollout.rewards.main")))
+                stack.push_async_callback(
+                    finish, process.kill(), within_s=KILL_S, name=f"end of reward process {process.pid}"
+                )
+                try:
+                    await process.load(self._load, within_s=self._rules.start_s)
+                    break
+                except ChildEndedError as error:
+                    cause = f"a process died while it loaded the reward functions: it {error}"
+                    if attempt == LOAD_ATTEMPTS:
+                        raise RunError(f"{cause} ({attempt} attempts)") from error
+                    self._log.warning("rollout.reward_process_died", cause=cause, attempt=attempt)
             receiving = asyncio.create_task(process.receive_results(), name=f"reward.results.{process.pid}")
+            stack.callback(receiving.cancel)
             yield process
-        finally:
-            await finish(process.kill(), within_s=KILL_S, name=f"end of reward process {process.pid}")
-            if receiving is not None:
-                receiving.cancel()
 
 
 @asynccontextmanager

@@ -35,6 +35,7 @@ from rollbook.run.config.run import (
     override_table,
 )
 from rollbook.run.config.source import ConfigSource, TaskRows, place, read_source, with_references
+from rollbook.run.dashboard.address import open_socket
 from rollbook.run.directory import RunDirectory
 from rollbook.run.preflight import check_run, print_preflight
 from rollbook.run.record import audit
@@ -70,6 +71,7 @@ def train(
     overrides: Sequence[str] = (),
     console: Console | None = None,
     preflight: bool = True,
+    dashboard: bool = False,
 ) -> TrainReport:
     """Train to the end, or until Ctrl-C, and return the report. Works in scripts, tests and notebooks.
 
@@ -86,8 +88,9 @@ def train(
     passed by name. Others are pickled into the run directory, so that `rollbook train RUN_DIR` resumes the run without the script.
 
     `run_dir` is created; an existing one is resumed. `overrides` are like `--set`: `"trainer.max_steps=10"`. Progress and the
-    summary are printed to `console`, by default stderr. `preflight` runs the user's code once before anything starts. Raises
-    `ConfigError` before anything starts, and `RunFailedError` if the run fails.
+    summary are printed to `console`, by default stderr. `preflight` runs the user's code once before anything starts. `dashboard`
+    serves the run's page in a separate process until the run ends, and prints its address. Raises `ConfigError` before anything
+    starts, and `RunFailedError` if the run fails.
     """
     require_libraries("torch", "transformers")
     require_posix()
@@ -108,7 +111,7 @@ def train(
         with directory.locked():
             if any(Path(staging).iterdir()):
                 shutil.copytree(staging, directory.objects, dirs_exist_ok=True)
-            report = _train(loaded.moved(staging, directory.objects), directory, console)
+            report = _train(loaded.moved(staging, directory.objects), directory, console, has_dashboard=dashboard)
     print_summary(report, console)
     if report.exit_code == EXIT_FAILED:
         raise RunFailedError(report)
@@ -156,13 +159,21 @@ def _named(rewards: Any) -> Iterable[tuple[str, Any]]:
     return [(getattr(function, "__name__", type(function).__name__), function) for function in functions]
 
 
-def _train(loaded: LoadedConfig, directory: RunDirectory, console: Console) -> TrainReport:
+def _train(loaded: LoadedConfig, directory: RunDirectory, console: Console, *, has_dashboard: bool) -> TrainReport:
     is_resumed = write_or_check_config(loaded, directory, console)
     steps_before = summarise(directory.path).steps
     # Warnings go to the view and the log file; on stderr they would break the live view.
     log = EventLog("supervisor", directory.log_file("supervisor"), echo=io.StringIO())
     log.info("run.started", resumed=is_resumed)
-    supervisor = Supervisor(loaded.config, directory, log=log, say=lambda text: console.print(f"[bold]{text}"))
+    supervisor = Supervisor(
+        loaded.config,
+        directory,
+        log=log,
+        say=lambda text: console.print(f"[bold]{text}"),
+        dashboard=open_socket("127.0.0.1", None) if has_dashboard else None,
+    )
+    if has_dashboard:
+        console.print(f"dashboard: {supervisor.addresses['dashboard']}")
     outcome = run_blocking(
         _run_with_view(supervisor, loaded.config, directory, console), on_interrupt=supervisor.interrupt
     )

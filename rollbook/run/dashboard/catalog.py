@@ -5,27 +5,30 @@ import hashlib
 import json
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from rollbook.contracts.admission import RunId
-from rollbook.contracts.batch import BatchManifest, TrainingBatch
+from rollbook.contracts.batch import BatchEntry, BatchManifest, TrainingBatch
 from rollbook.contracts.errors import NotFoundError, RollbookError, RunError, UsageError
 from rollbook.contracts.group import PromptGroup
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.dashboard.run_view import Catalog, MetricMeaning, OpenedRun, RunDetails, RunPlace, TokenReader
+from rollbook.dashboard.source import LedgerSource
 from rollbook.ledger.client.blocking import split_address
 from rollbook.ledger.client.client import open_ledger_client
+from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.ledger.tools.explain import REASONS
 from rollbook.rollout.chat.provenance import Pieces, spans_of
 from rollbook.rollout.metrics import ROLLOUT_METRICS
-from rollbook.run.config.run import RunConfig, load_resolved_config
-from rollbook.run.dashboard.ledger_sources import DirectorySource, HttpSource
+from rollbook.run.config.run import LoadedConfig, RunConfig, load_resolved_config
+from rollbook.run.dashboard.ledger_sources import HttpSource, StoreSource
 from rollbook.run.dashboard.settings import config_view
 from rollbook.run.directory import RunDirectory
+from rollbook.run.ledger_clients import external_token, store_url
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.advantages import BATCH_NORMALISED
 from rollbook.trainer.data.minibatches import sample_advantages
@@ -149,26 +152,41 @@ def _manifest(path: Path) -> dict[str, Any]:
 @asynccontextmanager
 async def _open_directory(place: RunPlace) -> AsyncIterator[OpenedRun]:
     directory = RunDirectory(Path(place.path))
-    config, note = await asyncio.to_thread(_read_config, directory)
-    yield OpenedRun(
-        details=_details(place, config),
-        ledger=DirectorySource(directory.ledger, RunId(place.name if config is None else config.run.name)),
-        index_file=directory.path / INDEX_FILE,
-        directory=directory.path,
-        is_running=lambda: is_running(directory),
-        config=lambda: ([], "") if config is None else config_view(config),
-        tokens=lambda: _load_tokens(directory),
-        advantages=lambda group: None if config is None else _advantages(group, config.trainer),
-        meanings=MEANINGS,
-        drop_meanings=DROP_MEANINGS,
-        notes=() if note is None else (note,),
-    )
+    loaded, note = await asyncio.to_thread(_read_config, directory)
+    config = None if loaded is None else loaded.config
+    async with AsyncExitStack() as stack:
+        yield OpenedRun(
+            details=_details(place, config),
+            ledger=await _open_ledger(directory, loaded, place.name, stack),
+            index_file=directory.path / INDEX_FILE,
+            directory=directory.path,
+            is_running=lambda: is_running(directory),
+            config=lambda: ([], "") if config is None else config_view(config),
+            tokens=lambda: _load_tokens(directory),
+            advantages=lambda group: None if config is None else _advantages(group, config.trainer),
+            meanings=MEANINGS,
+            drop_meanings=DROP_MEANINGS,
+            notes=() if note is None else (note,),
+        )
 
 
-def _read_config(directory: RunDirectory) -> tuple[RunConfig | None, str | None]:
+async def _open_ledger(
+    directory: RunDirectory, loaded: LoadedConfig | None, name: str, stack: AsyncExitStack
+) -> LedgerSource:
+    """The run's own store, or the service that its configuration names."""
+    if loaded is None:
+        return StoreSource(sqlite_url(directory.ledger), RunId(name))
+    ledger, run_id = loaded.config.ledger, RunId(loaded.config.run.name)
+    if ledger.url is None:
+        return StoreSource(store_url(ledger, directory), run_id)
+    opening = open_ledger_client(ledger.url, run_id, request_s=QUERY_S, token=external_token(loaded))
+    return HttpSource(await stack.enter_async_context(opening))
+
+
+def _read_config(directory: RunDirectory) -> tuple[LoadedConfig | None, str | None]:
     """The configuration, or why this release cannot read it. The rest of the run is shown without it."""
     try:
-        return load_resolved_config(directory).config, None
+        return load_resolved_config(directory), None
     except (RunError, OSError, ValueError, KeyError) as error:
         return None, f"The configuration of this run cannot be read: {error}"
 
@@ -205,7 +223,8 @@ def is_running(directory: RunDirectory) -> bool:
 def _advantages(group: PromptGroup, config: TrainerConfig) -> list[float] | None:
     if config.recipe.advantage in BATCH_NORMALISED:
         return None
-    batch = TrainingBatch(manifest=BatchManifest(step=1, entries=(), digest=""), groups=(group,))
+    entry = BatchEntry(group_id=group.id, sequence=0, payload_digest="", oldest_version=None)
+    batch = TrainingBatch(manifest=BatchManifest(step=1, entries=(entry,), digest=""), groups=(group,))
     found: list[float] = sample_advantages(batch, config).tolist()
     return found
 

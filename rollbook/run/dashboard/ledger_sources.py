@@ -1,8 +1,7 @@
-"""The ledger of a run for the dashboard: read from the file of a run directory, or over HTTP."""
+"""The ledger of a run for the dashboard: read from its store, or over HTTP."""
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -10,7 +9,7 @@ import msgspec
 from rollbook.contracts.admission import LedgerStatus, RunId
 from rollbook.contracts.batch import BatchManifest
 from rollbook.contracts.errors import NotFoundError
-from rollbook.contracts.group import GroupId, GroupOutcome
+from rollbook.contracts.group import GroupId
 from rollbook.contracts.policy import Publication
 from rollbook.dashboard.source import Audit, Changes, GroupRow, History, Move, Producer
 from rollbook.ledger.client.client import LedgerClient
@@ -18,21 +17,21 @@ from rollbook.ledger.http import wire
 from rollbook.ledger.records import GroupRecord, MoveRecord, ProducerRecord
 from rollbook.ledger.rules import runs
 from rollbook.ledger.store import Transaction
-from rollbook.ledger.stores.sqlite.store import open_readonly
+from rollbook.ledger.stores.registry import open_reader
 from rollbook.ledger.tools.audit import AuditReport, audit_run
 from rollbook.ledger.tools.explain import explain_group
 
 T = TypeVar("T")
 
 
-class DirectorySource:
-    """The ledger file of a run directory. Satisfies `dashboard.source.LedgerSource`.
+class StoreSource:
+    """The store of a run directory. Satisfies `dashboard.source.LedgerSource`.
 
-    Each read opens the file again: it may be created, replaced or deleted at any time, and opening costs less than a millisecond.
+    Each read opens it again: its file may be created, replaced or deleted at any time, and opening takes a millisecond.
     """
 
-    def __init__(self, directory: Path, run_id: RunId) -> None:
-        self._directory = directory
+    def __init__(self, store_url: str, run_id: RunId) -> None:
+        self._store_url = store_url
         self._run_id = run_id
 
     async def status(self) -> LedgerStatus:
@@ -86,7 +85,7 @@ class DirectorySource:
 
     async def _read(self, work: Callable[[Transaction], T]) -> T:
         def read() -> T:
-            with open_readonly(self._directory) as reader:
+            with open_reader(self._store_url) as reader:
                 return reader.read_now(work)
 
         return await asyncio.to_thread(read)
@@ -132,14 +131,14 @@ class HttpSource:
 
 
 def _row_of_record(group: GroupRecord) -> GroupRow:
-    return _row(group, group.state._value_, None if group.outcome is None else _OUTCOME.decode(group.outcome))
+    return _row(group, group.state._value_, group.outcome)
 
 
 def _row_of_view(group: wire.GroupView) -> GroupRow:
-    return _row(group, group.state.value, group.outcome)
+    return _row(group, group.state.value, None if group.outcome is None else msgspec.json.encode(group.outcome))
 
 
-def _row(group: GroupRecord | wire.GroupView, state: str, outcome: GroupOutcome | None) -> GroupRow:
+def _row(group: GroupRecord | wire.GroupView, state: str, outcome: bytes | None) -> GroupRow:
     return GroupRow(
         sequence=group.sequence,
         group_id=group.group_id,
@@ -158,7 +157,7 @@ def _row(group: GroupRecord | wire.GroupView, state: str, outcome: GroupOutcome 
         unusable=group.unusable,
         has_payload=group.has_payload,
         payload_bytes=group.payload_bytes,
-        outcome=outcome,
+        outcome_json=outcome,
     )
 
 
@@ -186,6 +185,3 @@ def _audit(report: AuditReport | wire.AuditView) -> Audit:
         max_lag=report.max_lag,
         violations=report.violations,
     )
-
-
-_OUTCOME = msgspec.json.Decoder(GroupOutcome)

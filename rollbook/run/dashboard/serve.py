@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -11,16 +10,12 @@ from pathlib import Path
 from rollbook.access.guard import AllowedClients
 from rollbook.access.server import serve_app
 from rollbook.access.tokens import read_or_create_token
-from rollbook.concurrency.sockets import listening_socket
-from rollbook.contracts.errors import UsageError
 from rollbook.dashboard.server.access import DashboardAccess, require_viewer_token
 from rollbook.dashboard.server.app import build_app
 from rollbook.dashboard.server.runs import open_runs
+from rollbook.run.dashboard.address import open_socket
 from rollbook.run.dashboard.catalog import open_catalog
 from rollbook.run.directory import write_json
-
-DEFAULT_PORT = 8686
-"""The same each time, so that a bookmark works. If it is in use, the kernel chooses another one."""
 
 
 def serve_dashboard(
@@ -57,15 +52,3 @@ def serve_dashboard(
             await stopping.wait()
 
     asyncio.run(serve())
-
-
-def open_socket(host: str, port: int | None) -> socket.socket:
-    """The chosen port; without one, the usual port or, if that is in use, any free one."""
-    try:
-        return listening_socket(host, DEFAULT_PORT if port is None else port)
-    except OSError as error:
-        if port is None:
-            return listening_socket(host, 0)
-        raise UsageError(
-            f"the dashboard cannot listen on {host}:{port}: {error.strerror}; choose another port with --port"
-        ) from error

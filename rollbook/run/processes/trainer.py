@@ -17,6 +17,7 @@ from rollbook.run.rollout_table import RolloutTable
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.sinks.forwarder import ROLLOUTS_FILE, Forwarder, open_sinks
+from rollbook.telemetry.token_records import TokenRecordWriter
 from rollbook.trainer.loop import LoopEnd, LoopOutcome, TrainerLoop
 from rollbook.trainer.metrics import TRAINER_METRICS
 
@@ -52,6 +53,11 @@ async def main(context: RoleContext) -> str:
             log=context.log,
             doing=context.channel.doing,
             on_trained=_rollout_table(context).add,
+            token_records=TokenRecordWriter(
+                context.directory.path,
+                every=config.telemetry.token_records,
+                kept=config.telemetry.token_records_kept,
+            ),
         )
         context.channel.ready("loading the model")
         with _forwarder(context):

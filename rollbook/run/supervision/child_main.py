@@ -50,6 +50,7 @@ ROLES: dict[str, str] = {
     "trainer": "rollbook.run.processes.trainer",
     "evaluation": "rollbook.run.processes.evaluation",
     "report": "rollbook.run.processes.report",
+    "dashboard": "rollbook.run.processes.dashboard",
 }
 
 

@@ -27,8 +27,10 @@ class RunPlan:
             sock.close()
 
 
-def plan_run(config: RunConfig, directory: RunDirectory, *, has_trainer: bool = True) -> RunPlan:
-    """Opens the listening sockets. The caller closes the plan."""
+def plan_run(
+    config: RunConfig, directory: RunDirectory, *, has_trainer: bool = True, dashboard: socket.socket | None = None
+) -> RunPlan:
+    """Opens the listening sockets, apart from that of the dashboard, which is optional. The caller closes the plan."""
     policies = replica_names(config.inference)
     own_ledger = ["ledger"] if config.ledger.url is None else []
     servers = [*own_ledger, *policies, *(["env"] if config.env.pool_size is not None else [])]
@@ -37,6 +39,8 @@ def plan_run(config: RunConfig, directory: RunDirectory, *, has_trainer: bool = 
     fixed = {"ledger": config.tasks.atropos.port} if config.tasks.is_posted and not config.tasks.atropos.url else {}
     host = config.cluster.host
     sockets = {name: listening_socket(host, fixed.get(name, 0)) for name in servers if name not in binds_own_port}
+    if dashboard is not None:
+        sockets["dashboard"] = dashboard
     addresses = {name: url_of(sock) for name, sock in sockets.items() if name not in policies}
     replicas = {name: url_of(sockets[name]) if name in sockets else free_url() for name in policies}
     if config.ledger.url is not None:
@@ -47,6 +51,7 @@ def plan_run(config: RunConfig, directory: RunDirectory, *, has_trainer: bool = 
         *(["trainer"] if has_trainer else []),
         "rollout",
         *(["evaluation"] if config.evaluation.every_steps else []),
+        *(["dashboard"] if dashboard is not None else []),
     ]
     roles = dict.fromkeys(policies, "vllm" if config.inference.engine == "vllm" else "policy")
     starts = [

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -32,6 +33,8 @@ from rollbook.telemetry.events import EventLog
 WIND_DOWN_S = 10.0
 """After the last batch: the dispatcher learns from its next request that the run is over, and ends."""
 WATCH_INTERVAL_S = 0.25
+OPTIONAL = frozenset({"evaluation", "dashboard"})
+"""Roles whose failure does not stop training: it is reported, and the run continues without them."""
 
 
 class RunEnd(StrEnum):
@@ -62,9 +65,13 @@ class Supervisor:
         say: Callable[[str], None] = lambda text: None,
         has_trainer: bool = True,
         host: ProcessHost | None = None,
+        dashboard: socket.socket | None = None,
         until_over: Callable[[Mapping[str, str]], Awaitable[None]] | None = None,
     ) -> None:
-        """`until_over` is called with the addresses and awaited when the last process has ended, before the servers stop."""
+        """`dashboard` is the listening socket of the run's dashboard; without one there is none.
+
+        `until_over` is called with the addresses and awaited when the last process has ended, before the servers stop.
+        """
         self._directory = directory
         self._directory_id = directory.file_id()
         self._log = log
@@ -79,7 +86,7 @@ class Supervisor:
         self._until_over = until_over
         self._is_ledger_shared = config.ledger.is_shared
         self._final_evaluation_s = config.evaluation.final_wait_s
-        self._plan = plan_run(config, directory, has_trainer=has_trainer)
+        self._plan = plan_run(config, directory, has_trainer=has_trainer, dashboard=dashboard)
         self.addresses = dict(self._plan.addresses)
         self.processes = [
             SupervisedProcess(start, host=host, on_change=self._write_processes) for start in self._plan.starts
@@ -132,7 +139,8 @@ class Supervisor:
                 await self._take_lease(lease)
                 if not self._over.is_set():
                     keepers += [group.create_task(self._keep(p), name=f"run.keep.{p.name}") for p in others]
-                    readiness = group.create_task(self._all_ready(others), name="run.ready")
+                    required = [p for p in others if p.role not in OPTIONAL]
+                    readiness = group.create_task(self._all_ready(required), name="run.ready")
                     watch = group.create_task(self._watch(), name="run.watch")
                     await self._over.wait()
                     readiness.cancel()
@@ -204,11 +212,10 @@ class Supervisor:
                 self._log.warning("run.drain_aborted", process=process.name, code=code)
                 self._over.set()
                 return
-            if process.role == "evaluation" and code == EXIT_STOP_RUN:
-                # A failed evaluation does not stop training: it is reported, and the run continues without it.
+            if process.role in OPTIONAL and code == EXIT_STOP_RUN:
                 process.move(ProcessState.FAILED, process.fault or "it gave no reason")
-                self._log.error("run.evaluation_failed", cause=process.fault)
-                self._say(f"evaluation stopped: {process.fault}; training continues")
+                self._log.error(f"run.{process.role}_failed", cause=process.fault)
+                self._say(f"{process.role} stopped: {process.fault}; training continues")
                 return
             if code in (EXIT_STOP_RUN, EXIT_FENCED):
                 cause = process.fault or (
@@ -221,9 +228,11 @@ class Supervisor:
             reason = exit_reason(code)
             if isinstance(verdict, GiveUp):
                 process.move(ProcessState.FAILED, verdict.reason)
-                if process.role == "evaluation":
-                    self._log.error("run.evaluation_failed", cause=verdict.reason, last_output=process.last_output())
-                    self._say(f"evaluation {reason}; {verdict.reason}; training continues")
+                if process.role in OPTIONAL:
+                    self._log.error(
+                        f"run.{process.role}_failed", cause=verdict.reason, last_output=process.last_output()
+                    )
+                    self._say(f"{process.role} {reason}; {verdict.reason}; training continues")
                     return
                 self._fail(f"{process.name} {reason}; {verdict.reason}. Its last output:\n{process.last_output()}")
                 return

@@ -43,6 +43,10 @@ class TrainRow:
     """Factor of each target's loss; None: 1."""
     reference_logprobs: NDArray[np.float32] | None = None
     """Logprobs of the reference policy from the producer; None, or NaN: unknown."""
+    place: tuple[int, int] = (0, 0)
+    """Number of the sample in its group, and of the sequence in the sample."""
+    num_tokens: int = 0
+    """Length of the whole sequence."""
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -71,6 +75,8 @@ class Microbatch:
     row_of_N: NDArray[np.int64]
     """Index of the sequence in this pass, for sequence-level losses."""
     num_rows: int
+    members: tuple[int, ...] = ()
+    """The rows of this pass, as numbers of the minibatch's rows."""
     reference_logprobs_N: NDArray[np.float32] | None = None
     """From the producer, NaN where unknown; None if no sequence has them."""
 
@@ -117,11 +123,11 @@ def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
     rows: list[TrainRow] = []
     number = -1
     for entry, group in batch.entries():
-        for sample in group.samples:
+        for in_group, sample in enumerate(group.samples):
             number += 1
             if not sample.is_scorable or (config.mask_truncated and sample.finish_reason.is_truncated):
                 continue
-            for row in sample.sequences:
+            for sequence, row in enumerate(sample.sequences):
                 trained = np.flatnonzero(row.loss_mask & ~entry.is_masked(row))
                 if len(trained) == 0:
                     continue
@@ -135,6 +141,8 @@ def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
                         sampled_logprobs=row.logprobs[trained],
                         advantage=float(shared[number]),
                         temperature=sample.sampling.temperature,
+                        place=(in_group, sequence),
+                        num_tokens=len(row),
                         token_advantages=None if row.advantages is None else row.advantages[trained],
                         token_weights=None if row.weights is None else row.weights[trained],
                         reference_logprobs=None if row.reference_logprobs is None else row.reference_logprobs[trained],
@@ -278,6 +286,7 @@ def pack(
         ),
         row_of_N=np.repeat(np.arange(len(members), dtype=np.int64), counts),
         num_rows=len(members),
+        members=tuple(members),
         reference_logprobs_N=_per_token(
             [(np.nan if row.reference_logprobs is None else row.reference_logprobs, row) for row in packed]
         )

@@ -2,10 +2,11 @@
 
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -32,9 +33,13 @@ PER_STEP = 2
 HOSTILE = "<script>alert(1)</script> \x1b[31mred\x1b[0m \u202eright-to-left [link](javascript:alert(2))"
 
 
-def played(task: str, publication: int) -> PromptGroup:
+def played(task: str, publication: int, more_messages: Sequence[Mapping[str, Any]] = ()) -> PromptGroup:
     group = group_of(task, (publication,))
-    messages = ({"role": "user", "content": HOSTILE}, {"role": "assistant", "content": f"answer of {task}"})
+    messages = (
+        {"role": "user", "content": HOSTILE},
+        {"role": "assistant", "content": f"answer of {task}"},
+        *more_messages,
+    )
     samples = tuple(
         replace(
             sample,
@@ -49,8 +54,11 @@ def played(task: str, publication: int) -> PromptGroup:
     return replace(group, samples=samples)
 
 
-async def record_run(path: Path, *, ends: bool = True) -> RunDirectory:
-    """Three trained steps of two groups, one dropped group, and, unless the run ends, one open group."""
+async def record_run(path: Path, *, ends: bool = True, more_messages: Sequence[Mapping[str, Any]] = ()) -> RunDirectory:
+    """Three trained steps of two groups, one dropped group, and, unless the run ends, one open group.
+
+    `more_messages`: further messages of the first group's samples.
+    """
     directory = RunDirectory(path)
     directory.prepare()
     config = RunConfig.model_validate(
@@ -69,7 +77,7 @@ async def record_run(path: Path, *, ends: bool = True) -> RunDirectory:
         open_sqlite_store(directory.ledger) as store,
         open_ledger(store, LedgerConfig(), clock=SystemClock(), log=log) as ledger,
     ):
-        await _train(ledger)
+        await _train(ledger, more_messages)
         if ends:
             await ledger.finish(RUN, EndOfRun.STOPPED, epoch=1)
     rows = [
@@ -82,7 +90,7 @@ async def record_run(path: Path, *, ends: bool = True) -> RunDirectory:
     return directory
 
 
-async def _train(ledger: Ledger) -> None:
+async def _train(ledger: Ledger, more_messages: Sequence[Mapping[str, Any]]) -> None:
     await ledger.create_run(RUN, settings(per_step=PER_STEP, in_flight=8))
     role = await ledger.take_role(RUN, restored_step=0)
     owner = await ledger.join(RUN, "worker")
@@ -94,7 +102,9 @@ async def _train(ledger: Ledger) -> None:
         first = step * PER_STEP
         await ledger.open(RUN, owner, draws(first, PER_STEP), limit=PER_STEP)
         for number in range(first, first + PER_STEP):
-            await ledger.submit(RUN, submission_of(played(f"task{number}", publication.id)))
+            await ledger.submit(
+                RUN, submission_of(played(f"task{number}", publication.id, more_messages if number == 0 else ()))
+            )
         await ledger.decide(RUN, step + 1, epoch=role.epoch, wait_s=0)
         await ledger.acknowledge(RUN, step + 1, f"weights-{step + 1}", epoch=role.epoch)
     await ledger.checkpointed(RUN, STEPS - 1, oldest_kept=1, epoch=role.epoch)

@@ -1,10 +1,10 @@
 """Small groups, settings and outcomes for ledger tests."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rollbook.contracts.admission import EndOfDataRule, RunId, RunSettings
+from rollbook.contracts.admission import EndOfDataRule, OpenPart, RunId, RunSettings
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
 from rollbook.contracts.group import DropReason, GroupOutcome, PromptGroup, group_id
 from rollbook.contracts.group_codec import encode_group
@@ -28,6 +28,8 @@ def settings(
     ttl_s: float = 10.0,
     end_of_data: EndOfDataRule = EndOfDataRule.SHORT_BATCH,
     keep_payloads: bool = True,
+    group_size: int = 1,
+    quorum: int | None = None,
 ) -> RunSettings:
     return RunSettings(
         rule=FreshnessRule(
@@ -36,6 +38,8 @@ def settings(
             max_head_offpolicy_versions=staleness_bound,
             policy=policy,
             max_steps=max_steps,
+            samples_per_group=group_size,
+            quorum=quorum,
         ),
         group_deadline_s=deadline_s,
         max_attempts=max_attempts,
@@ -71,6 +75,29 @@ def group_of(task: str, publications: Iterable[int] = (0,), *, draw: int = 0, sa
             RolloutSample(sequences=(token_row(stamps),), sampling=SamplingParams(), reward=float(at))
             for at in range(samples)
         ),
+    )
+
+
+def part_of(
+    task: str,
+    part: OpenPart,
+    stamps: Sequence[Iterable[int]],
+    *,
+    quorum: int,
+    rewards: Sequence[float] | None = None,
+) -> PromptGroup:
+    """A part with one sample for each of `stamps`, which are the publications of its tokens."""
+    rewards = list(rewards) if rewards is not None else [float(at) for at in range(len(stamps))]
+    return PromptGroup(
+        id=part.group_id,
+        task_id=TaskId(task),
+        draw=0,
+        samples=tuple(
+            RolloutSample(sequences=(token_row(publications),), sampling=SamplingParams(), reward=reward)
+            for publications, reward in zip(stamps, rewards, strict=True)
+        ),
+        part=part.number,
+        baseline=tuple(rewards[:quorum]) if part.number == 1 else part.baseline,
     )
 
 

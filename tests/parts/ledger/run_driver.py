@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from rollbook.contracts.admission import LedgerStatus, OpenReply, OwnerId, Receipt, RunSettings
+from rollbook.contracts.admission import LedgerStatus, OpenReply, OwnerId, PartReceipt, Receipt, RunSettings
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole
-from rollbook.contracts.group import DropKind, DropReason, GroupId
+from rollbook.contracts.group import DropKind, DropReason, GroupId, PromptGroup, part_id
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.config import Durability
@@ -100,14 +100,21 @@ class RunDriver:
         samples: int = 2,
     ) -> Receipt:
         group = group_of(task, publications, samples=samples)
+        return self.send(group, attempt=attempt, drop=drop, max_queued=max_queued).receipt
+
+    def send(
+        self, group: PromptGroup, *, attempt: int = 1, drop: DropReason | None = None, max_queued: int = 1_000
+    ) -> PartReceipt:
         submission = submission_of(group, attempt=attempt, drop=drop)
         return self.rule(lambda run_tx: groups.submit(run_tx, submission, max_queued=max_queued))
 
-    def close(self, task: str, reason: DropReason) -> Receipt:
-        return self.rule(lambda run_tx: groups.close(run_tx, GroupId(f"{task}@0"), reason, outcome=None))
+    def close(self, task: str, reason: DropReason, *, part: int = 1) -> Receipt:
+        group = part_id(GroupId(f"{task}@0"), part)
+        return self.rule(lambda run_tx: groups.close(run_tx, group, reason, outcome=None))
 
-    def release(self, task: str, attempt: int, cause: str = "worker died") -> None:
-        self.rule(lambda run_tx: groups.release(run_tx, GroupId(f"{task}@0"), attempt=attempt, cause=cause))
+    def release(self, task: str, attempt: int, cause: str = "worker died", *, part: int = 1) -> None:
+        group = part_id(GroupId(f"{task}@0"), part)
+        self.rule(lambda run_tx: groups.release(run_tx, group, attempt=attempt, cause=cause))
 
     def exhausted(self) -> None:
         self.rule(groups.mark_exhausted)
@@ -159,8 +166,8 @@ class RunDriver:
     def audit(self) -> AuditReport:
         return self.store.read_now(lambda tx: audit_run(tx, RUN))
 
-    def group(self, task: str) -> GroupRecord:
-        record = self.store.read_now(lambda tx: tx.groups.get(RUN, GroupId(f"{task}@0")))
+    def group(self, task: str, *, part: int = 1) -> GroupRecord:
+        record = self.store.read_now(lambda tx: tx.groups.get(RUN, part_id(GroupId(f"{task}@0"), part)))
         assert record is not None
         return record
 

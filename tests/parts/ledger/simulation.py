@@ -68,13 +68,20 @@ class SimulatedRun:
             return True
         self.batches[step] = decision.manifest
         for entry in decision.manifest.entries:
-            for publication in self.tokens[entry.group_id]:
-                if publication >= 0:
-                    true_version = common_steps(self.published[publication], self.chain)
-                    # Deciding ahead: the weights the batch will meet extend the chain, so the agreement cannot shrink.
-                    assert lag(step=step, oldest_version=true_version) <= self.staleness_bound, (
-                        f"{entry.group_id} is too old"
-                    )
+            trained = set(self.tokens[entry.group_id]) - set(entry.masked)
+            assert trained, f"nothing of {entry.group_id} is trained"
+            for publication in trained - {-1}:
+                true_version = common_steps(self.published[publication], self.chain)
+                # Deciding ahead: the weights the batch will meet extend the chain, so the agreement cannot shrink.
+                assert lag(step=step, oldest_version=true_version) <= self.staleness_bound, (
+                    f"{entry.group_id} is too old"
+                )
+            for publication in entry.masked:
+                steps = len(self.published[publication]) - 1
+                is_demoted = common_steps(self.published[publication], self.chain) < steps
+                assert is_demoted or lag(step=step, oldest_version=steps) > self.staleness_bound, (
+                    f"fresh tokens of {entry.group_id} are masked"
+                )
         return True
 
     def train(self) -> bool:

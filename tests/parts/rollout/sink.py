@@ -11,6 +11,7 @@ from rollbook.contracts.admission import (
     LedgerStatus,
     OpenReply,
     OwnerId,
+    PartReceipt,
     PastDraw,
     Receipt,
     RunId,
@@ -135,6 +136,11 @@ class MemorySink:
         self._trip()
         state = "queued" if drop is None else "dropped"
         return await self._settle(group.id, state, decode_group(group.payload), outcome, drop)
+
+    async def submit_part(
+        self, part: EncodedGroup, outcome: GroupOutcome, *, attempt: int, drop: DropReason | None = None
+    ) -> PartReceipt:
+        return PartReceipt(receipt=await self.submit(part, outcome, attempt=attempt, drop=drop))
 
     async def close(self, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None = None) -> Receipt:
         self._trip()

@@ -70,6 +70,7 @@ class SmallRun:
     def __init__(self, directory: Path, overrides: Sequence[str] = (), *, config: str = CONFIG) -> None:
         self.directory = directory / "run"
         self.overrides = list(overrides)
+        self.has_dashboard = False
         self.environment: dict[str, str] = {}
         """Additional environment variables of the run's processes."""
         self._config = directory / "run.toml"
@@ -90,6 +91,7 @@ class SmallRun:
             "--json",
             # The config is known to be right: save its second in every test.
             "--no-preflight",
+            "--dashboard" if self.has_dashboard else "--no-dashboard",
         ]
         for override in self.overrides:
             command += ["--set", override]

@@ -61,6 +61,7 @@ def test_a_valid_frame_has_the_facts_of_its_group() -> None:
         lacks_logprobs=False,
         odd_temperature=None,
         publications=(-1, 0, 3),
+        rewards=(0.0, 1.0),
     )
     assert inspect_frame(encode_group(big_group("b")).payload, "b@0").publications == (0,)
 

@@ -65,7 +65,10 @@ def test_a_consistent_run_has_no_violations(tmp_path: Path) -> None:
         ("DELETE FROM publications WHERE id = 2", "publications: [0, 1], expected [0, 1, 2]"),
         ("UPDATE publications SET effective_step = 9 WHERE id = 1", "counts as version 9"),
         ("UPDATE groups SET publications = '0' WHERE group_id = 'task8@0'", "by its payload, the publications"),
-        ("UPDATE groups SET oldest_version = 1 WHERE group_id = 'task8@0'", "task8@0: oldest version: 1, expected 2"),
+        (
+            "UPDATE groups SET oldest_version = 1 WHERE group_id = 'task8@0'",
+            "task8@0 has the oldest version 1, expected 2",
+        ),
         ("UPDATE groups SET oldest_version = 0 WHERE group_id = 'task4@0'", "oldest version in its batch"),
         ("UPDATE groups SET draw = 1 WHERE group_id = 'task4@0'", "by its payload, the draw is 0, not 1"),
         ("UPDATE groups SET payload_bytes = 1 WHERE group_id = 'task4@0'", "task4@0: bytes of its payload"),

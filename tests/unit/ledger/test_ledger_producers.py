@@ -24,7 +24,7 @@ def send(
     submission = submission_of(group_of(task, (-1,)), producer=producer)
     return driver.rule(
         lambda run_tx: groups.submit(run_tx, submission, max_queued=max_queued, max_queued_bytes=max_bytes)
-    )
+    ).receipt
 
 
 def training(per_step: int = 4) -> RunDriver:

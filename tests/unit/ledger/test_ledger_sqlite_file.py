@@ -35,7 +35,7 @@ async def test_a_file_from_a_newer_release_is_refused(tmp_path: Path) -> None:
     with db:
         db.execute("UPDATE schema_versions SET version = 999")
     db.close()
-    with pytest.raises(RunError, match="have schema 999, this release needs 3"):
+    with pytest.raises(RunError, match="have schema 999, this release needs 4"):
         async with open_sqlite_store(tmp_path):
             pass
 
@@ -168,6 +168,9 @@ async def test_queries_on_the_hot_path_use_the_partial_indexes_of_open_groups(tm
     tx.groups.queued_by_sequence(RUN, 5, producer="p")
     tx.groups.queued_by_arrival(RUN, 5)
     tx.groups.queued_below(RUN, 5)
+    tx.groups.queued_below(RUN, 5, by_newest=True)
+    tx.groups.aged(RUN, 5)
+    tx.groups.last_part(RUN, 5)
     tx.groups.releasable(RUN, 5, 5, dropped_only=True)
     tx.groups.releasable(RUN, 5, 5, dropped_only=False)
     for state in GroupState:
@@ -178,7 +181,8 @@ async def test_queries_on_the_hot_path_use_the_partial_indexes_of_open_groups(tm
     expected = [
         *("groups_owned", "groups_leases", "groups_waiting", "groups_dispatched", "groups_dispatched"),
         *("groups_queued_by_sequence", "groups_queued_by_sequence", "groups_queued_by_arrival"),
-        *("groups_queued_by_version", "groups_dropped_releasable", "groups_releasable"),
+        *("groups_queued_by_version", "groups_queued_by_newest_version", "groups_dispatched_by_version"),
+        *("groups_by_sequence", "groups_dropped_releasable", "groups_releasable"),
         *("groups_dispatched", "groups_queued_by_sequence", "groups_batched", "groups_trained", "groups_by_sequence"),
         "groups_dropped",
     ]

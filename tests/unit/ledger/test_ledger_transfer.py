@@ -170,7 +170,7 @@ def _forgotten(lines: list[str]) -> list[str]:
         (lambda lines: lines[1:], "does not begin with a run"),
         (lambda lines: ["{}", *lines], r"run\.jsonl:1: not a line of an exported ledger"),
         (lambda lines: [*lines, lines[-1]], "a line after the end"),
-        (lambda lines: [lines[0].replace('"format":1', '"format":7'), *lines[1:]], "has format 7"),
+        (lambda lines: [lines[0].replace('"format":2', '"format":7'), *lines[1:]], "has format 7"),
         (lambda lines: [], "is empty"),
     ],
 )

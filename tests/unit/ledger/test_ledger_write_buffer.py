@@ -94,7 +94,7 @@ async def test_a_failed_operation_is_rolled_back_without_affecting_the_others(
             count_opened(tx)
             tx.groups.put(group("bad", 9))
             if writes_first:
-                tx.positions.put(RUN, 3, is_settled=True)
+                tx.positions.put(RUN, 3, unsettled=0)
                 tx.groups.queued(RUN)
             raise LookupError("no")
 

@@ -209,3 +209,33 @@ def test_untied_models_train_their_output_embedding_too(tmp_path: Path) -> None:
     assert not torch.equal(before, learner.model.weights()["lm_head.weight"])
     tied = PolicyModel.load(tiny_model_dir(tmp_path / "tied"))
     assert "lm_head.weight" not in tied.weights()
+
+
+def test_token_values_are_those_of_a_plain_forward_pass_and_change_nothing(model_dir: Path) -> None:
+    batch = recorded_batch(1)
+    config = quick(max_tokens_per_microbatch=40)
+    learner = initial_learner(model_dir, config)
+    before = {name: tensor.clone() for name, tensor in learner.snapshot().items()}
+    found = learner.token_values(batch)
+    advantages = iter(sample_advantages(batch, config))
+    module = PolicyModel.load(model_dir).module
+    num_sequences = 0
+    for group in batch.groups:
+        for number, s in enumerate(group.samples):
+            advantage = next(advantages)
+            for sequence, r in enumerate(s.sequences if s.is_scorable else ()):
+                num_sequences += 1
+                arrays = found[group.id, number, sequence]
+                ids = torch.from_numpy(r.token_ids.astype(np.int64))
+                with torch.no_grad():
+                    logprobs = torch.log_softmax(module(input_ids=ids[None]).logits[0] / s.sampling.temperature, -1)
+                at = np.flatnonzero(r.loss_mask)
+                expected = logprobs[torch.from_numpy(at - 1), ids[torch.from_numpy(at)]].numpy()
+                recorded = np.frombuffer(arrays.logprob, "<f4")
+                np.testing.assert_allclose(recorded[at], expected, atol=1e-4)
+                assert np.isnan(np.delete(recorded, at)).all()
+                np.testing.assert_allclose(np.frombuffer(arrays.advantage, "<f4")[at], advantage, atol=1e-5)
+                assert (np.frombuffer(arrays.entropy, "<f4")[at] >= 0).all()
+    assert len(found) == num_sequences
+    after = learner.snapshot()
+    assert all(torch.equal(before[name], after[name]) for name in before)

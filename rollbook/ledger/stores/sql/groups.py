@@ -69,20 +69,33 @@ class SqlGroups:
         row = self._session.select_flushed(sql, (run_id,)).fetchone()
         return None if row is None else int(row[0])
 
+    def aged(self, run_id: RunId, below: int) -> tuple[int, int]:
+        sql = (
+            "SELECT count(*), coalesce(sum(expected_samples), 0) FROM groups "
+            "WHERE run_id = ? AND state = 'dispatched' AND admission_version < ?"
+        )
+        groups, samples = self._session.select_flushed(sql, (run_id, below)).fetchone()
+        return int(groups), int(samples)
+
+    def last_part(self, run_id: RunId, sequence: int) -> GroupRecord | None:
+        found = self._where("sequence = ? ORDER BY part DESC LIMIT 1", run_id, sequence)
+        return found[0] if found else None
+
     def queued(self, run_id: RunId) -> list[GroupRecord]:
-        return self._where("state = 'queued' ORDER BY +sequence", run_id)
+        return self._where("state = 'queued' ORDER BY +sequence, part", run_id)
 
     def queued_by_sequence(self, run_id: RunId, limit: int, *, producer: str | None = None) -> list[GroupRecord]:
         if producer is None:
-            return self._where("state = 'queued' AND producer IS NULL ORDER BY sequence LIMIT ?", run_id, limit)
-        return self._where("state = 'queued' AND producer = ? ORDER BY sequence LIMIT ?", run_id, producer, limit)
+            return self._where("state = 'queued' AND producer IS NULL ORDER BY sequence, part LIMIT ?", run_id, limit)
+        return self._where("state = 'queued' AND producer = ? ORDER BY sequence, part LIMIT ?", run_id, producer, limit)
 
     def queued_by_arrival(self, run_id: RunId, limit: int) -> list[GroupRecord]:
         return self._where("state = 'queued' AND producer IS NULL ORDER BY arrival LIMIT ?", run_id, limit)
 
-    def queued_below(self, run_id: RunId, version: int) -> list[GroupRecord]:
+    def queued_below(self, run_id: RunId, version: int, *, by_newest: bool = False) -> list[GroupRecord]:
+        column = "newest_version" if by_newest else "oldest_version"
         return self._where(
-            "state = 'queued' AND oldest_version IS NOT NULL AND oldest_version < ? ORDER BY +sequence", run_id, version
+            f"state = 'queued' AND {column} IS NOT NULL AND {column} < ? ORDER BY +sequence, part", run_id, version
         )
 
     def releasable(self, run_id: RunId, up_to_step: int, limit: int, *, dropped_only: bool) -> list[GroupRecord]:
@@ -96,10 +109,15 @@ class SqlGroups:
 
     def page(self, run_id: RunId, *, start: int = 0, limit: int, state: GroupState | None = None) -> list[GroupRecord]:
         # The state is written into the statement: a parameter could not select a partial index.
-        if state is GroupState.QUEUED:
-            return self._where("state = 'queued' AND +sequence >= ? ORDER BY +sequence LIMIT ?", run_id, start, limit)
         only = "" if state is None else f"AND state = '{state.value}'"
-        return self._where(f"sequence >= ? {only} ORDER BY sequence LIMIT ?", run_id, start, limit)
+        if state is GroupState.QUEUED:
+            some = self._where(f"+sequence >= ? {only} ORDER BY +sequence, +part LIMIT ?", run_id, start, limit)
+        else:
+            some = self._where(f"sequence >= ? {only} ORDER BY sequence, part LIMIT ?", run_id, start, limit)
+        if some and len(some) == limit:
+            last = some[-1]
+            some += self._where(f"sequence = ? AND part > ? {only} ORDER BY part", run_id, last.sequence, last.part)
+        return some
 
     def each(self, run_id: RunId) -> Iterator[GroupRecord]:
         rows = self._session.stream(GROUPS.select + "WHERE run_id = ? ORDER BY group_id", (run_id,))

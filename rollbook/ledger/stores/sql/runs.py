@@ -32,10 +32,15 @@ class SqlRuns:
     def drops(self, run_id: RunId) -> dict[str, int]:
         return dict(self._session.select("SELECT kind, num FROM drops WHERE run_id = ?", (run_id,)).fetchall())
 
-    def count_drop(self, run_id: RunId, kind: str) -> None:
+    def missing(self, run_id: RunId) -> dict[str, int]:
+        sql = "SELECT kind, missing FROM drops WHERE run_id = ? AND missing > 0"
+        return dict(self._session.select(sql, (run_id,)).fetchall())
+
+    def count_drop(self, run_id: RunId, kind: str, *, num: int = 1, missing: int = 0) -> None:
         self._session.write(
-            "INSERT INTO drops (run_id, kind, num) VALUES (?, ?, 1) ON CONFLICT (run_id, kind) DO UPDATE SET num = drops.num + 1",
-            (run_id, kind),
+            "INSERT INTO drops (run_id, kind, num, missing) VALUES (?, ?, ?, ?) ON CONFLICT (run_id, kind) "
+            "DO UPDATE SET num = drops.num + excluded.num, missing = drops.missing + excluded.missing",
+            (run_id, kind, num, missing),
         )
 
 
@@ -96,21 +101,21 @@ class SqlPositions:
     def __init__(self, session: SqlSession) -> None:
         self._session = session
 
-    def put(self, run_id: RunId, position: int, *, is_settled: bool) -> None:
+    def put(self, run_id: RunId, position: int, *, unsettled: int) -> None:
         self._session.write(
-            "INSERT INTO positions (run_id, position, is_settled) VALUES (?, ?, ?) "
-            "ON CONFLICT (run_id, position) DO UPDATE SET is_settled = excluded.is_settled",
-            (run_id, position, is_settled),
+            "INSERT INTO positions (run_id, position, unsettled) VALUES (?, ?, ?) "
+            "ON CONFLICT (run_id, position) DO UPDATE SET unsettled = excluded.unsettled",
+            (run_id, position, unsettled),
         )
 
-    def get(self, run_id: RunId, position: int) -> bool | None:
-        sql = "SELECT is_settled FROM positions WHERE run_id = ? AND position = ?"
+    def get(self, run_id: RunId, position: int) -> int | None:
+        sql = "SELECT unsettled FROM positions WHERE run_id = ? AND position = ?"
         row = self._session.select(sql, (run_id, position)).fetchone()
-        return None if row is None else bool(row[0])
+        return None if row is None else int(row[0])
 
-    def all(self, run_id: RunId) -> list[tuple[int, bool]]:
-        sql = "SELECT position, is_settled FROM positions WHERE run_id = ? ORDER BY position"
-        return [(int(at), bool(is_settled)) for at, is_settled in self._session.select(sql, (run_id,))]
+    def all(self, run_id: RunId) -> list[tuple[int, int]]:
+        sql = "SELECT position, unsettled FROM positions WHERE run_id = ? ORDER BY position"
+        return [(int(at), int(unsettled)) for at, unsettled in self._session.select(sql, (run_id,))]
 
     def delete(self, run_id: RunId, position: int) -> None:
         self._session.write("DELETE FROM positions WHERE run_id = ? AND position = ?", (run_id, position))

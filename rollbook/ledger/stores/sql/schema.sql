@@ -35,13 +35,19 @@ CREATE TABLE runs (
     num_trained         INTEGER NOT NULL,
     num_durable         INTEGER NOT NULL,
     num_unusable        INTEGER NOT NULL,
+    queued_samples      INTEGER NOT NULL,
+    leased_samples      INTEGER NOT NULL,
+    waiting_samples     INTEGER NOT NULL,
+    expected_samples    INTEGER NOT NULL,
+    stored_samples      INTEGER NOT NULL,
     checksum            INTEGER NOT NULL            -- of the other columns, also in the other tables
 );
 
 CREATE TABLE drops (
-    run_id TEXT NOT NULL,
-    kind   TEXT NOT NULL,
-    num    INTEGER NOT NULL,
+    run_id  TEXT NOT NULL,
+    kind    TEXT NOT NULL,
+    num     INTEGER NOT NULL,
+    missing INTEGER NOT NULL,                       -- samples that these groups were opened for and never got
     PRIMARY KEY (run_id, kind)
 ) WITHOUT ROWID;
 
@@ -111,6 +117,7 @@ CREATE TABLE groups (
     arrival               INTEGER,
     publications          TEXT NOT NULL,            -- ids, separated by commas
     oldest_version        INTEGER,
+    newest_version        INTEGER,
     step                  INTEGER,
     drop_reason           TEXT,
     unusable              TEXT,
@@ -120,27 +127,35 @@ CREATE TABLE groups (
     has_payload           INTEGER NOT NULL,
     release_step          INTEGER,
     producer              TEXT,
+    num_samples           INTEGER NOT NULL,
+    part                  INTEGER NOT NULL,
+    expected_samples      INTEGER NOT NULL,
+    baseline              TEXT,                     -- JSON
+    earlier               BLOB,                     -- JSON
     checksum              INTEGER NOT NULL,
     PRIMARY KEY (run_id, group_id)
 );
 -- Partial indexes cover only open groups, so their cost does not grow with the length of the run. Each producer's queue has its own
 -- range, so a long queue does not slow down another one.
-CREATE UNIQUE INDEX groups_by_sequence ON groups (run_id, sequence);
-CREATE INDEX groups_dispatched ON groups (run_id, sequence) WHERE state = 'dispatched';
+CREATE UNIQUE INDEX groups_by_sequence ON groups (run_id, sequence, part);
+CREATE INDEX groups_dispatched ON groups (run_id, sequence, part) WHERE state = 'dispatched';
 CREATE INDEX groups_waiting ON groups (run_id, sequence) WHERE state = 'dispatched' AND owner IS NULL;
-CREATE INDEX groups_queued_by_sequence ON groups (run_id, producer, sequence) WHERE state = 'queued';
+CREATE INDEX groups_dispatched_by_version ON groups (run_id, admission_version, expected_samples) WHERE state = 'dispatched';
+CREATE INDEX groups_queued_by_sequence ON groups (run_id, producer, sequence, part) WHERE state = 'queued';
 CREATE INDEX groups_queued_by_arrival ON groups (run_id, arrival) WHERE state = 'queued' AND producer IS NULL;
 CREATE INDEX groups_queued_by_version ON groups (run_id, oldest_version)
     WHERE state = 'queued' AND oldest_version IS NOT NULL;
+CREATE INDEX groups_queued_by_newest_version ON groups (run_id, newest_version)
+    WHERE state = 'queued' AND newest_version IS NOT NULL;
 CREATE INDEX groups_leases ON groups (run_id, lease_until) WHERE lease_until IS NOT NULL;
 CREATE INDEX groups_owned ON groups (run_id, owner) WHERE owner IS NOT NULL;
 CREATE INDEX groups_releasable ON groups (run_id, release_step) WHERE has_payload = 1 AND release_step IS NOT NULL;
 CREATE INDEX groups_dropped_releasable ON groups (run_id, release_step)
     WHERE has_payload = 1 AND release_step IS NOT NULL AND state = 'dropped';
 -- For listings by state. Durable groups need none: almost every settled group is durable, so a page is found in the order of sequence.
-CREATE INDEX groups_batched ON groups (run_id, sequence) WHERE state = 'batched';
-CREATE INDEX groups_trained ON groups (run_id, sequence) WHERE state = 'trained';
-CREATE INDEX groups_dropped ON groups (run_id, sequence) WHERE state = 'dropped';
+CREATE INDEX groups_batched ON groups (run_id, sequence, part) WHERE state = 'batched';
+CREATE INDEX groups_trained ON groups (run_id, sequence, part) WHERE state = 'trained';
+CREATE INDEX groups_dropped ON groups (run_id, sequence, part) WHERE state = 'dropped';
 
 -- Used by stores that keep payloads in the database.
 CREATE TABLE payloads (
@@ -153,7 +168,7 @@ CREATE TABLE payloads (
 CREATE TABLE positions (
     run_id     TEXT NOT NULL,
     position   INTEGER NOT NULL,
-    is_settled INTEGER NOT NULL,
+    unsettled  INTEGER NOT NULL,                    -- parts of its group that are dispatched or queued
     PRIMARY KEY (run_id, position)
 ) WITHOUT ROWID;
 
@@ -175,6 +190,7 @@ CREATE TABLE batches (
     step       INTEGER NOT NULL,
     digest     TEXT NOT NULL,
     is_last    INTEGER NOT NULL,
+    cut        INTEGER,
     epoch      INTEGER NOT NULL,
     decided_at REAL NOT NULL,
     checksum   INTEGER NOT NULL,
@@ -188,6 +204,7 @@ CREATE TABLE batch_entries (
     sequence       INTEGER NOT NULL,
     payload_digest TEXT NOT NULL,
     oldest_version INTEGER,
+    masked         TEXT NOT NULL,                   -- publication ids, separated by commas
     checksum       INTEGER NOT NULL,
     PRIMARY KEY (run_id, step, place),
     UNIQUE (run_id, group_id)                       -- a group is in one batch at most

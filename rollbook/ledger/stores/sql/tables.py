@@ -121,6 +121,18 @@ def _text_of(settings: RunSettings) -> str:
     return msgspec.json.encode(settings).decode()
 
 
+def _ids_of(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(","))) if text else ()
+
+
+def _text_of_ids(ids: Iterable[int]) -> str:
+    return ",".join(map(str, ids))
+
+
+def _text_of_rewards(rewards: tuple[float, ...] | None) -> str | None:
+    return None if rewards is None else msgspec.json.encode(rewards).decode()
+
+
 RUNS = Table(
     "runs",
     RunRecord,
@@ -144,11 +156,13 @@ GROUPS = Table(
     read={
         "origin": Origin,
         "state": GroupState,
-        "publications": lambda text: tuple(map(int, text.split(","))) if text else (),
+        "publications": _ids_of,
+        "baseline": lambda text: msgspec.json.decode(text, type=tuple[float, ...]),
     },
     # Plain values: for any other type, even a subclass, the driver searches for an adapter.
     write={
-        "publications": lambda ids: ",".join(map(str, ids)),
+        "publications": _text_of_ids,
+        "baseline": _text_of_rewards,
         "origin": attrgetter("_value_"),
         "state": attrgetter("_value_"),
     },
@@ -169,6 +183,7 @@ class BatchRow(Record, frozen=True, kw_only=True):
     step: int
     digest: str
     is_last: bool
+    cut: int | None
     epoch: int
     decided_at: float
 
@@ -181,10 +196,17 @@ class EntryRow(Record, frozen=True, kw_only=True):
     sequence: int
     payload_digest: str
     oldest_version: int | None
+    masked: tuple[int, ...]
 
 
 BATCHES = Table("batches", BatchRow, key=("run_id", "step"))
-ENTRIES = Table("batch_entries", EntryRow, key=("run_id", "step", "place"))
+ENTRIES = Table(
+    "batch_entries",
+    EntryRow,
+    key=("run_id", "step", "place"),
+    read={"masked": _ids_of},
+    write={"masked": _text_of_ids},
+)
 STEPS = Table("steps", StepRecord, key=("run_id", "step", "epoch"), read={"receipt": AckReceipt})
 PUBLICATIONS = Table("publications", PublicationRecord, key=("run_id", "id"))
 CHECKED: tuple[Table[Any], ...] = (

