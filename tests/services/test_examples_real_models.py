@@ -149,6 +149,7 @@ def tiny_model(directory: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("example", "prepare", "settings"),
     [
@@ -202,7 +203,7 @@ def test_all_stages_of_an_example_run_with_a_tiny_model(
         "--model",
         str(tiny_model(tmp_path / "model")),
     ]
-    command += ["--minutes", "6", "--out", str(tmp_path / "out")]
+    command += ["--minutes", "12", "--out", str(tmp_path / "out")]
     for text in (*ON_A_CPU, *settings):
         command += ["--set", text]
     for text in (
