@@ -139,7 +139,9 @@ def read_cell(directory: RunDirectory, policy: BatchPolicy, load: Workload, *, w
     rows = [row for row in rows if "perf/train_time" in row]
     samples = sum(row["rollout/samples"] for row in rows)
     batches = samples / load.samples_per_step
-    train_s = sum(row["perf/train_time"] for row in rows) / batches
+    # Samples without a token left are not trained and take no time. The ideal trains all samples of a full batch.
+    sequences = sum(row["train/sequences"] for row in rows)
+    train_s = sum(row["perf/train_time"] for row in rows) / sequences * load.samples_per_step
     seconds = steps[-1].at - steps[warm_up - 1].at
     ideal_s = max(train_s, mean_s * load.samples_per_step / load.slots)
     trainable = sum(row["train/tokens"] + row.get("async/masked_tokens", 0) for row in rows)

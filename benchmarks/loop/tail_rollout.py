@@ -51,9 +51,10 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
         async with setup.open_environment() as env:
             seen = await env.reset(row)
             while not seen.done:
+                # The tokens of a turn are sampled at its end, so those of the last turn are as new as the episode.
+                seen = await env.step("")
                 answer = await setup.policy.complete(assembler.prompt_ids)
                 assembler.add_completion(answer)
-                seen = await env.step("")
         return assembler.build(reward=float(answer.token_ids[0] % 2))
 
     return rollout

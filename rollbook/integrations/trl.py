@@ -146,7 +146,8 @@ def setting_problems(args: Any, info: HostInfo) -> list[str]:
     if rows != info.rows_per_step:
         problems.append(
             f"per_device_train_batch_size × gradient_accumulation_steps is {rows}, a batch of the run has "
-            f"{info.groups_per_step} × {info.completions_per_prompt} = {info.rows_per_step} rows"
+            f"{info.rows_per_step} rows ({info.groups_per_step} groups of {info.completions_per_prompt}, batch policy "
+            f"{info.batch_policy})"
         )
     if args.token_budget is None or args.token_budget > 0:
         problems.append(f"token_budget is {args.token_budget}; 0 makes a step a fixed number of rows")

@@ -1,7 +1,7 @@
 """Converts a batch of the ledger into rows for TRL's `AsyncGRPOTrainer`. Pure.
 
 A step of TRL has a fixed number of rows. A batch with fewer rows (a sample failed) is filled with rows without a gradient. A batch
-with more rows (a history forked) raises an error.
+with more rows (a history forked) raises an error. With batch policy `parts` a step has room for the largest batch.
 """
 
 import math
@@ -56,7 +56,13 @@ def batch_rows(batch: TrainingBatch, *, rows_per_step: int, restored_step: int) 
 
 def _group_rows(entry: BatchEntry, group: PromptGroup, step: int, restored_step: int) -> list[TrlRow]:
     rewards = np.array([math.nan if s.reward is None else s.reward for s in group.samples], dtype=np.float64)
-    group_advantages = advantages(rewards, np.zeros(len(rewards), dtype=np.int64), kind="group")
+    compared = group.compared_rewards()
+    group_advantages = advantages(
+        rewards,
+        np.zeros(len(rewards), dtype=np.int64),
+        kind="group",
+        compared={} if compared is None else {0: compared},
+    )
     scored = rewards[~np.isnan(rewards)]
     std = float(scored.std(ddof=1)) if len(scored) > 1 else math.nan
     version = step - 1 if entry.oldest_version is None else entry.oldest_version
@@ -67,6 +73,7 @@ def _group_rows(entry: BatchEntry, group: PromptGroup, step: int, restored_step:
         rows += [
             _row(
                 tokens,
+                mask,
                 prompt=prompt,
                 completion=completion,
                 advantage=advantage,
@@ -75,12 +82,12 @@ def _group_rows(entry: BatchEntry, group: PromptGroup, step: int, restored_step:
                 metrics=metrics,
             )
             for tokens in sample.sequences
-            if tokens.num_trained
+            if (mask := tokens.loss_mask & ~entry.is_masked(tokens)).any()
         ]
     return rows
 
 
-def _row(tokens: TokenRow, **fields: Any) -> TrlRow:
+def _row(tokens: TokenRow, mask: NDArray[np.bool_], **fields: Any) -> TrlRow:
     if not tokens.has_logprobs:
         raise RunError("TRL needs the sampling logprob of every trained token; this group was submitted without them")
     if tokens.columns:
@@ -89,8 +96,8 @@ def _row(tokens: TokenRow, **fields: Any) -> TrlRow:
         )
     return TrlRow(
         input_ids=tokens.token_ids.astype(np.int64),
-        completion_mask=tokens.loss_mask.astype(np.int64),
-        old_log_probs=np.where(tokens.loss_mask, tokens.logprobs, np.float32(0)).astype(np.float32),
+        completion_mask=mask.astype(np.int64),
+        old_log_probs=np.where(mask, tokens.logprobs, np.float32(0)).astype(np.float32),
         **fields,
     )
 

@@ -28,6 +28,7 @@ from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import LedgerStatus, RunId
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.errors import RunError, TransientError
+from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import GroupId
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
@@ -56,6 +57,7 @@ class HostInfo:
     model_dir: str
     groups_per_step: int
     completions_per_prompt: int
+    batch_policy: BatchPolicy
     max_head_offpolicy_versions: int
     max_steps: int | None
     temperature: float
@@ -63,7 +65,9 @@ class HostInfo:
 
     @property
     def rows_per_step(self) -> int:
-        return self.groups_per_step * self.completions_per_prompt
+        """Of the largest batch. With policy `parts`, which never splits a part, it has up to n - 1 rows more."""
+        surplus = self.completions_per_prompt - 1 if self.batch_policy is BatchPolicy.PARTS else 0
+        return self.groups_per_step * self.completions_per_prompt + surplus
 
 
 class RollbookRun:

@@ -142,6 +142,11 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     min_samples: int = Field(default=2, ge=1)
     """A group with fewer scorable samples is dropped as invalid."""
 
+    quorum: int | None = Field(default=None, ge=2)
+    """With `gate.batch_policy = "parts"`: a group is first submitted when this many of its samples are scored; the others follow as
+    they finish. The rewards of the quorum are the baseline of all samples of the group. None: half of the group, at least two.
+    Fixed for the whole run."""
+
     retry_budget: int = Field(default=4, ge=0)
     """Maximum number of unscorable episodes of one group that are played again."""
 
@@ -205,13 +210,23 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     """Interval of heartbeats to the ledger. Keep it well below the ledger's owner_ttl_s."""
 
     @model_validator(mode="after")
-    def _check_min_samples(self) -> "RolloutConfig":
+    def _check_group_size(self) -> "RolloutConfig":
         if self.min_samples > max(2, self.completions_per_prompt):
             raise ValueError(
                 f"min_samples is {self.min_samples}, but a group has {self.completions_per_prompt} samples: "
                 f"every group would be dropped; lower min_samples or raise completions_per_prompt"
             )
+        if self.quorum is not None and self.quorum > self.completions_per_prompt:
+            raise ValueError(
+                f"quorum is {self.quorum}, but a group has {self.completions_per_prompt} samples: it would never be reached; "
+                f"lower quorum or raise completions_per_prompt"
+            )
         return self
+
+    @property
+    def quorum_size(self) -> int:
+        """Scored samples that complete the first part of a group."""
+        return self.quorum or min(self.completions_per_prompt, max(2, -(-self.completions_per_prompt // 2)))
 
     @property
     def limits(self) -> EpisodeLimits:

@@ -18,6 +18,7 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
     Metric("rollout/group_seconds", "s", "from the grant to the last sample", Reduction.MEAN),
     Metric("rollout/group_seconds_max", "s", "the slowest group of the tick", Reduction.MAX),
     Metric("rollout/groups_finished", "groups", "finished groups", Reduction.SUM),
+    Metric("rollout/parts_per_group", "parts", "parts in which a group was submitted", Reduction.MEAN),
     Metric("rollout/episodes", "episodes", "finished episodes, including unscorable and retried ones", Reduction.SUM),
     Metric("rollout/groups_failed", "groups", "groups without enough scorable samples", Reduction.SUM),
     Metric("rollout/groups_released", "groups", "groups returned for another attempt", Reduction.SUM),
@@ -89,8 +90,15 @@ def record_rewards(metrics: MetricRecorder, scores: Sequence[Mapping[str, float]
         metrics.add("reward/seconds_max", sample[SECONDS_KEY])
 
 
-def record_group(metrics: MetricRecorder, outcome: GroupOutcome, drop: DropReason | None) -> None:
-    """Record a finished group. Means are weighted by the number of samples."""
+def record_group(metrics: MetricRecorder, outcome: GroupOutcome) -> None:
+    """Record a finished group, all its parts included."""
+    metrics.add("rollout/group_seconds", outcome.seconds)
+    metrics.add("rollout/group_seconds_max", outcome.seconds)
+    metrics.add("rollout/groups_finished", 1)
+
+
+def record_samples(metrics: MetricRecorder, outcome: GroupOutcome, drop: DropReason | None) -> None:
+    """Record the samples of a finished group or part. Means are weighted by the number of samples."""
     metrics.add("rollout/raw_reward", outcome.reward_mean, weight=outcome.num_scorable)
     metrics.add("rollout/raw_accuracy", outcome.solved_rate, weight=outcome.num_scorable)
     for name, value in (
@@ -99,9 +107,6 @@ def record_group(metrics: MetricRecorder, outcome: GroupOutcome, drop: DropReaso
         ("rollout/turns", outcome.mean_turns),
     ):
         metrics.add(name, value, weight=outcome.num_samples)
-    metrics.add("rollout/group_seconds", outcome.seconds)
-    metrics.add("rollout/group_seconds_max", outcome.seconds)
-    metrics.add("rollout/groups_finished", 1)
     metrics.add("rollout/samples_retried", outcome.retried_samples)
     metrics.add("rollout/samples_declined", outcome.declined_samples)
     metrics.add("rollout/samples_surplus", outcome.surplus_samples)

@@ -28,9 +28,7 @@ def store_url(config: RunLedgerConfig, directory: RunDirectory) -> str:
 
 def run_settings(config: RunConfig, directory: RunDirectory) -> RunSettings:
     """The settings with which the run is created in the ledger. The model directory must exist."""
-    return config.gate.settings(
-        max_steps=config.trainer.max_steps,
-        keep_payloads=config.ledger.keep_payloads,
+    return config.ledger_settings(
         limits=model_limits(directory.initial_model, needs_logprobs=config.trainer.missing_logprobs == "refuse"),
         directory_id=directory.id,
     )

@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from rollbook.contracts.admission import LedgerStatus, RunId
-from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.batch import BatchManifest, TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState, PromptGroup
 from rollbook.contracts.group_codec import decode_payload
@@ -55,8 +55,9 @@ class RunRecordReader(Protocol):
         """The record of a group, its samples where they are still stored, and its history."""
 
     def steps(self) -> list[StepRecord]: ...
-    def batches(self, until: int) -> Iterator[TrainingBatch]:
-        """Batches 1 to `until` as they were decided."""
+    def manifest(self, step: int) -> BatchManifest: ...
+    def batches(self, until: int, *, first: int = 1) -> Iterator[TrainingBatch]:
+        """Batches `first` to `until` as they were decided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +103,14 @@ class StoredRun:
     def steps(self) -> list[StepRecord]:
         return self.reader.read_now(lambda tx: list(tx.steps.each(self.run_id)))
 
-    def batches(self, until: int) -> Iterator[TrainingBatch]:
-        for step in range(1, until + 1):
+    def manifest(self, step: int) -> BatchManifest:
+        record = self.reader.read_now(lambda tx: tx.batches.get(self.run_id, step))
+        if record is None:
+            raise RunError(f"run {self.run_id}: batch {step} was never decided")
+        return record.manifest
+
+    def batches(self, until: int, *, first: int = 1) -> Iterator[TrainingBatch]:
+        for step in range(first, until + 1):
             yield self.reader.read_now(lambda tx, step=step: self._batch(tx, step))  # type: ignore[misc]  # a lambda's default
 
     def _batch(self, tx: Transaction, step: int) -> TrainingBatch:
@@ -173,9 +180,12 @@ class RemoteRun:
             known = {(view.step, view.epoch) for view in page}
             start = page[-1].step
 
-    def batches(self, until: int) -> Iterator[TrainingBatch]:
+    def manifest(self, step: int) -> BatchManifest:
+        return self.client.manifest(step)
+
+    def batches(self, until: int, *, first: int = 1) -> Iterator[TrainingBatch]:
         limits = run_settings(self.config, self.directory).limits
-        for step in range(1, until + 1):
+        for step in range(first, until + 1):
             manifest = self.client.manifest(step)
             payloads = [self.client.payload(entry.group_id) for entry in manifest.entries]
             yield TrainingBatch.decode(manifest, payloads, limits)

@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 
+from rollbook.contracts.freshness import BatchPolicy
 from rollbook.run.record import open_run
 from tests.faults.chaos_report import RESULTS, Fault, Kind, Report, merge
 from tests.parts.run.machine import Machine
@@ -94,6 +95,7 @@ class Chaos:
         kills: int,
         env: str,
         kinds: Sequence[Kind] = tuple(Kind),
+        policy: BatchPolicy | None = None,
         log: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._rng = random.Random(seed)
@@ -104,7 +106,8 @@ class Chaos:
         self._log = log
         self.report = Report(seed=seed, env=env)
         config = (AWS / "run.toml").read_text(encoding="utf-8") if env == "aws" else CONFIG
-        self.run = SmallRun(directory, ENVIRONMENTS[env], config=config + REWARDS)
+        chosen = [] if policy is None else [f"gate.batch_policy={policy}"]
+        self.run = SmallRun(directory, [*ENVIRONMENTS[env], *chosen], config=config + REWARDS)
         (directory / "chaos_rewards.py").write_text(REWARD_MODULE, encoding="utf-8")
         if env == "aws":
             shutil.copy(AWS / "aws_reference.py", directory)
@@ -330,10 +333,10 @@ def write_line(text: str) -> None:
     sys.stdout.flush()
 
 
-def run_one(seed: int, kills: int, env: str, kinds: Sequence[Kind]) -> Report:
+def run_one(seed: int, kills: int, env: str, kinds: Sequence[Kind], policy: BatchPolicy | None) -> Report:
     log = partial(_write_line_of, seed)
     with tempfile.TemporaryDirectory(prefix="rollbook-chaos-") as directory:
-        chaos = Chaos(Path(directory), seed=seed, kills=kills, env=env, kinds=kinds, log=log)
+        chaos = Chaos(Path(directory), seed=seed, kills=kills, env=env, kinds=kinds, policy=policy, log=log)
         try:
             return chaos.run_all()
         except (AssertionError, subprocess.TimeoutExpired) as error:
@@ -342,11 +345,13 @@ def run_one(seed: int, kills: int, env: str, kinds: Sequence[Kind]) -> Report:
             return chaos.report
 
 
-def run_several(seed: int, kills: int, env: str, kinds: Sequence[Kind], *, jobs: int) -> Report:
+def run_several(
+    seed: int, kills: int, env: str, kinds: Sequence[Kind], *, jobs: int, policy: BatchPolicy | None = None
+) -> Report:
     """Runs with the seeds `seed`, `seed + 1`, … at the same time, each with its part of the kills."""
     shares = [kills // jobs + (index < kills % jobs) for index in range(jobs)]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        found = [pool.submit(run_one, seed + index, share, env, kinds) for index, share in enumerate(shares)]
+        found = [pool.submit(run_one, seed + index, share, env, kinds, policy) for index, share in enumerate(shares)]
         return merge([one.result() for one in found])
 
 
@@ -361,11 +366,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--env", choices=sorted(ENVIRONMENTS), default="aws")
     parser.add_argument("--kinds", nargs="+", type=Kind, default=list(Kind), help="only these kinds of faults")
     parser.add_argument(
+        "--policy", type=BatchPolicy, choices=list(BatchPolicy), help="batch policy; default: that of the run"
+    )
+    parser.add_argument(
         "--jobs", type=int, default=1, help="runs at the same time, which share the kills (two cores each)"
     )
     parser.add_argument("--write", action="store_true", help="record the result for docs/failures.md (then: make docs)")
     args = parser.parse_args(argv)
-    report = run_several(args.seed, args.kills, args.env, args.kinds, jobs=args.jobs)
+    report = run_several(args.seed, args.kills, args.env, args.kinds, jobs=args.jobs, policy=args.policy)
     write_line(report.table())
     row = report.row()
     if args.write:

@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from rollbook.contracts.freshness import BatchPolicy
 from tests.faults.chaos import QUICK, Chaos
 from tests.faults.chaos_report import Kind
 
 
-def require_ok(directory: Path, *, seed: int, kills: int, env: str, kinds: Sequence[Kind]) -> None:
-    report = Chaos(directory, seed=seed, kills=kills, env=env, kinds=kinds).run_all()
+def require_ok(
+    directory: Path, *, seed: int, kills: int, env: str, kinds: Sequence[Kind], policy: BatchPolicy | None = None
+) -> None:
+    report = Chaos(directory, seed=seed, kills=kills, env=env, kinds=kinds, policy=policy).run_all()
     assert report.ok, report.table()
     assert report.kills >= kills
     assert all(fault.heal_s is not None for fault in report.faults)
@@ -22,6 +25,13 @@ def require_ok(directory: Path, *, seed: int, kills: int, env: str, kinds: Seque
 @pytest.mark.timeout(900)
 def test_twenty_random_kills_lose_nothing(tmp_path: Path) -> None:
     require_ok(tmp_path, seed=7, kills=20, env="guessing", kinds=QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("policy", [BatchPolicy.TRIM, BatchPolicy.PARTS])
+def test_twenty_random_kills_lose_nothing_of_a_run_that_masks_tokens(tmp_path: Path, policy: BatchPolicy) -> None:
+    require_ok(tmp_path, seed=11, kills=20, env="guessing", kinds=QUICK, policy=policy)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from rollbook.contracts.errors import RunError
 from rollbook.run.record import open_run
-from tests.parts.run.small import STEPS, SmallRun, rollbook
+from tests.parts.run.small import CONFIG, STEPS, SmallRun, rollbook
 
 
 @pytest.fixture
@@ -50,6 +50,42 @@ def test_a_run_recovers_when_a_process_is_killed(run: SmallRun, role: str) -> No
     assert not psutil.pid_exists(killed)
     assert summary["restarts"] == (0 if role == "worker" else 1)
     require_complete(run)
+
+
+TAILS = Path(__file__).parents[2] / "benchmarks" / "learning" / "tails_rollout.py"
+
+
+@pytest.mark.parametrize(
+    ("policy", "role"),
+    [
+        ("parts", "rollout"),
+        *(
+            pytest.param(policy, role, marks=pytest.mark.slow)
+            for policy, role in (("parts", "worker"), ("parts", "ledger"), ("parts", "trainer"), ("trim", "trainer"))
+        ),
+    ],
+)
+def test_a_run_with_slow_episodes_and_masked_tokens_recovers_when_a_process_is_killed(
+    tmp_path: Path, policy: str, role: str
+) -> None:
+    (tmp_path / TAILS.name).write_text(TAILS.read_text(encoding="utf-8"), encoding="utf-8")
+    config = CONFIG.replace("delayed_number_guessing", "tails_rollout:TailedGuessing")
+    config = config.replace("step_s = 0.02", "mean_s = 0.3, shape = 1.5")
+    run = SmallRun(tmp_path, [f"gate.batch_policy={policy}", "trainer.max_steps=16"], config=config)
+    try:
+        run.start()
+        run.until(lambda: run.step() >= 6, what="step 6")
+        run.kill(role)
+        summary = run.wait()
+    finally:
+        run.stop()
+    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 16, "ok"), summary["stderr"]
+    require_complete(run, steps=16)
+    if policy == "parts":
+        with open_run(run.directory) as record:
+            trained = [group for batch in record.batches(16) for group in batch.groups]
+        assert any(group.part > 1 for group in trained)
+        assert all(group.baseline is not None and len(group.baseline) == 2 for group in trained)
 
 
 def test_killing_the_supervisor_leaves_no_process_behind_and_the_same_command_resumes(run: SmallRun) -> None:

@@ -11,9 +11,11 @@ from rollbook.contracts.group import GroupId, GroupState
 from rollbook.contracts.task import TaskId
 from rollbook.rollout.dispatch.selection_bias import (
     MIN_GROUPS,
+    MaskedSample,
     PlayedGroup,
     SelectionAudit,
     compare,
+    compare_masked,
     ks_distance,
 )
 
@@ -114,3 +116,20 @@ def test_rows_of_the_ledger_become_played_groups() -> None:
     assert PlayedGroup.from_ledger({}, state="dropped", drop_reason="attempts: deadline") == PlayedGroup(
         is_trained=False
     )
+
+
+@given(st.lists(st.integers(1, 100), min_size=MIN_GROUPS, max_size=60), st.integers(2, 5))
+def test_masking_every_sample_alike_is_not_a_bias(lengths: list[int], factor: int) -> None:
+    samples = [MaskedSample(trainable=length * factor, trained=length, reward=length % 2) for length in lengths]
+    assert [bias.measure for bias in compare_masked(samples)] == ["tokens", "reward"], "their duration is not known"
+    assert all(bias.distance < 1e-9 for bias in compare_masked(samples))
+
+
+def test_masking_the_tokens_of_long_samples_is_a_bias() -> None:
+    short = [MaskedSample(trainable=10, trained=10, seconds=1.0, reward=1.0)] * 50
+    long = [MaskedSample(trainable=40, trained=10, seconds=9.0, reward=0.0)] * 50
+    tokens, seconds, reward = compare_masked([*short, *long])
+    assert all(bias.is_biased for bias in (tokens, seconds, reward))
+    assert abs(tokens.distance - 0.3) < 1e-9, "long samples have 4/5 of the tokens and 1/2 of the trained ones"
+    assert (tokens.dispatched_mean, tokens.trained_mean) == (34.0, 25.0)
+    assert compare_masked(short[: MIN_GROUPS - 1]) == ()

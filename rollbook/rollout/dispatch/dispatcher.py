@@ -9,19 +9,20 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.exception_groups import first_error
-from rollbook.contracts.admission import GateState, Grant, OpenReply, OwnerId, Receipt
+from rollbook.contracts.admission import GateState, Grant, OpenReply, OwnerId, PartReceipt, Receipt
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import FreshnessRule
 from rollbook.contracts.group import DropKind, DropReason, GroupId, group_id
 from rollbook.contracts.group_checks import UnusableGroupError
 from rollbook.contracts.ports import GroupSink, TaskSource
 from rollbook.contracts.task import Draw
+from rollbook.rollout.dispatch.attempts import Attempt, Lost
 from rollbook.rollout.dispatch.failure_breaker import FailureBreaker
 from rollbook.rollout.dispatch.monitor import DispatchMonitor
 from rollbook.rollout.dispatch.reporter import GroupReporter
@@ -46,30 +47,6 @@ HISTORY_PAGE = 1000
 """Past draws in one response: some hundred kilobytes."""
 FINAL_WAIT_S = 2.0
 """When the run is over: how long to wait for submissions in progress, so that they are counted."""
-
-
-@dataclass(slots=True, eq=False)
-class _Attempt:
-    """One grant being played. It ends once: finished, lost, or timed out."""
-
-    grant: Grant
-    started: float
-    started_wall: float
-    timer: asyncio.TimerHandle
-    has_ended: bool = False
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return (self.grant.group_id, self.grant.attempt)
-
-
-@dataclass(frozen=True, slots=True)
-class _EndedAttempt:
-    """A result, or the cause why there is none."""
-
-    attempt: _Attempt
-    result: Finished | None = None
-    cause: str = ""
 
 
 class Dispatcher:
@@ -105,9 +82,10 @@ class Dispatcher:
         )
         self._monitor = DispatchMonitor(config, self._slots, metrics=metrics, log=log, clock=self._clock)
         self._pool = WorkerPool(spec, listener=self, log=log, clock=self._clock)
-        self._attempts: dict[tuple[str, int], _Attempt] = {}
-        # An attempt ends once and keeps its slot until the ledger has settled it, so the queue never exceeds the slots.
-        self._ended: asyncio.Queue[_EndedAttempt] = asyncio.Queue(maxsize=config.slots)
+        self._attempts: dict[tuple[str, int], Attempt] = {}
+        # An attempt is at most once in this queue and keeps its slot until the ledger has settled it, so the queue never exceeds
+        # the slots; with batch policy `parts`, a slot holds at most one attempt for each sample of a group.
+        self._with_results: asyncio.Queue[Attempt] = asyncio.Queue(maxsize=config.slots * rule.unit)
         self._slot_freed = asyncio.Event()
         self._max_attempts = max_attempts
         self._failed_attempts: Counter[GroupId] = Counter()
@@ -142,7 +120,7 @@ class Dispatcher:
                 await self._keep_groups_in_flight(owner)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(FINAL_WAIT_S):
-                        await self._ended.join()
+                        await self._with_results.join()
                 self._log.info("rollout.run_ended", unfinished_groups=len(self._attempts))
                 for task in background:
                     task.cancel()
@@ -203,13 +181,12 @@ class Dispatcher:
         return reply
 
     def _start(self, grant: Grant) -> None:
-        for older in [a for a in self._attempts.values() if a.grant.group_id == grant.group_id]:
+        draw_id = group_id(grant.task_id, grant.draw)
+        for older in [a for a in self._attempts.values() if a.draw_id == draw_id]:
             # The ledger has given up the older attempt, so its result would be ignored.
             if not older.has_ended:
-                self._pool.cancel(*older.key)
-                self._remove(older)
-                self._slots.released()
-        attempt = _Attempt(
+                self._abandon(older)
+        attempt = Attempt(
             grant=grant,
             started=self._clock.now(),
             started_wall=self._clock.wall(),
@@ -225,72 +202,152 @@ class Dispatcher:
                 row=self._tasks.task(grant.task_id).row,
                 min_publication=grant.admission_publication,
                 deadline_s=grant.deadline_s,
+                part=grant.part,
             )
         )
 
     def group_finished(self, order: GroupOrder, finished: Finished) -> None:
-        self._end(order.group_id, order.attempt, result=finished)
+        self._add_result(order.group_id, order.attempt, finished)
 
     def group_lost(self, order: GroupOrder, cause: str) -> None:
-        self._end(order.group_id, order.attempt, cause=cause)
+        self._add_result(order.group_id, order.attempt, Lost(cause))
 
     def worker_died(self, cause: str) -> None:
         self._metrics.add("rollout/worker_deaths", 1)
 
     def _expire(self, grant: Grant) -> None:
         self._pool.cancel(grant.group_id, grant.attempt, is_late=True)
-        self._end(grant.group_id, grant.attempt, cause="deadline")
+        self._add_result(grant.group_id, grant.attempt, Lost("deadline"))
 
-    def _end(self, group: GroupId, number: int, *, result: Finished | None = None, cause: str = "") -> None:
+    def _add_result(self, group: GroupId, number: int, result: Finished | Lost) -> None:
         attempt = self._attempts.get((group, number))
-        if attempt is not None and not attempt.has_ended:
+        if attempt is None or attempt.has_ended:
+            return
+        if isinstance(result, Lost) or result.is_last:
             attempt.has_ended = True
             attempt.timer.cancel()
-            self._ended.put_nowait(_EndedAttempt(attempt, result, cause))
+        attempt.results.append(result)
+        if not attempt.is_queued:
+            attempt.is_queued = True
+            self._with_results.put_nowait(attempt)
 
     async def _settle_attempts(self) -> None:
-        """Report ended attempts to the ledger, one at a time.
+        """Report results to the ledger: one attempt at a time, its parts in order.
 
-        Takes:  ended attempts, from the pool's callbacks and the timers.
+        Takes:  attempts with results, from the pool's callbacks and the timers.
         Gives:  stored, closed and released groups, to the ledger; outcomes, to the task source.
-        Waits:  for an ended attempt; then for the ledger.
+        Waits:  for an attempt; then for the ledger.
         Ends:   on cancellation. Groups not stored by then are played again.
         """
         while True:
-            ended = await self._ended.get()
+            attempt = await self._with_results.get()
             try:
-                if ended.result is None:
-                    await self._release(ended.attempt, ended.cause)
-                else:
-                    await self._settle(ended.attempt, ended.result)
+                while attempt.results:
+                    result = attempt.results.popleft()
+                    if isinstance(result, Lost):
+                        await self._release(attempt, result.cause)
+                    elif attempt.grant.part is None:
+                        await self._settle(attempt, result)
+                    else:
+                        await self._settle_part(attempt, result)
             finally:
-                self._ended.task_done()
+                attempt.is_queued = False
+                self._with_results.task_done()
 
-    async def _release(self, attempt: _Attempt, cause: str) -> None:
-        grant = attempt.grant
+    async def _release(self, attempt: Attempt, cause: str) -> None:
+        grant, played = attempt.grant, attempt.open_id
         self._metrics.add("rollout/groups_released", 1)
-        self._log.info("rollout.group_released", group_id=grant.group_id, attempt=grant.attempt, cause=cause)
-        await self._sink.release(grant.group_id, attempt=grant.attempt, cause=cause)
-        self._monitor.group_released(grant, seconds=self._clock.now() - attempt.started)
+        self._log.info("rollout.group_released", group_id=played, attempt=grant.attempt, cause=cause)
+        await self._sink.release(played, attempt=grant.attempt, cause=cause)
+        self._monitor.group_released(attempt.draw_id, seconds=self._clock.now() - attempt.started)
         self._remove(attempt)
-        self._slots.released()
-        self._failed_attempts[grant.group_id] += 1
-        if self._failed_attempts[grant.group_id] == self._max_attempts:
+        self._failed_attempts[attempt.draw_id] += 1
+        if self._failed_attempts[attempt.draw_id] == self._max_attempts:
             # The ledger has dropped it and sends no message about it; the cursor would wait for it forever.
-            self._tasks.observe(grant.group_id, grant.position, None)
-            del self._failed_attempts[grant.group_id]
+            self._tasks.observe(attempt.draw_id, grant.position, attempt.outcome)
+            del self._failed_attempts[attempt.draw_id]
 
-    async def _settle(self, attempt: _Attempt, result: Finished) -> None:
+    async def _settle(self, attempt: Attempt, result: Finished) -> None:
+        result = await self._store(attempt.grant, result)
+        attempt.add_outcome(result.outcome)
+        self._slots.count(is_accepted=result.drop is None)
+        self._finish(attempt, result)
+
+    async def _settle_part(self, attempt: Attempt, result: Finished) -> None:
+        """Store a part. The attempt is over with its last part, or when the group lacks no sample any more."""
+        result, reply = await self._store_part(attempt, result)
+        if attempt.is_abandoned:
+            return
+        attempt.add_outcome(result.outcome)
+        if not attempt.continues(result, reply):
+            await self._give_way(attempt, reply)
+            return
+        self._slots.count(is_accepted=result.drop is None)
+        if reply.next_part is not None and not result.is_last:
+            self._slots.freed(attempt.units - reply.next_part.num_samples)
+            attempt.open_part = reply.next_part
+            self._slot_freed.set()
+            self._report(attempt, result)
+            return
+        if reply.next_part is not None:
+            reason = result.missing or DropReason(DropKind.INVALID, "the worker returned too few samples")
+            await self._sink.close(reply.next_part.group_id, reason)
+        self._finish(attempt, result)
+
+    async def _store_part(self, attempt: Attempt, result: Finished) -> tuple[Finished, PartReceipt]:
+        """Returns what was stored. A part that the trainer could not train closes the group: the rest would be refused too."""
         grant = attempt.grant
-        self._failed_attempts.pop(grant.group_id, None)
-        result = await self._store(grant, result)
-        seconds = self._clock.now() - attempt.started
-        self._monitor.group_settled(grant, result, seconds=seconds)
+        if result.group is not None:
+            try:
+                reply = await self._sink.submit_part(
+                    result.group, result.outcome, attempt=grant.attempt, drop=result.drop
+                )
+                return result, reply
+            except UnusableGroupError as error:
+                self._pool.cancel(*attempt.key)
+                attempt.has_ended = True
+                attempt.results.clear()
+                result = msgspec.structs.replace(_refused(result, str(error)), is_last=True)
+        assert result.drop is not None
+        receipt = await self._sink.close(attempt.open_id, result.drop, outcome=result.outcome)
+        return result, PartReceipt(receipt=receipt)
+
+    async def _give_way(self, attempt: Attempt, reply: PartReceipt) -> None:
+        """Another attempt has stored other samples: stop this one. What the group lacks then gets another attempt."""
+        grant = attempt.grant
+        self._log.info("rollout.attempt_superseded", group_id=attempt.draw_id, attempt=grant.attempt)
+        self._abandon(attempt)
+        if reply.next_part is None:
+            self._tasks.observe(attempt.draw_id, grant.position, attempt.outcome)
+        else:
+            # Without effect if the open part belongs to the other attempt.
+            await self._sink.release(
+                reply.next_part.group_id, attempt=grant.attempt, cause="another attempt was stored first"
+            )
+
+    def _abandon(self, attempt: Attempt) -> None:
+        attempt.is_abandoned = attempt.has_ended = True
+        attempt.results.clear()
+        self._pool.cancel(*attempt.key)
         self._remove(attempt)
-        self._slots.settled(is_accepted=result.drop is None)
-        self._tasks.observe(grant.group_id, grant.position, result.outcome)
+
+    def _finish(self, attempt: Attempt, result: Finished) -> None:
+        """The draw is settled."""
+        grant, outcome = attempt.grant, attempt.outcome
+        assert outcome is not None
+        self._failed_attempts.pop(attempt.draw_id, None)
+        seconds = self._clock.now() - attempt.started
+        self._monitor.group_settled(attempt.draw_id, outcome, result.drop, seconds=seconds)
+        if grant.part is not None:
+            self._metrics.add("rollout/parts_per_group", attempt.num_parts)
+        self._remove(attempt)
+        self._tasks.observe(attempt.draw_id, grant.position, outcome)
         # Last, because it may stop the run: everything else must be recorded before.
-        self._reporter.report(grant, result, started_wall=attempt.started_wall, seconds=seconds)
+        self._report(attempt, result, is_over=True)
+
+    def _report(self, attempt: Attempt, result: Finished, *, is_over: bool = False) -> None:
+        seconds = self._clock.now() - attempt.started
+        self._reporter.report(attempt, result, seconds=seconds, is_over=is_over)
 
     async def _store(self, grant: Grant, result: Finished) -> Finished:
         """Returns what was stored: a group that the trainer could not train is dropped as invalid."""
@@ -310,9 +367,10 @@ class Dispatcher:
             )
         return result
 
-    def _remove(self, attempt: _Attempt) -> None:
+    def _remove(self, attempt: Attempt) -> None:
         attempt.timer.cancel()
         self._attempts.pop(attempt.key, None)
+        self._slots.freed(attempt.units)
         self._slot_freed.set()
 
     async def _heartbeat(self, owner: OwnerId) -> None:

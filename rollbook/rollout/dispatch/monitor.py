@@ -1,14 +1,13 @@
 """Feeds finished groups to the selection-bias audit and to adaptive concurrency, and reports the results."""
 
 from rollbook.concurrency.clock import Clock
-from rollbook.contracts.admission import Grant, LedgerStatus
-from rollbook.contracts.group import DropKind
+from rollbook.contracts.admission import LedgerStatus
+from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome
 from rollbook.contracts.ports import GroupSink
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.dispatch.concurrency import ConcurrencyController, RoundMeter
 from rollbook.rollout.dispatch.selection_bias import MEASURES, SelectionAudit
 from rollbook.rollout.dispatch.slots import StalenessController
-from rollbook.rollout.workers.messages import Finished
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 
@@ -41,15 +40,14 @@ class DispatchMonitor:
             self._concurrency = ConcurrencyController(least=min(config.adaptive.least_groups, most), most=most)
             slots.set_limit(self._concurrency.limit)
 
-    def group_settled(self, grant: Grant, result: Finished, *, seconds: float) -> None:
-        """A group was stored. Call this before its slot is freed."""
-        outcome = result.outcome
+    def group_settled(self, group: GroupId, outcome: GroupOutcome, drop: DropReason | None, *, seconds: float) -> None:
+        """A group was stored, with its last part. Call this before its slot is freed."""
         self._audit.add_settled(
-            grant.group_id,
+            group,
             tokens=outcome.mean_response_tokens if outcome.num_samples else None,
             seconds=seconds,
             reward=outcome.reward_mean,
-            is_filtered=result.drop is not None and result.drop.kind is DropKind.FILTERED,
+            is_filtered=drop is not None and drop.kind is DropKind.FILTERED,
         )
         if self._concurrency is None:
             return
@@ -68,8 +66,8 @@ class DispatchMonitor:
                 was_full=done.was_full,
             )
 
-    def group_released(self, grant: Grant, *, seconds: float) -> None:
-        self._audit.add_released(grant.group_id, seconds=seconds)
+    def group_released(self, group: GroupId, *, seconds: float) -> None:
+        self._audit.add_released(group, seconds=seconds)
 
     async def audit_selection(self, sink: GroupSink, status: LedgerStatus) -> None:
         """Every `fairness_every_s`: request the states of the last groups from the ledger, and report the comparison."""

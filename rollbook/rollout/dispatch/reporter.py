@@ -4,11 +4,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollbook.contracts.admission import Grant
 from rollbook.contracts.group import DropKind, GroupId
+from rollbook.rollout.dispatch.attempts import Attempt
 from rollbook.rollout.dispatch.failure_breaker import FailureBreaker, GroupEnd
-from rollbook.rollout.groups.player import EpisodeTimes
-from rollbook.rollout.metrics import record_group, record_rewards
+from rollbook.rollout.groups.results import EpisodeTimes
+from rollbook.rollout.metrics import record_group, record_rewards, record_samples
 from rollbook.rollout.workers.messages import Finished
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
@@ -85,28 +85,30 @@ class GroupReporter:
         self._warned_causes: set[str] = set()
         self._filters = FilterMonitor()
 
-    def report(self, grant: Grant, result: Finished, *, started_wall: float, seconds: float) -> None:
-        """Raises `RolloutsFailingError` when too many groups fail."""
-        outcome, drop = result.outcome, result.drop
-        record_group(self._metrics, outcome, drop)
+    def report(self, attempt: Attempt, result: Finished, *, seconds: float, is_over: bool) -> None:
+        """Report a result, and the whole group if it `is_over`. Raises `RolloutsFailingError` when too many groups fail."""
+        grant, outcome, drop = attempt.grant, result.outcome, result.drop
+        record_samples(self._metrics, outcome, drop)
         if self._rewards:
             record_rewards(self._metrics, result.scores, self._rewards)
-        self._spans.record(
-            "rollout.group",
-            started_wall,
-            started_wall + seconds,
-            group_id=grant.group_id,
-            attempt=grant.attempt,
-            samples=outcome.num_samples,
-            reward=outcome.reward_mean,
-            drop=None if drop is None else str(drop.kind),
-        )
+        if is_over and attempt.outcome is not None:
+            record_group(self._metrics, attempt.outcome)
+            self._spans.record(
+                "rollout.group",
+                attempt.started_wall,
+                attempt.started_wall + seconds,
+                group_id=attempt.draw_id,
+                attempt=grant.attempt,
+                samples=attempt.outcome.num_samples,
+                reward=attempt.outcome.reward_mean,
+                drop=None if drop is None else str(drop.kind),
+            )
         for number, episode in enumerate(result.episodes):
             self._spans.record(
                 "rollout.episode",
                 episode.start,
                 episode.end,
-                group_id=grant.group_id,
+                group_id=attempt.draw_id,
                 attempt=grant.attempt,
                 episode=number,
                 reward=episode.reward,
@@ -114,7 +116,7 @@ class GroupReporter:
                 turns=_turn_times(episode),
             )
         if outcome.invalid_causes or outcome.declined_samples:
-            self._log_failures(grant.group_id, result)
+            self._log_failures(attempt.draw_id, result)
         is_filtered = drop is not None and drop.kind is DropKind.FILTERED
         if alert := self._filters.record(is_filtered=is_filtered, reward=outcome.reward_mean):
             self._log.warning("rollout.mostly_filtered", filtered=alert.filtered, of_last=alert.of, advice=alert.advice)

@@ -3,6 +3,9 @@
 Dropping stale groups favours fast ones: slow tasks and long responses go missing, and no loss curve shows it. This audit compares
 trained groups with all dispatched ones by length, latency and reward, using the Kolmogorov-Smirnov distance. Groups dropped by a
 filter are left out on both sides, because they were dropped on purpose.
+
+Masking old tokens selects too: long samples lose more tokens than short ones. `compare_masked` compares the trained tokens with all
+trainable ones, by the same measures of their samples.
 """
 
 import math
@@ -119,6 +122,43 @@ def _bias(measure: str, decided: Sequence[PlayedGroup]) -> Bias | None:
         trained_mean=float(np.mean(trained)),
         is_biased=is_significant and distance >= MIN_DISTANCE,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedSample:
+    """A sample of a batch: its trainable tokens, and how many of them were trained."""
+
+    trainable: int
+    trained: int
+    seconds: float | None = None
+    reward: float | None = None
+
+
+def compare_masked(samples: Sequence[MaskedSample]) -> tuple[Bias, ...]:
+    """How the trained tokens differ from all trainable ones, by measure. Empty if there are too few samples."""
+    found: list[Bias] = []
+    for measure, name in zip(MEASURES, ("trainable", "seconds", "reward"), strict=True):
+        known = [sample for sample in samples if getattr(sample, name) is not None]
+        values = np.array([getattr(sample, name) for sample in known], dtype=np.float64)
+        before = np.array([sample.trainable for sample in known], dtype=np.float64)
+        after = np.array([sample.trained for sample in known], dtype=np.float64)
+        if len(known) < MIN_GROUPS or not after.sum():
+            continue
+        order = np.argsort(values, kind="stable")
+        shares = [np.cumsum(weights[order]) / weights.sum() for weights in (before, after)]
+        # The distribution functions are compared after all samples of equal value.
+        ends = np.flatnonzero(np.append(np.diff(values[order]) > 0, True))
+        distance = float(np.abs(shares[0] - shares[1])[ends].max())
+        found.append(
+            Bias(
+                measure=measure,
+                distance=distance,
+                dispatched_mean=float(np.average(values, weights=before)),
+                trained_mean=float(np.average(values, weights=after)),
+                is_biased=distance >= MIN_DISTANCE,
+            )
+        )
+    return tuple(found)
 
 
 @dataclass(slots=True)

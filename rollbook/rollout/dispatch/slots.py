@@ -1,7 +1,8 @@
 """`StalenessController`: how many groups the dispatcher requests from the ledger. Pure.
 
 The ledger admits groups in one transaction, by the formula of `contracts/freshness.py`. The dispatcher never requests more than it
-can play, and keeps the totals that the metrics show.
+can play, and keeps the totals that the metrics show. With batch policy `parts` a slot has room for the samples of one group, and a
+group that was submitted in part leaves the rest of its slot to others.
 
 It also works alone, without a ledger, for a loop in one process: `published(0)`, then `begin` while `capacity` is above 0,
 `settled` for each group that ends, `batch_taken` for each trained batch, and `published` for each version.
@@ -26,6 +27,7 @@ class StalenessController:
         self.capacity = 0
         """New groups that the gate would admit, by the last response of the ledger."""
         self.running = 0
+        """What is being played: groups, or samples with batch policy `parts`."""
         self.accepted = 0
         self.rejected = 0
         self.gate = GateState.NO_POLICY
@@ -40,7 +42,8 @@ class StalenessController:
 
     @property
     def free(self) -> int:
-        return max(0, self.limit - self.running)
+        """Whole slots that are free."""
+        return max(0, self.limit * self._rule.unit - self.running) // self._rule.unit
 
     @property
     def to_propose(self) -> int:
@@ -48,7 +51,7 @@ class StalenessController:
         return min(self.free, MAX_PROPOSED)
 
     def opened(self, reply: OpenReply) -> None:
-        self.running += len(reply.grants)
+        self.running += sum(1 if grant.part is None else grant.part.num_samples for grant in reply.grants)
         self.capacity = reply.capacity
         self.gate = reply.gate
 
@@ -57,21 +60,29 @@ class StalenessController:
         self.gate = status.gate
         self.capacity = 0 if status.version is None else self._rule.capacity(status.counts, version=status.version)
 
-    def settled(self, *, is_accepted: bool) -> None:
-        """A group was stored (accepted) or dropped (rejected)."""
-        self.released()
+    def count(self, *, is_accepted: bool) -> None:
+        """A group or a part was stored (accepted) or dropped (rejected)."""
         self.accepted += is_accepted
         self.rejected += not is_accepted
         self._queued += is_accepted
         self._recount()
 
-    def released(self) -> None:
-        """A group left this process without a result: another attempt may follow."""
-        if self.running == 0:
-            raise ValueError("a group ended, but none was running")
-        self.running -= 1
+    def freed(self, units: int) -> None:
+        """This much is not played any more: a group, or samples with batch policy `parts`."""
+        if units > self.running:
+            raise ValueError(f"{units} ended, but {self.running} were running")
+        self.running -= units
 
     # ------------------------------------------------------------------ without a ledger
+
+    def settled(self, *, is_accepted: bool) -> None:
+        """A group was stored (accepted) or dropped (rejected)."""
+        self.freed(1)
+        self.count(is_accepted=is_accepted)
+
+    def released(self) -> None:
+        """A group left without a result."""
+        self.freed(1)
 
     def published(self, version: int) -> None:
         """The policy has this version from now on."""

@@ -1,4 +1,4 @@
-"""`GroupAssembler`: plays the episodes of one draw concurrently and joins their samples into a group with its outcome.
+"""`GroupAssembler`: plays the episodes of one draw concurrently and joins their samples into a group, or into parts of it.
 
 Rollout functions are user code. An exception in one never affects the other episodes of its group; `failures.py` decides what it
 means.
@@ -7,9 +7,8 @@ means.
 import asyncio
 import dataclasses
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
@@ -18,8 +17,9 @@ from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.exception_groups import first_error
 from rollbook.concurrency.retry import backoff
 from rollbook.concurrency.stacks import where_cancelled
+from rollbook.contracts.admission import OpenPart
 from rollbook.contracts.errors import RollbookError, WorkerError
-from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, PromptGroup
+from rollbook.contracts.group import DropKind, DropReason, GroupId, PromptGroup, group_id
 from rollbook.contracts.policy import Completion
 from rollbook.contracts.task import Task, TaskId
 from rollbook.contracts.trajectory import RolloutSample
@@ -36,14 +36,18 @@ from rollbook.rollout.groups.failures import (
     describe_causes,
 )
 from rollbook.rollout.groups.filters import FilterError, GroupFilter, load_filters
+from rollbook.rollout.groups.parts import GroupParts
+from rollbook.rollout.groups.results import CAUSE_CHARS, GroupResult, GroupTally, times_of
 from rollbook.rollout.policy import EpisodeContext, current_episode, enter_episode
 from rollbook.rollout.stopwatch import EpisodeTime
 
-CAUSE_CHARS = 1500
-"""Causes are counted by their text and stored with the group, so long ones are cut. A traceback of user code fits."""
-
+SAME_MOMENT_S = 0.05
+"""Samples that finish within this time are submitted in one part. Short against an episode, and long enough that episodes of equal
+length do not make a part each."""
 _ANNOTATIONS = msgspec.msgpack.Decoder(tuple[list[dict[str, Any]] | None, dict[str, float | bool], dict[str, Any]])
 """Messages, metrics and facts of a sample."""
+
+OnPart: TypeAlias = Callable[["GroupResult"], Awaitable[None]]
 
 Score: TypeAlias = Callable[[Mapping[str, Any], RolloutSample], Awaitable[RolloutSample]]
 """Takes the row of the task and a finished sample; returns the sample with its reward."""
@@ -69,56 +73,8 @@ class GroupOrder:
     row: Mapping[str, Any]
     min_publication: int
     deadline_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeTimes:
-    """When an episode was played, and what came of it. For traces."""
-
-    start: float
-    """Wall clock."""
-    end: float
-    reward: float | None = None
-    cause: str | None = None
-    """Why it could not be scored."""
-    turns: tuple[tuple[float, float], ...] = ()
-    """Seconds of each turn: until the policy responded, and until the environment had acted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupResult:
-    """`group` is None if there is no sample at all. With `drop`, the group is stored as dropped."""
-
-    outcome: GroupOutcome
-    group: PromptGroup | None = None
-    drop: DropReason | None = None
-    episodes: tuple[EpisodeTimes, ...] = ()
-    """Every episode that was played, retried ones included."""
-
-    def __post_init__(self) -> None:
-        if self.group is None and self.drop is None:
-            raise ValueError("a result without a group needs a drop reason")
-
-
-@dataclass(slots=True)
-class _Tally:
-    """State that the episodes of one group share."""
-
-    retries_left: int
-    until: float
-    wanted: int
-    causes: Counter[str] = field(default_factory=Counter)
-    retried: int = 0
-    declined: int = 0
-    scored: int = 0
-    episodes: list[EpisodeTimes] = field(default_factory=list)
-    has_enough: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the group has all its scorable samples. Episodes still run then only with over-sampling."""
-
-    def add_scored(self) -> None:
-        self.scored += 1
-        if self.scored >= self.wanted:
-            self.has_enough.set()
+    part: OpenPart | None = None
+    """With batch policy `parts`: what is left of the group, to be submitted in parts."""
 
 
 class GroupAssembler:
@@ -147,7 +103,7 @@ class GroupAssembler:
     async def play(self, order: GroupOrder) -> GroupResult:
         """Play every episode of the draw and join the samples."""
         started = self._clock.now()
-        tally = _Tally(
+        tally = GroupTally(
             retries_left=self._config.retry_budget,
             until=started + order.deadline_s,
             wanted=self._config.completions_per_prompt,
@@ -168,13 +124,95 @@ class GroupAssembler:
         surplus = len(found) - len(samples) + sum(one.cancelled() for one in episodes)
         return self._join(order, samples, tally, seconds=self._clock.now() - started, surplus=surplus)
 
-    async def _sample(self, order: GroupOrder, task: Task, tally: _Tally) -> RolloutSample | None:
+    async def play_parts(self, order: GroupOrder, part: OpenPart, on_part: OnPart) -> None:
+        """Play what is left of the draw. `on_part` gets each part as soon as it is complete; the last one has `is_last`."""
+        started = self._clock.now()
+        tally = GroupTally(
+            retries_left=self._config.retry_budget, until=started + order.deadline_s, wanted=part.num_samples
+        )
+        parts = GroupParts.begin(
+            part,
+            group_id=group_id(order.task_id, order.draw),
+            task_id=order.task_id,
+            draw=order.draw,
+            quorum=self._config.quorum_size,
+        )
+        # One entry per episode, so it never holds more than the group has samples.
+        ended: asyncio.Queue[RolloutSample | None] = asyncio.Queue(maxsize=part.num_samples)
+        task = Task(id=order.task_id, row=order.row)
+
+        async def play_one() -> None:
+            ended.put_nowait(await self._sample(order, task, tally))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for i in range(part.num_samples):
+                    group.create_task(play_one(), name=f"{episode_task_name(order.group_id)}.{i}")
+                running = part.num_samples
+                while running:
+                    found = await self._ended_together(ended, running)
+                    running -= len(found)
+                    for sample in found:
+                        if sample is not None:
+                            parts.add(sample)
+                    tally.lost += found.count(None)
+                    seconds = self._clock.now() - started
+                    if (result := self._next_part(parts, tally, seconds=seconds, is_last=running == 0)) is not None:
+                        await on_part(result)
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from errors
+
+    async def _ended_together(
+        self, ended: "asyncio.Queue[RolloutSample | None]", running: int
+    ) -> list[RolloutSample | None]:
+        """What the episodes that end in the same moment returned. Waits for the first one."""
+        found = [await ended.get()]
+        if running > 1:
+            await self._clock.sleep(SAME_MOMENT_S)
+        while not ended.empty():
+            found.append(ended.get_nowait())
+        return found
+
+    def _next_part(self, parts: GroupParts, tally: GroupTally, *, seconds: float, is_last: bool) -> GroupResult | None:
+        """The result to report now; None: the quorum is not reached."""
+        is_first = parts.baseline is None
+        if (group := parts.take(is_last=is_last)) is None:
+            if not is_last:
+                return None
+            outcome, reason = tally.empty_outcome(seconds), tally.missing
+            return GroupResult(outcome=outcome, drop=reason, episodes=tuple(tally.episodes), missing=reason)
+        scorable = len(group.scorable)
+        # Without an earlier part, the samples must be enough for a baseline.
+        drop = self._too_few(scorable, tally) if is_first else None
+        if not scorable and drop is None:
+            causes = describe_causes(tally.causes)
+            drop = DropReason(DropKind.INVALID, f"no sample of the part is scorable ({causes})")
+        if drop is None:
+            drop = self._filtered(group, tally)
+        outcome = group.outcome(
+            seconds=seconds,
+            invalid_causes=tally.causes,
+            retried_samples=tally.retried,
+            declined_samples=tally.declined,
+        )
+        result = GroupResult(
+            group=group,
+            outcome=outcome,
+            drop=drop,
+            episodes=tuple(tally.episodes),
+            is_last=is_last,
+            missing=tally.missing if is_last and tally.lost else None,
+        )
+        tally.begin_part()
+        return result
+
+    async def _sample(self, order: GroupOrder, task: Task, tally: GroupTally) -> RolloutSample | None:
         """One scorable sample if the retry budget allows, otherwise the unscorable one or None."""
         waits = backoff(first_s=0.1)
         while True:
             began = time.time()
             result = await self._attempt(order, task, tally)
-            tally.episodes.append(_times(began, result))
+            tally.episodes.append(times_of(began, result))
             if result is None:
                 tally.declined += 1
                 return None
@@ -196,7 +234,7 @@ class GroupAssembler:
             await self._clock.sleep(wait_s)
 
     async def _attempt(
-        self, order: GroupOrder, task: Task, tally: _Tally
+        self, order: GroupOrder, task: Task, tally: GroupTally
     ) -> RolloutSample | tuple[RolloutSample | None, Exception] | None:
         """Play one episode: a scorable sample, or the error with the unscorable sample if there is one. None: declined."""
         began = time.time()
@@ -227,7 +265,7 @@ class GroupAssembler:
             return sample, BadSampleError(sample.invalid_cause)
         return sample
 
-    async def _episode(self, order: GroupOrder, task: Task, tally: _Tally) -> object:
+    async def _episode(self, order: GroupOrder, task: Task, tally: GroupTally) -> object:
         """Call the rollout function once, within the time of the episode and of the lease."""
         loop = asyncio.get_running_loop()
         stopwatch = EpisodeTime(min(self._config.max_seconds, tally.until - self._clock.now()), clock=self._clock)
@@ -260,12 +298,12 @@ class GroupAssembler:
             stopwatch.changed = lambda: None
 
     def _join(
-        self, order: GroupOrder, samples: tuple[RolloutSample, ...], tally: _Tally, *, seconds: float, surplus: int
+        self, order: GroupOrder, samples: tuple[RolloutSample, ...], tally: GroupTally, *, seconds: float, surplus: int
     ) -> GroupResult:
         drop = self._too_few(sum(sample.is_scorable for sample in samples), tally)
         if not samples:
             assert drop is not None
-            return GroupResult(outcome=_empty_outcome(tally, seconds), drop=drop, episodes=tuple(tally.episodes))
+            return GroupResult(outcome=tally.empty_outcome(seconds), drop=drop, episodes=tuple(tally.episodes))
         group = PromptGroup(id=order.group_id, task_id=order.task_id, draw=order.draw, samples=samples)
         if drop is None:
             drop = self._filtered(group, tally)
@@ -278,7 +316,7 @@ class GroupAssembler:
         )
         return GroupResult(group=group, outcome=outcome, drop=drop, episodes=tuple(tally.episodes))
 
-    def _too_few(self, scorable: int, tally: _Tally) -> DropReason | None:
+    def _too_few(self, scorable: int, tally: GroupTally) -> DropReason | None:
         """A group with too few samples is invalid, but only filtered if the rollout function declined all the missing ones."""
         needed = min(self._config.min_samples, self._config.completions_per_prompt)
         if scorable >= needed:
@@ -290,7 +328,7 @@ class GroupAssembler:
             return DropReason(DropKind.FILTERED, f"declined: {detail}")
         return DropReason(DropKind.INVALID, f"{detail} ({describe_causes(tally.causes)})")
 
-    def _filtered(self, group: PromptGroup, tally: _Tally) -> DropReason | None:
+    def _filtered(self, group: PromptGroup, tally: GroupTally) -> DropReason | None:
         try:
             reason = next((reason for check in self._filters if (reason := check(group)) is not None), None)
         except FilterError as error:
@@ -298,17 +336,6 @@ class GroupAssembler:
             tally.causes[str(error)[:CAUSE_CHARS]] += 1
             return DropReason(DropKind.INVALID, str(error))
         return None if reason is None else DropReason(DropKind.FILTERED, reason)
-
-
-def _times(began: float, result: RolloutSample | tuple[RolloutSample | None, Exception] | None) -> EpisodeTimes:
-    sample, cause = result if isinstance(result, tuple) else (result, None)
-    return EpisodeTimes(
-        start=began,
-        end=time.time(),
-        reward=None if sample is None else sample.reward,
-        cause=None if cause is None else str(cause)[:CAUSE_CHARS],
-        turns=() if sample is None else tuple((turn.seconds, turn.act_s) for turn in sample.turns),
-    )
 
 
 def _with_times(sample: RolloutSample, began: float) -> RolloutSample:
@@ -334,7 +361,7 @@ def _select(samples: Sequence[RolloutSample], size: int) -> tuple[RolloutSample,
     return tuple(samples[i] for i in sorted(ranked[:size]))
 
 
-async def _cancel_surplus(tally: _Tally, episodes: Sequence[asyncio.Task[RolloutSample | None]]) -> None:
+async def _cancel_surplus(tally: GroupTally, episodes: Sequence[asyncio.Task[RolloutSample | None]]) -> None:
     """Cancel the remaining episodes once the group is full. Ends: when all episodes have ended."""
     all_done = asyncio.gather(*episodes, return_exceptions=True)
     all_done.add_done_callback(lambda _: tally.has_enough.set())
@@ -357,20 +384,3 @@ def checked_sample(sample: object) -> RolloutSample | None:
             f"rollout returned a sample whose messages, metrics or facts are not plain JSON: {error}"
         ) from error
     return sample
-
-
-def _empty_outcome(tally: _Tally, seconds: float) -> GroupOutcome:
-    return GroupOutcome(
-        num_samples=0,
-        num_scorable=0,
-        reward_mean=None,
-        reward_std=None,
-        solved_rate=None,
-        truncated_rate=0.0,
-        mean_turns=0.0,
-        mean_response_tokens=0.0,
-        seconds=seconds,
-        invalid_causes=dict(tally.causes),
-        retried_samples=tally.retried,
-        declined_samples=tally.declined,
-    )

@@ -12,7 +12,8 @@ import msgspec
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.policy import Completion
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.rollout.groups.player import GroupOrder, GroupResult
+from rollbook.rollout.groups.player import GroupOrder
+from rollbook.rollout.groups.results import GroupResult
 from rollbook.telemetry.events import EventLog
 
 TRANSCRIPT_EVERY_S = 60.0

@@ -45,6 +45,7 @@ class AsyncRolloutWorker:
         self._log = log
         self.in_flight: dict[tuple[str, int], GroupOrder] = {}
         """The groups it plays, by group and attempt; they are lost if it dies."""
+        self._open_shares: dict[tuple[str, int], float] = {}
         self.loop_lag_s = 0.0
         self.continued = 0
         """Policy requests that were aborted and continued from their tokens, so far."""
@@ -58,13 +59,27 @@ class AsyncRolloutWorker:
         """None while it is alive; negative: the signal that ended it."""
         return self._child.exit_code
 
+    @property
+    def load(self) -> float:
+        """Groups in flight. One that is submitted in parts counts less with each part."""
+        return sum(self._open_shares.values())
+
     def play(self, order: GroupOrder) -> None:
         self.in_flight[order.group_id, order.attempt] = order
+        self._open_shares[order.group_id, order.attempt] = 1.0
         self._child.send(encode(Play(order)))
 
     def cancel(self, group_id: str, attempt: int, *, is_late: bool = False) -> None:
         if self.in_flight.pop((group_id, attempt), None) is not None:
+            del self._open_shares[group_id, attempt]
             self._child.send(encode(Cancel(group_id=group_id, attempt=attempt, is_late=is_late)))
+
+    def _settle(self, order: GroupOrder, finished: Finished) -> None:
+        key = (order.group_id, order.attempt)
+        if finished.is_last:
+            del self.in_flight[key], self._open_shares[key]
+        elif order.part is not None:
+            self._open_shares[key] -= finished.outcome.num_samples / order.part.num_samples
 
     async def results(self) -> AsyncIterator[tuple[GroupOrder, Finished]]:
         """Finished groups, one by one. Raises `WorkerDiedError` when the process is gone or silent, `RunError` if it reports so."""
@@ -73,7 +88,8 @@ class AsyncRolloutWorker:
             match message:
                 case Finished(group_id=group_id, attempt=attempt):
                     # A cancellation may cross the result; then it is ignored.
-                    if (order := self.in_flight.pop((group_id, attempt), None)) is not None:
+                    if (order := self.in_flight.get((group_id, attempt))) is not None:
+                        self._settle(order, message)
                         yield order, message
                 case Beat(loop_lag_s=lag_s, continued=continued):
                     self.loop_lag_s = lag_s

@@ -28,7 +28,8 @@ from rollbook.contracts.plugin import extend_search_path, load_plugin
 from rollbook.rollout.contract import RolloutSetup, build_rollout, load_rollout
 from rollbook.rollout.episodes.env_calls import with_timeouts
 from rollbook.rollout.groups.filters import load_filters
-from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, GroupResult, episode_task_name
+from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, episode_task_name
+from rollbook.rollout.groups.results import GroupResult
 from rollbook.rollout.rewards.scorer import open_scorer
 from rollbook.rollout.workers.episode_records import FailedEpisodes, TranscriptLog
 from rollbook.rollout.workers.messages import (
@@ -99,9 +100,14 @@ class WorkerLoop:
                     return
 
     async def _play(self, order: GroupOrder) -> None:
-        result = await self._assembler.play(order)
-        await self._send(Finished.of(order, result))
-        self._on_finished(order, result)
+        async def send(result: GroupResult) -> None:
+            await self._send(Finished.of(order, result))
+            self._on_finished(order, result)
+
+        if order.part is None:
+            await send(await self._assembler.play(order))
+        else:
+            await self._assembler.play_parts(order, order.part, send)
 
     def _stalled(self, group_id: str, attempt: int) -> Stalled:
         episodes = [

@@ -9,7 +9,8 @@ import msgspec
 
 from rollbook.contracts.group import DropReason, GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup, encode_group
-from rollbook.rollout.groups.player import EpisodeTimes, GroupOrder, GroupResult
+from rollbook.rollout.groups.player import GroupOrder
+from rollbook.rollout.groups.results import EpisodeTimes, GroupResult
 from rollbook.rollout.metrics import reported_scores
 
 
@@ -58,7 +59,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
 
 
 class Finished(msgspec.Struct, tag="finished", array_like=True, frozen=True):
-    """A played group. The dispatcher passes the frame on and never decodes it."""
+    """A played group, or a part of one. The dispatcher passes the frame on and never decodes it."""
 
     group_id: str
     attempt: int
@@ -69,6 +70,12 @@ class Finished(msgspec.Struct, tag="finished", array_like=True, frozen=True):
     scores: tuple[dict[str, float], ...] = ()
     """What the reward functions reported, for each sample that they scored."""
     episodes: tuple[EpisodeTimes, ...] = ()
+    is_last: bool = True
+    """Nothing follows for this order."""
+    missing: DropReason | None = None
+    """In the last part: why samples of the group are missing."""
+    baseline: tuple[float, ...] | None = None
+    """The rewards of the quorum, in a part."""
 
     @classmethod
     def of(cls, order: GroupOrder, result: GroupResult) -> Self:
@@ -80,6 +87,9 @@ class Finished(msgspec.Struct, tag="finished", array_like=True, frozen=True):
             drop=result.drop,
             scores=() if result.group is None else reported_scores(result.group),
             episodes=result.episodes,
+            is_last=result.is_last,
+            missing=result.missing,
+            baseline=None if result.group is None else result.group.baseline,
         )
 
 

@@ -87,8 +87,8 @@ class WorkerPool:
 
     def _assign(self) -> None:
         while self._backlog and self._open:
-            worker = min(self._open, key=lambda w: len(w.in_flight))
-            if len(worker.in_flight) >= self._config.groups_per_worker:
+            worker = min(self._open, key=lambda w: w.load)
+            if worker.load >= self._config.groups_per_worker:
                 return
             worker.play(self._backlog.popleft())
 

@@ -106,6 +106,7 @@ def host_info(addresses: dict[str, str], loaded: LoadedConfig, directory: RunDir
         "model_dir": str(directory.initial_model),
         "groups_per_step": config.gate.groups_per_step,
         "completions_per_prompt": config.rollout.completions_per_prompt,
+        "batch_policy": str(config.gate.batch_policy),
         "max_head_offpolicy_versions": config.gate.max_head_offpolicy_versions,
         "max_steps": config.trainer.max_steps,
         "temperature": config.rollout.sampling.temperature,

@@ -5,6 +5,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.contracts.batch import BatchEntry
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState, PromptGroup
 from rollbook.contracts.plugin import load_on_demand
@@ -13,7 +17,7 @@ from rollbook.dashboard.run_files import summarise
 from rollbook.ledger.records import GroupRecord
 from rollbook.rollout.chat.provenance import Pieces, Span, spans_of
 from rollbook.rollout.contract import Tokenizer
-from rollbook.rollout.dispatch.selection_bias import PlayedGroup, compare
+from rollbook.rollout.dispatch.selection_bias import MaskedSample, PlayedGroup, compare, compare_masked
 from rollbook.run.record import RunRecordReader
 
 
@@ -23,6 +27,8 @@ class _Tokenizer(Tokenizer, Pieces, Protocol):
 
 BIAS_WINDOW_GROUPS = 2000
 """The newest groups that the check for selection bias covers."""
+MASK_WINDOW_STEPS = 20
+"""The newest steps whose samples are read to see what was masked."""
 
 
 def overview_lines(run: RunRecordReader) -> Iterator[str]:
@@ -39,6 +45,8 @@ def overview_lines(run: RunRecordReader) -> Iterator[str]:
         yield f"solved      {_number(figures.solved.first)} → {_number(figures.solved.last)}"
         yield f"lag         at most {figures.max_lag} of {run.config.gate.max_head_offpolicy_versions} allowed"
     yield "bias        " + _selection_bias(run)
+    if run.config.gate.batch_policy.masks_tokens:
+        yield "masked      " + _masked_tokens(run)
     yield "end         " + ("finished" if status.ended else "not finished: `rollbook train` on this directory resumes")
 
 
@@ -58,6 +66,35 @@ def _selection_bias(run: RunRecordReader) -> str:
         return "; ".join(str(bias) for bias in report.warnings)
     distances = ", ".join(f"{bias.measure} {bias.distance:.2f}" for bias in report.biases)
     return f"trained groups are like the dispatched ones (distance: {distances}; {report.left_out_share:.0%} left out)"
+
+
+def _masked_tokens(run: RunRecordReader) -> str:
+    """How much of the newest batches was masked, and whether that changes what is trained."""
+    last = run.status().acknowledged_step
+    samples = [
+        MaskedSample(
+            trainable=sample.num_trained,
+            trained=sample.num_trained - sum(int(entry.is_masked(row).sum()) for row in sample.sequences),
+            seconds=sample.ended_at - sample.started_at if sample.ended_at and sample.started_at else None,
+            reward=sample.reward,
+        )
+        for batch in run.batches(last, first=max(1, last - MASK_WINDOW_STEPS + 1))
+        for entry, group in batch.entries()
+        for sample in group.scorable
+    ]
+    trainable = sum(sample.trainable for sample in samples)
+    if not trainable:
+        return "nothing is trained yet"
+    masked = trainable - sum(sample.trained for sample in samples)
+    share = f"{masked / trainable:.1%} of {trainable} tokens of the last {min(last, MASK_WINDOW_STEPS)} steps"
+    biases = compare_masked(samples)
+    warnings = [
+        f"{b.measure} {b.dispatched_mean:.4g} before, {b.trained_mean:.4g} after" for b in biases if b.is_biased
+    ]
+    if warnings:
+        return f"{share}; this changes what is trained (means over tokens): {'; '.join(warnings)}"
+    distances = ", ".join(f"{bias.measure} {bias.distance:.2f}" for bias in biases)
+    return f"{share}; the trained tokens are like all tokens (distance: {distances})" if biases else share
 
 
 def groups_lines(run: RunRecordReader, *, state: str | None, limit: int, start: int) -> Iterator[str]:
@@ -84,7 +121,9 @@ def group_lines(run: RunRecordReader, group_id: str) -> Iterator[str]:
         yield "its payload was deleted" if record.payload_bytes else "it was never submitted"
         return
     tokenizers = load_on_demand("rollbook.rollout.chat.tokenizer:ModelTokenizer")
-    yield from _samples(group, tokenizers.from_directory(run.directory.initial_model))
+    entries = () if record.step is None else run.manifest(record.step).entries
+    entry = next((entry for entry in entries if entry.group_id == record.group_id), None)
+    yield from _samples(group, tokenizers.from_directory(run.directory.initial_model), entry)
 
 
 def _life(record: GroupRecord) -> Iterator[str]:
@@ -97,7 +136,10 @@ def _life(record: GroupRecord) -> Iterator[str]:
     )
 
 
-def _samples(group: PromptGroup, tokenizer: _Tokenizer) -> Iterator[str]:
+def _samples(group: PromptGroup, tokenizer: _Tokenizer, entry: BatchEntry | None) -> Iterator[str]:
+    if group.baseline is not None:
+        quorum = ", ".join(f"{reward:.4g}" for reward in group.baseline)
+        yield f"  part {group.part}; its baseline are the rewards of the quorum: {quorum or 'none could be scored'}"
     for number, sample in enumerate(group.samples):
         yield ""
         yield f"sample {number}: {_result(sample)}"
@@ -112,7 +154,8 @@ def _samples(group: PromptGroup, tokenizer: _Tokenizer) -> Iterator[str]:
             if len(sample.sequences) > 1:
                 yield f"  sequence {index}"
             turns = [turn for turn in sample.turns if turn.sequence == index]
-            yield from _tokens(row, spans_of(row, turns, sample.messages, tokenizer), tokenizer)
+            masked = np.zeros(len(row), dtype=np.bool_) if entry is None else entry.is_masked(row)
+            yield from _tokens(row, masked, spans_of(row, turns, sample.messages, tokenizer), tokenizer)
 
 
 def _result(sample: RolloutSample) -> str:
@@ -121,7 +164,7 @@ def _result(sample: RolloutSample) -> str:
     return f"{scored}{solved}, ended {sample.finish_reason}, {len(sample.turns)} turns, {sample.num_trained} trained tokens"
 
 
-def _tokens(row: TokenRow, spans: Sequence[Span], tokenizer: _Tokenizer) -> Iterator[str]:
+def _tokens(row: TokenRow, masked: NDArray[np.bool_], spans: Sequence[Span], tokenizer: _Tokenizer) -> Iterator[str]:
     """Token by token: its author, and for trained tokens the logprob and the version that sampled it."""
     yield f"  {'at':>4} {'id':>7}  {'token':<20} {'author':<10} {'logprob':>9} {'version':>7} trained"
     for span in spans:
@@ -132,7 +175,7 @@ def _tokens(row: TokenRow, spans: Sequence[Span], tokenizer: _Tokenizer) -> Iter
             version = str(row.versions[at]) if row.versions[at] >= 0 else ""
             author = span.author if at == span.start else "·"
             line = f"  {at:>4} {int(row.token_ids[at]):>7}  {text:<20} {author:<10} {logprob:>9} {version:>7}"
-            yield f"{line} {'yes' if trained else ''}".rstrip()
+            yield f"{line} {('masked' if masked[at] else 'yes') if trained else ''}".rstrip()
 
 
 def _number(value: float | None) -> str:

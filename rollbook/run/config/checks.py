@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.plugin import plugin_fault
 from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig, ScriptedConfig, VllmConfig
@@ -62,6 +63,27 @@ def _minibatches_are_not_empty(parts: Parts) -> Faults:
                     f"{trainer.ppo_n_minibatches} minibatches need more than the {samples} samples of a step "
                     "(gate.groups_per_step × rollout.completions_per_prompt)",
                 )
+
+
+def _parts_have_a_quorum(parts: Parts) -> Faults:
+    match parts.get("rollout"), parts.get("gate"):
+        case RolloutConfig() as rollout, GateConfig(batch_policy=BatchPolicy.PARTS):
+            if rollout.oversample:
+                yield (
+                    "rollout.oversample",
+                    "works with whole groups only: with gate.batch_policy = 'parts' no sample waits for a slow one; remove it",
+                )
+            if rollout.min_samples > rollout.quorum_size:
+                yield (
+                    "rollout.min_samples",
+                    f"is {rollout.min_samples}, but the first part of a group is submitted with rollout.quorum = "
+                    f"{rollout.quorum_size} samples; lower it or raise the quorum",
+                )
+        case RolloutConfig(quorum=int()), GateConfig() as gate:
+            yield (
+                "rollout.quorum",
+                f"is read with gate.batch_policy = 'parts' only; this run uses '{gate.batch_policy}'",
+            )
 
 
 def _the_engine_can_queue_all_episodes(parts: Parts) -> Faults:
@@ -239,6 +261,7 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _episodes_fit_the_lease,
     _tokens_fit_the_context,
     _minibatches_are_not_empty,
+    _parts_have_a_quorum,
     _single_samples_have_a_baseline,
     _the_engine_can_queue_all_episodes,
     _every_episode_has_an_environment,

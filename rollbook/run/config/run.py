@@ -17,7 +17,10 @@ import tomli_w
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from rollbook.contracts.admission import RunSettings
 from rollbook.contracts.errors import UsageError
+from rollbook.contracts.freshness import BatchPolicy
+from rollbook.contracts.group_checks import TrainingLimits
 from rollbook.contracts.user_errors import did_you_mean, indented
 from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig
@@ -68,6 +71,18 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     telemetry: TelemetryConfig = TelemetryConfig()
     resources: ResourcesConfig = ResourcesConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    def ledger_settings(self, *, limits: TrainingLimits | None = None, directory_id: str = "") -> RunSettings:
+        """The settings of the run in the ledger."""
+        is_in_parts = self.gate.batch_policy is BatchPolicy.PARTS
+        return self.gate.settings(
+            max_steps=self.trainer.max_steps,
+            keep_payloads=self.ledger.keep_payloads,
+            limits=limits,
+            directory_id=directory_id,
+            samples_per_group=self.rollout.completions_per_prompt if is_in_parts else 1,
+            quorum=self.rollout.quorum_size if is_in_parts else None,
+        )
 
 
 SEEDED = ("tasks", "inference", "trainer")

@@ -36,7 +36,7 @@ async def main(context: RoleContext) -> str:
             tasks=tasks,
             sink=ledger,
             spec=worker_spec(context),
-            rule=config.gate.settings(max_steps=config.trainer.max_steps).rule,
+            rule=config.ledger_settings().rule,
             log=context.log,
             metrics=MetricRecorder(
                 context.name, rollout_metrics(config.rollout), context.directory.metrics_of(context.name)

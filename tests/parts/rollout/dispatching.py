@@ -79,6 +79,7 @@ def dispatching(
     name: str = "rollout",
     worker: dict[str, Any] | None = None,
     source: TaskSource | None = None,
+    rule: FreshnessRule | None = None,
     **config: Any,
 ) -> Dispatching:
     """A dispatcher on a cursor over `rows`, or on `source`."""
@@ -96,7 +97,7 @@ def dispatching(
         tasks=source or tasks,
         sink=sink,
         spec=spec_of(settings, **(worker or {})),
-        rule=FreshnessRule(groups_per_step=4, max_in_flight=8, max_head_offpolicy_versions=1),
+        rule=rule or FreshnessRule(groups_per_step=4, max_in_flight=8, max_head_offpolicy_versions=1),
         log=log,
         metrics=MetricRecorder("rollout", rollout_metrics(settings), directory / "metrics.jsonl"),
         spans=recorder,

@@ -41,6 +41,8 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
             raise RunError("the licence of the grader expired")
         if action == "die_once" and _is_first(Path(row["marker"])):
             os.kill(os.getpid(), signal.SIGKILL)
+        if action in ("late_once", "die_late_once") and _is_first(Path(row["marker"])):
+            await _be_late(Path(row["marker"] + ".go"), dies=action == "die_late_once")
         if action == "die":
             print("output of the dying worker")  # noqa: T201
             os._exit(9)
@@ -50,6 +52,14 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
         return sample
 
     return rollout
+
+
+async def _be_late(may_go_on: Path, *, dies: bool) -> None:
+    """Wait for the test, which lets the episode go on when the other samples of its group are stored."""
+    while not may_go_on.exists():  # noqa: ASYNC110 - the test is another process
+        await asyncio.sleep(0.02)
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _is_first(marker: Path) -> bool:

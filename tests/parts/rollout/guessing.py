@@ -151,7 +151,10 @@ async def build(settings: dict[str, Any]) -> AsyncIterator[RolloutSetup]:
     if cause := settings.get("fail_setup"):
         raise RuntimeError(cause)
     setup, _ = setup_of(
-        settings=settings.get("user"), delay_s=settings.get("delay_s", 0.0), seed=settings.get("seed", 0)
+        settings=settings.get("user"),
+        delay_s=settings.get("delay_s", 0.0),
+        seed=settings.get("seed", 0),
+        publication=settings.get("publication", 7),
     )
     if settings.get("sandbox") == "never_ready":
         setup = dataclasses.replace(setup, open_environment=open_never)

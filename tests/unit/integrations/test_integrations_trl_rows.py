@@ -1,5 +1,6 @@
 """A batch of the ledger as TRL's rows: exact tokens, masks, logprobs and advantages, and TRL's version numbers."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -49,6 +50,21 @@ def test_versions_are_those_of_trl(restored: int, expected: int) -> None:
     assert trl_version_before_step_5 - row.model_version == row.metrics["rollbook/lag"] == 1
 
 
+def test_masked_tokens_are_context_and_a_part_is_compared_with_its_quorum() -> None:
+    whole = batch(sample(1.0), sample(0.0))
+    (entry,), (group,) = whole.manifest.entries, whole.groups
+    masked = replace(whole, manifest=replace(whole.manifest, entries=(replace(entry, masked=(3,)),), cut=4))
+    rows = batch_rows(masked, rows_per_step=2, restored_step=0)
+    assert [row.completion_mask.tolist() for row in rows] == [[0, 0, 0, 0, 0, 1]] * 2
+    assert rows[0].old_log_probs.tolist() == [0, 0, 0, 0, 0, -0.5]
+    all_masked = replace(masked, manifest=replace(whole.manifest, entries=(replace(entry, masked=(3, 4)),), cut=5))
+    assert [FILLER in row.metrics for row in batch_rows(all_masked, rows_per_step=2, restored_step=0)] == [True, True]
+    late = replace(whole, groups=(replace(group, part=2, baseline=(0.0, 0.0)),))
+    rows = batch_rows(late, rows_per_step=2, restored_step=0)
+    assert rows[0].advantage > 1
+    assert rows[1].advantage == 0, "it equals the baseline"
+
+
 def test_a_short_batch_is_filled_with_rows_without_a_gradient() -> None:
     rows = batch_rows(batch(sample(1.0), sample(0.0)), rows_per_step=4, restored_step=0)
     assert [FILLER in row.metrics for row in rows] == [False, False, True, True]
@@ -68,6 +84,7 @@ def test_all_settings_that_break_the_mapping_are_reported() -> None:
         rows_per_step=16,
         groups_per_step=4,
         completions_per_prompt=4,
+        batch_policy="wait",
         temperature=1.0,
         max_head_offpolicy_versions=2,
         max_steps=12,

@@ -15,7 +15,8 @@ from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, GroupResult, Score
+from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, Score
+from rollbook.rollout.groups.results import GroupResult
 from rollbook.rollout.policy import EpisodeTimeUpError, RequestTimes, current_episode, pause_episode_time
 from tests.parts.rollout.guessing import completion
 

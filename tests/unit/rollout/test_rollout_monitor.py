@@ -6,16 +6,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rollbook.concurrency.clock import ManualClock
-from rollbook.contracts.admission import Grant, PastDraw
+from rollbook.contracts.admission import PastDraw
 from rollbook.contracts.freshness import FreshnessRule
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, GroupState
-from rollbook.contracts.policy import PublicationId
 from rollbook.contracts.task import TaskId
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.dispatch.monitor import DispatchMonitor
 from rollbook.rollout.dispatch.slots import StalenessController
 from rollbook.rollout.metrics import rollout_metrics
-from rollbook.rollout.workers.messages import Finished
 from rollbook.telemetry.events import EventLog, read_json_lines
 from rollbook.telemetry.metrics import MetricRecorder, read_metrics
 from tests.parts.rollout.sink import MemorySink
@@ -27,7 +25,7 @@ class FastGroupsSink(MemorySink):
     async def outcomes(self, *, after: int, limit: int) -> list[PastDraw]:
         return [
             PastDraw(
-                group_id=grant(number).group_id,
+                group_id=GroupId(f"t{number}@0"),
                 task_id=TaskId(f"t{number}"),
                 number=0,
                 position=number,
@@ -39,33 +37,18 @@ class FastGroupsSink(MemorySink):
         ][:limit]
 
 
-def grant(number: int) -> Grant:
-    return Grant(
-        group_id=GroupId(f"t{number}@0"),
-        task_id=TaskId(f"t{number}"),
-        draw=0,
-        position=number,
-        attempt=1,
-        sequence=number,
-        admission_version=0,
-        admission_publication=PublicationId(1),
-        deadline_s=60.0,
-    )
-
-
-def result(tokens: float = 10.0) -> Finished:
-    outcome = GroupOutcome(
-        num_samples=4,
-        num_scorable=4,
-        reward_mean=0.5,
-        reward_std=0.1,
-        solved_rate=None,
-        truncated_rate=0.0,
-        mean_turns=1.0,
-        mean_response_tokens=tokens,
-        seconds=1.0,
-    )
-    return Finished(group_id="t@0", attempt=1, outcome=outcome, drop=DropReason(DropKind.INVALID, "no samples"))
+OUTCOME = GroupOutcome(
+    num_samples=4,
+    num_scorable=4,
+    reward_mean=0.5,
+    reward_std=0.1,
+    solved_rate=None,
+    truncated_rate=0.0,
+    mean_turns=1.0,
+    mean_response_tokens=10.0,
+    seconds=1.0,
+)
+DROP = DropReason(DropKind.INVALID, "no samples")
 
 
 @contextmanager
@@ -87,7 +70,7 @@ async def test_selection_bias_is_a_metric_and_one_warning(tmp_path: Path) -> Non
     sink = FastGroupsSink(capacity=8)
     with open_monitor(tmp_path, clock) as (monitor, _, metrics):
         for number in range(100):
-            monitor.group_settled(grant(number), result(), seconds=1.0 if number % 2 else 9.0)
+            monitor.group_settled(GroupId(f"t{number}@0"), OUTCOME, DROP, seconds=1.0 if number % 2 else 9.0)
         await monitor.audit_selection(sink, await sink.status())
         assert read_json_lines(tmp_path / "events.jsonl") == [], "too early"
         for _ in range(3):
@@ -115,7 +98,7 @@ def play_rounds(
     for number in range(groups):
         controller.running = controller.limit
         clock.jump(1.0 / min(knee, controller.limit))
-        monitor.group_settled(grant(number), result(), seconds=1.0)
+        monitor.group_settled(GroupId(f"t{number}@0"), OUTCOME, DROP, seconds=1.0)
 
 
 def test_the_number_of_groups_in_flight_adapts_only_when_enabled(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 import pytest
 
-from rollbook.contracts.admission import GateState, LedgerStatus, OpenReply, RunId
+from rollbook.contracts.admission import GateState, Grant, LedgerStatus, OpenPart, OpenReply, RunId
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.freshness import FreshnessRule, GateCounts
+from rollbook.contracts.freshness import BatchPolicy, FreshnessRule, GateCounts
+from rollbook.contracts.group import GroupId
+from rollbook.contracts.policy import PublicationId
+from rollbook.contracts.task import TaskId
 from rollbook.rollout.dispatch.failure_breaker import FailureBreaker, GroupEnd, RolloutsFailingError
 from rollbook.rollout.dispatch.slots import StalenessController
 
@@ -54,7 +57,23 @@ def test_a_declined_group_is_neither_a_failure_nor_a_success() -> None:
 
 
 def reply(grants: int, capacity: int) -> OpenReply:
-    return OpenReply(grants=(None,) * grants, taken=grants, gate=GateState.OPEN, capacity=capacity)  # type: ignore[arg-type]  # only counted
+    return OpenReply(grants=(grant(),) * grants, taken=grants, gate=GateState.OPEN, capacity=capacity)
+
+
+def grant(samples: int | None = None) -> Grant:
+    part = None if samples is None else OpenPart(group_id=GroupId("t@0"), number=1, num_samples=samples)
+    return Grant(
+        group_id=GroupId("t@0"),
+        task_id=TaskId("t"),
+        draw=0,
+        position=0,
+        attempt=1,
+        sequence=0,
+        admission_version=0,
+        admission_publication=PublicationId(0),
+        deadline_s=60.0,
+        part=part,
+    )
 
 
 def test_the_controller_counts_slots_and_settled_groups() -> None:
@@ -63,14 +82,34 @@ def test_the_controller_counts_slots_and_settled_groups() -> None:
     assert controller.to_propose == 10, "more than C would never be granted"
     controller.opened(reply(7, capacity=1))
     assert (controller.to_propose, controller.running, controller.capacity) == (3, 7, 1)
-    controller.settled(is_accepted=True)
-    controller.settled(is_accepted=False)
-    controller.released()
+    for is_accepted in (True, False):
+        controller.count(is_accepted=is_accepted)
+        controller.freed(1)
+    controller.freed(1)
     assert (controller.free, controller.running, controller.accepted, controller.rejected) == (6, 4, 1, 1)
     for _ in range(4):
-        controller.released()
-    with pytest.raises(ValueError, match="none was running"):
-        controller.released()
+        controller.freed(1)
+    with pytest.raises(ValueError, match="1 ended, but 0 were running"):
+        controller.freed(1)
+
+
+def test_a_group_that_was_submitted_in_part_leaves_the_rest_of_its_slot_to_others() -> None:
+    rule = FreshnessRule(
+        groups_per_step=4,
+        max_in_flight=3,
+        max_head_offpolicy_versions=1,
+        policy=BatchPolicy.PARTS,
+        samples_per_group=8,
+        quorum=4,
+    )
+    controller = StalenessController(rule, slots=64)
+    grants = tuple(grant(samples=samples) for samples in (8, 8, 3))
+    controller.opened(OpenReply(grants=grants, taken=3, gate=GateState.OPEN, capacity=0))
+    assert (controller.running, controller.free) == (19, 0)
+    controller.freed(3)
+    assert controller.to_propose == 1
+    controller.freed(5 + 3)
+    assert controller.to_propose == 2
 
 
 def test_the_capacity_of_the_controller_is_that_of_the_gate() -> None:

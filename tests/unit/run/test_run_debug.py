@@ -11,7 +11,8 @@ from rollbook.contracts.group import GroupId, PromptGroup
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
-from rollbook.rollout.groups.player import GroupOrder, GroupResult
+from rollbook.rollout.groups.player import GroupOrder
+from rollbook.rollout.groups.results import GroupResult
 from rollbook.rollout.workers.episode_records import (
     MAX_FAILURES,
     TRANSCRIPT_EVERY_S,

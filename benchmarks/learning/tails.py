@@ -1,0 +1,151 @@
+"""Learning with heavy tails: number guessing with episodes of log-normal duration, one batch policy against the others.
+
+Every policy trains for the same wall time with the same seeds. Then the final policy is evaluated on plain games. At equal samples,
+a policy must not learn less than `wait`, which trains everything, and must not drift towards shorter or longer episodes.
+
+With `--task coin` the reward is random, and the agent only decides how long an episode lasts. Then no policy may change the mean
+length: a selection by speed would.
+"""
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import tomllib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from benchmarks.learning.runs import LearningRun, Stop, save, train
+from benchmarks.report import Figure, print_figures, print_status
+from rollbook.contracts.freshness import BatchPolicy
+from rollbook.run.commands.evaluate import evaluate
+
+MODULE = Path(__file__).with_name("tails_rollout.py")
+EVALUATION_EPISODES = 16
+"""Of each secret."""
+PARTS_OF_RUN = 10
+"""Learning curves are compared in this many equal parts of the samples that all runs have trained."""
+
+
+def config_table(policy: BatchPolicy, *, task: str, seed: int, mean_s: float, shape: float) -> dict[str, Any]:
+    """The configuration of `rollbook demo`, with slow episodes and another batch policy."""
+    table = tomllib.loads((resources.files("rollbook.demo") / "run.toml").read_text(encoding="utf-8"))
+    table["run"] = {"name": f"tails-{policy}-{seed}", "seed": seed}
+    game = table["env"]["args"] if task == "guessing" else {}
+    kind = "TailedGuessing" if task == "guessing" else "TailedCoin"
+    table["env"] = {"name": f"tails_rollout:{kind}", "args": {"mean_s": mean_s, "shape": shape, **game}}
+    if task == "coin":
+        table["rollout"]["function"] = "tails_rollout"
+        table["rollout"]["max_turns"] = 12
+    table["rollout"] |= {"max_seconds": 500.0, "step_s": 500.0}
+    table["gate"] |= {"batch_policy": str(policy), "group_deadline_s": 1000.0}
+    table["inference"]["max_running"] = 512
+    table["trainer"] |= {"max_steps": 100_000, "schedule": "constant", "checkpoint_every": 1000}
+    return table
+
+
+def run_one(home: Path, policy: BatchPolicy, args: argparse.Namespace, seed: int) -> dict[str, Any]:
+    name = f"{policy}-{seed}"
+    for module in (MODULE, resources.files("rollbook.demo") / "number_guessing.py"):
+        shutil.copy(str(module), home)
+    table = config_table(policy, task=args.task, seed=seed, mean_s=args.mean_s, shape=args.shape)
+    run = train(name, table, home, Stop(limit_s=args.seconds, needs_checkpoint=True))
+    found = {
+        "policy": str(policy),
+        "seed": seed,
+        "steps": len(run.steps),
+        "samples": int(sum(row["rollout/samples"] for row in run.steps)),
+        "masked": mean([row["async/masked_share"] or 0.0 for row in run.steps]),
+        "audit_ok": run.audit_ok,
+        "max_lag": run.max_lag,
+        "curve": curve(run),
+        "solved": plain_solve_rate(run) if args.task == "guessing" else None,
+    }
+    print_status(
+        f"{name}: {found['steps']} steps, {found['samples']} samples, masked {found['masked']:.1%}, "
+        f"solved in a plain evaluation {found['solved']}"
+    )
+    return found
+
+
+def curve(run: LearningRun) -> list[tuple[int, float, float]]:
+    """Samples trained so far, mean reward and mean length of each step."""
+    total, rows = 0, []
+    for row in run.steps:
+        total += int(row["rollout/samples"])
+        rows.append((total, float(row["rollout/reward"]), float(row["rollout/response_len"])))
+    return rows
+
+
+def plain_solve_rate(run: LearningRun) -> float | None:
+    """The solved fraction of plain games, without tails."""
+    plain = ["env.name=number_guessing", "env.args.max_turns=6", "env.args.turn_price=0.4"]
+    solved = evaluate(run.directory, episodes=EVALUATION_EPISODES, overrides=plain).overall.solved
+    return None if solved is None else solved.mean
+
+
+def at_equal_samples(found: Sequence[dict[str, Any]], column: int) -> dict[str, list[float]]:
+    """By policy: the mean of a column of the curve in the last part of the samples that every run has trained, for each seed."""
+    common = min(run["samples"] for run in found)
+    means: dict[str, list[float]] = {}
+    for run in found:
+        last = [row[column] for row in run["curve"] if common * (PARTS_OF_RUN - 1) / PARTS_OF_RUN <= row[0] <= common]
+        means.setdefault(run["policy"], []).append(mean(last))
+    return means
+
+
+def figures_of(found: Sequence[dict[str, Any]]) -> list[Figure]:
+    """`parts` against each other policy: final solve rate at equal time, reward and length at equal samples."""
+    solved: dict[str, list[float]] = {}
+    for run in found:
+        if run["solved"] is not None:
+            solved.setdefault(run["policy"], []).append(run["solved"])
+    measures = {
+        "solved at equal time": solved,
+        "reward at equal samples": at_equal_samples(found, 1),
+        "length at equal samples": at_equal_samples(found, 2),
+    }
+    return [
+        Figure(
+            name=f"{measure}, parts/{other}",
+            ours=mean(by_policy["parts"]),
+            peer=mean(by_policy[other]),
+            unit="",
+            ratio=mean(by_policy["parts"]) / mean(by_policy[other]) if mean(by_policy[other]) else float("nan"),
+            more={"parts": by_policy["parts"], other: by_policy[other]},
+        )
+        for measure, by_policy in measures.items()
+        for other in by_policy
+        if other != "parts" and "parts" in by_policy
+    ]
+
+
+def mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else float("nan")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policies", nargs="+", default=list(BatchPolicy), choices=list(BatchPolicy))
+    parser.add_argument("--task", choices=["guessing", "coin"], default="guessing")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seconds", type=float, default=270.0, help="wall time of each run, from its first step")
+    parser.add_argument("--mean-s", type=float, default=1.0, help="mean duration of an episode")
+    parser.add_argument("--shape", type=float, default=1.0, help="sigma of the logarithm of a duration")
+    parser.add_argument("--out", type=Path, help="write the learning curves to this file")
+    args = parser.parse_args()
+    found: list[dict[str, Any]] = []
+    for seed in args.seeds:
+        for policy in map(BatchPolicy, args.policies):
+            with tempfile.TemporaryDirectory(prefix="rollbook-tails-") as home:
+                found.append(run_one(Path(home), policy, args, seed))
+            if args.out is not None:
+                save(args.out, found)
+    return print_figures(figures_of(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
