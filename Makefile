@@ -111,6 +111,10 @@ test-openenv: $(STAMP) ## with the openenv package, in a separate virtual enviro
 	PYTHON=$(PYTHON) sh scripts/openenv_venv.sh
 	$(BIN)/python -m pytest tests/services/test_envs_openenv_package.py
 
+test-cluster: $(STAMP) ## processes of a run on a Ray cluster of several nodes, and processes that join a run
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cluster]'
+	$(BIN)/python -m pytest tests/conformance/test_run_hosts.py tests/faults/test_run_join.py tests/faults/test_run_ray.py
+
 test-agents: $(STAMP) ## unchanged agent frameworks and lm-evaluation-harness, in a separate virtual environment
 	PYTHON=$(PYTHON) sh scripts/agents_venv.sh
 	$(BIN)/python -m pytest tests/services/test_rollout_agents_framework.py tests/services/test_rollout_agents_server.py tests/services/test_run_agent_proxy.py tests/services/test_inference_openai.py

@@ -42,6 +42,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "debug": ("rollbook.cli.debug:debug", "Play a failed episode again, in a debugger if wanted."),
     "host": ("rollbook.cli.host:host", "Run everything but the trainer, for a trainer such as TRL."),
     "join": ("rollbook.cli.join:join", "Add a policy server or a dispatcher to a running run."),
+    "scale": ("rollbook.cli.scale:scale", "Change the number of servers of a running run."),
     "proxy": ("rollbook.cli.proxy:proxy", "Serve an OpenAI-compatible endpoint that records its tokens."),
     "doctor": ("rollbook.cli.doctor:doctor", "Check what a run needs from this machine."),
     "config": ("rollbook.cli.config:config_app", "Check configurations."),

@@ -1,5 +1,6 @@
 """`rollbook train`: starts or resumes a run."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,14 @@ def train(  # noqa: PLR0917 - a command line is a list of flags
     max_rows: Annotated[
         int | None, typer.Option("--max-rows", min=1, help="Use only the first rows of the task source (tasks.limit).")
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            metavar="auto|ADDRESS",
+            help="Place additional processes on a Ray cluster (cluster.ray.address).",
+        ),
+    ] = None,
     preflight: Preflight = True,
     dashboard: Dashboard = True,
     as_json: AsJson = False,
@@ -30,7 +39,11 @@ def train(  # noqa: PLR0917 - a command line is a list of flags
         report = launch(
             config,
             run_dir=run_dir,
-            overrides=[*(override or ()), *([] if max_rows is None else [f"tasks.limit={max_rows}"])],
+            overrides=[
+                *(override or ()),
+                *([] if max_rows is None else [f"tasks.limit={max_rows}"]),
+                *([] if cluster is None else [f"cluster.ray.address={json.dumps(cluster)}"]),
+            ],
             console=stderr_console(),
             preflight=preflight,
             dashboard=dashboard,

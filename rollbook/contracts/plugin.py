@@ -28,6 +28,7 @@ EXTRAS = {
     "transformers": "train",
     "safetensors": "train",
     "peft": "lora",
+    "ray": "cluster",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "gguf": "models",

@@ -33,7 +33,7 @@ def _access(context: RoleContext) -> dict[str, Any]:
     config, directory = context.loaded.config, context.directory
     is_local = is_loopback(config.cluster.host)
     found: dict[str, Any] = {"policy_token_file": None if is_local else str(directory.client_token_file)}
-    if config.cluster.allow_join and "ledger" in context.addresses:
+    if config.cluster.has_members and "ledger" in context.addresses:
         file = ledger_token_file(context.loaded) if config.ledger.url is not None else None
         if config.ledger.url is None and not is_local:
             file = directory.client_token_file

@@ -12,9 +12,17 @@ import psutil
 import pytest
 
 from rollbook.concurrency.child_process.process import ChildEndedError
+from rollbook.contracts.plugin import load_on_demand
+from rollbook.run.config.cluster import RayConfig
 from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision.host import HostedProcess, LocalHost, ProcessHost, ProcessStart
+from rollbook.telemetry.events import EventLog
 
+RAY_MARKS = [
+    pytest.mark.timeout(600),
+    # Ray does not close everything that it opens.
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 CHILD = "tests.parts.run.hosted_child"
 
 
@@ -23,7 +31,16 @@ async def local() -> AsyncIterator[ProcessHost]:
     yield LocalHost()
 
 
-@pytest.fixture(params=[local])
+@asynccontextmanager
+async def ray_cluster() -> AsyncIterator[ProcessHost]:
+    """Ray on this machine, if it is installed."""
+    pytest.importorskip("ray", reason="needs rollbook[cluster]")
+    open_host = load_on_demand("rollbook.run.supervision.ray_host:open_ray_host")
+    async with open_host(RayConfig(address="auto", policy_cpus=0, rollout_cpus=0), log=EventLog("test")) as host:
+        yield host
+
+
+@pytest.fixture(params=[local, pytest.param(ray_cluster, marks=RAY_MARKS)])
 async def host(request: pytest.FixtureRequest) -> AsyncIterator[ProcessHost]:
     opener: Callable[[], AbstractAsyncContextManager[ProcessHost]] = request.param
     async with opener() as opened:

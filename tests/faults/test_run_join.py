@@ -88,3 +88,24 @@ def test_a_process_leaves_when_the_run_stops_and_a_run_that_is_not_running_canno
     refused = rollbook("join", str(run.directory), "--role", "policy")
     assert refused.returncode == 2
     assert "is not running: start it with `rollbook train`" in refused.stderr
+
+
+def test_a_run_is_scaled_up_and_down_while_it_runs(run: SmallRun) -> None:
+    asked = rollbook("scale", str(run.directory), "policy=1", "rollout=1", "--json")
+    assert json.loads(asked.stdout) == {"policy": 1, "rollout": 1}, asked.stderr
+    run.until(
+        lambda: members(run) == {MemberRole.POLICY: "policy-extra-1", MemberRole.ROLLOUT: "rollout-extra-1"},
+        what="both are in service",
+    )
+    run.until(lambda: groups_of(run, "dispatcher-rollout-extra-1"), what="the dispatcher played a group")
+    run.kill("policy-extra-1")
+    run.until(lambda: run.pid("policy-extra-1"), what="the policy server was started again")
+    assert rollbook("scale", str(run.directory), "policy=0", "rollout=0").returncode == 0
+    run.until(lambda: members(run) == {}, what="both have left")
+    refused = rollbook("scale", str(run.directory), "trainer=2")
+    assert refused.returncode == 2
+    assert "must look like policy=3 or rollout=2" in refused.stderr
+    run.process.terminate()
+    assert run.wait()["exit_code"] in (0, 130)
+    audit = json.loads(rollbook("audit", str(run.directory), "--json").stdout)
+    assert audit["ok"], audit["violations"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import SamplingParams
 from rollbook.inference.client.client import PolicyClient, open_policy_client
 from rollbook.inference.client.fleet import Fleet
@@ -149,3 +150,51 @@ async def test_a_draining_replica_finishes_its_requests_and_gets_no_new_ones(tin
         assert len(later) == 20
         assert all(len(completion.token_ids) == 200 for completion in await asyncio.gather(*running))
         assert services[0].engine.stats().requests <= started
+
+
+async def test_requests_and_weights_follow_replicas_that_join_leave_and_return(tiny: TinyModel) -> None:
+    published, path = tiny.weights(2)
+    async with AsyncExitStack() as stack:
+        _, (first, second) = await stack.enter_async_context(two_replicas(tiny, published=(1, None)))
+        listed = [first]
+
+        async def source() -> list[str]:
+            if not listed:
+                raise TransientError("the list is unknown")
+            return listed
+
+        weights = await stack.enter_async_context(WeightTransferClient([first], request_s=30, source=source))
+        client = await stack.enter_async_context(open_policy_client([first], request_s=30, watch_s=0.05, source=source))
+        fleet = client.fleet
+        assert [found and int(found.id) for found in await weights.reported()] == [1]
+        listed.append(second)
+        assert [found and int(found.id) for found in await weights.reported()] == [1, None], "the joiner has no weights"
+        await weights.receive(published, str(path))
+        assert list(await weights.reported()) == [published, published]
+        await until(lambda: [replica.publication for replica in fleet.replicas] == [2, 2])
+        sessions = [f"episode-{number}" for number in range(20)]
+
+        def chosen() -> set[int]:
+            return {fleet.choose(session=session, min_publication=2) for session in sessions}
+
+        assert chosen() == {0, 1}
+        listed[:] = [second]
+        await until(lambda: chosen() == {1})
+        assert fleet.urls == second
+        assert list(await weights.reported()) == [published]
+        listed.clear()
+        assert list(await weights.reported()) == [published], "an unknown list changes nothing"
+        listed[:] = [first, second]
+        await until(lambda: chosen() == {0, 1})
+        assert list(await weights.reported()) == [published, published]
+
+
+async def test_a_publication_waits_while_no_replica_is_a_member(tiny: TinyModel) -> None:
+    async with two_replicas(tiny) as (_, urls):
+
+        async def source() -> list[str]:
+            return []
+
+        async with WeightTransferClient(urls, request_s=1, source=source) as weights:
+            with pytest.raises(TransientError, match="no policy server is a member of the run"):
+                await weights.reported()

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,7 +21,7 @@ from rich.console import Console
 
 from rollbook.concurrency.blocking import run_blocking
 from rollbook.contracts.errors import RunError, UsageError
-from rollbook.contracts.plugin import require_libraries
+from rollbook.contracts.plugin import load_on_demand, require_libraries
 from rollbook.dashboard.run_files import RunReader, summarise
 from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
 from rollbook.ledger.serve import allow_many_connections
@@ -165,12 +166,16 @@ def _train(loaded: LoadedConfig, directory: RunDirectory, console: Console, *, h
     # Warnings go to the view and the log file; on stderr they would break the live view.
     log = EventLog("supervisor", directory.log_file("supervisor"), echo=io.StringIO())
     log.info("run.started", resumed=is_resumed)
+    options: dict[str, Any] = {}
+    if (ray := loaded.config.cluster.ray).address is not None:
+        options["open_host"] = partial(load_on_demand("rollbook.run.supervision.ray_host:open_ray_host"), ray, log=log)
     supervisor = Supervisor(
         loaded.config,
         directory,
         log=log,
         say=lambda text: console.print(f"[bold]{text}"),
         dashboard=open_socket("127.0.0.1", None) if has_dashboard else None,
+        **options,
     )
     if has_dashboard:
         console.print(f"dashboard: {supervisor.addresses['dashboard']}")
@@ -189,6 +194,7 @@ def write_or_check_config(loaded: LoadedConfig, directory: RunDirectory, console
         console.print(f"resuming {directory.path}")
         for path, (old, new) in changed.items():
             console.print(f"  {path}: {old!r} → {new!r}")
+        directory.record_resume(changed)
     directory.config_file.write_text(dump_toml(loaded.config), encoding="utf-8")
     directory.write_manifest(name=loaded.config.run.name, source_dir=loaded.source_dir, search_path=loaded.search_path)
     if not is_resumed:

@@ -33,7 +33,7 @@ async def main(context: RoleContext) -> str:
             context.addresses["policy"],
             directory=context.directory.weights,
             trainer_device=config.trainer.device,
-            shares_gpu=not (config.resources.are_separate or config.cluster.allow_join),
+            shares_gpu=not (config.resources.are_separate or config.cluster.has_members),
             token=steering_token(config.inference, own=context.token, source_dir=context.loaded.source_dir),
             log=context.log,
             source=_replica_source(context, ledger),
@@ -68,13 +68,13 @@ async def main(context: RoleContext) -> str:
 def _reachable(config: RunConfig) -> InferenceConfig:
     """Policy servers on other machines read weights from the shared run directory, not from this machine's memory."""
     inference = config.inference
-    if inference.transfer == "auto" and config.cluster.allow_join and not is_loopback(config.cluster.host):
+    if inference.transfer == "auto" and config.cluster.has_members and not is_loopback(config.cluster.host):
         return inference.model_copy(update={"transfer": "directory"})
     return inference
 
 
 def _replica_source(context: RoleContext, ledger: LedgerClient) -> ReplicaSource | None:
-    if not context.loaded.config.cluster.allow_join:
+    if not context.loaded.config.cluster.has_members:
         return None
     return replica_source(ledger, policy_urls(context.addresses["policy"]), in_service_only=False)
 

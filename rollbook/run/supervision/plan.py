@@ -61,23 +61,23 @@ def plan_run(
             directory=directory,
             addresses={**addresses, "own": replicas[name]} if name in replicas else addresses,
             listening=sockets.get(name),
-            environment=environment_of(config, name),
+            environment=environment_of(config, name, roles.get(name, name)),
         )
         for name in names
     ]
     return RunPlan(starts=starts, addresses=addresses, sockets=list(sockets.values()))
 
 
-def environment_of(config: RunConfig, name: str) -> dict[str, str]:
-    """The number of threads and the GPUs of a process."""
+def environment_of(config: RunConfig, name: str, role: str) -> dict[str, str]:
+    """The number of threads and the GPUs of a process. GPUs are assigned to the processes of the plan only."""
+    threads = {"policy": config.inference.threads, "vllm": config.inference.threads, "trainer": config.trainer.threads}
     policies = replica_names(config.inference)
-    threads, gpus = 1, tuple[int, ...]()
+    gpus = tuple[int, ...]()
     if name in policies:
-        threads = config.inference.threads
         gpus = config.resources.of_replica(policies.index(name), len(policies))
     elif name == "trainer":
-        threads, gpus = config.trainer.threads, config.resources.trainer_gpus
-    found = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        gpus = config.resources.trainer_gpus
+    found = {"OMP_NUM_THREADS": str(threads.get(role, 1)), "TOKENIZERS_PARALLELISM": "false"}
     return {**found, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else found
 
 

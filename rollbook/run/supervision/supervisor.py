@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -23,7 +23,8 @@ from rollbook.run.config.run import RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
-from rollbook.run.supervision.host import ProcessHost, ProcessStart
+from rollbook.run.supervision.extra_processes import ExtraProcesses
+from rollbook.run.supervision.host import LocalHost, ProcessHost, ProcessStart
 from rollbook.run.supervision.membership import machine_id, member_lease
 from rollbook.run.supervision.plan import plan_run
 from rollbook.run.supervision.process import STOP_GRACE_S, ProcessState, SupervisedProcess
@@ -64,13 +65,14 @@ class Supervisor:
         rule: RestartRule | None = None,
         say: Callable[[str], None] = lambda text: None,
         has_trainer: bool = True,
-        host: ProcessHost | None = None,
+        open_host: Callable[[], AbstractAsyncContextManager[ProcessHost]] = lambda: nullcontext(LocalHost()),
         dashboard: socket.socket | None = None,
         until_over: Callable[[Mapping[str, str]], Awaitable[None]] | None = None,
     ) -> None:
         """`dashboard` is the listening socket of the run's dashboard; without one there is none.
 
         `until_over` is called with the addresses and awaited when the last process has ended, before the servers stop.
+        `open_host` opens the host of the additional processes of `[cluster]`; by default they are started on this machine.
         """
         self._directory = directory
         self._directory_id = directory.file_id()
@@ -88,9 +90,9 @@ class Supervisor:
         self._final_evaluation_s = config.evaluation.final_wait_s
         self._plan = plan_run(config, directory, has_trainer=has_trainer, dashboard=dashboard)
         self.addresses = dict(self._plan.addresses)
-        self.processes = [
-            SupervisedProcess(start, host=host, on_change=self._write_processes) for start in self._plan.starts
-        ]
+        self.processes = [SupervisedProcess(start, on_change=self._write_processes) for start in self._plan.starts]
+        self._config = config
+        self._open_host = open_host
         # Without a trainer, the run is over when the dispatcher ends.
         self._last = next(p for p in self.processes if p.role == ("trainer" if has_trainer else "rollout"))
 
@@ -142,13 +144,35 @@ class Supervisor:
                     required = [p for p in others if p.role not in OPTIONAL]
                     readiness = group.create_task(self._all_ready(required), name="run.ready")
                     watch = group.create_task(self._watch(), name="run.watch")
+                    extras = group.create_task(self._run_extras(), name="run.extras")
                     await self._over.wait()
-                    readiness.cancel()
-                    watch.cancel()
+                    for task in (readiness, watch, extras):
+                        task.cancel()
+                    await asyncio.wait({extras})
                 await self._stop_others()
             await self._stop(*ledger)
             for keeper in keepers:
                 keeper.cancel()
+
+    async def _run_extras(self) -> None:
+        if not self._config.cluster.has_members:
+            return
+        try:
+            async with self._open_host() as host:
+                self._catch_signals()  # again: Ray installs its own handlers when it connects
+                extras = ExtraProcesses(
+                    self._config,
+                    self._directory,
+                    self.addresses,
+                    processes=self.processes,
+                    host=host,
+                    log=self._log,
+                    say=self._say,
+                    on_change=self._write_processes,
+                )
+                await extras.run()
+        except RunError as error:
+            self._fail(str(error))
 
     async def _take_lease(self, stack: AsyncExitStack) -> None:
         """In a shared ledger the run has a lease, so that one supervisor at a time continues it, on any machine."""
@@ -281,7 +305,7 @@ class Supervisor:
                 for process in self.processes:
                     process.kill()
                 return
-            for process in self.processes:
+            for process in tuple(self.processes):
                 limit_s = self._settings.silence_s if process.ready.is_set() else self._settings.ready_s
                 # A process that was never ready is handled by `_until_ready`: it stops the run.
                 if process.pid is None or not process.was_ready or process.silent_s < limit_s:

@@ -40,14 +40,15 @@ def join(run_dir: Path, role: JoinRole, *, host: str, name: str | None, gpus: st
     directory = RunDirectory(run_dir.resolve())
     loaded = load_resolved_config(directory)
     _require_joinable(loaded, role, host)
+    name = name or f"{role}-{node_name()}-{os.getpid()}"
     start = ProcessStart(
-        name=name or f"{role}-{node_name()}-{os.getpid()}",
+        name=name,
         role=role,
         directory=directory,
         addresses=running_addresses(directory),
         bind=host,
         environment={
-            **environment_of(loaded.config, role),
+            **environment_of(loaded.config, name, role),
             **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
         },
     )
@@ -65,7 +66,7 @@ def running_addresses(directory: RunDirectory) -> dict[str, str]:
 
 def _require_joinable(loaded: LoadedConfig, role: JoinRole, host: str) -> None:
     config = loaded.config
-    if not config.cluster.allow_join:
+    if not config.cluster.has_members:
         raise UsageError("this run accepts no members: start it with cluster.allow_join = true")
     if is_loopback(config.cluster.host) != is_loopback(host):
         raise UsageError(

@@ -1,0 +1,25 @@
+"""`rollbook scale`: more or fewer policy servers and dispatchers for a running run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollbook.cli.arguments import AsJson
+from rollbook.cli.output import result_json, stderr_console
+from rollbook.run.commands.cluster.scale import scale as change
+
+
+def scale(
+    run: Annotated[Path, typer.Argument(help="The run directory.")],
+    requests: Annotated[list[str], typer.Argument(metavar="ROLE=NUMBER...", help="policy=2 rollout=3")],
+    as_json: AsJson = False,
+) -> None:
+    """Set the number of policy servers and dispatchers in addition to those that the run started with.
+
+    The supervisor of the run starts what is missing, and stops the newest ones first.
+    """
+    console = stderr_console()
+    result = change(run, requests, say=lambda text: console.print(text, soft_wrap=True))
+    if as_json:
+        result_json(result)

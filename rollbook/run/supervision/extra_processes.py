@@ -1,0 +1,138 @@
+"""Policy servers and dispatchers in addition to those of the plan: as many as `[cluster]` or `rollbook scale` asks for.
+
+They are members of the run, on this machine or wherever the host places them. Losing one does not end the run.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from rollbook.concurrency.child_process.process import exit_reason
+from rollbook.contracts.errors import RollbookError
+from rollbook.run.config.run import RunConfig
+from rollbook.run.directory import RunDirectory, write_json
+from rollbook.run.supervision.child_main import EXIT_DONE
+from rollbook.run.supervision.host import ProcessHost, ProcessStart
+from rollbook.run.supervision.plan import environment_of
+from rollbook.run.supervision.process import ProcessState, SupervisedProcess
+from rollbook.telemetry.events import EventLog
+
+ROLES = ("policy", "rollout")
+POLL_S = 0.5
+FIRST_WAIT_S = 0.5
+MOST_WAIT_S = 30.0
+"""Between attempts to start a process: its machine may be lost for a long time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How many additional processes of each role there should be."""
+
+    policy: int = 0
+    rollout: int = 0
+
+    @classmethod
+    def read(cls, directory: RunDirectory) -> "Scale | None":
+        """The last request of `rollbook scale`."""
+        with suppress(OSError, ValueError, TypeError):
+            return cls(**json.loads(directory.scale_file.read_text(encoding="utf-8")))
+        return None
+
+    def write(self, directory: RunDirectory) -> None:
+        write_json(directory.scale_file, {"policy": self.policy, "rollout": self.rollout})
+
+    def of(self, role: str) -> int:
+        return int(getattr(self, role))
+
+
+class ExtraProcesses:
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        addresses: Mapping[str, str],
+        *,
+        processes: list[SupervisedProcess],
+        host: ProcessHost,
+        log: EventLog,
+        say: Callable[[str], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        """`processes`: all processes of the run, for display and to detect those that hang. This class adds and removes its own."""
+        self._config = config
+        self._directory = directory
+        self._addresses = addresses
+        self._all = processes
+        self._host = host
+        self._log = log
+        self._say = say
+        self._on_change = on_change
+        self._own: dict[str, SupervisedProcess] = {}
+        self._is_stopping = False
+        self._scale = Scale(policy=config.cluster.policy, rollout=config.cluster.rollout)
+        self._scale.write(directory)
+
+    async def run(self) -> None:
+        """Start and stop processes until their numbers are those requested.
+
+        Takes:  the request in `scale.json`.
+        Waits:  `POLL_S` between checks.
+        Ends:   on cancellation, when its processes have ended.
+        """
+        async with asyncio.TaskGroup() as group:
+            try:
+                while True:
+                    self._scale = Scale.read(self._directory) or self._scale
+                    for role in ROLES:
+                        names = [f"{role}-extra-{number}" for number in range(1, self._scale.of(role) + 1)]
+                        for name in (name for name in names if name not in self._own):
+                            group.create_task(self._keep(role, name), name=f"run.keep.{name}")
+                        surplus = [n for n, p in self._own.items() if p.role == role and n not in names]
+                        for name in surplus:
+                            group.create_task(self._own.pop(name).stop(), name=f"run.stop.{name}")
+                    await asyncio.sleep(POLL_S)
+            finally:
+                self._is_stopping = True
+                await asyncio.gather(*(process.stop() for process in self._own.values()))
+                self._own.clear()
+
+    async def _keep(self, role: str, name: str) -> None:
+        """Restart one process until it is no longer wanted."""
+        with self._listed(role, name) as process:
+            wait_s = FIRST_WAIT_S
+            while self._own.get(name) is process and not self._is_stopping:
+                try:
+                    code = await process.run()
+                    cause = process.fault or exit_reason(code)
+                except (OSError, RollbookError) as error:
+                    code, cause = 1, str(error)
+                if code == EXIT_DONE or self._own.get(name) is not process or self._is_stopping:
+                    break
+                self._log.warning("run.extra_process_died", process=name, cause=cause, restart_in_s=wait_s)
+                self._say(f"{name} {cause}; the run continues, and {name} is started again in {wait_s:g} s")
+                process.move(ProcessState.RESTARTING, cause)
+                await asyncio.sleep(wait_s)
+                wait_s = min(MOST_WAIT_S, 2 * wait_s)
+                if process.lifetimes_s and process.lifetimes_s[-1] > MOST_WAIT_S:
+                    wait_s = FIRST_WAIT_S
+
+    @contextmanager
+    def _listed(self, role: str, name: str) -> Iterator[SupervisedProcess]:
+        start = ProcessStart(
+            name=name,
+            role=role,
+            directory=self._directory,
+            addresses=self._addresses,
+            bind=self._config.cluster.host,
+            environment=environment_of(self._config, name, role),
+        )
+        process = SupervisedProcess(start, host=self._host, on_change=self._on_change)
+        self._own[name] = process
+        self._all.append(process)
+        try:
+            yield process
+        finally:
+            self._all.remove(process)
+            self._on_change()
