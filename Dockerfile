@@ -10,6 +10,21 @@ COPY pyproject.toml README.md LICENSE ./
 COPY rollbook rollbook
 RUN python -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
+# An environment server without torch. It starts all its simulated clouds before it listens. Clients send the token of /work/token:
+#
+#   docker build --target env -t rollbook-env . && docker run --rm -p 8000:8000 -v "$PWD:/work" rollbook-env --pool-size 8
+FROM python:3.11-slim AS env
+COPY --from=build /wheels /wheels
+RUN python -m pip install --no-cache-dir "$(echo /wheels/rollbook-*.whl)[aws]" \
+    && useradd --create-home --uid 1000 rollbook \
+    && mkdir /work \
+    && chown rollbook /work
+USER rollbook
+WORKDIR /work
+EXPOSE 8000
+HEALTHCHECK CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=5)"]
+ENTRYPOINT ["rollbook", "env", "serve", "--env", "aws", "--host", "0.0.0.0", "--port", "8000", "--token-file", "/work/token"]
+
 FROM python:3.11-slim
 ARG TORCH_OPTIONS=""
 ARG EXTRAS=train,plots

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from rollbook.contracts.ports import Environment
     from rollbook.contracts.task import Task
     from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow
-    from rollbook.envs.builtin.awscli.cloud.backend import MiniStackPool
+    from rollbook.envs.builtin.awscli.cloud.ministack_pool import MiniStackPool
     from rollbook.envs.client.blocking import MultiTurnEnvPool
     from rollbook.envs.client.group import GrpoPool
     from rollbook.inference.weights.client import WeightTransferClient
@@ -117,7 +117,7 @@ _MODULES = {
     "LossSettings": "rollbook.trainer.losses.inputs",
     "LossTerms": "rollbook.trainer.losses.inputs",
     "MessageTrajectoryAssembler": "rollbook.rollout.assemblers.chat",
-    "MiniStackPool": "rollbook.envs.builtin.awscli.cloud.backend",
+    "MiniStackPool": "rollbook.envs.builtin.awscli.cloud.ministack_pool",
     "MultiTurnEnvPool": "rollbook.envs.client.blocking",
     "Observation": "rollbook.contracts.environment",
     "PromptGroup": "rollbook.contracts.group",

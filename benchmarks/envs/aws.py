@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from rollbook.concurrency.deadline import Deadline
-from rollbook.envs.builtin.awscli.cloud.backend import open_ministack_pool
+from rollbook.envs.builtin.awscli.cloud.backend import open_cloud_pool
 from rollbook.envs.builtin.awscli.config import AwsCliConfig
 from rollbook.envs.builtin.awscli.environment import AwsCliEnvironment, AwsCliPool
 from rollbook.telemetry.events import EventLog
@@ -110,7 +110,7 @@ async def measure_pool(size: int) -> dict[str, Any]:
     """Time and CPU time until the pool is ready, and its memory when idle."""
     cpu, start = tree_cpu_s(), time.perf_counter()
     config = AwsCliConfig(pool_size=size, base_port=0)
-    async with open_ministack_pool(config, log=EventLog("bench")) as pool:
+    async with open_cloud_pool(config, log=EventLog("bench")) as pool:
         ready_s = time.perf_counter() - start
         cpu_s = tree_cpu_s() - cpu
         children = psutil.Process().children(recursive=True)

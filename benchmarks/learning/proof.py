@@ -76,6 +76,8 @@ class Proof:
             "checkpoint_every": self._args.checkpoint_every,
             "keep_checkpoints": 1000,
             "ppo_n_minibatches": minibatches,
+            # The criteria are about the drift within a step.
+            "old_logprobs": "snapshot",
         }
         if self._args.model is not None:
             self._use_real_model(table)

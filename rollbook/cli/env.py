@@ -36,6 +36,13 @@ def serve(  # noqa: PLR0917 - a command line is a list of flags
     openenv: Annotated[
         str | None, typer.Option("--openenv", help="Host an existing OpenEnv class: module:Class.")
     ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            "--tasks",
+            help="Tasks for a reset without one, chosen by its seed: a file (JSONL, CSV, Parquet) or module:function.",
+        ),
+    ] = None,
     token_file: Annotated[
         Path | None,
         typer.Option("--token-file", help="File with the token that clients must send; created if missing."),
@@ -57,6 +64,7 @@ def serve(  # noqa: PLR0917 - a command line is a list of flags
         host=host,
         port=port,
         is_openenv=openenv is not None,
+        tasks=tasks,
         allowed=AllowedClients.of(allow_host or (), allow_origin or ()),
         ready_file=ready_file,
         say=lambda text: console.print(text, markup=False),

@@ -1,4 +1,4 @@
-"""Runs a coroutine from plain code."""
+"""Runs coroutines from plain code."""
 
 import asyncio
 import signal
@@ -44,3 +44,43 @@ def _on_sigint(call: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class LoopThread:
+    """An event loop in its own thread, for blocking classes over asynchronous ones. Any other thread may call it."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        # A daemon: a call that never returns must not keep the interpreter from exiting.
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of a coroutine. An interrupt here cancels it."""
+        if not self.is_running:
+            work.close()
+            raise RuntimeError(f"{self._thread.name} is closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call a plain function in the loop, and wait for it."""
+
+        async def run() -> None:
+            function()
+
+        self.run(run())
+
+    def stop(self) -> None:
+        if self.is_running:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()

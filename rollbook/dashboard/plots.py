@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -273,5 +274,7 @@ def _nan(values: Sequence[float | None]) -> list[float]:
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path)
+    # Letters as text: an SVG with drawn letters is three times as large, and cannot be searched.
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(path)
     return path

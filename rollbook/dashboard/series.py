@@ -93,9 +93,13 @@ class MetricSeries:
             self._rows.setdefault(process, _Rows()).add(step, time, row)
 
     def names(self) -> Iterator[tuple[str, str, float | None]]:
-        """Each metric with its process and its last value, the trainer's first."""
+        """Each metric with its process and its last value. Of two processes with the same metric, the trainer is shown."""
+        known: set[str] = set()
         for process in self._processes():
             for name, column in self._rows[process].columns.items():
+                if name in known:
+                    continue
+                known.add(name)
                 last = column[-1] if column else NAN
                 yield name, process, None if math.isnan(last) else float(last)
 

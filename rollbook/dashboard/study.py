@@ -16,7 +16,7 @@ from rollbook.dashboard.run_files import read_evaluations, read_steps
 from rollbook.dashboard.run_metrics import StepMetrics, moving_average
 
 RESAMPLES = 10_000
-CURVE_POINTS = 60
+CURVE_POINTS = 30
 REWARD_WINDOW = 10
 """The reward of single batches is noisy: their curve is the mean of this many steps."""
 

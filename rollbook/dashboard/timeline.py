@@ -14,11 +14,9 @@ import msgspec
 import numpy as np
 
 from rollbook.dashboard.intervals import Intervals
-from rollbook.dashboard.run_files import is_number
-from rollbook.telemetry.spans import Span, span_of
 
-READ_BYTES = 16 << 20
-"""Read of one file for one window: about 50,000 spans."""
+READ_BYTES = 4 << 20
+"""Read of one file for one window: about 10,000 spans. More than can be shown one by one."""
 PART_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20
 MAX_SPANS = 4000
@@ -26,8 +24,8 @@ MAX_SPANS = 4000
 DENSITY_POINTS = 600
 MAX_ROWS = 64
 """Rows of concurrent spans in one lane. Further spans share the last row."""
-LATE_S = 600.0
-"""Spans that end up to this long after a window are searched for parts inside it."""
+LATE_S = (600.0, 60.0, 10.0, 1.0)
+"""Spans that end up to this long after a window are searched for parts inside it: the longest time that can be read."""
 
 KINDS = {
     "policy": "policy",
@@ -57,18 +55,32 @@ class Lane(msgspec.Struct, frozen=True, kw_only=True):
     density: Density | None = None
 
 
+class _Line(msgspec.Struct, frozen=True, gc=False):
+    """A span as it is written. Its fields are decoded only if they are shown."""
+
+    process: str
+    name: str
+    start: float
+    end: float
+    fields: msgspec.Raw = msgspec.Raw(b"{}")
+
+    def shown(self) -> dict[str, Any]:
+        found = msgspec.json.decode(self.fields)
+        return found if isinstance(found, dict) else {}
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
-    spans: list[Span]
+    spans: list[_Line]
     share: float
     """The part of the window that was read; below 1 the spans are a sample."""
 
 
-def read_lanes(run_dir: Path, begin: float, end: float) -> tuple[list[Lane], bool]:
-    """The lanes between two times, and whether all spans were read."""
-    by_lane: dict[str, list[Span]] = {}
+def read_lanes(run_dir: Path, begin: float, end: float, *, process: str = "*") -> tuple[list[Lane], bool]:
+    """The lanes between two times, and whether all spans were read. `process` is a pattern of process names."""
+    by_lane: dict[str, list[_Line]] = {}
     shares: dict[str, float] = {}
-    for path in sorted((run_dir / "spans").glob("*.jsonl")):
+    for path in sorted((run_dir / "spans").glob(f"{process}.jsonl")):
         found = _read_window(path, begin, end)
         for span in found.spans:
             lane = _lane_of(span)
@@ -102,12 +114,12 @@ def bounds(run_dir: Path) -> tuple[float, float] | None:
     return (min(starts), max(ends)) if starts and ends else None
 
 
-def _lane_of(span: Span) -> str:
+def _lane_of(span: _Line) -> str:
     """Episodes, publications and checkpoints have lanes of their own, apart from their process."""
     return span.name if span.name in KINDS else span.process
 
 
-def _lane(name: str, spans: list[Span], begin: float, end: float, *, share: float, is_exact: bool) -> Lane:
+def _lane(name: str, spans: list[_Line], begin: float, end: float, *, share: float, is_exact: bool) -> Lane:
     kind = KINDS.get(name) or KINDS.get(name.partition("-")[0]) or KINDS.get(name.partition(".")[0], "process")
     if is_exact:
         rows = list(_packed(spans))
@@ -131,7 +143,7 @@ def _lane(name: str, spans: list[Span], begin: float, end: float, *, share: floa
     )
 
 
-def _packed(spans: Iterable[Span]) -> Iterator[tuple[float, float, str, int, dict[str, Any]]]:
+def _packed(spans: Iterable[_Line]) -> Iterator[tuple[float, float, str, int, dict[str, Any]]]:
     """Each span in the first row that is free at its start. `spans` are ordered by start."""
     ends: list[float] = []
     for span in spans:
@@ -141,7 +153,7 @@ def _packed(spans: Iterable[Span]) -> Iterator[tuple[float, float, str, int, dic
             ends.append(span.end)
         else:
             ends[row] = max(ends[row], span.end)
-        yield span.start, span.end, span.name, row, span.fields
+        yield span.start, span.end, span.name, row, span.shown()
 
 
 def _read_window(path: Path, begin: float, end: float) -> _Found:
@@ -149,7 +161,10 @@ def _read_window(path: Path, begin: float, end: float) -> _Found:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             first, _ = _offsets_around(file, size, begin)
-            _, last = _offsets_around(file, size, end + LATE_S)
+            for late_s in LATE_S:
+                _, last = _offsets_around(file, size, end + late_s)
+                if last - first <= READ_BYTES:
+                    break
             parts, share = _parts(first, last)
             found = [
                 span
@@ -183,27 +198,22 @@ def _offsets_around(file: BinaryIO, size: int, time: float) -> tuple[int, int]:
     return low, high
 
 
-def _spans_between(file: BinaryIO, first: int, last: int) -> Iterator[Span]:
+def _spans_between(file: BinaryIO, first: int, last: int) -> Iterator[_Line]:
     """Spans whose lines begin between two offsets. Lines that cannot be read are skipped."""
-    file.seek(first)
+    file.seek(max(0, first - 1))
+    block = file.read(last - max(0, first - 1))
     if first > 0:
         # Begin at the next line, unless a line begins here.
-        file.seek(first - 1)
-        file.readline(MAX_LINE_BYTES)
-    while (at := file.tell()) < last:
-        line = file.readline(MAX_LINE_BYTES)
-        if not line:
-            return
-        if at >= first and line.endswith(b"\n") and (span := _parse(line)) is not None:
+        block = block.partition(b"\n")[2]
+    if block and not block.endswith(b"\n"):
+        block += file.readline(MAX_LINE_BYTES)
+    for line in block.split(b"\n")[:-1]:
+        try:
+            span = _DECODER.decode(line)
+        except msgspec.MsgspecError:
+            continue
+        if span.start <= span.end:
             yield span
 
 
-def _parse(line: bytes) -> Span | None:
-    try:
-        row = msgspec.json.decode(line)
-    except msgspec.MsgspecError:
-        return None
-    if not isinstance(row, dict) or not is_number(row.get("start")) or not is_number(row.get("end")):
-        return None
-    is_valid = isinstance(row.get("name"), str) and isinstance(row.get("fields", {}), dict)
-    return span_of(row) if is_valid and row["start"] <= row["end"] else None
+_DECODER = msgspec.json.Decoder(_Line)

@@ -46,8 +46,17 @@ class VllmConfig(BaseModel, frozen=True, extra="forbid"):
     """A Python interpreter with vLLM installed: the run starts `inference.replicas` servers with it. Unset: `inference.urls` are
     used."""
 
+    enforce_eager: bool | None = None
+    """Run the model without compiled graphs: a faster start, slower decoding. Unset: on a CPU only, where vLLM needs it."""
+
+    gpu_memory_share: float | None = Field(default=None, gt=0, le=1)
+    """Part of the GPU's memory that a server may use. Set it if the trainer uses the same GPU. Unset: vLLM's default, 0.9."""
+
+    prefix_caching: bool = True
+    """Reuse the cache of equal prompt prefixes: all turns of an episode and all samples of a group share one."""
+
     args: tuple[str, ...] = ()
-    """Additional arguments of the vLLM server."""
+    """Additional arguments of the vLLM server. They come last, so they override the others."""
 
     update: Literal["reload", "plugin"] = "reload"
     """`reload`: vLLM reads a directory again; no set-up. `plugin`: our weight transfer back end, which checks digests; vLLM's

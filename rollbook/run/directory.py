@@ -11,6 +11,7 @@ token               opens requests that steer the run  failures/    the first fa
 client-token        opens requests of rollouts and readers, where servers listen on other than loopback
 rollouts.jsonl      samples of each step, with text   tokens/      records of single tokens, of some steps
 dashboard/          the view index, which can be deleted
+resumes.jsonl       when the run was resumed, with changed settings
 """
 
 import fcntl
@@ -20,7 +21,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,10 @@ class RunDirectory:
     @property
     def mastery_file(self) -> Path:
         return self.path / "mastery.jsonl"
+
+    @property
+    def resumes_file(self) -> Path:
+        return self.path / "resumes.jsonl"
 
     @property
     def failures(self) -> Path:
@@ -265,6 +270,11 @@ class RunDirectory:
             manifest = {"id": manifest["id"], **self.read_manifest()}
         known = [*manifest.get("search_path", []), *(str(path) for path in search_path if path != self.objects)]
         write_json(self.manifest_file, {**manifest, "search_path": list(dict.fromkeys(known))})
+
+    def record_resume(self, changed: Mapping[str, tuple[Any, Any]]) -> None:
+        """Record when the run was resumed, and which settings changed: their paths with the old and the new value."""
+        with self.resumes_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": time.time(), "changed": changed}) + "\n")
 
     def read_manifest(self) -> dict[str, Any]:
         try:

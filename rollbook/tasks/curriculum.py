@@ -11,6 +11,7 @@ With several dispatchers in one run, each learns the results of the others when 
 from collections.abc import Sequence
 
 from rollbook.contracts.admission import DrawProgress, PastDraw
+from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupOutcome, GroupState
 from rollbook.contracts.group import group_id as id_of
 from rollbook.contracts.task import Draw, Task, TaskId
@@ -85,13 +86,27 @@ class Curriculum:
     def is_exhausted(self) -> bool:
         return self._queue.is_exhausted
 
-    def record_result(self, draw: Draw, outcome: GroupOutcome | None) -> None:
-        """The outcome of a draw. Nothing else changes mastery, and only the first result of a draw counts."""
+    def record_result(self, drawn: Draw | Task | TaskId | str, outcome: GroupOutcome | float | None) -> None:
+        """The outcome of a draw. Nothing else changes mastery, and only the first result of a draw counts.
+
+        With a task in place of a draw, it is that of the task's oldest draw without a result. A number is the mean reward of the
+        draw, 1 for success.
+        """
+        draw = drawn if isinstance(drawn, Draw) else self._oldest_unsettled(drawn)
+        outcome = _outcome_of(outcome) if isinstance(outcome, float | int) else outcome
         self._unsettled.pop(id_of(draw.task_id, draw.number), None)
         if outcome is None or draw.task_id not in self._table.index or not self._add_result(draw, outcome):
             return
         if self._log is not None and self._log.is_due(self.num_draws):
             self._log.write(self.view())
+
+    def _oldest_unsettled(self, task: Task | TaskId | str) -> Draw:
+        task_id = task.id if isinstance(task, Task) else TaskId(task)
+        own = [(position, group) for group, position in self._unsettled.items() if group.rpartition("@")[0] == task_id]
+        if not own:
+            raise RunError(f"task {task_id} has no draw without a result; take one with propose() and taken() first")
+        position, group = min(own)
+        return Draw(task_id=task_id, number=int(group.rpartition("@")[2]), position=position)
 
     @property
     def num_draws(self) -> int:
@@ -150,3 +165,17 @@ class Curriculum:
         self._unsettled = {group: position for group, position in self._unsettled.items() if position >= oldest}
         waiting = (*self._unsettled.values(), *self._queue.untaken)
         return max(min(waiting, default=self._queue.next_position), oldest)
+
+
+def _outcome_of(reward: float) -> GroupOutcome:
+    return GroupOutcome(
+        num_samples=1,
+        num_scorable=1,
+        reward_mean=reward,
+        reward_std=None,
+        solved_rate=None,
+        truncated_rate=0.0,
+        mean_turns=0.0,
+        mean_response_tokens=0.0,
+        seconds=0.0,
+    )

@@ -69,10 +69,10 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     loss_options: dict[str, float] = Field(default_factory=dict)
     """Numbers for your own loss; built-in losses read none."""
 
-    old_logprobs: Literal["snapshot", "engine"] = "snapshot"
-    """The denominator of the clipped ratio. `snapshot`: the policy at the start of the step, so that clipping limits the change of
-    one batch. `engine`: the policy that sampled the tokens, so that clipping also corrects for lag; needs exact logprobs from the
-    engine, and saves the second pass with several minibatches."""
+    old_logprobs: Literal["snapshot", "engine"] | None = None
+    """The denominator of the ratio. `engine`: the policy that sampled the tokens, so that the ratio corrects for lag; saves the
+    second pass with several minibatches. `snapshot`: the policy at the start of the step, so that clipping limits the change of one
+    batch only. None: snapshot with a correction and for decoupled, dro, reinforce and your own loss; otherwise engine."""
 
     clip_low: float | None = Field(default=None, ge=0, le=1)
     """Lower clip of the ratio, 1 - clip_low. None: the loss's default (.2; gspo .0003; cispo 1, no lower clip)."""
@@ -258,6 +258,7 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
         defaults: dict[str, Any] = LOSS_DEFAULTS.get(self.loss, {})
         return Recipe(
             loss=self.loss,
+            old_logprobs=self.old_logprobs or self._default_old_logprobs(),
             clip_low=self.clip_low if self.clip_low is not None else defaults.get("clip_low"),
             clip_high=self.clip_high if self.clip_high is not None else defaults.get("clip_high"),
             dual_clip=self.dual_clip if self.dual_clip is not None else defaults.get("dual_clip"),
@@ -270,6 +271,14 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
             correction_bound=self.correction_bound or 2.0,
             overlong_buffer=self.overlong_buffer or -(-(self.overlong_tokens or 0) // 2),
             overlong_penalty=self.overlong_penalty or 1.0,
+        )
+
+    def _default_old_logprobs(self) -> str:
+        # A correction weights by old / sampled, so its ratio is taken to the start of the step.
+        return (
+            "snapshot"
+            if self.correction != "none"
+            else LOSS_DEFAULTS.get(self.loss, {}).get("old_logprobs", "snapshot")
         )
 
     def numeric_settings(self) -> dict[str, Any]:

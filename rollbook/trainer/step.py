@@ -1,10 +1,10 @@
 """One training step: a batch in, an updated model and metrics out. Deterministic to the bit on a CPU with a fixed thread count.
 
-The importance ratio is taken against pi_old, the policy at the start of the step. Until the first optimizer step of a batch that is
+With `old_logprobs = "engine"` the ratio is taken against the policy that sampled the tokens, whose logprobs came with them.
+
+With `snapshot` it is taken against pi_old, the policy at the start of the step. Until the first optimizer step of a batch that is
 the current policy, so the first minibatch uses its own detached log-probabilities: the ratio is exactly 1, and one minibatch per
 step needs no second pass. For the other minibatches pi_old is computed before the first optimizer step.
-
-With `old_logprobs = "engine"` the ratio is taken against the policy that sampled the tokens, whose logprobs came with them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -226,7 +226,7 @@ class TrainStep:
 
     def _old_logprobs(self, minibatches: Sequence[Minibatch]) -> list[list[Tensor] | None]:
         """Log-probabilities at the start of the step, for every minibatch but the first, which uses its own."""
-        if self._config.old_logprobs == "engine":
+        if self._recipe.old_logprobs == "engine":
             return [None for _ in minibatches]
         old: list[list[Tensor] | None] = [None for _ in minibatches[:1]]
         with torch.no_grad():
@@ -314,7 +314,7 @@ class TrainStep:
         sampled = torch.where(is_known, recorded, starting)
         inputs = LossInputs(
             current_N=current,
-            old_N=sampled if self._config.old_logprobs == "engine" else starting,
+            old_N=sampled if self._recipe.old_logprobs == "engine" else starting,
             sampled_N=sampled,
             advantages_N=tensor(micro.advantages_N),
             row_of_N=tensor(micro.row_of_N),

@@ -15,7 +15,9 @@ from playwright.sync_api import Browser, Page, expect
 
 from rollbook.run.directory import RunDirectory
 from tests.page.conftest import Watched, run_elsewhere, running_server, serious_findings
-from tests.parts.dashboard.recorded_run import STEPS, record_run
+from tests.parts.dashboard.recorded_run import PER_STEP, STEPS, record_run
+
+pytestmark = pytest.mark.xdist_group("page")
 
 MEGABYTES = 10
 MESSAGES: tuple[dict[str, Any], ...] = (
@@ -33,7 +35,7 @@ MESSAGES: tuple[dict[str, Any], ...] = (
 PAGES = {
     "/": "Is it learning?",
     "/metrics": "rollout/reward",
-    "/steps": "Gradient norm",
+    "/steps": "Grad norm",
     f"/steps/{STEPS - 1}": "Batch anatomy",
     "/timeline": "1.0 s of 1.0 s",
     "/freshness": "Trained groups by step and lag",
@@ -103,7 +105,7 @@ def test_messages_with_scripts_links_escape_sequences_and_direction_marks_stay_t
     main = page.get_by_role("main")
     for text in (
         "<script>alert(1)</script>",
-        "␛[31mred␛[0m",
+        "⟨ESC⟩[31mred⟨ESC⟩[0m",
         "⟨U+202E⟩right-to-left",
         "[link](javascript:alert(2))",
         "I think <img src=x onerror=alert(3)>",
@@ -213,6 +215,20 @@ def test_values_move_when_the_run_goes_on(browser: Browser, shown: Shown, watche
     with shown.run.metrics_file.open("a") as metrics:
         metrics.write(json.dumps(row) + "\n")
     expect(reward).to_contain_text("0.75")
+    page.close()
+
+
+def test_a_task_opens_its_groups_and_a_step_its_samples(browser: Browser, shown: Shown, watched: Watched) -> None:
+    page = watched.follow(browser.new_page())
+    opened(page, shown, "/tasks")
+    page.get_by_role("link", name="task2", exact=True).click()
+    expect(page.locator("tbody tr")).to_have_count(1)
+    expect(page.locator("tbody tr")).to_contain_text("task2@0")
+    opened(page, shown, "/steps")
+    page.get_by_role("link", name="2", exact=True).click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Step 2")
+    page.get_by_role("link", name="Rollouts of this step").click()
+    expect(page.locator("tbody tr")).to_have_count(PER_STEP)
     page.close()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from rollbook.dashboard.server.access import COOKIE, DashboardAccess
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.run.directory import RunDirectory
+from rollbook.telemetry.token_records import TokenArrays, TokenRecordWriter
 from tests.parts.dashboard.recorded_run import HOSTILE, STEPS, DashboardClient, record_run, serving_dashboard
 from tests.parts.ledger.groups import RUN
 from tests.parts.ledger.service import serving
@@ -191,6 +193,31 @@ async def test_several_runs_of_a_folder_are_listed_and_compared(tmp_path: Path) 
         assert set(compared["series"]["rollout/reward"]) == {"first", "later/second"}
         assert compared["config"] == {"trainer.max_steps": {"first": 3, "later/second": 4}}
         assert (await client.get("/api/run?run=unknown"))[0] == 404
+
+
+async def test_settings_are_shown_with_their_defaults_and_what_a_resume_changed(directory: RunDirectory) -> None:
+    directory.record_resume({"trainer.max_steps": (2, STEPS)})
+    async with serving_dashboard(str(directory.path)) as client:
+        found = await get(client, "/api/config")
+    fields = {field["path"]: field for section in found["sections"] for field in section["fields"]}
+    steps = fields["trainer.max_steps"]
+    assert (steps["value"], steps["is_default"], steps["resumed_from"]) == (STEPS, False, 2)
+    assert "steps" in steps["meaning"]
+    assert fields["trainer.seed"]["is_default"]
+    assert [resume["changed"] for resume in found["resumes"]] == [{"trainer.max_steps": [2, STEPS]}]
+
+
+async def test_recorded_tokens_are_shown_with_their_entropy_and_the_trainers_logprob(directory: RunDirectory) -> None:
+    values = np.array([np.nan, np.nan, 0.25])
+    TokenRecordWriter(directory.path, every=1, kept=1).write(
+        1, {("task0@0", 1, 0): TokenArrays.of(-values, values, 2 * values)}
+    )
+    async with serving_dashboard(str(directory.path)) as client:
+        recorded = await get(client, "/api/groups/task0@0/tokens?sample=1")
+        other = await get(client, "/api/groups/task0@0/tokens?sample=0")
+    assert (recorded["trainer_logprob"], recorded["entropy"]) == ([None, None, -0.25], [None, None, 0.25])
+    assert (recorded["advantage"], recorded["recorded_step"]) == ([None, None, 0.5], 1)
+    assert (other["recorded_step"], other["entropy"]) == (None, None)
 
 
 # ---------------------------------------------------------------------- runs that are damaged, incomplete or from elsewhere

@@ -75,6 +75,32 @@ async def test_the_openenv_client_plays_an_episode_on_our_server() -> None:
     assert "VALIDATION_ERROR" in str(episode["errors"])
 
 
+async def test_the_mcp_client_of_openenv_plays_on_our_server() -> None:
+    async with served("number_guessing", size=1) as server:
+        seen = await peer_output("mcp", server.url)
+        assert server.pool.health().busy == 0, "the client closed its session"
+    assert seen["tools"] == ["act"]
+    assert seen["result"] in ("higher", "lower", "correct")
+    assert seen["steps"] == 1
+    assert isinstance(seen["texts"], list)
+    assert seen["texts"][0] == seen["texts"][1], "the same seed picks the same task"
+    assert isinstance(seen["over_ws"], list)
+    listed, called = seen["over_ws"]
+    assert listed["data"]["result"]["tools"][0]["name"] == "act"
+    assert called["data"]["result"]["data"] == seen["result"], "the seed picked the same task again"
+
+
+async def test_the_validator_of_openenv_passes_all_its_criteria() -> None:
+    async with served("number_guessing", size=1) as server:
+        child = await asyncio.create_subprocess_exec(
+            PYTHON, "-m", "openenv.cli", "validate", "--url", server.url, stdout=asyncio.subprocess.PIPE
+        )
+        out, _ = await child.communicate()
+    assert child.returncode == 0, out
+    assert out.decode().count("PASS  ") == 6, out
+    assert "Verdict: PASS" in out.decode()
+
+
 async def test_openenv_clients_are_refused_if_our_server_is_full() -> None:
     async with served("number_guessing", size=2, connect_wait_s=0.1) as server:
         crowd = await peer_output("crowd", server.url, "4")

@@ -1,5 +1,7 @@
 """The README's example and the notebook, executed as users do it."""
 
+import asyncio
+import importlib.util
 import json
 import os
 import re
@@ -12,6 +14,8 @@ import pytest
 from nbclient import NotebookClient
 
 from rollbook import audit
+from rollbook.envs.config import EnvConfig
+from rollbook.envs.server.run import serve_environments
 from rollbook.run.directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -71,3 +75,18 @@ def _solved(printed: str, step: str) -> int:
     found = re.search(rf"{step}: (\d+)% of", printed)
     assert found is not None, printed
     return int(found[1])
+
+
+async def test_the_synchronous_example_learns_with_a_pool_of_sessions() -> None:
+    spec = importlib.util.spec_from_file_location(
+        "synchronous_grpo", ROOT / "examples/01_number_guessing/synchronous_grpo.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    async with serve_environments(EnvConfig(name="number_guessing"), size=8) as server:
+        before, after = [
+            await asyncio.to_thread(example.main, ["--url", server.url, "--steps", steps]) for steps in ("20", "120")
+        ]
+    assert after > before + 0.02

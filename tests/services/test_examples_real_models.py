@@ -149,6 +149,7 @@ def tiny_model(directory: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("example", "prepare", "settings"),
     [
@@ -162,7 +163,7 @@ def tiny_model(directory: Path) -> Path:
             (
                 "prepare_clouds.py",
                 "--each",
-                "2",
+                "6",
                 "--clouds",
                 "2",
                 "--only",
@@ -202,10 +203,17 @@ def test_all_stages_of_an_example_run_with_a_tiny_model(
         "--model",
         str(tiny_model(tmp_path / "model")),
     ]
-    command += ["--minutes", "3", "--out", str(tmp_path / "out")]
+    command += ["--minutes", "12", "--out", str(tmp_path / "out")]
     for text in (*ON_A_CPU, *settings):
         command += ["--set", text]
-    for text in ("trainer.device=cpu", "trainer.compute_dtype=float32", "trainer.max_steps=12"):
+    for text in (
+        "trainer.device=cpu",
+        "trainer.compute_dtype=float32",
+        "trainer.max_steps=12",
+        "sft.validation_share=0.4",
+        "sft.examples_per_step=1",
+        "sft.epochs=12",
+    ):
         command += ["--set-sft", text]
     done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 0

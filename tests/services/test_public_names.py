@@ -2,7 +2,9 @@
 
 import asyncio
 import dataclasses
+import socket
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -214,13 +216,52 @@ async def test_a_weight_client_talks_to_a_policy_server(policy_server: str) -> N
         await weights.resume()
 
 
-async def test_a_simulated_cloud_is_lent_and_returned() -> None:
+def test_simulated_clouds_are_lent_to_threads_one_at_a_time() -> None:
     pytest.importorskip("ministack")
     pytest.importorskip("awscli")
-    from tests.parts.envs.aws import ministack_pool
+    in_use: set[int] = set()
 
-    async with ministack_pool(pool_size=1) as pool:
-        assert isinstance(pool, rollbook.MiniStackPool)
+    def borrow(_: int) -> int:
+        port = pool.acquire()
+        assert port not in in_use, "lent twice"
+        in_use.add(port)
+        assert pool.endpoint(port) == f"http://127.0.0.1:{port}"
+        socket.create_connection(("127.0.0.1", port)).close()
+        in_use.discard(port)
+        pool.release(port)
+        return port
+
+    with rollbook.MiniStackPool(2, base_port=0) as pool, ThreadPoolExecutor(4) as threads:
+        assert len(set(threads.map(borrow, range(8)))) == 2
+        with pytest.raises(rollbook.RollbookError, match="port 1 is not acquired"):
+            pool.release(1)
+        held = [pool.acquire(), pool.acquire()]
+        with pytest.raises(RuntimeError, match="exhausted"):
+            pool.acquire(timeout_s=0.05)
+        for port in held:
+            pool.release(port)
+
+
+async def test_the_asynchronous_recipe_is_one_function() -> None:
+    class Trainer:
+        def train_step(
+            self, global_step: int, groups: list[rollbook.PromptGroup], stats: dict[str, Any]
+        ) -> tuple[int, dict[str, Any]]:
+            return global_step + len(groups), stats
+
+    async def play(number: int) -> rollbook.RolloutSample:
+        return rollbook.RolloutSample.flat([1, 2], [0.0, -0.5], [0, 1], float(number))
+
+    steps = await rollbook.run_async_rl_loop(
+        [rollbook.RowRequest(row, play) for row in range(3)],
+        train_fns=Trainer(),
+        completions_per_prompt=2,
+        prompt_groups_per_step=1,
+        max_head_offpolicy_versions=0,
+    )
+    assert steps == 3
+    group = rollbook.rollout_to_prompt_group(rollbook.Rollout([await play(0), await play(1)]))
+    assert group is not None
 
 
 def test_a_loss_is_one_function() -> None:

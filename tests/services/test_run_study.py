@@ -49,6 +49,7 @@ def test_a_study_trains_its_cells_once_and_refuses_to_mix_settings(home: Path) -
     assert report["unfinished"] == [{"cell": "max_head_offpolicy_versions=0", "seed": 3, "end": "missing"}]
     text = (home / "out" / "report" / "report.md").read_text(encoding="utf-8")
     assert "| max_head_offpolicy_versions=1 | 1 |" in text
+    assert "Not started: 1 of 2 runs." in text
     assert (home / "out" / "report" / "curves.svg").stat().st_size > 10_000
 
     again = rollbook(*arguments(home), *only)

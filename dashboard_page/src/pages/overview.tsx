@@ -35,7 +35,7 @@ export function OverviewPage({ run }: { run: Overview }) {
         <Stat label="Trainer busy" value={percent(flow.trainer_utilisation)} note={flow.tokens_per_s === null ? undefined : `${count(flow.tokens_per_s)} tokens/s`} link={href("timeline")}>
           <Spark values={run.sparklines.tokens_per_s} tone={3} />
         </Stat>
-        <Stat label="Lag" value={number(freshness.lag_max)} unit={`bound ${number(freshness.bound)}`} note={`mean ${number(freshness.lag_mean, 2)} versions, policy “${freshness.policy ?? "–"}”`} tone={lagTone} link={href("freshness")} />
+        <Stat label="Lag" value={number(freshness.lag_max)} unit={`bound ${number(freshness.bound)}`} note={`${freshness.lag_mean === null ? "" : `mean ${number(freshness.lag_mean, 2)} versions, `}policy “${freshness.policy ?? "–"}”`} tone={lagTone} link={href("freshness")} />
         <Stat
           label="Conservation law"
           value={law.holds ? "holds" : "violated"}

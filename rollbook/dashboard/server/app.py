@@ -132,6 +132,9 @@ async def _headers(request: web.Request, handler: Handler) -> web.StreamResponse
     response = await handler(request)
     if not response.prepared:
         response.headers.update(HEADERS)
+        if request.path.startswith("/static/") and "v" in request.query and response.status < 400:
+            # The address contains the digest of the file.
+            response.headers["Cache-Control"] = "public, max-age=31536000, immutable"
     return response
 
 
@@ -141,7 +144,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except web.HTTPException as error:
-        return error_reply(error.status, "not_found" if error.status == 404 else "bad_request", error.reason)
+        # aiohttp refuses to list a folder of static files with 403.
+        is_absent = error.status in (403, 404)
+        return error_reply(
+            404 if is_absent else error.status, "not_found" if is_absent else "bad_request", error.reason
+        )
     except NotFoundError as error:
         return error_reply(404, "not_found", str(error))
     except (BadRequestError, UsageError) as error:

@@ -7,12 +7,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from rollbook.contracts.errors import RollbookError
 from rollbook.dashboard.process_files import described, last_events, last_output, read_events, read_processes
 from rollbook.dashboard.run_view import RunView
 from rollbook.dashboard.timeline import bounds, read_lanes
+from rollbook.telemetry.events import read_json_lines
 
 RECENT_S = 60.0
 """Replicas are described by what they did in this time before the end of the record."""
@@ -87,7 +89,7 @@ def _replicas(run_dir: Path, addresses: dict[str, str]) -> list[dict[str, Any]]:
         return []
     end = limits[1]
     begin = max(limits[0], end - RECENT_S)
-    lanes, _ = read_lanes(run_dir, begin, end)
+    lanes, _ = read_lanes(run_dir, begin, end, process="policy*")
     urls = addresses.get("policy", "").split(",")
     found = []
     for number, lane in enumerate(lane for lane in lanes if lane.kind == "policy"):
@@ -166,4 +168,28 @@ def _failures(run_dir: Path) -> list[dict[str, Any]]:
 
 async def config(view: RunView, _: web.Request) -> dict[str, Any]:
     sections, toml = await asyncio.to_thread(view.run.config)
-    return {"sections": sections, "toml": toml, "resumes": []}
+    resumes = [] if view.directory is None else await asyncio.to_thread(_resumes, view.directory)
+    last = resumes[-1]["changed"] if resumes else {}
+    return {
+        "sections": [
+            {
+                "name": section.name,
+                "fields": [
+                    {**msgspec.structs.asdict(field), "resumed_from": (last.get(field.path) or [None])[0]}
+                    for field in section.fields
+                ],
+            }
+            for section in sections
+        ],
+        "toml": toml,
+        "resumes": resumes,
+    }
+
+
+def _resumes(run_dir: Path) -> list[dict[str, Any]]:
+    """When the run was resumed, oldest first, and which settings changed: path, old value, new value."""
+    return [
+        {"at": row.get("time"), "changed": row["changed"]}
+        for row in read_json_lines(run_dir / "resumes.jsonl")
+        if isinstance(row.get("changed"), dict)
+    ]

@@ -3,12 +3,14 @@
     GET  /ws             one session: reset, step, state, close, mcp    503 before the upgrade if no slot is free
     POST /reservations   reserve N slots, with a wait                   DELETE /reservations/{id} cancels the unclaimed ones
     GET  /health  /metadata  /schema  /state                            use no environment
-    POST /reset  /step  /mcp                                            without a session: first observation only
+    POST /reset  /step                                                  without a session: first observation only
+    POST /mcp            tools, in a session that openenv/session/create opened; /ws?session_id=… joins it
 
 Nothing blocks the event loop: plain environments run in threads, and a dead client is detected while its step still runs.
 """
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from rollbook.envs.config import EnvServerConfig
 from rollbook.envs.environment import EnvironmentPool
 from rollbook.envs.pools.reservations import ReservationId
 from rollbook.envs.server.auth import error_message, refuse, report_errors, require_token
-from rollbook.envs.server.mcp import answer_mcp
+from rollbook.envs.server.mcp import answer_mcp, mcp_error, mcp_result
 from rollbook.envs.server.playground import Playground, mount_playground
 from rollbook.envs.server.protocol import (
     HEALTH_PATH,
@@ -49,13 +51,26 @@ from rollbook.telemetry.events import EventLog
 
 # A client sends one message and waits for the reply; a few more are for clients that do not wait.
 INBOX_SIZE = 8
+PROTOCOL_VERSION = "1.0.0"
+"""Of OpenEnv's HTTP interface."""
+ROUTES = (
+    ("get", HEALTH_PATH, "Whether environments are ready, and how many are in use"),
+    ("get", "/metadata", "Name and description"),
+    ("get", "/schema", "JSON schemas of actions, observations and state"),
+    ("get", "/state", "The state without an episode"),
+    ("post", "/reset", "The first observation of a task"),
+    ("post", "/step", "Refused: a step needs a session"),
+    ("post", "/mcp", "MCP: tools/list, tools/call, openenv/session/create, openenv/session/close"),
+    ("post", RESERVATIONS_PATH, "Reserve sessions for a group"),
+    ("get", SOCKET_PATH, "A WebSocket with one session"),
+)
 # The wait for the client's half of the closing handshake. The slot is already free at that point.
 CLOSE_HANDSHAKE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentInfo:
-    """The content of `/metadata`, and the tasks that the playground offers."""
+    """The content of `/metadata`, and tasks: for the playground, and for a reset without one."""
 
     name: str
     description: str = ""
@@ -85,6 +100,7 @@ def build_app(
     app.router.add_post(RESERVATIONS_PATH, server.reserve)
     app.router.add_delete(RESERVATIONS_PATH + "/{reservation}", server.cancel_reservation)
     app.router.add_get(HEALTH_PATH, server.health)
+    app.router.add_get("/openapi.json", server.openapi)
     app.router.add_get("/metadata", server.metadata)
     app.router.add_get("/schema", server.schema)
     app.router.add_get("/state", server.state)
@@ -122,6 +138,8 @@ class _Server:
         self._info = info
         self._dialect = dialect
         self._sockets: set[web.WebSocketResponse] = set()
+        self._joined: set[str] = set()
+        """Sessions of `/mcp` that have a socket."""
 
     async def sweep_context(self, _: web.Application) -> AsyncIterator[None]:
         async with asyncio.TaskGroup() as group:
@@ -140,6 +158,8 @@ class _Server:
     # --- one session over one socket ---
 
     async def socket(self, request: web.Request) -> web.StreamResponse:
+        if "session_id" in request.query:
+            return await self._join(request, self._sessions.find(request.query["session_id"]))
         slot = await self._sessions.take_slot(request.query.get("reservation"))
         # autoclose off: the reply to a client's close is sent after its slot is free, so that it can reconnect at once.
         # No compression: messages are short, and compressing them takes longer than a step.
@@ -164,6 +184,24 @@ class _Server:
                 await self._sessions.close(session, "the client left")
         finally:
             self._sockets.discard(socket)
+            with suppress(ConnectionError, RuntimeError):
+                await socket.close()
+        return socket
+
+    async def _join(self, request: web.Request, session: Session) -> web.StreamResponse:
+        """A socket for a session that was opened over `/mcp`. The session stays open when the socket closes."""
+        if session.id in self._joined:
+            raise WireError(ErrorCode.SESSION_ERROR, f"session {session.id} already has a connection")
+        socket = web.WebSocketResponse(compress=False, max_msg_size=self._config.max_message_bytes)
+        self._joined.add(session.id)
+        try:
+            await socket.prepare(request)
+            self._sockets.add(socket)
+            await self._serve_session(session, socket)
+        finally:
+            self._joined.discard(session.id)
+            self._sockets.discard(socket)
+            session.on_end = None
             with suppress(ConnectionError, RuntimeError):
                 await socket.close()
         return socket
@@ -202,7 +240,7 @@ class _Server:
     async def _reply(self, session: Session, request: Request) -> str:
         match request.verb:
             case Verb.RESET:
-                seen = await session.reset(self._dialect.task_of(request.data), episode_id=episode_id_of(request.data))
+                seen = await session.reset(self._task_of(request.data), episode_id=episode_id_of(request.data))
             case Verb.STEP:
                 seen = await session.step(self._dialect.action_of(request.data))
             case Verb.MCP:
@@ -212,6 +250,13 @@ class _Server:
             case _:
                 return encode(ReplyKind.STATE, self._dialect.state(session.episode))
         return encode(ReplyKind.OBSERVATION, result_data(self._dialect, seen, with_facts=self._config.send_facts))
+
+    def _task_of(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The task of a reset. Without one: a task of the server, chosen by the seed."""
+        if self._info.tasks and not data.keys() - {"seed", "episode_id"}:
+            seed = data.get("seed")
+            return random.Random(None if seed is None else str(seed)).choice(list(self._info.tasks))
+        return self._dialect.task_of(data)
 
     # --- slots for groups ---
 
@@ -268,7 +313,7 @@ class _Server:
         data = await _json_object(request)
         session = await self._sessions.open(await self._sessions.take_slot(None))
         try:
-            seen = await session.reset(self._dialect.task_of(data), episode_id=episode_id_of(data))
+            seen = await session.reset(self._task_of(data), episode_id=episode_id_of(data))
             body = result_data(self._dialect, seen, with_facts=self._config.send_facts)
         finally:
             await self._sessions.close(session, "an HTTP reset has no session")
@@ -284,8 +329,38 @@ class _Server:
         )
 
     async def mcp(self, request: web.Request) -> web.Response:
-        response = await answer_mcp(await _json_object(request), None, self._dialect, name=self._info.name)
-        return web.json_response(response)
+        call = await _json_object(request)
+        params = call.get("params")
+        session_id = params.get("session_id") if isinstance(params, Mapping) else None
+        try:
+            match call.get("method"):
+                case "openenv/session/create":
+                    session = await self._sessions.open(await self._sessions.take_slot(None))
+                    return web.json_response(mcp_result(call, {"session_id": session.id}))
+                case "openenv/session/close":
+                    await self._sessions.close(self._sessions.find(session_id), "the client closed it")
+                    return web.json_response(mcp_result(call, {"session_id": session_id, "closed": True}))
+            found = None if session_id is None else self._sessions.find(session_id)
+        except (RollbookError, WireError) as error:
+            return web.json_response(mcp_error(call, str(error)))
+        if found is not None:
+            found.touch()
+        return web.json_response(await answer_mcp(call, found, self._dialect, name=self._info.name))
+
+    async def openapi(self, _: web.Request) -> web.Response:
+        schema = self._dialect.schema()
+        paths: dict[str, Any] = {
+            path: {method: {"summary": summary, "responses": {"200": {"description": "Success"}}}}
+            for method, path, summary in ROUTES
+        }
+        return web.json_response(
+            {
+                "openapi": "3.1.0",
+                "info": {"title": self._info.name, "version": PROTOCOL_VERSION, "description": self._info.description},
+                "paths": paths,
+                "components": {"schemas": dict(schema)},
+            }
+        )
 
 
 async def _receive(socket: web.WebSocketResponse, inbox: asyncio.Queue[str | bytes]) -> None:

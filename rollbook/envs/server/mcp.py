@@ -44,7 +44,10 @@ async def answer_mcp(
 async def _call(call_id: Any, params: Any, session: Session | None, dialect: Dialect) -> dict[str, Any]:
     if session is None:
         return _error(
-            call_id, SERVER_ERROR, "a tool call needs a session: connect to /ws and send this as an 'mcp' message"
+            call_id,
+            SERVER_ERROR,
+            "a tool call needs a session: call openenv/session/create and send its session_id in the params, or connect to /ws "
+            "and send this as an 'mcp' message",
         )
     if (
         not isinstance(params, Mapping)
@@ -60,10 +63,19 @@ async def _call(call_id: Any, params: Any, session: Session | None, dialect: Dia
         call_id,
         {
             "content": [{"type": "text", "text": seen.text}],
+            "data": seen.text,  # what OpenEnv's client returns from a call
             "structuredContent": {"reward": seen.reward, "done": seen.done},
             "isError": False,
         },
     )
+
+
+def mcp_result(request: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    return _result(request.get("id"), result)
+
+
+def mcp_error(request: Mapping[str, Any], message: str) -> dict[str, Any]:
+    return _error(request.get("id"), SERVER_ERROR, message)
 
 
 def _result(call_id: Any, result: dict[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ async def open_app(
 ) -> AsyncIterator[tuple[web.Application, EnvironmentPool]]:
     """The application of `rollbook env serve` and its open pool. With `is_openenv`, `env.name` is an OpenEnv class.
 
-    `tasks`: what the playground offers; by default the examples of the environment's class.
+    `tasks`: what the playground offers, and one of which a reset without a task gets; by default the examples of the class.
     """
     log = log or EventLog("env-server")
     if is_openenv:
@@ -61,7 +61,7 @@ async def open_app(
         info = EnvironmentInfo(
             name=env.name,
             description=lines[0] if lines else env.name,
-            tasks=example_tasks(kind) if tasks is None and server.playground else tasks or (),
+            tasks=example_tasks(kind) if tasks is None else tasks,
         )
         yield build_app(pool, server, info=info, log=log), pool
 

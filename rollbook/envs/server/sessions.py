@@ -197,6 +197,12 @@ class SessionManager:
         self._log.info("envs.session_opened", session=session.id, active=self.reservations.slots.in_use)
         return session
 
+    def find(self, session_id: object) -> Session:
+        session = self._sessions.get(session_id) if isinstance(session_id, str) else None
+        if session is None:
+            raise SessionEndedError(f"there is no session {session_id!r}; it was closed, or never opened")
+        return session
+
     async def close(self, session: Session, reason: str) -> None:
         try:
             await session.close(reason)

@@ -194,6 +194,7 @@ def write_or_check_config(loaded: LoadedConfig, directory: RunDirectory, console
         console.print(f"resuming {directory.path}")
         for path, (old, new) in changed.items():
             console.print(f"  {path}: {old!r} → {new!r}")
+        directory.record_resume(changed)
     directory.config_file.write_text(dump_toml(loaded.config), encoding="utf-8")
     directory.write_manifest(name=loaded.config.run.name, source_dir=loaded.source_dir, search_path=loaded.search_path)
     if not is_resumed:

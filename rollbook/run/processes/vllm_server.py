@@ -15,9 +15,7 @@ from rollbook.run.supervision.child_main import RoleContext
 POLL_S = 0.5
 END_S = 6.0
 """From SIGTERM to SIGKILL. Short: vLLM has nothing to save, and the supervisor kills this process soon after."""
-REQUIRED_FLAGS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enforce-eager")
-
-
+REQUIRED_FLAGS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
 LORA_FLAGS = ("--enable-lora", "--max-loras", "4", "--max-cpu-loras", "16")
 """Requests of several versions run concurrently while the older ones finish."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -50,13 +48,33 @@ async def main(context: RoleContext) -> str:
 async def _start(
     config: InferenceConfig, model_dir: str, url: str, *, adapter_rank: int | None, gpus: int
 ) -> asyncio.subprocess.Process:
-    if config.vllm.python is None:
+    command = server_command(config, model_dir, url, adapter_rank=adapter_rank, gpus=gpus)
+    env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    if adapter_rank is not None:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    try:
+        return await asyncio.create_subprocess_exec(*command, env=env)
+    except OSError as error:
+        raise RunError(f"inference.vllm.python: {config.vllm.python} cannot be started: {error}") from error
+
+
+def server_command(
+    config: InferenceConfig, model_dir: str, url: str, *, adapter_rank: int | None, gpus: int
+) -> list[str]:
+    vllm = config.vllm
+    if vllm.python is None:
         raise RunError(
             "inference.vllm.python is not set: set it to an interpreter with vLLM, or set inference.urls to running servers"
         )
-    command = [config.vllm.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir]
-    command += ["--served-model-name", config.vllm.model_name, "--host", "127.0.0.1"]
+    command = [vllm.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir]
+    command += ["--served-model-name", vllm.model_name, "--host", "127.0.0.1"]
     command += ["--port", str(urlsplit(url).port), "--dtype", config.dtype, *REQUIRED_FLAGS]
+    command.append("--enable-prefix-caching" if vllm.prefix_caching else "--no-enable-prefix-caching")
+    if vllm.enforce_eager or (vllm.enforce_eager is None and config.device == "cpu"):
+        command.append("--enforce-eager")
+    if vllm.gpu_memory_share is not None:
+        command += ["--gpu-memory-utilization", f"{vllm.gpu_memory_share:g}"]
     if gpus > 1 and "--tensor-parallel-size" not in config.vllm.args:
         command += ["--tensor-parallel-size", str(gpus)]
     if config.max_model_len is not None:
@@ -64,16 +82,10 @@ async def _start(
     if config.transfer == "nccl" or config.vllm.update == "plugin":
         backend = "nccl" if config.transfer == "nccl" else "rollbook"
         command += ["--weight-transfer-config", f'{{"backend": "{backend}"}}']
-    env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
     if adapter_rank is not None:
-        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         max_rank = next((rank for rank in LORA_RANKS if rank >= adapter_rank), LORA_RANKS[-1])
         command += [*LORA_FLAGS, "--max-lora-rank", str(max_rank)]
-    env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    try:
-        return await asyncio.create_subprocess_exec(*command, *config.vllm.args, env=env)
-    except OSError as error:
-        raise RunError(f"inference.vllm.python: {config.vllm.python} cannot be started: {error}") from error
+    return [*command, *vllm.args]
 
 
 async def _until_healthy(url: str, died: asyncio.Task[int], drained: asyncio.Task[bool]) -> None:

@@ -12,6 +12,9 @@ from rollbook.access.guard import AllowedClients
 from rollbook.access.server import serve_app
 from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.contracts.policy import SamplingParams
+from rollbook.dashboard.server.access import DashboardAccess
+from rollbook.dashboard.server.app import build_app as dashboard_app
+from rollbook.dashboard.server.runs import open_runs
 from rollbook.envs.config import EnvConfig, EnvServerConfig
 from rollbook.envs.server.run import open_app
 from rollbook.inference.client.client import open_policy_client
@@ -30,7 +33,9 @@ from rollbook.rollout.remote.protocol import RolloutRequest
 from rollbook.rollout.remote.server import FunctionService, rollout_app
 from rollbook.run.commands.serve_policy import adopt_directory_weights
 from rollbook.run.commands.serve_proxy import ProxyOptions, RecordingProxy
+from rollbook.run.dashboard.catalog import open_catalog
 from rollbook.telemetry.events import EventLog
+from tests.parts.dashboard.recorded_run import record_run
 from tests.parts.rollout.agents import word_tokenizer
 
 TOKEN = "the-token-of-this-run-000"
@@ -47,8 +52,10 @@ class Running:
         for route in self.app.router.routes():
             if route.method != "HEAD" and route.resource is not None:
                 path = route.resource.canonical
-                for name in ("run", "group", "producer", "session", "reservation", "id", "name"):
+                for name in ("run", "group", "producer", "session", "reservation", "id", "name", "rest", "filename"):
                     path = path.replace(f"{{{name}}}", "some")
+                # Without a run, it is an endless stream of the newest one.
+                path = path.replace("/api/events", "/api/events?run=some")
                 found.append((route.method, path.replace("{step}", "1")))
         return found
 
@@ -128,12 +135,23 @@ async def rollout_service(_: Path) -> AsyncIterator[Running]:
         yield running
 
 
+@asynccontextmanager
+async def dashboard(directory: Path) -> AsyncIterator[Running]:
+    run = await record_run(directory / "run")
+    async with (
+        open_runs(open_catalog(str(run.path))) as runs,
+        _serve(dashboard_app(runs, DashboardAccess())) as running,
+    ):
+        yield running
+
+
 SERVERS: dict[str, Open] = {
     "ledger": ledger,
     "policy": policy,
     "environment": environment,
     "proxy": proxy,
     "rollout_service": rollout_service,
+    "dashboard": dashboard,
 }
 STARTED_IN = {
     "ledger/http/app.py",
@@ -141,7 +159,9 @@ STARTED_IN = {
     "envs/server/run.py",
     "rollout/agents/server.py",
     "rollout/remote/server.py",
-    # These serve an application of the modules above.
+    # These serve an application of the modules above, or that of `dashboard/server/app.py`.
+    "run/dashboard/serve.py",
+    "run/processes/dashboard.py",
     "run/processes/env_server.py",
     "run/processes/inference_server.py",
     "run/commands/serve_policy.py",

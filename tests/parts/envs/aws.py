@@ -10,7 +10,7 @@ from typing import Any
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.ports import Environment
-from rollbook.envs.builtin.awscli.cloud.backend import MiniStackPool, open_ministack_pool
+from rollbook.envs.builtin.awscli.cloud.backend import CloudPool, open_cloud_pool
 from rollbook.envs.builtin.awscli.config import AwsCliConfig
 from rollbook.envs.builtin.awscli.environment import AwsCliEnvironment, AwsCliPool
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError, SandboxStartError
@@ -32,8 +32,8 @@ async def aws_pool(size: int, log_path: Path | None = None, **args: Any) -> Asyn
 
 
 @asynccontextmanager
-async def ministack_pool(**config: Any) -> AsyncIterator[MiniStackPool]:
-    async with open_ministack_pool(AwsCliConfig(**{"base_port": 0, **config}), log=quiet_log()) as pool:
+async def ministack_pool(**config: Any) -> AsyncIterator[CloudPool]:
+    async with open_cloud_pool(AwsCliConfig(**{"base_port": 0, **config}), log=quiet_log()) as pool:
         yield pool
 
 

@@ -2,6 +2,7 @@
 
 python openenv_peer.py play URL            its client plays number guessing against our server, and prints what happened
 python openenv_peer.py crowd URL COUNT     COUNT of its clients connect to a full server
+python openenv_peer.py mcp URL             its MCP client uses the tool of our server
 python openenv_peer.py serve               its server offers `Counter`; the address is printed
 python openenv_peer.py host                our server hosts `Counter`; the address is printed
 """
@@ -19,6 +20,7 @@ from openenv.core.env_server.http_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
 from openenv.core.generic_client import GenericEnvClient
+from openenv.core.mcp_client import MCPToolClient
 from pydantic import Field
 
 
@@ -96,6 +98,31 @@ async def play(url: str) -> dict[str, object]:
     }
 
 
+async def mcp(url: str) -> dict[str, object]:
+    async with MCPToolClient(base_url=url) as env:
+        first = await env.reset(seed=3)
+        again = await env.reset(seed=3)
+        tools = await env.list_tools()
+        result = await env.call_tool("act", action="7")
+        state = await env.state()
+    async with GenericEnvClient(base_url=url) as env:
+        await env.reset(seed=3)
+        over_ws = [
+            await env._send_and_receive({"type": "mcp", "data": {"jsonrpc": "2.0", "id": 1, **call}})
+            for call in (
+                {"method": "tools/list", "params": {}},
+                {"method": "tools/call", "params": {"name": "act", "arguments": {"action": "7"}}},
+            )
+        ]
+    return {
+        "texts": [first.observation.text, again.observation.text],
+        "tools": [tool.name for tool in tools],
+        "result": result,
+        "steps": state.step_count,
+        "over_ws": over_ws,
+    }
+
+
 async def crowd(url: str, count: int) -> dict[str, object]:
     clients = [GenericEnvClient(base_url=url) for _ in range(count)]
     outcomes = await asyncio.gather(*(client.connect() for client in clients), return_exceptions=True)
@@ -126,6 +153,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["play", url]:
             tell(json.dumps(asyncio.run(play(url))))
+        case ["mcp", url]:
+            tell(json.dumps(asyncio.run(mcp(url))))
         case ["crowd", url, count]:
             tell(json.dumps(asyncio.run(crowd(url, int(count)))))
         case ["serve"]:

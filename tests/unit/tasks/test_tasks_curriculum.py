@@ -189,3 +189,13 @@ def test_a_failed_write_does_not_stop_the_curriculum(tmp_path: Path, caplog: pyt
     (tmp_path / "mastery.jsonl").mkdir()
     play(Curriculum(tiered(1), log=MasteryLog(tmp_path / "mastery.jsonl")), 5, lambda _: 1.0)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_result_may_be_recorded_by_task_and_reward() -> None:
+    curriculum = Curriculum(tiered(2))
+    for draw in curriculum.propose(2):
+        curriculum.taken(1)
+        curriculum.record_result(curriculum.task(draw.task_id), 1.0)
+    assert curriculum.mastery(TaskId("a0")).results == (1.0,)
+    with pytest.raises(RunError, match="no draw without a result"):
+        curriculum.record_result("a0", 0.5)

@@ -79,5 +79,9 @@ def test_a_loss_uses_its_defaults_until_settings_override_them() -> None:
     assert TrainerConfig(loss="dapo").recipe.clip_high == 0.28
     assert TrainerConfig(loss="dapo", clip_high=0.5).recipe.clip_high == 0.5
     assert TrainerConfig(loss="dr_grpo", reduction_length=9).recipe.advantage == "dr_grpo"
+    assert TrainerConfig().recipe.old_logprobs == "engine"
+    assert TrainerConfig(correction="tis").recipe.old_logprobs == "snapshot", "its weight is old / sampled"
+    assert TrainerConfig(loss="decoupled").recipe.old_logprobs == "snapshot"
+    assert TrainerConfig(old_logprobs="snapshot").numeric_settings()["old_logprobs"] == "snapshot"
     assert TrainerConfig(loss="gspo").recipe.reduction == "sequence_mean"
     assert TrainerConfig(loss="gspo").numeric_settings()["clip_low"] == 3e-4, "a resume compares the resolved value"

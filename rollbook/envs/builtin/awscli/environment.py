@@ -19,9 +19,9 @@ from rollbook.contracts.ports import Environment
 from rollbook.envs.builtin.awscli.cloud.backend import (
     AccountCloud,
     Backend,
-    MiniStackPool,
+    CloudPool,
     SimulatedCloud,
-    open_ministack_pool,
+    open_cloud_pool,
 )
 from rollbook.envs.builtin.awscli.cloud.worker import CommandResult
 from rollbook.envs.builtin.awscli.commands import Command, Refusal, Verb, parse_move
@@ -68,7 +68,7 @@ class AwsCliEnvironment:
     async def open_pool(
         cls, *, size: int | None, log: EventLog, args: Mapping[str, Any]
     ) -> AsyncIterator[EnvironmentPool]:
-        """Satisfies `OpensItsPool`: each environment holds one slot of a `MiniStackPool` while it is open."""
+        """Satisfies `OpensItsPool`: each environment holds one slot of a `CloudPool` while it is open."""
         config = AwsCliConfig.read(args, environ=os.environ, size=size)
         if config.backend == "aws":
             account = await AccountCloud.start(config)
@@ -77,7 +77,7 @@ class AwsCliEnvironment:
             finally:
                 await account.remove()
             return
-        async with open_ministack_pool(config, log=log) as pool:
+        async with open_cloud_pool(config, log=log) as pool:
             yield AwsCliPool(pool, args)
 
     @staticmethod
@@ -202,7 +202,7 @@ def command_output(result: CommandResult, *, skipped: int, max_chars: int) -> st
 class AwsCliPool:
     """Environments over a pool of simulators. Satisfies `EnvironmentPool`."""
 
-    def __init__(self, simulators: MiniStackPool, args: Mapping[str, Any]) -> None:
+    def __init__(self, simulators: CloudPool, args: Mapping[str, Any]) -> None:
         self.simulators = simulators
         self._args = dict(args)
 

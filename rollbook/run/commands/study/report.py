@@ -103,9 +103,12 @@ def write_report(
 
 
 def table(results: StudyResults) -> list[tuple[str, ...]]:
-    """One row of texts per cell, best first."""
+    """One row of texts per cell with a finished run, best first."""
     is_share = results.measure == "held_out_solved"
-    ranked = sorted(results.cells, key=lambda cell: -cell.at_samples.mean if cell.at_samples else 1.0)
+    ranked = sorted(
+        (cell for cell in results.cells if cell.runs),
+        key=lambda cell: -cell.at_samples.mean if cell.at_samples else 1.0,
+    )
     return [
         (
             cell.cell,
@@ -132,9 +135,11 @@ def _page(plan: Study, results: StudyResults, drawn: list[Path]) -> str:
         ]
     lines += [f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}"]
     lines += [f"| {' | '.join(row)} |" for row in table(results)]
-    if unfinished := [run for run in results.runs if run.end != "finished"]:
+    if stopped := [run for run in results.runs if run.end not in ("finished", "missing")]:
         lines += ["", "Not finished, and not in the means:", ""]
-        lines += [f"- {run.cell}, seed {run.seed}: {run.end}, {run.steps} steps" for run in unfinished]
+        lines += [f"- {run.cell}, seed {run.seed}: {run.end}, {run.steps} steps" for run in stopped]
+    if missing := sum(run.end == "missing" for run in results.runs):
+        lines += ["", f"Not started: {missing} of {len(results.runs)} runs."]
     lines += [""] + [f"![{path.stem}]({path.name})" for path in drawn]
     return "\n".join(lines) + "\n"
 

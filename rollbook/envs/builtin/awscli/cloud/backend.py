@@ -3,7 +3,7 @@
 An error *inside* the cloud is part of the agent's observation. A failure *of* the cloud raises `SandboxDiedError`, and the episode
 is not scored.
 
-    async with open_ministack_pool(AwsCliConfig(pool_size=8), log=log) as pool:
+    async with open_cloud_pool(AwsCliConfig(pool_size=8), log=log) as pool:
         lease = await pool.acquire(Deadline(30.0, "session"))
         await lease.sandbox.run(["s3api", "create-bucket", "--bucket", "mine"])
         lease.release()                                     # wiped, checked, lent again
@@ -136,7 +136,7 @@ class SimulatedCloud:
         await self._simulator.stop()
 
 
-class MiniStackPool(SandboxPool[SimulatedCloud]):
+class CloudPool(SandboxPool[SimulatedCloud]):
     """A `SandboxPool` whose slot `i` listens on `base_port + i`. Raises `RuntimeError("MiniStack pool exhausted…")` if all are
     lent.
     """
@@ -154,9 +154,9 @@ class MiniStackPool(SandboxPool[SimulatedCloud]):
 
 
 @asynccontextmanager
-async def open_ministack_pool(config: AwsCliConfig, *, log: EventLog) -> AsyncIterator[MiniStackPool]:
+async def open_cloud_pool(config: AwsCliConfig, *, log: EventLog) -> AsyncIterator[CloudPool]:
     """The pool with every simulator started. All processes and directories are removed at the end."""
-    pool = MiniStackPool(config, log=log)
+    pool = CloudPool(config, log=log)
     async with pool.open():
         yield pool
 
