@@ -68,7 +68,8 @@ def test_openmetrics_is_sent_on_request_and_its_own_parser_reads_it() -> None:
     ]
     body, headers = metrics_response(families, "application/openmetrics-text; version=1.0.0, text/plain;q=0.5")
     assert headers["Content-Type"].startswith("application/openmetrics-text")
-    parsed = {family.name: family for family in text_string_to_metric_families(body.decode())}
+    read = text_string_to_metric_families(body.decode())  # type: ignore[no-untyped-call]  # the package leaves it untyped
+    parsed = {family.name: family for family in read}
     assert parsed["requests"].samples[0].value == 3
     assert parsed["seconds"].type == "histogram"
     plain, headers = metrics_response(families, "text/plain")
