@@ -95,7 +95,7 @@ class Proof:
         checkpoints = sorted(int(path.name.split("-")[1]) for path in (directory / "checkpoints").glob("step-*"))
         last = directory / "checkpoints" / f"step-{checkpoints[-1]:06d}" / "model" if checkpoints else directory
         with open_run(directory) as run:
-            status = run.status()
+            record = run.reader.read_now(lambda tx: tx.runs.get(run.run_id))
         return Phase(
             trainer=read_metrics(directory / "metrics.jsonl", process="trainer"),
             rollout=read_metrics(directory / "metrics.jsonl", process="rollout"),
@@ -104,7 +104,7 @@ class Proof:
             checkpoints=tuple(checkpoints),
             checkpoint_fault=checkpoint_fault(last),
             checkpoint_every=self._args.checkpoint_every,
-            ended=str(status.ended),
+            ended="unknown" if record is None else str(record.ended),
         )
 
     def _use_real_model(self, table: dict[str, Any]) -> None:
