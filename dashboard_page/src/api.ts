@@ -16,7 +16,7 @@ export interface Overview {
   learning: { reward: Trend; solved: Trend; response_tokens: Trend; entropy: Trend; kl: Trend; has_reference_kl: boolean; evaluation: { step: number; tasks: number; reward: N; solved: N; low: N; high: N } | null };
   flow: { trainer_utilisation: N; tokens_per_s: N; in_flight: N; queued: N; capacity: N; gate: string | null; waits: string | null; sentence: string | null };
   freshness: { bound: N; lag_max: N; lag_mean: N; policy: string | null };
-  law: { opened: number; by_state: Record<string, number>; dropped: Record<string, number>; unusable: number; holds: boolean };
+  law: { opened: number; by_state: Record<string, number>; dropped: Record<string, number>; unusable: number; holds: boolean } | null;
   audit: Audit | null;
   problems: Problem[];
   processes: { name: string; pid: N; state: string; restarts: number; ready: boolean; alive: boolean }[];

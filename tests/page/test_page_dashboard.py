@@ -54,7 +54,7 @@ PAGES = {
 
 @dataclass(frozen=True)
 class Shown:
-    """A dashboard of a folder with two runs."""
+    """A dashboard of a folder with three runs, one of them with a damaged ledger."""
 
     url: str
     run: RunDirectory
@@ -69,6 +69,9 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     folder = tmp_path_factory.mktemp("runs")
     run = run_elsewhere(record_run(folder / "first", ends=False, more_messages=MESSAGES))
     run_elsewhere(record_run(folder / "second"))
+    damaged = run_elsewhere(record_run(folder / "damaged"))
+    for file in damaged.ledger.glob("ledger.sqlite*"):
+        file.write_bytes(b"not a database" * 100)
     with running_server(tmp_path_factory.mktemp("dashboard"), "dashboard", str(folder)) as (url, _):
         yield Shown(url, run)
 
@@ -250,6 +253,17 @@ def test_an_unknown_page_an_unknown_run_and_an_unknown_group_are_reported(browse
     expect(page.get_by_role("alert")).to_contain_text("nobody@0")
     opened(page, shown, "/", run="third")
     expect(page.get_by_role("alert")).to_contain_text("third")
+    page.close()
+
+
+def test_a_run_whose_ledger_is_damaged_is_reported_on_every_page(browser: Browser, shown: Shown) -> None:
+    page = browser.new_page()
+    exceptions: list[str] = []
+    page.on("pageerror", lambda error: exceptions.append(str(error)))
+    for path in PAGES:
+        opened(page, shown, path, run="damaged")
+        expect(page.get_by_role("alert").first).to_contain_text("cannot be read")
+    assert exceptions == []
     page.close()
 
 
