@@ -57,6 +57,7 @@ docs: $(STAMP) ## write the generated references
 	$(BIN)/python -m rollbook.run.config.reference > docs/configuration.md
 	$(BIN)/python -m rollbook.run.api_reference > docs/python-api.md
 	$(BIN)/python -m rollbook.ledger.http.reference > docs/http-api.md
+	$(BIN)/python -m tests.compatibility.report > docs/compatibility.md
 	$(BIN)/python -m rollbook.rollout.dispatch.failure_reference > docs/failures.md
 	$(BIN)/python -m tests.faults.chaos_report >> docs/failures.md
 
@@ -145,6 +146,10 @@ bench-dashboard: $(STAMP) ## the view index: indexing rate, memory, filtered que
 
 test-atropos: $(STAMP) .venvs/atropos/.installed ## the real atroposlib, environments and trainer, with our server
 	$(BIN)/python -m pytest tests/compatibility
+
+compatibility: $(STAMP) ## run the tests with other projects' packages that are installed, and record their results
+	$(BIN)/python -m tests.compatibility.report --run
+	$(BIN)/python -m tests.compatibility.report > docs/compatibility.md
 
 chaos: $(STAMP) ## kill random processes of a run, fill its disk, shift its clock, and record times to heal: make chaos SEED=1 KILLS=1000 JOBS=4 POLICY=parts
 	$(BIN)/python -m tests.faults.chaos --seed $(SEED) --kills $(KILLS) --jobs $(JOBS) $(if $(POLICY),--policy $(POLICY)) --write

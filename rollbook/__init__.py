@@ -46,6 +46,7 @@ __all__ = [
     "SamplingParams",
     "StalenessController",
     "SyncLedgerClient",
+    "SyncWeightTransferClient",
     "Task",
     "TokenRow",
     "TrainReport",
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from rollbook.envs.client.group import GrpoPool
     from rollbook.inference.weights.client import WeightTransferClient
     from rollbook.integrations.async_recipe import Rollout, RowRequest, rollout_to_prompt_group, run_async_rl_loop
+    from rollbook.integrations.weight_sync import SyncWeightTransferClient
     from rollbook.ledger.client.blocking import SyncLedgerClient, open_sync_ledger_client
     from rollbook.ledger.client.client import LedgerClient, open_ledger_client
     from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
@@ -135,6 +137,7 @@ _MODULES = {
     "SamplingParams": "rollbook.contracts.policy",
     "StalenessController": "rollbook.rollout.dispatch.slots",
     "SyncLedgerClient": "rollbook.ledger.client.blocking",
+    "SyncWeightTransferClient": "rollbook.integrations.weight_sync",
     "Task": "rollbook.contracts.task",
     "TokenRow": "rollbook.contracts.trajectory",
     "TrainReport": "rollbook.run.commands.train_summary",

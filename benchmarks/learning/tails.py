@@ -82,8 +82,8 @@ def curve(run: LearningRun) -> list[tuple[int, float, float]]:
 
 def plain_solve_rate(run: LearningRun) -> float | None:
     """The solved fraction of plain games, without tails."""
-    plain = ["env.name=number_guessing", "env.args.max_turns=6", "env.args.turn_price=0.4"]
-    solved = evaluate(run.directory, episodes=EVALUATION_EPISODES, overrides=plain).overall.solved
+    quick = ["env.args.mean_s=1e-6"]
+    solved = evaluate(run.directory, episodes=EVALUATION_EPISODES, overrides=quick).overall.solved
     return None if solved is None else solved.mean
 
 

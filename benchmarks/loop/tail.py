@@ -58,7 +58,7 @@ class Cell:
     simulated: Outcome
 
 
-def config_table(policy: BatchPolicy, load: Workload, *, steps: int, train_s: float) -> dict[str, Any]:
+def config_table(policy: BatchPolicy, load: Workload, *, steps: int, train_s: float, seed: int) -> dict[str, Any]:
     bound = load.max_head_offpolicy_versions
     quorum = {"quorum": load.quorum} if policy is BatchPolicy.PARTS else {}
     return {
@@ -77,7 +77,7 @@ def config_table(policy: BatchPolicy, load: Workload, *, steps: int, train_s: fl
         "tasks": {"source": "tail_rollout:tasks", "args": {"count": 64}},
         "env": {
             "name": "tail_rollout:SleepingEnvironment",
-            "args": {"mean_s": load.mean * train_s, "shape": load.shape, "turns": TURNS},
+            "args": {"mean_s": load.mean * train_s, "shape": load.shape, "turns": TURNS, "seed": seed},
         },
         "rollout": {
             "function": "tail_rollout",
@@ -111,12 +111,12 @@ def config_table(policy: BatchPolicy, load: Workload, *, steps: int, train_s: fl
 
 
 async def measure_cell(
-    home: Path, policy: BatchPolicy, load: Workload, *, steps: int, warm_up: int, train_s: float
+    home: Path, policy: BatchPolicy, load: Workload, *, steps: int, warm_up: int, train_s: float, seed: int
 ) -> Cell:
     shutil.copy(Path(__file__).with_name("tail_rollout.py"), home)
     source = home / "run.toml"
     source.write_text(
-        tomli_w.dumps(config_table(policy, load, steps=warm_up + steps, train_s=train_s)), encoding="utf-8"
+        tomli_w.dumps(config_table(policy, load, steps=warm_up + steps, train_s=train_s, seed=seed)), encoding="utf-8"
     )
     config = load_config(source).config
     directory = RunDirectory(home / "run")
@@ -239,11 +239,17 @@ def main() -> int:
         for shape in args.shapes:
             load = Workload(max_head_offpolicy_versions=bound, mean=args.mean, shape=shape)
             for policy in map(BatchPolicy, args.policies):
-                for _ in range(args.runs):
+                for seed in range(args.runs):
                     with tempfile.TemporaryDirectory(prefix="rollbook-tail-") as home:
                         cell = asyncio.run(
                             measure_cell(
-                                Path(home), policy, load, steps=args.steps, warm_up=args.warm_up, train_s=args.train_s
+                                Path(home),
+                                policy,
+                                load,
+                                steps=args.steps,
+                                warm_up=args.warm_up,
+                                train_s=args.train_s,
+                                seed=seed,
                             )
                         )
                     cells.append(cell)

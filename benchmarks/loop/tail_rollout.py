@@ -14,8 +14,8 @@ from rollbook.rollout.contract import RolloutFn, RolloutSetup
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
 from rollbook.trainer.losses.policy_gradient import reinforce
 
-_durations = random.Random(0)
-"""Shared by all episodes of a worker process, so that every policy meets the same durations in the same order."""
+_durations: dict[int, random.Random] = {}
+"""By seed. Shared by all episodes of a worker process, so that every policy meets the same durations in the same order."""
 
 
 class SleepingEnvironment:
@@ -24,9 +24,10 @@ class SleepingEnvironment:
     The turns end at equal intervals from the reset on, so time that the policy needs is part of the duration.
     """
 
-    def __init__(self, *, mean_s: float, shape: float, turns: int) -> None:
+    def __init__(self, *, mean_s: float, shape: float, turns: int, seed: int = 0) -> None:
+        rng = _durations.setdefault(seed, random.Random(seed))
         self._turns = turns
-        self._seconds = _durations.lognormvariate(math.log(mean_s) - shape**2 / 2, shape) if shape else mean_s
+        self._seconds = rng.lognormvariate(math.log(mean_s) - shape**2 / 2, shape) if shape else mean_s
         self._started = 0.0
         self._turn = 0
 

@@ -1,4 +1,4 @@
-// The shapes that the server returns (docs/dashboard.md describes the routes), and how they are fetched.
+// The shapes that the server returns (`rollbook/dashboard/server`), and how they are fetched.
 import { useEffect, useRef, useState } from "preact/hooks";
 
 type N = number | null;
@@ -16,7 +16,7 @@ export interface Overview {
   learning: { reward: Trend; solved: Trend; response_tokens: Trend; entropy: Trend; kl: Trend; has_reference_kl: boolean; evaluation: { step: number; tasks: number; reward: N; solved: N; low: N; high: N } | null };
   flow: { trainer_utilisation: N; tokens_per_s: N; in_flight: N; queued: N; capacity: N; gate: string | null; waits: string | null; sentence: string | null };
   freshness: { bound: N; lag_max: N; lag_mean: N; policy: string | null };
-  law: { opened: number; by_state: Record<string, number>; dropped: Record<string, number>; unusable: number; holds: boolean };
+  law: { opened: number; by_state: Record<string, number>; dropped: Record<string, number>; unusable: number; holds: boolean } | null;
   audit: Audit | null;
   problems: Problem[];
   processes: { name: string; pid: N; state: string; restarts: number; ready: boolean; alive: boolean }[];
@@ -33,7 +33,7 @@ export interface Lane { id: string; label: string; kind: string; rows: number; s
 export interface Mark { at: number; kind: string; label: string; step: N }
 export interface TimelineAnswer { from: number; to: number; begin: number; end: number; is_complete: boolean; lanes: Lane[]; marks: Mark[] }
 
-export interface StepRow { step: number; time: N; reward: N; solved: N; lag_max: N; lag_mean: N; wait_s: N; train_s: N; tokens: N; response_tokens: N; truncated: N; entropy: N; kl: N; loss: N; grad_norm: N; groups: N; digest: string | null; receipt: string | null; epoch: N; checkpoint: boolean }
+export interface StepRow { step: number; time: N; reward: N; solved: N; lag_max: N; lag_mean: N; wait_s: N; train_s: N; tokens: N; response_tokens: N; truncated: N; entropy: N; kl: N; step_kl?: N; loss: N; grad_norm: N; groups: N; is_durable: boolean }
 export interface Steps { steps: StepRow[]; next_before: N }
 export interface AnatomySample { sample: number; reward: N; solved: boolean | null; tokens: N; turns: N; end: string | null; start: N; finish: N; parts: [string, number, number][]; versions: number[] }
 export interface AnatomyGroup { group_id: string; task_id: string; state: string; reward_mean: N; lag: N; oldest_version: N; unusable: string | null; opened_at: N; queued_at: N; batched_at: N; trained_at: N; samples: AnatomySample[] }
@@ -85,7 +85,7 @@ export interface Tokens {
   author: { names: string[]; at: number[] }; mask: number[]; advantage: N[] | null; entropy: N[] | null; trainer_logprob: N[] | null; recorded_step: N;
 }
 
-export interface TaskRow { task_id: string; tier: string | null; draws: number; reward_mean: N; solved_rate: N; last_solved_rate: N; dropped: number; tokens: N; last_step: N; filter: string }
+export interface TaskRow { task_id: string; tier: string | null; draws: number; reward_mean: N; solved_rate: N; last_solved_rate: N; dropped: number; tokens: N; last_step: N }
 export interface Tasks {
   tasks: TaskRow[]; total: number; never_solved: number; next_cursor: string | null;
   tiers: { name: string; tasks: number; is_open: boolean; graduated_share: N; rate: N }[];
@@ -93,7 +93,7 @@ export interface Tasks {
 }
 export interface Fleet {
   processes: { name: string; role: string; pid: N; state: string; restarts: number; alive: boolean; memory_bytes: N; cpu_s: N; last_event: { time: number; event: string } | null }[];
-  replicas: { name: string; url: string | null; version: N; busy_share: N; tokens_per_s: N; last_generate: N }[];
+  replicas: { name: string; url: string | null; publication: N; busy_share: N; tokens_per_s: N; last_generate: N }[];
   workers: { worker: number; pid: N; ready_at: N; alive: boolean }[];
   producers: { name: string; weight: N; min_share: N; credit: N; num_batched: N }[];
   gauges: Record<string, N>;

@@ -4,8 +4,7 @@ const INVISIBLE = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u2
 export function visible(text: string): string {
   return text.replace(INVISIBLE, (character) => {
     const code = character.codePointAt(0)!;
-    if (code < 0x20) return String.fromCharCode(0x2400 + code); // ␛ for the escape character of terminals
-    if (code === 0x7f) return "␡";
+    if (code === 0x1b) return "⟨ESC⟩";
     return `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
   });
 }

@@ -3,8 +3,17 @@ import { useEffect, useState } from "preact/hooks";
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
+// Reading a computed style is slow, and a canvas needs thousands of colours.
+const known = new Map<string, string>();
+dark.addEventListener("change", () => known.clear());
+
 export function colour(name: string): string {
-  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  let value = known.get(name);
+  if (value === undefined) {
+    value = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+    known.set(name, value);
+  }
+  return value;
 }
 
 export const SERIES = 8;

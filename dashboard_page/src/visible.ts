@@ -1,11 +1,11 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 
 /** Whether an element is on the screen, or close to it. */
-export function useIsVisible(): [preact.RefObject<HTMLElement | null>, boolean] {
+export function useIsVisible(margin = "200px"): [preact.RefObject<HTMLElement | null>, boolean] {
   const box = useRef<HTMLElement>(null);
   const [isVisible, setVisible] = useState(false);
   useEffect(() => {
-    const observer = new IntersectionObserver(([entry]) => setVisible(entry!.isIntersecting), { rootMargin: "200px" });
+    const observer = new IntersectionObserver(([entry]) => setVisible(entry!.isIntersecting), { rootMargin: margin });
     observer.observe(box.current!);
     return () => observer.disconnect();
   }, []);

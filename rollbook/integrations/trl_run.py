@@ -51,6 +51,7 @@ class HostInfo:
     pid: int
     ledger_url: str
     policy_urls: list[str]
+    engine: str
     token_file: str
     ledger_token_file: str | None
     run: str
@@ -253,7 +254,13 @@ def open_run(
     os.close(parent_read)
     run: RollbookRun | None = None
     try:
-        run = RollbookRun(_host_info(directory, process), directory, process)
+        info = _host_info(directory, process)
+        if info.engine == "vllm":
+            raise RunError(
+                "inference.engine is vllm: this integration publishes weights to rollbook's own policy servers only. Use "
+                'inference.engine = "transformers", or train with `rollbook train`, which updates vLLM servers'
+            )
+        run = RollbookRun(info, directory, process)
         run.open()
         yield run
     finally:

@@ -94,19 +94,23 @@ class RunRecord(Record, frozen=True, kw_only=True):
     """Batched groups that the trainer could not train; they are counted as trained or durable too."""
     queued_samples: int = 0
     leased_samples: int = 0
-    """Samples that the leased parts were opened for. This one and the next three only with policy `parts`."""
+    """Samples that the leased parts were opened for. Like those of waiting parts, only with policy `parts`."""
     waiting_samples: int = 0
+    external_queued: int = 0
+    """Those among the queued groups that the gate did not grant, and their samples."""
+    external_queued_samples: int = 0
     expected_samples: int = 0
-    """Samples of all groups that were opened: expected = leased + waiting + stored + missing."""
+    """Samples of all groups that were opened: expected = leased + waiting + stored + missing. Only with policy `parts`."""
     stored_samples: int = 0
 
     @property
     def counts(self) -> GateCounts:
-        """In groups, or in samples with policy `parts`; without `aged`, which needs a query."""
+        """In groups, or in samples with policy `parts`; without `aged`, which needs a query. External groups do not count."""
         if self.settings.rule.policy is BatchPolicy.PARTS:
-            leased, waiting, queued = self.leased_samples, self.waiting_samples, self.queued_samples
+            leased, waiting = self.leased_samples, self.waiting_samples
+            queued = self.queued_samples - self.external_queued_samples
         else:
-            leased, waiting, queued = self.num_leased, self.num_waiting, self.num_queued
+            leased, waiting, queued = self.num_leased, self.num_waiting, self.num_queued - self.external_queued
         return GateCounts(leased=leased, waiting=waiting, queued=queued, batches_decided=self.last_decided)
 
     @property

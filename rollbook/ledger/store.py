@@ -19,6 +19,7 @@ from rollbook.ledger.records import (
     GroupRecord,
     MemberRecord,
     MoveRecord,
+    Origin,
     OwnerRecord,
     ProducerRecord,
     PublicationRecord,
@@ -97,10 +98,12 @@ class Groups(Protocol):
     def queued(self, run_id: RunId) -> list[GroupRecord]:
         """All queued groups, by sequence and part."""
 
-    def queued_by_sequence(self, run_id: RunId, limit: int, *, producer: str | None = None) -> list[GroupRecord]:
-        """Queued groups of one registered producer, or, for None, of no registered producer."""
+    def queued_by_sequence(
+        self, run_id: RunId, limit: int, *, origin: Origin, producer: str | None = None
+    ) -> list[GroupRecord]:
+        """Queued groups that the gate granted, or external ones: of one registered producer, or of no registered one."""
 
-    def queued_by_arrival(self, run_id: RunId, limit: int) -> list[GroupRecord]:
+    def queued_by_arrival(self, run_id: RunId, limit: int, *, origin: Origin) -> list[GroupRecord]:
         """Queued groups of no registered producer."""
 
     def queued_below(self, run_id: RunId, version: int, *, by_newest: bool = False) -> list[GroupRecord]:

@@ -63,7 +63,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Tasks": ("Task", "CursorDataLoader", "Curriculum"),
     "The asynchronous recipe": ("run_async_rl_loop", "RowRequest", "Rollout", "rollout_to_prompt_group"),
     "Rollouts": ("GroupAssembler", "AsyncRolloutWorker", "StalenessController", "RolloutService"),
-    "Weights and environments": ("WeightTransferClient", "GrpoPool", "MultiTurnEnvPool", "MiniStackPool"),
+    "Weights and environments": (
+        "WeightTransferClient",
+        "SyncWeightTransferClient",
+        "GrpoPool",
+        "MultiTurnEnvPool",
+        "MiniStackPool",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""The text format of Prometheus, without a registry or global state; and the lag of an event loop."""
+"""The text formats of Prometheus and OpenMetrics, without a registry or global state; and the lag of an event loop."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -10,6 +10,8 @@ from rollbook.concurrency.clock import Clock
 LAG_TICK_S = 0.05
 LAG_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS = "application/openmetrics-text"
+OPENMETRICS_CONTENT_TYPE = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
 
 
 class Kind(StrEnum):
@@ -84,16 +86,27 @@ class LoopLag:
             self.worst_s = max(self.worst_s, late)
 
 
-def exposition(families: Iterable[Family]) -> str:
-    """The response body."""
+def metrics_response(families: Iterable[Family], accept: str | None) -> tuple[bytes, dict[str, str]]:
+    """Body and headers of a response to `/metrics`, in the format that the client's `Accept` header requests."""
+    is_open = OPENMETRICS in (accept or "")
+    content_type = OPENMETRICS_CONTENT_TYPE if is_open else CONTENT_TYPE
+    return exposition(families, is_open=is_open).encode(), {"Content-Type": content_type, "Vary": "Accept"}
+
+
+def exposition(families: Iterable[Family], *, is_open: bool = False) -> str:
+    """The response body. `is_open`: in the OpenMetrics format."""
     lines: list[str] = []
     for family in families:
         meaning = family.meaning.replace("\\", r"\\").replace("\n", r"\n")
-        lines += [f"# HELP {family.name} {meaning}", f"# TYPE {family.name} {family.kind}"]
+        # In OpenMetrics the suffix belongs to the samples of a counter, not to its name.
+        name = family.name.removesuffix("_total") if is_open and family.kind is Kind.COUNTER else family.name
+        lines += [f"# HELP {name} {meaning}", f"# TYPE {name} {family.kind}"]
         for sample in family.samples:
             labels = ",".join(f'{name}="{_escaped(value)}"' for name, value in sample.labels.items())
             braces = f"{{{labels}}}" if labels else ""
             lines.append(f"{family.name}{sample.suffix}{braces} {_number(sample.value)}")
+    if is_open:
+        lines.append("# EOF")
     return "\n".join(lines) + "\n"
 
 

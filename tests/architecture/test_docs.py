@@ -8,6 +8,7 @@ import rollbook
 from rollbook.run.api_reference import GROUPS
 from rollbook.run.api_reference import reference as api_reference
 from rollbook.run.config.reference import reference
+from tests.compatibility.report import page as compatibility_page
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,6 +26,10 @@ def test_every_test_listed_in_the_invariants_exists() -> None:
 
 def test_the_configuration_reference_is_up_to_date() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == reference(), "run `make docs`"
+
+
+def test_the_compatibility_page_matches_the_tests() -> None:
+    assert (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8") == compatibility_page(), "run `make docs`"
 
 
 def test_the_python_reference_is_up_to_date_and_lists_every_public_name_once() -> None:

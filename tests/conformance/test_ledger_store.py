@@ -160,8 +160,9 @@ async def test_open_groups_are_found_by_what_they_wait_for(store: Store) -> None
         assert tx.groups.oldest_dispatched(RUN) == 2
         assert ids(tx.groups.dispatched(RUN)) == ["waiting", "leased", "later"]
         assert ids(tx.groups.queued(RUN)) == ["queued", "older", "unknown"]
-        assert ids(tx.groups.queued_by_sequence(RUN, 2)) == ["queued", "older"]
-        assert ids(tx.groups.queued_by_arrival(RUN, 2)) == ["unknown", "older"]
+        assert ids(tx.groups.queued_by_sequence(RUN, 2, origin=Origin.DRAWN)) == ["queued", "older"]
+        assert tx.groups.queued_by_sequence(RUN, 2, origin=Origin.EXTERNAL) == []
+        assert ids(tx.groups.queued_by_arrival(RUN, 2, origin=Origin.DRAWN)) == ["unknown", "older"]
         assert ids(tx.groups.queued_below(RUN, 5)) == ["older"]
         assert tx.groups.oldest_dispatched(OTHER) is None
         assert tx.groups.queued(OTHER) == []

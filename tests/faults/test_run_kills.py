@@ -1,6 +1,7 @@
 """Kill any process of a run: it recovers or resumes, no group is lost or trained twice, and the weights are the same bits."""
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,10 +82,14 @@ def test_a_run_with_slow_episodes_and_masked_tokens_recovers_when_a_process_is_k
         run.stop()
     assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 16, "ok"), summary["stderr"]
     require_complete(run, steps=16)
+    overview = rollbook("inspect", str(run.directory)).stdout
+    assert re.search(r"^masked      [0-9.]+% of \d+ tokens of the last 16 steps", overview, re.MULTILINE), overview
     if policy == "parts":
         with open_run(run.directory) as record:
             trained = [group for batch in record.batches(16) for group in batch.groups]
-        assert any(group.part > 1 for group in trained)
+        late = next(group for group in trained if group.part > 1)
+        shown = rollbook("inspect", str(run.directory), late.id).stdout
+        assert f"part {late.part}; its baseline are the rewards of the quorum" in shown
         assert all(group.baseline is not None and len(group.baseline) == 2 for group in trained)
 
 

@@ -15,7 +15,9 @@ from playwright.sync_api import Browser, Page, expect
 
 from rollbook.run.directory import RunDirectory
 from tests.page.conftest import Watched, run_elsewhere, running_server, serious_findings
-from tests.parts.dashboard.recorded_run import STEPS, record_run
+from tests.parts.dashboard.recorded_run import PER_STEP, STEPS, record_run
+
+pytestmark = pytest.mark.xdist_group("page")
 
 MEGABYTES = 10
 MESSAGES: tuple[dict[str, Any], ...] = (
@@ -33,7 +35,7 @@ MESSAGES: tuple[dict[str, Any], ...] = (
 PAGES = {
     "/": "Is it learning?",
     "/metrics": "rollout/reward",
-    "/steps": "Gradient norm",
+    "/steps": "Grad norm",
     f"/steps/{STEPS - 1}": "Batch anatomy",
     "/timeline": "1.0 s of 1.0 s",
     "/freshness": "Trained groups by step and lag",
@@ -52,7 +54,7 @@ PAGES = {
 
 @dataclass(frozen=True)
 class Shown:
-    """A dashboard of a folder with two runs."""
+    """A dashboard of a folder with three runs, one of them with a damaged ledger."""
 
     url: str
     run: RunDirectory
@@ -67,6 +69,9 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     folder = tmp_path_factory.mktemp("runs")
     run = run_elsewhere(record_run(folder / "first", ends=False, more_messages=MESSAGES))
     run_elsewhere(record_run(folder / "second"))
+    damaged = run_elsewhere(record_run(folder / "damaged"))
+    for file in damaged.ledger.glob("ledger.sqlite*"):
+        file.write_bytes(b"not a database" * 100)
     with running_server(tmp_path_factory.mktemp("dashboard"), "dashboard", str(folder)) as (url, _):
         yield Shown(url, run)
 
@@ -103,7 +108,7 @@ def test_messages_with_scripts_links_escape_sequences_and_direction_marks_stay_t
     main = page.get_by_role("main")
     for text in (
         "<script>alert(1)</script>",
-        "␛[31mred␛[0m",
+        "⟨ESC⟩[31mred⟨ESC⟩[0m",
         "⟨U+202E⟩right-to-left",
         "[link](javascript:alert(2))",
         "I think <img src=x onerror=alert(3)>",
@@ -216,6 +221,20 @@ def test_values_move_when_the_run_goes_on(browser: Browser, shown: Shown, watche
     page.close()
 
 
+def test_a_task_opens_its_groups_and_a_step_its_samples(browser: Browser, shown: Shown, watched: Watched) -> None:
+    page = watched.follow(browser.new_page())
+    opened(page, shown, "/tasks")
+    page.get_by_role("link", name="task2", exact=True).click()
+    expect(page.locator("tbody tr")).to_have_count(1)
+    expect(page.locator("tbody tr")).to_contain_text("task2@0")
+    opened(page, shown, "/steps")
+    page.get_by_role("link", name="2", exact=True).click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Step 2")
+    page.get_by_role("link", name="Rollouts of this step").click()
+    expect(page.locator("tbody tr")).to_have_count(PER_STEP)
+    page.close()
+
+
 def test_the_audit_runs_on_a_button(browser: Browser, shown: Shown, watched: Watched) -> None:
     page = watched.follow(browser.new_page())
     opened(page, shown, "/law", run="second")
@@ -234,6 +253,17 @@ def test_an_unknown_page_an_unknown_run_and_an_unknown_group_are_reported(browse
     expect(page.get_by_role("alert")).to_contain_text("nobody@0")
     opened(page, shown, "/", run="third")
     expect(page.get_by_role("alert")).to_contain_text("third")
+    page.close()
+
+
+def test_a_run_whose_ledger_is_damaged_is_reported_on_every_page(browser: Browser, shown: Shown) -> None:
+    page = browser.new_page()
+    exceptions: list[str] = []
+    page.on("pageerror", lambda error: exceptions.append(str(error)))
+    for path in PAGES:
+        opened(page, shown, path, run="damaged")
+        expect(page.get_by_role("alert").first).to_contain_text("cannot be read")
+    assert exceptions == []
     page.close()
 
 

@@ -2,10 +2,15 @@
 
 from random import Random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollbook.contracts.freshness import BatchPolicy
+from rollbook.ledger.rules.groups import register_producer, submit
 from rollbook.ledger.rules.selection import Backlog, reserved_places, share_places
+from tests.parts.ledger.groups import draws, group_of, part_of, submission_of
+from tests.parts.ledger.groups import settings as run_settings
+from tests.parts.ledger.run_driver import RunDriver
 
 weights = st.floats(min_value=0.01, max_value=100.0)
 
@@ -80,3 +85,40 @@ def test_over_many_batches_each_producer_gets_the_part_of_its_weight(
     for at, weight in enumerate(parts):
         due = num_batches * batch_size * weight / sum(parts)
         assert abs(got[f"p{at}"] - due) < len(parts) + 1e-6
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    policy=st.sampled_from(BatchPolicy),
+    flood=st.integers(0, 12),
+    is_registered=st.booleans(),
+    bound=st.integers(0, 2),
+    granted=st.integers(0, 6),
+)
+def test_an_external_producer_cannot_starve_the_gate(
+    policy: BatchPolicy, flood: int, is_registered: bool, bound: int, granted: int
+) -> None:
+    """However many groups it queues, the gate admits as many groups as without it, and a batch takes those that are ready first."""
+    driver = RunDriver().create(run_settings(policy=policy, staleness_bound=bound, group_size=2))
+    driver.take_role()
+    driver.publish(0)
+    if is_registered:
+        driver.rule(lambda run_tx: register_producer(run_tx, "flood", weight=100.0, min_share=0.0))
+    for number in range(flood):
+        submission = submission_of(group_of(f"external{number}", (-1,)), producer="flood" if is_registered else None)
+        driver.rule(lambda run_tx, s=submission: submit(run_tx, s, max_queued=1_000))  # type: ignore[misc]
+    limit = (bound + 1) * 2
+    assert driver.status().capacity == limit
+    grants = driver.open(driver.join(), draws(0, granted)).grants
+    assert len(grants) == min(granted, limit)
+    for grant in grants:
+        if grant.part is None:
+            driver.submit(grant.task_id)
+        else:
+            driver.send(part_of(grant.task_id, grant.part, [(0,)] * 2, quorum=2))
+    manifest = driver.decide(1).manifest
+    assert (manifest is not None) == (len(grants) + flood >= 2)
+    if manifest is not None:
+        expected = [grant.group_id for grant in grants][:2]
+        assert [entry.group_id for entry in manifest.entries][: len(expected)] == expected
+    assert driver.audit().violations == ()

@@ -13,9 +13,10 @@ import pytest
 from aiohttp import web
 
 from rollbook.concurrency.sockets import listening_socket, url_of
-from rollbook.contracts.admission import LedgerStatus, Receipt, RunId
+from rollbook.contracts.admission import LedgerStatus, PartReceipt, Receipt, RunId, SampleCounts
 from rollbook.contracts.batch import AckReceipt, TrainingBatch
 from rollbook.contracts.errors import FencedError, RunError, TransientError
+from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
 from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.client.blocking import SyncLedgerClient, audit_at, explain_at, open_sync_ledger_client
@@ -25,7 +26,7 @@ from rollbook.ledger.http.app import LedgerService
 from rollbook.ledger.serve import allow_many_connections, serve_ledger
 from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger.groups import RUN, big_group, draws, group_of, outcome_of, settings
+from tests.parts.ledger.groups import RUN, big_group, draws, group_of, outcome_of, part_of, settings
 from tests.parts.ledger.http import Caller, submission
 
 LOG = EventLog("test", echo=sys.stdout)
@@ -264,6 +265,39 @@ async def test_a_group_is_explained_in_sentences(url: str) -> None:
         assert dropped.sentences[-1].startswith("It was dropped as filtered: a filter of the rollout")
         with pytest.raises(RunError, match=r"404.*never opened, or its submission was refused"):
             await client.explain(GroupId("unknown@0"))
+
+
+async def test_parts_of_a_group_over_http(url: str) -> None:
+    async with client_of(url) as client:
+        await client.create_run(settings(policy=BatchPolicy.PARTS, per_step=1, group_size=4, quorum=2))
+        await client.take_role(restored_step=0)
+        await client.confirm(await client.register(0, "w0"))
+        (grant, *_) = (await client.open(await client.join("rollout"), draws(0, 1), limit=1)).grants
+        assert grant.part is not None
+        first = part_of(grant.task_id, grant.part, [(0,)] * 3, quorum=2)
+        reply = await client.submit_part(encode_group(first), outcome_of(first), attempt=1)
+        assert (reply.receipt, reply.next_part and reply.next_part.group_id) == (Receipt.STORED, "task0@0/2")
+        assert reply.next_part is not None
+        last = part_of(grant.task_id, reply.next_part, [(0,)], quorum=2)
+        # Both parts in one request: each has its own receipt, with the part that the group lacks then.
+        again, done = await asyncio.gather(
+            client.submit_part(encode_group(first), outcome_of(first), attempt=1),
+            client.submit_part(encode_group(last), outcome_of(last), attempt=1),
+        )
+        assert (again.receipt, done) == (Receipt.ALREADY_STORED, PartReceipt(receipt=Receipt.STORED))
+        batch = await client.batch(1, wait_s=5)
+        assert isinstance(batch, TrainingBatch)
+        assert [(group.id, group.part, group.baseline) for group in batch.groups] == [
+            ("task0@0", 1, (0.0, 1.0)),
+            ("task0@0/2", 2, (0.0, 1.0)),
+        ]
+        assert batch.manifest.cut == -1
+        explained = await client.explain(GroupId("task0@0/2"))
+        assert (explained.group.part, explained.group.num_samples) == (2, 1)
+        report = await client.audit()
+        assert report.ok
+        assert report.samples == SampleCounts(expected=4, open=0, stored=4)
+        assert [group.group_id for group in await client.groups(limit=1)] == ["task0@0", "task0@0/2"]
 
 
 async def test_audit_and_groups_over_http(url: str) -> None:

@@ -272,7 +272,9 @@ async def test_a_commit_that_a_crash_took_is_not_mistaken_for_one_that_came_afte
             server.start()
             with psycopg.connect(url, autocommit=True) as db:
                 for number in range(200):
-                    db.execute("INSERT INTO drops (run_id, kind, num) VALUES ('other', %s, 1)", (f"kind{number}",))
+                    db.execute(
+                        "INSERT INTO drops (run_id, kind, num, missing) VALUES ('other', %s, 1, 0)", (f"kind{number}",)
+                    )
             proxy.lets_in.set()
             await writing
             assert await store.read(lambda tx: tx.runs.drops(RUN)) == {"stale": 1}
@@ -301,7 +303,7 @@ async def test_a_database_of_a_newer_release_is_refused(url: str) -> None:
         pass
     with psycopg.connect(url, autocommit=True) as db:
         db.execute("UPDATE schema_versions SET version = 999")
-    with pytest.raises(RunError, match="have schema 999, this release needs 4"):
+    with pytest.raises(RunError, match="have schema 999, this release needs 5"):
         async with open_postgres_store(url):
             pass
     with pytest.raises(RunError, match="have schema 999"), open_reader(url):

@@ -13,9 +13,8 @@ import asyncio, ctypes, resource, sys, threading
 from pathlib import Path
 from types import SimpleNamespace
 
-from rollbook.ledger.config import GateConfig, RunLedgerConfig
 from rollbook.concurrency.sockets import listening_socket
-from rollbook.run.config.cluster import ClusterConfig
+from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory
 from rollbook.run.processes import ledger_server
 from rollbook.telemetry.events import EventLog
@@ -39,14 +38,7 @@ def on_ready(_: str) -> None:
     draining.set()
 
 
-config = SimpleNamespace(
-    run=SimpleNamespace(name="run"),
-    gate=GateConfig(),
-    trainer=SimpleNamespace(max_steps=None, missing_logprobs="refuse"),
-    ledger=RunLedgerConfig(),
-    cluster=ClusterConfig(),
-    tasks=SimpleNamespace(is_posted=False),
-)
+config = RunConfig.model_validate({"model": {"path": sys.argv[1]}, "tasks": {"source": "module:function"}})
 directory = RunDirectory(Path(sys.argv[1]))
 directory.prepare()
 directory.write_manifest(name="run", source_dir=directory.path)

@@ -216,6 +216,25 @@ async def test_a_weight_client_talks_to_a_policy_server(policy_server: str) -> N
         await weights.resume()
 
 
+async def test_a_blocking_trainer_pushes_weights(policy_server: str) -> None:
+    def train() -> list[int]:
+        with rollbook.SyncWeightTransferClient([policy_server]) as weights:
+            versions = []
+            for number in range(2):
+                weights.pause()
+                versions.append(weights.update({"w": torch.full((2, 2), float(number))}))
+                weights.resume()
+        with pytest.raises(rollbook.RollbookError, match="not connected"):
+            weights.pause()
+        return versions
+
+    assert await asyncio.to_thread(train) == [1, 2]
+    async with rollbook.WeightTransferClient([policy_server], request_s=10.0) as client:
+        (reported,) = await client.reported()
+    assert reported is not None
+    assert reported.step == 2
+
+
 def test_simulated_clouds_are_lent_to_threads_one_at_a_time() -> None:
     pytest.importorskip("ministack")
     pytest.importorskip("awscli")

@@ -17,7 +17,8 @@ from tests.parts.ledger.postgres import shared_server
 from tests.parts.run.small import REPOSITORY, SmallRun, rollbook
 
 STEPS = 12
-SHORT = [f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=5"]
+SHORT = [f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=5", "run.ready_s=600"]
+pytestmark = pytest.mark.timeout(900)
 
 
 class LedgerProcess:

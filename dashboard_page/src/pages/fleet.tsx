@@ -58,7 +58,7 @@ export function FleetPage() {
                       <thead>
                         <tr>
                           <th>Replica</th>
-                          <th class="num">Version</th>
+                          <th class="num">Publication</th>
                           <th class="num">Busy</th>
                           <th class="num">Tokens/s</th>
                           <th>Last generation</th>
@@ -70,7 +70,7 @@ export function FleetPage() {
                             <td title={replica.url ?? undefined}>
                               <b>{replica.name}</b>
                             </td>
-                            <td class="num">{number(replica.version)}</td>
+                            <td class="num">{number(replica.publication)}</td>
                             <td class="num">
                               <span class="rate">
                                 <Meter share={replica.busy_share} label={`${replica.name} busy`} /> {percent(replica.busy_share)}
@@ -143,21 +143,28 @@ export function FleetPage() {
                   </div>
                 </Panel>
               ) : null}
-              {Object.keys(data.gauges).length ? (
-                <Panel title="Gauges" flush>
-                  <div class="value-grid">
-                    {Object.entries(data.gauges).map(([name, value]) => (
-                      <span key={name}>
-                        <span class="muted">{name}</span> <b>{number(value)}</b>
-                      </span>
-                    ))}
-                  </div>
-                </Panel>
-              ) : null}
+              <Gauges gauges={data.gauges} />
             </div>
           </>
         )}
       </Loaded>
     </Page>
+  );
+}
+
+/** The last values of the rollout, the gate and the servers. Metrics of training have their own page. */
+function Gauges({ gauges }: { gauges: Fleet["gauges"] }) {
+  const shown = Object.entries(gauges).filter(([name]) => !/^(train|perf|fairness|eval)\//.test(name));
+  if (shown.length === 0) return null;
+  return (
+    <Panel title="Gauges" flush>
+      <div class="value-grid">
+        {shown.map(([name, value]) => (
+          <span key={name}>
+            <span class="muted">{name}</span> <b>{number(value)}</b>
+          </span>
+        ))}
+      </div>
+    </Panel>
   );
 }

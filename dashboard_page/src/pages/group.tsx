@@ -2,7 +2,7 @@
 import type { ComponentChildren } from "preact";
 import { type GroupAnswer, type Message, type Sample, type Tokens, apiPath, useResource } from "../api";
 import { onlyFilters } from "../filters";
-import { fixed, number, words } from "../format";
+import { fixed, number, plural, words } from "../format";
 import { useKeys } from "../keys";
 import { useTick } from "../live";
 import { Badge, Loaded, Panel } from "../parts/basic";
@@ -85,7 +85,7 @@ function SampleTokens({ group, sample }: { group: string; sample: number }) {
   const tokens = useResource<Tokens>(apiPath(`groups/${encodeURIComponent(group)}/tokens`, { sample }));
   return (
     <Panel>
-      <Loaded from={tokens}>{(data) => <TokenText tokens={data} by="logprob" shown={2000} />}</Loaded>
+      <Loaded from={tokens}>{(data) => <TokenText tokens={data} by="logprob" />}</Loaded>
     </Panel>
   );
 }
@@ -99,7 +99,7 @@ function SampleHead({ sample }: { sample: Sample }) {
       </span>
       <span class="small muted">
         {sample.reward === null ? `not scored: ${sample.invalid_cause ?? ""}` : `reward ${fixed(sample.reward, 3)}`}
-        {sample.advantage === null ? "" : `, advantage ${number(sample.advantage, 2)}`}, {number(sample.num_trained)} tokens, {words(sample.end)}
+        {sample.advantage === null ? "" : `, advantage ${number(sample.advantage, 2)}`}, {plural(sample.num_trained, "token")}, {words(sample.end)}
       </span>
     </>
   );

@@ -35,12 +35,12 @@ export function OverviewPage({ run }: { run: Overview }) {
         <Stat label="Trainer busy" value={percent(flow.trainer_utilisation)} note={flow.tokens_per_s === null ? undefined : `${count(flow.tokens_per_s)} tokens/s`} link={href("timeline")}>
           <Spark values={run.sparklines.tokens_per_s} tone={3} />
         </Stat>
-        <Stat label="Lag" value={number(freshness.lag_max)} unit={`bound ${number(freshness.bound)}`} note={`mean ${number(freshness.lag_mean, 2)} versions, policy “${freshness.policy ?? "–"}”`} tone={lagTone} link={href("freshness")} />
+        <Stat label="Lag" value={number(freshness.lag_max)} unit={`bound ${number(freshness.bound)}`} note={`${freshness.lag_mean === null ? "" : `mean ${number(freshness.lag_mean, 2)} versions, `}policy “${freshness.policy ?? "–"}”`} tone={lagTone} link={href("freshness")} />
         <Stat
           label="Conservation law"
-          value={law.holds ? "holds" : "violated"}
-          tone={law.holds ? "good" : "bad"}
-          note={audit ? `audit ${audit.ok ? "passed" : "failed"} at ${clock(audit.at)}` : `${plural(law.opened, "group")}, not audited yet`}
+          value={law === null ? "–" : law.holds ? "holds" : "violated"}
+          tone={law === null ? "" : law.holds ? "good" : "bad"}
+          note={audit ? `audit ${audit.ok ? "passed" : "failed"} at ${clock(audit.at)}` : law === null ? "the ledger cannot be read" : `${plural(law.opened, "group")}, not audited yet`}
           link={href("law")}
         />
       </div>
@@ -51,8 +51,8 @@ export function OverviewPage({ run }: { run: Overview }) {
         <Panel span={4} title="Problems" more={run.problems.length ? plural(run.problems.length, "finding") : undefined}>
           <Problems problems={run.problems} />
         </Panel>
-        <Panel span={8} title="Where the groups are" more={plural(law.opened, "group") + " opened"}>
-          <StateBar law={law} />
+        <Panel span={8} title="Where the groups are" more={law ? `${plural(law.opened, "group")} opened` : undefined}>
+          {law ? <StateBar law={law} /> : <Empty title="The ledger cannot be read." />}
         </Panel>
         <Panel span={4} title="Who waits for whom" more={<a href={href("fleet")}>fleet</a>}>
           <div class="stack">

@@ -43,7 +43,7 @@ export function RolloutPage() {
               <div class="grid">
                 <div class="span-8 stack">
                   <div class="row between">
-                    <Segmented label="View" value={view} options={sample.messages?.length ? [["conversation", "Conversation"], ["tokens", "Tokens"]] : [["tokens", "Tokens"]]} onChange={(next) => setFilters({ view: next === "tokens" ? next : null }, { replace: true })} />
+                    <Segmented label="View" value={view} options={sample.messages?.length ? [["conversation", "Conversation"], ["tokens", "Tokens"]] : [["tokens", "Tokens (no messages were recorded)"]]} onChange={(next) => setFilters({ view: next === "tokens" ? next : null }, { replace: true })} />
                     <span class="small muted">
                       <kbd>j</kbd> <kbd>k</kbd> group, <kbd>h</kbd> <kbd>l</kbd> sample, <kbd>t</kbd> tokens, <kbd>g</kbd> side by side
                     </span>

@@ -13,7 +13,7 @@ import { visible } from "../text";
 const LIMIT = 50;
 const ORDERS: [string, string][] = [["newest", "newest first"], ["oldest", "oldest first"], ["-reward", "highest reward"], ["reward", "lowest reward"], ["-tokens", "longest"], ["tokens", "shortest"], ["-seconds", "slowest"], ["seconds", "fastest"]];
 const FACETS: [FilterName, string][] = [["state", "State"], ["solved", "Solved"], ["drop", "Drop reason"], ["end", "Ended by"], ["tier", "Tier"]];
-const RANGES: [FilterName, string, string][] = [["step", "Step", "10-20"], ["tokens", "Tokens", "100:500"], ["turns", "Turns", "2:4"], ["lag", "Lag", "0:1"], ["seconds", "Seconds", "1:20"]];
+const RANGES: [FilterName, string, string][] = [["step", "Step", "10-20"], ["tokens", "Tokens", "10:500"], ["turns", "Turns", "2:4"], ["lag", "Lag", "0:1"], ["seconds", "Seconds", "1:20"]];
 
 export function RolloutsPage() {
   const { query } = useRoute();

@@ -47,25 +47,24 @@ function mergeSteps(pages: StepRow[][]): StepRow[] {
 function StepTable({ rows }: { rows: StepRow[] }) {
   return (
     <div class="table-box" tabIndex={0}>
-      <table>
+      <table class="tight">
         <thead>
           <tr>
             <th class="num">Step</th>
             <th>Time</th>
             <th class="num">Reward</th>
             <th class="num">Solved</th>
-            <th class="num">Lag mean / max</th>
+            <th class="num">Lag (max)</th>
             <th class="num">Waited</th>
             <th class="num">Trained</th>
-            <th class="num">Groups</th>
             <th class="num">Tokens</th>
             <th class="num">Response</th>
             <th class="num">Truncated</th>
             <th class="num">Loss</th>
-            <th class="num">Gradient norm</th>
+            <th class="num">Grad norm</th>
             <th class="num">Entropy</th>
             <th class="num">KL</th>
-            <th>Weights</th>
+            <th>Checkpoint</th>
           </tr>
         </thead>
         <tbody>
@@ -78,21 +77,19 @@ function StepTable({ rows }: { rows: StepRow[] }) {
               <td class="num">{fixed(row.reward, 3)}</td>
               <td class="num">{percent(row.solved)}</td>
               <td class="num nowrap">
-                {fixed(row.lag_mean, 1)} / {number(row.lag_max)}
+                {fixed(row.lag_mean, 1)} ({number(row.lag_max)})
               </td>
               <td class="num nowrap">{duration(row.wait_s)}</td>
               <td class="num nowrap">{duration(row.train_s)}</td>
-              <td class="num">{number(row.groups)}</td>
               <td class="num">{count(row.tokens)}</td>
               <td class="num">{fixed(row.response_tokens, 1)}</td>
               <td class="num">{percent(row.truncated)}</td>
               <td class="num">{fixed(row.loss, 4)}</td>
               <td class="num">{fixed(row.grad_norm, 3)}</td>
               <td class="num">{fixed(row.entropy, 3)}</td>
-              <td class="num">{row.kl === null ? "–" : row.kl.toExponential(1)}</td>
-              <td class="nowrap">
-                <code class="muted">{row.digest?.slice(0, 8) ?? ""}</code> {row.checkpoint ? <Badge tone="info">checkpoint</Badge> : null}
-                {row.receipt && row.receipt !== "accepted" ? <Badge tone="warn">{row.receipt}</Badge> : null}
+              <td class="num">{(row.kl ?? row.step_kl)?.toExponential(1) ?? "–"}</td>
+              <td>
+                {row.is_durable ? <Badge tone="good">durable</Badge> : <span class="muted">not yet</span>}
               </td>
             </tr>
           ))}

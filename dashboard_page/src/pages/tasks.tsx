@@ -5,7 +5,7 @@ import { count, fixed, number, percent, plural } from "../format";
 import { useTick } from "../live";
 import { Badge, Empty, Loaded, Meter, Page, Panel, Stat } from "../parts/basic";
 import { Chart } from "../parts/chart";
-import { linkTo, setFilters, useRoute } from "../router";
+import { href, linkTo, setFilters, useRoute } from "../router";
 import { visible } from "../text";
 
 const COLUMNS: [sort: string | null, label: string, isNumber: boolean][] = [["task", "Task", false], [null, "Tier", false], ["draws", "Draws", true], ["solved", "Solved", true], [null, "Last draw", true], ["reward", "Reward", true], [null, "Tokens", true], [null, "Dropped", true], ["last", "Last step", true]];
@@ -112,7 +112,7 @@ function TaskTable({ rows, sort }: { rows: TaskRow[]; sort: string }) {
           {rows.map((row) => (
             <tr key={row.task_id}>
               <td class="clip mono">
-                <a href={linkTo(`/rollouts?${row.filter}`)} title={visible(row.task_id)}>
+                <a href={href("rollouts", [], { task: row.task_id })} title={visible(row.task_id)}>
                   {visible(row.task_id)}
                 </a>
               </td>

@@ -123,8 +123,11 @@ function zoomed(chart: uPlot): boolean {
   return min !== x[0] || max !== x[x.length - 1];
 }
 
+/** Distances of ticks on an axis of steps: there is no step 1.5. */
+const WHOLE = [1, 2, 5].flatMap((factor) => Array.from({ length: 9 }, (_, power) => factor * 10 ** power)).sort((a, b) => a - b);
+
 function options(props: ChartProps, width: number, onCursor: (at: number | null) => void): uPlot.Options {
-  const { series, height = 180, format = number, xFormat = number, bound, band, range } = props;
+  const { series, xLabel = "step", height = 180, format = number, xFormat = number, bound, band, range } = props;
   const axis = { stroke: colour("muted"), font: "11px system-ui, sans-serif", ticks: { show: false }, grid: { stroke: colour("grid"), width: 1 } };
   const tone = (one: Series, i: number) => seriesColour(one.tone ?? i);
   const drawn: uPlot.Series[] = series.map((one, i) => ({
@@ -169,7 +172,7 @@ function options(props: ChartProps, width: number, onCursor: (at: number | null)
       },
     },
     axes: [
-      { ...axis, size: 24, space: 60, values: (_, splits) => splits.map((value) => (value === null ? "" : xFormat(value))) },
+      { ...axis, size: 24, space: 60, incrs: xLabel === "step" ? WHOLE : undefined, values: (_, splits) => splits.map((value) => (value === null ? "" : xFormat(value))) },
       { ...axis, size: (_, labels) => Math.max(34, 10 + 6.2 * Math.max(0, ...(labels ?? []).map((one) => one.length))), space: 32, values: (_, splits) => splits.map((value) => format(value)) },
     ],
     series: [{}, ...drawn],

@@ -6,7 +6,7 @@ import { href } from "../router";
 export const STATES = ["dispatched", "queued", "batched", "trained", "durable", "dropped"] as const;
 export const STATE_COLOURS: Record<string, string> = { dispatched: "series-6", queued: "series-1", batched: "series-4", trained: "series-7", durable: "series-2", dropped: "series-3" };
 
-export function StateBar({ law }: { law: Overview["law"] }) {
+export function StateBar({ law }: { law: NonNullable<Overview["law"]> }) {
   const total = STATES.reduce((sum, state) => sum + (law.by_state[state] ?? 0), 0);
   return (
     <>

@@ -1,23 +1,23 @@
 // The tokens of one sequence, coloured by one of their properties. The strip above the text shows all tokens at a glance.
-import { useCallback, useMemo, useRef, useState } from "preact/hooks";
+import { useCallback, useEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { Tokens } from "../api";
 import { number } from "../format";
 import { colour, mix } from "../theme";
 import { visible, visibleToken } from "../text";
+import { useIsVisible } from "../visible";
 import { Segmented } from "./basic";
 import { Canvas, type Point } from "./canvas";
 
 export type TokenColour = "logprob" | "version" | "author" | "advantage" | "entropy" | "gap";
 const NAMES: Record<TokenColour, string> = { logprob: "logprob", version: "version", author: "author", advantage: "advantage", entropy: "entropy", gap: "trainer–engine gap" };
 const CHUNK = 500;
-const SHOWN = 40_000;
 const LEVELS = 8;
 
 /** The class of each token: `h0`–`h8` for magnitudes, `p`/`n` for signs, `c0`–`c7` for categories. */
 function classes(tokens: Tokens, by: TokenColour): string[] {
   const level = (value: number | null | undefined, full: number, kind = "h") => (value === null || value === undefined ? "" : `${kind}${Math.min(LEVELS, Math.round((Math.abs(value) / full) * LEVELS))}`);
-  const oldest = Math.min(...tokens.version.filter((version) => version >= 0));
-  const most = Math.max(1e-9, ...(tokens.advantage ?? []).map((value) => Math.abs(value ?? 0)));
+  const oldest = oldestVersion(tokens);
+  const most = (tokens.advantage ?? []).reduce<number>((largest, value) => Math.max(largest, Math.abs(value ?? 0)), 1e-9);
   return tokens.ids.map((_, at) => {
     switch (by) {
       case "logprob":
@@ -44,41 +44,56 @@ function gap(tokens: Tokens, at: number): number | null {
   return trainer === null || trainer === undefined || engine === null || engine === undefined ? null : trainer - engine;
 }
 
-/** The text of the tokens, in chunks: the browser lays out only those on the screen. */
-export function TokenText({ tokens, by, shown }: { tokens: Tokens; by: TokenColour; shown: number }) {
+function oldestVersion(tokens: Tokens): number {
+  return tokens.version.reduce((oldest, version) => (version >= 0 ? Math.min(oldest, version) : oldest), Infinity);
+}
+
+/** The text of the tokens, in chunks that are drawn when they come near the screen: a rollout may have many thousand tokens. */
+export function TokenText({ tokens, by }: { tokens: Tokens; by: TokenColour }) {
   const kinds = useMemo(() => classes(tokens, by), [tokens, by]);
-  const chunks = useMemo(() => {
-    const found: preact.JSX.Element[] = [];
-    for (let start = 0; start < Math.min(shown, tokens.count); start += CHUNK) {
-      const spans: preact.JSX.Element[] = [];
-      for (let at = start; at < Math.min(start + CHUNK, tokens.count, shown); at++) {
-        spans.push(
-          <span data-at={at} class={`${kinds[at]}${tokens.mask[at] ? "" : " masked"}`}>
-            {visibleToken(tokens.text?.[at] ?? `[${tokens.ids[at]}]`)}
-          </span>,
-        );
-      }
-      found.push(
-        <div class="chunk" key={start}>
-          {spans}
-        </div>,
-      );
-    }
-    return found;
-  }, [tokens, kinds, shown]);
-  return <div class={`tokens ${tokens.count > 4 * CHUNK ? "long" : ""}`}>{chunks}</div>;
+  const starts = Array.from({ length: Math.ceil(tokens.count / CHUNK) }, (_, at) => at * CHUNK);
+  return (
+    <div class="tokens">
+      {starts.map((start) => (
+        <Chunk key={start} tokens={tokens} kinds={kinds} start={start} />
+      ))}
+    </div>
+  );
+}
+
+function Chunk({ tokens, kinds, start }: { tokens: Tokens; kinds: string[]; start: number }) {
+  const [box, isVisible] = useIsVisible("600px");
+  const end = Math.min(start + CHUNK, tokens.count);
+  const isShort = tokens.count <= 2 * CHUNK;
+  const [height, setHeight] = useState(0);
+  const isDrawn = isVisible || isShort;
+  useEffect(() => {
+    if (isDrawn) setHeight((box.current as HTMLElement).offsetHeight);
+  }, [isDrawn]);
+  // An estimate for chunks that were never drawn: about a line for every 12 tokens.
+  const room = height || Math.ceil((end - start) / 12) * 21;
+  return (
+    <div ref={box as preact.RefObject<HTMLDivElement | null>} data-start={start} style={isDrawn ? {} : { height: `${room}px` }}>
+      {isDrawn
+        ? Array.from({ length: end - start }, (_, offset) => {
+            const at = start + offset;
+            return (
+              <span key={at} data-at={at} class={`${kinds[at]}${tokens.mask[at] ? "" : " masked"}`}>
+                {visibleToken(tokens.text?.[at] ?? `[${tokens.ids[at]}]`)}
+              </span>
+            );
+          })
+        : null}
+    </div>
+  );
 }
 
 export function TokenView({ tokens, by, onColour }: { tokens: Tokens; by: TokenColour; onColour: (by: TokenColour) => void }) {
   const [hovered, setHovered] = useState<number | null>(null);
-  const [shown, setShown] = useState(SHOWN);
   const text = useRef<HTMLDivElement>(null);
   const kinds = useMemo(() => classes(tokens, by), [tokens, by]);
   const options = (Object.keys(NAMES) as TokenColour[]).filter((name) => (name === "advantage" ? tokens.advantage : name === "entropy" ? tokens.entropy : name === "gap" ? tokens.trainer_logprob : true));
-  const jump = (at: number) => {
-    if (at >= shown) setShown(at + SHOWN);
-    requestAnimationFrame(() => text.current?.querySelector(`[data-at="${at}"]`)?.scrollIntoView({ block: "center" }));
-  };
+  const jump = (at: number) => text.current?.querySelector(`[data-start="${Math.floor(at / CHUNK) * CHUNK}"]`)?.scrollIntoView({ block: "start" });
   return (
     <div class="stack">
       <div class="row between">
@@ -98,13 +113,8 @@ export function TokenView({ tokens, by, onColour }: { tokens: Tokens; by: TokenC
         }}
         onPointerLeave={() => setHovered(null)}
       >
-        <TokenText tokens={tokens} by={by} shown={shown} />
+        <TokenText tokens={tokens} by={by} />
       </div>
-      {shown < tokens.count ? (
-        <button class="button" onClick={() => setShown(shown + SHOWN)}>
-          Show more: {(tokens.count - shown).toLocaleString("en")} tokens are hidden
-        </button>
-      ) : null}
     </div>
   );
 }
@@ -133,7 +143,7 @@ function Legend({ tokens, by }: { tokens: Tokens; by: TokenColour }) {
     by === "author"
       ? tokens.author.names.map((name, at) => [`c${at % LEVELS}`, name])
       : by === "version"
-        ? [...new Set(tokens.version.filter((version) => version >= 0))].sort((a, b) => a - b).slice(0, 12).map((version, _, all) => [`c${(version - all[0]!) % LEVELS}`, `version ${version}`])
+        ? [...new Set(tokens.version.filter((version) => version >= 0))].sort((a, b) => a - b).slice(0, 12).map((version) => [`c${(version - oldestVersion(tokens)) % LEVELS}`, `version ${version}`])
         : by === "advantage"
           ? [["n8", "worse than its group"], ["p8", "better than its group"]]
           : by === "gap"
@@ -168,13 +178,23 @@ function Strip({ tokens, kinds, by, onPick }: { tokens: Tokens; kinds: string[];
         }
         return found;
       };
-      const cell = w / tokens.count;
-      for (let i = 0; i < tokens.count; i++) {
-        pen.fillStyle = paint(kinds[i]!);
-        pen.fillRect(i * cell, 0, Math.max(cell > 4 ? cell - 1 : cell, 0.5), h - 5);
-        if (tokens.mask[i]) {
+      // Where several tokens share a pixel, the strongest colour is shown.
+      const columns = Math.min(tokens.count, Math.max(1, Math.floor(w)));
+      const cell = w / columns;
+      const wide = cell > 4 ? cell - 1 : cell + 0.3;
+      for (let column = 0; column < columns; column++) {
+        let strongest = "";
+        let isTrained = false;
+        const end = Math.floor(((column + 1) * tokens.count) / columns);
+        for (let i = Math.floor((column * tokens.count) / columns); i < end; i++) {
+          if (kinds[i]! > strongest) strongest = kinds[i]!;
+          isTrained ||= Boolean(tokens.mask[i]);
+        }
+        pen.fillStyle = paint(strongest);
+        pen.fillRect(column * cell, 0, wide, h - 5);
+        if (isTrained) {
           pen.fillStyle = colour("ink");
-          pen.fillRect(i * cell, h - 3, Math.max(cell > 4 ? cell - 1 : cell, 0.5), 2);
+          pen.fillRect(column * cell, h - 3, wide, 2);
         }
       }
     },

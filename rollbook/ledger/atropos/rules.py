@@ -15,6 +15,7 @@ from rollbook.ledger.atropos.batch_forming import form_batch, in_order
 from rollbook.ledger.atropos.models import RegisterEnv, Registration
 from rollbook.ledger.atropos.records import AtroposRecord, EnvRecord
 from rollbook.ledger.atropos.tables import AtroposTables
+from rollbook.ledger.records import Origin
 from rollbook.ledger.rules import runs, trainer
 from rollbook.ledger.rules.batches import record_batch
 from rollbook.ledger.rules.run_transaction import RunTransaction
@@ -143,7 +144,7 @@ def reset(run_tx: RunTransaction) -> None:
 def sweep(run_tx: RunTransaction) -> bool:
     """Drop some of the queued groups from before a reset. True: there may be more."""
     below = AtroposTables(run_tx.tx).record(run_tx.run_id).reset_below
-    queued = run_tx.tx.groups.queued_by_sequence(run_tx.run_id, SWEEP_SIZE) if below else []
+    queued = run_tx.tx.groups.queued_by_sequence(run_tx.run_id, SWEEP_SIZE, origin=Origin.EXTERNAL) if below else []
     old = [group for group in queued if group.sequence < below]
     for group in old:
         run_tx.drop(group, DropReason(DropKind.RESET, "/reset_data"), by="reset")

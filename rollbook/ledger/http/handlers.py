@@ -42,8 +42,7 @@ from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.service import Ledger
 from rollbook.ledger.tools.audit import audit_run
 from rollbook.ledger.tools.explain import explain_group
-from rollbook.telemetry.prometheus import CONTENT_TYPE as METRICS_CONTENT_TYPE
-from rollbook.telemetry.prometheus import LoopLag
+from rollbook.telemetry.prometheus import LoopLag, metrics_response
 
 M = TypeVar("M", bound=wire.Message)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -109,14 +108,15 @@ class LedgerHandlers:
 
     async def metrics(self, _: wire.Empty, *, http: web.Request) -> web.Response:
         statuses = [await self._ledger.status(run_id) for run_id in await self._ledger.runs()]
-        text = ledger_metrics(
+        families = ledger_metrics(
             statuses,
             requests=self.requests,
             lag=self.lag,
             receiving=self._bodies.receiving_bytes,
             received=self._bodies.received_bytes,
         )
-        return web.Response(body=text.encode(), headers={"Content-Type": METRICS_CONTENT_TYPE})
+        body, headers = metrics_response(families, http.headers.get("Accept"))
+        return web.Response(body=body, headers=headers)
 
     async def runs(self, _: wire.Empty) -> list[RunId]:
         return await self._ledger.runs()

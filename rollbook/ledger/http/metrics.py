@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rollbook.contracts.admission import LedgerStatus
-from rollbook.telemetry.prometheus import Family, Histogram, Kind, LoopLag, Sample, exposition
+from rollbook.telemetry.prometheus import Family, Histogram, Kind, LoopLag, Sample
 
 REQUEST_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
 
@@ -43,9 +43,9 @@ class RequestMetrics:
 
 def ledger_metrics(
     statuses: Sequence[LedgerStatus], *, requests: RequestMetrics, lag: LoopLag, receiving: int, received: int
-) -> str:
-    """The response to `/metrics`."""
-    return exposition([*_runs(statuses), *requests.families(), *_server(lag, receiving, received)])
+) -> list[Family]:
+    """The metrics in the response to `/metrics`."""
+    return [*_runs(statuses), *requests.families(), *_server(lag, receiving, received)]
 
 
 def _runs(statuses: Sequence[LedgerStatus]) -> Iterable[Family]:

@@ -10,7 +10,7 @@ from rollbook.contracts.batch import BatchEntry, BatchManifest, EndOfRun
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
 from rollbook.contracts.group import DropKind, DropReason, GroupState
-from rollbook.ledger.records import BatchRecord, GroupRecord, ProducerRecord
+from rollbook.ledger.records import BatchRecord, GroupRecord, Origin, ProducerRecord
 from rollbook.ledger.rules.publications import Masks
 from rollbook.ledger.rules.run_transaction import RunTransaction
 from rollbook.ledger.rules.selection import Backlog, Candidate, choose, reserved_places, share_places
@@ -137,7 +137,8 @@ def _choose(run_tx: RunTransaction, step: int) -> _Choice:
     if not producers:
         groups = _choose_by_policy(run_tx, step)
         return _Choice(groups=groups, size=_size(groups, rule))
-    queues = {p.name: run_tx.tx.groups.queued_by_sequence(run_tx.run_id, size, producer=p.name) for p in producers}
+    find = run_tx.tx.groups.queued_by_sequence
+    queues = {p.name: find(run_tx.run_id, size, origin=Origin.EXTERNAL, producer=p.name) for p in producers}
     backlogs = [
         Backlog(
             name=p.name,
@@ -177,11 +178,10 @@ def _first(groups: Sequence[GroupRecord], size: int, rule: FreshnessRule) -> lis
 
 def _choose_by_policy(run_tx: RunTransaction, step: int) -> list[GroupRecord]:
     rule = run_tx.run.settings.rule
-    # Every policy takes groups from the front of one order, so the first ones suffice.
-    if rule.policy is BatchPolicy.DROP:
-        front = run_tx.tx.groups.queued_by_arrival(run_tx.run_id, rule.batch_size)
-    else:
-        front = run_tx.tx.groups.queued_by_sequence(run_tx.run_id, rule.batch_size)
+    # Every policy takes groups from the front of an order, granted ones first, so the first ones of both suffice.
+    groups = run_tx.tx.groups
+    find = groups.queued_by_arrival if rule.policy is BatchPolicy.DROP else groups.queued_by_sequence
+    front = [group for origin in Origin for group in find(run_tx.run_id, rule.batch_size, origin=origin)]
     by_id = {group.group_id: group for group in front}
     chosen = choose(
         (
@@ -192,6 +192,7 @@ def _choose_by_policy(run_tx: RunTransaction, step: int) -> list[GroupRecord]:
                 oldest_version=group.oldest_version,
                 newest_version=group.newest_version,
                 part=group.part,
+                is_external=group.origin is Origin.EXTERNAL,
                 size=_unit_size(group, rule),
             )
             for group in front

@@ -11,7 +11,7 @@ from typing import Any
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.contracts.group import MOVES, DropReason, GroupId, GroupState
-from rollbook.ledger.records import GroupRecord, MoveRecord, RunRecord
+from rollbook.ledger.records import GroupRecord, MoveRecord, Origin, RunRecord
 from rollbook.ledger.store import Transaction
 
 SETTLED = frozenset({GroupState.BATCHED, GroupState.TRAINED, GroupState.DURABLE, GroupState.DROPPED})
@@ -24,6 +24,8 @@ SUBMISSION_COUNTERS = frozenset(
         "num_waiting",
         "queued_bytes",
         "queued_samples",
+        "external_queued",
+        "external_queued_samples",
         "waiting_samples",
         "expected_samples",
         "stored_samples",
@@ -155,6 +157,9 @@ class RunTransaction:
         if group.state is GroupState.QUEUED:
             self.count("queued_bytes", by * group.payload_bytes)
             self.count("queued_samples", by * group.num_samples)
+            if group.origin is Origin.EXTERNAL:
+                self.count("external_queued", by)
+                self.count("external_queued_samples", by * group.num_samples)
 
     def _add_history(
         self, group: GroupRecord, before: GroupState | None, after: GroupState, note: str, by: str

@@ -1,8 +1,8 @@
 """Selection of the groups of the next batch: pure functions of candidates and numbers, independent of time and of live versions.
 
-Groups of the gate, and of producers that never registered, are chosen by the run's policy alone (`choose`). Registered producers
-share places by weight (`share_places`): minimum shares come first, then the policy's groups, and the remaining places go to the
-producer with the most credit. A producer without ready groups neither delays a batch nor gains credit.
+Minimum shares of registered producers come first (`reserved_places`), then the groups that the gate granted, by the run's policy,
+then groups of producers that never registered (`choose`). The remaining places go to the registered producer with the most credit
+(`share_places`). A producer without ready groups neither delays a batch nor gains credit.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +23,8 @@ class Candidate:
     oldest_version: int | None
     newest_version: int | None = None
     part: int = 1
+    is_external: bool = False
+    """Of a producer that never registered: it gets the places that granted groups leave."""
     size: int = 1
     """What it counts in a batch: 1, or its samples with policy `parts`."""
 
@@ -108,26 +110,14 @@ def choose(
     """
     fresh = [candidate for candidate in queued if not is_stale(candidate, rule, step=step)]
     if rule.policy is BatchPolicy.DROP:
-        return tuple(sorted(fresh, key=lambda c: c.arrival)[: rule.groups_per_step])
-    by_admission = sorted(fresh, key=lambda c: (c.sequence, c.part))
+        return tuple(sorted(fresh, key=lambda c: (c.is_external, c.arrival))[: rule.groups_per_step])
+    by_admission = sorted(fresh, key=lambda c: (c.is_external, c.sequence, c.part))
     if rule.policy.masks_tokens:
         sizes = accumulate((candidate.size for candidate in by_admission), initial=0)
         return tuple(
             candidate for candidate, before in zip(by_admission, sizes, strict=False) if before < rule.batch_size
         )
-    return tuple(_within_window(by_admission, oldest_dispatched, rule))
-
-
-def _within_window(
-    by_sequence: Sequence[Candidate], oldest_dispatched: int | None, rule: FreshnessRule
-) -> Iterable[Candidate]:
-    """Take the lowest sequence repeatedly, while it is less than W above the oldest open group.
-
-    The oldest open group is determined for each pick: a window over the first W open groups would slide with every pick and
-    let a young group overtake without bound.
-    """
-    for lowest in by_sequence[: rule.groups_per_step]:
-        oldest_open = lowest.sequence if oldest_dispatched is None else min(lowest.sequence, oldest_dispatched)
-        if lowest.sequence >= oldest_open + rule.window:
-            return
-        yield lowest
+    # A group may be less than W above the oldest one that is still played. That one is the same for each pick: a window over the
+    # first W open groups would slide with every pick and let a young group overtake without bound.
+    within = [c for c in by_admission if oldest_dispatched is None or c.sequence < oldest_dispatched + rule.window]
+    return tuple(within[: rule.groups_per_step])

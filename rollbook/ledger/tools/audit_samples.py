@@ -12,7 +12,7 @@ from rollbook.contracts.batch import BatchEntry, BatchManifest
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import GroupState, group_id, part_id
 from rollbook.contracts.policy import NOT_SAMPLED
-from rollbook.ledger.records import GroupRecord, PublicationRecord, RunRecord
+from rollbook.ledger.records import GroupRecord, Origin, PublicationRecord, RunRecord
 from rollbook.ledger.rules.publications import admission_of
 from rollbook.ledger.rules.runs import sample_counts
 from rollbook.ledger.store import Transaction
@@ -26,6 +26,8 @@ class SampleLedger:
 
     run: RunRecord
     queued: int = 0
+    external_queued: int = 0
+    external_queued_samples: int = 0
     expected: int = 0
     leased: int = 0
     waiting: int = 0
@@ -42,7 +44,11 @@ class SampleLedger:
 
     def add(self, group: GroupRecord) -> None:
         is_stored = group.payload_digest is not None
-        self.queued += group.num_samples if group.state is GroupState.QUEUED else 0
+        if group.state is GroupState.QUEUED:
+            self.queued += group.num_samples
+            if group.origin is Origin.EXTERNAL:
+                self.external_queued += 1
+                self.external_queued_samples += group.num_samples
         if group.step is not None:
             self.batches[group.step] += group.num_samples
         if not self.counts_samples:
@@ -63,6 +69,12 @@ class SampleLedger:
         counted = sample_counts(tx, self.run)
         for what, found, expected in (
             ("queued samples by rows", self.queued, self.run.queued_samples),
+            ("queued external groups by rows", self.external_queued, self.run.external_queued),
+            (
+                "queued external samples by rows",
+                self.external_queued_samples,
+                self.run.external_queued_samples,
+            ),
             ("expected samples by rows", self.expected, counted.expected),
             ("samples of leased parts by rows", self.leased, self.run.leased_samples),
             ("samples of waiting parts by rows", self.waiting, self.run.waiting_samples),

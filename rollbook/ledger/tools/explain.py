@@ -196,6 +196,8 @@ def _batched(tx: Transaction, run: RunRecord, group: GroupRecord) -> str:
     rule = run.settings.rule
     if group.producer is not None:
         order = f"it was the first group of the producer {group.producer}, which had a place"
+    elif group.origin is Origin.EXTERNAL:
+        order = "granted groups left a place, and it was the first of the groups without a grant"
     elif rule.policy is not BatchPolicy.DROP:
         order = "it was the oldest admitted group that was ready"
     else:

@@ -100,6 +100,7 @@ def host_info(addresses: dict[str, str], loaded: LoadedConfig, directory: RunDir
         "pid": os.getpid(),
         "ledger_url": addresses["ledger"],
         "policy_urls": policy_urls(addresses["policy"]),
+        "engine": config.inference.engine,
         "token_file": str(directory.token_file),
         "ledger_token_file": None if ledger_token is None else str(ledger_token),
         "run": config.run.name,

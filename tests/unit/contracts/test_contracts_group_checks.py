@@ -5,7 +5,7 @@ import struct
 
 import msgspec
 import pytest
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rollbook.contracts.errors import RunError
@@ -173,7 +173,12 @@ def test_false_claims_about_a_group_are_listed() -> None:
 @st.composite
 def frames(draw: st.DrawFn) -> bytes:
     """Frames that are nearly valid, some with one wrong bit."""
-    payload = frame_with(samples=draw(odd_samples()), draw=-1 if draw(st.integers(0, 19)) == 0 else 0)
+    payload = frame_with(
+        samples=draw(odd_samples()),
+        draw=-1 if draw(st.integers(0, 19)) == 0 else 0,
+        part=draw(st.sampled_from([1, 1, 2, 0])),
+        baseline=draw(st.none() | st.lists(st.sampled_from([0.0, -1.5, 1e7, math.nan]), max_size=3)),
+    )
     if draw(st.integers(0, 9)) == 0:
         at = draw(st.integers(0, len(payload) * 8 - 1))
         damaged = bytearray(payload)
@@ -182,6 +187,7 @@ def frames(draw: st.DrawFn) -> bytes:
     return payload
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(payload=frames())
 @example(payload=VALID)
 def test_the_fast_check_accepts_exactly_the_frames_that_can_be_decoded_and_gives_the_same_facts(payload: bytes) -> None:
@@ -207,6 +213,7 @@ def _has_odd_mark(payload: bytes) -> bool:
     return any(mark not in (0, 1) for part in all_runs for mark in struct.unpack(f"<{len(part) // 4}i", part)[2::3])
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     marks=st.lists(st.booleans(), min_size=160, max_size=160),

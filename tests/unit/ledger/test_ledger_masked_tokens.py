@@ -1,21 +1,32 @@
 """Rule 20: with policy `trim`, batches do not wait for slow groups, and tokens beyond the staleness bound are masked."""
 
+import sqlite3
+from pathlib import Path
+
 import pytest
 
+from rollbook.contracts.batch import BatchManifest
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import GroupId, GroupState
+from rollbook.ledger.stores.sqlite.file import FILE_NAME
+from rollbook.ledger.stores.sqlite.store import open_readonly
+from rollbook.ledger.tools.audit import audit
 from rollbook.ledger.tools.explain import explain_group
 from tests.parts.ledger.groups import RUN, draws, settings
-from tests.parts.ledger.run_driver import RunDriver
+from tests.parts.ledger.run_driver import RunDriver, blocking_sqlite
+
+
+def started(driver: RunDriver) -> RunDriver:
+    """Staleness bound 1, two groups a step, eight in flight."""
+    driver.create(settings(policy=BatchPolicy.TRIM))
+    driver.take_role()
+    driver.publish(0)
+    return driver
 
 
 @pytest.fixture
 def driver() -> RunDriver:
-    """Staleness bound 1, two groups a step, eight in flight."""
-    driver = RunDriver().create(settings(policy=BatchPolicy.TRIM))
-    driver.take_role()
-    driver.publish(0)
-    return driver
+    return started(RunDriver())
 
 
 def train(driver: RunDriver, step: int, first_task: int, publication: int) -> None:
@@ -39,7 +50,8 @@ def test_a_batch_does_not_wait_for_an_older_group_that_is_still_played(driver: R
     assert manifest.cut == -1
 
 
-def test_tokens_below_the_cut_are_masked_and_the_rest_of_the_group_is_trained(driver: RunDriver) -> None:
+def decide_with_masked_tokens(driver: RunDriver) -> BatchManifest:
+    """Batch 3: a group with tokens of versions 0 to 2, and one of version 2."""
     driver.open(driver.join(), draws(0, 1))
     for step in (1, 2):
         train(driver, step, 10 * step, step - 1)
@@ -48,6 +60,11 @@ def test_tokens_below_the_cut_are_masked_and_the_rest_of_the_group_is_trained(dr
     driver.submit("task1", (2,))
     manifest = driver.decide(3).manifest
     assert manifest is not None
+    return manifest
+
+
+def test_tokens_below_the_cut_are_masked_and_the_rest_of_the_group_is_trained(driver: RunDriver) -> None:
+    manifest = decide_with_masked_tokens(driver)
     assert manifest.cut == 1
     assert [(e.group_id, e.masked, e.oldest_version) for e in manifest.entries] == [
         ("task0@0", (0,), 1),
@@ -130,3 +147,40 @@ def test_groups_admitted_too_long_ago_do_not_keep_new_ones_from_starting(driver:
     # Version 2: the groups that were admitted at version 0 are older than the bound.
     status = driver.status()
     assert (status.counts.leased, status.counts.aged, status.capacity) == (2, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (
+            "UPDATE batch_entries SET masked = '' WHERE group_id = 'task0@0'",
+            "(version 0) are below the cut 1 and not masked",
+        ),
+        (
+            "UPDATE batch_entries SET masked = '0,2' WHERE group_id = 'task0@0'",
+            "publication 2 are masked, and they were not older",
+        ),
+        (
+            "UPDATE batch_entries SET masked = '0' WHERE group_id = 'task1@0'",
+            "publication 0 are masked, and it has none",
+        ),
+        ("UPDATE batches SET cut = 0 WHERE step = 3", "batch 3: cut: 0, expected 1"),
+        ("UPDATE batches SET cut = 0 WHERE step = 3", "batch 3: digest"),
+        (
+            "UPDATE groups SET newest_version = 1 WHERE group_id = 'task0@0'",
+            "newest version 1, which is not between 2 and 2",
+        ),
+    ],
+)
+def test_damage_of_what_is_masked_is_reported(tmp_path: Path, damage: str, sentence: str) -> None:
+    file = blocking_sqlite(tmp_path / FILE_NAME)
+    driver = started(RunDriver(file))
+    decide_with_masked_tokens(driver)
+    file.close()
+    db = sqlite3.connect(tmp_path / FILE_NAME)
+    with db:
+        assert db.execute(damage).rowcount == 1
+    db.close()
+    with open_readonly(tmp_path) as reader:
+        violations = audit(reader, RUN).violations
+    assert any(sentence in violation for violation in violations), violations

@@ -1,5 +1,8 @@
 """Rule 21: with policy `parts`, a group is submitted in parts, and the ledger always knows which samples it lacks."""
 
+import sqlite3
+from pathlib import Path
+
 import pytest
 
 from rollbook.contracts.admission import Grant, OpenPart, OwnerId, Receipt
@@ -9,9 +12,14 @@ from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState, 
 from rollbook.contracts.group_checks import UnusableGroupError
 from rollbook.ledger.rules import groups, runs
 from rollbook.ledger.rules.parts import PartNotOpenError
+from rollbook.ledger.stores.registry import open_reader, open_store, sqlite_url
+from rollbook.ledger.stores.sqlite.file import FILE_NAME
+from rollbook.ledger.tools.audit import audit
 from rollbook.ledger.tools.explain import explain_group
+from rollbook.ledger.tools.export import export_jsonl
+from rollbook.ledger.tools.import_run import import_jsonl
 from tests.parts.ledger.groups import RUN, draws, group_of, part_of, settings, submission_of
-from tests.parts.ledger.run_driver import RunDriver
+from tests.parts.ledger.run_driver import RunDriver, blocking_sqlite
 
 QUORUM = 2
 
@@ -19,8 +27,8 @@ QUORUM = 2
 class Played:
     """A run with groups of 4 samples, a quorum of 2, two groups a step and staleness bound 1. Three groups are granted."""
 
-    def __init__(self) -> None:
-        self.driver = RunDriver().create(
+    def __init__(self, driver: RunDriver | None = None) -> None:
+        self.driver = (driver or RunDriver()).create(
             settings(policy=BatchPolicy.PARTS, group_size=4, quorum=QUORUM, in_flight=3, max_attempts=2)
         )
         self.driver.take_role()
@@ -281,3 +289,56 @@ def test_the_explanation_of_a_part_says_why_it_came_when_it_did_and_which_baseli
     assert "It has 1 of the 1 samples that the group lacked: its episodes ended after those of part 1" in second
     waiting = " ".join(run.driver.store.read_now(lambda tx: explain_group(tx, RUN, GroupId("task1@0"))))
     assert "It was opened for the 4 samples that the group lacks, of 4." in waiting
+
+
+async def test_a_run_with_parts_is_the_same_after_export_and_import(tmp_path: Path) -> None:
+    file = blocking_sqlite(tmp_path / FILE_NAME)
+    run = Played(RunDriver(file))
+    run.send(0, 3, run.grants[0].part)
+    run.driver.close("task0", DropReason(DropKind.TIMEOUT), part=2)
+    run.send(1, 2, run.grants[1].part)
+    run.send(2, 4, run.grants[2].part)
+    assert run.driver.decide(1).manifest is not None
+    file.close()
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    with open_reader(sqlite_url(tmp_path)) as reader:
+        export_jsonl(reader, RUN, first)
+    async with open_store(sqlite_url(tmp_path / "copy")) as store:
+        await import_jsonl(store, first)
+    with open_reader(sqlite_url(tmp_path / "copy")) as reader:
+        export_jsonl(reader, RUN, second)
+    assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (
+            "UPDATE groups SET expected_samples = 2 WHERE part = 2",
+            "task0@0 lacks 1 samples, and its next part was opened for 2",
+        ),
+        ("UPDATE groups SET num_samples = 2 WHERE part = 1 AND state = 'queued'", "task0@0: samples and baseline"),
+        (
+            "UPDATE groups SET baseline = '[0.0,0.5]' WHERE part = 2",
+            "task0@0 has the baseline (0.0, 1.0), and its next part",
+        ),
+        ("UPDATE groups SET baseline = '[]' WHERE group_id = 'task0@0'", "task0@0: samples and baseline"),
+        ("UPDATE runs SET stored_samples = 4", "stored samples by rows: 3, expected 4"),
+        ("UPDATE runs SET expected_samples = 11", "samples that are open, stored or missing: 12, expected 11"),
+        ("UPDATE runs SET leased_samples = 8", "samples of leased parts by rows: 9, expected 8"),
+        ("UPDATE runs SET queued_samples = 8", "queued samples by rows: 3, expected 8"),
+        ("UPDATE positions SET unsettled = 1 WHERE position = 0", "positions of the cursor"),
+    ],
+)
+def test_damage_of_parts_is_reported(tmp_path: Path, damage: str, sentence: str) -> None:
+    file = blocking_sqlite(tmp_path / FILE_NAME)
+    run = Played(RunDriver(file))
+    run.send(0, 3, run.grants[0].part)
+    file.close()
+    db = sqlite3.connect(tmp_path / FILE_NAME)
+    with db:
+        assert db.execute(damage).rowcount == 1
+    db.close()
+    with open_reader(sqlite_url(tmp_path)) as reader:
+        violations = audit(reader, RUN).violations
+    assert any(sentence in violation for violation in violations), violations

@@ -10,7 +10,7 @@ from rollbook.contracts.admission import OwnerId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.ledger.config import Durability
-from rollbook.ledger.records import OwnerRecord, OwnerState
+from rollbook.ledger.records import Origin, OwnerRecord, OwnerState
 from rollbook.ledger.store import StoreFaultError, Transaction
 from rollbook.ledger.stores.sql.transaction import SqlTransaction
 from rollbook.ledger.stores.sql.write_buffer import SqlSession
@@ -35,7 +35,7 @@ async def test_a_file_from_a_newer_release_is_refused(tmp_path: Path) -> None:
     with db:
         db.execute("UPDATE schema_versions SET version = 999")
     db.close()
-    with pytest.raises(RunError, match="have schema 999, this release needs 4"):
+    with pytest.raises(RunError, match="have schema 999, this release needs 5"):
         async with open_sqlite_store(tmp_path):
             pass
 
@@ -164,9 +164,9 @@ async def test_queries_on_the_hot_path_use_the_partial_indexes_of_open_groups(tm
     tx.groups.waiting(RUN, 5)
     tx.groups.oldest_dispatched(RUN)
     tx.groups.dispatched(RUN)
-    tx.groups.queued_by_sequence(RUN, 5)
-    tx.groups.queued_by_sequence(RUN, 5, producer="p")
-    tx.groups.queued_by_arrival(RUN, 5)
+    tx.groups.queued_by_sequence(RUN, 5, origin=Origin.DRAWN)
+    tx.groups.queued_by_sequence(RUN, 5, origin=Origin.EXTERNAL, producer="p")
+    tx.groups.queued_by_arrival(RUN, 5, origin=Origin.EXTERNAL)
     tx.groups.queued_below(RUN, 5)
     tx.groups.queued_below(RUN, 5, by_newest=True)
     tx.groups.aged(RUN, 5)

@@ -99,6 +99,21 @@ def test_settings_that_can_never_work_are_rejected(tmp_path: Path) -> None:
     assert "trainer.ppo_n_minibatches" in faults_of(tmp_path, GOOD, ("trainer.ppo_n_minibatches=100000",))
 
 
+def test_a_quorum_needs_parts_and_parts_need_a_quorum_that_fits(tmp_path: Path) -> None:
+    parts = ("gate.batch_policy=parts", "rollout.completions_per_prompt=8")
+    rule = load_config(write_config(tmp_path, GOOD), parts).config.ledger_settings().rule
+    assert (rule.samples_per_group, rule.quorum) == (8, 4)
+    wait = load_config(write_config(tmp_path, GOOD), ["gate.batch_policy=wait"]).config.ledger_settings().rule
+    assert (wait.samples_per_group, wait.quorum) == (1, None)
+    assert (
+        "this run uses 'trim'"
+        in faults_of(tmp_path, GOOD, ("gate.batch_policy=trim", "rollout.quorum=2"))["rollout.quorum"]
+    )
+    assert "whole groups only" in faults_of(tmp_path, GOOD, (*parts, "rollout.oversample=1"))["rollout.oversample"]
+    assert "rollout.quorum = 4" in faults_of(tmp_path, GOOD, (*parts, "rollout.min_samples=5"))["rollout.min_samples"]
+    assert "never be reached" in str(faults_of(tmp_path, GOOD, (*parts, "rollout.quorum=9")))
+
+
 def test_a_field_that_would_not_be_read_is_rejected(tmp_path: Path) -> None:
     assert (
         "scripted engine only" in faults_of(tmp_path, GOOD, ("inference.scripted.token_s=0.1",))["inference.scripted"]
@@ -257,3 +272,14 @@ def test_publishing_adapters_needs_lora_and_a_supporting_transport(tmp_path: Pat
         "inference.transfer='nccl'",
     )
     assert "nccl" in faults_of(tmp_path, GOOD, (*nccl, "inference.urls=['http://a']"))["inference.publish"]
+
+
+def test_the_size_of_groups_in_parts_cannot_change_on_resume(tmp_path: Path) -> None:
+    parts = ["gate.batch_policy=parts", "rollout.completions_per_prompt=8"]
+    old = load_config(write_config(tmp_path, GOOD), parts).config
+    larger = load_config(write_config(tmp_path, GOOD), [*parts[:1], "rollout.completions_per_prompt=16"]).config
+    with pytest.raises(ConfigError, match=r"rollout\.completions_per_prompt: is 16 here and was 8"):
+        check_resume(old, larger, source="run")
+    later = load_config(write_config(tmp_path, GOOD), [*parts, "rollout.quorum=3"]).config
+    with pytest.raises(ConfigError, match=r"rollout\.quorum"):
+        check_resume(old, later, source="run")

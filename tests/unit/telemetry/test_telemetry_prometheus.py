@@ -3,8 +3,19 @@
 import asyncio
 import math
 
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
 from rollbook.concurrency.clock import ManualClock
-from rollbook.telemetry.prometheus import LAG_TICK_S, Family, Histogram, Kind, LoopLag, Sample, exposition
+from rollbook.telemetry.prometheus import (
+    LAG_TICK_S,
+    Family,
+    Histogram,
+    Kind,
+    LoopLag,
+    Sample,
+    exposition,
+    metrics_response,
+)
 
 
 def test_a_family_has_help_type_and_labels() -> None:
@@ -46,3 +57,21 @@ async def test_the_lag_of_a_blocked_loop_is_measured() -> None:
         await clock.advance(LAG_TICK_S)
         assert lag.worst_s > 1.4
         ticking.cancel()
+
+
+def test_openmetrics_is_sent_on_request_and_its_own_parser_reads_it() -> None:
+    histogram = Histogram([0.1, 1.0])
+    histogram.add(0.5)
+    families = [
+        Family("requests_total", "responses", Kind.COUNTER, [Sample(3, {"route": "a"})]),
+        Family("seconds", "time", Kind.HISTOGRAM, histogram.samples()),
+    ]
+    body, headers = metrics_response(families, "application/openmetrics-text; version=1.0.0, text/plain;q=0.5")
+    assert headers["Content-Type"].startswith("application/openmetrics-text")
+    read = text_string_to_metric_families(body.decode())  # type: ignore[no-untyped-call]  # the package leaves it untyped
+    parsed = {family.name: family for family in read}
+    assert parsed["requests"].samples[0].value == 3
+    assert parsed["seconds"].type == "histogram"
+    plain, headers = metrics_response(families, "text/plain")
+    assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert b"# TYPE requests_total counter" in plain

@@ -12,7 +12,7 @@ from rollbook.inference.server.routes.responses import json_response
 from rollbook.inference.server.service import PolicyService
 from rollbook.inference.wire.completions import Health
 from rollbook.inference.wire.weights import AbortBody, WeightInfo
-from rollbook.telemetry.prometheus import CONTENT_TYPE, Family, Kind, Sample, exposition
+from rollbook.telemetry.prometheus import Family, Kind, Sample, metrics_response
 
 
 class EngineRoutes:
@@ -46,10 +46,9 @@ class EngineRoutes:
     async def model(self, request: web.Request) -> web.Response:
         return json_response(self._model_card(self._service.resolve_model(request.match_info["name"])))
 
-    async def metrics(self, _request: web.Request) -> web.Response:
-        response = web.Response(body=exposition(_families(self._service)).encode())
-        response.headers["Content-Type"] = CONTENT_TYPE
-        return response
+    async def metrics(self, request: web.Request) -> web.Response:
+        body, headers = metrics_response(_families(self._service), request.headers.get("Accept"))
+        return web.Response(body=body, headers=headers)
 
     async def pause(self, request: web.Request) -> web.Response:
         mode = request.query.get("mode", PauseMode.ABORT.value)

@@ -5,7 +5,7 @@ from typing import Any
 
 from rollbook.contracts.admission import OwnerId, RunId
 from rollbook.contracts.group import GroupId, GroupState
-from rollbook.ledger.records import GroupRecord, MoveRecord
+from rollbook.ledger.records import GroupRecord, MoveRecord, Origin
 from rollbook.ledger.stores.sql.tables import GROUPS, MOVES
 from rollbook.ledger.stores.sql.write_buffer import PayloadRows, SqlSession
 
@@ -84,13 +84,24 @@ class SqlGroups:
     def queued(self, run_id: RunId) -> list[GroupRecord]:
         return self._where("state = 'queued' ORDER BY +sequence, part", run_id)
 
-    def queued_by_sequence(self, run_id: RunId, limit: int, *, producer: str | None = None) -> list[GroupRecord]:
-        if producer is None:
-            return self._where("state = 'queued' AND producer IS NULL ORDER BY sequence, part LIMIT ?", run_id, limit)
-        return self._where("state = 'queued' AND producer = ? ORDER BY sequence, part LIMIT ?", run_id, producer, limit)
+    def queued_by_sequence(
+        self, run_id: RunId, limit: int, *, origin: Origin, producer: str | None = None
+    ) -> list[GroupRecord]:
+        # `IS NULL` and `=`: both can use the index, `IS ?` cannot in PostgreSQL.
+        of_producer, values = ("IS NULL", ()) if producer is None else ("= ?", (producer,))
+        return self._where(
+            f"state = 'queued' AND origin = '{origin.value}' AND producer {of_producer} ORDER BY sequence, part LIMIT ?",
+            run_id,
+            *values,
+            limit,
+        )
 
-    def queued_by_arrival(self, run_id: RunId, limit: int) -> list[GroupRecord]:
-        return self._where("state = 'queued' AND producer IS NULL ORDER BY arrival LIMIT ?", run_id, limit)
+    def queued_by_arrival(self, run_id: RunId, limit: int, *, origin: Origin) -> list[GroupRecord]:
+        return self._where(
+            f"state = 'queued' AND origin = '{origin.value}' AND producer IS NULL ORDER BY arrival LIMIT ?",
+            run_id,
+            limit,
+        )
 
     def queued_below(self, run_id: RunId, version: int, *, by_newest: bool = False) -> list[GroupRecord]:
         column = "newest_version" if by_newest else "oldest_version"

@@ -38,6 +38,8 @@ CREATE TABLE runs (
     queued_samples      INTEGER NOT NULL,
     leased_samples      INTEGER NOT NULL,
     waiting_samples     INTEGER NOT NULL,
+    external_queued     INTEGER NOT NULL,
+    external_queued_samples INTEGER NOT NULL,
     expected_samples    INTEGER NOT NULL,
     stored_samples      INTEGER NOT NULL,
     checksum            INTEGER NOT NULL            -- of the other columns, also in the other tables
@@ -141,8 +143,8 @@ CREATE UNIQUE INDEX groups_by_sequence ON groups (run_id, sequence, part);
 CREATE INDEX groups_dispatched ON groups (run_id, sequence, part) WHERE state = 'dispatched';
 CREATE INDEX groups_waiting ON groups (run_id, sequence) WHERE state = 'dispatched' AND owner IS NULL;
 CREATE INDEX groups_dispatched_by_version ON groups (run_id, admission_version, expected_samples) WHERE state = 'dispatched';
-CREATE INDEX groups_queued_by_sequence ON groups (run_id, producer, sequence, part) WHERE state = 'queued';
-CREATE INDEX groups_queued_by_arrival ON groups (run_id, arrival) WHERE state = 'queued' AND producer IS NULL;
+CREATE INDEX groups_queued_by_sequence ON groups (run_id, origin, producer, sequence, part) WHERE state = 'queued';
+CREATE INDEX groups_queued_by_arrival ON groups (run_id, origin, arrival) WHERE state = 'queued' AND producer IS NULL;
 CREATE INDEX groups_queued_by_version ON groups (run_id, oldest_version)
     WHERE state = 'queued' AND oldest_version IS NOT NULL;
 CREATE INDEX groups_queued_by_newest_version ON groups (run_id, newest_version)

