@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 CLIPPED: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
-# Without a ratio to the policy that sampled, training on groups with a lag of a few versions can collapse (decision 0018).
+# Without a ratio to the policy that sampled, training on groups with a lag of a few versions can collapse (decision 0019).
 TO_SAMPLER: dict[str, Any] = {"old_logprobs": "engine"}
 
 LOSS_DEFAULTS: dict[str, dict[str, Any]] = {
