@@ -92,6 +92,9 @@ class Recipe:
             try:
                 process.wait(max(START_S, left_s))
             except subprocess.TimeoutExpired:
+                # On a slow machine the start alone may take the time that is left: train one step, or all was in vain.
+                while process.poll() is None and not read_metrics(run_dir / "metrics.jsonl", process="trainer"):
+                    time.sleep(1.0)
                 process.send_signal(signal.SIGINT)
             process.wait()
         if not read_metrics(run_dir / "metrics.jsonl", process="trainer"):

@@ -309,7 +309,7 @@ def test_values_move_while_a_real_run_trains_and_stay_when_it_has_finished(
             page.goto(url)
             step = page.locator(".bar-progress b")
             for _ in range(3):
-                expect(step).not_to_have_text(step.inner_text())
+                expect(step).not_to_have_text(step.inner_text(), timeout=200_000)
             assert training.wait() == 0
             expect(page.locator(".bar")).to_contain_text("finished")
             for path in ("/timeline", "/steps/20", "/freshness", "/law", "/fleet", "/health", "/tasks"):

@@ -60,8 +60,8 @@ class Numbering:
         return found
 
     def find(self, text: str) -> int:
-        """-1 for an unknown text."""
-        return self._numbers.get(text, UNKNOWN)
+        """-2 for an unknown text: no group has it, and -1 means that a group has none."""
+        return self._numbers.get(text, -2)
 
 
 class GroupColumns:
