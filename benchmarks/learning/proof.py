@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.learning.proof_criteria import Criterion, Phase, judge_first, judge_second
 from benchmarks.report import machine, print_status
+from rollbook.ledger.stores.sqlite.store import open_readonly
 from rollbook.run.record import open_run
 from rollbook.telemetry.metrics import read_metrics
 
@@ -94,8 +95,8 @@ class Proof:
         summary: dict[str, Any] = json.loads(lines[-1])
         checkpoints = sorted(int(path.name.split("-")[1]) for path in (directory / "checkpoints").glob("step-*"))
         last = directory / "checkpoints" / f"step-{checkpoints[-1]:06d}" / "model" if checkpoints else directory
-        with open_run(directory) as run:
-            record = run.reader.read_now(lambda tx: tx.runs.get(run.run_id))
+        with open_run(directory) as run, open_readonly(directory / "ledger") as ledger:
+            record = ledger.read_now(lambda tx: tx.runs.get(run.run_id))
         return Phase(
             trainer=read_metrics(directory / "metrics.jsonl", process="trainer"),
             rollout=read_metrics(directory / "metrics.jsonl", process="rollout"),
