@@ -33,8 +33,9 @@ class GateConfig(BaseModel, frozen=True, extra="forbid"):
     Fixed for the whole run."""
 
     batch_policy: BatchPolicy = BatchPolicy.WAIT
-    """`wait`: in order of admission, so slow tasks are trained too. `drop`: in order of arrival; stale groups are dropped.
-    Fixed for the whole run."""
+    """`wait`: in order of admission, so slow tasks are trained too; the trainer waits for them. `drop`: in order of arrival; stale
+    groups are dropped. `trim`: what has arrived, in order of admission; stale tokens are masked. `parts`: as `trim`, but a group
+    arrives in parts as its samples finish, so no sample waits for a slower one. See docs/staleness.md. Fixed for the whole run."""
 
     group_deadline_s: float = Field(default=600.0, gt=0)
     """Maximum seconds of one attempt at a group; then it gets another attempt. Set it above the slowest episode."""
