@@ -1,7 +1,7 @@
 """The view index on a synthetic run: indexing rate, memory, and filtered queries against a scan of the ledger.
 
 `python -m benchmarks.dashboard.index --groups 1000000` writes a ledger with that many groups, indexes it in a child process as a
-dashboard does, and then asks for filtered lists with counts, histogram and facets. The peer of a query is the same filter in SQL on
+dashboard does, and then requests filtered lists with counts, histogram and facets. The peer of a query is the same filter in SQL on
 the ledger's own table, which has no index for it.
 """
 
@@ -158,7 +158,7 @@ def _insert(db: sqlite3.Connection, rows: list[GroupRecord]) -> None:
 
 
 def query(index: ViewIndex, wanted: GroupFilter) -> int:
-    """What the list of the page asks for."""
+    """The filter of the list on the page."""
     places = index.list_of(wanted)
     index.rows(places[:PAGE])
     index.reward_histogram(wanted)
@@ -167,7 +167,7 @@ def query(index: ViewIndex, wanted: GroupFilter) -> int:
 
 
 async def measure(folder: Path) -> dict[str, object]:
-    """In a process of its own, so that its memory is that of a dashboard with this run."""
+    """In a separate process, so that its memory is that of a dashboard with this run."""
     async with follow(folder / "index.sqlite", RUN, StoreSource(sqlite_url(folder), RUN)) as index:
         began = time.process_time()
         await _complete(index)

@@ -121,7 +121,7 @@ def _sets(overrides: Sequence[str]) -> list[str]:
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Solved held-out tasks by label. Bold: the interval after training lies above the one after the warm start."""
+    """Solved held-out tasks by label. Bold: the interval after training is above the one after the warm start."""
     by_label = {name: {row["label"]: row for row in found["results"]} for name, found in results.items()}
     lines = ["| | tasks × episodes | before | after the warm start | after training |", "|---|---|---|---|---|"]
     for label, last in by_label["trained"].items():

@@ -1,6 +1,6 @@
 """Measures the four batch policies on the real loop with episodes of log-normal duration, next to the simulation.
 
-Every cell is a run of its own: a staleness bound, a shape of the durations (0: all equal) and a policy, with 8 groups of 8 episodes
+Every cell is a separate run: a staleness bound, a shape of the durations (0: all equal) and a policy, with 8 groups of 8 episodes
 in a step and all (O + 1) steps' groups in flight. Environments and training sleep, so the figures are those of the loop, not those
 of a model. Speed is relative to an ideal loop, in which a step takes as long as its training, or as its episodes need in the slots
 there are. The first steps fill the pipeline and are not counted.

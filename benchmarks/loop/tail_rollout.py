@@ -62,7 +62,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
 
 
 def sleeping_loss(inputs: LossInputs, settings: LossSettings) -> LossTerms:
-    """Takes `sample_s` for every sequence of the pass, as a model of the size for which the benchmark stands would."""
+    """Takes `sample_s` for every sequence of the pass, like a model of the simulated size."""
     time.sleep(settings.options["sample_s"] * inputs.num_rows)
     return reinforce(inputs, settings)
 

@@ -39,7 +39,7 @@ class BatchEntry:
     report it."""
     masked: tuple[int, ...] = ()
     """Trained tokens of these publications are masked out of the loss, because their effective version was below the cut when the
-    batch was decided. -1 stands for tokens of unknown publications. They stay in the context."""
+    batch was decided. -1: tokens of unknown publications. They stay in the context."""
 
     def is_masked(self, row: TokenRow) -> NDArray[np.bool_]:
         """For each token of a sequence of this group: whether it would be trained and is masked."""

@@ -68,7 +68,7 @@ def draw_study(out: Path, name: str, measure: str, results: StudyResults) -> lis
     cells = [cell for cell in results.cells if cell.runs]
     if not cells:
         return []
-    # One panel for each value of the first axis, so that the lines of a panel can be told apart.
+    # One panel for each value of the first axis, so that the lines of a panel are distinguishable.
     panels: dict[str, list[CellResult]] = {}
     for cell in cells:
         labels = list(cell.runs[0].labels.values())

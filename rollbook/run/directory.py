@@ -69,7 +69,7 @@ class RunDirectory:
 
     @property
     def scale_file(self) -> Path:
-        """How many additional processes `rollbook scale` asked for. Read while the run is running."""
+        """Number of additional processes that `rollbook scale` requested. Read while the run is running."""
         return self.path / "scale.json"
 
     @property
@@ -103,7 +103,7 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     def metrics_of(self, process: str) -> Path:
-        """The metrics of a dispatcher: those of one that joined the run are in a file of its own."""
+        """The metrics of a dispatcher: those of one that joined the run are in a separate file."""
         return self.metrics_file if process == "rollout" else self.path / f"metrics-{process}.jsonl"
 
     @property

@@ -1,4 +1,4 @@
-"""The dashboard of a live run: served by a process of its own, whose death the run does not notice."""
+"""The dashboard of a live run: served by a separate process, whose death does not affect the run."""
 
 import json
 import urllib.request

@@ -1,7 +1,7 @@
 """Keeps a view index up to date with its ledger, only while someone looks at it.
 
 A new index first reads every group once, in order of admission, and then follows the changes since the beginning of that snapshot.
-Nothing is read while no page is open: each request asks for an update and gets what is indexed within a short time.
+Nothing is read while no page is open: each request triggers an update and gets what is indexed within a short time.
 """
 
 import asyncio

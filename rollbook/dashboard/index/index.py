@@ -26,7 +26,7 @@ FORMAT = "2"
 SCHEMA = (Path(__file__).parent / "schema.sql").read_text(encoding="utf-8")
 HISTOGRAM_BINS = 40
 CACHED_LISTS = 8
-"""Ordered lists that are kept until the index changes: moving through a filter asks for the same one again and again."""
+"""Ordered lists that are kept until the index changes: moving through a filter needs the same one again and again."""
 PUT = "INSERT OR REPLACE INTO groups (place, group_id, facts, body) VALUES (?, ?, ?, ?)"
 FIND = "SELECT group_id, place FROM groups WHERE group_id IN (SELECT value FROM json_each(?))"
 LOAD = "SELECT place, facts FROM groups"

@@ -83,7 +83,7 @@ class RoleContext:
     addresses: dict[str, str]
     """URLs of the run's servers by role."""
     server_socket: socket.socket | None
-    """The listening socket of a server role: opened by the supervisor, or by this process on a machine of its own."""
+    """The listening socket of a server role: opened by the supervisor, or by this process on another machine."""
     is_member: bool = False
     """The supervisor of the run does not know this process: others find it by its lease in the ledger."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)

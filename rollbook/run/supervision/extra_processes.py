@@ -1,4 +1,4 @@
-"""Policy servers and dispatchers in addition to those of the plan: as many as `[cluster]` or `rollbook scale` asks for.
+"""Policy servers and dispatchers in addition to those of the plan: as many as `[cluster]` or `rollbook scale` requests.
 
 They are members of the run, on this machine or wherever the host places them. Losing one does not end the run.
 """

@@ -118,7 +118,7 @@ trainer.lr = [1e-3, 2e-3]
 
 def test_cells_must_be_evaluated_on_the_same_held_out_tasks(home: Path) -> None:
     assert "different held-out tasks" in faults(home, "[grid]\nevaluation.max_tasks = [4, 8]\n")
-    # Without tasks of its own, the evaluation plays the tasks that are trained.
+    # Without its own tasks, the evaluation plays the tasks that are trained.
     assert "different held-out tasks" in faults(home, "[grid]\ntasks.args.high = [5, 7]\n")
 
 
