@@ -118,7 +118,7 @@ class PartReceipt:
 
     receipt: Receipt
     next_part: OpenPart | None = None
-    """The open part of the group now, whichever attempt submitted the one before. None: the group lacks no sample, or was closed."""
+    """The open part of the group now, whichever attempt submitted the one before. None: the group lacks no sample or was closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
