@@ -165,8 +165,8 @@ async def all_or_first_error(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]
 
 async def _reserve(http: ClientSession, url: str, count: int, *, deadline: Deadline) -> str | None:
     """A reservation of `count` sessions, after waiting in the server's queue; None if the server has no reservations."""
-    wait_s = deadline.require()
     try:
+        wait_s = deadline.require()
         async with (
             deadline.limit(f"reserving {count} sessions"),
             http.post(f"{url}{RESERVATIONS_PATH}", json={"sessions": count, "wait_s": 0.9 * wait_s}) as reply,

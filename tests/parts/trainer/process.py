@@ -7,12 +7,13 @@ from rollbook.contracts.admission import RunId
 from rollbook.ledger.client.client import open_ledger_client
 from rollbook.telemetry.events import EventLog
 from rollbook.trainer.config import TrainerConfig
+from tests.parts.trainer.batches import quick
 from tests.parts.trainer.ledger import FakeReplicas, TinyLoop
 
 
 def train(url: str, run: str, directory: str, settings: dict[str, object]) -> None:
     """The entry point of the process: train to the end of the run."""
-    asyncio.run(_train(url, RunId(run), Path(directory), TrainerConfig.model_validate(settings)))
+    asyncio.run(_train(url, RunId(run), Path(directory), quick(**settings)))
 
 
 async def _train(url: str, run: RunId, directory: Path, config: TrainerConfig) -> None:

@@ -73,7 +73,11 @@ def create_tables(db: sqlite3.Connection, path: Path) -> None:
 
 
 def require_tables(db: sqlite3.Connection, path: Path) -> None:
-    if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'schema_versions'").fetchone() is None:
+    try:
+        found = db.execute("SELECT 1 FROM sqlite_master WHERE name = 'schema_versions'").fetchone()
+    except UnicodeDecodeError as error:
+        raise StoreFaultError(f"ledger file {path}: its schema is damaged; {ADVICE[sqlite3.SQLITE_CORRUPT]}") from error
+    if found is None:
         raise StoreFaultError(f"ledger file {path}: it has no ledger tables; check the path")
     require_schema(SqlSession(db), f"ledger file {path}")
 
