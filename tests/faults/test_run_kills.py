@@ -132,4 +132,5 @@ def test_a_second_train_on_a_running_directory_is_refused(run: SmallRun, tmp_pat
     assert second.returncode == 2
     assert "is in use by another" in second.stderr
     run.process.send_signal(signal.SIGINT)
-    assert run.wait()["exit_code"] == 0
+    summary = run.wait()
+    assert summary["exit_code"] == 0, summary["stderr"]

@@ -222,7 +222,8 @@ class Supervisor:
                 return
             if self._stopping.is_set():
                 break
-            if code == EXIT_DONE:
+            # The request to drain may arrive while a process exits, after it has reported its end.
+            if code == EXIT_DONE or (self._drained and process.end_message and code == -signal.SIGTERM):
                 process.move(ProcessState.ENDED, process.end_message)
                 self._log.info("run.process_ended", process=process.name, how=process.end_message)
                 if process is self._last:
