@@ -185,7 +185,7 @@ async def test_the_ledger_stores_a_group_and_hands_out_its_batch(tmp_path: Path)
                 assert isinstance(client, rollbook.SyncLedgerClient)
                 client.register_producer("script")
                 client.submit(group(), group().outcome(seconds=1.0), producer="script")
-                return client.status().counts.queued, client.audit().ok
+                return client.status().by_state["queued"], client.audit().ok
 
         assert await asyncio.to_thread(produce) == (1, True)
         batch = await ledger.batch(1, wait_s=5.0)
