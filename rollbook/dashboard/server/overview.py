@@ -164,7 +164,7 @@ def _flow(metrics: RunMetrics, status: LedgerStatus | None) -> dict[str, Any]:
         "trainer_utilisation": busy,
         "tokens_per_s": metrics.tokens_per_s,
         "in_flight": None if status is None else status.counts.running,
-        "queued": None if status is None else status.counts.queued,
+        "queued": None if status is None else status.by_state.get("queued", 0),
         "capacity": None if status is None else status.capacity,
         "gate": None if status is None else status.gate,
         "waits": waits,
