@@ -1,8 +1,9 @@
-import { useEffect } from "preact/hooks";
+import { useLayoutEffect } from "preact/hooks";
 
 /** Run `actions[key]` when a key is pressed outside of a text field. */
 export function useKeys(actions: Record<string, () => void>): void {
-  useEffect(() => {
+  // Before the next event, so that a quick key press does not run an old action.
+  useLayoutEffect(() => {
     const listen = (event: KeyboardEvent) => {
       const target = event.target as HTMLElement;
       if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName)) return;

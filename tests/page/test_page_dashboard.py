@@ -167,8 +167,10 @@ def test_j_and_k_move_within_the_filter(browser: Browser, shown: Shown, watched:
     assert len(listed) >= 3
     opened(page, shown, "/rollouts?state=durable")
     expect(page.locator("tbody tr")).to_have_count(len(listed))
-    for key in ("j", "j", "k", "Enter"):
+    for key, expected in (("j", listed[0]), ("j", listed[1]), ("k", listed[0])):
         page.keyboard.press(key)
+        expect(page.locator("tr[aria-selected=true]")).to_contain_text(expected)
+    page.keyboard.press("Enter")
     heading = page.get_by_role("heading", level=1)
     expect(heading).to_have_text(listed[0])
     for key, expected in (("j", listed[1]), ("j", listed[2]), ("k", listed[1])):
