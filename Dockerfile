@@ -10,7 +10,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY rollbook rollbook
 RUN python -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
-# An environment server without torch. It starts all its simulated clouds before it listens. Clients send the token of /work/token:
+# An environment server without torch. It starts all its simulated clouds before it listens. Clients send the token of /data/token:
 #
 #   docker build --target env -t rollbook-env . && docker run --rm -p 8000:8000 -v "$PWD:/work" rollbook-env --pool-size 8
 FROM python:3.11-slim AS env
@@ -20,10 +20,10 @@ RUN python -m pip install --no-cache-dir "$(echo /wheels/rollbook-*.whl)[aws]" \
     && mkdir /work \
     && chown rollbook /work
 USER rollbook
-WORKDIR /work
+WORKDIR /data
 EXPOSE 8000
 HEALTHCHECK CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=5)"]
-ENTRYPOINT ["rollbook", "env", "serve", "--env", "aws", "--host", "0.0.0.0", "--port", "8000", "--token-file", "/work/token"]
+ENTRYPOINT ["rollbook", "env", "serve", "--env", "aws", "--host", "0.0.0.0", "--port", "8000", "--token-file", "/data/token"]
 
 FROM python:3.11-slim
 ARG TORCH_OPTIONS=""
@@ -36,6 +36,6 @@ RUN python -m pip install --no-cache-dir "$(echo /wheels/rollbook-*.whl)[${EXTRA
     && mkdir /work \
     && chown rollbook /work
 USER rollbook
-WORKDIR /work
+WORKDIR /data
 ENTRYPOINT ["rollbook"]
 CMD ["--help"]

@@ -93,7 +93,7 @@ def model_card(config: RunConfig, repository: str, *, step: int, metrics: Mappin
             *head,
             f"# {repository.rpartition('/')[2]}",
             "",
-            f"Trained with reinforcement learning by [Rollbook](https://pypi.org/project/rollbook/) {__version__}.",
+            f"Trained with reinforcement learning by Rollbook {__version__}.",
             "",
             "| | |",
             "|---|---|",
