@@ -2,8 +2,8 @@
 # Default builds of torch include NVIDIA's libraries (`docker run --gpus all`). For a smaller image for CPUs, pass the index of torch's CPU
 # builds: `docker build --build-arg TORCH_OPTIONS="--index-url URL" -t rollbook .`
 #
-#   docker run --rm -it -v "$PWD:/work" rollbook init my_agent
-#   docker run --rm -it -v "$PWD:/work" --shm-size 2g rollbook train my_agent/run.toml
+#   docker run --rm -it -v "$PWD:/data" rollbook init my_agent
+#   docker run --rm -it -v "$PWD:/data" --shm-size 2g rollbook train my_agent/run.toml
 FROM python:3.11-slim AS build
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
@@ -12,13 +12,13 @@ RUN python -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 # An environment server without torch. It starts all its simulated clouds before it listens. Clients send the token of /data/token:
 #
-#   docker build --target env -t rollbook-env . && docker run --rm -p 8000:8000 -v "$PWD:/work" rollbook-env --pool-size 8
+#   docker build --target env -t rollbook-env . && docker run --rm -p 8000:8000 -v "$PWD:/data" rollbook-env --pool-size 8
 FROM python:3.11-slim AS env
 COPY --from=build /wheels /wheels
 RUN python -m pip install --no-cache-dir "$(echo /wheels/rollbook-*.whl)[aws]" \
     && useradd --create-home --uid 1000 rollbook \
-    && mkdir /work \
-    && chown rollbook /work
+    && mkdir /data \
+    && chown rollbook /data
 USER rollbook
 WORKDIR /data
 EXPOSE 8000
@@ -33,8 +33,8 @@ RUN python -m pip install --no-cache-dir ${TORCH_OPTIONS} "torch>=2.6"
 COPY --from=build /wheels /wheels
 RUN python -m pip install --no-cache-dir "$(echo /wheels/rollbook-*.whl)[${EXTRAS}]" \
     && useradd --create-home --uid 1000 rollbook \
-    && mkdir /work \
-    && chown rollbook /work
+    && mkdir /data \
+    && chown rollbook /data
 USER rollbook
 WORKDIR /data
 ENTRYPOINT ["rollbook"]
