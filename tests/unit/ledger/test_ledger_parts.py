@@ -141,9 +141,9 @@ def test_a_part_that_is_not_open_yet_is_refused_for_now(run: Played) -> None:
     assert isinstance(caught.value, TransientError)
     run.driver.close("task0", DropReason(DropKind.INVALID))
     assert run.driver.send(run.part(0, 2, ahead)).receipt is Receipt.ALREADY_SETTLED
-    unknown = OpenPart(group_id=GroupId("nobody@0/2"), number=2, num_samples=2, baseline=())
+    unknown = OpenPart(group_id=GroupId("absent@0/2"), number=2, num_samples=2, baseline=())
     with pytest.raises(RunError, match="was never opened, so it has no part 2"):
-        run.driver.send(part_of("nobody", unknown, [(0,)], quorum=QUORUM))
+        run.driver.send(part_of("absent", unknown, [(0,)], quorum=QUORUM))
 
 
 def test_another_attempt_plays_only_the_samples_that_are_left(run: Played) -> None:
