@@ -64,7 +64,7 @@ async def test_a_run_killed_anywhere_ends_with_the_same_bits(
     async with open_trainer_ledger() as ledger:
         await ledger.create(max_steps=STEPS)
         source = KillingSource(ledger, call, step, is_received=is_received)
-        # SIGKILL ends the threads of a process too. Here a checkpoint may still be written: let it end before the next trainer starts.
+        # SIGKILL ends the threads of a process too. Here a checkpoint may still be written: wait until it is.
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor() as threads:
             loop.set_default_executor(threads)
