@@ -90,7 +90,7 @@ def test_a_run_with_slow_episodes_and_masked_tokens_recovers_when_a_process_is_k
         late = next(group for group in trained if group.part > 1)
         shown = rollbook("inspect", str(run.directory), late.id).stdout
         assert f"part {late.part}; its baseline are the rewards of the quorum" in shown
-        assert all(group.baseline is not None and len(group.baseline) == 2 for group in trained)
+        assert all(group.baseline is not None and len(group.baseline) == 3 for group in trained)
 
 
 def test_killing_the_supervisor_leaves_no_process_behind_and_the_same_command_resumes(run: SmallRun) -> None:
