@@ -151,8 +151,8 @@ compatibility: $(STAMP) ## run the tests with other projects' packages that are 
 	$(BIN)/python -m tests.compatibility.report --run
 	$(BIN)/python -m tests.compatibility.report > docs/compatibility.md
 
-chaos: $(STAMP) ## kill random processes of a run, fill its disk, shift its clock, and record times to heal: make chaos SEED=1 KILLS=1000 JOBS=4 POLICY=parts
-	$(BIN)/python -m tests.faults.chaos --seed $(SEED) --kills $(KILLS) --jobs $(JOBS) $(if $(POLICY),--policy $(POLICY)) --write
+chaos: $(STAMP) ## kill random processes of a run, fill its disk, shift its clock, and record times to heal: make chaos SEED=1 KILLS=1000 JOBS=4 POLICY="wait parts" MINUTES=30
+	$(BIN)/python -m tests.faults.chaos --seed $(SEED) --kills $(KILLS) --jobs $(JOBS) $(if $(POLICY),--policy $(POLICY)) $(if $(MINUTES),--minutes $(MINUTES)) --write
 	$(MAKE) docs
 
 bench-ettr: $(STAMP) ## effective training time with a kill every 30 s, by process: make bench-ettr MINUTES=10

@@ -222,8 +222,7 @@ class Supervisor:
                 return
             if self._stopping.is_set():
                 break
-            # The request to drain may arrive while a process exits, after it has reported its end.
-            if code == EXIT_DONE or (self._drained and process.end_message and code == -signal.SIGTERM):
+            if self._is_done(process, code):
                 process.move(ProcessState.ENDED, process.end_message)
                 self._log.info("run.process_ended", process=process.name, how=process.end_message)
                 if process is self._last:
@@ -250,7 +249,7 @@ class Supervisor:
                 self._fail(f"{process.name} stopped the run: {cause}")
                 return
             verdict = self._rule.decide(process.lifetimes_s, was_ready=process.was_ready)
-            reason = exit_reason(code)
+            reason = "was stopped by another program (SIGTERM)" if process.was_stopped else exit_reason(code)
             if isinstance(verdict, GiveUp):
                 process.move(ProcessState.FAILED, verdict.reason)
                 if process.role in OPTIONAL:
@@ -267,6 +266,16 @@ class Supervisor:
             process.move(ProcessState.RESTARTING, reason)
             await asyncio.sleep(verdict.after_s)
         process.move(ProcessState.STOPPED)
+
+    def _is_done(self, process: SupervisedProcess, code: int) -> bool:
+        """Whether a process that has exited is not needed any more.
+
+        Another program may send SIGTERM to one process or to all of them at once (a batch system, systemd, a watcher of memory). A
+        server that stops because of it is still needed, also while the trainer drains.
+        """
+        if process.was_stopped:
+            return process is self._last and self._drained
+        return code == EXIT_DONE or process.has_ended
 
     async def _until_ready(self, process: SupervisedProcess) -> None:
         """Wait until a process is ready for the first time. `_keep` handles its death; here a hang stops the run."""
@@ -307,9 +316,13 @@ class Supervisor:
                     process.kill()
                 return
             for process in tuple(self.processes):
+                process.limit_output()
                 limit_s = self._settings.silence_s if process.ready.is_set() else self._settings.ready_s
                 # A process that was never ready is handled by `_until_ready`: it stops the run.
                 if process.pid is None or not process.was_ready or process.silent_s < limit_s:
+                    continue
+                if process.has_ended or process.was_stopped:
+                    process.kill()  # its work is done, only its exit takes too long
                     continue
                 silent_s, doing, stack = round(process.silent_s, 1), process.doing, await process.stack()
                 if process.silent_s < limit_s:
