@@ -133,7 +133,8 @@ class _Joiner:
                 await asyncio.sleep(POLL_S)
                 with suppress(UsageError):
                     if running_addresses(self._directory) == self._start.addresses:
-                        with suppress(TransientError, FencedError):
+                        # A ledger that stops before the addresses are removed does not respond in time.
+                        with suppress(TransientError, FencedError, TimeoutError):
                             async with asyncio.timeout(REQUEST_S):
                                 if (await ledger.status()).ended:
                                     self._stop("the run has ended")
