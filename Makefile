@@ -69,8 +69,8 @@ bench: bench-overlap bench-envs bench-ledger bench-engine bench-trainer bench-gi
 bench-overlap: $(STAMP) ## the same work with staleness bound 0 and 2
 	$(BIN)/python -m benchmarks.loop.overlap
 
-bench-tail: $(STAMP) ## the four batch policies with episodes of log-normal duration, next to a simulation (hours; see --help for a part)
-	$(BIN)/python -m benchmarks.loop.tail --out docs/results/tail
+bench-tail: $(STAMP) ## the four batch policies with episodes of log-normal duration, next to a simulation (80 minutes on two cores, less on more; can be continued)
+	$(BIN)/python -m benchmarks.loop.tail --out docs/results/tail; $(BIN)/python -m benchmarks.loop.tail_chart docs/results/tail
 
 bench-loop: $(STAMP) ## the whole loop against the engine alone and the trainer alone: make bench-loop DEVICE=cuda
 	$(BIN)/python -m benchmarks.loop.speed --device $(DEVICE)

@@ -57,6 +57,7 @@ class SupervisedProcess:
         self._ended.set()
         self._on_change = on_change
         self._child: HostedProcess | None = None
+        self._starting: asyncio.Task[HostedProcess] | None = None
         self._since = time.monotonic()
         self._start = start
         self._host = host or LocalHost()
@@ -89,11 +90,21 @@ class SupervisedProcess:
         self._ended.clear()
         self.has_ended = self.was_stopped = False
         self.move(ProcessState.STARTING)
+        self._starting = asyncio.create_task(self._host.start(self._start), name=f"run.start.{self.name}")
         try:
-            self._child = child = await self._host.start(self._start)
+            # A wait, not an await of the task: `kill` and `stop` may cancel the start.
+            await asyncio.wait({self._starting})
+            if self._starting.cancelled():
+                self._ended.set()
+                return -signal.SIGKILL
+            self._child = child = self._starting.result()
         except BaseException:
+            if not self._starting.cancel() and self._starting.exception() is None:
+                self._starting.result().send_kill()  # it was started at the moment of the cancellation
             self._ended.set()
             raise
+        finally:
+            self._starting = None
         started = time.monotonic()
         self._on_change()
         receiving = asyncio.create_task(self._receive_reports(child), name=f"run.reports.{self.name}")
@@ -113,6 +124,8 @@ class SupervisedProcess:
 
     async def stop(self) -> bool:
         """SIGTERM, then SIGKILL. Returns when it has ended; False when it had to be killed."""
+        if self._starting is not None:
+            self._starting.cancel()
         is_graceful = self._child is None or await self._child.stop(grace_s=STOP_GRACE_S)
         await self._ended.wait()
         return is_graceful
@@ -123,7 +136,9 @@ class SupervisedProcess:
                 await self._ended.wait()
 
     def kill(self) -> None:
-        """SIGKILL to the whole process group, without waiting."""
+        """SIGKILL to the whole process group, without waiting. A start that is not complete is cancelled."""
+        if self._starting is not None:
+            self._starting.cancel()
         if self._child is not None:
             self._child.send_kill()
 

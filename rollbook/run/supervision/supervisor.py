@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rollbook.concurrency.child_process.process import exit_reason
+from rollbook.concurrency.child_process.template import ProcessTemplate
 from rollbook.contracts.admission import MemberRole
 from rollbook.contracts.errors import RunError, TransientError, machine_fault
 from rollbook.run.config.run import RunConfig, load_resolved_config
@@ -26,7 +27,7 @@ from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STO
 from rollbook.run.supervision.extra_processes import ExtraProcesses
 from rollbook.run.supervision.host import LocalHost, ProcessHost, ProcessStart
 from rollbook.run.supervision.membership import machine_id, member_lease
-from rollbook.run.supervision.plan import plan_run
+from rollbook.run.supervision.plan import plan_run, template_modules
 from rollbook.run.supervision.process import STOP_GRACE_S, ProcessState, SupervisedProcess
 from rollbook.run.supervision.restarts import GiveUp, RestartRule
 from rollbook.telemetry.events import EventLog
@@ -65,7 +66,7 @@ class Supervisor:
         rule: RestartRule | None = None,
         say: Callable[[str], None] = lambda text: None,
         has_trainer: bool = True,
-        open_host: Callable[[], AbstractAsyncContextManager[ProcessHost]] = lambda: nullcontext(LocalHost()),
+        open_host: Callable[[], AbstractAsyncContextManager[ProcessHost]] | None = None,
         dashboard: socket.socket | None = None,
         until_over: Callable[[Mapping[str, str]], Awaitable[None]] | None = None,
     ) -> None:
@@ -90,9 +91,14 @@ class Supervisor:
         self._final_evaluation_s = config.evaluation.final_wait_s
         self._plan = plan_run(config, directory, has_trainer=has_trainer, dashboard=dashboard)
         self.addresses = dict(self._plan.addresses)
-        self.processes = [SupervisedProcess(start, on_change=self._write_processes) for start in self._plan.starts]
         self._config = config
-        self._open_host = open_host
+        self._template = self._process_template(template_modules(config, has_trainer=has_trainer))
+        host = LocalHost(self._template)
+        self._host = host
+        self.processes = [
+            SupervisedProcess(start, host=host, on_change=self._write_processes) for start in self._plan.starts
+        ]
+        self._open_host = open_host or (lambda: nullcontext(host))
         # Without a trainer, the run is over when the dispatcher ends.
         self._last = next(p for p in self.processes if p.role == ("trainer" if has_trainer else "rollout"))
 
@@ -102,6 +108,7 @@ class Supervisor:
         # For programs outside of the run, such as Atropos environments.
         write_json(self._directory.addresses_file, self.addresses)
         self._catch_signals()
+        template = asyncio.create_task(self._keep_template(), name="run.template")
         try:
             for process in self.processes:
                 process.move(ProcessState.WAITING, "for the model directory")
@@ -112,6 +119,8 @@ class Supervisor:
             self._stopping.set()
             for process in self.processes:
                 process.kill()
+            template.cancel()
+            await asyncio.wait({template})
             self._plan.close()
             with contextlib.suppress(OSError):  # a disk that cannot be written must not hide why the run ended
                 self._directory.addresses_file.unlink(missing_ok=True)
@@ -120,7 +129,7 @@ class Supervisor:
 
     async def run_once(self, role: str) -> None:
         """Run a role that does one thing and ends. If it fails, the run fails."""
-        process = SupervisedProcess(ProcessStart(name=role, role=role, directory=self._directory))
+        process = SupervisedProcess(ProcessStart(name=role, role=role, directory=self._directory), host=self._host)
         try:
             code = await process.run()
         except OSError as error:
@@ -128,6 +137,28 @@ class Supervisor:
             return
         if code != EXIT_DONE:
             self._fail(process.fault or f"{role} failed with exit code {code}:\n{process.last_output()}")
+
+    def _process_template(self, modules: list[str]) -> ProcessTemplate | None:
+        if not modules or not self._config.run.process_template:
+            return None
+
+        def on_event(event: str, fields: dict[str, object]) -> None:
+            self._log.info(f"run.{event}", **fields)
+            self._write_processes()
+
+        return ProcessTemplate(
+            modules,
+            output=self._directory.stderr_file("template"),
+            on_event=on_event,
+        )
+
+    async def _keep_template(self) -> None:
+        """Without a template the processes are started plainly, so its errors do not stop the run."""
+        try:
+            if self._template is not None:
+                await self._template.run()
+        except Exception as error:
+            self._log.warning("run.template_failed", cause=f"{type(error).__name__}: {error}")
 
     async def _run_processes(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -422,7 +453,9 @@ class Supervisor:
             for p in self.processes
         }
         with contextlib.suppress(OSError):
-            write_json(self._directory.processes_file, {"supervisor": os.getpid(), "processes": rows})
+            template = None if self._template is None else self._template.pid
+            found = {"supervisor": os.getpid(), "template": template, "processes": rows}
+            write_json(self._directory.processes_file, found)
 
 
 def require_posix() -> None:
