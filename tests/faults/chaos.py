@@ -1,10 +1,10 @@
 """Kill random processes of a run and check that nothing is lost: `make chaos SEED=1 KILLS=100`.
 
 The run has every kind of process: ledger, policy server, environment server with simulators and command lines, trainer, dispatcher,
-worker, reward process. A seed decides the faults (`Kind`), their moments and victims: kills, single, several at once, or again
-while the replacement starts; SIGTERM; processes stopped for longer than every lease; kills while the run starts or drains; a full
-disk; a clock that jumps. Then the run is drained, resumed, finished, audited and replayed. With `--jobs` several runs share the
-kills. The last line of the output is JSON.
+worker, reward process, process template. A seed decides the faults (`Kind`), their moments and victims: kills, single, several at
+once, or again while the replacement starts; SIGTERM; processes stopped for longer than every lease; kills while the run starts or
+drains; a full disk; a clock that jumps. Then the run is drained, resumed, finished, audited and replayed. With `--jobs` several
+runs share the kills. The last line of the output is JSON.
 """
 
 import argparse
@@ -62,14 +62,15 @@ ENVIRONMENTS: dict[str, list[str]] = {
     "aws": [*SETTINGS, "env.pool_size=4", "rollout.completions_per_prompt=2", "rollout.max_turns=6"],
 }
 SUPERVISED = ("trainer", "policy", "ledger", "env", "rollout")
-ROLES = (*SUPERVISED, "worker", "reward")
+ROLES = (*SUPERVISED, "worker", "reward", "template")
 # Processes that a role starts itself, by their module.
 MODULES = {
     "simulator": "rollbook.envs.builtin.awscli.cloud.simulator_process",
     "command line": "rollbook.envs.builtin.awscli.cloud.worker_process",
     "reward": "rollbook.rollout.rewards.main",
+    "template": "rollbook.concurrency.child_process.template_main",
 }
-POOL_SIZES = {"simulator": 4, "command line": 4, "reward": 2}
+POOL_SIZES = {"simulator": 4, "command line": 4, "reward": 2, "template": 1}
 """How many of these a run keeps. More exist for a moment, while those of a killed parent end."""
 WEIGHTS = {
     Kind.KILL: 50,
@@ -177,11 +178,11 @@ class Chaos:
             healed = self._replaced(role, pid)
             if not self._send(pid, SIGNALS.get(kind, signal.SIGKILL)):
                 continue  # it ended with an earlier victim
-            fault = Fault(kind, role, kills=1)
+            fault, began = Fault(kind, role, kills=1), time.monotonic()
             self.report.faults.append(fault)
-            waiting.append((fault, healed, time.monotonic()))
             if kind is Kind.STOP:
-                self._continue_late(pid, healed)
+                healed = self._continued(pid, healed)
+            waiting.append((fault, healed, began))
             if kind is Kind.TWICE:
                 again = self.run.until(
                     partial(self._starting, role, pid), what=f"{role} starts again", within_s=self._heal_s
@@ -195,12 +196,15 @@ class Chaos:
                 self._note(one[0], one[2])
                 waiting.remove(one)
 
-    def _continue_late(self, pid: int, healed: Callable[[], bool]) -> None:
-        """A stopped process that is not replaced continues after `STOP_S`, as after the sleep of a laptop."""
+    def _continued(self, pid: int, replaced: Callable[[], bool]) -> Callable[[], bool]:
+        """Whether a stopped process was replaced, or the run trains with it: it continues after `STOP_S`, as after the sleep of a
+        laptop."""
         until = time.monotonic() + STOP_S
-        while time.monotonic() < until and psutil.pid_exists(pid) and not healed():
+        while time.monotonic() < until and psutil.pid_exists(pid) and not replaced():
             time.sleep(0.05)
         self._send(pid, signal.SIGCONT)
+        trains = self._next_step()
+        return lambda: replaced() or trains()
 
     def _kill_supervisor(self) -> None:
         """Kill the supervisor, start the same command, and kill one of its processes while it starts."""
