@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import rollbook
-from rollbook.run.reference.python_api import GROUPS
-from rollbook.run.reference.python_api import reference as api_reference
 from rollbook.run.reference.configuration import reference
 from rollbook.run.reference.metrics import reference as metrics_reference
+from rollbook.run.reference.python_api import GROUPS
+from rollbook.run.reference.python_api import reference as api_reference
 from tests.compatibility.report import page as compatibility_page
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,9 @@ def test_the_site_builds_without_broken_links_and_loads_nothing_from_another_hos
     loaded = {
         f"{page.name}: {address}"
         for page in site.rglob("*.html")
-        for address in re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"', page.read_text(encoding="utf-8"))
+        for address in re.findall(
+            r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"', page.read_text(encoding="utf-8")
+        )
     }
     assert loaded == set()
 
