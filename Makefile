@@ -54,12 +54,16 @@ format: $(STAMP) ## format the sources
 	$(BIN)/ruff check --fix .
 
 docs: $(STAMP) ## write the generated references
-	$(BIN)/python -m rollbook.run.config.reference > docs/configuration.md
-	$(BIN)/python -m rollbook.run.api_reference > docs/python-api.md
+	$(BIN)/python -m rollbook.run.reference.configuration > docs/configuration.md
+	$(BIN)/python -m rollbook.run.reference.python_api > docs/python-api.md
+	$(BIN)/python -m rollbook.run.reference.metrics > docs/metrics.md
 	$(BIN)/python -m rollbook.ledger.http.reference > docs/http-api.md
 	$(BIN)/python -m tests.compatibility.report > docs/compatibility.md
 	$(BIN)/python -m rollbook.rollout.dispatch.failure_reference > docs/failures.md
 	$(BIN)/python -m tests.faults.chaos_report >> docs/failures.md
+
+site: $(STAMP) ## build the documentation as a site in build/site; broken links are errors
+	$(BIN)/zensical build --clean --strict
 
 page: ## build the dashboard and the playground from dashboard_page (needs Node 20; the results are committed)
 	cd dashboard_page && npm ci --ignore-scripts --no-audit --no-fund && npx tsc -p . && node build.mjs
