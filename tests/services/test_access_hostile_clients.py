@@ -200,7 +200,7 @@ HOSTILE_VALUES = [
 async def test_a_hostile_value_in_any_field_is_a_client_error(
     session: aiohttp.ClientSession, tmp_path: Path, name: str
 ) -> None:
-    wrong = {}
+    wrong: dict[tuple[str, str, str], int] = {}
     async with SERVERS[name](tmp_path) as server:
         for path, body in BODIES[name].items():
             for field in body:
