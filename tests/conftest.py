@@ -1,6 +1,14 @@
 """Settings of all tests."""
 
+import os
+import sys
+
 import pytest
+
+# Containers often turn the cache of compiled modules off. Then every process of every run compiles the package again, and pytest
+# rewrites the assertions of every test module in every session.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -140,5 +140,7 @@ def test_the_single_turn_example_trains_from_tokens(tmp_path: Path) -> None:
     assert summary["solved_last"] > summary["solved_first"] + 0.2
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_proof_of_learning_holds_in_its_short_form() -> None:
     assert proof.main(["--device", "cpu", "--short"]) == 0

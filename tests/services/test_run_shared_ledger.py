@@ -16,8 +16,8 @@ from rollbook.run.record import open_run
 from tests.parts.ledger.postgres import shared_server
 from tests.parts.run.small import REPOSITORY, SmallRun, rollbook
 
-STEPS = 12
-SHORT = [f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=5", "run.ready_s=600"]
+STEPS = 8
+SHORT = [f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=2", "run.ready_s=600"]
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -93,7 +93,7 @@ def test_a_run_on_postgresql_resumes_after_a_kill_and_every_reading_command_work
     store = shared_server().fresh_url()
     run.overrides.append(f"ledger.store={json.dumps(store)}")
     run.start()
-    run.until(lambda: run.step() >= 6, what="step 6")
+    run.until(lambda: run.step() >= 3, what="step 3")
     processes = run.descendants()
     run.process.send_signal(signal.SIGKILL)
     run.process.wait()
@@ -105,10 +105,11 @@ def test_a_run_on_postgresql_resumes_after_a_kill_and_every_reading_command_work
     require_complete(run)
 
 
+@pytest.mark.slow
 def test_a_run_with_an_external_ledger_survives_a_kill_of_that_ledger(run: SmallRun, service: LedgerProcess) -> None:
     run.overrides += [f"ledger.url={service.url}", f"ledger.token_file={service.token_file}"]
     run.start()
-    run.until(lambda: run.step() >= 6, what="step 6")
+    run.until(lambda: run.step() >= 3, what="step 3")
     service.kill()
     service.start()
     summary = run.wait()
