@@ -143,8 +143,7 @@ def test_the_parts_of_a_folder_do_not_import_each_other_in_a_circle(folder: Path
 
 def test_no_folder_holds_more_than_sixteen_modules() -> None:
     counts = {folder.relative_to(PACKAGE).as_posix(): len(list(folder.glob("*.py"))) - 1 for folder in folders()}
-    # Each command line verb is one small module, so `cli` may hold more.
-    assert {name: count for name, count in counts.items() if count > 16 and name != "cli"} == {}
+    assert {name: count for name, count in counts.items() if count > 16} == {}
 
 
 def test_heavy_libraries_are_imported_in_their_own_places_only() -> None:
