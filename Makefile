@@ -118,7 +118,7 @@ test-cluster: $(STAMP) ## processes of a run on a Ray cluster of several nodes, 
 
 test-agents: $(STAMP) ## unchanged agent frameworks and lm-evaluation-harness, in a separate virtual environment
 	PYTHON=$(PYTHON) sh scripts/agents_venv.sh
-	$(BIN)/python -m pytest tests/services/test_rollout_agents_framework.py tests/services/test_rollout_agents_server.py tests/services/test_run_agent_proxy.py tests/services/test_inference_openai.py
+	$(BIN)/python -m pytest tests/services/test_rollout_agents_framework.py tests/services/test_rollout_agents_server.py tests/services/test_run_agent_proxy.py tests/services/openai_api
 
 test-sinks: $(STAMP) ## Trackio and MLflow, in a separate virtual environment
 	PYTHON=$(PYTHON) sh scripts/sinks_venv.sh
