@@ -54,12 +54,16 @@ format: $(STAMP) ## format the sources
 	$(BIN)/ruff check --fix .
 
 docs: $(STAMP) ## write the generated references
-	$(BIN)/python -m rollbook.run.config.reference > docs/configuration.md
-	$(BIN)/python -m rollbook.run.api_reference > docs/python-api.md
+	$(BIN)/python -m rollbook.run.reference.configuration > docs/configuration.md
+	$(BIN)/python -m rollbook.run.reference.python_api > docs/python-api.md
+	$(BIN)/python -m rollbook.run.reference.metrics > docs/metrics.md
 	$(BIN)/python -m rollbook.ledger.http.reference > docs/http-api.md
 	$(BIN)/python -m tests.compatibility.report > docs/compatibility.md
 	$(BIN)/python -m rollbook.rollout.dispatch.failure_reference > docs/failures.md
 	$(BIN)/python -m tests.faults.chaos_report >> docs/failures.md
+
+site: $(STAMP) ## build the documentation as a site in build/site; broken links are errors
+	$(BIN)/zensical build --clean --strict
 
 page: ## build the dashboard and the playground from dashboard_page (needs Node 20; the results are committed)
 	cd dashboard_page && npm ci --ignore-scripts --no-audit --no-fund && npx tsc -p . && node build.mjs
@@ -69,8 +73,8 @@ bench: bench-overlap bench-envs bench-ledger bench-engine bench-trainer bench-gi
 bench-overlap: $(STAMP) ## the same work with staleness bound 0 and 2
 	$(BIN)/python -m benchmarks.loop.overlap
 
-bench-tail: $(STAMP) ## the four batch policies with episodes of log-normal duration, next to a simulation (hours; see --help for a part)
-	$(BIN)/python -m benchmarks.loop.tail --out docs/results/tail
+bench-tail: $(STAMP) ## the four batch policies with episodes of log-normal duration, next to a simulation (80 minutes on two cores, less on more; can be continued)
+	$(BIN)/python -m benchmarks.loop.tail --out docs/results/tail; $(BIN)/python -m benchmarks.loop.tail_chart docs/results/tail
 
 bench-loop: $(STAMP) ## the whole loop against the engine alone and the trainer alone: make bench-loop DEVICE=cuda
 	$(BIN)/python -m benchmarks.loop.speed --device $(DEVICE)
@@ -151,8 +155,8 @@ compatibility: $(STAMP) ## run the tests with other projects' packages that are 
 	$(BIN)/python -m tests.compatibility.report --run
 	$(BIN)/python -m tests.compatibility.report > docs/compatibility.md
 
-chaos: $(STAMP) ## kill random processes of a run, fill its disk, shift its clock, and record times to heal: make chaos SEED=1 KILLS=1000 JOBS=4 POLICY=parts
-	$(BIN)/python -m tests.faults.chaos --seed $(SEED) --kills $(KILLS) --jobs $(JOBS) $(if $(POLICY),--policy $(POLICY)) --write
+chaos: $(STAMP) ## kill random processes of a run, fill its disk, shift its clock, and record times to heal: make chaos SEED=1 KILLS=1000 JOBS=4 POLICY="wait parts" MINUTES=30
+	$(BIN)/python -m tests.faults.chaos --seed $(SEED) --kills $(KILLS) --jobs $(JOBS) $(if $(POLICY),--policy $(POLICY)) $(if $(MINUTES),--minutes $(MINUTES)) --write
 	$(MAKE) docs
 
 bench-ettr: $(STAMP) ## effective training time with a kill every 30 s, by process: make bench-ettr MINUTES=10

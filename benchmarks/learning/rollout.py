@@ -1,5 +1,9 @@
-"""Arithmetic questions in one turn: "What is 47 - 18?". The last number of the reply is the answer."""
+"""Arithmetic questions in one turn: "What is 47 - 18?". The last number of the reply is the answer.
 
+`make_rounds_rollout` poses several questions one after the other, so that episodes have very different lengths.
+"""
+
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -7,6 +11,7 @@ from typing import Any
 
 from rollbook.contracts.policy import FinishReason
 from rollbook.contracts.trajectory import EndReason, RolloutSample
+from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
 
@@ -33,6 +38,25 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
     return rollout
 
 
+def make_rounds_rollout(setup: RolloutSetup) -> RolloutFn:
+    """One turn for each question of the row. The reward is the fraction of right answers."""
+
+    async def rollout(row: dict[str, Any]) -> RolloutSample | None:
+        chat = MessageTrajectoryAssembler(setup.tokenizer, setup.sampling)
+        num_right, end = 0, EndReason.DONE
+        for question, answer in row["rounds"]:
+            chat.add_message("user", question)
+            reply = await setup.policy.complete(chat.next_prompt())
+            num_right += last_number(chat.add_completion(reply)) == answer
+            if reply.finish_reason is FinishReason.LENGTH:
+                end = EndReason.MAX_TOKENS
+        return chat.build(
+            reward=num_right / len(row["rounds"]), solved=num_right == len(row["rounds"]), finish_reason=end
+        )
+
+    return rollout
+
+
 def last_number(text: str) -> int | None:
     """The last number of a reply. A minus directly after a digit or a letter is a hyphen, not a sign."""
     found = list(NUMBER.finditer(text))
@@ -52,6 +76,18 @@ def tasks(count: int, seed: int, *, held_out: int = 0, **shape: Any) -> Iterator
     chosen = reserved if seed == 0 else questions(count, seed=seed, excluded=frozenset(reserved), **shape)
     for number, (question, answer) in enumerate(chosen.items()):
         yield {"id": f"q{seed}-{number}", "question": question, "answer": answer}
+
+
+def tasks_in_rounds(
+    count: int, seed: int, *, held_out: int = 0, mean_rounds: float = 4.0, most_rounds: int = 16, **shape: Any
+) -> Iterator[dict[str, Any]]:
+    """Tasks of several questions. The number of rounds is log-normal with shape 1. The held-out tasks have one round."""
+    single = list(tasks(count, seed, held_out=held_out, **shape))
+    rng = random.Random(seed)
+    for task in single:
+        rounds = min(most_rounds, max(1, round(rng.lognormvariate(math.log(mean_rounds) - 0.5, 1.0)))) if seed else 1
+        asked = [task, *rng.sample(single, rounds - 1)]
+        yield {"id": task["id"], "rounds": [[one["question"], one["answer"]] for one in asked]}
 
 
 def questions(

@@ -52,6 +52,8 @@ class LearningRun:
     """From the first group to the last step."""
     audit_ok: bool
     max_lag: int | None
+    dropped: float
+    """Share of the groups that became stale."""
 
     def at_mark(self, mark: float) -> tuple[int, float] | None:
         """Step and training seconds of the first evaluation at or above the mark."""
@@ -93,14 +95,14 @@ def train(name: str, table: Mapping[str, Any], home: Path, stop: Stop) -> Learni
     source.write_text(tomli_w.dumps(dict(table)), encoding="utf-8")
     directory = home / name
     shutil.rmtree(directory, ignore_errors=True)
-    command = [sys.executable, "-m", "rollbook", "train", str(source), "--run-dir", str(directory)]
+    command = [sys.executable, "-m", "rollbook", "train", "--no-dashboard", str(source), "--run-dir", str(directory)]
     began = time.time()
     with (home / f"{name}.out").open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=dict(os.environ))
         try:
             _wait_for_stop(process, directory, stop, name)
         finally:
-            _stop(process, needs_checkpoint=stop.needs_checkpoint)
+            interrupt(process, needs_checkpoint=stop.needs_checkpoint)
     if not read_metrics(directory / "metrics.jsonl", process="trainer"):
         raise RuntimeError(f"{name}: no step was trained\n{(home / f'{name}.out').read_text()[-3000:]}")
     return _read(name, directory, began)
@@ -132,7 +134,7 @@ def _wait_for_stop(process: subprocess.Popen[bytes], directory: Path, stop: Stop
             return
 
 
-def _stop(process: subprocess.Popen[bytes], *, needs_checkpoint: bool) -> None:
+def interrupt(process: subprocess.Popen[bytes], *, needs_checkpoint: bool = False) -> None:
     """The first interrupt writes a checkpoint; the second one stops the run at once."""
     for _ in range(1 if needs_checkpoint else 2):
         if process.poll() is None:
@@ -151,7 +153,7 @@ def _read(name: str, directory: Path, began: float) -> LearningRun:
     at = {int(row["step"]): float(row["time"]) for row in steps}
     with open_run(directory) as run:
         opened = run.groups(state=None, limit=1)[0].opened_at
-        audit = run.audit()
+        audit, status = run.audit(), run.status()
     times = [at[step] for step in sorted(at)]
     periods = [after - before for before, after in pairwise(times[1:])]
     step_s = statistics.median(periods) if periods else times[0] - opened
@@ -176,6 +178,7 @@ def _read(name: str, directory: Path, began: float) -> LearningRun:
         raw_s=times[-1] - opened,
         audit_ok=audit.ok,
         max_lag=audit.max_lag,
+        dropped=status.dropped.get("stale", 0) / max(1, status.opened),
     )
 
 

@@ -5,13 +5,18 @@ a policy must not learn less than `wait`, which trains everything, and must not 
 
 With `--task coin` the reward is random, and the agent only decides how long an episode lasts. Then no policy may change the mean
 length: a selection by speed would.
+
+As many runs take place at once as there are sets of two cores. The same command continues with the runs that are missing.
 """
 
 import argparse
+import functools
+import json
 import shutil
 import statistics
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Sequence
 from importlib import resources
@@ -19,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learning.runs import LearningRun, Stop, save, train
+from benchmarks.pinned_jobs import run_pinned
 from benchmarks.report import Figure, print_figures, print_status
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.run.commands.evaluate import evaluate
@@ -26,6 +32,8 @@ from rollbook.run.commands.evaluate import evaluate
 MODULE = Path(__file__).with_name("tails_rollout.py")
 EVALUATION_EPISODES = 16
 """Of each secret."""
+START_S = 45.0
+"""Expected time to start and stop a run and to evaluate its policy."""
 PARTS_OF_RUN = 10
 """Learning curves are compared in this many equal parts of the samples that all runs have trained."""
 
@@ -47,18 +55,26 @@ def config_table(policy: BatchPolicy, *, task: str, seed: int, mean_s: float, sh
     return table
 
 
-def run_one(home: Path, policy: BatchPolicy, args: argparse.Namespace, seed: int) -> dict[str, Any]:
+def run_one(policy: BatchPolicy, seed: int, args: argparse.Namespace, *, until: float) -> dict[str, Any] | None:
+    """None if the run would not end in time."""
+    if time.monotonic() + args.seconds + START_S > until:
+        return None
+    with tempfile.TemporaryDirectory(prefix="rollbook-tails-") as home:
+        return measure(Path(home), policy, seed, args)
+
+
+def measure(home: Path, policy: BatchPolicy, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     name = f"{policy}-{seed}"
     for module in (MODULE, resources.files("rollbook.demo") / "number_guessing.py"):
         shutil.copy(str(module), home)
     table = config_table(policy, task=args.task, seed=seed, mean_s=args.mean_s, shape=args.shape)
     run = train(name, table, home, Stop(limit_s=args.seconds, needs_checkpoint=True))
     found = {
-        "policy": str(policy),
-        "seed": seed,
+        **key_of(policy, seed, args),
         "steps": len(run.steps),
         "samples": int(sum(row["rollout/samples"] for row in run.steps)),
         "masked": mean([row["async/masked_share"] or 0.0 for row in run.steps]),
+        "dropped": run.dropped,
         "audit_ok": run.audit_ok,
         "max_lag": run.max_lag,
         "curve": curve(run),
@@ -69,6 +85,12 @@ def run_one(home: Path, policy: BatchPolicy, args: argparse.Namespace, seed: int
         f"solved in a plain evaluation {found['solved']}"
     )
     return found
+
+
+def key_of(policy: BatchPolicy, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """What tells runs in a report apart."""
+    workload = {name: getattr(args, name) for name in ("task", "seconds", "mean_s", "shape")}
+    return {"policy": str(policy), "seed": seed, **workload}
 
 
 def curve(run: LearningRun) -> list[tuple[int, float, float]]:
@@ -135,16 +157,29 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=270.0, help="wall time of each run, from its first step")
     parser.add_argument("--mean-s", type=float, default=1.0, help="mean duration of an episode")
     parser.add_argument("--shape", type=float, default=1.0, help="sigma of the logarithm of a duration")
-    parser.add_argument("--out", type=Path, help="write the learning curves to this file")
+    parser.add_argument("--minutes", type=float, default=600.0, help="start no run that would end after this time")
+    parser.add_argument("--out", type=Path, default=Path("runs/tails.json"), help="the learning curves")
     args = parser.parse_args()
-    found: list[dict[str, Any]] = []
-    for seed in args.seeds:
-        for policy in map(BatchPolicy, args.policies):
-            with tempfile.TemporaryDirectory(prefix="rollbook-tails-") as home:
-                found.append(run_one(Path(home), policy, args, seed))
-            if args.out is not None:
-                save(args.out, found)
-    return print_figures(figures_of(found))
+    found: list[dict[str, Any]] = json.loads(args.out.read_bytes()) if args.out.exists() else []
+    until = time.monotonic() + args.minutes * 60
+    jobs = [
+        functools.partial(run_one, policy, seed, args, until=until)
+        for seed in args.seeds
+        for policy in map(BatchPolicy, args.policies)
+        if not any(key_of(policy, seed, args).items() <= run.items() for run in found)
+    ]
+    num_failed = num_late = 0
+    for job in run_pinned(jobs):
+        if (error := job.exception()) is not None:
+            num_failed += 1
+            print_status(f"failed: {error}")
+        elif (run := job.result()) is None:
+            num_late += 1
+        else:
+            found.append(run)
+            save(args.out, found)
+    print_status(f"{len(found)} runs measured, {num_failed} failed, {num_late} left for the next call")
+    return (print_figures(figures_of(found)) if found else 1) or (1 if num_failed or num_late else 0)
 
 
 if __name__ == "__main__":

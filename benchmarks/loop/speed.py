@@ -105,7 +105,6 @@ def config_table(case: Case, model: Path, *, device: str) -> dict[str, Any]:
             "device": device,
             "compute_dtype": "bfloat16" if is_gpu else "float32",
             "threads": 4 if is_gpu else 1,
-            "max_tokens_per_microbatch": 16_384,
             "pass_cost_tokens": 8192 if is_gpu else 192,
             "checkpoint_every": case.checkpoint_every,
             "keep_checkpoints": 1,

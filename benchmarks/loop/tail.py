@@ -1,66 +1,107 @@
 """Measures the four batch policies on the real loop with episodes of log-normal duration, next to the simulation.
 
-Every cell is a separate run: a staleness bound, a shape of the durations (0: all equal) and a policy, with 8 groups of 8 episodes
-in a step and all (O + 1) steps' groups in flight. Environments and training sleep, so the figures are those of the loop, not those
-of a model. Speed is relative to an ideal loop, in which a step takes as long as its training, or as its episodes need in the slots
-there are. The first steps fill the pipeline and are not counted.
+Every cell is a staleness bound, a shape of the durations (0: all equal) and a policy, with 8 groups of 8 episodes in a step and all
+(O + 1) steps' groups in flight. Environments and training sleep, so the figures are those of the loop, not those of a model. Speed
+is relative to an ideal loop, in which a step takes as long as its training, or as its episodes need in the slots there are. The
+first steps fill the pipeline and are not counted. The run is stopped before it would drain it. The simulation has the durations and
+the training time of the measured run.
+
+As many runs take place at once as there are sets of two cores. Results are added to the report when a run ends; the same command
+continues with the runs that are missing.
 """
 
 import argparse
-import asyncio
+import functools
 import json
+import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tomli_w
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure as Chart
 
-from benchmarks.loop.tail_simulation import Outcome, Workload, simulate
-from benchmarks.report import Figure, print_figures, print_status
+from benchmarks.learning.runs import interrupt
+from benchmarks.loop.tail_simulation import Outcome, Simulation, Workload
+from benchmarks.pinned_jobs import run_pinned
+from benchmarks.report import Figure, machine, print_figures, print_status
 from rollbook.contracts.freshness import BatchPolicy
-from rollbook.dashboard.run_files import METRICS_FILE
-from rollbook.run.config.run import load_config
-from rollbook.run.directory import RunDirectory
-from rollbook.run.record import open_run
-from rollbook.run.supervision.supervisor import RunEnd, Supervisor
-from rollbook.telemetry.events import EventLog, read_json_lines
+from rollbook.contracts.group import GroupOutcome
+from rollbook.run.record import RunRecordReader, open_run
+from rollbook.telemetry.metrics import read_metrics
 
 SHAPES = (0.0, 0.5, 1.0, 1.5)
 BOUNDS = (1, 2, 4)
-TURNS = 3
-COLOURS = {"wait": "#b3382c", "drop": "#d9a441", "trim": "#3b6ea8", "parts": "#2f8f5b"}
+REPORT = "tail.json"
+POLL_S = 0.2
+START_S = 25.0
+"""Expected time to start and stop a run."""
 JUDGED_BOUND, JUDGED_SHAPE = 2, 1.0
 FLOOR_OF_IDEAL, FLOOR_OVER_WAIT, FLOOR_OVER_DROP = 0.9, 2.0, 1.3
 """What `parts` must reach with a staleness bound of 2: relative to the ideal at every shape, and to two policies at shape 1."""
+FLOOR_OF_AGREEMENT = 0.9
+"""The smaller of measured and simulated speed over the larger, in every cell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One run, with what the simulation says about it."""
+class Plan:
+    """What a run does. Runs with the same number have the same durations under every policy."""
 
-    policy: str
-    max_head_offpolicy_versions: int
-    shape: float
+    policy: BatchPolicy
+    load: Workload
+    run: int
+    steps: int
+    warm_up: int
+    train_s: float
+    """Nominal duration of a training step."""
+
+    @property
+    def name(self) -> str:
+        return (
+            f"bound {self.load.max_head_offpolicy_versions}, shape {self.load.shape:g}, {self.policy}, run {self.run}"
+        )
+
+    @property
+    def durations(self) -> list[list[float]]:
+        """In training steps. More groups than any policy opens: `drop` needs most, for each group that it drops one more."""
+        steps = self.warm_up + self.steps + self.load.max_head_offpolicy_versions + 1
+        return self.load.durations(2 * steps * self.load.groups_per_step, seed=self.run)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
     speed: float
     masked: float
     dropped: float
     step_s: float
     train_s: float
     """Training time of P * n samples."""
+    episode_s: float
+    """Mean duration of an episode."""
+    overhead_s: float
+    """What an episode takes in addition to its planned duration: the policy's responses, and a busy machine."""
     max_lag: int
+    load_average: float
     simulated: Outcome
 
 
-def config_table(policy: BatchPolicy, load: Workload, *, steps: int, train_s: float, seed: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    plan: Plan
+    measured: Measured
+
+
+def config_table(plan: Plan) -> dict[str, Any]:
+    load = plan.load
     bound = load.max_head_offpolicy_versions
-    quorum = {"quorum": load.quorum} if policy is BatchPolicy.PARTS else {}
+    quorum = {"quorum": load.quorum} if plan.policy is BatchPolicy.PARTS else {}
     return {
         "run": {"name": "tail", "seed": 1},
         "model": {
@@ -74,116 +115,181 @@ def config_table(policy: BatchPolicy, load: Workload, *, steps: int, train_s: fl
                 "vocabulary": [str(n) for n in range(16)],
             }
         },
-        "tasks": {"source": "tail_rollout:tasks", "args": {"count": 64}},
-        "env": {
-            "name": "tail_rollout:SleepingEnvironment",
-            "args": {"mean_s": load.mean * train_s, "shape": load.shape, "turns": TURNS, "seed": seed},
-        },
+        "tasks": {"source": "tasks.jsonl", "shuffle": False},
+        "env": {"name": "tail_rollout:SleepingEnvironment", "args": {"turns": load.turns}},
         "rollout": {
             "function": "tail_rollout",
             "completions_per_prompt": load.group_size,
             "max_seconds": 1000.0,
             "step_s": 1000.0,
             "drop_constant_reward": False,
-            "sampling": {"max_tokens": 2},
+            "sampling": {"max_tokens": 1},
             **quorum,
         },
         "gate": {
             "groups_per_step": load.groups_per_step,
             "max_groups_in_flight": (bound + 1) * load.groups_per_step,
             "max_head_offpolicy_versions": bound,
-            "batch_policy": str(policy),
+            "batch_policy": str(plan.policy),
             "group_deadline_s": 2000.0,
         },
-        "inference": {"max_running": load.slots, "max_queued": load.slots},
+        "inference": {"max_running": load.slots, "max_queued": load.slots, "threads": 1},
         "ledger": {"durability": "process_crash"},
         "trainer": {
-            "max_steps": steps,
+            # The run is stopped earlier: near its last step, the gate admits only what that step needs.
+            "max_steps": 1_000_000,
             "lr": 1e-7,
             "checkpoint_every": 1000,
             "threads": 1,
             "loss": "tail_rollout:sleeping_loss",
             "advantage": "group",
             "reduction": "token_mean",
-            "loss_options": {"sample_s": train_s / load.samples_per_step},
+            "loss_options": {"sample_s": plan.train_s / load.samples_per_step},
         },
     }
 
 
-async def measure_cell(
-    home: Path, policy: BatchPolicy, load: Workload, *, steps: int, warm_up: int, train_s: float, seed: int
-) -> Cell:
+def write_run(home: Path, plan: Plan) -> Path:
+    """The config file, its tasks and its code."""
     shutil.copy(Path(__file__).with_name("tail_rollout.py"), home)
+    with (home / "tasks.jsonl").open("w", encoding="utf-8") as tasks:
+        for number, durations in enumerate(plan.durations):
+            seconds = [duration * plan.train_s for duration in durations]
+            tasks.write(json.dumps({"id": f"task-{number}", "number": number % 16, "seconds": seconds}) + "\n")
     source = home / "run.toml"
-    source.write_text(
-        tomli_w.dumps(config_table(policy, load, steps=warm_up + steps, train_s=train_s, seed=seed)), encoding="utf-8"
-    )
-    config = load_config(source).config
-    directory = RunDirectory(home / "run")
-    directory.prepare()
-    shutil.copy(source, directory.config_file)
-    directory.write_manifest(name="tail", source_dir=home)
-    outcome = await Supervisor(config, directory, log=EventLog("supervisor", directory.log_file("supervisor"))).run()
-    if outcome.end is not RunEnd.FINISHED:
-        raise SystemExit(f"{policy}: {outcome.end}: {outcome.message}")
-    return read_cell(directory, policy, load, warm_up=warm_up)
+    source.write_text(tomli_w.dumps(config_table(plan)), encoding="utf-8")
+    return source
 
 
-def read_cell(directory: RunDirectory, policy: BatchPolicy, load: Workload, *, warm_up: int) -> Cell:
-    with open_run(directory.path) as run:
+def measure(plan: Plan, *, until: float) -> Cell | None:
+    """None if the run would not end in time."""
+    planned = Simulation(plan.policy, plan.load, plan.durations).run(plan.steps, warm_up=plan.warm_up)
+    if time.monotonic() + planned.duration * plan.train_s * 1.1 + START_S > until:
+        return None
+    with tempfile.TemporaryDirectory(prefix="rollbook-tail-") as name:
+        home = Path(name)
+        command = [
+            sys.executable,
+            "-m",
+            "rollbook",
+            "train",
+            "--no-dashboard",
+            str(write_run(home, plan)),
+            "--run-dir",
+            str(home / "run"),
+        ]
+        with (home / "output").open("w") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output)
+            try:
+                is_done = wait_for_step(process, home / "run" / "metrics.jsonl", plan.warm_up + plan.steps)
+            finally:
+                interrupt(process)
+        if not is_done:
+            raise RuntimeError(f"{plan.name} ended too early:\n{(home / 'output').read_text()[-3000:]}")
+        return Cell(plan=plan, measured=read_run(home / "run", plan))
+
+
+def wait_for_step(process: subprocess.Popen[bytes], metrics: Path, step: int) -> bool:
+    """Whether the step was trained before the process ended."""
+    while process.poll() is None:
+        if any(row["step"] >= step for row in read_metrics(metrics, process="trainer")):
+            return True
+        time.sleep(POLL_S)
+    return False
+
+
+def read_run(directory: Path, plan: Plan) -> Measured:
+    load = plan.load
+    with open_run(directory) as run:
         audit, status, steps = run.audit(), run.status(), run.steps()
-        mean_s = run.config.env.args["mean_s"]
+        episode_s, overhead_s = episode_times(run, plan)
     if not audit.ok:
-        raise SystemExit(f"{policy}: the audit failed: {audit.violations}")
-    rows = [row for row in read_json_lines(directory.path / METRICS_FILE) if row.get("step", 0) > warm_up]
-    rows = [row for row in rows if "perf/train_time" in row]
-    samples = sum(row["rollout/samples"] for row in rows)
-    batches = samples / load.samples_per_step
+        raise RuntimeError(f"{plan.name}: the audit failed: {audit.violations}")
+    last = plan.warm_up + plan.steps
+    rows = read_metrics(directory / "metrics.jsonl", process="trainer")
+    rows = [row for row in rows if plan.warm_up < row["step"] <= last]
+    batches = sum(row["rollout/samples"] for row in rows) / load.samples_per_step
     # Samples without a token left are not trained and take no time. The ideal trains all samples of a full batch.
     sequences = sum(row["train/sequences"] for row in rows)
     train_s = sum(row["perf/train_time"] for row in rows) / sequences * load.samples_per_step
-    seconds = steps[-1].at - steps[warm_up - 1].at
-    ideal_s = max(train_s, mean_s * load.samples_per_step / load.slots)
-    trainable = sum(row["train/tokens"] + row.get("async/masked_tokens", 0) for row in rows)
-    return Cell(
-        policy=str(policy),
-        max_head_offpolicy_versions=load.max_head_offpolicy_versions,
-        shape=load.shape,
-        speed=batches * ideal_s / seconds,
-        masked=sum(row.get("async/masked_tokens", 0) for row in rows) / trainable,
+    seconds = steps[last - 1].at - steps[plan.warm_up - 1].at
+    masked = sum(row.get("async/masked_tokens") or 0 for row in rows)
+    # The simulated training step takes 1.
+    scale, overhead = plan.train_s / train_s, overhead_s / train_s
+    durations = [[duration * scale + overhead for duration in group] for group in plan.durations]
+    real = replace(load, mean=episode_s / train_s)
+    return Measured(
+        speed=batches * train_s * real.ideal_step / seconds,
+        masked=masked / (masked + sum(row["train/tokens"] for row in rows)),
         dropped=status.dropped.get("stale", 0) / max(1, status.opened),
         step_s=seconds / len(rows),
         train_s=train_s,
+        episode_s=episode_s,
+        overhead_s=overhead_s,
         max_lag=audit.max_lag or 0,
-        # The simulated training step takes 1.
-        simulated=simulate(policy, replace(load, mean=mean_s / train_s), steps=200),
+        load_average=os.getloadavg()[0],
+        simulated=Simulation(plan.policy, real, durations).run(plan.steps, warm_up=plan.warm_up),
     )
+
+
+def episode_times(run: RunRecordReader, plan: Plan) -> tuple[float, float]:
+    """Mean duration of the episodes after the warm-up, and how much longer than planned they took on average."""
+    planned = {f"task-{number}": durations for number, durations in enumerate(plan.durations)}
+    first = run.steps()[plan.warm_up - 1].at
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for group in run.groups(state=None, limit=1 << 20):
+        if group.outcome is not None and group.opened_at >= first:
+            samples = msgspec.json.decode(group.outcome, type=GroupOutcome).samples
+            taken = seconds.setdefault((group.task_id, group.draw), [])
+            taken.extend(sample.seconds for sample in samples if sample.seconds is not None)
+    # Parts of a group that are still played would make the mean too short.
+    whole = [(task, taken) for (task, _), taken in seconds.items() if len(taken) == plan.load.group_size]
+    if not whole:
+        raise RuntimeError(f"{plan.name}: no group began and ended after the warm-up; take more steps")
+    mean = statistics.fmean(second for _, taken in whole for second in taken)
+    return mean, mean - plan.train_s * statistics.fmean(duration for task, _ in whole for duration in planned[task])
 
 
 def figures_of(cells: Sequence[Cell]) -> Iterator[Figure]:
     """Our speed against the simulated one, and for the judged bound the floors of `parts`."""
-    speeds = {key: statistics.mean(c.speed for c in group) for key, group in grouped(cells).items()}
-    for (bound, shape, policy), speed in speeds.items():
-        same = grouped(cells)[bound, shape, policy]
-        is_judged = policy == "parts" and bound == JUDGED_BOUND
+    found: dict[tuple[int, float, str], list[Measured]] = {}
+    for cell in cells:
+        load = cell.plan.load
+        found.setdefault((load.max_head_offpolicy_versions, load.shape, cell.plan.policy), []).append(cell.measured)
+    speeds = {key: statistics.fmean(one.speed for one in same) for key, same in found.items()}
+    simulated = {key: statistics.fmean(one.simulated.speed for one in same) for key, same in found.items()}
+    for (bound, shape, policy), same in found.items():
+        key = bound, shape, policy
         yield Figure(
             name=f"{policy}, bound {bound}, shape {shape:g}",
-            ours=speed,
-            peer=same[0].simulated.speed,
+            ours=speeds[key],
+            peer=simulated[key],
             unit="of ideal",
-            ratio=speed,
-            floor=FLOOR_OF_IDEAL if is_judged else None,
+            ratio=speeds[key],
+            floor=FLOOR_OF_IDEAL if policy == "parts" and bound == JUDGED_BOUND else None,
             more={
                 "runs": len(same),
-                "spread": [round(min(c.speed for c in same), 3), round(max(c.speed for c in same), 3)],
-                "masked": round(statistics.mean(c.masked for c in same), 4),
-                "dropped": round(statistics.mean(c.dropped for c in same), 4),
-                "train_s": round(statistics.mean(c.train_s for c in same), 4),
-                "step_s": round(statistics.mean(c.step_s for c in same), 4),
-                "max_lag": max(c.max_lag for c in same),
-                "simulated": asdict(same[0].simulated),
+                "spread": [round(min(one.speed for one in same), 3), round(max(one.speed for one in same), 3)],
+                **{
+                    name: round(statistics.fmean(getattr(one, name) for one in same), 4)
+                    for name in ("masked", "dropped", "train_s", "step_s", "episode_s", "overhead_s")
+                },
+                "max_lag": max(one.max_lag for one in same),
+                "simulated_masked": round(statistics.fmean(one.simulated.masked for one in same), 4),
+                "simulated_dropped": round(statistics.fmean(one.simulated.dropped for one in same), 4),
             },
         )
+    agreements = {key: min(speeds[key] / simulated[key], simulated[key] / speeds[key]) for key in found}
+    worst = min(agreements, key=lambda key: agreements[key])
+    yield Figure(
+        name="measured and simulated speed",
+        ours=speeds[worst],
+        peer=simulated[worst],
+        unit="of ideal",
+        ratio=agreements[worst],
+        floor=FLOOR_OF_AGREEMENT,
+        more={"cell": worst, "below_floor": sum(one < FLOOR_OF_AGREEMENT for one in agreements.values())},
+    )
     parts = speeds.get((JUDGED_BOUND, JUDGED_SHAPE, "parts"))
     for other, floor in (("wait", FLOOR_OVER_WAIT), ("drop", FLOOR_OVER_DROP)):
         theirs = speeds.get((JUDGED_BOUND, JUDGED_SHAPE, other))
@@ -193,33 +299,16 @@ def figures_of(cells: Sequence[Cell]) -> Iterator[Figure]:
             )
 
 
-def grouped(cells: Sequence[Cell]) -> dict[tuple[int, float, str], list[Cell]]:
-    found: dict[tuple[int, float, str], list[Cell]] = {}
-    for cell in cells:
-        found.setdefault((cell.max_head_offpolicy_versions, cell.shape, cell.policy), []).append(cell)
-    return found
+def read_report(path: Path) -> list[Cell]:
+    return msgspec.convert(json.loads(path.read_bytes())["cells"], list[Cell]) if path.exists() else []
 
 
-def draw(path: Path, cells: Sequence[Cell]) -> None:
-    """Speed over shape, one panel per staleness bound: points are measured, lines are simulated."""
-    bounds = sorted({cell.max_head_offpolicy_versions for cell in cells})
-    chart = Chart(figsize=(3.6 * len(bounds) + 1.4, 3.4), layout="constrained")
-    FigureCanvasSVG(chart)
-    for number, bound in enumerate(bounds):
-        axes = chart.add_subplot(1, len(bounds), number + 1)
-        for policy, colour in COLOURS.items():
-            own = [c for c in cells if c.max_head_offpolicy_versions == bound and c.policy == policy]
-            lines = sorted({c.shape: c.simulated.speed for c in own}.items())
-            axes.plot([x for x, _ in lines], [y for _, y in lines], color=colour, linewidth=1.2, alpha=0.6)
-            axes.plot([c.shape for c in own], [c.speed for c in own], "o", color=colour, markersize=5, label=policy)
-        axes.set_title(f"staleness bound {bound}", loc="left", fontsize=10)
-        axes.set_xlabel("shape of the episode times")
-        axes.set_ylim(0, 1.08)
-        axes.grid(color="#dddddd", linewidth=0.6)
-    chart.axes[0].set_ylabel("speed (1: the ideal loop)")
-    chart.axes[0].legend(loc="lower left", frameon=False, fontsize=9)
+def write_report(path: Path, cells: Sequence[Cell]) -> None:
+    figures = [asdict(figure) for figure in figures_of(cells)]
+    report = {"machine": machine(), "figures": figures, "cells": msgspec.to_builtins(list(cells))}
     path.parent.mkdir(parents=True, exist_ok=True)
-    chart.savefig(path, metadata={"Date": None})
+    path.with_suffix(".new").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".new").replace(path)
 
 
 def main() -> int:
@@ -229,41 +318,50 @@ def main() -> int:
     parser.add_argument("--policies", nargs="+", default=list(BatchPolicy), choices=list(BatchPolicy))
     parser.add_argument("--mean", type=float, default=0.75, help="mean duration of an episode, in training steps")
     parser.add_argument("--runs", type=int, default=3, help="runs of each cell")
-    parser.add_argument("--steps", type=int, default=20, help="measured steps of a run")
-    parser.add_argument("--warm-up", type=int, default=6, help="steps before the measurement")
+    parser.add_argument("--steps", type=int, default=12, help="measured steps of a run")
+    parser.add_argument("--warm-up", type=int, default=4, help="steps before the measurement")
     parser.add_argument("--train-s", type=float, default=1.0, help="duration of a training step, in seconds")
-    parser.add_argument("--out", type=Path, help="also write the cells as JSON and the chart as SVG to this folder")
+    parser.add_argument("--minutes", type=float, default=600.0, help="start no run that would end after this time")
+    parser.add_argument("--out", type=Path, default=Path("runs/tail"), help="folder of the report (tail.json)")
     args = parser.parse_args()
-    cells: list[Cell] = []
-    for bound in args.bounds:
-        for shape in args.shapes:
-            load = Workload(max_head_offpolicy_versions=bound, mean=args.mean, shape=shape)
-            for policy in map(BatchPolicy, args.policies):
-                for seed in range(args.runs):
-                    with tempfile.TemporaryDirectory(prefix="rollbook-tail-") as home:
-                        cell = asyncio.run(
-                            measure_cell(
-                                Path(home),
-                                policy,
-                                load,
-                                steps=args.steps,
-                                warm_up=args.warm_up,
-                                train_s=args.train_s,
-                                seed=seed,
-                            )
-                        )
-                    cells.append(cell)
-                    print_status(
-                        f"bound {bound} shape {shape:g} {policy}: speed {cell.speed:.2f} (simulated {cell.simulated.speed:.2f}),"
-                        f" masked {cell.masked:.1%} ({cell.simulated.masked:.1%}), dropped {cell.dropped:.1%}"
-                        f" ({cell.simulated.dropped:.1%}), {cell.step_s:.2f} s a step, {cell.train_s:.2f} s of it training"
-                    )
-                    if args.out is not None:
-                        args.out.mkdir(parents=True, exist_ok=True)
-                        rows = [asdict(one) for one in cells]
-                        (args.out / "tail.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-                        draw(args.out / "tail.svg", cells)
-    return print_figures(list(figures_of(cells)))
+    plans = [
+        Plan(
+            policy=policy,
+            load=Workload(max_head_offpolicy_versions=bound, mean=args.mean, shape=shape),
+            run=run,
+            steps=args.steps,
+            warm_up=args.warm_up,
+            train_s=args.train_s,
+        )
+        for run in range(args.runs)
+        for bound in args.bounds
+        for shape in args.shapes
+        for policy in map(BatchPolicy, args.policies)
+    ]
+    cells = read_report(args.out / REPORT)
+    known = {cell.plan for cell in cells}
+    missing = [plan for plan in plans if plan not in known]
+    until = time.monotonic() + args.minutes * 60
+    num_failed = num_late = 0
+    for job in run_pinned([functools.partial(measure, plan, until=until) for plan in missing]):
+        if (error := job.exception()) is not None:
+            num_failed += 1
+            print_status(f"failed: {error}")
+        elif (cell := job.result()) is None:
+            num_late += 1
+        else:
+            cells.append(cell)
+            write_report(args.out / REPORT, cells)
+            one = cell.measured
+            print_status(
+                f"{cell.plan.name}: speed {one.speed:.2f} (simulated {one.simulated.speed:.2f}), masked {one.masked:.1%}"
+                f" ({one.simulated.masked:.1%}), dropped {one.dropped:.1%} ({one.simulated.dropped:.1%}), {one.step_s:.2f} s"
+                f" a step, {one.train_s:.2f} s of it training; episodes {one.overhead_s:+.3f} s"
+            )
+    print_status(f"{len(cells)} runs measured, {num_failed} failed, {num_late} left for the next call")
+    if not cells:
+        return 1
+    return print_figures(list(figures_of(cells))) or (1 if num_failed or num_late else 0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Simulates the four batch policies with episodes of log-normal duration: how fast can the loop be, and what does each policy cost?
 
 The model is a loop without overhead. A step of P groups of n episodes takes 1 to train (more if the batch holds more samples),
-weights are updated in flight, and at most (O + 1) P n episodes run. An event is the end of an episode or of a training step.
+weights are updated in flight, and at most (O + 1) P n episodes run. The gate is the real one. An event is the end of an
+episode or of a training step.
 """
 
 import heapq
@@ -9,11 +10,10 @@ import itertools
 import math
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollbook.contracts.freshness import BatchPolicy
-
-TAKES_WHOLE_GROUPS = frozenset({BatchPolicy.WAIT, BatchPolicy.DROP})
+from rollbook.contracts.freshness import BatchPolicy, FreshnessRule, GateCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,8 @@ class Workload:
     groups_per_step: int = 8
     group_size: int = 8
     quorum: int = 4
+    turns: int = 3
+    """Times at which tokens are sampled, at equal intervals: the first at the start of the episode, the last at its end."""
 
     @property
     def samples_per_step(self) -> int:
@@ -41,8 +43,11 @@ class Workload:
         """Duration of a step if neither the trainer nor a slot ever waits."""
         return max(1.0, self.mean * self.samples_per_step / self.slots)
 
-    def duration(self, rng: random.Random) -> float:
-        return rng.lognormvariate(math.log(self.mean) - self.shape**2 / 2, self.shape) if self.shape else self.mean
+    def durations(self, num_groups: int, *, seed: int) -> list[list[float]]:
+        """Durations of the episodes of each group, in training steps."""
+        rng = random.Random(seed)
+        location = math.log(self.mean) - self.shape**2 / 2
+        return [[rng.lognormvariate(location, self.shape) for _ in range(self.group_size)] for _ in range(num_groups)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,8 @@ class Outcome:
     """Share of the sampled tokens that was masked."""
     dropped: float
     """Share of the episodes that was dropped."""
+    duration: float
+    """From the start to the end of the last step, in training steps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +71,11 @@ class _Group:
     """Start and end of the episodes that were not submitted yet."""
     num_finished: int = 0
 
+    @property
+    def num_missing(self) -> int:
+        """Samples that were not submitted yet."""
+        return self.running + len(self.finished)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
@@ -72,10 +84,19 @@ class _Part:
 
 
 class Simulation:
-    def __init__(self, policy: BatchPolicy, workload: Workload, *, seed: int) -> None:
+    """The durations of group number k are `durations[k]`; after the last ones, the first ones follow again."""
+
+    def __init__(self, policy: BatchPolicy, workload: Workload, durations: Sequence[Sequence[float]]) -> None:
         self._policy = policy
         self._load = workload
-        self._rng = random.Random(seed)
+        self._rule = FreshnessRule(
+            groups_per_step=workload.groups_per_step,
+            max_in_flight=(workload.max_head_offpolicy_versions + 1) * workload.groups_per_step,
+            max_head_offpolicy_versions=workload.max_head_offpolicy_versions,
+            policy=policy,
+            samples_per_group=workload.group_size,
+        )
+        self._durations = durations
         self._now = 0.0
         self._decided = 0
         self._published_at = [0.0]
@@ -92,8 +113,21 @@ class Simulation:
     def _version(self) -> int:
         return len(self._published_at) - 1
 
-    def run(self, steps: int) -> Outcome:
+    def run(self, steps: int, *, warm_up: int = 0) -> Outcome:
+        """Masked tokens and speed are those of the `steps` after the warm-up."""
         self._admit()
+        self._run_until(warm_up)
+        before, began, self._masked = self._trained, self._now, 0.0
+        self._run_until(warm_up + steps)
+        trained = self._trained - before
+        return Outcome(
+            speed=trained / self._load.samples_per_step * self._load.ideal_step / (self._now - began),
+            masked=self._masked / trained,
+            dropped=self._dropped / self._opened,
+            duration=self._now,
+        )
+
+    def _run_until(self, steps: int) -> None:
         while self._version < steps:
             if self._training_ends is None and (samples := self._decide()):
                 self._training_ends = self._now + samples / self._load.samples_per_step
@@ -103,38 +137,31 @@ class Simulation:
             else:
                 self._finish_episode()
             self._admit()
-        steps_done = self._trained / self._load.samples_per_step
-        return Outcome(
-            speed=steps_done * self._load.ideal_step / self._now,
-            masked=self._masked / self._trained,
-            dropped=self._dropped / self._opened,
-        )
 
     def _admit(self) -> None:
-        """Open groups while the gate and the slots allow it."""
-        size, per_step = self._load.group_size, self._load.samples_per_step
-        allowed = (self._load.max_head_offpolicy_versions + self._version + 1) * per_step
-        while True:
-            queued = sum(len(part.episodes) for part in self._queue)
-            taken = per_step * self._decided + queued + self._expected()
-            if allowed - taken < size or len(self._running) + size > self._load.slots:
-                return
-            group = _Group(next(self._sequences), self._version, size)
+        """Open groups while the gate allows it."""
+        while self._rule.capacity(self._gate_counts(), version=self._version) > 0:
+            group = _Group(next(self._sequences), self._version, self._load.group_size)
             self._open[group.sequence] = group
-            self._opened += size
-            for _ in range(size):
-                ends = self._now + self._load.duration(self._rng)
-                heapq.heappush(self._running, (ends, group.sequence, self._now))
+            self._opened += self._load.group_size
+            for duration in self._durations[group.sequence % len(self._durations)]:
+                heapq.heappush(self._running, (self._now + duration, group.sequence, self._now))
 
-    def _expected(self) -> int:
-        """Samples that the gate expects from open groups."""
-        if self._policy in TAKES_WHOLE_GROUPS:
-            return len(self._open) * self._load.group_size
-        oldest = self._version - self._load.max_head_offpolicy_versions
-        young = [group for group in self._open.values() if group.version >= oldest]
-        if self._policy is BatchPolicy.PARTS:
-            return sum(group.running + len(group.finished) for group in young)
-        return len(young) * self._load.group_size
+    def _gate_counts(self) -> GateCounts:
+        aged: list[_Group] = []
+        if self._policy.masks_tokens:
+            oldest = self._version - self._load.max_head_offpolicy_versions
+            aged = [group for group in self._open.values() if group.version < oldest]
+        if self._policy is not BatchPolicy.PARTS:
+            return GateCounts(
+                leased=len(self._open), queued=len(self._queue), batches_decided=self._decided, aged=len(aged)
+            )
+        return GateCounts(
+            leased=sum(group.num_missing for group in self._open.values()),
+            queued=sum(len(part.episodes) for part in self._queue),
+            batches_decided=self._decided,
+            aged=sum(group.num_missing for group in aged),
+        )
 
     def _finish_episode(self) -> None:
         self._now, sequence, started = heapq.heappop(self._running)
@@ -154,11 +181,11 @@ class Simulation:
         oldest = self._decided - self._load.max_head_offpolicy_versions
         cut = self._published_at[oldest] if oldest > 0 else 0.0
         if self._policy is not BatchPolicy.WAIT:
-            self._drop_stale(oldest, cut)
+            self._drop_stale(cut)
         order = sorted(self._queue, key=lambda part: part.group.sequence)
         if self._policy is BatchPolicy.WAIT:
             first_open = min(self._open, default=math.inf)
-            order = [part for part in order if part.group.sequence < first_open]
+            order = [part for part in order if part.group.sequence < first_open + self._rule.window]
         elif self._policy is BatchPolicy.DROP:
             order = list(self._queue)
         sizes = itertools.accumulate(len(part.episodes) for part in order)
@@ -168,24 +195,24 @@ class Simulation:
         batch = [episode for part in order[:count] for episode in part.episodes]
         for part in order[:count]:
             self._queue.remove(part)
-        self._masked += sum(max(0.0, min(cut, end) - start) / (end - start) for start, end in batch)
+        self._masked += sum(self._masked_share(start, end, cut) for start, end in batch)
         self._trained += len(batch)
         self._decided += 1
         return len(batch)
 
-    def _drop_stale(self, oldest: int, cut: float) -> None:
+    def _masked_share(self, start: float, end: float, cut: float) -> float:
+        """Share of the turns whose tokens were sampled before the cut."""
+        if cut <= start:
+            return 0.0
+        interval = (end - start) / (self._load.turns - 1)
+        return min(self._load.turns, math.ceil((cut - start) / interval)) / self._load.turns
+
+    def _drop_stale(self, cut: float) -> None:
         for part in list(self._queue):
-            whole = self._policy is BatchPolicy.DROP
-            if part.group.version < oldest if whole else max(end for _, end in part.episodes) <= cut:
+            if self._policy is BatchPolicy.DROP:
+                is_stale = min(start for start, _ in part.episodes) < cut
+            else:
+                is_stale = max(end for _, end in part.episodes) <= cut
+            if is_stale:
                 self._queue.remove(part)
                 self._dropped += len(part.episodes)
-
-
-def simulate(policy: BatchPolicy, workload: Workload, *, steps: int = 250, seeds: int = 3) -> Outcome:
-    """The mean over `seeds` simulations."""
-    runs = [Simulation(policy, workload, seed=seed).run(steps) for seed in range(seeds)]
-    return Outcome(
-        speed=sum(run.speed for run in runs) / seeds,
-        masked=sum(run.masked for run in runs) / seeds,
-        dropped=sum(run.dropped for run in runs) / seeds,
-    )

@@ -93,17 +93,19 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     affinity_spread: int = Field(default=8, ge=0)
     """An episode moves to the least loaded replica when its own replica has more than this many additional requests."""
 
-    transfer: Literal["auto", "directory", "shared_memory", "cuda_ipc", "gloo", "nccl"] = "auto"
-    """The transport for weights. `auto`: memory of the GPU or of the host for replicas that the run starts, and a shared directory
-    for others. `gloo`: over the network. `cuda_ipc`: trainer and policy on one GPU. `nccl`: to vLLM."""
+    transfer: Literal["auto", "directory", "shared_memory", "pull", "cuda_ipc", "gloo", "nccl"] = "auto"
+    """The transport for weights. `auto`: memory of the GPU or of the host for replicas that the run starts, `pull` if other
+    machines serve the run (`cluster.host`), and a shared directory for `urls`. `pull`: each machine fetches a publication once over
+    HTTP, from the trainer or from a machine that has it. `gloo`: a process group over the network. `cuda_ipc`: trainer and policy
+    on one GPU. `nccl`: to vLLM."""
 
     publish: Literal["auto", "full", "adapter"] = "auto"
     """What a trainer with LoRA publishes: only the `adapter`, under a versioned name, or the `full` merged weights. `auto`: the
     adapter if replicas support it (not over `nccl`, and with vLLM only if the run starts it). Without LoRA it is always
     `full`."""
 
-    transfer_host: str = "127.0.0.1"
-    """Address at which replicas reach the trainer, for `gloo` and `nccl`."""
+    transfer_host: str | None = None
+    """Address at which replicas reach the trainer, for `gloo`, `nccl` and `pull`. Unset: `cluster.host`."""
 
     update_sequence: UpdateSequence = UpdateSequence.IN_FLIGHT
     """Whether replicas continue decoding during a weight transfer."""

@@ -25,7 +25,7 @@ from rollbook.ledger.http.app import Dialect, LedgerService, build_service
 from rollbook.ledger.http.auth import Keys, Role, require_tokens, steering_keys
 from rollbook.ledger.service import open_ledger
 from rollbook.ledger.store import Store
-from rollbook.ledger.stores.registry import open_store
+from rollbook.ledger.stores.registry import only_service, open_store
 from rollbook.telemetry.events import EventLog
 
 MAX_OPEN_FILES = 65_536
@@ -53,11 +53,12 @@ async def open_ledger_service(
     """Opens the store and the ledger on it. The caller then serves it with `LedgerService.serving`."""
     allow_many_connections()
     keep_memory_for_bodies()
-    async with (
-        open_store(store_url, durability=config.durability) as store,
-        ledger_service_on(store, config, log=log, clock=clock, keys=keys, dialects=dialects) as service,
-    ):
-        yield service
+    with only_service(store_url):
+        async with (
+            open_store(store_url, durability=config.durability) as store,
+            ledger_service_on(store, config, log=log, clock=clock, keys=keys, dialects=dialects) as service,
+        ):
+            yield service
 
 
 @asynccontextmanager

@@ -54,6 +54,8 @@ class RequestTimes:
     generate_s: float
     act_s: float = 0.0
     """Seconds in which the environment acted afterwards."""
+    ended_at: float | None = None
+    """Wall clock at the completion."""
 
 
 _current: ContextVar[EpisodeContext | None] = ContextVar("rollbook_episode", default=None)
@@ -120,7 +122,9 @@ class EpisodePolicy:
             took_s = self._clock.now() - started
             generate_s = took_s if completion.generation_s is None else min(took_s, completion.generation_s)
             episode.completions.append(completion)
-            episode.times.append(RequestTimes(queue_s=took_s - generate_s, generate_s=generate_s))
+            episode.times.append(
+                RequestTimes(queue_s=took_s - generate_s, generate_s=generate_s, ended_at=self._clock.wall())
+            )
         return completion
 
     async def _continue(self, prompt_ids: list[int], params: SamplingParams, partial: Completion) -> Completion:

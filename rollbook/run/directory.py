@@ -12,6 +12,7 @@ client-token        opens requests of rollouts and readers, where servers listen
 rollouts.jsonl      samples of each step, with text   tokens/      records of single tokens, of some steps
 dashboard/          the view index, which can be deleted
 resumes.jsonl       when the run was resumed, with changed settings
+vllm/               the guard in front of the run's vLLM servers
 """
 
 import fcntl
@@ -97,6 +98,11 @@ class RunDirectory:
     @property
     def weights(self) -> Path:
         return self.path / "weights"
+
+    @property
+    def vllm(self) -> Path:
+        """The guard that vLLM servers of the run import."""
+        return self.path / "vllm"
 
     @property
     def metrics_file(self) -> Path:

@@ -15,13 +15,11 @@ from rollbook.inference.client.vllm_adapters import VllmAdapterProtocol, VllmAda
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.inference.weights.server_api import RollbookServerApi, WeightServerApi
+from rollbook.inference.weights.shared_memory import has_shared_memory
 from rollbook.inference.weights.transport import TransportOptions, WeightTransport, open_transport
 from rollbook.rollout.policy import current_episode
 from rollbook.telemetry.events import EventLog
 
-SHARED_MEMORY = Path("/dev/shm")
-MIN_SHARED_BYTES = 2 * 2**30
-"""Containers often have 64 MiB of shared memory, too little for weights; a directory is used there."""
 FIRST_GPU = ("cuda", "cuda:0")
 """The device of the trainer's first rank, which publishes."""
 
@@ -86,7 +84,7 @@ def open_weights(
         policy_urls(address),
         request_s=config.request_s,
         confirm_s=config.confirm_s if len(policy_urls(address)) > 1 or source is not None else None,
-        transport=_transport(config, directory, trainer_device, shares_gpu=shares_gpu),
+        transport=_transport(config, directory, trainer_device, shares_gpu=shares_gpu, token=token),
         server_api=_server_api(config),
         sequence=config.update_sequence,
         check_digest=config.check_digest,
@@ -120,14 +118,15 @@ def chosen_transfer(config: InferenceConfig, trainer_device: str, *, shares_gpu:
         return "directory"
     if shares_gpu and config.engine == "transformers" and trainer_device == "cuda" and config.device in FIRST_GPU:
         return "cuda_ipc"
-    if not SHARED_MEMORY.is_dir():
-        return "directory"
-    free = os.statvfs(SHARED_MEMORY)
-    return "shared_memory" if free.f_bavail * free.f_frsize >= MIN_SHARED_BYTES else "directory"
+    return "shared_memory" if has_shared_memory() else "directory"
 
 
-def _transport(config: InferenceConfig, directory: Path, trainer_device: str, *, shares_gpu: bool) -> WeightTransport:
-    options = TransportOptions(directory=str(directory), host=config.transfer_host, timeout_s=config.confirm_s)
+def _transport(
+    config: InferenceConfig, directory: Path, trainer_device: str, *, shares_gpu: bool, token: str | None
+) -> WeightTransport:
+    options = TransportOptions(
+        directory=str(directory), host=config.transfer_host or "127.0.0.1", timeout_s=config.confirm_s, token=token
+    )
     return open_transport(chosen_transfer(config, trainer_device, shares_gpu=shares_gpu), options)
 
 

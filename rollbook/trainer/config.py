@@ -21,6 +21,8 @@ NOT_NUMERIC = frozenset(
     }
 )
 
+DEFAULT_TOKENS_PER_PASS = 16_384
+
 
 class LoraSettings(BaseModel, frozen=True, extra="forbid"):
     """Low-rank adapters: the base weights are frozen and small added matrices are trained. Needs the extra `lora`."""
@@ -134,8 +136,9 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     ppo_n_minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per batch."""
 
-    max_tokens_per_microbatch: int = Field(default=16_384, ge=1)
-    """Tokens per forward pass, padding included; a longer sequence gets its own pass."""
+    max_tokens_per_microbatch: int | None = Field(default=None, ge=1)
+    """Tokens per forward pass, padding included; a longer sequence gets its own pass. None: on one GPU as many as take a quarter of
+    its memory, measured when the model is loaded; on a CPU and with several ranks 16384."""
 
     packing: Literal["auto", "packed", "padded"] = "auto"
     """`packed`: sequences are concatenated in one row, with attention inside each sequence only, without padding. `padded`: one
@@ -280,6 +283,10 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
             if self.correction != "none"
             else LOSS_DEFAULTS.get(self.loss, {}).get("old_logprobs", "snapshot")
         )
+
+    @property
+    def tokens_per_pass(self) -> int:
+        return self.max_tokens_per_microbatch or DEFAULT_TOKENS_PER_PASS
 
     def numeric_settings(self) -> dict[str, Any]:
         """The settings that decide the numbers of a step, as JSON values. They must not change before steps that are replayed."""

@@ -93,7 +93,7 @@ class TrainStep:
         self.step = step
         self.ranks = ranks or Ranks.here(config.ranks)
         self.guard = GradientGuard(max_in_a_row=config.max_skipped_steps, max_norm=config.skip_grad_norm_above)
-        self._config = config
+        self._config = config.model_copy(update={"max_tokens_per_microbatch": model.tokens_per_pass(config)})
         self._recipe = config.recipe
         self._reference = reference
         self._loss = loss_named(config.loss)

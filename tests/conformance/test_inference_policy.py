@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import aiohttp
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -118,21 +119,21 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(scope="module")
-def vllm_untied_url(untied: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with vllm_server(untied.directory(1), tmp_path_factory.mktemp("vllm") / "vllm.log") as url:
-        yield url
+def vllm_untied_url(untied: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    with vllm_server(untied.directory(1), tmp_path_factory.mktemp("vllm") / "vllm.log") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def vllm_tied_url(tied: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with vllm_server(tied.directory(1), tmp_path_factory.mktemp("vllm") / "vllm.log") as url:
-        yield url
+def vllm_tied_url(tied: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    with vllm_server(tied.directory(1), tmp_path_factory.mktemp("vllm") / "vllm.log") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def vllm_adapter_url(tied: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with vllm_server(tied.directory(1), tmp_path_factory.mktemp("vllm") / "vllm.log", has_adapters=True) as url:
-        yield url
+def vllm_adapter_url(tied: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    with vllm_server(tied.directory(1), tmp_path_factory.mktemp("vllm") / "vllm.log", has_adapters=True) as server:
+        yield server
 
 
 @pytest.fixture(params=KINDS)
@@ -150,12 +151,13 @@ async def rig(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Asyn
     async with AsyncExitStack() as stack:
         protocol: ServerProtocol = RollbookProtocol()
         server_api: WeightServerApi = RollbookServerApi()
+        token = None
         if kind.startswith("own"):
             config = InferenceConfig(max_model_len=512, max_running=32)
             engine = await stack.enter_async_context(open_engine(config, models.directory(1)))
             url = await stack.enter_async_context(serve(build_app(engine, config)))
         else:
-            url = request.getfixturevalue(VLLM_URLS[kind])
+            url, token = request.getfixturevalue(VLLM_URLS[kind])
             protocol = VllmProtocol(model_name="policy")
             server_api = VllmServerApi("reload" if kind == "vllm-reload" else "plugin")
             if kind == "vllm-adapter":
@@ -163,7 +165,7 @@ async def rig(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Asyn
         client = await stack.enter_async_context(open_policy_client(url, request_s=REQUEST_S, protocol=protocol))
         transport = open_transport("directory", TransportOptions(directory=str(tmp_path / "weights")))
         weights = await stack.enter_async_context(
-            WeightTransferClient([url], request_s=REQUEST_S, transport=transport, server_api=server_api)
+            WeightTransferClient([url], request_s=REQUEST_S, transport=transport, server_api=server_api, api_key=token)
         )
         yield Rig(
             client=client,
@@ -300,3 +302,25 @@ def test_adapters_in_use_are_those_of_the_newest_line() -> None:
     )
     assert adapters_in_use(metrics) == {"policy-v1", "policy-v3"}
     assert adapters_in_use("other metrics") == set()
+
+
+@pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/update_weight_version", "/v1/load_lora_adapter"])
+async def test_a_vllm_server_that_a_run_started_is_steered_with_the_token_only(
+    path: str, request: pytest.FixtureRequest
+) -> None:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    url, token = request.getfixturevalue("vllm_untied_url")
+    async with aiohttp.ClientSession() as session:
+
+        async def status(**headers: str) -> int:
+            async with session.post(url + path, json={}, headers=headers) as response:
+                return response.status
+
+        assert await status() == 401
+        assert await status(Authorization="Bearer another-token-of-this-length") == 401
+        assert await status(Authorization=f"Bearer {token}", Origin="http://evil.example") == 403
+        assert await status(Authorization=f"Bearer {token}") not in (401, 403)
+        if path == "/pause":
+            async with session.post(f"{url}/resume", headers={"Authorization": f"Bearer {token}"}) as response:
+                assert response.status == 200

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import secrets
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -35,7 +36,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return TinyModel(root=tmp_path_factory.mktemp("transfer"))
 
 
-@pytest.fixture(params=["directory", "shared_memory", "gloo"])
+@pytest.fixture(params=["directory", "shared_memory", "pull", "gloo"])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -49,6 +50,7 @@ class Setup:
     engines: list[Engine]
     urls: list[str]
     tiny: TinyModel
+    token: str
     unreachable: set[int]
     requests: list[tuple[int, str]]
     """Replica and path of every request."""
@@ -68,6 +70,7 @@ async def two_replicas(
     tiny: TinyModel, name: str, tmp_path: Path, *, engine: str = "transformers", **settings: Any
 ) -> AsyncIterator[Setup]:
     unreachable, requests = set[int](), list[tuple[int, str]]()
+    token = secrets.token_hex(16)
     async with AsyncExitStack() as stack:
         engines, urls = [], []
         for number in range(2):
@@ -80,13 +83,15 @@ async def two_replicas(
                 return await handler(request)
 
             opened = await stack.enter_async_context(tiny.engine(engine, published=None))
-            app = build_app(opened, engine_config(engine))
+            app = build_app(opened, engine_config(engine), steering_token=token)
             app.middlewares.append(record)
             engines.append(opened)
             urls.append(await stack.enter_async_context(serve(app)))
-        transport = open_transport(name, TransportOptions(directory=str(tmp_path / "weights"), timeout_s=20))
+        transport = open_transport(
+            name, TransportOptions(directory=str(tmp_path / "weights"), timeout_s=20, token=token)
+        )
         client = await stack.enter_async_context(
-            WeightTransferClient(urls, **{"request_s": 30, "transport": transport, **settings})
+            WeightTransferClient(urls, **{"request_s": 30, "transport": transport, "api_key": token, **settings})
         )
         yield Setup(
             client=client,
@@ -94,6 +99,7 @@ async def two_replicas(
             engines=engines,
             urls=urls,
             tiny=tiny,
+            token=token,
             unreachable=unreachable,
             requests=requests,
         )
@@ -178,7 +184,8 @@ async def test_if_no_replica_can_be_reached_the_push_fails_and_none_is_quarantin
 ) -> None:
     async with two_replicas(tiny, name, tmp_path, engine="scripted") as setup:
         await setup.push(1)
-        transport = open_transport(name, TransportOptions(directory=str(tmp_path / "elsewhere"), timeout_s=5))
+        options = TransportOptions(directory=str(tmp_path / "elsewhere"), timeout_s=5, token="token-of-another-run")
+        transport = open_transport(name, options)
         closed_port = "http://127.0.0.1:9"
         async with WeightTransferClient([closed_port], request_s=0.4, transport=transport) as client:
             offered, weights = setup.published(2)
@@ -271,7 +278,7 @@ async def test_weights_that_changed_in_a_replicas_memory_are_noticed_by_their_di
     async with two_replicas(tiny, "directory", tmp_path) as setup:
         published = await setup.push(1)
         server_api = RollbookServerApi()
-        async with open_connection(setup.urls[0], max_connections=1) as replica:
+        async with open_connection(setup.urls[0], max_connections=1, api_key=setup.token) as replica:
             await server_api.require(replica, published, dtype="float32")
             damaged: Any = setup.engines[0]
             next(iter(damaged.parts.weights._targets.values())).add_(1.0)

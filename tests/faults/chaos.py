@@ -1,25 +1,27 @@
 """Kill random processes of a run and check that nothing is lost: `make chaos SEED=1 KILLS=100`.
 
 The run has every kind of process: ledger, policy server, environment server with simulators and command lines, trainer, dispatcher,
-worker, reward process. A seed decides the faults (`Kind`), their moments and victims: kills, single, several at once, or again
-while the replacement starts; processes stopped for longer than every lease; kills while the run starts or drains; a full disk; a
-clock that jumps. Then the run is drained, resumed, finished, audited and replayed. With `--jobs` several runs share the kills. The
-last line of the output is JSON.
+worker, reward process, process template. A seed decides the faults (`Kind`), their moments and victims: kills, single, several at
+once, or again while the replacement starts; SIGTERM; processes stopped for longer than every lease; kills while the run starts or
+drains; a full disk; a clock that jumps. Then the run is drained, resumed, finished, audited and replayed. With `--jobs` several
+runs share the kills. The last line of the output is JSON.
 """
 
 import argparse
 import errno
 import json
+import math
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -52,6 +54,7 @@ SETTINGS = [
     "rollout.retry_budget=32",
     "rollout.max_seconds=60.0",
     "rollout.worker_silence_s=15.0",
+    "rollout.rewards.processes=2",
     "gate.group_deadline_s=120.0",
 ]
 ENVIRONMENTS: dict[str, list[str]] = {
@@ -59,30 +62,37 @@ ENVIRONMENTS: dict[str, list[str]] = {
     "aws": [*SETTINGS, "env.pool_size=4", "rollout.completions_per_prompt=2", "rollout.max_turns=6"],
 }
 SUPERVISED = ("trainer", "policy", "ledger", "env", "rollout")
-ROLES = (*SUPERVISED, "worker", "reward")
+ROLES = (*SUPERVISED, "worker", "reward", "template")
 # Processes that a role starts itself, by their module.
 MODULES = {
     "simulator": "rollbook.envs.builtin.awscli.cloud.simulator_process",
     "command line": "rollbook.envs.builtin.awscli.cloud.worker_process",
     "reward": "rollbook.rollout.rewards.main",
+    "template": "rollbook.concurrency.child_process.template_main",
 }
+POOL_SIZES = {"simulator": 4, "command line": 4, "reward": 2, "template": 1}
+"""How many of these a run keeps. More exist for a moment, while those of a killed parent end."""
 WEIGHTS = {
     Kind.KILL: 50,
     Kind.SEVERAL: 20,
     Kind.TWICE: 12,
+    Kind.TERMINATE: 8,
     Kind.STOP: 6,
     Kind.START: 3,
     Kind.DRAIN: 3,
     Kind.DISK: 3,
     Kind.CLOCK: 3,
 }
-QUICK = (Kind.KILL, Kind.SEVERAL, Kind.TWICE, Kind.CLOCK)
+SIGNALS = {Kind.TERMINATE: signal.SIGTERM, Kind.STOP: signal.SIGSTOP}
+QUICK = (Kind.KILL, Kind.SEVERAL, Kind.TWICE, Kind.TERMINATE, Kind.CLOCK)
 """Faults without a restart of the whole run and without long waits."""
 JUMPS_S = (86_400, -86_400, 3_600, -3_600, 0)
 STOP_S = 45.0
 """Longer than the leases of groups' owners (30 s) and every silence limit above."""
 HEAL_S = 300.0
 """Limit of the time to heal, on a busy machine."""
+LOOK_S = 0.1
+"""Between two looks at the table of processes, which costs milliseconds."""
 AFTER_STEPS = 3
 
 
@@ -96,12 +106,18 @@ class Chaos:
         env: str,
         kinds: Sequence[Kind] = tuple(Kind),
         policy: BatchPolicy | None = None,
+        seconds: float = math.inf,
+        heal_s: float = HEAL_S,
         log: Callable[[str], None] = lambda text: None,
     ) -> None:
+        """The faults end after `kills` processes were killed, or after `seconds`."""
+        self._seconds = seconds
+        self._heal_s = heal_s
         self._rng = random.Random(seed)
         self._kills = kills
         self._roles = (*ROLES, "simulator", "command line") if env == "aws" else ROLES
-        self._pool_size = 4
+        self._looked_at = -math.inf
+        self._seen: list[psutil.Process] = []
         self._kinds = list(kinds)
         self._log = log
         self.report = Report(seed=seed, env=env)
@@ -118,10 +134,10 @@ class Chaos:
         began = time.monotonic()
         self.run.start()
         try:
-            self.run.until(lambda: self.run.step() >= 2, what="step 2", within_s=HEAL_S)
-            while self.report.kills < self._kills:
+            self.run.until(lambda: self.run.step() >= 2, what="step 2", within_s=self._heal_s)
+            while self.report.kills < self._kills and time.monotonic() < began + self._seconds:
                 self._one_fault()
-            self.run.until(self._next_step(), what="a step after the last fault", within_s=HEAL_S)
+            self.run.until(self._next_step(), what="a step after the last fault", within_s=self._heal_s)
             self._finish()
         finally:
             self.run.stop()
@@ -134,7 +150,7 @@ class Chaos:
     def _one_fault(self) -> None:
         kind = self._rng.choices(self._kinds, [WEIGHTS[kind] for kind in self._kinds])[0]
         match kind:
-            case Kind.KILL | Kind.STOP:
+            case Kind.KILL | Kind.TERMINATE | Kind.STOP:
                 self._hit([self._rng.choice(self._roles)], kind)
             case Kind.TWICE:
                 self._hit([self._rng.choice(SUPERVISED)], kind)
@@ -150,37 +166,45 @@ class Chaos:
             case Kind.CLOCK:
                 self._machine.set_clock(self._rng.choice(JUMPS_S))
                 self._heals(Fault(kind, "run"), self._next_step())
-        if self._rng.random() < 0.7:
-            time.sleep(self._rng.uniform(0, 1.5))
+        # Some faults follow at once; most hit a run that trains.
+        if self._rng.random() < 2 / 3:
+            self.run.until(self._next_step(), what="a step after a fault", within_s=self._heal_s)
 
     def _hit(self, roles: Sequence[str], kind: Kind) -> None:
         """Kill or stop processes, and wait until all have healed."""
         waiting: list[tuple[Fault, Callable[[], bool], float]] = []
         for role in roles:
-            pid = self.run.until(partial(self._pid, role), what=f"{role} was up", within_s=HEAL_S)
+            pid = self.run.until(partial(self._pid, role), what=f"{role} was up", within_s=self._heal_s)
             healed = self._replaced(role, pid)
-            if not self._send(pid, signal.SIGSTOP if kind is Kind.STOP else signal.SIGKILL):
+            if not self._send(pid, SIGNALS.get(kind, signal.SIGKILL)):
                 continue  # it ended with an earlier victim
-            fault = Fault(kind, role, kills=1)
+            fault, began = Fault(kind, role, kills=1), time.monotonic()
             self.report.faults.append(fault)
-            waiting.append((fault, healed, time.monotonic()))
             if kind is Kind.STOP:
-                self._continue_late(pid, healed)
+                healed = self._continued(pid, healed)
+            waiting.append((fault, healed, began))
             if kind is Kind.TWICE:
-                again = self.run.until(partial(self._starting, role, pid), what=f"{role} starts again", within_s=HEAL_S)
+                again = self.run.until(
+                    partial(self._starting, role, pid), what=f"{role} starts again", within_s=self._heal_s
+                )
                 fault.kills += self._send(again, signal.SIGKILL)
         while waiting:
-            self.run.until(lambda: any(healed() for _, healed, _ in waiting), what=f"{waiting} healed", within_s=HEAL_S)
+            self.run.until(
+                lambda: any(healed() for _, healed, _ in waiting), what=f"{waiting} healed", within_s=self._heal_s
+            )
             for one in [one for one in waiting if one[1]()]:
                 self._note(one[0], one[2])
                 waiting.remove(one)
 
-    def _continue_late(self, pid: int, healed: Callable[[], bool]) -> None:
-        """A stopped process that is not replaced continues after `STOP_S`, as after the sleep of a laptop."""
+    def _continued(self, pid: int, replaced: Callable[[], bool]) -> Callable[[], bool]:
+        """Whether a stopped process was replaced, or the run trains with it: it continues after `STOP_S`, as after the sleep of a
+        laptop."""
         until = time.monotonic() + STOP_S
-        while time.monotonic() < until and psutil.pid_exists(pid) and not healed():
+        while time.monotonic() < until and psutil.pid_exists(pid) and not replaced():
             time.sleep(0.05)
         self._send(pid, signal.SIGCONT)
+        trains = self._next_step()
+        return lambda: replaced() or trains()
 
     def _kill_supervisor(self) -> None:
         """Kill the supervisor, start the same command, and kill one of its processes while it starts."""
@@ -189,19 +213,19 @@ class Chaos:
         self.run.stop()
         self.run.start()
         role = self._rng.choice(SUPERVISED)
-        pid = self.run.until(lambda: self._starting(role, -1), what=f"{role} starts", within_s=HEAL_S)
+        pid = self.run.until(lambda: self._starting(role, -1), what=f"{role} starts", within_s=self._heal_s)
         fault.kills += self._send(pid, signal.SIGKILL)
         self._await(fault, self._next_step(), began)
 
     def _kill_while_draining(self) -> None:
         role = self._rng.choice(SUPERVISED)
-        pid = self.run.until(partial(self._pid, role), what=f"{role} was up", within_s=HEAL_S)
+        pid = self.run.until(partial(self._pid, role), what=f"{role} was up", within_s=self._heal_s)
         fault, began = Fault(Kind.DRAIN, role), time.monotonic()
         self.report.faults.append(fault)
         self.run.process.send_signal(signal.SIGINT)
         time.sleep(self._rng.uniform(0, 0.3))
         fault.kills = self._send(pid, signal.SIGKILL)
-        ended = self.run.wait(HEAL_S)
+        ended = self.run.wait(self._heal_s)
         assert ended["exit_code"] in (0, 130), ended["stderr"][-3000:]
         self.run.start()
         self._await(fault, self._next_step(), began)
@@ -210,7 +234,7 @@ class Chaos:
         fault, began = Fault(Kind.DISK, "run"), time.monotonic()
         self.report.faults.append(fault)
         self._machine.set_write_error(errno.ENOSPC)
-        ended = self.run.wait(HEAL_S)
+        ended = self.run.wait(self._heal_s)
         self._machine.set_write_error(0)
         assert ended["exit_code"] == 1, ended["stderr"][-3000:]
         assert "Traceback" not in ended["stderr"], ended["stderr"][-3000:]
@@ -224,7 +248,7 @@ class Chaos:
         self._await(fault, healed, time.monotonic())
 
     def _await(self, fault: Fault, healed: Callable[[], bool], began: float) -> None:
-        self.run.until(healed, what=f"{fault} healed", within_s=HEAL_S)
+        self.run.until(healed, what=f"{fault} healed", within_s=self._heal_s)
         self._note(fault, began)
 
     def _note(self, fault: Fault, began: float) -> None:
@@ -241,8 +265,7 @@ class Chaos:
     def _replaced(self, role: str, pid: int) -> Callable[[], bool]:
         """Whether a new process has replaced this one and is ready."""
         if role in MODULES:
-            before = len(self._running(MODULES[role]))
-            needed = before if role == "reward" else min(before, self._pool_size)
+            needed = min(len(self._running(MODULES[role])), POOL_SIZES[role])
 
             def is_back() -> bool:
                 alive = self._running(MODULES[role])
@@ -271,8 +294,11 @@ class Chaos:
         return pid if pid != before and pid is not None and psutil.pid_exists(pid) else None
 
     def _running(self, module: str) -> list[int]:
+        if time.monotonic() > self._looked_at + LOOK_S:
+            self._seen = self.run.descendants()
+            self._looked_at = time.monotonic()
         found = []
-        for process in self.run.descendants():
+        for process in self._seen:
             try:
                 if module in process.cmdline():
                     found.append(process.pid)
@@ -293,10 +319,10 @@ class Chaos:
     def _finish(self) -> None:
         """Drain, then resume and run to a regular end."""
         self.run.process.send_signal(signal.SIGINT)
-        drained = self.run.wait(HEAL_S)
+        drained = self.run.wait(self._heal_s)
         assert drained["exit_code"] == 0, drained["stderr"][-3000:]
         self.run.overrides.append(f"trainer.max_steps={drained['steps'] + AFTER_STEPS}")
-        ended = self.run.start().wait(HEAL_S)
+        ended = self.run.start().wait(self._heal_s)
         assert (ended["exit_code"], ended["end"]) == (0, "finished"), ended["stderr"][-3000:]
         self.report.steps = ended["steps"]
 
@@ -333,25 +359,52 @@ def write_line(text: str) -> None:
     sys.stdout.flush()
 
 
-def run_one(seed: int, kills: int, env: str, kinds: Sequence[Kind], policy: BatchPolicy | None) -> Report:
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the runs of one command have in common. They take environments and batch policies in turn."""
+
+    envs: Sequence[str]
+    kinds: Sequence[Kind]
+    policies: Sequence[BatchPolicy | None]
+    seconds: float
+    heal_s: float
+    keep: Path | None
+    """Directories of failed runs are copied here."""
+
+
+def run_one(plan: Plan, index: int, seed: int, kills: int) -> Report:
     log = partial(_write_line_of, seed)
-    with tempfile.TemporaryDirectory(prefix="rollbook-chaos-") as directory:
-        chaos = Chaos(Path(directory), seed=seed, kills=kills, env=env, kinds=kinds, policy=policy, log=log)
+    with tempfile.TemporaryDirectory(prefix="rollbook-chaos-") as name:
+        directory = Path(name)
+        chaos = Chaos(
+            directory,
+            seed=seed,
+            kills=kills,
+            env=plan.envs[index % len(plan.envs)],
+            kinds=plan.kinds,
+            policy=plan.policies[index % len(plan.policies)],
+            seconds=plan.seconds,
+            heal_s=plan.heal_s,
+            log=log,
+        )
         try:
-            return chaos.run_all()
-        except (AssertionError, subprocess.TimeoutExpired) as error:
-            log(f"failed: {error}")
-            chaos.report.violations.append(f"the run failed: {str(error).splitlines()[0]}")
-            return chaos.report
+            chaos.run_all()
+        except Exception as error:
+            # Other runs go on, and the report names this one.
+            log(f"failed: {''.join(traceback.format_exception(error))}")
+            chaos.report.violations.append(f"the run failed: {str(error).partition(chr(10))[0]}")
+        if plan.keep is not None and not chaos.report.ok:
+            weights = shutil.ignore_patterns("checkpoints", "weights", "model", "*.so")
+            shutil.copytree(directory, plan.keep / f"seed-{seed}", ignore=weights)
+        log(json.dumps(chaos.report.row()))
+        return chaos.report
 
 
-def run_several(
-    seed: int, kills: int, env: str, kinds: Sequence[Kind], *, jobs: int, policy: BatchPolicy | None = None
-) -> Report:
+def run_several(plan: Plan, seed: int, kills: int, *, jobs: int) -> Report:
     """Runs with the seeds `seed`, `seed + 1`, … at the same time, each with its part of the kills."""
     shares = [kills // jobs + (index < kills % jobs) for index in range(jobs)]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        found = [pool.submit(run_one, seed + index, share, env, kinds, policy) for index, share in enumerate(shares)]
+        found = [pool.submit(run_one, plan, index, seed + index, share) for index, share in enumerate(shares)]
         return merge([one.result() for one in found])
 
 
@@ -363,17 +416,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--env", choices=sorted(ENVIRONMENTS), default="aws")
+    parser.add_argument("--env", nargs="+", choices=sorted(ENVIRONMENTS), default=["aws"], help="several: by turns")
     parser.add_argument("--kinds", nargs="+", type=Kind, default=list(Kind), help="only these kinds of faults")
     parser.add_argument(
-        "--policy", type=BatchPolicy, choices=list(BatchPolicy), help="batch policy; default: that of the run"
+        "--policy",
+        nargs="+",
+        type=BatchPolicy,
+        choices=list(BatchPolicy),
+        default=[None],
+        help="batch policy, several: by turns; default: that of the run",
     )
     parser.add_argument(
         "--jobs", type=int, default=1, help="runs at the same time, which share the kills (two cores each)"
     )
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="send faults no longer than this; then end the runs"
+    )
+    parser.add_argument("--heal-s", type=float, default=HEAL_S, help="a run that has not healed after this has failed")
+    parser.add_argument("--keep", type=Path, help="copy the directories of failed runs to this directory")
     parser.add_argument("--write", action="store_true", help="record the result for docs/failures.md (then: make docs)")
     args = parser.parse_args(argv)
-    report = run_several(args.seed, args.kills, args.env, args.kinds, jobs=args.jobs, policy=args.policy)
+    plan = Plan(
+        envs=args.env,
+        kinds=args.kinds,
+        policies=args.policy,
+        seconds=args.minutes * 60,
+        heal_s=args.heal_s,
+        keep=args.keep,
+    )
+    report = run_several(plan, args.seed, args.kills, jobs=args.jobs)
     write_line(report.table())
     row = report.row()
     if args.write:

@@ -1,10 +1,13 @@
 """Kill any process of a run: it recovers or resumes, no group is lost or trained twice, and the weights are the same bits."""
 
 import json
+import os
 import re
 import signal
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +159,40 @@ def test_a_run_recovers_when_a_process_is_killed(run: SmallRun, role: str) -> No
     assert (summary["steps"], summary["audit"]) == (STEPS, "ok")
     assert not psutil.pid_exists(killed)
     assert summary["restarts"] == (0 if role == "worker" else 1)
+    require_complete(run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_processes_that_another_program_terminates_are_started_again(run: SmallRun) -> None:
+    run.start()
+    for role in ("policy", "ledger", "rollout", "trainer"):
+        run.until(partial(lambda step: run.step() > step, run.step()), what="a step")
+        pid = run.until(partial(run.pid, role), what=f"{role} was up")
+        os.kill(pid, signal.SIGTERM)
+        run.until(
+            partial(lambda role, pid: run.pid(role) not in (None, pid), role, pid), what=f"{role} was started again"
+        )
+    summary = run.wait()
+    assert (summary["exit_code"], summary["end"], summary["steps"]) == (0, "finished", STEPS), summary["stderr"]
+    assert summary["restarts"] == 4
+    require_complete(run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_signal_to_every_process_at_once_drains_the_run_and_the_same_command_resumes(run: SmallRun) -> None:
+    """As batch systems and systemd do before they kill."""
+    run.start()
+    run.until(lambda: run.step() >= 5, what="step 5")
+    for process in [*run.descendants(), psutil.Process(run.process.pid)]:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    drained = run.wait()
+    assert (drained["exit_code"], drained["end"]) == (0, "drained"), drained["stderr"]
+    assert "Traceback" not in drained["stderr"]
+    again = run.start().wait()
+    assert (again["exit_code"], again["steps"]) == (0, STEPS), again["stderr"]
     require_complete(run)
 
 

@@ -23,6 +23,7 @@ from rollbook.inference.server.routes.weights import AdapterRoutes, WeightRoutes
 from rollbook.inference.server.service import MODEL_NAME, PolicyService
 from rollbook.inference.server.text import Tokenizer
 from rollbook.inference.server.weight_updates import WeightUpdates
+from rollbook.inference.weights.ranges import DATA_ROUTE, MANIFEST_ROUTE, RangeRoutes
 from rollbook.inference.wire.token_stream import STREAM_PATH
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -49,7 +50,7 @@ def build_app(
     weights, and opens all others; without it, the API key opens them too.
     """
     service = PolicyService(engine, config, tokenizer=tokenizer, model_names=model_names)
-    updates = WeightUpdates(engine)
+    updates = WeightUpdates(engine, token=steering_token or api_key)
     steering = None if steering_token is None else Secret(steering_token)
     middlewares: list[Middleware] = [error_middleware]
     if api_key is not None:
@@ -97,11 +98,15 @@ def build_app(
     ):
         app.router.add_post(path, handler if steering is None else _require_steering(handler, steering))
 
-    async def leave_weight_group(_app: web.Application) -> None:
-        await updates.leave()
+    copies = RangeRoutes(updates.find_copy)
+    for path, send in ((MANIFEST_ROUTE, copies.manifest), (DATA_ROUTE, copies.data)):
+        app.router.add_get(path, send if steering is None else _require_steering(send, steering))
+
+    async def close_updates(_app: web.Application) -> None:
+        await updates.close()
 
     app.on_shutdown.append(streams.close)
-    app.on_cleanup.append(leave_weight_group)
+    app.on_cleanup.append(close_updates)
     return app
 
 
@@ -120,7 +125,8 @@ def _require_steering(handler: Handler, secret: Secret) -> Handler:
         if _has_token(request, [secret]):
             return await handler(request)
         message = (
-            f"{request.path} changes the engine and requires the token of the run or server: send 'Authorization: Bearer …'. "
+            f"{request.path} changes the engine or sends its weights, and requires the token of the run or server: send "
+            "'Authorization: Bearer …'. "
             "It is in the file `token` of the run directory, or in the file that the server printed at its start"
         )
         return error_response(401, "AuthenticationError", message)

@@ -8,10 +8,11 @@ from typing import Protocol
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Publication
-from rollbook.inference.engine import Engine, TensorSource
+from rollbook.inference.engine import Engine, TensorSource, WeightsError
 from rollbook.inference.pause import needs_loading
 from rollbook.inference.request import BadRequestError
-from rollbook.inference.wire.weights import InitInfo, UpdateInfo
+from rollbook.inference.weights.node_copies import NodeCopies
+from rollbook.inference.wire.weights import InitInfo, RangeManifest, UpdateInfo
 
 
 class Receiver(Protocol):
@@ -32,8 +33,11 @@ RECEIVERS: dict[str, str] = {
 class WeightUpdates:
     """One instance per server. Applies one update at a time."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, token: str | None = None) -> None:
+        """`token`: with which weights are fetched from the trainer and other replicas."""
         self._engine = engine
+        self._token = token
+        self._copies: NodeCopies | None = None
         self._receiver: Receiver | None = None
         self._backend: str | None = None
         self._lock = asyncio.Lock()
@@ -52,6 +56,15 @@ class WeightUpdates:
         if receiver is not None:
             await receiver.close()
 
+    async def close(self) -> None:
+        await self.leave()
+        if self._copies is not None:
+            self._copies.close()
+
+    def find_copy(self, publication: int) -> tuple[RangeManifest, Path] | None:
+        """A publication that this machine has fetched, for other replicas."""
+        return None if self._copies is None else self._copies.find(publication)
+
     async def apply(self, info: UpdateInfo) -> None:
         """Raises `OutdatedUpdateError` before any data is transferred."""
         publication = info.to_contract()
@@ -60,9 +73,31 @@ class WeightUpdates:
                 raise BadRequestError("path: required for an update from a file", param="path")
             await self._engine.load_weights(publication, Path(info.path), adapter=info.adapter_contract())
             return
+        if info.backend == "pull":
+            await self._pull(info, publication)
+            return
         info.tensor_headers()
         async with self._lock:
             await self._receive(info, publication)
+
+    async def _pull(self, info: UpdateInfo, publication: Publication) -> None:
+        if not info.sources:
+            raise BadRequestError("sources: required for an update that the replica fetches", param="sources")
+        if self._token is None:
+            raise BadRequestError("backend: a server without a token cannot fetch weights", param="backend")
+        if not needs_loading(self._engine.publication, publication):
+            return
+        if self._copies is None:
+            self._copies = NodeCopies(self._token)
+        path = await self._copies.fetch(publication, info.sources)
+        try:
+            await self._engine.load_weights(publication, path, adapter=info.adapter_contract())
+        except WeightsError as error:
+            if path.exists():
+                raise
+            raise TransientError(
+                f"another replica has removed publication {publication.id}, because it has newer ones"
+            ) from error
 
     async def _receive(self, info: UpdateInfo, publication: Publication) -> None:
         is_needed = needs_loading(self._engine.publication, publication)

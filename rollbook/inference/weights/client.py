@@ -21,7 +21,7 @@ from rollbook.inference.config import UpdateSequence
 from rollbook.inference.connection import PolicyConnection, open_connection
 from rollbook.inference.weights.process_group import WeightGroup
 from rollbook.inference.weights.server_api import RollbookServerApi, WeightServerApi
-from rollbook.inference.weights.transport import GroupTransport, WeightTransport, update_message
+from rollbook.inference.weights.transport import GroupTransport, SharingTransport, WeightTransport, update_message
 from rollbook.inference.wire.weights import AdapterInfo, UpdateInfo
 from rollbook.telemetry.events import EventLog
 
@@ -253,6 +253,8 @@ class WeightTransferClient:
                 await push.check_fence()
                 await self._server_api.update(self._replicas[index], info)
             await self._server_api.require(self._replicas[index], publication, dtype=dtype)
+            if isinstance(self._transport, SharingTransport):
+                self._transport.add_copy(location, self._urls[index])
 
         if self._group is not None:
             serving = await self._send_to_group(self._group, serving, info, push)

@@ -44,6 +44,14 @@ class GroupTransport(WeightTransport, Protocol):
         """Send the weights at `location` while the replicas receive them."""
 
 
+@runtime_checkable
+class SharingTransport(WeightTransport, Protocol):
+    """A transport whose replicas may fetch weights from each other."""
+
+    def add_copy(self, location: str, url: str) -> None:
+        """The replica at `url` has loaded the weights at `location`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportOptions:
     directory: str
@@ -51,6 +59,8 @@ class TransportOptions:
     host: str = "127.0.0.1"
     """The address at which replicas reach the trainer."""
     timeout_s: float = 60.0
+    token: str | None = None
+    """With which replicas fetch weights from the trainer and from each other."""
 
 
 # Each module is imported only where its transport is configured.
@@ -59,6 +69,7 @@ _OPENERS = {
     "shared_memory": "rollbook.inference.weights.transports.files:open_transport",
     "gloo": "rollbook.inference.weights.transports.gloo:open_transport",
     "cuda_ipc": "rollbook.inference.weights.transports.cuda_ipc:open_transport",
+    "pull": "rollbook.inference.weights.transports.pull:open_transport",
     "nccl": "rollbook.inference.weights.transports.nccl:open_transport",
 }
 

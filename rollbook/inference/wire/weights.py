@@ -10,7 +10,7 @@ from rollbook.contracts.weights import Adapter
 UNPUBLISHED = "default"
 """vLLM's version of weights that were never published."""
 
-Backend = Literal["directory", "shared_memory", "cuda_ipc", "gloo", "nccl"]
+Backend = Literal["directory", "shared_memory", "cuda_ipc", "gloo", "nccl", "pull"]
 
 
 class AdapterInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -32,7 +32,8 @@ class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
     """A publication and the location of its tensors.
 
     `directory` and `shared_memory`: `path` is a safetensors file that both sides can read. `cuda_ipc`: `handles` refer to memory of
-    the same GPU. `gloo`: the tensors follow over the process group in the order of `names`.
+    the same GPU. `gloo`: the tensors follow over the process group in the order of `names`. `pull`: the replica fetches a
+    safetensors file from one of `sources`, the trainer first.
     """
 
     publication: int
@@ -46,6 +47,7 @@ class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
     shapes: list[list[int]] | None = None
     handles: list[dict[str, Any]] | None = None
     adapter: AdapterInfo | None = None
+    sources: list[str] | None = None
 
     def to_contract(self) -> Publication:
         return Publication(id=PublicationId(self.publication), epoch=self.epoch, step=self.step, digest=self.digest)
@@ -59,6 +61,19 @@ class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
         if not names or not len(names) == len(dtypes) == len(shapes):
             raise ValueError(f"names: {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not match")
         return [(n, d, tuple(s)) for n, d, s in zip(names, dtypes, shapes, strict=True)]
+
+
+class RangeManifest(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """The file of a publication, as ranges with digests. The last range may be shorter."""
+
+    publication: int
+    digest: str
+    """Of the published weights."""
+    size: int
+    range_bytes: int
+    digests: list[str]
+    copies: list[str] = []
+    """Replicas that have the file, besides the server that responds."""
 
 
 class UpdateBody(msgspec.Struct, forbid_unknown_fields=True):

@@ -3,7 +3,7 @@
 The PostgreSQL driver is optional, so its module is imported only for a URL that needs it.
 """
 
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -34,6 +34,11 @@ def open_store(url: str, *, durability: Durability = Durability.POWER_LOSS) -> A
     if url.startswith(SQLITE):
         return sqlite.open_sqlite_store(_directory(url), durability=durability)
     return _postgres(url).open_postgres_store(url, durability=durability)
+
+
+def only_service(url: str) -> AbstractContextManager[None]:
+    """Held by a service while it uses the store. SQLite: a second service is refused. PostgreSQL: services share a database."""
+    return sqlite.only_service(_directory(url)) if url.startswith(SQLITE) else nullcontext()
 
 
 def open_reader(url: str) -> AbstractContextManager[Reader]:

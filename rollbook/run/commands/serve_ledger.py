@@ -24,7 +24,7 @@ from rollbook.ledger.client.blocking import audit_at, explain_at
 from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig
 from rollbook.ledger.serve import serve_ledger
 from rollbook.ledger.store import Reader
-from rollbook.ledger.stores.registry import open_reader, open_store, reclaim, sqlite_url, store_warnings
+from rollbook.ledger.stores.registry import only_service, open_reader, open_store, reclaim, sqlite_url, store_warnings
 from rollbook.ledger.tools.audit import AuditReport
 from rollbook.ledger.tools.compaction import compact
 from rollbook.ledger.tools.export import ExportReport, export_jsonl
@@ -80,8 +80,9 @@ def compact_store(store: str, *, run: str | None, up_to_step: int | None) -> dic
             run_id = None if run is None else RunId(run)
             return await compact(opened, now=time.time(), run_id=run_id, up_to_step=up_to_step)
 
-    num_payloads, num_bytes = asyncio.run(delete_payloads())
-    before, after = reclaim(store)
+    with only_service(store):
+        num_payloads, num_bytes = asyncio.run(delete_payloads())
+        before, after = reclaim(store)
     return {"payloads": num_payloads, "payload_bytes": num_bytes, "bytes_before": before, "bytes_after": after}
 
 

@@ -66,11 +66,14 @@ async def main(context: RoleContext) -> str:
 
 
 def _reachable(config: RunConfig) -> InferenceConfig:
-    """Policy servers on other machines read weights from the shared run directory, not from this machine's memory."""
+    """Policy servers on other machines fetch weights over the network."""
     inference = config.inference
+    changes: dict[str, str] = {}
+    if inference.transfer_host is None:
+        changes["transfer_host"] = config.cluster.host
     if inference.transfer == "auto" and config.cluster.has_members and not is_loopback(config.cluster.host):
-        return inference.model_copy(update={"transfer": "directory"})
-    return inference
+        changes["transfer"] = "pull"
+    return inference.model_copy(update=changes)
 
 
 def _replica_source(context: RoleContext, ledger: LedgerClient) -> ReplicaSource | None:

@@ -3,13 +3,18 @@
 import asyncio
 import contextlib
 import os
+import shutil
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
 
+from rollbook.access import vllm_guard
+from rollbook.concurrency.child_process.process import PACKAGE_ROOT
 from rollbook.concurrency.child_process.stopping import end_process
 from rollbook.contracts.errors import RunError, WorkerError
 from rollbook.inference.config import InferenceConfig
+from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision.child_main import RoleContext
 
 POLL_S = 0.5
@@ -20,6 +25,8 @@ LORA_FLAGS = ("--enable-lora", "--max-loras", "4", "--max-cpu-loras", "16")
 """Requests of several versions run concurrently while the older ones finish."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM supports."""
+GUARD_MODULE = "rollbook_vllm_guard"
+GUARD_FLAGS = ("--middleware", f"{GUARD_MODULE}.{vllm_guard.VllmGuard.__name__}")
 
 
 async def main(context: RoleContext) -> str:
@@ -28,7 +35,7 @@ async def main(context: RoleContext) -> str:
     rank = lora.rank if lora is not None and config.publish == "adapter" else None
     url = context.addresses["own"]
     gpus = len(context.loaded.config.resources.of_replica(0, config.replicas))
-    process = await _start(config, str(context.directory.initial_model), url, adapter_rank=rank, gpus=gpus)
+    process = await _start(config, context.directory, url, adapter_rank=rank, gpus=gpus)
     died = asyncio.create_task(process.wait(), name="vllm.process")
     drained = asyncio.create_task(context.draining.wait(), name="vllm.drain")
     try:
@@ -46,17 +53,34 @@ async def main(context: RoleContext) -> str:
 
 
 async def _start(
-    config: InferenceConfig, model_dir: str, url: str, *, adapter_rank: int | None, gpus: int
+    config: InferenceConfig, directory: RunDirectory, url: str, *, adapter_rank: int | None, gpus: int
 ) -> asyncio.subprocess.Process:
-    command = server_command(config, model_dir, url, adapter_rank=adapter_rank, gpus=gpus)
-    env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    command = server_command(config, str(directory.initial_model), url, adapter_rank=adapter_rank, gpus=gpus)
+    env = server_environment(directory)
     if adapter_rank is not None:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     try:
         return await asyncio.create_subprocess_exec(*command, env=env)
     except OSError as error:
         raise RunError(f"inference.vllm.python: {config.vllm.python} cannot be started: {error}") from error
+
+
+def server_environment(directory: RunDirectory) -> dict[str, str]:
+    """The environment variables of the server. Writes the guard to the run directory, where the server imports it.
+
+    Our own packages must not be on the path of another interpreter: it would import our torch.
+    """
+    directory.vllm.mkdir(mode=0o700, exist_ok=True)
+    shutil.copyfile(vllm_guard.__file__, directory.vllm / f"{GUARD_MODULE}.py")
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = [str(directory.vllm), *(part for part in inherited if part and Path(part) != Path(PACKAGE_ROOT))]
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        **os.environ,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "PYTHONPATH": os.pathsep.join(path),
+        vllm_guard.TOKEN_FILE: str(directory.token_file),
+    }
 
 
 def server_command(
@@ -69,7 +93,7 @@ def server_command(
         )
     command = [vllm.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir]
     command += ["--served-model-name", vllm.model_name, "--host", "127.0.0.1"]
-    command += ["--port", str(urlsplit(url).port), "--dtype", config.dtype, *REQUIRED_FLAGS]
+    command += ["--port", str(urlsplit(url).port), "--dtype", config.dtype, *REQUIRED_FLAGS, *GUARD_FLAGS]
     command.append("--enable-prefix-caching" if vllm.prefix_caching else "--no-enable-prefix-caching")
     if vllm.enforce_eager or (vllm.enforce_eager is None and config.device == "cpu"):
         command.append("--enforce-eager")

@@ -18,7 +18,9 @@ class ReportKind(StrEnum):
     FAULT = "fault"
     """The run must stop; `message` is for a person."""
     END = "end"
-    """The role has ended as it should; `message` says how."""
+    """The role has done its work; `message` says how it ended."""
+    STOPPED = "stopped"
+    """The role ended early because of SIGTERM; `message` says how."""
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
@@ -50,6 +52,9 @@ class Channel:
 
     def end(self, message: str) -> None:
         self._send(ReportKind.END, message)
+
+    def stopped(self, message: str) -> None:
+        self._send(ReportKind.STOPPED, message)
 
     def _send(self, kind: ReportKind, message: str) -> None:
         if self._frames is not None:

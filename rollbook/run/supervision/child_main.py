@@ -160,7 +160,10 @@ async def _play(module: RoleModule, context: RoleContext) -> int:
         beating.cancel()
         watching.cancel()
     context.log.info("process.ended", how=end)
-    context.channel.end(end)
+    if context.draining.is_set():
+        context.channel.stopped(end)
+    else:
+        context.channel.end(end)
     return EXIT_DONE
 
 

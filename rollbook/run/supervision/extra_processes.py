@@ -13,7 +13,6 @@ from rollbook.concurrency.child_process.process import exit_reason
 from rollbook.contracts.errors import RollbookError
 from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory, write_json
-from rollbook.run.supervision.child_main import EXIT_DONE
 from rollbook.run.supervision.host import ProcessHost, ProcessStart
 from rollbook.run.supervision.plan import environment_of
 from rollbook.run.supervision.process import ProcessState, SupervisedProcess
@@ -107,8 +106,8 @@ class ExtraProcesses:
                     code = await process.run()
                     cause = process.fault or exit_reason(code)
                 except (OSError, RollbookError) as error:
-                    code, cause = 1, str(error)
-                if code == EXIT_DONE or self._own.get(name) is not process or self._is_stopping:
+                    cause = str(error)
+                if process.has_ended or self._own.get(name) is not process or self._is_stopping:
                     break
                 self._log.warning("run.extra_process_died", process=name, cause=cause, restart_in_s=wait_s)
                 self._say(f"{name} {cause}; the run continues, and {name} is started again in {wait_s:g} s")

@@ -303,15 +303,15 @@ def _per_token(values: Sequence[tuple[ArrayLike, TrainRow]]) -> NDArray[np.float
 def plan_minibatch(rows: Sequence[TrainRow], config: TrainerConfig, *, is_packed: bool) -> Minibatch:
     """Split one minibatch into passes."""
     weights = token_weights(rows, reduction=config.recipe.reduction, fixed_length=config.reduction_length)
-    bundles = shared_prefixes(rows, max_trained=config.max_tokens_per_microbatch)
+    bundles = shared_prefixes(rows, max_trained=config.tokens_per_pass)
     lengths = [len(rows[bundle[0]]) for bundle in bundles]
     if is_packed:
-        chosen = packed_passes(lengths, max_tokens=config.max_tokens_per_microbatch, ranks=config.ranks)
+        chosen = packed_passes(lengths, max_tokens=config.tokens_per_pass, ranks=config.ranks)
     else:
         chosen = padded_passes(
             lengths,
             [sum(rows[number].num_trained for number in bundle) for bundle in bundles],
-            max_tokens=config.max_tokens_per_microbatch,
+            max_tokens=config.tokens_per_pass,
             pass_cost=config.pass_cost_tokens,
         )
     return Minibatch(

@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rollbook.access.tokens import read_token
+from rollbook.run.directory import RunDirectory
+from rollbook.run.processes.vllm_server import GUARD_FLAGS, server_environment
+
 PYTHON = Path(__file__).parents[3] / ".venvs" / "vllm" / "bin" / "python"
 WANTED = "ROLLBOOK_TEST_VLLM"
 START_S = 700.0
@@ -24,7 +28,8 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def vllm_server(model_dir: Path, log: Path, *, has_adapters: bool = False) -> Iterator[str]:
+def vllm_server(model_dir: Path, log: Path, *, has_adapters: bool = False) -> Iterator[tuple[str, str]]:
+    """The URL of a server behind the guard of a run, and the token that steers it."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
@@ -32,8 +37,10 @@ def vllm_server(model_dir: Path, log: Path, *, has_adapters: bool = False) -> It
     command += ["--host", "127.0.0.1", "--served-model-name", "policy", "--dtype", "float32", "--enforce-eager"]
     command += ["--max-num-batched-tokens", "65536", "--max-model-len", "512", "--enable-scale-out"]
     command += ["--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "rollbook"}']
-    env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
-    env.pop("PYTHONPATH", None)
+    directory = RunDirectory(log.parent / "run")
+    directory.prepare()
+    env = {**server_environment(directory), "OMP_NUM_THREADS": "1"}
+    command += GUARD_FLAGS
     if has_adapters:
         command += ["--enable-lora", "--max-loras", "4", "--max-cpu-loras", "16", "--max-lora-rank", "8"]
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
@@ -41,7 +48,7 @@ def vllm_server(model_dir: Path, log: Path, *, has_adapters: bool = False) -> It
         process = subprocess.Popen(command, stdout=output, stderr=output, env=env, start_new_session=True)
         try:
             _await_health(url, process, log)
-            yield url
+            yield url, read_token(directory.token_file)
         finally:
             process.terminate()
             try:

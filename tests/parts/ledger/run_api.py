@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +48,23 @@ class RunApi:
     def stop(self) -> int:
         self._process.terminate()
         return self._process.wait(TIMEOUT_S)
+
+    def wait(self) -> int:
+        """Wait for the command to end by itself; its exit code."""
+        return self._process.wait(TIMEOUT_S)
+
+    def wait_until_ready(self) -> None:
+        """The server responds. A connection waits while it opens its store, and breaks when it is killed."""
+        self.wait_until_listening()
+        until = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.url}/status", timeout=TIMEOUT_S).close()
+                return
+            except OSError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
 
     def wait_until_listening(self) -> None:
         until = time.monotonic() + TIMEOUT_S

@@ -1,12 +1,18 @@
 """The command line of the vLLM servers that a run starts."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollbook.concurrency.child_process.process import PACKAGE_ROOT
 from rollbook.contracts.errors import RunError
 from rollbook.inference.config import InferenceConfig
-from rollbook.run.processes.vllm_server import server_command
+from rollbook.run.directory import RunDirectory
+from rollbook.run.processes.vllm_server import server_command, server_environment
 
 
 def command(
@@ -47,3 +53,23 @@ def test_settings_reach_the_server() -> None:
 def test_an_interpreter_is_required() -> None:
     with pytest.raises(RunError, match=r"inference\.vllm\.python is not set"):
         command(vllm={"python": None})
+
+
+def test_a_server_imports_its_guard_from_the_run_directory_and_none_of_our_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([PACKAGE_ROOT, "/elsewhere"]))
+    directory = RunDirectory(tmp_path / "run")
+    directory.prepare()
+    environment = server_environment(directory)
+    assert environment["PYTHONPATH"] == os.pathsep.join([str(directory.vllm), "/elsewhere"])
+    name = command()[command().index("--middleware") + 1]
+    module, _, attribute = name.partition(".")
+    code = (
+        f"import {module} as m, sys; m.{attribute}(None); print(*[n for n in sys.modules if n.startswith('rollbook')])"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-S", "-c", code], env=environment, capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert loaded.stdout.split() == [module], "the guard needs the standard library only"
+    assert directory.vllm.stat().st_mode & 0o077 == 0

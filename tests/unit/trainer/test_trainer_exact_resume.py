@@ -1,6 +1,8 @@
 """A run killed at any step and resumed ends with the same weights, bit for bit, as an uninterrupted run."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,8 +64,13 @@ async def test_a_run_killed_anywhere_ends_with_the_same_bits(
     async with open_trainer_ledger() as ledger:
         await ledger.create(max_steps=STEPS)
         source = KillingSource(ledger, call, step, is_received=is_received)
-        with pytest.raises(KilledError):
-            await TinyLoop(source, FakeReplicas(), tmp_path, config).run()
+        # SIGKILL ends the threads of a process too. Here a checkpoint may still be written: wait until it is.
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor() as threads:
+            loop.set_default_executor(threads)
+            with pytest.raises(KilledError):
+                await TinyLoop(source, FakeReplicas(), tmp_path, config).run()
+        loop.set_default_executor(ThreadPoolExecutor())
         outcome = await TinyLoop(ledger.source(), FakeReplicas(), tmp_path, config).run()
         acknowledged = await ledger.ledger.steps(RUN)
         durable_step = await ledger.durable_step()

@@ -21,11 +21,11 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.weights import Adapter
 from rollbook.inference.weights.lora import CONFIG_FILE, TENSOR_FILE
+from rollbook.inference.weights.shared_memory import SHARED
 from rollbook.inference.weights.transport import TransportOptions, update_message
 from rollbook.inference.weights.transports.packing import NAMES
 from rollbook.inference.wire.weights import Backend, UpdateInfo
 
-SHARED = Path("/dev/shm")
 HEADER_ALIGNMENT = 8
 """The data after the header starts at a multiple of this, so that views into a mapped file are aligned."""
 

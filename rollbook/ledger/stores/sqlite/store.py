@@ -9,6 +9,8 @@ The same store exists in memory, for tests and tutorials: one connection, which 
 """
 
 import asyncio
+import fcntl
+import os
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -41,6 +43,7 @@ from rollbook.ledger.stores.sqlite.writer import SqliteWriter
 
 T = TypeVar("T")
 
+LOCK_FILE = "service.lock"
 READERS = 3
 """Two may be encoding a batch; a third serves status requests meanwhile."""
 
@@ -157,14 +160,45 @@ def _make_directory(directory: Path) -> None:
         sync_directory(directory.parent)
 
 
-@asynccontextmanager
-async def open_sqlite_store(
-    directory: Path, *, durability: Durability = Durability.POWER_LOSS
-) -> AsyncIterator[SqliteStore]:
+def _require_directory(directory: Path) -> None:
     try:
         _make_directory(directory)
     except OSError as error:
         raise StoreFaultError(f"ledger directory {directory} cannot be made: {error.strerror}") from error
+
+
+@contextmanager
+def only_service(directory: Path) -> Iterator[None]:
+    """Lock the directory against a second service, which would not be notified of the changes of the first.
+
+    The kernel releases the lock when this process ends.
+    """
+    _require_directory(directory)
+    try:
+        lock = (directory / LOCK_FILE).open("a+", encoding="ascii")
+    except OSError as error:
+        raise StoreFaultError(f"ledger directory {directory} cannot be written: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            raise StoreFaultError(
+                f"the ledger in {directory} is in use by another service (pid {holder}). Stop that one, or use a PostgreSQL "
+                "store, which several services can share"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+@asynccontextmanager
+async def open_sqlite_store(
+    directory: Path, *, durability: Durability = Durability.POWER_LOSS
+) -> AsyncIterator[SqliteStore]:
+    _require_directory(directory)
     async with _opened(directory / FILE_NAME, durability) as store:
         yield store
 

@@ -19,7 +19,7 @@ from rollbook.contracts.plugin import require_libraries
 from rollbook.run.config.run import LoadedConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import open_run_ledger
-from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
+from rollbook.run.supervision.child_main import EXIT_FENCED, EXIT_STOP_RUN
 from rollbook.run.supervision.host import ProcessStart
 from rollbook.run.supervision.membership import node_name
 from rollbook.run.supervision.plan import environment_of
@@ -111,7 +111,7 @@ class _Joiner:
         rule = RestartRule(most_quick_deaths=self._loaded.config.run.most_quick_deaths)
         while True:
             code = await self._process.run()
-            if self._end is not None or code == EXIT_DONE:
+            if self._end is not None or self._process.has_ended:
                 return self._end or self._process.end_message
             if code in (EXIT_STOP_RUN, EXIT_FENCED):
                 raise RunError(f"{self._start.name} stopped: {self._process.fault or 'another process has its name'}")
@@ -133,7 +133,8 @@ class _Joiner:
                 await asyncio.sleep(POLL_S)
                 with suppress(UsageError):
                     if running_addresses(self._directory) == self._start.addresses:
-                        with suppress(TransientError, FencedError):
+                        # A ledger that stops before the addresses are removed does not respond in time.
+                        with suppress(TransientError, FencedError, TimeoutError):
                             async with asyncio.timeout(REQUEST_S):
                                 if (await ledger.status()).ended:
                                     self._stop("the run has ended")
