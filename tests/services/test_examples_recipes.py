@@ -52,7 +52,7 @@ def test_a_lenient_scorer_uses_the_last_number_without_a_box(maths: dict[str, Mo
     assert is_scored_right(maths, "3 + 4 is 7.", "7", is_lenient=True)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     reply=st.text(max_size=80) | st.text(max_size=40).map(lambda t: f"\\boxed{{{t}}}"), expected=st.text(max_size=20)
 )
