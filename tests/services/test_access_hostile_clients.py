@@ -122,7 +122,7 @@ def _containers_with(names: list[str]) -> list[str]:
     return found
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
     st.one_of(
         st.text(max_size=40), st.sampled_from(["a" * 5000, "/x/" * 2000, "\0", "/etc/passwd", "/dev/zero", "/", "."])

@@ -159,14 +159,14 @@ def random_text(grammar: str, seed: int) -> str:
     return TOKENIZER.decode(tokens)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
 def test_every_walk_through_a_schema_is_json_of_that_schema(schema: dict[str, Any], seed: int) -> None:
     text = random_text(json_grammar(schema), seed)
     assert conforms(json.loads(text), schema), text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schema=SCHEMAS, seed=st.integers(0, 1000), is_single=st.booleans())
 def test_every_walk_through_tools_is_a_valid_call(schema: dict[str, Any], seed: int, is_single: bool) -> None:
     arguments = {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False}
