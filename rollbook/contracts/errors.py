@@ -73,12 +73,20 @@ class FencedError(RunError):
 
 def machine_fault(error: BaseException | None) -> str | None:
     """What is wrong with the machine and what to do, if that is the cause of an error. A restart of the process would not help."""
+    is_context = False
     while error is not None:
-        if isinstance(error, OSError) and error.errno in MACHINE_FAULTS:
+        # A socket that is not ready also reports EAGAIN, and that error is often handled: as a context it proves nothing.
+        if (
+            isinstance(error, OSError)
+            and error.errno in MACHINE_FAULTS
+            and not (is_context and error.errno == errno.EAGAIN)
+        ):
             return f"{MACHINE_FAULTS[error.errno]} ({error})"
         if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
             return f"{MACHINE_FAULTS[errno.EAGAIN]} ({error})"
-        error = error.__cause__
+        # The clean-up after a fault often fails too: then the fault is the context of the second error.
+        is_context = is_context or error.__cause__ is None
+        error = error.__cause__ or error.__context__
     return None
 
 

@@ -4,9 +4,11 @@ A *publication* is one set of weights pushed to the engines. Its id is never reu
 is computed (0 for the initial weights). Each token carries the id of the publication that sampled it.
 """
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType
+from typing import NewType, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ PublicationId = NewType("PublicationId", int)
 NOT_SAMPLED = -1
 """The version of a token that the policy did not sample (prompt, observation) or whose publication is unknown."""
 
+MAX_INT32 = 2**31 - 1
 MAX_TOP_LOGPROBS = 20
 """The limit of OpenAI's API."""
 
@@ -49,14 +52,18 @@ class SamplingParams:
     """The completion follows this grammar (`output_formats.py`). Logprobs are those of the allowed tokens, renormalised."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens}; it must be >= 1")
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be >= 0 (0 samples greedily)")
+        if not 1 <= self.max_tokens <= MAX_INT32:
+            raise ValueError(f"max_tokens is {self.max_tokens}; it must be 1 to {MAX_INT32}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}; it must be >= 0 (0 samples greedily) and finite")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be in (0, 1]")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}; it must be >= 0 (0 means all tokens)")
+        if not 0 <= self.top_k <= MAX_INT32:
+            raise ValueError(f"top_k is {self.top_k}; it must be 0 (all tokens) to {MAX_INT32}")
+        if self.stop_token_ids and not 0 <= min(self.stop_token_ids) <= max(self.stop_token_ids) <= MAX_INT32:
+            raise ValueError(f"stop_token_ids has an id that is not 0 to {MAX_INT32}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}; it must fit into 64 bits")
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
             raise ValueError(f"top_logprobs is {self.top_logprobs}; it must be 0 to {MAX_TOP_LOGPROBS}")
 
@@ -96,3 +103,39 @@ class Completion:
                 f"completion with arrays of unequal length: {len(self.token_ids)} ids, {len(self.logprobs)} logprobs, "
                 f"{len(self.versions)} versions"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChunk:
+    """Tokens of a streaming request that were sampled since its last chunk."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    cached_tokens: int = 0
+    tops: TopLogprobs | None = None
+
+
+OnTokens: TypeAlias = Callable[[TokenChunk], None]
+"""Called on the event loop, at most once a round, and always before the completion."""
+
+
+def joined_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
+    if len(chunks) == 1:
+        return chunks[0]
+    if not chunks:
+        empty = np.empty(0, dtype=np.int32)
+        return TokenChunk(token_ids=empty, logprobs=np.empty(0, dtype=np.float32), versions=empty)
+    tops = [chunk.tops for chunk in chunks if chunk.tops is not None]
+    return TokenChunk(
+        token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
+        logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
+        versions=np.concatenate([chunk.versions for chunk in chunks]),
+        cached_tokens=chunks[-1].cached_tokens,
+        tops=TopLogprobs(
+            token_ids=np.concatenate([top.token_ids for top in tops]),
+            logprobs=np.concatenate([top.logprobs for top in tops]),
+        )
+        if tops
+        else None,
+    )

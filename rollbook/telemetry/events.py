@@ -1,7 +1,8 @@
 """Structured events: `log.info("ledger.batch_decided", step=41, groups=8)`.
 
-Events are JSON lines in `logs/<process>.jsonl` of the run directory; warnings and errors also go to stderr. A failure of telemetry
-is reported once and never stops the process.
+Events are JSON lines in `logs/<process>.jsonl` of the run directory; warnings and errors also go to stderr. A file that has grown
+to `MAX_FILE_BYTES` is renamed to `<name>.1`, which replaces the one before. A failure of telemetry is reported once and never stops
+the process.
 """
 
 import json
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+MAX_FILE_BYTES = 32 << 20
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
@@ -31,13 +33,18 @@ class FailureReport:
 class EventLog:
     """Writes the events of one process. Without a path, only warnings and errors are written, to stderr."""
 
-    def __init__(self, process: str, path: Path | None = None, *, echo: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        process: str,
+        path: Path | None = None,
+        *,
+        echo: TextIO | None = None,
+        max_bytes: int = MAX_FILE_BYTES,
+    ) -> None:
         self.process = process
         self._echo = echo
-        self._file: TextIO | None = None
         self._failure = FailureReport(f"events of {process} are not all written")
-        if path is not None:
-            self._file = open_lines(path)
+        self._file = None if path is None else LineFile(path, max_bytes=max_bytes)
 
     def debug(self, event: str, **fields: Any) -> None:
         self._write("debug", event, fields)
@@ -74,17 +81,43 @@ class EventLog:
             self._failure.report(error)
 
 
-def open_lines(path: Path) -> TextIO:
-    """Open a file of JSON lines for appending. An incomplete last line (the process was killed) is ended first, so that the next
-    line is not lost with it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a", encoding="utf-8", buffering=1)
-    if file.tell() > 0:
-        with path.open("rb") as written:
-            written.seek(-1, os.SEEK_END)
-            if written.read(1) != b"\n":
-                file.write("\n")
-    return file
+class LineFile:
+    """Appends JSON lines to a file of bounded size. Several processes may append to the same file."""
+
+    def __init__(self, path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._open()
+
+    def write(self, line: str) -> None:
+        """The line ends with a line break."""
+        self._file.write(line)
+        self._size += len(line)
+        if self._size > self._max_bytes:
+            self._start_next()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _open(self) -> None:
+        """An incomplete last line (the process was killed) is ended first, so that the next line is not lost with it."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = self._path.open("a", encoding="utf-8", buffering=1)
+        self._size = self._file.tell()
+        if self._size > 0:
+            with self._path.open("rb") as written:
+                written.seek(-1, os.SEEK_END)
+                if written.read(1) != b"\n":
+                    self._file.write("\n")
+
+    def _start_next(self) -> None:
+        self._size = 0  # after a failure, try again after as many bytes
+        full = self._file
+        # Another process may have renamed it already.
+        if self._path.stat().st_ino == os.fstat(full.fileno()).st_ino:
+            self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+        self._open()
+        full.close()
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

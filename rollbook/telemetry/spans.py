@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from rollbook.telemetry.events import FailureReport, open_lines, read_json_lines
+from rollbook.telemetry.events import FailureReport, LineFile, read_json_lines
 
 _current: ContextVar[int | None] = ContextVar("rollbook_span", default=None)
 
@@ -42,10 +42,8 @@ class SpanRecorder:
         self.process = process
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
-        self._file: TextIO | None = None
         self._failure = FailureReport(f"spans of {process} are not all written")
-        if path is not None:
-            self._file = open_lines(path)
+        self._file = None if path is None else LineFile(path)
 
     @contextmanager
     def span(self, name: str, **fields: Any) -> Iterator[dict[str, Any]]:

@@ -2,12 +2,16 @@
 
 import ast
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import rollbook
-from rollbook.run.api_reference import GROUPS
-from rollbook.run.api_reference import reference as api_reference
-from rollbook.run.config.reference import reference
+from rollbook.run.reference.configuration import reference
+from rollbook.run.reference.metrics import reference as metrics_reference
+from rollbook.run.reference.python_api import GROUPS
+from rollbook.run.reference.python_api import reference as api_reference
 from tests.compatibility.report import page as compatibility_page
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +30,39 @@ def test_every_test_listed_in_the_invariants_exists() -> None:
 
 def test_the_configuration_reference_is_up_to_date() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == reference(), "run `make docs`"
+
+
+def test_the_metrics_reference_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == metrics_reference(), "run `make docs`"
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    listed = set(re.findall(r'= "([a-z/A-Z-]+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8")))
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").glob("*.md")}
+    assert pages - listed == set()
+
+
+def test_the_site_builds_without_broken_links_and_loads_nothing_from_another_host(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    config = (ROOT / "zensical.toml").read_text(encoding="utf-8").replace("build/site", "site")
+    (tmp_path / "zensical.toml").write_text(config, encoding="utf-8")
+    built = subprocess.run(
+        [Path(sys.executable).with_name("zensical"), "build", "--strict"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    loaded = {
+        f"{page.name}: {address}"
+        for page in site.rglob("*.html")
+        for address in re.findall(
+            r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"', page.read_text(encoding="utf-8")
+        )
+    }
+    assert loaded == set()
 
 
 def test_the_compatibility_page_matches_the_tests() -> None:

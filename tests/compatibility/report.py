@@ -41,7 +41,11 @@ PEERS = (
         "Atropos",
         "atroposlib",
         "scripts/atropos_venv.sh",
-        ("tests/compatibility/test_ledger_atropos_original.py", "tests/compatibility/test_ledger_atropos_clients.py"),
+        (
+            "tests/compatibility/test_ledger_atropos_suite.py",
+            "tests/compatibility/test_ledger_atropos_original.py",
+            "tests/compatibility/test_ledger_atropos_clients.py",
+        ),
         "make test-atropos",
     ),
     Peer(
@@ -66,7 +70,16 @@ PEERS = (
         ("tests/unit/rollout/test_rollout_templates.py",),
         "make test-trl",
     ),
-    Peer("openai", "openai", "constraints.txt", ("tests/services/test_inference_openai.py",), "make test-agents"),
+    Peer(
+        "openai",
+        "openai",
+        "constraints.txt",
+        (
+            "tests/services/openai_api/test_inference_openai.py",
+            "tests/services/openai_api/test_inference_openai_formats.py",
+        ),
+        "make test-agents",
+    ),
     Peer(
         "Agent frameworks",
         "openai-agents",

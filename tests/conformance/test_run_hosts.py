@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from rollbook.concurrency.child_process.process import ChildEndedError
+from rollbook.concurrency.child_process.template import ProcessTemplate
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.run.config.cluster import RayConfig
 from rollbook.run.directory import RunDirectory
@@ -33,6 +35,22 @@ async def local() -> AsyncIterator[ProcessHost]:
 
 
 @asynccontextmanager
+async def with_template() -> AsyncIterator[ProcessHost]:
+    with tempfile.TemporaryDirectory() as directory:
+        template = ProcessTemplate(
+            ["argparse"],
+            output=Path(directory) / "template.txt",
+            on_event=lambda event, fields: None,
+        )
+        running = asyncio.create_task(template.run())
+        await asyncio.sleep(0)
+        await template.until_ready(60)
+        yield LocalHost(template)
+        running.cancel()
+        await asyncio.wait({running})
+
+
+@asynccontextmanager
 async def ray_cluster() -> AsyncIterator[ProcessHost]:
     """Ray on this machine, if it is installed."""
     pytest.importorskip("ray", reason="needs rollbook[cluster]")
@@ -41,7 +59,7 @@ async def ray_cluster() -> AsyncIterator[ProcessHost]:
         yield host
 
 
-@pytest.fixture(params=[local, pytest.param(ray_cluster, marks=RAY_MARKS)])
+@pytest.fixture(params=[local, with_template, pytest.param(ray_cluster, marks=RAY_MARKS)])
 async def host(request: pytest.FixtureRequest) -> AsyncIterator[ProcessHost]:
     opener: Callable[[], AbstractAsyncContextManager[ProcessHost]] = request.param
     async with opener() as opened:

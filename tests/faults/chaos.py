@@ -1,10 +1,10 @@
 """Kill random processes of a run and check that nothing is lost: `make chaos SEED=1 KILLS=100`.
 
 The run has every kind of process: ledger, policy server, environment server with simulators and command lines, trainer, dispatcher,
-worker, reward process. A seed decides the faults (`Kind`), their moments and victims: kills, single, several at once, or again
-while the replacement starts; processes stopped for longer than every lease; kills while the run starts or drains; a full disk; a
-clock that jumps. Then the run is drained, resumed, finished, audited and replayed. With `--jobs` several runs share the kills. The
-last line of the output is JSON.
+worker, reward process, process template. A seed decides the faults (`Kind`), their moments and victims: kills, single, several at
+once, or again while the replacement starts; SIGTERM; processes stopped for longer than every lease; kills while the run starts or
+drains; a full disk; a clock that jumps. Then the run is drained, resumed, finished, audited and replayed. With `--jobs` several
+runs share the kills. The last line of the output is JSON.
 """
 
 import argparse
@@ -62,26 +62,29 @@ ENVIRONMENTS: dict[str, list[str]] = {
     "aws": [*SETTINGS, "env.pool_size=4", "rollout.completions_per_prompt=2", "rollout.max_turns=6"],
 }
 SUPERVISED = ("trainer", "policy", "ledger", "env", "rollout")
-ROLES = (*SUPERVISED, "worker", "reward")
+ROLES = (*SUPERVISED, "worker", "reward", "template")
 # Processes that a role starts itself, by their module.
 MODULES = {
     "simulator": "rollbook.envs.builtin.awscli.cloud.simulator_process",
     "command line": "rollbook.envs.builtin.awscli.cloud.worker_process",
     "reward": "rollbook.rollout.rewards.main",
+    "template": "rollbook.concurrency.child_process.template_main",
 }
-POOL_SIZES = {"simulator": 4, "command line": 4, "reward": 2}
+POOL_SIZES = {"simulator": 4, "command line": 4, "reward": 2, "template": 1}
 """How many of these a run keeps. More exist for a moment, while those of a killed parent end."""
 WEIGHTS = {
     Kind.KILL: 50,
     Kind.SEVERAL: 20,
     Kind.TWICE: 12,
+    Kind.TERMINATE: 8,
     Kind.STOP: 6,
     Kind.START: 3,
     Kind.DRAIN: 3,
     Kind.DISK: 3,
     Kind.CLOCK: 3,
 }
-QUICK = (Kind.KILL, Kind.SEVERAL, Kind.TWICE, Kind.CLOCK)
+SIGNALS = {Kind.TERMINATE: signal.SIGTERM, Kind.STOP: signal.SIGSTOP}
+QUICK = (Kind.KILL, Kind.SEVERAL, Kind.TWICE, Kind.TERMINATE, Kind.CLOCK)
 """Faults without a restart of the whole run and without long waits."""
 JUMPS_S = (86_400, -86_400, 3_600, -3_600, 0)
 STOP_S = 45.0
@@ -147,7 +150,7 @@ class Chaos:
     def _one_fault(self) -> None:
         kind = self._rng.choices(self._kinds, [WEIGHTS[kind] for kind in self._kinds])[0]
         match kind:
-            case Kind.KILL | Kind.STOP:
+            case Kind.KILL | Kind.TERMINATE | Kind.STOP:
                 self._hit([self._rng.choice(self._roles)], kind)
             case Kind.TWICE:
                 self._hit([self._rng.choice(SUPERVISED)], kind)
@@ -173,13 +176,13 @@ class Chaos:
         for role in roles:
             pid = self.run.until(partial(self._pid, role), what=f"{role} was up", within_s=self._heal_s)
             healed = self._replaced(role, pid)
-            if not self._send(pid, signal.SIGSTOP if kind is Kind.STOP else signal.SIGKILL):
+            if not self._send(pid, SIGNALS.get(kind, signal.SIGKILL)):
                 continue  # it ended with an earlier victim
-            fault = Fault(kind, role, kills=1)
+            fault, began = Fault(kind, role, kills=1), time.monotonic()
             self.report.faults.append(fault)
-            waiting.append((fault, healed, time.monotonic()))
             if kind is Kind.STOP:
-                self._continue_late(pid, healed)
+                healed = self._continued(pid, healed)
+            waiting.append((fault, healed, began))
             if kind is Kind.TWICE:
                 again = self.run.until(
                     partial(self._starting, role, pid), what=f"{role} starts again", within_s=self._heal_s
@@ -193,12 +196,15 @@ class Chaos:
                 self._note(one[0], one[2])
                 waiting.remove(one)
 
-    def _continue_late(self, pid: int, healed: Callable[[], bool]) -> None:
-        """A stopped process that is not replaced continues after `STOP_S`, as after the sleep of a laptop."""
+    def _continued(self, pid: int, replaced: Callable[[], bool]) -> Callable[[], bool]:
+        """Whether a stopped process was replaced, or the run trains with it: it continues after `STOP_S`, as after the sleep of a
+        laptop."""
         until = time.monotonic() + STOP_S
-        while time.monotonic() < until and psutil.pid_exists(pid) and not healed():
+        while time.monotonic() < until and psutil.pid_exists(pid) and not replaced():
             time.sleep(0.05)
         self._send(pid, signal.SIGCONT)
+        trains = self._next_step()
+        return lambda: replaced() or trains()
 
     def _kill_supervisor(self) -> None:
         """Kill the supervisor, start the same command, and kill one of its processes while it starts."""
@@ -355,18 +361,18 @@ def write_line(text: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the runs of one command have in common."""
+    """What the runs of one command have in common. They take environments and batch policies in turn."""
 
-    env: str
+    envs: Sequence[str]
     kinds: Sequence[Kind]
-    policy: BatchPolicy | None
+    policies: Sequence[BatchPolicy | None]
     seconds: float
     heal_s: float
     keep: Path | None
     """Directories of failed runs are copied here."""
 
 
-def run_one(plan: Plan, seed: int, kills: int) -> Report:
+def run_one(plan: Plan, index: int, seed: int, kills: int) -> Report:
     log = partial(_write_line_of, seed)
     with tempfile.TemporaryDirectory(prefix="rollbook-chaos-") as name:
         directory = Path(name)
@@ -374,9 +380,9 @@ def run_one(plan: Plan, seed: int, kills: int) -> Report:
             directory,
             seed=seed,
             kills=kills,
-            env=plan.env,
+            env=plan.envs[index % len(plan.envs)],
             kinds=plan.kinds,
-            policy=plan.policy,
+            policy=plan.policies[index % len(plan.policies)],
             seconds=plan.seconds,
             heal_s=plan.heal_s,
             log=log,
@@ -390,6 +396,7 @@ def run_one(plan: Plan, seed: int, kills: int) -> Report:
         if plan.keep is not None and not chaos.report.ok:
             weights = shutil.ignore_patterns("checkpoints", "weights", "model", "*.so")
             shutil.copytree(directory, plan.keep / f"seed-{seed}", ignore=weights)
+        log(json.dumps(chaos.report.row()))
         return chaos.report
 
 
@@ -397,7 +404,7 @@ def run_several(plan: Plan, seed: int, kills: int, *, jobs: int) -> Report:
     """Runs with the seeds `seed`, `seed + 1`, … at the same time, each with its part of the kills."""
     shares = [kills // jobs + (index < kills % jobs) for index in range(jobs)]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        found = [pool.submit(run_one, plan, seed + index, share) for index, share in enumerate(shares)]
+        found = [pool.submit(run_one, plan, index, seed + index, share) for index, share in enumerate(shares)]
         return merge([one.result() for one in found])
 
 
@@ -409,10 +416,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--env", choices=sorted(ENVIRONMENTS), default="aws")
+    parser.add_argument("--env", nargs="+", choices=sorted(ENVIRONMENTS), default=["aws"], help="several: by turns")
     parser.add_argument("--kinds", nargs="+", type=Kind, default=list(Kind), help="only these kinds of faults")
     parser.add_argument(
-        "--policy", type=BatchPolicy, choices=list(BatchPolicy), help="batch policy; default: that of the run"
+        "--policy",
+        nargs="+",
+        type=BatchPolicy,
+        choices=list(BatchPolicy),
+        default=[None],
+        help="batch policy, several: by turns; default: that of the run",
     )
     parser.add_argument(
         "--jobs", type=int, default=1, help="runs at the same time, which share the kills (two cores each)"
@@ -425,9 +437,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="record the result for docs/failures.md (then: make docs)")
     args = parser.parse_args(argv)
     plan = Plan(
-        env=args.env,
+        envs=args.env,
         kinds=args.kinds,
-        policy=args.policy,
+        policies=args.policy,
         seconds=args.minutes * 60,
         heal_s=args.heal_s,
         keep=args.keep,

@@ -22,6 +22,7 @@ class Kind(StrEnum):
     KILL = "kill"
     SEVERAL = "several at once"
     TWICE = "killed again while it starts"
+    TERMINATE = "terminated by another program"
     STOP = "stopped for longer than every lease"
     START = "killed while the run starts"
     DRAIN = "killed while the run drains"
@@ -112,7 +113,7 @@ def merge(reports: Sequence[Report]) -> Report:
     """One report of several runs at the same time."""
     return Report(
         seed=reports[0].seed,
-        env=reports[0].env,
+        env=", ".join(sorted({report.env for report in reports})),
         runs=len(reports),
         faults=[fault for report in reports for fault in report.faults],
         steps=sum(report.steps for report in reports),

@@ -424,7 +424,6 @@ class SqlLedgerMachine(LedgerMachine):
 QUICK = settings(
     max_examples=60,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     print_blob=True,
 )

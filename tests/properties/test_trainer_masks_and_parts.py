@@ -57,7 +57,7 @@ masked_batches = st.builds(
 
 
 @given(batch=masked_batches)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_masked_token_is_context_and_everything_else_stays(batch: TrainingBatch) -> None:
     advantages = sample_advantages(with_masks(batch, [()]), quick())
     samples = [(entry, s) for entry, group in batch.entries() for s in group.samples]
@@ -141,7 +141,6 @@ rewards_of_samples = st.one_of(st.sampled_from([0.0, 0.25, 1.0]), st.floats(-10,
     cut=st.integers(0, 6),
     kind=st.sampled_from(sorted(set(QUORUM_SCALES) - {"reinforce_pp_baseline"})),
 )
-@settings(deadline=None)
 def test_an_advantage_does_not_depend_on_the_part_that_a_late_sample_is_in(
     quorum: list[float], late: list[float], cut: int, kind: str
 ) -> None:
@@ -153,7 +152,6 @@ def test_an_advantage_does_not_depend_on_the_part_that_a_late_sample_is_in(
 
 
 @given(quorum=st.lists(rewards_of_samples, min_size=2, max_size=6), late=rewards_of_samples)
-@settings(deadline=None)
 def test_members_of_the_quorum_leave_themselves_out_and_late_samples_do_not(quorum: list[float], late: float) -> None:
     batch = batch_of_parts([part_of([*quorum, late], tuple(quorum), 1)])
     found = sample_advantages(batch, quick(advantage="dr_grpo"))

@@ -13,11 +13,11 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, Self
+from typing import IO, Any, Final, Protocol, Self
 
 from rollbook.concurrency.child_process.child import STACK_SIGNAL
 from rollbook.concurrency.child_process.frames import BlockingFrames, Frames
@@ -102,10 +102,29 @@ def process_state(pid: int | None) -> str:
     return STATES.get(letter[0], letter[0]) if letter else "unknown"
 
 
+class RunningProcess(Protocol):
+    """A process that was started: `asyncio.subprocess.Process`, or one that a process template forked."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    @property
+    def stdout(self) -> asyncio.StreamReader | None: ...
+    def send_signal(self, signal: int) -> None: ...
+    async def wait(self) -> int: ...
+
+
+Output = IO[bytes] | int | None
+"""What a child gets as stdout and stderr. None: ours."""
+Fork = Callable[[ChildSpec, socket.socket, Output], Awaitable[RunningProcess | None]]
+"""Starts a child with its end of the connection and its output in another way; None if it cannot."""
+
+
 class ChildProcess:
     """One running child, in an event loop. Made by `start`; ends by itself, by `stop` or by `kill`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, frames: Frames, spec: ChildSpec) -> None:
+    def __init__(self, process: RunningProcess, frames: Frames, spec: ChildSpec) -> None:
         self._process = process
         self._frames = frames
         self._spec = spec
@@ -119,14 +138,16 @@ class ChildProcess:
         )
 
     @classmethod
-    async def start(cls, spec: ChildSpec) -> Self:
+    async def start(cls, spec: ChildSpec, *, fork: Fork | None = None) -> Self:
         """Raises `OSError` when the process cannot be started."""
         ours, theirs = socket.socketpair()
         try:
             with theirs, _opened(spec.output) as output:
-                process = await asyncio.create_subprocess_exec(
-                    *_command(spec, theirs), **_options(spec, theirs, output), stdin=asyncio.subprocess.DEVNULL
-                )
+                process = None if fork is None else await fork(spec, theirs, output)
+                if process is None:
+                    process = await asyncio.create_subprocess_exec(
+                        *child_command(spec, theirs), **_options(spec, theirs, output), stdin=subprocess.DEVNULL
+                    )
             return cls(process, await Frames.open(ours), spec)
         except BaseException:
             ours.close()
@@ -261,7 +282,7 @@ class BlockingChild:
         try:
             with theirs, _opened(spec.output) as output:
                 self._process = subprocess.Popen(
-                    _command(spec, theirs), **_options(spec, theirs, output), stdin=subprocess.DEVNULL
+                    child_command(spec, theirs), **_options(spec, theirs, output), stdin=subprocess.DEVNULL
                 )
         except BaseException:
             ours.close()
@@ -293,7 +314,7 @@ class BlockingChild:
 
 
 @contextmanager
-def _opened(output: Path | Callable[[int, str], None] | None) -> Iterator[IO[bytes] | int | None]:
+def _opened(output: Path | Callable[[int, str], None] | None) -> Iterator[Output]:
     """What a child gets as stdout and stderr."""
     if isinstance(output, Path):
         with output.open("ab") as file:
@@ -302,17 +323,20 @@ def _opened(output: Path | Callable[[int, str], None] | None) -> Iterator[IO[byt
         yield None if output is None else subprocess.PIPE
 
 
-def _command(spec: ChildSpec, channel: socket.socket) -> list[str]:
+def child_command(spec: ChildSpec, channel: socket.socket) -> list[str]:
     return python_command(spec.module, str(channel.fileno()), *spec.arguments)
 
 
-def _options(spec: ChildSpec, channel: socket.socket, output: IO[bytes] | int | None) -> dict[str, Any]:
-    environment = python_environment() if spec.environment is None else spec.environment
+def child_environment(spec: ChildSpec) -> dict[str, str]:
+    return python_environment() if spec.environment is None else dict(spec.environment)
+
+
+def _options(spec: ChildSpec, channel: socket.socket, output: Output) -> dict[str, Any]:
     return {
         "stdout": output,
         "stderr": None if output is None else subprocess.STDOUT,
         "pass_fds": (channel.fileno(), *spec.inherited_fds),
-        "env": dict(environment),
+        "env": child_environment(spec),
         "cwd": spec.directory,
         "start_new_session": spec.has_own_group,
     }

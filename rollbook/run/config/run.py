@@ -56,6 +56,9 @@ class RunSection(BaseModel, frozen=True, extra="forbid"):
     most_quick_deaths: int = Field(default=6, ge=0)
     """After this many consecutive deaths, each soon after the start, the run stops with the cause."""
 
+    process_template: bool = True
+    """Start processes by forking one that has imported torch already: they start and restart within a second. Linux only."""
+
 
 class RunConfig(BaseModel, frozen=True, extra="forbid"):
     run: RunSection = RunSection()

@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from rollbook.dashboard.run_view import ConfigField, ConfigSection
-from rollbook.run.config.reference import field_docs
+from rollbook.run.config.field_docs import field_docs
 from rollbook.run.config.run import RunConfig, dump_toml
 
 

@@ -1,5 +1,6 @@
 """Reports from a supervised process to its supervisor."""
 
+import signal
 from enum import StrEnum
 
 import msgspec
@@ -8,6 +9,9 @@ from rollbook.concurrency.child_process.frames import BlockingFrames
 
 MAX_MESSAGE_CHARS = 16_000
 """A fault may contain several tracebacks of user code."""
+
+LEAVE_SIGNAL = signal.SIGUSR2
+"""Asks a member of a run to accept no new work, finish what it does, and end."""
 
 
 class ReportKind(StrEnum):
@@ -18,7 +22,9 @@ class ReportKind(StrEnum):
     FAULT = "fault"
     """The run must stop; `message` is for a person."""
     END = "end"
-    """The role has ended as it should; `message` says how."""
+    """The role has done its work; `message` says how it ended."""
+    STOPPED = "stopped"
+    """The role ended early because of SIGTERM; `message` says how."""
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
@@ -50,6 +56,9 @@ class Channel:
 
     def end(self, message: str) -> None:
         self._send(ReportKind.END, message)
+
+    def stopped(self, message: str) -> None:
+        self._send(ReportKind.STOPPED, message)
 
     def _send(self, kind: ReportKind, message: str) -> None:
         if self._frames is not None:

@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollbook.concurrency.child_process.process import ChildProcess, ChildSpec, python_environment
+from rollbook.concurrency.child_process.template import ProcessTemplate
 from rollbook.run.directory import RunDirectory
+
+IMPORT_TORCH = frozenset({"prepare", "policy", "trainer", "evaluation"})
+"""Roles whose modules take seconds to import: their start waits for a template that still imports the same modules."""
+TEMPLATE_WAIT_S = 100.0
+"""Less than the default of `run.ready_s`. Without the template, the process would import the modules itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +88,9 @@ class ProcessHost(Protocol):
 class LocalHost:
     """Starts child processes of this one. They end when this process ends. Satisfies `ProcessHost`."""
 
+    def __init__(self, template: ProcessTemplate | None = None) -> None:
+        self._template = template
+
     async def start(self, process: ProcessStart) -> HostedProcess:
         listening = process.listening
         spec = ChildSpec(
@@ -93,4 +102,8 @@ class LocalHost:
             has_own_group=True,
             output=process.directory.stderr_file(process.name),
         )
-        return await ChildProcess.start(spec)
+        if self._template is None:
+            return await ChildProcess.start(spec)
+        if process.role in IMPORT_TORCH:
+            await self._template.until_ready(TEMPLATE_WAIT_S)
+        return await ChildProcess.start(spec, fork=self._template.fork)

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.inference.config import InferenceConfig
+from rollbook.inference.engine import ENGINES
 from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory
 from rollbook.run.policy_clients import join_urls
+from rollbook.run.supervision.child_main import ROLES
 from rollbook.run.supervision.host import ProcessStart
 
 LOCAL = "127.0.0.1"
@@ -79,6 +81,17 @@ def environment_of(config: RunConfig, name: str, role: str) -> dict[str, str]:
         gpus = config.resources.trainer_gpus
     found = {"OMP_NUM_THREADS": str(threads.get(role, 1)), "TOKENIZERS_PARALLELISM": "false"}
     return {**found, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else found
+
+
+def template_modules(config: RunConfig, *, has_trainer: bool) -> list[str]:
+    """What the process template of a run imports: the modules of its processes. Empty if none of them needs torch."""
+    has_engine = config.inference.engine == "transformers" and not config.inference.urls
+    heavy = [
+        *(["rollbook.run.processes.trainer", "rollbook.trainer.model.model_directory"] if has_trainer else []),
+        *([ENGINES["transformers"].partition(":")[0]] if has_engine else []),
+    ]
+    light = [ROLES[role] for role in ("ledger", "policy", "rollout")]
+    return [*heavy, *light] if heavy else []
 
 
 def replica_names(config: InferenceConfig) -> list[str]:

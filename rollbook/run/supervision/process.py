@@ -2,19 +2,22 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable
 from enum import StrEnum
 
 from rollbook.concurrency.child_process.process import EXIT_S, ChildEndedError
-from rollbook.run.supervision.channel import Report, ReportKind, decode_report
+from rollbook.run.supervision.channel import LEAVE_SIGNAL, Report, ReportKind, decode_report
 from rollbook.run.supervision.host import HostedProcess, LocalHost, ProcessHost, ProcessStart
 
 STOP_GRACE_S = 8.0
 """From SIGTERM to SIGKILL."""
 REPORTED_LINES = 12
 """Last lines of a dead process's output that are shown to a person."""
+MAX_OUTPUT_BYTES = 32 << 20
+KEPT_OUTPUT_BYTES = 1 << 20
 
 
 class ProcessState(StrEnum):
@@ -40,6 +43,10 @@ class SupervisedProcess:
         self.state = ProcessState.WAITING
         self.doing = ""
         self.end_message = ""
+        self.has_ended = False
+        """This incarnation has done its work. Its exit may take a while, or fail: that no longer matters."""
+        self.was_stopped = False
+        """This incarnation ended early because of SIGTERM, from the supervisor or from another program."""
         self.fault: str | None = None
         self.lifetimes_s: list[float] = []
         """How long each incarnation that has ended was alive."""
@@ -50,6 +57,7 @@ class SupervisedProcess:
         self._ended.set()
         self._on_change = on_change
         self._child: HostedProcess | None = None
+        self._starting: asyncio.Task[HostedProcess] | None = None
         self._since = time.monotonic()
         self._start = start
         self._host = host or LocalHost()
@@ -80,12 +88,23 @@ class SupervisedProcess:
         """Run one incarnation, from start to exit. Returns its exit code (negative: the signal that ended it)."""
         self.ready.clear()
         self._ended.clear()
+        self.has_ended = self.was_stopped = False
         self.move(ProcessState.STARTING)
+        self._starting = asyncio.create_task(self._host.start(self._start), name=f"run.start.{self.name}")
         try:
-            self._child = child = await self._host.start(self._start)
+            # A wait, not an await of the task: `kill` and `stop` may cancel the start.
+            await asyncio.wait({self._starting})
+            if self._starting.cancelled():
+                self._ended.set()
+                return -signal.SIGKILL
+            self._child = child = self._starting.result()
         except BaseException:
+            if not self._starting.cancel() and self._starting.exception() is None:
+                self._starting.result().send_kill()  # it was started at the moment of the cancellation
             self._ended.set()
             raise
+        finally:
+            self._starting = None
         started = time.monotonic()
         self._on_change()
         receiving = asyncio.create_task(self._receive_reports(child), name=f"run.reports.{self.name}")
@@ -103,8 +122,21 @@ class SupervisedProcess:
         if self._child is not None:
             self._child.send_signal(signal.SIGTERM)
 
+    def request_leave(self) -> None:
+        if self._child is not None:
+            self._child.send_signal(LEAVE_SIGNAL)
+
+    async def leave(self, *, within_s: float) -> None:
+        """The process accepts no new work and finishes what runs; then it ends. It is stopped after `within_s`."""
+        self.request_leave()
+        if self._child is not None:
+            await self.ends_within(within_s)
+        await self.stop()
+
     async def stop(self) -> bool:
         """SIGTERM, then SIGKILL. Returns when it has ended; False when it had to be killed."""
+        if self._starting is not None:
+            self._starting.cancel()
         is_graceful = self._child is None or await self._child.stop(grace_s=STOP_GRACE_S)
         await self._ended.wait()
         return is_graceful
@@ -115,12 +147,26 @@ class SupervisedProcess:
                 await self._ended.wait()
 
     def kill(self) -> None:
-        """SIGKILL to the whole process group, without waiting."""
+        """SIGKILL to the whole process group, without waiting. A start that is not complete is cancelled."""
+        if self._starting is not None:
+            self._starting.cancel()
         if self._child is not None:
             self._child.send_kill()
 
     async def stack(self) -> str:
         return await self._child.stack() if self._child is not None else "it is not running"
+
+    def limit_output(self) -> None:
+        """Cut the file with its output to its end if it has grown too large. The process appends to it, so it continues there."""
+        path = self._start.directory.stderr_file(self.name)
+        with contextlib.suppress(OSError):
+            if path.stat().st_size > MAX_OUTPUT_BYTES:
+                with path.open("rb") as file:
+                    file.seek(-KEPT_OUTPUT_BYTES, os.SEEK_END)
+                    tail = file.read()
+                os.truncate(path, 0)
+                with path.open("ab") as file:
+                    file.write(b"(earlier output was deleted)\n" + tail)
 
     def last_output(self) -> str:
         return self._child.last_output(REPORTED_LINES) if self._child is not None else ""
@@ -140,7 +186,9 @@ class SupervisedProcess:
                 self.doing, self._since = report.message, time.monotonic()
             case ReportKind.FAULT:
                 self.fault = report.message
-            case ReportKind.END:
+            case ReportKind.END | ReportKind.STOPPED:
                 self.end_message = report.message
+                self.has_ended = report.kind is ReportKind.END
+                self.was_stopped = report.kind is ReportKind.STOPPED
             case ReportKind.HEARTBEAT:
                 pass

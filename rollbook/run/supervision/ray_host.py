@@ -1,4 +1,4 @@
-"""Places processes of a run on the nodes of a Ray cluster. The only module that imports ray.
+"""Places processes of a run on the nodes of a Ray cluster. Only this module and `ray_nodes.py` import ray.
 
 Ray places and watches; it carries no data. One actor for each process starts it as a child on its node and relays its reports.
 Completions, groups and weights go over HTTP, as on one machine. Actors are not restarted by Ray: the supervisor decides. They end
@@ -27,8 +27,9 @@ from rollbook.run.config.cluster import RayConfig
 from rollbook.run.supervision.host import HostedProcess, LocalHost, ProcessStart
 from rollbook.telemetry.events import EventLog
 
-PLACE_S = 60.0
-"""How long Ray may take to find a node for a process and to start the actor there."""
+PLACE_S = 300.0
+"""How long Ray may take to find a node for a process and to start the actor there: minutes on a node that is busy or new."""
+PLACE_WARN_S = 30.0
 STACK_S = 10.0
 COMPARED = ("torch", "transformers", "rollbook")
 """Packages whose versions must agree on all machines of a run."""
@@ -207,16 +208,24 @@ class RayHost:
         return RayProcess(actor, pid, name=process.name, node=str(facts["node"]), log=self._log)
 
     async def _facts(self, actor: Any, process: ProcessStart, options: Mapping[str, float]) -> dict[str, Any]:
+        def free() -> dict[str, float]:
+            return {name: ray.available_resources().get(name, 0.0) for name in ("CPU", "GPU", "memory")}
+
+        def warn() -> None:
+            self._log.warning("run.process_waits_for_node", process=process.name, needs=dict(options), free=free())
+
+        warning = asyncio.get_running_loop().call_later(PLACE_WARN_S, warn)
         try:
             async with asyncio.timeout(PLACE_S):
                 found: dict[str, Any] = await actor.facts.remote()
                 return found
         except (TimeoutError, GetTimeoutError) as error:
-            free = {name: ray.available_resources().get(name, 0.0) for name in ("CPU", "GPU", "memory")}
             raise WorkerError(
-                f"Ray found no node for {process.name} within {PLACE_S:g} s: it needs {dict(options)}, and {free} are free. "
+                f"Ray found no node for {process.name} within {PLACE_S:g} s: it needs {dict(options)}, and {free()} are free. "
                 "Lower cluster.ray, or add a node"
             ) from error
+        finally:
+            warning.cancel()
 
 
 def _require_equal(node: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
@@ -237,7 +246,7 @@ def _cause(error: RayError) -> str:
 @asynccontextmanager
 async def open_ray_host(config: RayConfig, *, log: EventLog) -> AsyncIterator[RayHost]:
     """Connect to the cluster at `config.address`, or start one on this machine (`auto`)."""
-    await asyncio.to_thread(_connect, config)
+    await asyncio.to_thread(connect, config)
     log.info("run.ray_connected", address=config.address, nodes=len([n for n in ray.nodes() if n["Alive"]]))
     try:
         yield RayHost(config, log=log)
@@ -245,10 +254,13 @@ async def open_ray_host(config: RayConfig, *, log: EventLog) -> AsyncIterator[Ra
         await asyncio.to_thread(ray.shutdown)
 
 
-def _connect(config: RayConfig) -> None:
+def connect(config: RayConfig) -> None:
+    """Connect this process to the cluster. Raises `RunError` if it cannot be reached or requires no token."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     if config.address == "auto":
         quiet["include_dashboard"] = False
+        # Ray runs workers at a low priority, and a busy machine would starve the processes of the run.
+        os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         ray.init(address=None if config.address == "auto" else config.address, **quiet)
     except (RayError, ConnectionError, RuntimeError, ValueError) as error:

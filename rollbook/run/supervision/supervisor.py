@@ -17,16 +17,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rollbook.concurrency.child_process.process import exit_reason
+from rollbook.concurrency.child_process.template import ProcessTemplate
+from rollbook.concurrency.exception_groups import first_error
 from rollbook.contracts.admission import MemberRole
 from rollbook.contracts.errors import RunError, TransientError, machine_fault
 from rollbook.run.config.run import RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.ledger_clients import open_run_ledger
+from rollbook.run.supervision.autoscaler import open_autoscaler
 from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
 from rollbook.run.supervision.extra_processes import ExtraProcesses
 from rollbook.run.supervision.host import LocalHost, ProcessHost, ProcessStart
 from rollbook.run.supervision.membership import machine_id, member_lease
-from rollbook.run.supervision.plan import plan_run
+from rollbook.run.supervision.plan import plan_run, template_modules
 from rollbook.run.supervision.process import STOP_GRACE_S, ProcessState, SupervisedProcess
 from rollbook.run.supervision.restarts import GiveUp, RestartRule
 from rollbook.telemetry.events import EventLog
@@ -65,7 +68,7 @@ class Supervisor:
         rule: RestartRule | None = None,
         say: Callable[[str], None] = lambda text: None,
         has_trainer: bool = True,
-        open_host: Callable[[], AbstractAsyncContextManager[ProcessHost]] = lambda: nullcontext(LocalHost()),
+        open_host: Callable[[], AbstractAsyncContextManager[ProcessHost]] | None = None,
         dashboard: socket.socket | None = None,
         until_over: Callable[[Mapping[str, str]], Awaitable[None]] | None = None,
     ) -> None:
@@ -90,9 +93,14 @@ class Supervisor:
         self._final_evaluation_s = config.evaluation.final_wait_s
         self._plan = plan_run(config, directory, has_trainer=has_trainer, dashboard=dashboard)
         self.addresses = dict(self._plan.addresses)
-        self.processes = [SupervisedProcess(start, on_change=self._write_processes) for start in self._plan.starts]
         self._config = config
-        self._open_host = open_host
+        self._template = self._process_template(template_modules(config, has_trainer=has_trainer))
+        host = LocalHost(self._template)
+        self._host = host
+        self.processes = [
+            SupervisedProcess(start, host=host, on_change=self._write_processes) for start in self._plan.starts
+        ]
+        self._open_host = open_host or (lambda: nullcontext(host))
         # Without a trainer, the run is over when the dispatcher ends.
         self._last = next(p for p in self.processes if p.role == ("trainer" if has_trainer else "rollout"))
 
@@ -102,6 +110,7 @@ class Supervisor:
         # For programs outside of the run, such as Atropos environments.
         write_json(self._directory.addresses_file, self.addresses)
         self._catch_signals()
+        template = asyncio.create_task(self._keep_template(), name="run.template")
         try:
             for process in self.processes:
                 process.move(ProcessState.WAITING, "for the model directory")
@@ -112,6 +121,8 @@ class Supervisor:
             self._stopping.set()
             for process in self.processes:
                 process.kill()
+            template.cancel()
+            await asyncio.wait({template})
             self._plan.close()
             with contextlib.suppress(OSError):  # a disk that cannot be written must not hide why the run ended
                 self._directory.addresses_file.unlink(missing_ok=True)
@@ -120,7 +131,7 @@ class Supervisor:
 
     async def run_once(self, role: str) -> None:
         """Run a role that does one thing and ends. If it fails, the run fails."""
-        process = SupervisedProcess(ProcessStart(name=role, role=role, directory=self._directory))
+        process = SupervisedProcess(ProcessStart(name=role, role=role, directory=self._directory), host=self._host)
         try:
             code = await process.run()
         except OSError as error:
@@ -128,6 +139,28 @@ class Supervisor:
             return
         if code != EXIT_DONE:
             self._fail(process.fault or f"{role} failed with exit code {code}:\n{process.last_output()}")
+
+    def _process_template(self, modules: list[str]) -> ProcessTemplate | None:
+        if not modules or not self._config.run.process_template:
+            return None
+
+        def on_event(event: str, fields: dict[str, object]) -> None:
+            self._log.info(f"run.{event}", **fields)
+            self._write_processes()
+
+        return ProcessTemplate(
+            modules,
+            output=self._directory.stderr_file("template"),
+            on_event=on_event,
+        )
+
+    async def _keep_template(self) -> None:
+        """Without a template the processes are started plainly, so its errors do not stop the run."""
+        try:
+            if self._template is not None:
+                await self._template.run()
+        except Exception as error:
+            self._log.warning("run.template_failed", cause=f"{type(error).__name__}: {error}")
 
     async def _run_processes(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -170,9 +203,17 @@ class Supervisor:
                     say=self._say,
                     on_change=self._write_processes,
                 )
-                await extras.run()
-        except RunError as error:
-            self._fail(str(error))
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(extras.run(), name="run.extra_processes")
+                    if self._config.cluster.autoscale.is_on:
+                        group.create_task(self._autoscale(), name="run.autoscale")
+        except* RunError as error:
+            self._fail(str(first_error(error)))
+
+    async def _autoscale(self) -> None:
+        loaded = load_resolved_config(self._directory)
+        async with open_autoscaler(loaded, self._directory, self.addresses, log=self._log, say=self._say) as autoscaler:
+            await autoscaler.run()
 
     async def _take_lease(self, stack: AsyncExitStack) -> None:
         """In a shared ledger the run has a lease, so that one supervisor at a time continues it, on any machine."""
@@ -222,8 +263,7 @@ class Supervisor:
                 return
             if self._stopping.is_set():
                 break
-            # The request to drain may arrive while a process exits, after it has reported its end.
-            if code == EXIT_DONE or (self._drained and process.end_message and code == -signal.SIGTERM):
+            if self._is_done(process, code):
                 process.move(ProcessState.ENDED, process.end_message)
                 self._log.info("run.process_ended", process=process.name, how=process.end_message)
                 if process is self._last:
@@ -250,7 +290,7 @@ class Supervisor:
                 self._fail(f"{process.name} stopped the run: {cause}")
                 return
             verdict = self._rule.decide(process.lifetimes_s, was_ready=process.was_ready)
-            reason = exit_reason(code)
+            reason = "was stopped by another program (SIGTERM)" if process.was_stopped else exit_reason(code)
             if isinstance(verdict, GiveUp):
                 process.move(ProcessState.FAILED, verdict.reason)
                 if process.role in OPTIONAL:
@@ -267,6 +307,16 @@ class Supervisor:
             process.move(ProcessState.RESTARTING, reason)
             await asyncio.sleep(verdict.after_s)
         process.move(ProcessState.STOPPED)
+
+    def _is_done(self, process: SupervisedProcess, code: int) -> bool:
+        """Whether a process that has exited is not needed any more.
+
+        Another program may send SIGTERM to one process or to all of them at once (a batch system, systemd, a watcher of memory). A
+        server that stops because of it is still needed, also while the trainer drains.
+        """
+        if process.was_stopped:
+            return process is self._last and self._drained
+        return code == EXIT_DONE or process.has_ended
 
     async def _until_ready(self, process: SupervisedProcess) -> None:
         """Wait until a process is ready for the first time. `_keep` handles its death; here a hang stops the run."""
@@ -307,9 +357,13 @@ class Supervisor:
                     process.kill()
                 return
             for process in tuple(self.processes):
+                process.limit_output()
                 limit_s = self._settings.silence_s if process.ready.is_set() else self._settings.ready_s
                 # A process that was never ready is handled by `_until_ready`: it stops the run.
                 if process.pid is None or not process.was_ready or process.silent_s < limit_s:
+                    continue
+                if process.has_ended or process.was_stopped:
+                    process.kill()  # its work is done, only its exit takes too long
                     continue
                 silent_s, doing, stack = round(process.silent_s, 1), process.doing, await process.stack()
                 if process.silent_s < limit_s:
@@ -409,7 +463,9 @@ class Supervisor:
             for p in self.processes
         }
         with contextlib.suppress(OSError):
-            write_json(self._directory.processes_file, {"supervisor": os.getpid(), "processes": rows})
+            template = None if self._template is None else self._template.pid
+            found = {"supervisor": os.getpid(), "template": template, "processes": rows}
+            write_json(self._directory.processes_file, found)
 
 
 def require_posix() -> None:

@@ -1,10 +1,17 @@
 """A child process for tests: `python -m tests.parts.concurrency.child_main CHANNEL_FD BEHAVIOUR`."""
 
+import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent, kill_with_parent
 from rollbook.concurrency.child_process.frames import BlockingFrames, frame
@@ -32,7 +39,25 @@ def start_grandchild(parent: BlockingFrames) -> None:
     time.sleep(600)
 
 
+def facts() -> dict[str, Any]:
+    """What a child can say about itself."""
+    return {
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "group": os.getpgrp(),
+        "directory": str(Path.cwd()),
+        "variable": os.environ.get("CHILD_VARIABLE"),
+        "arguments": sys.argv[2:],
+        "is_main": sys.modules["__main__"].__dict__ is globals(),
+        "was_forked": "tests.parts.concurrency.imported_once" in sys.modules,
+        "random": [random.random(), float(np.random.random())],
+        "ignores_interrupts": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+        "threads": threading.active_count(),
+    }
+
+
 def main(channel_fd: int, behaviour: str) -> int:
+    first = facts() if behaviour == "facts" else {}
     sock = connect_to_parent(channel_fd)
     if behaviour == "ignore_sigterm":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -56,6 +81,11 @@ def main(channel_fd: int, behaviour: str) -> int:
             os._exit(0)
         case "grandchild":
             start_grandchild(parent)
+        case "facts":
+            parent.send(json.dumps(first).encode())
+            echo(parent)
+        case "write_to_descriptor":
+            os.write(int(sys.argv[3]), b"written by the child")
         case _:
             wait(parent)
     return 0

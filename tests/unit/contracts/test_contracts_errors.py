@@ -1,6 +1,7 @@
 """Exceptions survive pickling; exceptions of user code are converted."""
 
 import asyncio
+import errno
 import pickle
 
 import pytest
@@ -13,6 +14,7 @@ from rollbook.contracts.errors import (
     TransientError,
     WorkerError,
     fenced,
+    machine_fault,
 )
 
 
@@ -61,3 +63,33 @@ def test_rollbook_errors_pass_unchanged() -> None:
 def test_cancellation_passes_unchanged() -> None:
     with pytest.raises(asyncio.CancelledError), fenced("env step"):
         raise asyncio.CancelledError
+
+
+def raised(outer: Exception, inner: Exception, *, is_cause: bool) -> Exception:
+    """`outer`, raised while `inner` was handled, or because of it."""
+    try:
+        try:
+            raise inner
+        except Exception:
+            if is_cause:
+                raise outer from inner
+            raise outer  # noqa: B904 - the context is what is tested
+    except Exception as error:
+        return error
+
+
+@pytest.mark.parametrize("is_cause", [True, False])
+def test_a_fault_of_the_machine_is_found_behind_the_error_of_a_clean_up(is_cause: bool) -> None:
+    error = raised(
+        RuntimeError("Cannot close a running event loop"), OSError(24, "Too many open files"), is_cause=is_cause
+    )
+    fault = machine_fault(raised(KeyError("x"), error, is_cause=False))
+    assert fault is not None
+    assert "ulimit -n" in fault
+
+
+def test_a_socket_that_was_not_ready_is_no_fault_of_the_machine() -> None:
+    not_ready = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    assert machine_fault(raised(ValueError("bad"), not_ready, is_cause=False)) is None
+    assert "ulimit -u" in str(machine_fault(not_ready))
+    assert "ulimit -u" in str(machine_fault(raised(ValueError("bad"), not_ready, is_cause=True)))

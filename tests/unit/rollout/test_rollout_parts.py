@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.contracts.admission import OpenPart
@@ -162,7 +162,6 @@ async def test_another_attempt_at_what_is_left_keeps_the_baseline_and_the_number
     moments=st.lists(st.lists(st.sampled_from([None, 0.0, 1.0]), min_size=1, max_size=3), min_size=1, max_size=6),
     quorum=st.integers(2, 5),
 )
-@settings(deadline=None)
 def test_every_sample_is_in_exactly_one_part_in_order(moments: Sequence[Sequence[float | None]], quorum: int) -> None:
     parts = GroupParts(group_id=GroupId("t@0"), task_id=TaskId("t"), draw=0, quorum=quorum)
     added: list[RolloutSample] = []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.telemetry.events import EventLog, read_json_lines
+from rollbook.telemetry.events import EventLog, LineFile, read_json_lines
 
 
 def test_an_event_is_a_line_with_its_name_level_process_and_fields(tmp_path: Path) -> None:
@@ -74,3 +74,36 @@ def test_a_cut_line_is_ignored_and_the_next_process_appends(tmp_path: Path) -> N
 
 def test_a_missing_file_has_no_events(tmp_path: Path) -> None:
     assert read_json_lines(tmp_path / "missing.jsonl") == []
+
+
+def test_a_file_of_full_size_is_renamed_and_two_writers_lose_no_line_of_the_last_two_files(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "worker.jsonl"
+    writers = [LineFile(path, max_bytes=1000) for _ in range(2)]
+    for number in range(200):
+        writers[number % 2].write(f'{{"number": {number}}}\n')
+    for writer in writers:
+        writer.close()
+    assert sorted(file.name for file in path.parent.iterdir()) == ["worker.jsonl", "worker.jsonl.1"]
+    # Each writer notices by its own count of bytes: together they may exceed the limit by one more.
+    assert all(file.stat().st_size <= 2100 for file in path.parent.iterdir())
+    kept = [row["number"] for file in path.parent.iterdir() for row in read_json_lines(file)]
+    assert max(kept) == 199
+    assert len(kept) == len(set(kept)) > 50
+
+
+def test_a_file_that_cannot_be_renamed_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = EventLog("ledger", tmp_path / "ledger.jsonl", max_bytes=300)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", fail)
+        for number in range(10):
+            log.info("ledger.event", number=number)
+    assert [row["number"] for row in read_json_lines(tmp_path / "ledger.jsonl")] == list(range(10))
+    for number in range(10, 14):
+        log.info("ledger.event", number=number)
+    log.close()
+    rows = read_json_lines(tmp_path / "ledger.jsonl.1") + read_json_lines(tmp_path / "ledger.jsonl")
+    assert [row["number"] for row in rows] == list(range(14))

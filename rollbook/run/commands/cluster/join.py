@@ -1,4 +1,4 @@
-"""`rollbook join`: a policy server or a dispatcher for a run that is running, on this or on another machine.
+"""`rollbook join`: a policy server, a dispatcher or an environment server for a run that is running, on this or on another machine.
 
 The run directory must be visible here: it holds the configuration, the tokens, the model and, for policy servers, the weights.
 """
@@ -19,7 +19,7 @@ from rollbook.contracts.plugin import require_libraries
 from rollbook.run.config.run import LoadedConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import open_run_ledger
-from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
+from rollbook.run.supervision.child_main import EXIT_FENCED, EXIT_STOP_RUN
 from rollbook.run.supervision.host import ProcessStart
 from rollbook.run.supervision.membership import node_name
 from rollbook.run.supervision.plan import environment_of
@@ -30,7 +30,7 @@ from rollbook.telemetry.events import EventLog
 POLL_S = 1.0
 REQUEST_S = 10.0
 
-JoinRole = Literal["policy", "rollout"]
+JoinRole = Literal["policy", "rollout", "env"]
 Say = Callable[[str], None]
 
 
@@ -77,6 +77,10 @@ def _require_joinable(loaded: LoadedConfig, role: JoinRole, host: str) -> None:
         raise UsageError(
             'only a run with tasks.order = "cursor" can have several dispatchers: a curriculum decides in one process'
         )
+    if role == "env" and config.env.pool_size is None:
+        raise UsageError(
+            "only a run with env.pool_size has environment servers; in this one, workers create environments"
+        )
     if role == "policy" and config.inference.engine == "vllm":
         raise UsageError("vLLM servers cannot join a run; list them in inference.urls")
 
@@ -111,7 +115,7 @@ class _Joiner:
         rule = RestartRule(most_quick_deaths=self._loaded.config.run.most_quick_deaths)
         while True:
             code = await self._process.run()
-            if self._end is not None or code == EXIT_DONE:
+            if self._end is not None or self._process.has_ended:
                 return self._end or self._process.end_message
             if code in (EXIT_STOP_RUN, EXIT_FENCED):
                 raise RunError(f"{self._start.name} stopped: {self._process.fault or 'another process has its name'}")
@@ -148,7 +152,8 @@ class _Joiner:
     def _interrupt(self) -> None:
         self._num_interrupts += 1
         if self._num_interrupts == 1:
-            self._say(f"{self._start.name} leaves (Ctrl-C again stops at once)")
-            self._stop("left the run")
+            self._say(f"{self._start.name} finishes its work and leaves (Ctrl-C again stops at once)")
+            self._end = "left the run"
+            self._process.request_leave()
         else:
             self._process.kill()

@@ -1,4 +1,4 @@
-"""Generates the reference of the public names from their docstrings: `python -m rollbook.run.api_reference`."""
+"""Generates the reference of the public names from their docstrings: `python -m rollbook.run.reference.python_api`."""
 
 import dataclasses
 import enum
@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 import rollbook
-from rollbook.run.config.reference import field_docs
+from rollbook.run.config.field_docs import field_docs
 
 HEAD = """# Python API
 
@@ -62,7 +62,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Tasks": ("Task", "CursorDataLoader", "Curriculum"),
     "The asynchronous recipe": ("run_async_rl_loop", "RowRequest", "Rollout", "rollout_to_prompt_group"),
-    "Rollouts": ("GroupAssembler", "AsyncRolloutWorker", "StalenessController", "RolloutService"),
+    "Rollouts": ("GroupAssembler", "StalenessController", "RolloutService"),
+    "Another trainer": ("open_host", "AsyncRolloutWorker"),
     "Weights and environments": (
         "WeightTransferClient",
         "SyncWeightTransferClient",

@@ -1,7 +1,5 @@
-"""Generates the configuration reference from the config classes: `python -m rollbook.run.config.reference`."""
+"""Generates the configuration reference from the config classes: `python -m rollbook.run.reference.configuration`."""
 
-import ast
-import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from rollbook.run.config.field_docs import field_docs
 from rollbook.run.config.run import RunConfig
 
 HEAD = """# Configuration
@@ -44,22 +43,6 @@ def _section(path: str, model: type[BaseModel]) -> Iterator[str]:
     yield ""
     for inner_path, inner in nested:
         yield from _section(inner_path, inner)
-
-
-def field_docs(model: type) -> dict[str, str]:
-    """The docstring of each field, also of those that it inherits from another config class."""
-    found: dict[str, str] = {}
-    for base in model.__bases__:
-        if base is not BaseModel and issubclass(base, BaseModel):
-            found |= field_docs(base)
-    body = ast.parse(inspect.getsource(model)).body[0]
-    assert isinstance(body, ast.ClassDef)
-    for field, text in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            value = text.value
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                found[field.target.id] = " ".join(value.value.split()).replace("|", "\\|")
-    return found
 
 
 def _model_or_none(field: FieldInfo) -> type[BaseModel] | None:

@@ -1,0 +1,263 @@
+"""`ProcessTemplate`: starts children by forking a process that has imported their modules already.
+
+Importing torch and transformers takes seconds in every process. The template imports them once, and a forked child shares its
+memory. A child is the same as after a plain start: its parent is this process, and descriptors, environment, directory, process
+group and command line are those of its `ChildSpec`. When the template cannot fork (it still imports, was killed, does not respond,
+or this is not Linux), the child is started plainly.
+
+Code of users is not imported in the template, so a restarted child reads a changed file again.
+"""
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+from rollbook.concurrency.child_process.frames import BlockingFrames
+from rollbook.concurrency.child_process.process import (
+    ChildEndedError,
+    ChildProcess,
+    ChildSpec,
+    Output,
+    child_command,
+    child_environment,
+    python_environment,
+)
+from rollbook.concurrency.child_process.template_main import COMMAND_BYTES, ForkRequest
+
+FORK_S = 10.0
+"""Limit for the reply to a request. A fork takes some 50 milliseconds."""
+FIRST_WAIT_S = 1.0
+MOST_WAIT_S = 60.0
+"""Between the death of a template and the start of the next one."""
+PR_SET_CHILD_SUBREAPER = 36
+PR_GET_CHILD_SUBREAPER = 37
+READ_AT_START = ("PYTHON", "LD_")
+"""Variables that the interpreter and the loader read when a program starts: a fork cannot change them."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Otherwise numpy starts threads when it is imported. Torch sets the number of threads of a child again."""
+IS_SUPPORTED: Final = sys.platform == "linux"
+
+
+class ForkedProcess:
+    """A child that was forked by a template. As `asyncio.subprocess.Process`, for a pid whose parent is this process."""
+
+    stdout = None
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._pidfd = os.pidfd_open(pid)
+        self._loop.add_reader(self._pidfd, self._on_exit)
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        _, status = os.waitpid(self.pid, 0)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        self._ended.set()
+
+
+class ProcessTemplate:
+    """Keeps a template process alive while `run` runs. Without it, `fork` returns None and children are started plainly."""
+
+    def __init__(
+        self,
+        modules: Sequence[str],
+        *,
+        output: Path,
+        on_event: Callable[[str, dict[str, object]], None],
+    ) -> None:
+        """`on_event` receives events for the log: name and fields."""
+        self._spec = ChildSpec(
+            module="rollbook.concurrency.child_process.template_main",
+            # Blanks make room for the command lines of the children.
+            arguments=[*modules, " " * COMMAND_BYTES],
+            environment={**python_environment(), **ONE_THREAD},
+            output=output,
+        )
+        self._on_event = on_event
+        self._requests: socket.socket | None = None
+        """The connection to a template that can fork; None while there is none."""
+        self._one_at_a_time = asyncio.Lock()
+        self._imported = asyncio.Event()
+        """Set while no import is awaited: the template is ready, or there is none."""
+        self._imported.set()
+        self.pid: int | None = None
+
+    async def run(self) -> None:
+        """Start a template, and a new one when it dies.
+
+        Waits:  for the end of the template, then longer after each death.
+        Ends:   on cancellation, and when a template reports that it cannot fork. Its children live on.
+        """
+        wait_s = FIRST_WAIT_S
+        while IS_SUPPORTED:
+            began = asyncio.get_running_loop().time()
+            if not await self._run_once():
+                return
+            lived_s = asyncio.get_running_loop().time() - began
+            wait_s = FIRST_WAIT_S if lived_s > MOST_WAIT_S else wait_s
+            await asyncio.sleep(wait_s)
+            wait_s = min(MOST_WAIT_S, 2 * wait_s)
+
+    async def until_ready(self, within_s: float) -> None:
+        """Wait while the template imports its modules. Returns also when it fails, or takes longer."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._imported.wait()
+        except TimeoutError:
+            self._on_event("template.slow", {"after_s": within_s})
+
+    async def fork(self, spec: ChildSpec, channel: socket.socket, output: Output) -> ForkedProcess | None:
+        """Fork a child, if that is possible now. None: start it plainly."""
+        if callable(spec.output) or not self._has_same_start(spec):
+            return None
+        out = [1, 2] if output is None or isinstance(output, int) else [output.fileno()] * 2
+        fds = [*out, channel.fileno(), *spec.inherited_fds]
+        request = ForkRequest(
+            command=child_command(spec, channel),
+            environment=child_environment(spec),
+            directory=None if spec.directory is None else str(spec.directory),
+            has_own_group=spec.has_own_group,
+            numbers=[1, 2, *fds[2:]],
+        )
+        async with self._one_at_a_time:
+            if self._requests is None:
+                return None
+            return await self._forked(self._requests, request, fds)
+
+    async def _forked(self, requests: socket.socket, request: ForkRequest, fds: Sequence[int]) -> ForkedProcess | None:
+        permission, given = os.pipe()
+        requesting = asyncio.create_task(
+            asyncio.to_thread(_request, requests, request, [*fds, permission]), name="template.request"
+        )
+        try:
+            try:
+                await asyncio.shield(requesting)
+            finally:
+                # Also after a cancellation: the descriptors must stay open until they are sent.
+                await asyncio.wait({requesting})
+                pid = None if requesting.exception() else requesting.result()
+                # Without permission it exits, and this object collects its exit status.
+                child = ForkedProcess(pid) if pid is not None else None
+            if child is not None:
+                os.write(given, b"1")
+            return child
+        except OSError as error:
+            self._on_event("template.silent", {"cause": str(error)})
+            self._give_up(requests)
+            return None
+        finally:
+            os.close(permission)
+            os.close(given)
+
+    def _has_same_start(self, spec: ChildSpec) -> bool:
+        def read_at_start(environment: dict[str, str]) -> dict[str, str]:
+            return {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+
+        return read_at_start(child_environment(spec)) == read_at_start(child_environment(self._spec))
+
+    def _give_up(self, requests: socket.socket) -> None:
+        """Shut down the connection: the template ends, and `run` starts a new one."""
+        if self._requests is requests:
+            self._requests = None
+        requests.shutdown(socket.SHUT_RDWR)
+
+    async def _run_once(self) -> bool:
+        """Run one template to its end. False: there should be no other."""
+        ours, theirs = socket.socketpair()
+        ours.settimeout(FORK_S)
+        self._imported.clear()
+        child: ChildProcess | None = None
+        try:
+            with theirs:
+                child = await ChildProcess.start(_with_requests(self._spec, theirs))
+            self.pid = child.pid
+            if reason := (await child.receive()).decode():
+                self._on_event("template.unusable", {"reason": reason})
+                return False
+            self._requests = ours
+            self._imported.set()
+            self._on_event("template.ready", {"pid": child.pid})
+            await child.ended()
+            raise ChildEndedError(child.exit_reason)
+        except OSError as error:
+            self._on_event("template.unusable", {"reason": f"it could not be started: {error}"})
+            return False
+        except ChildEndedError as error:
+            # An import that fails would fail again. The process that needs the module reports it.
+            was_killed = child is not None and child.exit_code is not None and child.exit_code <= 0
+            last_output = "" if child is None else child.last_output()
+            self._on_event("template.died", {"cause": str(error), "last_output": last_output})
+            return was_killed
+        finally:
+            self.pid, self._requests = None, None
+            self._imported.set()
+            if child is not None:
+                await child.kill()
+            async with self._one_at_a_time:  # a thread may still use the connection; it ends now
+                ours.close()
+
+
+def _with_requests(spec: ChildSpec, requests: socket.socket) -> ChildSpec:
+    number = requests.fileno()
+    return ChildSpec(
+        module=spec.module,
+        arguments=[str(number), *spec.arguments],
+        environment=spec.environment,
+        inherited_fds=[number],
+        output=spec.output,
+    )
+
+
+def _request(requests: socket.socket, request: ForkRequest, fds: Sequence[int]) -> int | None:
+    """The pid of the new child; None if it could not be made. Raises `OSError` if the template is gone or does not respond."""
+    frames = BlockingFrames(requests)
+    with _adopting_orphans():
+        socket.send_fds(requests, [b"1"], fds)
+        frames.send(json.dumps(asdict(request)).encode())
+        reply = frames.receive()
+    if reply is None:
+        raise ConnectionError("it ended during a request")
+    return int(reply) if reply and _is_our_child(int(reply)) else None
+
+
+@contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Meanwhile, processes whose parent exits become children of this process, and not of init: so does the forked child."""
+    prctl = ctypes.CDLL(None).prctl
+    before = ctypes.c_int()
+    prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def _is_our_child(pid: int) -> bool:
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True

@@ -1,0 +1,265 @@
+"""Process templates: a forked child is like a plainly started one, and the death of a template loses nothing."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollbook.concurrency.child_process.process import ChildEndedError, ChildProcess, ChildSpec, python_environment
+from rollbook.concurrency.child_process.template import IS_SUPPORTED, ProcessTemplate
+from tests.parts.concurrency.until import until
+
+pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="process templates need Linux")
+REPOSITORY = Path(__file__).parents[3]
+MODULE = "tests.parts.concurrency.child_main"
+IMPORTED = "tests.parts.concurrency.imported_once"
+READY_S = 60.0
+
+
+class Events(list[str]):
+    """The names of a template's events."""
+
+    def __call__(self, event: str, fields: dict[str, object]) -> None:
+        self.append(event)
+
+
+@asynccontextmanager
+async def running_template(
+    tmp_path: Path, module: str = IMPORTED, events: Events | None = None
+) -> AsyncIterator[ProcessTemplate]:
+    template = ProcessTemplate(
+        [module], output=tmp_path / "template.txt", on_event=Events() if events is None else events
+    )
+    running = asyncio.create_task(template.run())
+    try:
+        await asyncio.sleep(0)
+        await template.until_ready(READY_S)
+        yield template
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+def spec(tmp_path: Path, behaviour: str, *arguments: str, **options: Any) -> ChildSpec:
+    return ChildSpec(module=MODULE, arguments=(behaviour, *arguments), output=tmp_path / "output.txt", **options)
+
+
+@asynccontextmanager
+async def child_of(template: ProcessTemplate, command: ChildSpec) -> AsyncIterator[ChildProcess]:
+    """A child that has sent its first message."""
+    child = await ChildProcess.start(command, fork=template.fork)
+    try:
+        assert await child.receive() == b"ready"
+        yield child
+    finally:
+        await child.kill()
+
+
+async def facts_of(child: ChildProcess) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(await child.receive())
+    return facts
+
+
+async def test_a_forked_child_has_the_settings_of_its_spec_and_us_as_its_parent(tmp_path: Path) -> None:
+    options = {"environment": {**python_environment(), "CHILD_VARIABLE": "value"}, "directory": tmp_path}
+    async with (
+        running_template(tmp_path) as template,
+        child_of(template, spec(tmp_path, "facts", "-x", "two words", has_own_group=True, **options)) as child,
+    ):
+        facts = await facts_of(child)
+        assert facts.pop("random")
+        assert facts == {
+            "pid": child.pid,
+            "parent": os.getpid(),
+            "group": child.pid,
+            "directory": str(tmp_path),
+            "variable": "value",
+            "arguments": ["facts", "-x", "two words"],
+            "is_main": True,
+            "was_forked": True,
+            "ignores_interrupts": False,
+            "threads": 1,
+        }
+        command = psutil.Process(child.pid).cmdline()
+        assert command[:4] == [sys.executable, "-P", "-m", MODULE]
+        assert command[5:8] == ["facts", "-x", "two words"]
+        child.send(b"a message")
+        assert await child.receive() == b"a message"
+
+
+async def test_an_inherited_descriptor_keeps_its_number_and_its_file(tmp_path: Path) -> None:
+    async with running_template(tmp_path) as template:
+        reader, writer = os.pipe()
+        command = spec(tmp_path, "write_to_descriptor", str(writer), inherited_fds=[writer])
+        async with child_of(template, command) as child:
+            os.close(writer)
+            assert await child.ended() == 0
+            # The end of the pipe shows that neither the template nor another process holds it.
+            assert os.read(reader, 100) == b"written by the child"
+            assert os.read(reader, 100) == b""
+            os.close(reader)
+
+
+async def test_siblings_have_different_random_numbers(tmp_path: Path) -> None:
+    async with (
+        running_template(tmp_path) as template,
+        child_of(template, spec(tmp_path, "facts")) as one,
+        child_of(template, spec(tmp_path, "facts")) as other,
+    ):
+        numbers = [number for child in (one, other) for number in (await facts_of(child))["random"]]
+        assert len(set(numbers)) == 4
+
+
+async def test_an_exit_is_reported_with_its_status_and_the_last_output(tmp_path: Path) -> None:
+    async with running_template(tmp_path) as template, child_of(template, spec(tmp_path, "exit_3")) as child:
+        with pytest.raises(ChildEndedError, match="exited with status 3"):
+            await child.receive()
+        assert child.last_output() == "first line\nlast line"
+        assert not psutil.pid_exists(child.pid)
+
+
+async def test_children_outlive_a_killed_template_and_report_their_exit(tmp_path: Path) -> None:
+    async with (
+        running_template(tmp_path) as template,
+        child_of(template, spec(tmp_path, "facts")) as one,
+        child_of(template, spec(tmp_path, "wait")) as other,
+    ):
+        facts = await facts_of(one)
+        assert (facts["was_forked"], facts["group"]) == (True, os.getpgrp())
+        await _kill(template)
+        one.send(b"still here")
+        assert await one.receive() == b"still here"
+        one.send(b"stop")
+        assert await one.ended() == 0
+        os.kill(other.pid, signal.SIGABRT)
+        assert await other.ended() == -signal.SIGABRT
+
+
+async def test_after_the_death_of_a_template_children_start_plainly_until_there_is_a_new_one(tmp_path: Path) -> None:
+    async with running_template(tmp_path) as template:
+        before = template.pid
+        await _kill(template)
+        async with child_of(template, spec(tmp_path, "facts")) as child:
+            assert not (await facts_of(child))["was_forked"]
+        await until(lambda: template.pid not in (None, before))
+        await template.until_ready(READY_S)
+        async with child_of(template, spec(tmp_path, "facts")) as child:
+            assert (await facts_of(child))["was_forked"]
+
+
+async def test_a_template_that_dies_during_a_request_leaves_one_plainly_started_child(tmp_path: Path) -> None:
+    async with running_template(tmp_path) as template:
+        assert template.pid is not None
+        os.kill(template.pid, signal.SIGSTOP)
+        starting = asyncio.create_task(ChildProcess.start(spec(tmp_path, "facts"), fork=template.fork))
+        await asyncio.sleep(0.1)
+        assert not starting.done()
+        os.kill(template.pid, signal.SIGKILL)
+        child = await starting
+        assert await child.receive() == b"ready"
+        assert not (await facts_of(child))["was_forked"]
+        assert await child.stop(request=b"stop", grace_s=30)
+        assert _alive(MODULE) == []
+
+
+async def test_a_forked_child_without_permission_to_run_runs_nothing(tmp_path: Path) -> None:
+    """The request is cancelled while the template cannot respond. It forks later, and the child exits at once."""
+    async with running_template(tmp_path) as template:
+        assert template.pid is not None
+        os.kill(template.pid, signal.SIGSTOP)
+        starting = asyncio.create_task(ChildProcess.start(spec(tmp_path, "wait"), fork=template.fork))
+        await asyncio.sleep(0.1)
+        starting.cancel()
+        os.kill(template.pid, signal.SIGCONT)
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await until(lambda: _alive(MODULE) == [])
+        assert (tmp_path / "output.txt").read_text() == ""
+        # The template still serves.
+        async with child_of(template, spec(tmp_path, "facts")) as child:
+            assert (await facts_of(child))["was_forked"]
+
+
+async def test_a_directory_that_does_not_exist_fails_as_in_a_plain_start(tmp_path: Path) -> None:
+    async with running_template(tmp_path) as template:
+        with pytest.raises(FileNotFoundError):
+            await ChildProcess.start(spec(tmp_path, "wait", directory=tmp_path / "absent"), fork=template.fork)
+        async with child_of(template, spec(tmp_path, "facts")) as child:
+            assert (await facts_of(child))["was_forked"]
+
+
+async def test_a_child_with_another_python_path_is_started_plainly(tmp_path: Path) -> None:
+    environment = {**python_environment(), "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{tmp_path}"}
+    async with (
+        running_template(tmp_path) as template,
+        child_of(template, spec(tmp_path, "facts", environment=environment)) as child,
+    ):
+        assert not (await facts_of(child))["was_forked"]
+
+
+@pytest.mark.parametrize(
+    ("module", "event"), [("tests.parts.concurrency.starts_a_thread", "unusable"), ("no_such_module", "died")]
+)
+async def test_a_template_that_cannot_fork_ends_and_children_start_plainly(
+    tmp_path: Path, module: str, event: str
+) -> None:
+    events = Events()
+    async with running_template(tmp_path, module, events) as template:
+        assert events == [f"template.{event}"]
+        async with child_of(template, spec(tmp_path, "facts")) as child:
+            assert not (await facts_of(child))["was_forked"]
+        assert template.pid is None
+
+
+def test_a_template_and_its_children_end_with_their_parent(tmp_path: Path) -> None:
+    code = textwrap.dedent(
+        """
+        import asyncio, sys
+        from pathlib import Path
+        from tests.unit.concurrency.test_concurrency_template import child_of, running_template, spec
+
+        async def main(path):
+            async with running_template(path) as template, child_of(template, spec(path, "wait")) as child:
+                print(template.pid, child.pid, flush=True)
+                await asyncio.sleep(3600)
+
+        asyncio.run(main(Path(sys.argv[1])))
+        """
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    assert parent.stdout is not None
+    with parent:
+        try:
+            processes = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+        finally:
+            parent.kill()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+async def _kill(template: ProcessTemplate) -> None:
+    assert template.pid is not None
+    os.kill(template.pid, signal.SIGKILL)
+    await until(lambda: template.pid is None)
+
+
+def _alive(module: str) -> list[psutil.Process]:
+    """Processes of this test that run a module, or are about to."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if module in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
