@@ -76,6 +76,9 @@ bench-overlap: $(STAMP) ## the same work with staleness bound 0 and 2
 bench-tail: $(STAMP) ## the four batch policies with episodes of log-normal duration, next to a simulation (80 minutes on two cores, less on more; can be continued)
 	$(BIN)/python -m benchmarks.loop.tail --out docs/results/tail; $(BIN)/python -m benchmarks.loop.tail_chart docs/results/tail
 
+bench-twin: $(STAMP) ## predictions of `rollbook simulate` against 20 settings of the demo, 12 of them held out (two cores a run)
+	$(BIN)/python -m benchmarks.loop.twin --out docs/results/twin.json
+
 bench-loop: $(STAMP) ## the whole loop against the engine alone and the trainer alone: make bench-loop DEVICE=cuda
 	$(BIN)/python -m benchmarks.loop.speed --device $(DEVICE)
 
