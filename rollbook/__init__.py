@@ -55,6 +55,7 @@ __all__ = [
     "__version__",
     "audit",
     "evaluate",
+    "open_host",
     "open_ledger_client",
     "open_sync_ledger_client",
     "replay",
@@ -78,6 +79,8 @@ if TYPE_CHECKING:
     from rollbook.envs.client.group import GrpoPool
     from rollbook.inference.weights.client import WeightTransferClient
     from rollbook.integrations.async_recipe import Rollout, RowRequest, rollout_to_prompt_group, run_async_rl_loop
+    from rollbook.integrations.rollout_worker import AsyncRolloutWorker
+    from rollbook.integrations.trl_run import open_host
     from rollbook.integrations.weight_sync import SyncWeightTransferClient
     from rollbook.ledger.client.blocking import SyncLedgerClient, open_sync_ledger_client
     from rollbook.ledger.client.client import LedgerClient, open_ledger_client
@@ -88,7 +91,6 @@ if TYPE_CHECKING:
     from rollbook.rollout.groups.player import GroupAssembler
     from rollbook.rollout.remote.protocol import RolloutService
     from rollbook.rollout.rewards.messages import RewardCase
-    from rollbook.rollout.workers.handle import AsyncRolloutWorker
     from rollbook.run.commands.evaluate import EvaluationReport, evaluate
     from rollbook.run.commands.replay import replay
     from rollbook.run.commands.train import RunFailedError, train
@@ -101,7 +103,7 @@ if TYPE_CHECKING:
 
 # The same imports as above, for `__getattr__`.
 _MODULES = {
-    "AsyncRolloutWorker": "rollbook.rollout.workers.handle",
+    "AsyncRolloutWorker": "rollbook.integrations.rollout_worker",
     "Completion": "rollbook.contracts.policy",
     "ConfigError": "rollbook.run.config.run",
     "Curriculum": "rollbook.tasks.curriculum",
@@ -145,6 +147,7 @@ _MODULES = {
     "WeightTransferClient": "rollbook.inference.weights.client",
     "audit": "rollbook.run.record",
     "evaluate": "rollbook.run.commands.evaluate",
+    "open_host": "rollbook.integrations.trl_run",
     "open_ledger_client": "rollbook.ledger.client.client",
     "open_sync_ledger_client": "rollbook.ledger.client.blocking",
     "replay": "rollbook.run.commands.replay",

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl.experimental.async_grpo import AsyncGRPOConfig
 
-from rollbook.integrations.trl import RollbookCallback, RollbookRolloutWorker, RollbookWeightTransfer, open_run
-from rollbook.integrations.trl_cpu import use_cpu
+from rollbook.integrations.trl import AsyncRolloutWorker, RollbookCallback, RollbookWeightTransfer, open_host
+from rollbook.integrations.trl_trainer import RollbookGRPOTrainer, use_cpu
 
 HERE = Path(__file__).parent
 
@@ -48,7 +48,7 @@ def main() -> None:
         torch.set_num_threads(1)
         use_cpu()
     overrides = [f"trainer.max_steps={given.steps}", *given.set]
-    with open_run(HERE / "run.toml", run_dir=given.run_dir, overrides=overrides) as run:
+    with open_host(HERE / "run.toml", run_dir=given.run_dir, overrides=overrides) as run:
         args = AsyncGRPOConfig(
             output_dir=str(Path(given.run_dir) / "trl"),
             max_steps=given.steps,
@@ -67,12 +67,12 @@ def main() -> None:
             gradient_checkpointing=False,
             disable_tqdm=True,
         )
-        trainer = AsyncGRPOTrainer(
+        trainer = RollbookGRPOTrainer(
             model=run.info.model_dir,
             args=args,
             # TRL requires a dataset; the tasks come from run.toml.
             train_dataset=Dataset.from_dict({"prompt": ["unused"] * math.prod((given.steps, run.info.rows_per_step))}),
-            rollout_worker=RollbookRolloutWorker(run),
+            rollout_worker=AsyncRolloutWorker(run),
             weight_transfer=RollbookWeightTransfer(run),
             callbacks=[RollbookCallback(run), PrintSteps(given.step_s)],
         )

@@ -37,6 +37,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "Train the recorded batches again, without generation.",
     ),
     "study": ("rollbook.cli.study:study", "Train grids of settings with several seeds and compare them."),
+    "simulate": ("rollbook.cli.simulate:simulate", "Predict a run with other sizes from the trace of a run."),
     "push": ("rollbook.cli.push:push", "Upload the model of a run to the Hugging Face Hub."),
     "play": ("rollbook.cli.play:play", "Play one episode in this process, token by token."),
     "debug": ("rollbook.cli.debug:debug", "Play a failed episode again, in a debugger if wanted."),

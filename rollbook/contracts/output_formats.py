@@ -1,4 +1,4 @@
-"""Formats of sampled text that agents require: tool calls in the Hermes format, and JSON of a schema.
+"""Formats of sampled text that agents require: tool calls in the Hermes format, JSON of a schema, and text in parts.
 
 Tool calls are parsed from text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Text that is not a valid call stays
 text, so the agent and the reward function see what the policy wrote. Grammars restrict sampling to a format; they are text in the
@@ -8,7 +8,7 @@ Lark dialect of llguidance. The policy server and the proxy write them; the poli
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,3 +136,82 @@ def _json_rule(schema: Mapping[str, Any]) -> str:
 def _literal(text: str) -> str:
     """A text in a Lark grammar. JSON escapes it the same way."""
     return json.dumps(text, ensure_ascii=False)
+
+
+# Text as it is sampled
+
+REPLACEMENT = "\ufffd"
+"""Decoders write it for bytes that do not form a complete character (yet)."""
+
+
+class IncrementalDecoder:
+    """Decodes tokens as they arrive. All returned parts together equal the text decoded at once; no part splits a character.
+
+    A character may span several tokens, and a tokenizer may decode the first token of a text differently. So a short window
+    before the new tokens is decoded with them, and only the added text is returned.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._window_start = 0
+        self._window_end = 0
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete. Empty while a character is incomplete."""
+        self._ids.extend(token_ids)
+        return self._advance(is_last=False)
+
+    def finish(self) -> str:
+        """The remaining bytes, which never became a character."""
+        return self._advance(is_last=True)
+
+    def _advance(self, *, is_last: bool) -> str:
+        before = self._decode(self._ids[self._window_start : self._window_end])
+        now = self._decode(self._ids[self._window_start :])
+        if len(now) <= len(before) or (now.endswith(REPLACEMENT) and not is_last):
+            return ""
+        self._window_start, self._window_end = self._window_end, len(self._ids)
+        return now[len(before) :]
+
+
+class StopStrings:
+    """Finds stop strings in text that arrives in parts, and returns the text before them.
+
+    Text that may be the start of a stop string is held back. The result does not depend on how the text is split. Of several
+    stop strings, the first complete one ends the text.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._held = ""
+        self.matched: str | None = None
+        self.rest = ""
+        """The text from the start of the match on."""
+
+    def feed(self, text: str) -> str:
+        if self.matched is not None:
+            return ""
+        self._held += text
+        matches = [(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if matches:
+            _, split, self.matched = min(matches)
+        else:
+            split = len(self._held) - self._length_to_hold()
+        certain, self._held = self._held[:split], self._held[split:]
+        if matches:
+            self.rest, self._held = self._held, ""
+        return certain
+
+    def finish(self) -> str:
+        """The held text, which did not become a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _length_to_hold(self) -> int:
+        """The length of the longest suffix that is a prefix of a stop string."""
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+                return length
+        return 0

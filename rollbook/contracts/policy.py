@@ -4,9 +4,10 @@ A *publication* is one set of weights pushed to the engines. Its id is never reu
 is computed (0 for the initial weights). Each token carries the id of the publication that sampled it.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType
+from typing import NewType, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,3 +97,39 @@ class Completion:
                 f"completion with arrays of unequal length: {len(self.token_ids)} ids, {len(self.logprobs)} logprobs, "
                 f"{len(self.versions)} versions"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChunk:
+    """Tokens of a streaming request that were sampled since its last chunk."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    cached_tokens: int = 0
+    tops: TopLogprobs | None = None
+
+
+OnTokens: TypeAlias = Callable[[TokenChunk], None]
+"""Called on the event loop, at most once a round, and always before the completion."""
+
+
+def joined_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
+    if len(chunks) == 1:
+        return chunks[0]
+    if not chunks:
+        empty = np.empty(0, dtype=np.int32)
+        return TokenChunk(token_ids=empty, logprobs=np.empty(0, dtype=np.float32), versions=empty)
+    tops = [chunk.tops for chunk in chunks if chunk.tops is not None]
+    return TokenChunk(
+        token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
+        logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
+        versions=np.concatenate([chunk.versions for chunk in chunks]),
+        cached_tokens=chunks[-1].cached_tokens,
+        tops=TopLogprobs(
+            token_ids=np.concatenate([top.token_ids for top in tops]),
+            logprobs=np.concatenate([top.logprobs for top in tops]),
+        )
+        if tops
+        else None,
+    )

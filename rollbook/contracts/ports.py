@@ -12,7 +12,7 @@ from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, Training
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup
-from rollbook.contracts.policy import Completion, Publication, SamplingParams
+from rollbook.contracts.policy import Completion, OnTokens, Publication, SamplingParams
 from rollbook.contracts.task import Draw, Task, TaskId
 from rollbook.contracts.weights import Adapter
 
@@ -67,8 +67,13 @@ class Policy(Protocol):
         *,
         min_publication: int = 0,
         timeout_s: float | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """Sample one completion with weights at least as new as `min_publication`."""
+        """Sample one completion with weights at least as new as `min_publication`.
+
+        `on_tokens` receives tokens as they are sampled, if the server can send them. If the connection is lost after that, the
+        completion ends with the tokens so far, as aborted.
+        """
 
 
 class GroupSink(Protocol):

@@ -40,9 +40,17 @@ class Intervals:
 
     def mean_concurrency(self, edges: NDArray[np.float64]) -> NDArray[np.float64]:
         """The mean number of concurrent spans between each pair of neighbouring edges."""
-        # Span-seconds before each edge: every span adds min(edge, end) - min(edge, start).
-        span_seconds = _sum_of_minima(self.ends, edges) - _sum_of_minima(self.starts, edges)
-        return np.diff(span_seconds) / np.diff(edges)
+        return np.diff(self._seconds_before(edges)) / np.diff(edges)
+
+    def concurrency_during(self, others: "Intervals") -> NDArray[np.float64]:
+        """The mean number of these spans during each of the others. 0 for one without a duration."""
+        seconds = self._seconds_before(others.ends) - self._seconds_before(others.starts)
+        lengths = others.ends - others.starts
+        return np.divide(seconds, lengths, out=np.zeros_like(seconds), where=lengths > 0)
+
+    def _seconds_before(self, moments: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Span-seconds before each moment: every span adds min(moment, end) - min(moment, start)."""
+        return _sum_of_minima(self.ends, moments) - _sum_of_minima(self.starts, moments)
 
 
 def _sum_of_minima(values: NDArray[np.float64], limits: NDArray[np.float64]) -> NDArray[np.float64]:

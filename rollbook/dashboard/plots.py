@@ -210,6 +210,31 @@ def _mastery(tiers: Mapping[str, Sequence[MasteryPoint]]) -> Figure:
     return figure
 
 
+def draw_frontier(
+    path: Path,
+    series: Mapping[str, Sequence[tuple[float, float, str]]],
+    *,
+    frontier: Sequence[tuple[float, float]],
+    current: tuple[float, float],
+) -> Path:
+    """Predicted points by batch policy: mean lag, trained tokens per second, and a label. The best ones are labelled."""
+    figure, (axes,) = _canvas("Predicted speed against lag", heights=(3.0,))
+    for at, (policy, points) in enumerate(series.items()):
+        xs, ys, labels = zip(*points, strict=True)
+        axes.plot(xs, ys, "o", color=TIERS[at % len(TIERS)], markersize=5, label=policy)
+        for x, y, label in zip(xs, ys, labels, strict=True):
+            if (x, y) in frontier:
+                axes.annotate(label, (x, y), xytext=(5, -10), textcoords="offset points", fontsize=7, color=INK)
+    axes.plot([x for x, _ in frontier], [y for _, y in frontier], color=LIMIT, linewidth=1.2, label="frontier")
+    axes.plot(*current, "D", color=INK, markersize=7, fillstyle="none", label="this configuration")
+    axes.set_xlabel("mean lag of the trained groups, in versions")
+    axes.set_ylabel("trained tokens per second")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="lower right", frameon=False, ncols=2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return _save(figure, path)
+
+
 def _timeline(run_dir: Path, steps: Sequence[StepMetrics]) -> Figure:
     spans = read_intervals(run_dir, [GROUPS_SPAN, *(name for _, name, _ in LANES)])
     recorded = [found for found in spans.values() if len(found)]

@@ -6,7 +6,7 @@ logits. Cancelling the future of `submit` frees the request's slot before the ne
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.plugin import load_on_demand
-from rollbook.contracts.policy import Completion, Publication, SamplingParams, TopLogprobs
+from rollbook.contracts.policy import Completion, OnTokens, Publication, SamplingParams, TopLogprobs
 from rollbook.contracts.weights import Adapter, RawTensor
 from rollbook.inference.config import InferenceConfig, KvAfterUpdate
 from rollbook.inference.pause import PauseMode
@@ -66,26 +66,11 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenChunk:
-    """Tokens of a streaming request that were sampled since its last chunk."""
-
-    token_ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
-    cached_tokens: int = 0
-    tops: TopLogprobs | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScores:
     """Logprobs of the tokens of a prompt, from the second on, at temperature 1. The first token has none."""
 
     logprobs: NDArray[np.float32]
     tops: TopLogprobs | None = None
-
-
-OnTokens = Callable[[TokenChunk], None]
-"""Called on the event loop, at most once a round, and always before the completion."""
 
 
 class TokenConstraint(Protocol):

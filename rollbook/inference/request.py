@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.contracts.errors import EpisodeError
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TopLogprobs
-from rollbook.inference.engine import OnTokens, TokenChunk, TokenConstraint
+from rollbook.contracts.policy import Completion, FinishReason, OnTokens, SamplingParams, TokenChunk, TopLogprobs
+from rollbook.inference.engine import TokenConstraint
 
 _MASK_64 = (1 << 64) - 1
 

@@ -1,11 +1,11 @@
 """Rollbook's workers, admission gate and ledger behind TRL's `AsyncGRPOTrainer` (trl 1.16).
 
-    with open_run("run.toml", run_dir="runs/trl") as run:
-        trainer = AsyncGRPOTrainer(
+    with open_host("run.toml", run_dir="runs/trl") as run:
+        trainer = RollbookGRPOTrainer(
             model=run.info.model_dir,
             args=AsyncGRPOConfig(max_steps=12, per_device_train_batch_size=run.info.rows_per_step, token_budget=0, …),
             train_dataset=placeholder_dataset,  # required by TRL; tasks come from run.toml
-            rollout_worker=RollbookRolloutWorker(run),
+            rollout_worker=AsyncRolloutWorker(run),
             weight_transfer=RollbookWeightTransfer(run),
             callbacks=[RollbookCallback(run)],
         )
@@ -15,83 +15,19 @@ TRL owns the model, the optimizer, the loss and the checkpoints. Rollbook plays 
 staleness and stores them in the ledger. One step of TRL is one batch of the ledger.
 """
 
-import queue
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import send_to_device
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch import Tensor
 from transformers import TrainerCallback
 
-from rollbook.contracts.batch import EndOfRun
 from rollbook.contracts.errors import RunError
-from rollbook.integrations.trl_rows import FILLER, TrlRow, batch_rows
-from rollbook.integrations.trl_run import HostInfo, RollbookRun, open_run
+from rollbook.integrations.rollout_worker import AsyncRolloutWorker
+from rollbook.integrations.trl_run import HostInfo, RollbookRun, open_host
 
-__all__ = ["RollbookCallback", "RollbookRolloutWorker", "RollbookRun", "RollbookWeightTransfer", "open_run"]
-
-STOP_S = 10.0
-
-
-class RollbookRolloutWorker:
-    """TRL's `rollout_worker`: puts the rows of one ledger batch per step into TRL's queue."""
-
-    def __init__(self, run: RollbookRun) -> None:
-        self.rollout_buffer: queue.Queue[TrlRow] = queue.Queue()
-        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
-        self._run = run
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
-
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self._feed, name="rollbook.trl.feed", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join(STOP_S)
-
-    def update_model_version(self, model_version: int) -> None:
-        """Part of TRL's interface. Not needed: the ledger knows which weights sampled each token."""
-
-    def check_health(self, stale_after_s: float) -> None:
-        """Called while TRL waits for rows. Waiting is not a failure: the ledger's deadlines detect stalled producers."""
-        if self._failure is not None:
-            raise self._failure
-        self._run.check_host()
-
-    def _feed(self) -> None:
-        try:
-            step = self._run.step + 1
-            while self._feed_step(step):
-                step += 1
-        except Exception as error:
-            self._failure = error
-
-    def _feed_step(self, step: int) -> bool:
-        began = time.monotonic()
-        batch = self._run.batch(step, self._stopping)
-        if batch is None:
-            return False
-        if isinstance(batch, EndOfRun):
-            raise RunError(
-                f"there is no batch {step}: the run has ended ({batch}). Set max_steps to {step - 1} at most"
-            )
-        rows = batch_rows(batch, rows_per_step=self._run.info.rows_per_step, restored_step=self._run.restored_step)
-        self.metrics_queue.put(
-            {
-                "rollbook/batch_wait_s": time.monotonic() - began,
-                "rollbook/filler_rows_total": float(sum(FILLER in row.metrics for row in rows)),
-            }
-        )
-        for row in rows:
-            self.rollout_buffer.put(row)
-        return True
+__all__ = ["AsyncRolloutWorker", "RollbookCallback", "RollbookRun", "RollbookWeightTransfer", "open_host"]
 
 
 class RollbookWeightTransfer:
@@ -113,7 +49,7 @@ class RollbookWeightTransfer:
         """Not needed."""
 
     def destroy(self) -> None:
-        """Not needed: `open_run` closes the run."""
+        """Not needed: `open_host` closes the run."""
 
 
 class RollbookCallback(TrainerCallback):
@@ -124,11 +60,18 @@ class RollbookCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
         if args.world_size > 1:
-            raise RunError(f"TRL runs {args.world_size} processes; this integration supports one")
+            raise RunError(
+                f"TRL runs {args.world_size} training processes, and this integration supports one: start it with `python`, "
+                "without `accelerate launch` or `torchrun`. `rollbook train` trains with several (trainer.ranks)"
+            )
+        if isinstance(context["train_dataloader"], DataLoaderDispatcher | DataLoaderShard):
+            raise RunError(
+                "the trainer fetches a batch ahead of the one it trains; use "
+                "`rollbook.integrations.trl_trainer.RollbookGRPOTrainer` in place of AsyncGRPOTrainer"
+            )
         if problems := setting_problems(args, self._run.info):
             raise RunError("these settings do not match the run: " + "; ".join(problems))
         self._run.begin(state.global_step)
-        disable_prefetch(context["train_dataloader"], args.device)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         kept = [int(path.name.removeprefix("checkpoint-")) for path in Path(args.output_dir).glob("checkpoint-*")]
@@ -165,23 +108,3 @@ def setting_problems(args: Any, info: HostInfo) -> list[str]:
     if info.max_steps is not None and args.max_steps > info.max_steps:
         problems.append(f"max_steps is {args.max_steps}, but the run ends after trainer.max_steps = {info.max_steps}")
     return problems
-
-
-def disable_prefetch(loader: Any, device: Any) -> None:
-    """Make the loader fetch a batch only when it is requested.
-
-    Prefetching adds a version of lag. After a crash it would also wait for a batch that is formed only after the current one was
-    trained.
-    """
-    kind = type(loader)
-
-    def iterate(self: Any) -> Iterator[Any]:
-        self.begin()
-        self.set_epoch(self.iteration)
-        for batch in self.base_dataloader:
-            yield send_to_device(batch, device)
-        self.iteration += 1
-        self.end()
-
-    # accelerate overrides `__class__` of its loaders; Python looks up `__iter__` on the real class, so that one is replaced.
-    vars(object)["__class__"].__set__(loader, type(kind.__name__, (kind,), {"__iter__": iterate}))

@@ -72,13 +72,14 @@ class HostInfo:
 
 
 class RollbookRun:
-    """Made by `open_run`. Methods may be called from any thread."""
+    """Made by `open_host`. Methods may be called from any thread."""
 
     def __init__(self, info: HostInfo, directory: Path, process: subprocess.Popen[bytes] | None) -> None:
         self.info = info
         self.directory = directory
         self._process = process
         self._log = EventLog("trl", directory / "logs" / "trl.jsonl")
+        self._spans = SpanRecorder("trl", directory / "spans" / "trl.jsonl")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollbook.trl", daemon=True)
         self._stack = AsyncExitStack()
@@ -218,7 +219,7 @@ class RollbookRun:
             config=TrainerConfig(),
             clock=SystemClock(),
             log=self._log,
-            spans=SpanRecorder("trl", self.directory / "spans" / "trl.jsonl"),
+            spans=self._spans,
         )
         self._watch = asyncio.create_task(self._publisher.run(), name="trl.watch_replicas")
 
@@ -228,6 +229,7 @@ class RollbookRun:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(STOP_S)
         self._loop.close()
+        self._spans.close()
         self._log.close()
         if self._process is not None:
             end_process_blocking(self._process, grace_s=STOP_S)
@@ -240,7 +242,7 @@ class RollbookRun:
 
 
 @contextmanager
-def open_run(
+def open_host(
     config: str | Path, *, run_dir: str | Path, overrides: Sequence[str] = (), python: str = sys.executable
 ) -> Iterator[RollbookRun]:
     """Start `rollbook host` and connect to it. Call it again to resume. The host ends with this process, even when it is killed."""

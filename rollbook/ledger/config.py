@@ -139,7 +139,8 @@ class RunLedgerConfig(LedgerConfig, frozen=True, extra="forbid"):
     private `config.toml` of the run directory and never displayed."""
 
     url: str | None = Field(default=None, pattern=r"^https?://[^/]")
-    """URL of a running ledger service (`rollbook ledger serve`). The run then starts no ledger process."""
+    """URL of a running ledger service (`rollbook ledger serve`), or of several replicas of it on one PostgreSQL database, separated
+    by commas: clients use one until it does not respond, then the next. The run then starts no ledger process."""
 
     token_file: Path | None = None
     """File with the token of the service at `url`. It must open the requests of producers and of the trainer."""

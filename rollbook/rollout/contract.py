@@ -89,6 +89,9 @@ class ChatSession(Protocol):
     @property
     def last_text(self) -> str: ...
 
+    async def settled(self) -> None:
+        """Wait for the turns in progress, before `build`. An agent may end without reading all of its last stream."""
+
     def build(
         self,
         *,

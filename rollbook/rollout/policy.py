@@ -17,7 +17,7 @@ from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.retry import backoff
 from rollbook.contracts.errors import EpisodeError, TransientError
 from rollbook.contracts.group import GroupId
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TopLogprobs
+from rollbook.contracts.policy import Completion, FinishReason, OnTokens, SamplingParams, TopLogprobs
 from rollbook.contracts.ports import Policy
 from rollbook.rollout.stopwatch import EpisodeTime
 
@@ -54,6 +54,8 @@ class RequestTimes:
     generate_s: float
     act_s: float = 0.0
     """Seconds in which the environment acted afterwards."""
+    ended_at: float | None = None
+    """Wall clock at the completion."""
 
 
 _current: ContextVar[EpisodeContext | None] = ContextVar("rollbook_episode", default=None)
@@ -105,25 +107,35 @@ class EpisodePolicy:
         max_tokens: int | None = None,
         stop_token_ids: Sequence[int] | None = None,
         sampling: SamplingParams | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """Sample one completion. `max_tokens` and `stop_token_ids` override the sampling parameters."""
+        """Sample one completion. `max_tokens` and `stop_token_ids` override the sampling parameters.
+
+        `on_tokens` receives the first tokens of the completion while the others are sampled; with a grammar, none of them.
+        """
         params = sampling or self._sampling
         if max_tokens is not None and max_tokens != params.max_tokens:
             params = dataclasses.replace(params, max_tokens=max_tokens)
         if stop_token_ids is not None:
             params = dataclasses.replace(params, stop_token_ids=tuple(stop_token_ids))
+        if params.grammar is not None:
+            on_tokens = None  # an aborted request with a grammar starts again
         started = self._clock.now()
-        completion = await self._request(prompt_ids, params)
+        completion = await self._request(prompt_ids, params, on_tokens)
         if completion.finish_reason is FinishReason.ABORT:
-            completion = await self._continue(list(prompt_ids), params, completion)
+            completion = await self._continue(list(prompt_ids), params, completion, on_tokens)
         if (episode := _current.get()) is not None:
             took_s = self._clock.now() - started
             generate_s = took_s if completion.generation_s is None else min(took_s, completion.generation_s)
             episode.completions.append(completion)
-            episode.times.append(RequestTimes(queue_s=took_s - generate_s, generate_s=generate_s))
+            episode.times.append(
+                RequestTimes(queue_s=took_s - generate_s, generate_s=generate_s, ended_at=self._clock.wall())
+            )
         return completion
 
-    async def _continue(self, prompt_ids: list[int], params: SamplingParams, partial: Completion) -> Completion:
+    async def _continue(
+        self, prompt_ids: list[int], params: SamplingParams, partial: Completion, on_tokens: OnTokens | None
+    ) -> Completion:
         """Continue an aborted request after its partial tokens, which keep their logprobs and versions.
 
         A grammar applies to a whole completion, so a request with one starts again.
@@ -143,16 +155,20 @@ class EpisodePolicy:
             # The same seed would repeat the random numbers of the first request.
             seed = None if params.seed is None else params.seed + len(partial.token_ids)
             rest = await self._request(
-                [*prompt_ids, *partial.token_ids.tolist()], dataclasses.replace(params, max_tokens=left, seed=seed)
+                [*prompt_ids, *partial.token_ids.tolist()],
+                dataclasses.replace(params, max_tokens=left, seed=seed),
+                on_tokens,
             )
             empty = empty + 1 if len(rest.token_ids) == 0 else 0
             partial = _joined(partial, rest)
         return partial
 
-    async def _request(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+    async def _request(
+        self, prompt_ids: Sequence[int], params: SamplingParams, on_tokens: OnTokens | None
+    ) -> Completion:
         episode = _current.get()
         if episode is None:
-            return await self._policy.complete(prompt_ids, params)
+            return await self._policy.complete(prompt_ids, params, on_tokens=on_tokens)
         started, time = self._clock.now(), episode.time
         lease_s = episode.until - started
         left_s = lease_s if time is None else min(lease_s, time.left_s)
@@ -162,7 +178,11 @@ class EpisodePolicy:
         with nullcontext() if time is None else time.waiting() as wait:
             try:
                 completion = await self._policy.complete(
-                    prompt_ids, params, min_publication=episode.min_publication, timeout_s=timeout_s
+                    prompt_ids,
+                    params,
+                    min_publication=episode.min_publication,
+                    timeout_s=timeout_s,
+                    on_tokens=on_tokens,
                 )
             except TransientError as error:
                 took_s = self._clock.now() - started

@@ -15,7 +15,7 @@ from rollbook.contracts.group import GroupId
 from rollbook.contracts.plugin import extend_search_path, load_plugin
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.ports import Policy
-from rollbook.envs.client.remote import open_environments
+from rollbook.envs.client.remote import ServerSource, open_environments
 from rollbook.envs.config import EnvConfig
 from rollbook.rollout.agents.server import open_proxy_sessions
 from rollbook.rollout.config import RolloutConfig
@@ -41,11 +41,12 @@ async def open_setup(
     log: EventLog,
     request_s: float | None = None,
     policy_url: str = "",
+    env_servers: ServerSource | None = None,
 ) -> AsyncIterator[RolloutSetup]:
-    """What a rollout function gets, around any policy."""
+    """What a rollout function gets, around any policy. `env_servers`: lists the environment servers, where the list may change."""
     episode_policy = EpisodePolicy(policy, sampling, request_s=request_s)
     async with (
-        open_environments(env) as open_environment,
+        open_environments(env, servers=env_servers) as open_environment,
         open_proxy_sessions(episode_policy, tokenizer, sampling, rollout.limits) as open_proxy_session,
     ):
         yield RolloutSetup(

@@ -97,16 +97,16 @@ def open_run_ledger(
     return open_ledger_client(address, config.run.name, request_s=config.ledger.request_s, log=log, token=token)
 
 
-def replica_source(
-    ledger: LedgerClient, own: Sequence[str], *, in_service_only: bool
+def member_source(
+    ledger: LedgerClient, role: MemberRole, own: Sequence[str], *, in_service_only: bool = True
 ) -> Callable[[], Awaitable[list[str]]]:
-    """Lists the policy servers now: those that the run started, and those that joined.
+    """Lists the servers of a role now: those that the run started, and those that joined.
 
-    The trainer pushes weights to all of them; requests go to those in service.
+    The trainer pushes weights to all policy servers; requests go to those in service.
     """
 
     async def urls() -> list[str]:
-        members = [member for member in await ledger.members() if member.role is MemberRole.POLICY]
+        members = [member for member in await ledger.members() if member.role is role]
         joined = [member.address for member in members if member.in_service or not in_service_only]
         return list(dict.fromkeys([*own, *joined]))
 

@@ -29,18 +29,20 @@ def worker_spec(context: RoleContext) -> WorkerSpec:
 
 
 def _access(context: RoleContext) -> dict[str, Any]:
-    """Where workers find the list of policy servers, if it may change, and the files with the tokens that they need."""
+    """Where workers find the lists of servers, if these may change, and the files with the tokens that they need."""
     config, directory = context.loaded.config, context.directory
     is_local = is_loopback(config.cluster.host)
-    found: dict[str, Any] = {"policy_token_file": None if is_local else str(directory.client_token_file)}
+    file = None if is_local else str(directory.client_token_file)
+    found: dict[str, Any] = {"policy_token_file": file, "env_token_file": file if "env" in context.addresses else None}
     if config.cluster.has_members and "ledger" in context.addresses:
-        file = ledger_token_file(context.loaded) if config.ledger.url is not None else None
+        ledger_file = ledger_token_file(context.loaded) if config.ledger.url is not None else None
         if config.ledger.url is None and not is_local:
-            file = directory.client_token_file
+            ledger_file = directory.client_token_file
         found["members"] = {
             "ledger_url": context.addresses["ledger"],
             "run": config.run.name,
-            "token_file": None if file is None else str(file),
+            "token_file": None if ledger_file is None else str(ledger_file),
+            "env_url": context.addresses.get("env"),
         }
     return found
 

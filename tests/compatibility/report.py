@@ -41,7 +41,11 @@ PEERS = (
         "Atropos",
         "atroposlib",
         "scripts/atropos_venv.sh",
-        ("tests/compatibility/test_ledger_atropos_original.py", "tests/compatibility/test_ledger_atropos_clients.py"),
+        (
+            "tests/compatibility/test_ledger_atropos_suite.py",
+            "tests/compatibility/test_ledger_atropos_original.py",
+            "tests/compatibility/test_ledger_atropos_clients.py",
+        ),
         "make test-atropos",
     ),
     Peer(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.policy import FinishReason, SamplingParams
-from rollbook.inference.engine import EngineClosedError, QueueFullError, TokenChunk, UnpublishedError, WeightsError
+from rollbook.contracts.policy import FinishReason, SamplingParams, TokenChunk
+from rollbook.inference.engine import EngineClosedError, QueueFullError, UnpublishedError, WeightsError
 from rollbook.inference.pause import OutdatedUpdateError, PauseMode
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.weights.safetensors import read_weights

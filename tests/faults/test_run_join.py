@@ -1,6 +1,7 @@
 """Processes join a run, serve it and are killed: the run continues, and every group is accounted for."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollbook.contracts.admission import MemberRole
+from rollbook.contracts.admission import Member, MemberRole
 from rollbook.ledger.client.blocking import open_sync_ledger_client
 from rollbook.run.record import open_run
 from tests.parts.run.small import REPOSITORY, SmallRun, rollbook
@@ -40,9 +41,17 @@ def joined(run: SmallRun, role: str) -> Iterator[subprocess.Popen[str]]:
 
 def members(run: SmallRun) -> dict[MemberRole, str]:
     """Names of the members in service."""
+    return {member.role: member.name for member in in_service(run)}
+
+
+def load(run: SmallRun, role: MemberRole) -> float:
+    return sum(member.load for member in in_service(run) if member.role is role)
+
+
+def in_service(run: SmallRun) -> list[Member]:
     addresses = json.loads((run.directory / "addresses.json").read_text())
     with open_sync_ledger_client(addresses["ledger"], "small", request_s=10) as ledger:
-        return {m.role: m.name for m in ledger.wait(ledger.client.members()) if m.in_service}
+        return [member for member in ledger.wait(ledger.client.members()) if member.in_service]
 
 
 def groups_of(run: SmallRun, dispatcher: str) -> list[str]:
@@ -92,7 +101,7 @@ def test_a_process_leaves_when_the_run_stops_and_a_run_that_is_not_running_canno
 
 def test_a_run_is_scaled_up_and_down_while_it_runs(run: SmallRun) -> None:
     asked = rollbook("scale", str(run.directory), "policy=1", "rollout=1", "--json")
-    assert json.loads(asked.stdout) == {"policy": 1, "rollout": 1}, asked.stderr
+    assert json.loads(asked.stdout) == {"policy": 1, "rollout": 1, "env": 0}, asked.stderr
     run.until(
         lambda: members(run) == {MemberRole.POLICY: "policy-extra-1", MemberRole.ROLLOUT: "rollout-extra-1"},
         what="both are in service",
@@ -104,8 +113,29 @@ def test_a_run_is_scaled_up_and_down_while_it_runs(run: SmallRun) -> None:
     run.until(lambda: members(run) == {}, what="both have left")
     refused = rollbook("scale", str(run.directory), "trainer=2")
     assert refused.returncode == 2
-    assert "must look like policy=3 or rollout=2" in refused.stderr
+    assert "must look like policy=3, rollout=2 or env=1" in refused.stderr
     run.process.terminate()
     assert run.wait()["exit_code"] in (0, 130)
+    audit = json.loads(rollbook("audit", str(run.directory), "--json").stdout)
+    assert audit["ok"], audit["violations"]
+
+
+def test_an_environment_server_joins_and_leaves_when_its_episodes_have_ended(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, [*SETTINGS, "env.pool_size=32"]).start()
+    try:
+        run.until(lambda: run.step() >= 1, what="step 1")
+        with joined(run, "env") as env:
+            run.until(lambda: members(run).get(MemberRole.ENV) == "extra-env", what="it is in service")
+            run.until(lambda: load(run, MemberRole.ENV) > 0, what="episodes use it")
+            env.send_signal(signal.SIGINT)
+            _, said = env.communicate(timeout=240)
+            assert env.returncode == 0
+            assert "left the run" in said
+        step = run.step()
+        run.until(lambda: run.step() >= step + 3, what="3 further steps")
+        run.process.terminate()
+        assert run.wait()["exit_code"] in (0, 130)
+    finally:
+        run.stop()
     audit = json.loads(rollbook("audit", str(run.directory), "--json").stdout)
     assert audit["ok"], audit["violations"]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.contracts.output_formats import parse_tool_calls
-from rollbook.inference.server.text import REPLACEMENT, IncrementalDecoder, StopStrings, ToolCallStream
+from rollbook.contracts.output_formats import REPLACEMENT, IncrementalDecoder, StopStrings, parse_tool_calls
+from rollbook.inference.server.text import ToolCallStream
 
 TEXT = st.text(alphabet="abc ", max_size=40)
 

@@ -1,12 +1,14 @@
 """A rollout process opens environments of a server in the same way as its own."""
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import pytest
 from pydantic import ValidationError
 
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.envs.catalog import EnvironmentSource
+from rollbook.envs.client import remote
 from rollbook.envs.client.remote import open_environments, open_remote_environments
 from rollbook.envs.client.session import ClientOptions, ServerFullError
 from rollbook.envs.config import EnvConfig
@@ -64,3 +66,25 @@ async def test_a_server_that_does_not_respond_is_reported_with_its_address() -> 
     with pytest.raises(TransientError, match=r"http://127.0.0.1:9"):
         async with open_remote_environments("http://127.0.0.1:9", ClientOptions(connect_s=0.3)):
             pass
+
+
+async def test_episodes_are_spread_over_the_listed_servers_and_avoid_those_that_are_full_or_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "TRY_S", 0.2)
+    is_read = asyncio.Event()
+
+    async def servers() -> list[str]:
+        is_read.set()
+        return [first.url, second.url, "http://127.0.0.1:9"]
+
+    async with (
+        served(Notebook, size=2) as first,
+        served(Notebook, size=3) as second,
+        open_remote_environments(first.url, source=servers) as open_environment,
+        AsyncExitStack() as episodes,
+    ):
+        await is_read.wait()
+        for _ in range(5):
+            await episodes.enter_async_context(open_environment())
+        assert (first.pool.health().busy, second.pool.health().busy) == (2, 3)

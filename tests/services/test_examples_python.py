@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,14 @@ import pytest
 from nbclient import NotebookClient
 
 from rollbook import audit
+from rollbook.access.tokens import read_or_create_token, user_token_file
+from rollbook.contracts.policy import SamplingParams
 from rollbook.envs.config import EnvConfig
 from rollbook.envs.server.run import serve_environments
+from rollbook.inference.client.client import open_policy_client
+from rollbook.inference.server.app import build_app, serve
 from rollbook.run.directory import RunDirectory
+from tests.parts.inference.engines import TinyModel, engine_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,3 +96,22 @@ async def test_the_synchronous_example_learns_with_a_pool_of_sessions() -> None:
             await asyncio.to_thread(example.main, ["--url", server.url, "--steps", steps]) for steps in ("20", "120")
         ]
     assert after > before + 0.02
+
+
+async def test_the_own_trainer_of_30_lines_publishes_every_step_to_a_policy_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = TinyModel(root=tmp_path)
+    token = read_or_create_token(user_token_file())
+    async with tiny.engine("transformers") as engine:
+        app = build_app(engine, engine_config("transformers"), steering_token=token)
+        async with serve(app) as url, open_policy_client(url, request_s=30) as client:
+            example = ROOT / "examples" / "06_trl" / "own_trainer.py"
+            monkeypatch.setattr(sys, "argv", [str(example), "--model", str(tiny.model_dir), "--url", url])
+            await asyncio.to_thread(runpy.run_path, str(example), run_name="__main__")
+            completion = await client.complete([1, 2, 3], SamplingParams(max_tokens=4))
+        published = engine.publication
+    assert capsys.readouterr().out.split("\n")[:3] == ["version 1", "version 2", "version 3"]
+    assert published is not None
+    assert published.step == 3
+    assert set(completion.versions.tolist()) == {published.id}

@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from rollbook.contracts.errors import EpisodeError, FencedError, RunError, TransientError
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TokenChunk, joined_chunks
 from rollbook.inference.client.client import PolicyClient, open_policy_client
 from rollbook.inference.config import ScriptedConfig
 from rollbook.inference.engine import Engine
@@ -32,6 +32,7 @@ from rollbook.inference.wire.token_stream import (
     StreamedError,
     StreamedOutcome,
     StreamedRequest,
+    StreamedTokens,
 )
 from tests.parts.inference.engines import TinyModel, engine_config, until
 from tests.parts.inference.models import VOCAB, plain_logprobs, publication
@@ -74,7 +75,7 @@ async def opened(
 async def scripted_server(*responses: Any) -> AsyncIterator[tuple[str, list[StreamedRequest]]]:
     """A server with these responses in turn (the last one repeats). Yields its URL and the received requests.
 
-    A response is an outcome without its id, bytes of a frame, "disconnect", or the status of a refused connection.
+    A response is an outcome without its id, bytes of a frame, "disconnect", two of these, or the status of a refused connection.
     """
     received: list[StreamedRequest] = []
     script = list(responses)
@@ -89,6 +90,9 @@ async def scripted_server(*responses: Any) -> AsyncIterator[tuple[str, list[Stre
             for one in msgspec.msgpack.decode(message.data, type=ClientFrame).requests:
                 received.append(one)
                 planned = script.pop(0) if len(script) > 1 else script[0]
+                if isinstance(planned, tuple):
+                    first, planned = planned
+                    await socket.send_bytes(first)
                 if planned == "disconnect":
                     assert request.transport is not None
                     request.transport.abort()
@@ -171,6 +175,38 @@ async def test_a_transient_failure_is_retried(first: Any) -> None:
         completion = await client.complete([1], ONE)
     assert completion.token_ids.tolist() == [4]
     assert completion.versions.tolist() == [3]
+
+
+async def test_streamed_tokens_arrive_as_they_are_sampled_and_make_up_the_completion(tiny: TinyModel) -> None:
+    chunks: list[TokenChunk] = []
+    async with opened(tiny, "transformers") as (client, _, _):
+        sampling = SamplingParams(max_tokens=12, seed=3, top_logprobs=2)
+        completion = await client.complete([1, 2, 3], sampling, on_tokens=chunks.append)
+    assert len(chunks) == 12
+    streamed = joined_chunks(chunks)
+    assert streamed.token_ids.tolist() == completion.token_ids.tolist()
+    assert streamed.logprobs.tolist() == completion.logprobs.tolist()
+    assert streamed.versions.tolist() == completion.versions.tolist()
+    assert streamed.tops is not None
+    assert completion.tops is not None
+    assert streamed.tops.token_ids.tolist() == completion.tops.token_ids.tolist()
+
+
+async def test_streamed_tokens_are_kept_when_the_connection_is_lost_after_them() -> None:
+    """An episode continues from them. Sampling them again would contradict what the agent has seen."""
+    tokens = TokenChunk(
+        token_ids=np.array([7, 8], np.int32),
+        logprobs=np.array([-1, -2], np.float32),
+        versions=np.array([3, 3], np.int32),
+    )
+    frame = msgspec.msgpack.encode(ServerFrame([], [StreamedTokens.of(1, tokens)]))
+    async with (
+        scripted_server((frame, "disconnect"), reply(9)) as (url, received),
+        open_policy_client(url, request_s=20) as client,
+    ):
+        completion = await client.complete([1], LONG, on_tokens=lambda _: None)
+    assert (completion.token_ids.tolist(), completion.finish_reason) == ([7, 8], FinishReason.ABORT)
+    assert len(received) == 1
 
 
 async def test_a_lost_connection_fails_no_request_that_can_be_sent_again() -> None:

@@ -6,17 +6,20 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import psycopg
 import pytest
 
 from rollbook.concurrency.clock import SystemClock
-from rollbook.contracts.admission import Receipt, RunId
+from rollbook.contracts.admission import Grant, Receipt, RunId
 from rollbook.contracts.batch import BatchManifest
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.group import GroupId
+from rollbook.contracts.group_codec import encode_group
+from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.store import StoreFaultError, Transaction
@@ -26,8 +29,9 @@ from rollbook.ledger.stores.registry import open_reader, open_store
 from rollbook.ledger.tools.audit import audit, audit_run
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.atropos import dialect_on, scored
-from tests.parts.ledger.groups import RUN, draws, group_of, settings, submission_of
+from tests.parts.ledger.groups import RUN, draws, group_of, outcome_of, settings, submission_of
 from tests.parts.ledger.postgres import PostgresServer, own_server, shared_server
+from tests.parts.ledger.replica import Replica
 
 LOG = EventLog("test", echo=sys.stdout)
 
@@ -103,6 +107,33 @@ async def test_a_write_waits_for_writes_of_its_own_run_at_another_replica_and_no
         await asyncio.gather(running, same, everything)
     assert order[:2] == ["another run", "slow"]
     assert sorted(order[2:]) == ["every run", "same run"]
+
+
+async def test_a_client_moves_to_the_next_replica_when_one_is_killed_and_no_request_is_lost(
+    url: str, tmp_path: Path
+) -> None:
+    log = EventLog("client", tmp_path / "client.jsonl")
+    with closing(Replica(url)) as first, closing(Replica(url)) as second:
+        first.start()
+        second.start()
+        async with open_ledger_client(f"{first.url},{second.url}", RUN, request_s=60, log=log) as client:
+            await client.create_run(settings(per_step=2, in_flight=8))
+            await client.take_role(restored_step=0)
+            await client.confirm(await client.register(0, "w0"))
+            owner = await client.join("dispatcher")
+            granted = (await client.open(owner, draws(0, 8), limit=8)).grants
+            submissions = [asyncio.create_task(submit_at(client, grant)) for grant in granted]
+            first.close()
+            assert {await submission for submission in submissions} <= {Receipt.STORED, Receipt.ALREADY_STORED}
+            assert (await client.status()).counts.queued == len(granted) > 0
+    log.close()
+    events = (tmp_path / "client.jsonl").read_text(encoding="utf-8")
+    assert events.count("ledger.failed_over") == 1
+
+
+async def submit_at(client: LedgerClient, grant: Grant) -> Receipt:
+    group = group_of(grant.task_id, (int(grant.admission_publication),))
+    return await client.submit(encode_group(group), outcome_of(group), attempt=grant.attempt)
 
 
 async def test_replicas_that_decide_at_the_same_time_decide_the_same_batch(url: str) -> None:

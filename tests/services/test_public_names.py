@@ -1,7 +1,9 @@
 """Every name of `rollbook` does one real thing outside of a run. The notebook example uses `train` and its companions."""
 
 import asyncio
+import contextlib
 import dataclasses
+import queue
 import socket
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import rollbook
 from rollbook.envs.config import EnvConfig
@@ -18,6 +21,7 @@ from rollbook.envs.server.run import serve_environments
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import build_app, serve
+from rollbook.integrations.trl_rows import TrlRow
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import load_rollout
 from rollbook.rollout.remote.protocol import RolloutReply, RolloutRequest, reply_of
@@ -27,7 +31,7 @@ from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.service import serving
 from tests.parts.rollout.dispatching import REPOSITORY
 from tests.parts.rollout.guessing import letter_tokenizer, setup_of
-from tests.services.test_rollout_worker import order, results_of, worker_of
+from tests.services.test_rollout_worker import order
 
 SAMPLING = rollbook.SamplingParams(max_tokens=4)
 ELSEWHERE = {"train", "evaluate", "replay", "audit", "TrainReport", "EvaluationReport", "RunFailedError", "__version__"}
@@ -125,11 +129,40 @@ async def test_a_setup_plays_an_episode_and_an_assembler_joins_a_group() -> None
     assert "the simulator is gone" in str(bad)
 
 
-async def test_a_worker_process_plays_a_group() -> None:
-    async with worker_of() as worker:
-        assert isinstance(worker, rollbook.AsyncRolloutWorker)
-        worker.play(order(1))
-        assert list(await results_of(worker, 1)) == ["t1@0"]
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_another_trainer_gets_rows_from_the_queue_of_a_worker(tmp_path: Path) -> None:
+    """Two steps of a loop that knows neither the ledger nor TRL; the run audits."""
+    with rollbook.open_host(
+        Path(REPOSITORY) / "examples/06_trl/run.toml", run_dir=tmp_path / "run", overrides=["trainer.max_steps=2"]
+    ) as run:
+        model = AutoModelForCausalLM.from_pretrained(run.info.model_dir, dtype=torch.float32)
+        run.begin(0)
+        run.publish(dict(model.named_parameters()))
+        worker = rollbook.AsyncRolloutWorker(run)
+        worker.start()
+        worker.start()
+        for step in (1, 2):
+            rows: list[TrlRow] = []
+            while len(rows) < run.info.rows_per_step:
+                worker.check_health()
+                with contextlib.suppress(queue.Empty):
+                    rows.append(worker.rollout_buffer.get(timeout=1.0))
+            assert worker.rollout_buffer.empty()
+            for row in rows:
+                ids = torch.from_numpy(row.input_ids)[None]
+                logprobs = torch.log_softmax(model(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None]).squeeze(1)
+                loss = -(row.advantage * logprobs * torch.from_numpy(row.completion_mask)[1:]).sum()
+                torch.autograd.backward(loss)
+            torch.optim.SGD(model.parameters(), lr=0.01).step()
+            run.publish(dict(model.named_parameters()))
+            assert run.step == step
+        run.checkpointed(2, oldest_kept=2)
+        run.finish()
+        worker.stop()
+        assert worker.rollout_buffer.empty()
+    report = rollbook.audit(tmp_path / "run")
+    assert report.ok, report.violations
 
 
 def test_a_controller_requests_no_more_groups_than_it_can_play() -> None:

@@ -10,9 +10,11 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import EndReason
+from rollbook.rollout.agents.session import ProxySession
 from rollbook.rollout.contract import ChatSession
 from rollbook.rollout.policy import EpisodeContext, enter_episode
 from rollbook.rollout.settings import EpisodeLimits
@@ -204,6 +206,104 @@ async def test_streams_have_the_content_of_whole_responses(tmp_path: Path) -> No
             async with client.responses.stream(model="policy", input="Paris?") as events:
                 assert (await events.get_final_response()).output_text == "Rain."
         assert_matches_engine(session.build(reward=1.0), record)
+
+
+class StepClock(SystemClock):
+    """The engine takes a step for each permit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._permits = asyncio.Semaphore(0)
+
+    async def sleep(self, seconds: float) -> None:
+        await self._permits.acquire()
+
+    def allow(self, steps: int) -> None:
+        for _ in range(steps):
+            self._permits.release()
+
+
+async def test_a_stream_sends_each_token_with_its_logprob_while_the_turn_is_sampled(tmp_path: Path) -> None:
+    clock = StepClock()
+    async with agent_setup(tmp_path, lambda _: "Let us. <|im_end|>", clock=clock) as (setup, record):
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            clock.allow(2)
+            stream: Any = await client.chat.completions.create(
+                model="policy",
+                messages=[{"role": "user", "content": "x"}],
+                tools=[WEATHER],
+                stream=True,
+                logprobs=True,
+                top_logprobs=1,
+            )
+            chunks = [(await anext(stream)).choices[0] for _ in range(3)]
+            assert session.num_turns == 0, "the whole turn was sampled before the first chunk was sent"
+            clock.allow(100)
+            chunks += [chunk.choices[0] async for chunk in stream]
+        assert [c.delta.content for c in chunks if c.delta.content] == ["L", "e", "t", " u", "s", ".", " "]
+        entries = [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content]
+        assert [entry.token for entry in entries] == [*"Let us. ", "<|im_end|>"]
+        assert [entry.top_logprobs[0].token for entry in entries] == [entry.token for entry in entries]
+        assert chunks[-1].finish_reason == "stop"
+        assert_matches_engine(session.build(reward=1.0), record)
+
+
+async def test_events_of_the_responses_api_are_sent_while_the_turn_is_sampled(tmp_path: Path) -> None:
+    clock = StepClock()
+    async with agent_setup(tmp_path, lambda _: CALL, clock=clock) as (setup, record):
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            clock.allow(3)
+            stream: Any = await client.responses.create(model="policy", input="x", tools=[FLAT_WEATHER], stream=True)
+            events = [await anext(stream)]
+            while sum(event.type == "response.output_text.delta" for event in events) < 3:
+                events.append(await anext(stream))
+            assert session.num_turns == 0, "the whole turn was sampled before the first event was sent"
+            clock.allow(200)
+            events += [event async for event in stream]
+        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+        assert deltas == ["L", "e", "t", " m", "e", " s", "e", "e", "."]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert events[-1].type == "response.completed"
+        assert [item.type for item in events[-1].response.output] == ["message", "function_call"]
+        assert_matches_engine(session.build(reward=1.0), record)
+
+
+async def test_a_turn_ends_with_the_tokens_so_far_if_the_agent_stops_reading_its_stream(tmp_path: Path) -> None:
+    clock = StepClock()
+    async with agent_setup(tmp_path, lambda _: "Let us.<|im_end|>", clock=clock) as (setup, record):
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            clock.allow(2)
+            messages: Any = [{"role": "user", "content": "x"}]
+            stream: Any = await client.chat.completions.create(model="policy", messages=messages, stream=True)
+            await anext(stream)
+            await stream.close()
+            await session.settled()
+        sample = session.build(reward=1.0)
+        assert_matches_engine(sample, record)
+        assert sample.num_trained == 2
+        assert session.last_text == "Le"
+
+
+async def test_an_error_before_the_first_token_of_a_stream_has_its_status_and_a_later_one_is_an_event(
+    tmp_path: Path,
+) -> None:
+    clock = StepClock()
+    async with (
+        agent_setup(tmp_path, lambda _: "Let us.<|im_end|>", clock=clock) as (setup, _),
+        setup.open_proxy_session() as session,
+        client_of(session) as client,
+    ):
+        messages: Any = [{"role": "user", "content": "x"}]
+        with pytest.raises(openai.BadRequestError, match="logit_bias"):
+            await client.chat.completions.create(model="policy", messages=messages, stream=True, logit_bias={"1": 2})
+        clock.allow(2)
+        stream: Any = await client.chat.completions.create(model="policy", messages=messages, stream=True)
+        await anext(stream)
+        assert isinstance(session, ProxySession)
+        session.close()
+        clock.allow(100)
+        with pytest.raises(openai.APIError, match="closed during the policy request"):
+            [chunk async for chunk in stream]
 
 
 async def test_a_session_is_named_by_url_header_or_api_key_and_an_unknown_one_is_refused(

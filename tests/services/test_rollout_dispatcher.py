@@ -185,6 +185,18 @@ async def test_the_end_of_the_run_is_noticed_when_every_slot_is_taken(tmp_path: 
     await running
 
 
+async def test_a_dispatcher_that_leaves_finishes_its_groups_and_opens_no_more(tmp_path: Path) -> None:
+    sink = MemorySink(capacity=4, wanted=1_000_000)
+    play = dispatching(tmp_path, [{}] * 8, sink=sink, epochs=None, worker={"delay_s": 0.05})
+    running = asyncio.create_task(play.run())
+    await sink.until(lambda: any(row.state == "queued" for row in sink.rows.values()))
+    play.dispatcher.leave()
+    await running
+    assert {(row.state, row.attempt) for row in sink.rows.values()} == {("queued", 1)}
+    assert sink.released == []
+    assert living_children() == []
+
+
 async def test_a_cancelled_dispatcher_releases_nothing_and_the_next_one_takes_over(tmp_path: Path) -> None:
     play = dispatching(tmp_path, [{"action": "hang"}, {}, {}])
     running = asyncio.create_task(play.run())

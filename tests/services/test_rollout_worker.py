@@ -19,7 +19,7 @@ from rollbook.contracts.group import GroupId
 from rollbook.contracts.group_codec import decode_group
 from rollbook.contracts.task import TaskId
 from rollbook.rollout.groups.player import GroupOrder
-from rollbook.rollout.workers.handle import AsyncRolloutWorker, WorkerDiedError, open_worker
+from rollbook.rollout.workers.handle import WorkerDiedError, WorkerHandle, open_worker
 from rollbook.rollout.workers.messages import Finished
 from rollbook.telemetry.events import EventLog
 from tests.parts.concurrency.until import until
@@ -27,7 +27,7 @@ from tests.parts.rollout.dispatching import REPOSITORY, config_of, spec_of
 
 
 @asynccontextmanager
-async def worker_of(*, stop_s: float = 0.5, **settings: Any) -> AsyncIterator[AsyncRolloutWorker]:
+async def worker_of(*, stop_s: float = 0.5, **settings: Any) -> AsyncIterator[WorkerHandle]:
     spec = spec_of(config_of(), **settings)
     log = EventLog("test", echo=io.StringIO())
     async with open_worker(spec, log=log, start_s=60, silence_s=60, stop_s=stop_s) as worker:
@@ -46,7 +46,7 @@ def order(number: int, **row: Any) -> GroupOrder:
     )
 
 
-async def results_of(worker: AsyncRolloutWorker, count: int) -> dict[str, Finished]:
+async def results_of(worker: WorkerHandle, count: int) -> dict[str, Finished]:
     found: dict[str, Finished] = {}
     async for done, result in worker.results():
         found[done.group_id] = result

@@ -1,7 +1,7 @@
 """The main function of a process template: import modules once, then fork a child for each request.
 
-Started by `template.py` as `python -m ... CHANNEL_FD REQUESTS_FD MODULE,MODULE,...`. A request is one byte with the descriptors of the
-child, then a JSON frame. The reply is a frame with the child's pid, or an empty one if the child could not be made.
+Started by `template.py` as `python -m ... CHANNEL_FD REQUESTS_FD MODULE,MODULE,...`. A request is one byte with the descriptors
+of the child, then a JSON frame. The reply is a frame with the child's pid, or an empty one if the child could not be made.
 
 A child is forked twice: the process in between exits, so the child becomes a child of the process that requested it (see
 `template.py`), and neither its life nor its exit status depends on the template. The child then waits for permission to run: a
@@ -32,6 +32,8 @@ FREE_FDS = 200
 Some libraries leave files open after their import; those get higher numbers."""
 MAX_FDS = 64
 TEMPLATE_MODULE = "rollbook.concurrency.child_process.template_main"
+SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
+"""Threads of libraries that start them again in a forked child. Arrow's memory allocator does."""
 COMMAND_BYTES = 4096
 """Space for the command line of a child, as shown by `ps`. A longer one is cut."""
 
@@ -106,9 +108,10 @@ def _low_numbers_kept_free() -> Iterator[None]:
 
 def _why_not_to_fork() -> str:
     """Empty if this process can be forked: the child of a process with threads or an open GPU does not work."""
-    threads = list(Path("/proc/self/task").iterdir())
-    if len(threads) > 1:
-        return f"its modules started {len(threads) - 1} threads"
+    others = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
+    names = {(task / "comm").read_text(encoding="utf-8", errors="replace").strip() for task in others}
+    if names - SAFE_THREADS:
+        return f"its modules started threads: {', '.join(sorted(names))}"
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the descriptor of the listing itself
             if (file := str(link.readlink())).startswith("/dev/nvidia"):

@@ -1,14 +1,19 @@
-"""Opens environments for a rollout process: of a server at `env.url`, or its own.
+"""Opens environments for a rollout process: of one or several servers, or its own.
 
     async with open_environments(config) as open_environment:
         async with open_environment() as env:
             seen = await env.reset(row)
 
-On a server each episode holds one session and never requests a second, so episodes cannot deadlock.
+On a server each episode holds one session and never requests a second, so episodes cannot deadlock. With several servers, an
+episode uses the one on which this process has the fewest sessions; if that one is full or gone, the next.
 """
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from typing import TypeAlias
 
 from aiohttp import ClientError, ClientSession
@@ -23,13 +28,26 @@ from rollbook.envs.config import EnvConfig
 from rollbook.envs.server.protocol import HEALTH_PATH
 
 OpenEnvironment: TypeAlias = Callable[[], AbstractAsyncContextManager[Environment]]
+ServerSource: TypeAlias = Callable[[], Awaitable[Sequence[str]]]
+"""Lists the environment servers, where the list may change."""
+
+FOLLOW_S = 2.0
+"""Interval at which the list of servers is read."""
+TRY_S = 2.0
+"""How long a session waits for a full server before it tries another one."""
+ROUND_PAUSE_S = 0.2
+"""After all servers were tried."""
 
 
 @asynccontextmanager
-async def open_environments(config: EnvConfig) -> AsyncIterator[OpenEnvironment]:
+async def open_environments(
+    config: EnvConfig, *, servers: ServerSource | None = None
+) -> AsyncIterator[OpenEnvironment]:
+    """`servers`: lists the servers, for an environment at `config.url`."""
     if config.url is not None:
         token = None if config.token is None else config.token.get_secret_value()
-        async with open_remote_environments(config.url, ClientOptions(token=token)) as open_environment:
+        options = ClientOptions(token=token)
+        async with open_remote_environments(config.url, options, source=servers) as open_environment:
             yield open_environment
         return
     source = EnvironmentSource(config)
@@ -40,22 +58,61 @@ async def open_environments(config: EnvConfig) -> AsyncIterator[OpenEnvironment]
 
 
 @asynccontextmanager
-async def open_remote_environments(url: str, options: ClientOptions = DEFAULTS) -> AsyncIterator[OpenEnvironment]:
+async def open_remote_environments(
+    url: str, options: ClientOptions = DEFAULTS, *, source: ServerSource | None = None
+) -> AsyncIterator[OpenEnvironment]:
     """Connect to a running server. Raises `TransientError` if it does not respond within `connect_s`."""
     url = url.rstrip("/")
     async with new_http(options) as http:
         deadline = Deadline(options.connect_s, f"connecting to {url}")
         await retry(lambda: _check_health(http, url, deadline=deadline), on=TransientError, deadline=deadline)
+        servers = _Servers([url])
+        following = [] if source is None else [asyncio.create_task(servers.follow(source), name="envs.follow")]
+        try:
+            yield partial(servers.session, http, options)
+        finally:
+            for task in following:
+                task.cancel()
+            await asyncio.gather(*following, return_exceptions=True)
 
-        @asynccontextmanager
-        async def open_environment() -> AsyncIterator[EnvSession]:
-            sessions = await open_sessions(http, url, 1, options)
-            try:
-                yield sessions[0]
-            finally:
-                await close_sessions(sessions, options)
 
-        yield open_environment
+class _Servers:
+    """The environment servers, and the number of sessions that this process has on each."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._urls = list(urls)
+        self._sessions: Counter[str] = Counter()
+
+    async def follow(self, source: ServerSource) -> None:
+        """Read the list of servers again and again. The last one is used while it is unknown. Ends: on cancellation."""
+        while True:
+            with suppress(TransientError):
+                self._urls = [url.rstrip("/") for url in await source()] or self._urls
+            await asyncio.sleep(FOLLOW_S)
+
+    @asynccontextmanager
+    async def session(self, http: ClientSession, options: ClientOptions) -> AsyncIterator[EnvSession]:
+        url, session = await self._open(http, options)
+        self._sessions[url] += 1
+        try:
+            yield session
+        finally:
+            self._sessions[url] -= 1
+            await close_sessions([session], options)
+
+    async def _open(self, http: ClientSession, options: ClientOptions) -> tuple[str, EnvSession]:
+        """Raises the error of the last server that was tried."""
+        deadline = Deadline(options.connect_s, "opening an environment")
+        while True:
+            urls = sorted(self._urls, key=lambda url: self._sessions[url])
+            for url in urls:
+                wait_s = options.connect_s if len(urls) == 1 else TRY_S
+                try:
+                    return url, (await open_sessions(http, url, 1, replace(options, connect_s=wait_s)))[0]
+                except (TransientError, DeadlineExceededError):
+                    if len(urls) == 1 or deadline.is_over:
+                        raise
+            await asyncio.sleep(ROUND_PAUSE_S)
 
 
 async def _check_health(http: ClientSession, url: str, *, deadline: Deadline) -> None:

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from rollbook.concurrency.deadline import Deadline
 from rollbook.concurrency.retry import retry
 from rollbook.contracts.errors import TransientError
-from rollbook.contracts.policy import Completion, SamplingParams
+from rollbook.contracts.policy import Completion, FinishReason, OnTokens, SamplingParams, TokenChunk, joined_chunks
 from rollbook.inference.client.fleet import Fleet, ReplicaSource, open_fleet
 from rollbook.inference.client.replica_choice import AFFINITY_SPREAD, prompt_session
 from rollbook.inference.client.server_protocol import CompletionRequest, RollbookProtocol, ServerProtocol
@@ -47,15 +47,31 @@ class PolicyClient:
         *,
         min_publication: int = 0,
         timeout_s: float | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """Raises `TransientError` when the deadline expires, `EpisodeError` when the prompt is invalid."""
+        """Raises `TransientError` when the deadline expires, `EpisodeError` when the prompt is invalid.
+
+        Tokens that `on_tokens` received are never sampled again: if the connection is lost after them, the completion is aborted.
+        """
         budget_s = self._request_s if timeout_s is None else timeout_s
         prompt = prompt_ids if type(prompt_ids) is list else list(map(int, prompt_ids))
-        request = CompletionRequest(prompt=prompt, sampling=sampling, min_publication=min_publication)
+        received: list[TokenChunk] = []
+
+        def receive(chunk: TokenChunk) -> None:
+            received.append(chunk)
+            if on_tokens is not None:
+                on_tokens(chunk)
+
+        request = CompletionRequest(
+            prompt=prompt,
+            sampling=sampling,
+            min_publication=min_publication,
+            on_tokens=None if on_tokens is None else receive,
+        )
         deadline = Deadline(budget_s, "policy request")
         try:
             async with asyncio.timeout(budget_s):
-                return await self._request(request, self._session_of(prompt), deadline)
+                return await self._request(request, self._session_of(prompt), deadline, received)
         except TimeoutError as error:
             last_error = f"; last error: {self._last_error}" if self._last_error else ""
             raise TransientError(
@@ -68,7 +84,9 @@ class PolicyClient:
         name = None if self._session is None else self._session()
         return prompt_session(prompt) if name is None else name
 
-    async def _request(self, request: CompletionRequest, session: str | None, deadline: Deadline) -> Completion:
+    async def _request(
+        self, request: CompletionRequest, session: str | None, deadline: Deadline, received: Sequence[TokenChunk]
+    ) -> Completion:
         """The only retry loop. A failed attempt is not repeated at the same replica while another one is left."""
         failed: set[int] = set()
 
@@ -80,6 +98,8 @@ class PolicyClient:
                 with self._fleet.request(at) as connection:
                     return await self._fleet.protocol.complete(connection, request)
             except TransientError:
+                if received:
+                    return _aborted(received)
                 failed.add(at)
                 raise
 
@@ -89,6 +109,17 @@ class PolicyClient:
         self._last_error = str(error)
         if self._log is not None and not isinstance(error, ReplicaBusyError):
             self._log.info("policy.retried", cause=str(error), wait_s=round(wait_s, 3))
+
+
+def _aborted(received: Sequence[TokenChunk]) -> Completion:
+    tokens = joined_chunks(received)
+    return Completion(
+        token_ids=tokens.token_ids,
+        logprobs=tokens.logprobs,
+        versions=tokens.versions,
+        finish_reason=FinishReason.ABORT,
+        tops=tokens.tops,
+    )
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ from typing import Protocol
 import msgspec
 
 from rollbook.contracts.errors import TransientError
-from rollbook.contracts.policy import Completion, SamplingParams
+from rollbook.contracts.policy import Completion, OnTokens, SamplingParams
 from rollbook.inference.client.token_stream import TokenStream
 from rollbook.inference.connection import PolicyConnection
 from rollbook.inference.wire.completions import MSGPACK, CompletionBody, Health, StructuredOutputs, TokenReply
@@ -17,6 +17,8 @@ class CompletionRequest:
     prompt: list[int]
     sampling: SamplingParams
     min_publication: int
+    on_tokens: OnTokens | None = None
+    """Receives tokens as they are sampled. vLLM and requests with a grammar send only the whole completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,9 @@ class RollbookProtocol:
         stream = self._streams.get(connection)
         if stream is None:
             stream = self._streams[connection] = TokenStream(connection)
-        return await stream.complete(request.prompt, request.sampling, min_publication=request.min_publication)
+        return await stream.complete(
+            request.prompt, request.sampling, min_publication=request.min_publication, on_tokens=request.on_tokens
+        )
 
     async def close(self) -> None:
         for stream in self._streams.values():

@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 
 from rollbook.contracts.errors import TransientError
-from rollbook.contracts.policy import Completion, SamplingParams
+from rollbook.contracts.policy import Completion, OnTokens, SamplingParams
 from rollbook.inference.connection import PolicyConnection, error_of
 from rollbook.inference.wire.token_stream import (
     STREAM_PATH,
@@ -29,24 +29,34 @@ class TokenStream:
         self._tasks: list[asyncio.Task[None]] = []
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Completion]] = {}
+        self._on_tokens: dict[int, OnTokens] = {}
         self._requests: list[StreamedRequest] = []
         self._cancelled: list[int] = []
         self._has_messages = asyncio.Event()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ServerFrame).decode
 
-    async def complete(self, prompt: list[int], sampling: SamplingParams, *, min_publication: int) -> Completion:
+    async def complete(
+        self, prompt: list[int], sampling: SamplingParams, *, min_publication: int, on_tokens: OnTokens | None = None
+    ) -> Completion:
         """Raises the errors of `connection.error_of`. Cancelling it cancels the request at the server."""
         if self._socket is None or self._socket.closed:
             await self._connect()
         number = next(self._numbers)
         completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._pending[number] = completion
-        self._requests.append(StreamedRequest.of(number, prompt, sampling, min_publication=min_publication))
+        if on_tokens is not None:
+            self._on_tokens[number] = on_tokens
+        self._requests.append(
+            StreamedRequest.of(
+                number, prompt, sampling, min_publication=min_publication, is_streamed=on_tokens is not None
+            )
+        )
         self._has_messages.set()
         try:
             return await completion
         finally:
+            self._on_tokens.pop(number, None)
             if self._pending.pop(number, None) is not None:
                 self._cancelled.append(number)
                 self._has_messages.set()
@@ -89,21 +99,25 @@ class TokenStream:
                 await socket.send_bytes(self._encode(frame))
 
     async def _receive(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        """Receive outcomes.
+        """Receive outcomes and streamed tokens.
 
         Takes:  frames of the server.
-        Gives:  each outcome to its request.
+        Gives:  each of them to its request.
         Waits:  for the next frame.
         Ends:   when the connection is closed or a frame is invalid: all requests in flight fail as transient.
         """
         cause = "the connection was lost"
         async for message in socket:
             try:
-                outcomes = self._decode(message.data).outcomes
-            except (msgspec.MsgspecError, TypeError) as error:
+                frame = self._decode(message.data)
+                streamed = [(tokens.id, tokens.to_contract()) for tokens in frame.tokens]
+            except (msgspec.MsgspecError, TypeError, ValueError) as error:
                 cause = f"invalid frame: {error}"
                 break
-            for outcome in outcomes:
+            for number, chunk in streamed:
+                if (on_tokens := self._on_tokens.get(number)) is not None:
+                    on_tokens(chunk)
+            for outcome in frame.outcomes:
                 self._settle(outcome)
         await socket.close()
         self._fail_pending(cause)

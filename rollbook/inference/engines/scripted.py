@@ -18,14 +18,13 @@ import numpy as np
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import load_plugin
-from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams, TopLogprobs
+from rollbook.contracts.policy import Completion, FinishReason, OnTokens, Publication, SamplingParams, TopLogprobs
 from rollbook.contracts.weights import Adapter
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import (
     EngineClosedError,
     EngineStats,
     GenerationError,
-    OnTokens,
     PromptScores,
     QueueFullError,
     TensorSource,

@@ -8,11 +8,10 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TopLogprobs
-from rollbook.inference.engine import Engine, TokenChunk, TokenConstraint
-from rollbook.inference.server.text import IncrementalDecoder, StopStrings, Tokenizer
+from rollbook.contracts.output_formats import IncrementalDecoder, StopStrings
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TokenChunk, TopLogprobs, joined_chunks
+from rollbook.inference.engine import Engine, TokenConstraint
+from rollbook.inference.server.text import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +108,7 @@ class Generation:
     def _piece(self, text: str, chunks: Sequence[TokenChunk]) -> Piece:
         self._text += text
         self._used += chunks
-        return Piece(text=text, tokens=_joined(chunks))
+        return Piece(text=text, tokens=joined_chunks(chunks))
 
     def _decode(self, chunk: TokenChunk) -> tuple[str, TokenChunk]:
         """The text of a chunk, and its tokens up to the end of a stop string."""
@@ -128,7 +127,7 @@ class Generation:
         if self._stops.matched is None and not self._is_aborted:
             return await self._completion
         self._completion.cancel()
-        tokens = _joined([*self._used, *last_chunks])
+        tokens = joined_chunks([*self._used, *last_chunks])
         return Completion(
             token_ids=tokens.token_ids,
             logprobs=tokens.logprobs,
@@ -159,25 +158,4 @@ def _first(chunk: TokenChunk, count: int) -> TokenChunk:
         versions=chunk.versions[:count],
         cached_tokens=chunk.cached_tokens,
         tops=None if tops is None else TopLogprobs(token_ids=tops.token_ids[:count], logprobs=tops.logprobs[:count]),
-    )
-
-
-def _joined(chunks: Sequence[TokenChunk]) -> TokenChunk:
-    if len(chunks) == 1:
-        return chunks[0]
-    if not chunks:
-        empty = np.empty(0, dtype=np.int32)
-        return TokenChunk(token_ids=empty, logprobs=np.empty(0, dtype=np.float32), versions=empty)
-    tops = [chunk.tops for chunk in chunks if chunk.tops is not None]
-    return TokenChunk(
-        token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
-        logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
-        versions=np.concatenate([chunk.versions for chunk in chunks]),
-        cached_tokens=chunks[-1].cached_tokens,
-        tops=TopLogprobs(
-            token_ids=np.concatenate([top.token_ids for top in tops]),
-            logprobs=np.concatenate([top.logprobs for top in tops]),
-        )
-        if tops
-        else None,
     )

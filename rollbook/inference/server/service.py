@@ -10,7 +10,7 @@ from typing import Protocol
 
 from rollbook.contracts.errors import RollbookError, TransientError
 from rollbook.contracts.plugin import MissingExtraError, load_on_demand
-from rollbook.contracts.policy import Completion, SamplingParams
+from rollbook.contracts.policy import Completion, OnTokens, SamplingParams
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import Engine, QueueFullError, TokenConstraint
 from rollbook.inference.request import BadRequestError
@@ -112,11 +112,16 @@ class PolicyService:
         return await asyncio.to_thread(compiler.compile, text, field=field)
 
     def submit(
-        self, prompt: Sequence[int], sampling: SamplingParams, *, min_publication: int
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        min_publication: int,
+        on_tokens: OnTokens | None = None,
     ) -> asyncio.Future[Completion]:
         """Start one completion of token ids. Cancel the future to free its slot."""
         self._admit(1, min_publication)
-        return self.engine.submit(prompt, sampling)
+        return self.engine.submit(prompt, sampling, on_tokens=on_tokens)
 
     @contextmanager
     def generations(

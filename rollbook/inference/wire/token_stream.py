@@ -1,7 +1,8 @@
 """Frames of `GET /inference/v1/stream`, a WebSocket over which one client sends many requests at the same time.
 
 Frames are MessagePack. A frame holds all messages that were ready when it was sent, so the cost of a request falls as the load
-grows. Outcomes arrive in the order in which the requests end. Closing the connection cancels its requests.
+grows. Outcomes arrive in the order in which the requests end; the tokens of a streamed request arrive before its outcome. Closing
+the connection cancels its requests.
 """
 
 from typing import Self
@@ -9,7 +10,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from rollbook.contracts.policy import SamplingParams
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TokenChunk
 from rollbook.inference.wire.completions import TokenCompletion
 
 STREAM_PATH = "/inference/v1/stream"
@@ -28,9 +29,19 @@ class StreamedRequest(msgspec.Struct, array_like=True, frozen=True):
     stop_token_ids: tuple[int, ...]
     seed: int | None
     top_logprobs: int
+    is_streamed: bool = False
+    """Whether the client wants tokens as they are sampled, before the outcome."""
 
     @classmethod
-    def of(cls, number: int, prompt: list[int], sampling: SamplingParams, *, min_publication: int) -> Self:
+    def of(
+        cls,
+        number: int,
+        prompt: list[int],
+        sampling: SamplingParams,
+        *,
+        min_publication: int,
+        is_streamed: bool = False,
+    ) -> Self:
         return cls(
             number,
             np.array(prompt, dtype=np.int32).data,
@@ -42,6 +53,7 @@ class StreamedRequest(msgspec.Struct, array_like=True, frozen=True):
             sampling.stop_token_ids,
             sampling.seed,
             sampling.top_logprobs,
+            is_streamed,
         )
 
     def prompt_ids(self) -> list[int]:
@@ -83,5 +95,33 @@ class StreamedOutcome(msgspec.Struct, array_like=True, frozen=True):
     error: StreamedError | None = None
 
 
+class StreamedTokens(msgspec.Struct, array_like=True, frozen=True):
+    """Tokens of a streamed request that were sampled since its last ones. The outcome repeats them all."""
+
+    id: int
+    tokens: TokenCompletion
+    """As a completion that ends here."""
+
+    @classmethod
+    def of(cls, number: int, chunk: TokenChunk) -> Self:
+        completion = Completion(
+            token_ids=chunk.token_ids,
+            logprobs=chunk.logprobs,
+            versions=chunk.versions,
+            finish_reason=FinishReason.ABORT,
+            tops=chunk.tops,
+        )
+        return cls(number, TokenCompletion.of(completion))
+
+    def to_contract(self) -> TokenChunk:
+        """Raises `ValueError` when the lengths of the arrays differ."""
+        tokens = self.tokens.to_contract()
+        return TokenChunk(
+            token_ids=tokens.token_ids, logprobs=tokens.logprobs, versions=tokens.versions, tops=tokens.tops
+        )
+
+
 class ServerFrame(msgspec.Struct, array_like=True, frozen=True):
     outcomes: list[StreamedOutcome]
+    tokens: list[StreamedTokens] = []
+    """Sampled before the outcomes of the same frame."""

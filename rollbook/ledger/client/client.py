@@ -68,6 +68,8 @@ RETRIED = frozenset(
         HTTPStatus.GATEWAY_TIMEOUT,
     }
 )
+UNAVAILABLE = frozenset({HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT})
+"""Another replica of the service may respond."""
 NOTHING = wire.Empty()
 
 
@@ -78,7 +80,8 @@ class _Request:
     name: str
     """Method and path, for messages."""
     method: str
-    url: str
+    target: str
+    """Path and query; the address of the service is that of the current replica."""
     headers: Mapping[str, str]
     body: bytes | None
 
@@ -98,7 +101,8 @@ class LedgerClient:
         is_compressed: bool = False,
     ) -> None:
         self._session = session
-        self._url = url.rstrip("/")
+        self._urls = [address.strip().rstrip("/") for address in url.split(",")]
+        self._current = 0
         self._run_id = run_id
         self._request_s = request_s
         self._log = log
@@ -260,7 +264,7 @@ class LedgerClient:
                     return await self._bundles.send(request)
             except TimeoutError as error:
                 raise TransientError(
-                    f"ledger at {self._url}: no response to group {request.group_id} in {left:g} s"
+                    f"ledger at {self._urls[self._current]}: no response to group {request.group_id} in {left:g} s"
                 ) from error
 
         return await retry(send, on=TransientError, deadline=deadline, on_retry=self._log_retry("POST /submit"))
@@ -375,30 +379,42 @@ class LedgerClient:
         if not verb.has_body:
             fields = msgspec.to_builtins(message)
             query = urlencode({field: value for field, value in fields.items() if value is not None})
-            url = f"{self._url}{target}?{query}" if query else f"{self._url}{target}"
-            return _Request(name, verb.method, url, self._headers, None)
+            return _Request(name, verb.method, f"{target}?{query}" if query else target, self._headers, None)
         body = msgspec.msgpack.encode(message)
         headers = {**self._headers, "Content-Type": wire.CONTENT_TYPE}
         if self._is_compressed and len(body) >= MIN_COMPRESSED_BYTES:
             body, headers["Content-Encoding"] = await asyncio.to_thread(compress, body), "zstd"
-        return _Request(name, verb.method, f"{self._url}{target}", headers, body)
+        return _Request(name, verb.method, target, headers, body)
 
     async def _send(self, request: _Request, read: Read[T], limit_s: float) -> T:
-        """One attempt. Raises `TransientError` if another attempt may succeed."""
+        """One attempt at the current replica. Raises `TransientError` if another attempt may succeed."""
+        replica = self._current
+        url = self._urls[replica]
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S)
         # As a file: aiohttp would write large plain bytes to the socket in one go and block the event loop.
         data = None if request.body is None else io.BytesIO(request.body)
         try:
             async with self._session.request(
-                request.method, request.url, data=data, headers=request.headers, timeout=timeout
+                request.method, url + request.target, data=data, headers=request.headers, timeout=timeout
             ) as response:
                 if response.status != HTTPStatus.OK:
+                    if response.status in UNAVAILABLE:
+                        self._fail_over(replica)
                     raise await _response_error(response, request.name)
                 return await read(response)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, EOFError, TimeoutError) as error:
+            self._fail_over(replica)
             raise TransientError(
-                f"ledger at {self._url}: no response to {request.name} ({type(error).__name__}: {error})"
+                f"ledger at {url}: no response to {request.name} ({type(error).__name__}: {error})"
             ) from error
+
+    def _fail_over(self, failed: int) -> None:
+        """Use the next replica from now on. Requests that run concurrently fail at the same one and move on only once."""
+        if len(self._urls) > 1 and self._current == failed:
+            self._current = (failed + 1) % len(self._urls)
+            self._log.warning(
+                "ledger.failed_over", run=self._run_id, from_url=self._urls[failed], to_url=self._urls[self._current]
+            )
 
     def _log_retry(self, name: str) -> Callable[[Exception, float], None]:
         def log(error: Exception, wait: float) -> None:
@@ -456,8 +472,9 @@ async def open_ledger_client(
 ) -> AsyncIterator[LedgerClient]:
     """A client of one run of a ledger service: `async with open_ledger_client(url, "my-run") as ledger`.
 
-    Requests are repeated until `request_s`. `is_compressed` compresses requests and responses with zstd: for networks slower than a
-    disk.
+    `url`: the address of the service, or of several replicas of it, separated by commas. A client uses one until it does not
+    respond, then the next. Requests are repeated until `request_s`. `is_compressed` compresses requests and responses with zstd:
+    for networks slower than a disk.
     """
     log = log or EventLog("ledger-client")
     # No limit on connections: long polls hold theirs, and callers limit their concurrent requests.

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,7 +38,7 @@ tokens by role are configured; elsewhere every request does. Requests of web pag
 
 def http_api_page() -> str:
     """The whole page."""
-    parts = [INTRODUCTION, _roles(), _errors(), "## Routes\n"]
+    parts = [INTRODUCTION, _roles(), _errors(), _session(), "## Routes\n"]
     parts += [_verb(verb) for verb in VERBS]
     parts += ["## Messages\n", *_messages()]
     return "\n".join(parts).rstrip() + "\n"
@@ -57,6 +58,11 @@ def _errors() -> str:
     lines = [f"| {status} {HTTPStatus(int(status)).phrase} | {cause} |" for status, cause in ERRORS.items()]
     form = 'An error is JSON: `{"kind": …, "message": …}`. The message says what is wrong and what to do.\n'
     return "\n".join(["## Errors\n", form, "| status | meaning |", "|---|---|", *lines, ""])
+
+
+def _session() -> str:
+    script = Path(__file__).with_name("session.sh").read_text(encoding="utf-8")
+    return f"## A run with curl\n\nEvery route once, in the order of a run. A test executes it.\n\n```sh\n{script}```\n"
 
 
 def _verb(verb: Verb[Any, Any]) -> str:

@@ -4,7 +4,6 @@ An unsupported field that would change sampling is refused, never ignored. Field
 overridden and listed in the sample's facts.
 """
 
-import math
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,8 @@ import msgspec
 
 from rollbook.contracts.policy import MAX_TOP_LOGPROBS
 from rollbook.rollout.agents.messages import BadChatError
-from rollbook.rollout.agents.session import ChatRequest, ChatTurn
+from rollbook.rollout.agents.session import ChatRequest, ChatTurn, ProxySession
+from rollbook.rollout.agents.streaming import SampledToken, TurnPart, sampled_tokens
 
 MODEL_NAME = "policy"
 
@@ -100,40 +100,85 @@ def _usage(turn: ChatTurn) -> dict[str, int]:
     }
 
 
-def chat_reply(body: Mapping[str, Any], turn: ChatTurn) -> dict[str, Any]:
-    message = {**turn.parsed.to_message(), "refusal": None}
-    if turn.parsed.calls and not turn.parsed.content:
-        message["content"] = None
-    choice = {
-        "index": 0,
-        "message": message,
-        "logprobs": _logprobs(turn) if body.get("logprobs") else None,
-        "finish_reason": turn.finish_reason,
-    }
-    return {**_head(body, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
+class ChatReply:
+    """The response to one request, whole or as a stream."""
 
+    def __init__(self, body: Mapping[str, Any], session: ProxySession) -> None:
+        self.request = chat_request(body)
+        self._token_bytes = session.token_bytes
+        self._has_logprobs = bool(body.get("logprobs"))
+        options = body.get("stream_options")
+        self._has_usage = isinstance(options, Mapping) and bool(options.get("include_usage"))
+        self._head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion.chunk" if body.get("stream") else "chat.completion",
+            "created": int(time.time()),
+            "model": body.get("model") or MODEL_NAME,
+        }
+        self._sent_text = ""
+        self._sent_tokens = 0
+        self._has_started = False
 
-def chat_chunks(body: Mapping[str, Any], turn: ChatTurn) -> Iterator[bytes]:
-    """The same response as a stream. The turn is sampled whole before, so that a broken stream never leaves half a turn."""
-    head = _head(body, "chat.completion.chunk")
+    def whole(self, turn: ChatTurn) -> dict[str, Any]:
+        message = {**turn.parsed.to_message(), "refusal": None}
+        if turn.parsed.calls and not turn.parsed.content:
+            message["content"] = None
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": self._logprobs(sampled_tokens(turn.completion)),
+            "finish_reason": turn.finish_reason,
+        }
+        return {**self._head, "choices": [choice], "usage": _usage(turn)}
 
-    def chunk(delta: Mapping[str, Any], finish: str | None = None, logprobs: Any = None) -> bytes:
+    def part(self, part: TurnPart) -> Iterator[bytes]:
+        """Chunks for a part of the turn, sent while the rest is sampled."""
+        if not self._has_started:
+            self._has_started = True
+            yield self._chunk({"role": "assistant", "content": ""})
+        self._sent_text += part.text
+        self._sent_tokens += len(part.tokens)
+        yield self._chunk({"content": part.text}, logprobs=self._logprobs(part.tokens))
+
+    def end(self, turn: ChatTurn) -> Iterator[bytes]:
+        """What was not sent as parts."""
+        if not self._has_started:
+            yield self._chunk({"role": "assistant", "content": "" if not turn.parsed.calls else None})
+        content = turn.parsed.content
+        # A parser may have removed white space that was sent already.
+        rest = content[len(self._sent_text) :] if content.startswith(self._sent_text) else ""
+        logprobs = self._logprobs(sampled_tokens(turn.completion)[self._sent_tokens :])
+        if rest:
+            yield self._chunk({"content": rest}, logprobs=logprobs)
+            logprobs = None
+        for number, call in enumerate(turn.parsed.calls):
+            yield self._chunk({"tool_calls": [{"index": number, **call.to_openai()}]})
+        # The logprobs of tool calls and of the end token have no chunk with text.
+        yield self._chunk({}, turn.finish_reason, logprobs)
+        if self._has_usage:
+            yield event({**self._head, "choices": [], "usage": _usage(turn)})
+        yield b"data: [DONE]\n\n"
+
+    def _chunk(self, delta: Mapping[str, Any], finish: str | None = None, logprobs: Any = None) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
-        return event({**head, "choices": [choice]})
+        return event({**self._head, "choices": [choice]})
 
-    yield chunk({"role": "assistant", "content": "" if not turn.parsed.calls else None})
-    logprobs = _logprobs(turn) if body.get("logprobs") else None
-    if turn.parsed.content:
-        yield chunk({"content": turn.parsed.content}, logprobs=logprobs)
-        logprobs = None
-    for number, call in enumerate(turn.parsed.calls):
-        yield chunk({"tool_calls": [{"index": number, **call.to_openai()}]})
-    # Those of a turn without content, which has no earlier chunk for them.
-    yield chunk({}, turn.finish_reason, logprobs)
-    options = body.get("stream_options")
-    if isinstance(options, Mapping) and options.get("include_usage"):
-        yield event({**head, "choices": [], "usage": _usage(turn)})
-    yield b"data: [DONE]\n\n"
+    def _logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
+        """Of all sampled tokens, tool calls and end token included."""
+        if not self._has_logprobs:
+            return None
+        entries = [
+            {
+                **self._entry(token.id, token.logprob),
+                "top_logprobs": [self._entry(other, logprob) for other, logprob in token.alternatives],
+            }
+            for token in tokens
+        ]
+        return {"content": entries}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = self._token_bytes(token)
+        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
 
 
 def event(value: Any, name: str | None = None) -> bytes:
@@ -144,31 +189,3 @@ def event(value: Any, name: str | None = None) -> bytes:
 def models() -> dict[str, Any]:
     card = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "rollbook"}
     return {"object": "list", "data": [card]}
-
-
-def _head(body: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": body.get("model") or MODEL_NAME,
-    }
-
-
-def _logprobs(turn: ChatTurn) -> dict[str, Sequence[Any]]:
-    """Of all sampled tokens, tool calls and end token included."""
-    completion = turn.completion
-
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        raw = turn.token_bytes(token)
-        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
-
-    entries: list[dict[str, Any]] = []
-    for at, (token, logprob) in enumerate(
-        zip(completion.token_ids.tolist(), completion.logprobs.tolist(), strict=True)
-    ):
-        tops = completion.tops
-        likeliest = [] if tops is None else zip(tops.token_ids[at].tolist(), tops.logprobs[at].tolist(), strict=True)
-        others = [entry(other, value) for other, value in likeliest if not math.isinf(value)]
-        entries.append({**entry(token, logprob), "top_logprobs": others})
-    return {"content": entries}

@@ -13,7 +13,8 @@ from rollbook.rollout.agents.chat_completions import (
     refuse_unsupported,
 )
 from rollbook.rollout.agents.messages import BadChatError
-from rollbook.rollout.agents.session import ChatRequest, ChatTurn
+from rollbook.rollout.agents.session import ChatRequest, ChatTurn, ProxySession
+from rollbook.rollout.agents.streaming import TurnPart
 from rollbook.rollout.contract import Message
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -91,93 +92,146 @@ def _tool(tool: Any, number: int) -> Mapping[str, Any]:
     return {"type": "function", "function": function}
 
 
-def responses_reply(body: Mapping[str, Any], turn: ChatTurn) -> dict[str, Any]:
-    is_cut = turn.finish_reason == "length"
-    sampled = len(turn.completion.token_ids)
-    return {
-        "id": f"resp_{uuid.uuid4().hex}",
-        "object": "response",
-        "created_at": int(time.time()),
-        "model": body.get("model") or MODEL_NAME,
-        "status": "incomplete" if is_cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "error": None,
-        "instructions": body.get("instructions"),
-        "metadata": {},
-        "output": _items(turn),
-        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
-        "temperature": None,
-        "top_p": None,
-        "tool_choice": body.get("tool_choice") or "auto",
-        "tools": body.get("tools") or [],
-        "previous_response_id": body.get("previous_response_id"),
-        "usage": {
-            "input_tokens": turn.num_prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": sampled,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": turn.num_prompt_tokens + sampled,
-        },
-    }
+class ResponsesReply:
+    """The response to one request, whole or as a stream."""
 
+    def __init__(self, body: Mapping[str, Any], session: ProxySession) -> None:
+        self.request = responses_request(body, session.responses)
+        self._body = body
+        self._responses = session.responses
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._message_id = f"msg_{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._number = -1
+        self._sent_text = ""
 
-def _items(turn: ChatTurn) -> list[dict[str, Any]]:
-    items: list[dict[str, Any]] = []
-    if turn.parsed.content or not turn.parsed.calls:
-        part = {"type": "output_text", "text": turn.parsed.content, "annotations": [], "logprobs": []}
-        items.append(
-            {
-                "id": f"msg_{uuid.uuid4().hex}",
-                "type": "message",
-                "role": "assistant",
-                "status": "completed",
-                "content": [part],
-            }
-        )
-    items += [
-        {
-            "id": f"fc_{uuid.uuid4().hex}",
-            "type": "function_call",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": call.arguments,
-            "status": "completed",
+    def whole(self, turn: ChatTurn) -> dict[str, Any]:
+        # Instructions apply to one request only: the next request brings its own.
+        self._responses[self._id] = turn.messages[1 if self._body.get("instructions") else 0 :]
+        is_cut = turn.finish_reason == "length"
+        sampled = len(turn.completion.token_ids)
+        return {
+            **self._head("incomplete" if is_cut else "completed"),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": self._items(turn),
+            "usage": {
+                "input_tokens": turn.num_prompt_tokens,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": sampled,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": turn.num_prompt_tokens + sampled,
+            },
         }
-        for call in turn.parsed.calls
-    ]
-    return items
 
+    def _head(self, status: str) -> dict[str, Any]:
+        body = self._body
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "model": body.get("model") or MODEL_NAME,
+            "status": status,
+            "incomplete_details": None,
+            "error": None,
+            "instructions": body.get("instructions"),
+            "metadata": {},
+            "output": [],
+            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+            "temperature": None,
+            "top_p": None,
+            "tool_choice": body.get("tool_choice") or "auto",
+            "tools": body.get("tools") or [],
+            "previous_response_id": body.get("previous_response_id"),
+            "usage": None,
+        }
 
-def responses_events(reply: Mapping[str, Any]) -> Iterator[bytes]:
-    """The same response as a stream of events. The turn is sampled whole before."""
-    number = -1
+    def _items(self, turn: ChatTurn) -> list[dict[str, Any]]:
+        has_message = turn.parsed.content or self._sent_text or not turn.parsed.calls
+        items = [self._message("completed", turn.parsed.content)] if has_message else []
+        items += [
+            {
+                "id": f"fc_{uuid.uuid4().hex}",
+                "type": "function_call",
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": call.arguments,
+                "status": "completed",
+            }
+            for call in turn.parsed.calls
+        ]
+        return items
 
-    def next_event(kind: str, **more: Any) -> bytes:
-        nonlocal number
-        number += 1
-        return event({"type": kind, "sequence_number": number, **more}, kind)
+    def _message(self, status: str, text: str | None) -> dict[str, Any]:
+        parts = [] if text is None else [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+        return {
+            "id": self._message_id,
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": parts,
+        }
 
-    started = {**reply, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    yield next_event("response.created", response=started)
-    yield next_event("response.in_progress", response=started)
-    for index, item in enumerate(reply["output"]):
+    def part(self, part: TurnPart) -> Iterator[bytes]:
+        """Events for a part of the turn, sent while the rest is sampled."""
+        if not self._sent_text:
+            yield from self._start()
+            yield from self._start_message()
+        self._sent_text += part.text
+        yield self._text_event("delta", delta=part.text, logprobs=[])
+
+    def end(self, turn: ChatTurn) -> Iterator[bytes]:
+        """What was not sent as parts."""
+        reply = self.whole(turn)
+        if not self._sent_text:
+            yield from self._start()
+        for index, item in enumerate(reply["output"]):
+            yield from self._end_message(item) if item["type"] == "message" else self._call(index, item)
+            yield self._event("response.output_item.done", output_index=index, item=item)
+        end = "response.incomplete" if reply["status"] == "incomplete" else "response.completed"
+        yield self._event(end, response=reply)
+
+    def _start(self) -> Iterator[bytes]:
+        started = self._head("in_progress")
+        yield self._event("response.created", response=started)
+        yield self._event("response.in_progress", response=started)
+
+    def _start_message(self) -> Iterator[bytes]:
+        """The message is the first item of a response."""
+        yield self._event("response.output_item.added", output_index=0, item=self._message("in_progress", None))
+        [empty] = self._message("in_progress", "")["content"]
+        yield self._part_event("added", part=empty)
+
+    def _end_message(self, item: Mapping[str, Any]) -> Iterator[bytes]:
+        if not self._sent_text:
+            yield from self._start_message()
+        [part] = item["content"]
+        text: str = part["text"]
+        # A parser may have removed white space that was sent already.
+        rest = text[len(self._sent_text) :] if text.startswith(self._sent_text) else ""
+        if rest or not self._sent_text:
+            yield self._text_event("delta", delta=rest, logprobs=[])
+        yield self._text_event("done", text=text, logprobs=[])
+        yield self._part_event("done", part=part)
+
+    def _call(self, index: int, item: Mapping[str, Any]) -> Iterator[bytes]:
         where = {"item_id": item["id"], "output_index": index}
-        if item["type"] == "message":
-            part = item["content"][0]
-            inside = {**where, "content_index": 0}
-            empty = {**item, "status": "in_progress", "content": []}
-            yield next_event("response.output_item.added", output_index=index, item=empty)
-            yield next_event("response.content_part.added", **inside, part={**part, "text": ""})
-            yield next_event("response.output_text.delta", **inside, delta=part["text"], logprobs=[])
-            yield next_event("response.output_text.done", **inside, text=part["text"], logprobs=[])
-            yield next_event("response.content_part.done", **inside, part=part)
-        else:
-            empty = {**item, "status": "in_progress", "arguments": ""}
-            yield next_event("response.output_item.added", output_index=index, item=empty)
-            yield next_event("response.function_call_arguments.delta", **where, delta=item["arguments"])
-            yield next_event(
-                "response.function_call_arguments.done", **where, name=item["name"], arguments=item["arguments"]
-            )
-        yield next_event("response.output_item.done", output_index=index, item=item)
-    end = "response.incomplete" if reply["status"] == "incomplete" else "response.completed"
-    yield next_event(end, response=reply)
+        empty = {**item, "status": "in_progress", "arguments": ""}
+        yield self._event("response.output_item.added", output_index=index, item=empty)
+        yield self._event("response.function_call_arguments.delta", **where, delta=item["arguments"])
+        yield self._event(
+            "response.function_call_arguments.done", **where, name=item["name"], arguments=item["arguments"]
+        )
+
+    def _text_event(self, kind: str, **more: Any) -> bytes:
+        return self._event(
+            f"response.output_text.{kind}", item_id=self._message_id, output_index=0, content_index=0, **more
+        )
+
+    def _part_event(self, kind: str, **more: Any) -> bytes:
+        return self._event(
+            f"response.content_part.{kind}", item_id=self._message_id, output_index=0, content_index=0, **more
+        )
+
+    def _event(self, kind: str, **more: Any) -> bytes:
+        self._number += 1
+        return event({"type": kind, "sequence_number": self._number, **more}, kind)

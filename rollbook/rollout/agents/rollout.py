@@ -96,6 +96,7 @@ async def _run(program: Program, row: dict[str, Any], session: ChatSession, *, i
         if session.end_reason is None and not is_error_scored:
             raise
         result = error
+    await session.settled()
     if session.failure is not None:
         raise session.failure
     if session.num_turns == 0:

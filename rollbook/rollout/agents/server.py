@@ -6,8 +6,8 @@ A session is one episode. It is named in the path (`/s/SESSION/v1`, so that a `b
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Protocol
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -18,10 +18,11 @@ from rollbook.access.tokens import bearer_token
 from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.errors import EpisodeError, RollbookError, TransientError
 from rollbook.contracts.policy import SamplingParams
-from rollbook.rollout.agents.chat_completions import chat_chunks, chat_reply, chat_request, models
+from rollbook.rollout.agents.chat_completions import ChatReply, models
 from rollbook.rollout.agents.messages import BadChatError
-from rollbook.rollout.agents.responses import responses_events, responses_reply, responses_request
-from rollbook.rollout.agents.session import EpisodeOverError, ProxySession
+from rollbook.rollout.agents.responses import ResponsesReply
+from rollbook.rollout.agents.session import ChatRequest, ChatTurn, EpisodeOverError, ProxySession
+from rollbook.rollout.agents.streaming import TurnPart
 from rollbook.rollout.agents.tool_calls import load_parser
 from rollbook.rollout.contract import OpenChatSession, Tokenizer
 from rollbook.rollout.policy import EpisodePolicy
@@ -29,6 +30,21 @@ from rollbook.rollout.settings import EpisodeLimits
 
 MAX_BODY_BYTES = 64 * 2**20
 SESSION_HEADER = "X-Rollbook-Session"
+
+
+class Reply(Protocol):
+    """The response of one API to one request."""
+
+    request: ChatRequest
+
+    def whole(self, turn: ChatTurn) -> dict[str, Any]: ...
+
+    def part(self, part: TurnPart) -> Iterable[bytes]: ...
+
+    def end(self, turn: ChatTurn) -> Iterable[bytes]: ...
+
+
+MakeReply: TypeAlias = Callable[[Mapping[str, Any], ProxySession], Reply]
 
 
 class MakeSession(Protocol):
@@ -94,45 +110,26 @@ class ProxyServer:
         return _json(models())
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        async def complete(session: ProxySession, body: Mapping[str, Any]) -> tuple[Any, Iterable[bytes]]:
-            turn = await session.complete(chat_request(body))
-            return chat_reply(body, turn), chat_chunks(body, turn)
-
-        return await self.respond(request, complete)
+        return await self.respond(request, ChatReply)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
-        async def complete(session: ProxySession, body: Mapping[str, Any]) -> tuple[Any, Iterable[bytes]]:
-            turn = await session.complete(responses_request(body, session.responses))
-            reply = responses_reply(body, turn)
-            # Instructions apply to one request only: the next request brings its own.
-            session.responses[reply["id"]] = turn.messages[1 if body.get("instructions") else 0 :]
-            return reply, responses_events(reply)
+        return await self.respond(request, ResponsesReply)
 
-        return await self.respond(request, complete)
-
-    async def respond(self, request: web.Request, complete: Callable[..., Any]) -> web.StreamResponse:
+    async def respond(self, request: web.Request, make_reply: MakeReply) -> web.StreamResponse:
         try:
             name = self.name_of(request)
             session = self._sessions.get(name) or self.unknown_session(name)
             body = msgspec.json.decode(await request.read())
             if not isinstance(body, dict):
                 raise BadChatError("the body must be a JSON object")
-            reply, stream = await complete(session, body)
+            reply = make_reply(body, session)
+            if body.get("stream"):
+                return await _stream(request, session, reply)
+            return _json(reply.whole(await session.complete(reply.request)))
         except (msgspec.DecodeError, RecursionError) as error:
             return _error(400, "invalid_request_error", f"the body is not JSON, or nested too deeply: {error}")
-        except BadChatError as error:
-            return _error(400, "invalid_request_error", str(error), error.param)
-        except UnknownSessionError as error:
-            return _error(404, "unknown_session", str(error))
-        except EpisodeOverError as error:
-            return _error(410, "episode_over", str(error))
-        except TransientError as error:
-            return _error(503, "policy_unavailable", str(error))
-        except EpisodeError as error:
-            return _error(422, "episode_failed", str(error))
         except RollbookError as error:
-            return _error(500, "run_failed", str(error))
-        return await _stream(request, stream) if body.get("stream") else _json(reply)
+            return _error_of(error)
 
     def name_of(self, request: web.Request) -> str:
         """The name of the session: in the path, in a header, or as the API key."""
@@ -171,17 +168,62 @@ async def open_proxy_sessions(
         await server.close()
 
 
-async def _stream(request: web.Request, events: Iterable[bytes]) -> web.StreamResponse:
+async def _stream(request: web.Request, session: ProxySession, reply: Reply) -> web.StreamResponse:
+    """Send parts of the turn while it is sampled. If the agent stops reading, this is cancelled and the turn ends there.
+
+    The first part opens the stream, so an earlier error still has its HTTP status. A later one is sent as an event.
+    """
+    # Never longer than the turn, whose tokens are limited.
+    parts: asyncio.Queue[TurnPart | None] = asyncio.Queue()
+    playing = asyncio.create_task(session.complete(reply.request, parts.put_nowait), name=f"proxy.turn.{session.id}")
+    playing.add_done_callback(lambda _: parts.put_nowait(None))
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    for part in events:
-        await response.write(part)
-    await response.write_eof()
+
+    async def write(events: Iterable[bytes]) -> None:
+        if not response.prepared:
+            await response.prepare(request)
+        for part in events:
+            await response.write(part)
+
+    try:
+        with suppress(ConnectionError):
+            while (part := await parts.get()) is not None:
+                await write(reply.part(part))
+        turn = await playing
+    except RollbookError as error:
+        if not response.prepared:
+            raise
+        failure = _error_of(error).body
+        assert isinstance(failure, bytes)
+        last: Iterable[bytes] = [b"data: " + failure + b"\n\n"]
+    else:
+        last = reply.end(turn)
+    finally:
+        playing.cancel()
+    with suppress(ConnectionError):
+        await write(last)
+        await response.write_eof()
     return response
 
 
 def _json(value: Any, *, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+def _error_of(error: RollbookError) -> web.Response:
+    match error:
+        case BadChatError():
+            return _error(400, "invalid_request_error", str(error), error.param)
+        case UnknownSessionError():
+            return _error(404, "unknown_session", str(error))
+        case EpisodeOverError():
+            return _error(410, "episode_over", str(error))
+        case TransientError():
+            return _error(503, "policy_unavailable", str(error))
+        case EpisodeError():
+            return _error(422, "episode_failed", str(error))
+        case _:
+            return _error(500, "run_failed", str(error))
 
 
 def _error(status: int, kind: str, message: str, param: str | None = None) -> web.Response:

@@ -6,16 +6,23 @@ A session is opened inside its episode, so it knows the group's minimum publicat
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rollbook.contracts.errors import EpisodeError, RollbookError
-from rollbook.contracts.output_formats import forced_tools, response_format_grammar, tool_call_grammar
+from rollbook.contracts.output_formats import (
+    IncrementalDecoder,
+    StopStrings,
+    forced_tools,
+    response_format_grammar,
+    tool_call_grammar,
+)
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TopLogprobs
 from rollbook.contracts.trajectory import EndReason, RolloutSample
-from rollbook.rollout.agents.history import ChatHistory, PlayedTurn
+from rollbook.rollout.agents.history import ChatHistory, PlayedTurn, Prompt
 from rollbook.rollout.agents.messages import BadChatError, normalised
+from rollbook.rollout.agents.streaming import OnPart, TurnStream
 from rollbook.rollout.agents.tool_calls import PARSERS, ParsedText, ToolParser
 from rollbook.rollout.assemblers.tokens import TrajectoryAssembler, build_assembler
 from rollbook.rollout.contract import Message, Tokenizer
@@ -53,7 +60,6 @@ class ChatTurn:
     completion: Completion
     messages: Sequence[Message]
     """Those of the request, and the reply."""
-    token_bytes: Callable[[int], bytes]
 
 
 class ProxySession:
@@ -92,6 +98,11 @@ class ProxySession:
         self._constrained_turns: list[int] = []
         self._in_progress = 0
         """Requests in progress. Limits count them as turns."""
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id)
 
     @property
     def num_turns(self) -> int:
@@ -120,8 +131,15 @@ class ProxySession:
         """Refuse further requests: an agent that outlives its episode cannot add to it."""
         self._is_closed = True
 
-    async def complete(self, request: ChatRequest) -> ChatTurn:
-        """Play one turn. Raises `EpisodeOverError` at a limit, `BadChatError` for a bad request; other errors end the episode."""
+    async def settled(self) -> None:
+        """Wait for the turns in progress. An agent may end while it has not read the whole stream of its last turn."""
+        await self._is_idle.wait()
+
+    async def complete(self, request: ChatRequest, on_part: OnPart | None = None) -> ChatTurn:
+        """Play one turn. Raises `EpisodeOverError` at a limit, `BadChatError` for a bad request; other errors end the episode.
+
+        `on_part` receives the first parts of the turn while the rest is sampled.
+        """
         if self._is_closed:
             raise EpisodeOverError("this episode is closed")
         if self._end is not None:
@@ -130,8 +148,9 @@ class ProxySession:
             enter_episode(self._episode)
         messages, grammar = normalised(request.messages), self._grammar(request)
         self._in_progress += 1
+        self._is_idle.clear()
         try:
-            return await self._turn(request, messages, grammar)
+            return await self._turn(request, messages, grammar, on_part)
         except (EpisodeOverError, asyncio.CancelledError):
             raise
         except RollbookError as error:
@@ -139,8 +158,12 @@ class ProxySession:
             raise
         finally:
             self._in_progress -= 1
+            if not self._in_progress:
+                self._is_idle.set()
 
-    async def _turn(self, request: ChatRequest, messages: Sequence[Message], grammar: str | None) -> ChatTurn:
+    async def _turn(
+        self, request: ChatRequest, messages: Sequence[Message], grammar: str | None, on_part: OnPart | None
+    ) -> ChatTurn:
         began = time.monotonic()
         prompt = self._history.prompt(messages, request.tools)
         num_prompt = len(prompt.token_ids)
@@ -148,6 +171,10 @@ class ProxySession:
             self._assembler.expect_prefix(prompt.token_ids)
         self._check_limits(num_prompt)
         max_tokens = min(self._sampling.max_tokens, self._limits.tokens_left(num_prompt), request.max_tokens or 2**31)
+        parser = self._parser if request.tools else None
+        stream = None
+        if on_part is not None:
+            stream = TurnStream(self._tokenizer, stops=request.stop, parser=parser, on_part=on_part)
         try:
             sampled = await self._policy.complete(
                 prompt.token_ids,
@@ -155,20 +182,32 @@ class ProxySession:
                 sampling=replace(self._sampling, grammar=grammar, top_logprobs=request.top_logprobs)
                 if grammar is not None or request.top_logprobs
                 else None,
+                on_tokens=None if stream is None else stream.feed,
             )
         except EpisodeTimeUpError as error:
             if self.num_turns == 0:
                 raise EpisodeError(f"no turn was played: {error}") from error
             self._end = EndReason.TIME
             raise EpisodeOverError(str(error)) from error
+        except asyncio.CancelledError:
+            # The agent stopped reading its stream. Its turn ends with the tokens so far.
+            if stream is not None and stream.received and not self._is_closed:
+                self._record(request, messages, prompt, stream.completion(), seconds=time.monotonic() - began)
+            raise
         if sampled.finish_reason is FinishReason.ABORT:
             raise EpisodeError(f"the policy server aborted turn {self.num_turns + 1}")
         if self._is_closed:
             raise EpisodeOverError("this episode was closed during the policy request")
-        text, completion, end_text = self._apply_stop(sampled, request.stop)
-        self._assembler.add_turn(prompt.token_ids, completion, seconds=time.monotonic() - began)
+        turn = self._record(request, messages, prompt, sampled, seconds=time.monotonic() - began)
         if grammar is not None:
             self._constrained_turns.append(self.num_turns)
+        return turn
+
+    def _record(
+        self, request: ChatRequest, messages: Sequence[Message], prompt: Prompt, sampled: Completion, *, seconds: float
+    ) -> ChatTurn:
+        text, completion, end_text = self._apply_stop(sampled, request.stop)
+        self._assembler.add_turn(prompt.token_ids, completion, seconds=seconds)
         if prompt.rewrite is not None:
             self._rewrites.append(f"before turn {self.num_turns}: {prompt.rewrite}")
         self._overridden.update(request.overridden)
@@ -189,10 +228,9 @@ class ProxySession:
         return ChatTurn(
             parsed=parsed,
             finish_reason="tool_calls" if parsed.calls else "length" if is_cut else "stop",
-            num_prompt_tokens=num_prompt,
+            num_prompt_tokens=len(prompt.token_ids),
             completion=completion,
             messages=self._messages,
-            token_bytes=self._tokenizer.token_bytes,
         )
 
     def _grammar(self, request: ChatRequest) -> str | None:
@@ -230,10 +268,13 @@ class ProxySession:
         if ids and ids[-1] in self._tokenizer.eos_token_ids:
             end_text = self._tokenizer.decode([ids[-1]], skip_special_tokens=False)
         text = self._tokenizer.decode(ids)
-        found = [at for stop in stops if stop and (at := text.find(stop)) >= 0]
-        if not found:
+        if not any(stop and stop in text for stop in stops):
             return text, sampled, end_text
-        kept = next(n for n in range(1, len(ids) + 1) if any(s and s in self._tokenizer.decode(ids[:n]) for s in stops))
+        decoder, search, before, kept = IncrementalDecoder(self._tokenizer.decode), StopStrings(stops), "", 0
+        while search.matched is None and kept < len(ids):
+            kept += 1
+            before += search.feed(decoder.feed(ids[kept - 1 : kept]))
+        before += search.feed(decoder.finish())
         cut = Completion(
             token_ids=sampled.token_ids[:kept],
             logprobs=sampled.logprobs[:kept],
@@ -243,7 +284,7 @@ class ProxySession:
             if sampled.tops is None
             else TopLogprobs(token_ids=sampled.tops.token_ids[:kept], logprobs=sampled.tops.logprobs[:kept]),
         )
-        return text[: min(found)], cut, ""
+        return before, cut, ""
 
     def build(
         self,

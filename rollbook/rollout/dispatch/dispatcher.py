@@ -90,18 +90,26 @@ class Dispatcher:
         self._max_attempts = max_attempts
         self._failed_attempts: Counter[GroupId] = Counter()
         self._is_run_over = False
+        self._is_leaving = False
 
     @property
     def doing(self) -> str:
         """What it does or waits for, in words."""
         if not self._pool.ready.is_set():
             return "starting workers"
+        if self._is_leaving:
+            return f"finishing {len(self._attempts)} groups, then leaving"
         if self._attempts:
             return f"playing {len(self._attempts)} groups"
         return "waiting for the ledger to admit groups (the first weights, or free capacity)"
 
+    def leave(self) -> None:
+        """Open no more groups. `run` returns when those that it plays are settled."""
+        self._is_leaving = True
+        self._slot_freed.set()
+
     async def run(self) -> None:
-        """Play until the ledger reports the end of the run. Raises `RunError` where a person must act."""
+        """Play until the ledger reports the end of the run, or after `leave`. Raises `RunError` where a person must act."""
         owner = await self._sink.join(self._name)
         self._tasks.rebuild(await self._sink.progress())
         if self._tasks.needs_history:
@@ -118,6 +126,9 @@ class Dispatcher:
                     ),
                 ]
                 await self._keep_groups_in_flight(owner)
+                while self._is_leaving and self._attempts and not self._is_run_over:
+                    self._slot_freed.clear()
+                    await self._slot_freed.wait()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(FINAL_WAIT_S):
                         await self._with_results.join()
@@ -146,15 +157,15 @@ class Dispatcher:
         Gives:  orders, to the pool.
         Waits:  for a ready worker, then for a free slot, then in the ledger for the gate.
         Woken:  by `_remove` through `self._slot_freed`.
-        Ends:   when the run is over.
+        Ends:   when the run is over, or after `leave`.
         """
         await self._pool.ready.wait()
         is_exhaustion_reported = False
         while True:
-            while not self._is_run_over and self._slots.to_propose == 0:
+            while not self._is_ending and self._slots.to_propose == 0:
                 self._slot_freed.clear()
                 await self._slot_freed.wait()
-            if self._is_run_over:
+            if self._is_ending:
                 return
             count = self._slots.to_propose
             draws = self._tasks.propose(count)
@@ -166,6 +177,10 @@ class Dispatcher:
                 return
             if not reply.grants and not reply.taken:
                 await self._clock.sleep(EMPTY_PAUSE_S)
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._is_run_over or self._is_leaving
 
     async def _open(self, owner: OwnerId, draws: Sequence[Draw], count: int) -> OpenReply:
         reply = await self._sink.open(owner, draws, limit=count, wait_s=OPEN_WAIT_S)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from rollbook.contracts.group import DropKind, GroupId
 from rollbook.rollout.dispatch.attempts import Attempt
 from rollbook.rollout.dispatch.failure_breaker import FailureBreaker, GroupEnd
-from rollbook.rollout.groups.results import EpisodeTimes
 from rollbook.rollout.metrics import record_group, record_rewards, record_samples
 from rollbook.rollout.workers.messages import Finished
 from rollbook.telemetry.events import EventLog
@@ -113,7 +112,7 @@ class GroupReporter:
                 episode=number,
                 reward=episode.reward,
                 cause=episode.cause,
-                turns=_turn_times(episode),
+                turns=[(round(start, 5), round(end, 5)) for start, end in episode.turns],
             )
         if outcome.invalid_causes or outcome.declined_samples:
             self._log_failures(attempt.draw_id, result)
@@ -137,15 +136,6 @@ class GroupReporter:
             declined=outcome.declined_samples,
             drop=None if result.drop is None else str(result.drop),
         )
-
-
-def _turn_times(episode: EpisodeTimes) -> list[tuple[float, float]]:
-    """Start and end of each turn. Only durations are recorded, so the turns are placed one after the other."""
-    times, start = [], episode.start
-    for policy_s, act_s in episode.turns:
-        times.append((round(start, 5), round(start + policy_s, 5)))
-        start += policy_s + act_s
-    return times
 
 
 def _end_of(result: Finished) -> GroupEnd:

@@ -12,6 +12,11 @@ from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample
 
 
+def is_part_complete(*, part: int, scorable: int, quorum: int) -> bool:
+    """Whether the finished samples are submitted without waiting for the others of the group."""
+    return part > 1 or scorable >= quorum
+
+
 @dataclass(slots=True, kw_only=True)
 class GroupParts:
     """The parts of one attempt. `number` and `baseline` are those of the next part."""
@@ -42,7 +47,8 @@ class GroupParts:
     @property
     def has_quorum(self) -> bool:
         """Whether the next part need not wait for further samples."""
-        return self.baseline is not None or sum(sample.is_scorable for sample in self._waiting) >= self.quorum
+        scorable = sum(sample.is_scorable for sample in self._waiting)
+        return is_part_complete(part=self.number, scorable=scorable, quorum=self.quorum)
 
     def take(self, *, is_last: bool) -> PromptGroup | None:
         """The next part. None: nothing is finished, or the quorum is not reached and other episodes still run."""

@@ -3,11 +3,13 @@
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rollbook.contracts.group import DropKind, DropReason, GroupOutcome, PromptGroup
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.groups.failures import describe_causes
+from rollbook.rollout.policy import current_episode
 
 CAUSE_CHARS = 1500
 """Causes are counted by their text and stored with the group, so long ones are cut. A traceback of user code fits."""
@@ -24,7 +26,7 @@ class EpisodeTimes:
     cause: str | None = None
     """Why it could not be scored."""
     turns: tuple[tuple[float, float], ...] = ()
-    """Seconds of each turn: until the policy responded, and until the environment had acted."""
+    """Wall clock at the start and at the end of each request to the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,5 +111,18 @@ def times_of(began: float, result: RolloutSample | tuple[RolloutSample | None, E
         end=time.time(),
         reward=None if sample is None else sample.reward,
         cause=None if cause is None else str(cause)[:CAUSE_CHARS],
-        turns=() if sample is None else tuple((turn.seconds, turn.act_s) for turn in sample.turns),
+        turns=() if sample is None else tuple(_request_times(sample, began)),
     )
+
+
+def _request_times(sample: RolloutSample, began: float) -> Iterator[tuple[float, float]]:
+    """As recorded by the policy. A sample of another origin has durations only: its turns are placed one after the other."""
+    requests = [] if (episode := current_episode()) is None else episode.times
+    ends = [request.ended_at for request in requests]
+    start = began
+    for number, turn in enumerate(sample.turns):
+        end = ends[number] if len(ends) == len(sample.turns) else None
+        if end is not None:
+            start = end - turn.seconds
+        yield start, start + turn.seconds
+        start += turn.seconds + turn.act_s

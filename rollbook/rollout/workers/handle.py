@@ -1,4 +1,4 @@
-"""`AsyncRolloutWorker`: the dispatcher's handle on one worker process.
+"""`WorkerHandle`: the dispatcher's handle on one worker process.
 
 User code runs in the worker: it cannot block the dispatcher's interpreter, and its death loses only the groups in flight there. The
 handle is opened with `async with`; the worker is ready when the block begins and gone when it has ended.
@@ -36,7 +36,7 @@ class WorkerDiedError(WorkerError):
     """A worker process ended or became silent unexpectedly."""
 
 
-class AsyncRolloutWorker:
+class WorkerHandle:
     """One worker process that is ready to play. Made by `open_worker`."""
 
     def __init__(self, child: ChildProcess, *, silence_s: float, log: EventLog) -> None:
@@ -140,7 +140,7 @@ class AsyncRolloutWorker:
 @asynccontextmanager
 async def open_worker(
     spec: WorkerSpec, *, log: EventLog, start_s: float, silence_s: float, stop_s: float
-) -> AsyncIterator[AsyncRolloutWorker]:
+) -> AsyncIterator[WorkerHandle]:
     """Start a worker and wait until it is ready; stop it at the end of the block, also after an error."""
     pickled = spec.pickled()
     command = ChildSpec(
@@ -150,7 +150,7 @@ async def open_worker(
         output=lambda pid, line: log.info("rollout.worker_output", pid=pid, line=line),
     )
     child = await ChildProcess.start(command)
-    worker = AsyncRolloutWorker(child, silence_s=silence_s, log=log)
+    worker = WorkerHandle(child, silence_s=silence_s, log=log)
     try:
         child.send(pickled)
         await worker.wait_ready(start_s)

@@ -12,7 +12,7 @@ from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.retry import backoff
 from rollbook.contracts.errors import RunError
 from rollbook.rollout.groups.player import GroupOrder
-from rollbook.rollout.workers.handle import AsyncRolloutWorker, WorkerDiedError, open_worker
+from rollbook.rollout.workers.handle import WorkerDiedError, WorkerHandle, open_worker
 from rollbook.rollout.workers.messages import Finished
 from rollbook.rollout.workers.spec import WorkerSpec
 from rollbook.telemetry.events import EventLog
@@ -42,7 +42,7 @@ class WorkerPool:
         self._listener = listener
         self._log = log
         self._clock = clock or SystemClock()
-        self._open: list[AsyncRolloutWorker] = []
+        self._open: list[WorkerHandle] = []
         # Orders that no worker can take now (one has just died). Bounded by the dispatcher's slots.
         self._backlog: deque[GroupOrder] = deque()
         self._barren_deaths = 0
@@ -120,7 +120,7 @@ class WorkerPool:
             if self._barren_deaths == 0:
                 waits = backoff(first_s=0.2, max_s=10.0)
 
-    async def _report_results(self, worker: AsyncRolloutWorker) -> None:
+    async def _report_results(self, worker: WorkerHandle) -> None:
         self._open.append(worker)
         self.ready.set()
         try:

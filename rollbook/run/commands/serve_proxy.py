@@ -21,7 +21,7 @@ from rollbook.access.tokens import Secret, bearer_token
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.policy import SamplingParams
 from rollbook.inference.client.client import open_policy_client
-from rollbook.rollout.agents.server import ProxyServer
+from rollbook.rollout.agents.server import MakeReply, ProxyServer
 from rollbook.rollout.agents.session import ProxySession
 from rollbook.rollout.agents.tool_calls import load_parser
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
@@ -69,12 +69,12 @@ class RecordingProxy(ProxyServer):
         self._sessions[name] = session
         return session
 
-    async def respond(self, request: web.Request, complete: Callable[..., Any]) -> web.StreamResponse:
+    async def respond(self, request: web.Request, make_reply: MakeReply) -> web.StreamResponse:
         """A session whose requests all failed is removed, so that names cannot fill the memory."""
         name = self.name_of(request)
         self._running[name] += 1
         try:
-            return await super().respond(request, complete)
+            return await super().respond(request, make_reply)
         finally:
             self._running[name] -= 1
             if self._running[name] == 0:
@@ -99,6 +99,7 @@ class RecordingProxy(ProxyServer):
         if name not in self._sessions:
             return web.json_response({"error": f"no session {name!r} is open"}, status=404)
         raw = await request.read()
+        await self._sessions[name].settled()
         try:
             reward = msgspec.json.decode(raw or b"{}", type=dict[str, float | None]).get("reward")
             return web.json_response(self._write(name, reward))

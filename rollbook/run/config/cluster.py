@@ -1,6 +1,6 @@
 """Settings of a run on several machines."""
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 
 class RayConfig(BaseModel, frozen=True, extra="forbid"):
@@ -19,11 +19,60 @@ class RayConfig(BaseModel, frozen=True, extra="forbid"):
     rollout_cpus: float = Field(default=1.0, ge=0)
     """CPUs that Ray reserves for a dispatcher and its workers."""
 
+    env_cpus: float = Field(default=1.0, ge=0)
+    """CPUs that Ray reserves for an environment server."""
+
     def options(self, role: str) -> dict[str, float]:
         """What Ray reserves for a process."""
         if role == "policy":
             return {"num_cpus": self.policy_cpus, "num_gpus": self.policy_gpus}
-        return {"num_cpus": self.rollout_cpus, "num_gpus": 0.0}
+        return {"num_cpus": self.env_cpus if role == "env" else self.rollout_cpus, "num_gpus": 0.0}
+
+
+class AutoscaleConfig(BaseModel, frozen=True, extra="forbid"):
+    """Changes the numbers of additional policy servers and dispatchers by one at a time, while the run is running. It grows what
+    keeps the trainer waiting, and removes what is not needed."""
+
+    max_policy: int = Field(default=0, ge=0)
+    """Most additional policy servers. 0: their number is not changed."""
+
+    min_policy: int = Field(default=0, ge=0)
+    """Fewest additional policy servers."""
+
+    max_rollout: int = Field(default=0, ge=0)
+    """Most additional dispatchers. 0: their number is not changed."""
+
+    min_rollout: int = Field(default=0, ge=0)
+    """Fewest additional dispatchers."""
+
+    interval_s: float = Field(default=5.0, gt=0)
+    """Interval of observations."""
+
+    hold_s: float = Field(default=60.0, gt=0)
+    """How long the same finding must last before a number changes, and again before the next change."""
+
+    starved_wait: float = Field(default=0.3, gt=0, le=1)
+    """The trainer needs more if it waits for batches for more than this share of its time."""
+
+    fed_wait: float = Field(default=0.05, ge=0, lt=1)
+    """The trainer has enough if it waits for less than this share of its time while the gate is closed."""
+
+    busy_requests: float = Field(default=32.0, gt=0)
+    """A policy server with more requests than this is busy: another one is added, not a dispatcher."""
+
+    @model_validator(mode="after")
+    def _bounds_are_ordered(self) -> "AutoscaleConfig":
+        for role in ("policy", "rollout"):
+            least, most = getattr(self, f"min_{role}"), getattr(self, f"max_{role}")
+            if least > most:
+                raise ValueError(f"min_{role} = {least} is more than max_{role} = {most}")
+        if self.fed_wait >= self.starved_wait:
+            raise ValueError("fed_wait must be less than starved_wait; otherwise a number would alternate")
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        return self.max_policy > 0 or self.max_rollout > 0
 
 
 class ClusterConfig(BaseModel, frozen=True, extra="forbid"):
@@ -31,7 +80,7 @@ class ClusterConfig(BaseModel, frozen=True, extra="forbid"):
 
     allow_join: bool = False
     """More processes may serve the run while it is running: those of `rollbook join`, on this or on other machines, and of
-    `rollbook scale`. Clients then follow the list of members in the ledger. Implied by the two settings below."""
+    `rollbook scale`. Clients then follow the list of members in the ledger. Implied by the settings below."""
 
     policy: int = Field(default=0, ge=0)
     """Policy servers in addition to `inference.replicas`. `rollbook scale` changes the number while the run is running."""
@@ -39,12 +88,22 @@ class ClusterConfig(BaseModel, frozen=True, extra="forbid"):
     rollout: int = Field(default=0, ge=0)
     """Dispatchers, each with its workers, in addition to the first one."""
 
+    env: int = Field(default=0, ge=0)
+    """Environment servers in addition to the first one, each with `env.pool_size` environments."""
+
+    drain_s: float = Field(default=60.0, ge=0)
+    """How long a process that is removed may take to finish its groups or requests. Then it is stopped; its unfinished groups get
+    another attempt."""
+
     host: str = "127.0.0.1"
     """Address on which the servers of this run listen. On any address but loopback every request needs a token of the run."""
+
+    autoscale: AutoscaleConfig = AutoscaleConfig()
 
     ray: RayConfig = RayConfig()
 
     @property
     def has_members(self) -> bool:
         """Whether processes other than those of the plan may serve the run."""
-        return self.allow_join or self.policy > 0 or self.rollout > 0 or self.ray.address is not None
+        is_scaled = self.policy > 0 or self.rollout > 0 or self.env > 0 or self.autoscale.is_on
+        return self.allow_join or is_scaled or self.ray.address is not None

@@ -10,7 +10,7 @@ from rollbook.inference.server.app import SERVICE, build_app
 from rollbook.inference.server.text import Tokenizer
 from rollbook.run.ledger_clients import client_token
 from rollbook.run.supervision.child_main import RoleContext
-from rollbook.run.supervision.membership import membership
+from rollbook.run.supervision.membership import membership, until_unused
 
 
 async def main(context: RoleContext) -> str:
@@ -29,13 +29,12 @@ async def main(context: RoleContext) -> str:
             publication, stats = engine.publication, engine.stats()
             return None if publication is None else int(publication.id), float(stats.running + stats.queued)
 
-        async with (
-            serve_app(app, context.listening()) as url,
-            membership(context, MemberRole.POLICY, address=url, report=report),
-        ):
-            context.log.info("policy.serving", url=url, engine=config.inference.engine)
-            context.channel.ready(f"serving, {config.inference.engine} engine")
-            await context.draining.wait()
+        async with serve_app(app, context.listening()) as url:
+            async with membership(context, MemberRole.POLICY, address=url, report=report):
+                context.log.info("policy.serving", url=url, engine=config.inference.engine)
+                context.channel.ready(f"serving, {config.inference.engine} engine")
+                await context.until_stopped()
+            await until_unused(context, lambda: report()[1])
             service.is_draining = True
     return "stopped"
 

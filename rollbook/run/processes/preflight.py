@@ -22,7 +22,7 @@ from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.group import GroupId, PromptGroup
 from rollbook.contracts.plugin import extend_search_path
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.contracts.policy import Completion, FinishReason, OnTokens, SamplingParams
 from rollbook.contracts.ports import Environment
 from rollbook.contracts.task import Task, TaskId
 from rollbook.contracts.trajectory import RolloutSample
@@ -118,6 +118,7 @@ class CannedPolicy:
         *,
         min_publication: int = 0,
         timeout_s: float | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         self._requests += 1
         for name, limit in self._limits.items():

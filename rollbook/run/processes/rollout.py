@@ -1,7 +1,7 @@
 """The dispatcher process: draws tasks and dispatches groups to worker processes (`rollout_worker`). A client of the ledger."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rollbook.contracts.admission import MemberRole
@@ -48,7 +48,7 @@ async def main(context: RoleContext) -> str:
         context.channel.ready("starting workers")
         reporting = asyncio.create_task(_report(dispatcher, context), name="rollout.report")
         try:
-            return await _run_until_drained(dispatcher.run(), context)
+            return await _run_until_drained(dispatcher.run(), context, on_leave=dispatcher.leave)
         finally:
             reporting.cancel()
 
@@ -81,17 +81,26 @@ async def _fetch_posts(context: RoleContext) -> str:
         return await _run_until_drained(source.run(), context)
 
 
-async def _run_until_drained(work: Coroutine[Any, Any, None], context: RoleContext) -> str:
-    """A drain cancels the work at once: the ledger grants groups in flight again after a resume."""
+async def _run_until_drained(
+    work: Coroutine[Any, Any, None], context: RoleContext, *, on_leave: Callable[[], None] = lambda: None
+) -> str:
+    """A drain cancels the work at once: the ledger grants groups in flight again after a resume. `on_leave`: starts to end it."""
+
+    async def leave() -> None:
+        await context.leaving.wait()
+        on_leave()
+
     playing = asyncio.create_task(work, name="rollout.work")
     draining = asyncio.create_task(context.draining.wait(), name="rollout.drain")
+    leaving = asyncio.create_task(leave(), name="rollout.leave")
     try:
         await asyncio.wait({playing, draining}, return_when=asyncio.FIRST_COMPLETED)
         if playing.done():
             await playing
-            return "the run is over"
+            return "left" if context.leaving.is_set() else "the run is over"
         return "drained"
     finally:
-        for task in (playing, draining):
+        tasks = (playing, draining, leaving)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(playing, draining, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -6,7 +6,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import SecretStr
+
 from rollbook.access.tokens import read_token
+from rollbook.contracts.admission import MemberRole
+from rollbook.envs.client.remote import ServerSource
 from rollbook.envs.config import EnvConfig
 from rollbook.inference.client.fleet import ReplicaSource
 from rollbook.inference.config import InferenceConfig
@@ -15,7 +19,7 @@ from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import RolloutSetup
 from rollbook.run.episodes import open_setup
-from rollbook.run.ledger_clients import replica_source
+from rollbook.run.ledger_clients import member_source
 from rollbook.run.policy_clients import open_policy, policy_urls
 from rollbook.telemetry.events import EventLog
 
@@ -35,23 +39,24 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
         sampling = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
     try:
         async with (
-            _replica_source(settings, log) as source,
+            _members(settings, log) as (policies, env_servers),
             open_policy(
                 inference,
                 settings["policy_url"],
                 log=log,
                 token=_token(settings.get("policy_token_file")),
-                source=source,
+                source=policies,
             ) as policy,
             open_setup(
                 policy,
                 tokenizer=tokenizer,
                 sampling=sampling,
                 rollout=rollout,
-                env=EnvConfig.model_validate(settings["env"]),
+                env=_env(settings),
                 log=log,
                 request_s=inference.request_s,
                 policy_url=policy_urls(settings["policy_url"])[0],
+                env_servers=env_servers,
             ) as setup,
         ):
             yield setup
@@ -59,17 +64,26 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
         log.close()
 
 
+def _env(settings: Mapping[str, Any]) -> EnvConfig:
+    env, token = EnvConfig.model_validate(settings["env"]), _token(settings.get("env_token_file"))
+    return env if token is None else env.model_copy(update={"token": SecretStr(token)})
+
+
 @asynccontextmanager
-async def _replica_source(settings: Mapping[str, Any], log: EventLog) -> AsyncIterator[ReplicaSource | None]:
-    """Lists the policy servers, where processes may join the run."""
+async def _members(
+    settings: Mapping[str, Any], log: EventLog
+) -> AsyncIterator[tuple[ReplicaSource | None, ServerSource | None]]:
+    """Lists the policy servers and the environment servers, where processes may join the run."""
     members = settings.get("members")
     if members is None:
-        yield None
+        yield None, None
         return
     async with open_ledger_client(
         members["ledger_url"], members["run"], request_s=MEMBERS_S, log=log, token=_token(members["token_file"])
     ) as ledger:
-        yield replica_source(ledger, policy_urls(settings["policy_url"]), in_service_only=True)
+        policies = member_source(ledger, MemberRole.POLICY, policy_urls(settings["policy_url"]))
+        own_env = members["env_url"]
+        yield policies, None if own_env is None else member_source(ledger, MemberRole.ENV, [own_env])
 
 
 def _token(file: str | None) -> str | None:

@@ -5,13 +5,14 @@ import asyncio
 from functools import partial
 
 from rollbook.access.guard import is_loopback
+from rollbook.contracts.admission import MemberRole
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.inference.client.fleet import ReplicaSource
 from rollbook.inference.config import InferenceConfig
 from rollbook.ledger.client.client import LedgerClient
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.run.config.run import RunConfig
-from rollbook.run.ledger_clients import open_run_ledger, replica_source
+from rollbook.run.ledger_clients import member_source, open_run_ledger
 from rollbook.run.policy_clients import open_weights, policy_urls, steering_token
 from rollbook.run.rollout_table import RolloutTable
 from rollbook.run.supervision.child_main import RoleContext
@@ -79,7 +80,7 @@ def _reachable(config: RunConfig) -> InferenceConfig:
 def _replica_source(context: RoleContext, ledger: LedgerClient) -> ReplicaSource | None:
     if not context.loaded.config.cluster.has_members:
         return None
-    return replica_source(ledger, policy_urls(context.addresses["policy"]), in_service_only=False)
+    return member_source(ledger, MemberRole.POLICY, policy_urls(context.addresses["policy"]), in_service_only=False)
 
 
 def _forwarder(context: RoleContext) -> Forwarder:

@@ -62,7 +62,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Tasks": ("Task", "CursorDataLoader", "Curriculum"),
     "The asynchronous recipe": ("run_async_rl_loop", "RowRequest", "Rollout", "rollout_to_prompt_group"),
-    "Rollouts": ("GroupAssembler", "AsyncRolloutWorker", "StalenessController", "RolloutService"),
+    "Rollouts": ("GroupAssembler", "StalenessController", "RolloutService"),
+    "Another trainer": ("open_host", "AsyncRolloutWorker"),
     "Weights and environments": (
         "WeightTransferClient",
         "SyncWeightTransferClient",

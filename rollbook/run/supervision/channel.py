@@ -1,5 +1,6 @@
 """Reports from a supervised process to its supervisor."""
 
+import signal
 from enum import StrEnum
 
 import msgspec
@@ -8,6 +9,9 @@ from rollbook.concurrency.child_process.frames import BlockingFrames
 
 MAX_MESSAGE_CHARS = 16_000
 """A fault may contain several tracebacks of user code."""
+
+LEAVE_SIGNAL = signal.SIGUSR2
+"""Asks a member of a run to accept no new work, finish what it does, and end."""
 
 
 class ReportKind(StrEnum):

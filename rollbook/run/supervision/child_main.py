@@ -28,7 +28,7 @@ from rollbook.contracts.errors import FencedError, RunError, machine_fault
 from rollbook.contracts.plugin import extend_search_path, load_on_demand
 from rollbook.run.config.run import LoadedConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
-from rollbook.run.supervision.channel import Channel
+from rollbook.run.supervision.channel import LEAVE_SIGNAL, Channel
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.spans import SpanRecorder
 
@@ -89,11 +89,22 @@ class RoleContext:
     """The supervisor of the run does not know this process: others find it by its lease in the ledger."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by SIGTERM: finish the current work and end."""
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by SIGUSR2, for a member that is no longer needed: accept no new work, finish what runs, and end."""
 
     @property
     def token(self) -> str:
         """The token of the run. It is passed by file: arguments and environment of a process can be seen by others."""
         return read_token(self.directory.token_file)
+
+    async def until_stopped(self) -> None:
+        """Returns when the process should end, or leave."""
+        waits = [asyncio.create_task(event.wait()) for event in (self.draining, self.leaving)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     def listening(self) -> socket.socket:
         if self.server_socket is None:
@@ -155,6 +166,7 @@ def _server_socket(args: argparse.Namespace) -> socket.socket | None:
 
 async def _play(module: RoleModule, context: RoleContext) -> int:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, context.draining.set)
+    asyncio.get_running_loop().add_signal_handler(LEAVE_SIGNAL, context.leaving.set)
     beating = asyncio.create_task(heartbeat(lambda _: context.channel.heartbeat()), name="process.heartbeat")
     watching = asyncio.create_task(_stop_without_files(context), name="process.open_files")
     try:

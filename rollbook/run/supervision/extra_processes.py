@@ -1,49 +1,26 @@
-"""Policy servers and dispatchers in addition to those of the plan: as many as `[cluster]` or `rollbook scale` requests.
+"""Processes in addition to those of the plan: as many as `[cluster]`, `rollbook scale` or the autoscaler requests.
 
 They are members of the run, on this machine or wherever the host places them. Losing one does not end the run.
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 
 from rollbook.concurrency.child_process.process import exit_reason
 from rollbook.contracts.errors import RollbookError
 from rollbook.run.config.run import RunConfig
-from rollbook.run.directory import RunDirectory, write_json
+from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision.host import ProcessHost, ProcessStart
 from rollbook.run.supervision.plan import environment_of
 from rollbook.run.supervision.process import ProcessState, SupervisedProcess
+from rollbook.run.supervision.scale import ROLES, Scale
 from rollbook.telemetry.events import EventLog
 
-ROLES = ("policy", "rollout")
 POLL_S = 0.5
 FIRST_WAIT_S = 0.5
 MOST_WAIT_S = 30.0
 """Between attempts to start a process: its machine may be lost for a long time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """How many additional processes of each role there should be."""
-
-    policy: int = 0
-    rollout: int = 0
-
-    @classmethod
-    def read(cls, directory: RunDirectory) -> "Scale | None":
-        """The last request of `rollbook scale`."""
-        with suppress(OSError, ValueError, TypeError):
-            return cls(**json.loads(directory.scale_file.read_text(encoding="utf-8")))
-        return None
-
-    def write(self, directory: RunDirectory) -> None:
-        write_json(directory.scale_file, {"policy": self.policy, "rollout": self.rollout})
-
-    def of(self, role: str) -> int:
-        return int(getattr(self, role))
 
 
 class ExtraProcesses:
@@ -70,7 +47,7 @@ class ExtraProcesses:
         self._on_change = on_change
         self._own: dict[str, SupervisedProcess] = {}
         self._is_stopping = False
-        self._scale = Scale(policy=config.cluster.policy, rollout=config.cluster.rollout)
+        self._scale = Scale.of_config(config.cluster)
         self._scale.write(directory)
 
     async def run(self) -> None:
@@ -90,7 +67,8 @@ class ExtraProcesses:
                             group.create_task(self._keep(role, name), name=f"run.keep.{name}")
                         surplus = [n for n, p in self._own.items() if p.role == role and n not in names]
                         for name in surplus:
-                            group.create_task(self._own.pop(name).stop(), name=f"run.stop.{name}")
+                            leaving = self._own.pop(name).leave(within_s=self._config.cluster.drain_s)
+                            group.create_task(leaving, name=f"run.leave.{name}")
                     await asyncio.sleep(POLL_S)
             finally:
                 self._is_stopping = True

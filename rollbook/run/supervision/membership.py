@@ -15,6 +15,9 @@ from rollbook.telemetry.events import EventLog
 
 JOIN_POLL_S = 0.5
 CHECKS_PER_BEAT = 8
+NOTICE_S = 3.0
+"""How long clients may take to notice that a server has left: they read the list of members every one or two seconds."""
+UNUSED_POLL_S = 0.1
 LEAVE_S = 3.0
 """A ledger that does not respond when a process stops must not delay it: the lease expires."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -109,6 +112,18 @@ async def _join(
             say(f"waiting for the lease of the {role} on {holder.node} to end (at most {lease_s:g} s)")
             waiting_for = holder
         await asyncio.sleep(JOIN_POLL_S)
+
+
+async def until_unused(context: RoleContext, load: Callable[[], float]) -> None:
+    """For a server that leaves: its clients use others from now on; wait until it serves none. SIGTERM ends the wait."""
+    if not context.leaving.is_set():
+        return
+    context.channel.doing("finishing its requests")
+    with suppress(TimeoutError):
+        async with asyncio.timeout(NOTICE_S):
+            await context.draining.wait()
+    while load() > 0 and not context.draining.is_set():  # noqa: ASYNC110  # the load has no event
+        await asyncio.sleep(UNUSED_POLL_S)
 
 
 @asynccontextmanager

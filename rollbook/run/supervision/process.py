@@ -9,7 +9,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from rollbook.concurrency.child_process.process import EXIT_S, ChildEndedError
-from rollbook.run.supervision.channel import Report, ReportKind, decode_report
+from rollbook.run.supervision.channel import LEAVE_SIGNAL, Report, ReportKind, decode_report
 from rollbook.run.supervision.host import HostedProcess, LocalHost, ProcessHost, ProcessStart
 
 STOP_GRACE_S = 8.0
@@ -121,6 +121,17 @@ class SupervisedProcess:
     def request_stop(self) -> None:
         if self._child is not None:
             self._child.send_signal(signal.SIGTERM)
+
+    def request_leave(self) -> None:
+        if self._child is not None:
+            self._child.send_signal(LEAVE_SIGNAL)
+
+    async def leave(self, *, within_s: float) -> None:
+        """The process accepts no new work and finishes what runs; then it ends. It is stopped after `within_s`."""
+        self.request_leave()
+        if self._child is not None:
+            await self.ends_within(within_s)
+        await self.stop()
 
     async def stop(self) -> bool:
         """SIGTERM, then SIGKILL. Returns when it has ended; False when it had to be killed."""

@@ -27,8 +27,9 @@ from rollbook.run.config.cluster import RayConfig
 from rollbook.run.supervision.host import HostedProcess, LocalHost, ProcessStart
 from rollbook.telemetry.events import EventLog
 
-PLACE_S = 60.0
-"""How long Ray may take to find a node for a process and to start the actor there."""
+PLACE_S = 300.0
+"""How long Ray may take to find a node for a process and to start the actor there: minutes on a node that is busy or new."""
+PLACE_WARN_S = 30.0
 STACK_S = 10.0
 COMPARED = ("torch", "transformers", "rollbook")
 """Packages whose versions must agree on all machines of a run."""
@@ -207,16 +208,24 @@ class RayHost:
         return RayProcess(actor, pid, name=process.name, node=str(facts["node"]), log=self._log)
 
     async def _facts(self, actor: Any, process: ProcessStart, options: Mapping[str, float]) -> dict[str, Any]:
+        def free() -> dict[str, float]:
+            return {name: ray.available_resources().get(name, 0.0) for name in ("CPU", "GPU", "memory")}
+
+        def warn() -> None:
+            self._log.warning("run.process_waits_for_node", process=process.name, needs=dict(options), free=free())
+
+        warning = asyncio.get_running_loop().call_later(PLACE_WARN_S, warn)
         try:
             async with asyncio.timeout(PLACE_S):
                 found: dict[str, Any] = await actor.facts.remote()
                 return found
         except (TimeoutError, GetTimeoutError) as error:
-            free = {name: ray.available_resources().get(name, 0.0) for name in ("CPU", "GPU", "memory")}
             raise WorkerError(
-                f"Ray found no node for {process.name} within {PLACE_S:g} s: it needs {dict(options)}, and {free} are free. "
+                f"Ray found no node for {process.name} within {PLACE_S:g} s: it needs {dict(options)}, and {free()} are free. "
                 "Lower cluster.ray, or add a node"
             ) from error
+        finally:
+            warning.cancel()
 
 
 def _require_equal(node: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:

@@ -18,12 +18,14 @@ from enum import StrEnum
 
 from rollbook.concurrency.child_process.process import exit_reason
 from rollbook.concurrency.child_process.template import ProcessTemplate
+from rollbook.concurrency.exception_groups import first_error
 from rollbook.contracts.admission import MemberRole
 from rollbook.contracts.errors import RunError, TransientError, machine_fault
 from rollbook.run.config.run import RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.run.model_files import existing_model
+from rollbook.run.supervision.autoscaler import open_autoscaler
 from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
 from rollbook.run.supervision.extra_processes import ExtraProcesses
 from rollbook.run.supervision.host import LocalHost, ProcessHost, ProcessStart
@@ -214,9 +216,17 @@ class Supervisor:
                     say=self._say,
                     on_change=self._write_processes,
                 )
-                await extras.run()
-        except RunError as error:
-            self._fail(str(error))
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(extras.run(), name="run.extra_processes")
+                    if self._config.cluster.autoscale.is_on:
+                        group.create_task(self._autoscale(), name="run.autoscale")
+        except* RunError as error:
+            self._fail(str(first_error(error)))
+
+    async def _autoscale(self) -> None:
+        loaded = load_resolved_config(self._directory)
+        async with open_autoscaler(loaded, self._directory, self.addresses, log=self._log, say=self._say) as autoscaler:
+            await autoscaler.run()
 
     async def _take_lease(self, stack: AsyncExitStack) -> None:
         """In a shared ledger the run has a lease, so that one supervisor at a time continues it, on any machine."""

@@ -13,6 +13,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
+from rollbook.concurrency.clock import Clock
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.inference.client.client import open_policy_client
@@ -126,8 +127,9 @@ async def agent_setup(
     settings: dict[str, Any] | None = None,
     max_tokens: int = 200,
     publication: int = 3,
+    clock: Clock | None = None,
 ) -> AsyncIterator[tuple[RolloutSetup, EngineRecord]]:
-    """A rollout setup with a policy server over HTTP, and the record of its engine."""
+    """A rollout setup with a policy server over HTTP, and the record of its engine. `clock` paces the engine's steps."""
     tokenizer = word_tokenizer(template)
     record = EngineRecord(tokenizer, reply)
     config = InferenceConfig(
@@ -135,7 +137,7 @@ async def agent_setup(
     )
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=tokenizer.eos_token_ids)
     allowed = limits or EpisodeLimits(max_turns=12, max_total_tokens=8192, max_seconds=60)
-    async with open_engine(config, script=record) as engine:
+    async with open_engine(config, script=record, clock=clock) as engine:
         weights = tmp_path / "weights.safetensors"
         await engine.load_weights(publish(weights, torch.nn.Linear(1, 1), publication), weights)
         async with (

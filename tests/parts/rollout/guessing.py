@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
 from rollbook.contracts.environment import Observation
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.contracts.policy import Completion, FinishReason, OnTokens, SamplingParams
 from rollbook.inference.client.client import open_policy_client
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.contract import RolloutSetup
@@ -69,6 +69,7 @@ class ScriptedPolicy:
         *,
         min_publication: int = 0,
         timeout_s: float | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         await asyncio.sleep(self._delay_s)
         ids = self._tokenizer.encode(str(self._rng.randrange(10)) + "<|im_end|>")[: sampling.max_tokens]

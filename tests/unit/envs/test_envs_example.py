@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.contracts.policy import Completion, FinishReason, OnTokens, SamplingParams
 from rollbook.contracts.trajectory import EndReason
 from rollbook.envs.catalog import EnvironmentSource
 from rollbook.envs.config import EnvConfig
@@ -71,6 +71,7 @@ class ScriptedGuesses:
         *,
         min_publication: int = 0,
         timeout_s: float | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         assert sampling.max_tokens == 1
         self.prompts.append(list(prompt_ids))

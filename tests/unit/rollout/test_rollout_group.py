@@ -81,11 +81,13 @@ async def test_a_sample_has_the_times_of_its_episode_and_of_its_turns() -> None:
     async def rollout(row: dict[str, Any]) -> RolloutSample:
         episode = current_episode()
         assert episode is not None
-        episode.times.append(RequestTimes(queue_s=0.5, generate_s=2.0, act_s=0.25))
+        episode.times.append(RequestTimes(queue_s=0.5, generate_s=2.0, act_s=0.25, ended_at=1_000.0))
         return sample()
 
-    group = (await play(rollout, drop_constant_reward=False)).group
+    result = await play(rollout, drop_constant_reward=False)
+    group = result.group
     assert group is not None
+    assert [episode.turns for episode in result.episodes] == [((997.5, 1_000.0),)] * len(result.episodes)
     first = group.samples[0]
     assert first.started_at is not None
     assert first.ended_at is not None

@@ -9,7 +9,7 @@ import pytest
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.group import GroupId
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.contracts.policy import Completion, FinishReason, OnTokens, SamplingParams, TokenChunk
 from rollbook.rollout.policy import EpisodeContext, EpisodePolicy, EpisodeTimeUpError, enter_episode
 from rollbook.rollout.stopwatch import EpisodeTime
 from tests.parts.rollout.guessing import completion
@@ -27,7 +27,13 @@ class RecordingPolicy:
         """Called during the request."""
 
     async def complete(
-        self, prompt_ids: Any, sampling: SamplingParams, *, min_publication: int = 0, timeout_s: float | None = None
+        self,
+        prompt_ids: Any,
+        sampling: SamplingParams,
+        *,
+        min_publication: int = 0,
+        timeout_s: float | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         self.sampling, self.min_publication, self.timeout_s = sampling, min_publication, timeout_s
         if self.during is not None:
@@ -102,7 +108,13 @@ class Engine:
         self.clock, self.queue_s, self.sampling_s, self.is_reporting = clock, queue_s, sampling_s, is_reporting
 
     async def complete(
-        self, prompt_ids: Any, sampling: SamplingParams, *, min_publication: int = 0, timeout_s: float | None = None
+        self,
+        prompt_ids: Any,
+        sampling: SamplingParams,
+        *,
+        min_publication: int = 0,
+        timeout_s: float | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         self.clock.jump(self.queue_s + self.sampling_s)
         return Completion(
@@ -134,16 +146,27 @@ class Aborting:
         self.requests: list[tuple[list[int], int]] = []
 
     async def complete(
-        self, prompt_ids: Any, sampling: SamplingParams, *, min_publication: int = 0, timeout_s: float | None = None
+        self,
+        prompt_ids: Any,
+        sampling: SamplingParams,
+        *,
+        min_publication: int = 0,
+        timeout_s: float | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         self.requests.append((list(prompt_ids), sampling.max_tokens))
         count, version = self.portions.pop(0), len(self.requests)
-        return Completion(
+        completion = Completion(
             token_ids=np.arange(10 * version, 10 * version + count, dtype=np.int32),
             logprobs=np.full(count, -0.1 * version, dtype=np.float32),
             versions=np.full(count, version, dtype=np.int32),
             finish_reason=FinishReason.ABORT if self.portions else FinishReason.STOP,
         )
+        if on_tokens is not None:
+            on_tokens(
+                TokenChunk(token_ids=completion.token_ids, logprobs=completion.logprobs, versions=completion.versions)
+            )
+        return completion
 
 
 async def test_an_aborted_request_is_continued_and_each_token_keeps_its_version() -> None:
@@ -156,6 +179,20 @@ async def test_an_aborted_request_is_continued_and_each_token_keeps_its_version(
     assert sampled.finish_reason is FinishReason.STOP
     assert engine.requests == [([1, 2], 8), ([1, 2, 10, 11, 12], 5), ([1, 2, 10, 11, 12], 5)]
     assert policy.continued == 2
+
+
+async def test_streamed_tokens_of_a_continued_request_are_those_of_the_completion_without_repetition() -> None:
+    streamed: list[int] = []
+    policy = EpisodePolicy(Aborting(3, 0, 2), SamplingParams(max_tokens=8))
+    sampled = await policy.complete([1, 2], on_tokens=lambda chunk: streamed.extend(chunk.token_ids.tolist()))
+    assert streamed == sampled.token_ids.tolist()
+
+
+async def test_a_request_with_a_grammar_streams_nothing_because_it_may_start_again() -> None:
+    streamed: list[TokenChunk] = []
+    policy = EpisodePolicy(Aborting(3, 2), SamplingParams(max_tokens=8, grammar="start: /a/"))
+    sampled = await policy.complete([1, 2], on_tokens=streamed.append)
+    assert (sampled.token_ids.tolist(), streamed) == ([20, 21], [])
 
 
 async def test_a_request_aborted_at_its_last_token_is_complete() -> None:

@@ -16,13 +16,12 @@ from pathlib import Path
 import torch
 
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.policy import Completion, Publication, SamplingParams
+from rollbook.contracts.policy import Completion, OnTokens, Publication, SamplingParams
 from rollbook.contracts.weights import Adapter, RawTensor, weights_digest
 from rollbook.inference.config import InferenceConfig, KvAfterUpdate
 from rollbook.inference.engine import (
     EngineClosedError,
     EngineStats,
-    OnTokens,
     PromptScores,
     QueueFullError,
     TensorSource,

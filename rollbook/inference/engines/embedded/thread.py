@@ -14,9 +14,9 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from rollbook.contracts.policy import Completion, FinishReason, Publication
+from rollbook.contracts.policy import Completion, FinishReason, OnTokens, Publication, TokenChunk
 from rollbook.inference.config import InferenceConfig
-from rollbook.inference.engine import EngineClosedError, GenerationError, OnTokens, TokenChunk
+from rollbook.inference.engine import EngineClosedError, GenerationError
 from rollbook.inference.engines.busy import IDLE_GAP_S, BusyPeriods
 from rollbook.inference.engines.embedded.build import EngineParts
 from rollbook.inference.engines.embedded.scheduler import RoundResults

@@ -7,7 +7,7 @@ from functools import partial
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from rollbook.contracts.policy import Completion
+from rollbook.contracts.policy import Completion, TokenChunk
 from rollbook.inference.server.routes.responses import error_response, response_to
 from rollbook.inference.server.service import PolicyService
 from rollbook.inference.wire.completions import TokenCompletion
@@ -17,6 +17,7 @@ from rollbook.inference.wire.token_stream import (
     StreamedError,
     StreamedOutcome,
     StreamedRequest,
+    StreamedTokens,
 )
 
 MAX_FRAME_BYTES = 64 * 2**20
@@ -54,7 +55,9 @@ class TokenStream:
         self._running: dict[int, asyncio.Future[Completion]] = {}
         # Never longer than the number of requests, which the engine's queue limits.
         self._outcomes: list[StreamedOutcome] = []
-        self._has_outcomes = asyncio.Event()
+        # Of streamed requests, whose lengths the engine limits.
+        self._tokens: list[StreamedTokens] = []
+        self._has_messages = asyncio.Event()
         self._decode = msgspec.msgpack.Decoder(ClientFrame).decode
         self._encode = msgspec.msgpack.Encoder().encode
 
@@ -92,7 +95,10 @@ class TokenStream:
     def _start(self, request: StreamedRequest) -> None:
         try:
             future = self._service.submit(
-                request.prompt_ids(), request.sampling(), min_publication=request.min_publication
+                request.prompt_ids(),
+                request.sampling(),
+                min_publication=request.min_publication,
+                on_tokens=partial(self._add_tokens, request.id) if request.is_streamed else None,
             )
         except Exception as error:
             self._add(_failure(request.id, error))
@@ -112,26 +118,31 @@ class TokenStream:
 
     def _add(self, outcome: StreamedOutcome) -> None:
         self._outcomes.append(outcome)
-        self._has_outcomes.set()
+        self._has_messages.set()
+
+    def _add_tokens(self, number: int, chunk: TokenChunk) -> None:
+        self._tokens.append(StreamedTokens.of(number, chunk))
+        self._has_messages.set()
 
     async def _send_outcomes(self) -> None:
-        """Send outcomes to the client.
+        """Send outcomes and streamed tokens to the client.
 
-        Takes:  outcomes of requests, as they end.
-        Gives:  frames with all outcomes since the last one.
-        Waits:  for the next outcome, and for a client that reads slowly.
+        Takes:  outcomes of requests, as they end, and tokens of streamed requests.
+        Gives:  frames with all messages since the last one.
+        Waits:  for the next message, and for a client that reads slowly.
         Ends:   on cancellation, or when the connection is lost.
         """
         with suppress(ConnectionError):
             while True:
-                await self._has_outcomes.wait()
+                await self._has_messages.wait()
                 await self._send_ready()
 
     async def _send_ready(self) -> None:
-        outcomes, self._outcomes = self._outcomes, []
-        self._has_outcomes.clear()
-        if outcomes:
-            await self._socket.send_bytes(self._encode(ServerFrame(outcomes)))
+        frame = ServerFrame(self._outcomes, self._tokens)
+        self._outcomes, self._tokens = [], []
+        self._has_messages.clear()
+        if frame.outcomes or frame.tokens:
+            await self._socket.send_bytes(self._encode(frame))
 
 
 def _failure(number: int, error: BaseException) -> StreamedOutcome:

@@ -1,4 +1,4 @@
-"""`rollbook join`: a policy server or a dispatcher for a run that is running, on this or on another machine.
+"""`rollbook join`: a policy server, a dispatcher or an environment server for a run that is running, on this or on another machine.
 
 The run directory must be visible here: it holds the configuration, the tokens, the model and, for policy servers, the weights.
 """
@@ -30,7 +30,7 @@ from rollbook.telemetry.events import EventLog
 POLL_S = 1.0
 REQUEST_S = 10.0
 
-JoinRole = Literal["policy", "rollout"]
+JoinRole = Literal["policy", "rollout", "env"]
 Say = Callable[[str], None]
 
 
@@ -76,6 +76,10 @@ def _require_joinable(loaded: LoadedConfig, role: JoinRole, host: str) -> None:
     if role == "rollout" and (config.tasks.is_posted or config.tasks.order != "cursor"):
         raise UsageError(
             'only a run with tasks.order = "cursor" can have several dispatchers: a curriculum decides in one process'
+        )
+    if role == "env" and config.env.pool_size is None:
+        raise UsageError(
+            "only a run with env.pool_size has environment servers; in this one, workers create environments"
         )
     if role == "policy" and config.inference.engine == "vllm":
         raise UsageError("vLLM servers cannot join a run; list them in inference.urls")
@@ -148,7 +152,8 @@ class _Joiner:
     def _interrupt(self) -> None:
         self._num_interrupts += 1
         if self._num_interrupts == 1:
-            self._say(f"{self._start.name} leaves (Ctrl-C again stops at once)")
-            self._stop("left the run")
+            self._say(f"{self._start.name} finishes its work and leaves (Ctrl-C again stops at once)")
+            self._end = "left the run"
+            self._process.request_leave()
         else:
             self._process.kill()

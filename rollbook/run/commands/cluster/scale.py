@@ -10,7 +10,7 @@ from rollbook.contracts.errors import UsageError
 from rollbook.run.commands.cluster.join import running_addresses
 from rollbook.run.config.run import load_resolved_config
 from rollbook.run.directory import RunDirectory
-from rollbook.run.supervision.extra_processes import ROLES, Scale
+from rollbook.run.supervision.scale import ROLES, Scale
 
 
 def scale(run_dir: Path, requests: Sequence[str], *, say: Callable[[str], None]) -> dict[str, int]:
@@ -24,17 +24,23 @@ def scale(run_dir: Path, requests: Sequence[str], *, say: Callable[[str], None])
     for request in requests:
         role, equals, number = request.partition("=")
         if role not in ROLES or not equals or not number.isdecimal():
-            raise UsageError(f"{request!r} must look like policy=3 or rollout=2 (additional processes, 0 or more)")
+            raise UsageError(
+                f"{request!r} must look like policy=3, rollout=2 or env=1 (additional processes, 0 or more)"
+            )
         scale = replace(scale, **{role: int(number)})
     if scale.rollout and config.tasks.order != "cursor":
         raise UsageError(
             'only a run with tasks.order = "cursor" can have several dispatchers: a curriculum decides in one process'
         )
+    if scale.env and config.env.pool_size is None:
+        raise UsageError(
+            "only a run with env.pool_size has environment servers; in this one, workers create environments"
+        )
     scale.write(directory)
     running = Counter(name.split("-")[0] for name in _ready_extras(directory))
     for role in ROLES:
         say(f"{role}: {scale.of(role)} additional requested, {running[role]} ready now")
-    return {role: scale.of(role) for role in ROLES}
+    return scale.as_dict()
 
 
 def _ready_extras(directory: RunDirectory) -> list[str]:

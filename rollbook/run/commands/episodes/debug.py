@@ -18,7 +18,7 @@ import numpy as np
 from rollbook.contracts.errors import EpisodeError, RollbookError, RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.plugin import extend_search_path
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.contracts.policy import Completion, FinishReason, OnTokens, SamplingParams
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.groups.player import checked_sample
@@ -64,6 +64,7 @@ class RecordedPolicy:
         *,
         min_publication: int = 0,
         timeout_s: float | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         if not self._left:
             raise RecordingOverError("the recorded answers of the policy end here; the recorded failure did not occur")

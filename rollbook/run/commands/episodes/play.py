@@ -12,14 +12,14 @@ from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import extend_search_path, load_on_demand
-from rollbook.contracts.policy import Completion, SamplingParams
+from rollbook.contracts.policy import Completion, OnTokens, SamplingParams, TokenChunk
 from rollbook.contracts.ports import Environment
 from rollbook.contracts.task import Task
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.contracts.user_errors import did_you_mean
 from rollbook.envs.catalog import environment_class
 from rollbook.envs.pools.environment_pool import open_environment_pool
-from rollbook.inference.engine import Engine, TokenChunk, open_engine
+from rollbook.inference.engine import Engine, open_engine
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.contract import RolloutSetup
 from rollbook.rollout.groups.player import checked_sample
@@ -53,6 +53,7 @@ class PrintingPolicy:
         *,
         min_publication: int = 0,
         timeout_s: float | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         if self._is_greedy:
             sampling = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
@@ -61,6 +62,8 @@ class PrintingPolicy:
 
         def show(chunk: TokenChunk) -> None:
             nonlocal printed
+            if on_tokens is not None:
+                on_tokens(chunk)
             ids.extend(chunk.token_ids.tolist())
             text = self._tokenizer.decode(ids, skip_special_tokens=False)
             # A character of several tokens is complete with its last one.

@@ -1,18 +1,31 @@
-"""Replaces what TRL's `AsyncGRPOTrainer` needs of a GPU, so that examples and tests run on a CPU.
-
-These are a flash-attention kernel for sequences of different lengths, and the peak speed of the device. Call `use_cpu` before
-creating the trainer, and only on a machine without a GPU.
-"""
+"""TRL's `AsyncGRPOTrainer` for batches of the ledger, and what it needs to run on a CPU."""
 
 import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from trl.experimental.async_grpo import async_grpo_trainer, packing
+from torch.utils.data import DataLoader
+from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer, packing
+
+
+class RollbookGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]  # TRL is not installed where types are checked
+    """`AsyncGRPOTrainer` that requests a batch only when the batch before it was trained.
+
+    The loader of accelerate fetches one batch ahead. That adds a version of lag, and after a crash it waits for a batch that is
+    formed only after the current one was trained. PyTorch's own loader does not fetch ahead.
+    """
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        loader: DataLoader[Any] = super().get_train_dataloader().base_dataloader
+        return loader
 
 
 def use_cpu() -> None:
+    """Replace what TRL needs of a GPU: a flash-attention kernel for sequences of different lengths, and the device's peak speed.
+
+    Call it before creating the trainer, and only on a machine without a GPU.
+    """
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
 

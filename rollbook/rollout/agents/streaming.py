@@ -1,0 +1,87 @@
+"""A turn as a stream: parts with text and tokens, sent while the rest of the turn is sampled."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rollbook.contracts.output_formats import OPENING, IncrementalDecoder, StopStrings
+from rollbook.contracts.policy import Completion, FinishReason, TokenChunk, joined_chunks
+from rollbook.rollout.agents.tool_calls import ParsedText, ToolParser, parse_hermes
+from rollbook.rollout.contract import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    id: int
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens with their logprobs, if they were requested."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPart:
+    """New text, and the tokens since the last part."""
+
+    text: str
+    tokens: Sequence[SampledToken]
+
+
+OnPart: TypeAlias = Callable[[TurnPart], None]
+
+
+def sampled_tokens(sampled: Completion | TokenChunk) -> list[SampledToken]:
+    ids, logprobs, tops = sampled.token_ids.tolist(), sampled.logprobs.tolist(), sampled.tops
+    if tops is None:
+        return list(map(SampledToken, ids, logprobs))
+    rows = zip(tops.token_ids.tolist(), tops.logprobs.tolist(), strict=True)
+    # Excluded from sampling: -inf.
+    possible = [
+        tuple((id_, logprob) for id_, logprob in zip(*row, strict=True) if not math.isinf(logprob)) for row in rows
+    ]
+    return list(map(SampledToken, ids, logprobs, possible))
+
+
+class TurnStream:
+    """Decodes the tokens of one turn as they arrive, and passes parts on.
+
+    All parts together are the start of the turn's content. Text that may become a stop text or a tool call is held back, and so is
+    white space before it. A parser other than `hermes` can recognise a call anywhere, so with tools it gets the whole text first.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, stops: Sequence[str], parser: ToolParser | None, on_part: OnPart
+    ) -> None:
+        """`parser`: None without tools."""
+        self._decoder = IncrementalDecoder(tokenizer.decode)
+        self._stops = StopStrings(stops)
+        self._opening = StopStrings([OPENING] if parser is parse_hermes else [])
+        self._is_held = parser is not None and parser not in (parse_hermes, ParsedText)
+        self._space = ""
+        self._tokens: list[SampledToken] = []
+        self._on_part = on_part
+        self.received: list[TokenChunk] = []
+
+    def completion(self) -> Completion:
+        """The tokens so far, as a turn that was cut off."""
+        tokens = joined_chunks(self.received)
+        return Completion(
+            token_ids=tokens.token_ids,
+            logprobs=tokens.logprobs,
+            versions=tokens.versions,
+            finish_reason=FinishReason.LENGTH,
+            tops=tokens.tops,
+        )
+
+    def feed(self, chunk: TokenChunk) -> None:
+        self.received.append(chunk)
+        for token in sampled_tokens(chunk):
+            if self._stops.matched is not None or self._is_held:
+                return
+            self._tokens.append(token)
+            text = self._space + self._opening.feed(self._stops.feed(self._decoder.feed([token.id])))
+            shown = text.rstrip()
+            self._space = text[len(shown) :]
+            if shown:
+                self._on_part(TurnPart(shown, self._tokens))
+                self._tokens = []

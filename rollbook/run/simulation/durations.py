@@ -1,0 +1,120 @@
+"""How long the parts of a run take: the input of a simulation. Measured by `trace.py`, or written by hand."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One request to the policy and the environment's response."""
+
+    work: float
+    """Its duration relative to an average request under the same load."""
+    act_s: float
+    """Seconds of the environment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    turns: tuple[Turn, ...]
+    other_s: float = 0.0
+    """Seconds that are neither the policy's nor the environment's: opening, scoring."""
+    tokens: int = 1
+    """Trained tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskDurations:
+    """The recorded groups of a task. The episodes of a group stay together: they ran at the same time, and resemble each other."""
+
+    groups: tuple[tuple[Episode, ...], ...]
+    drop_share: float = 0.0
+    """Share of its groups that were filtered or invalid."""
+
+    def draw(self, samples: int, rng: random.Random) -> Sequence[Episode]:
+        """The episodes of a recorded group; if it has another size, a random choice of them."""
+        episodes = rng.choice(self.groups)
+        if len(episodes) == samples:
+            return episodes
+        return rng.sample(episodes, samples) if len(episodes) > samples else rng.choices(episodes, k=samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTime:
+    """Seconds of an average policy request by load: an affine function of the requests that a replica has at that moment."""
+
+    base_s: float
+    per_request_s: float
+    """More for each concurrent request of the same replica. Replicas with separate devices share nothing."""
+    per_total_s: float = 0.0
+    """More for each concurrent request of any replica: what replicas on one machine share."""
+    per_worker_s: float = 0.0
+    """More for each concurrent request of the same worker process."""
+    slowdown: float = 0.0
+    """Relative, while the trainer trains: what generation and training share."""
+
+    def slope(self, *, replicas: int, workers: int) -> float:
+        """Seconds for each concurrent request of one replica. Requests are spread evenly over replicas and workers."""
+        return self.per_request_s + replicas * self.per_total_s + replicas / workers * self.per_worker_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingTime:
+    """Seconds of a training step by the size of its batch."""
+
+    base_s: float = 0.0
+    per_sample_s: float = 0.0
+    per_token_s: float = 0.0
+    slowdown: float = 0.0
+    """Relative, while requests are generated."""
+    spread: tuple[float, ...] = (1.0,)
+    """Measured durations relative to the expected ones."""
+
+    def seconds(self, *, samples: int, tokens: int) -> float:
+        """Without generation at the same time."""
+        return self.base_s + self.per_sample_s * samples + self.per_token_s * tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    tasks: tuple[TaskDurations, ...]
+    request: RequestTime
+    training: TrainingTime
+    settle_s: tuple[float, ...] = (0.0,)
+    """From the end of a training step until every replica has its weights and the ledger has confirmed them."""
+    open_s: float = 0.0
+    """From the admission of a group to the start of its episodes."""
+    submit_s: float = 0.0
+    """From the end of the last episode until the ledger has stored the group."""
+    fetch_s: float = 0.0
+    """From the decision of a batch until the trainer has it."""
+    between_steps_s: float = 0.0
+    """The trainer's own work between two steps: metrics, the copy of its state for a checkpoint."""
+
+
+@dataclass(slots=True)
+class EpisodeSource:
+    """Draws tasks and episodes at random, by the recorded shares."""
+
+    durations: Durations
+    rng: random.Random
+    _cumulative: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._cumulative = list(accumulate(len(task.groups) for task in self.durations.tasks))
+
+    def group(self, samples: int) -> tuple[Sequence[Episode], bool]:
+        """The episodes of one draw, and whether the group is dropped at its end."""
+        task = self.rng.choices(self.durations.tasks, cum_weights=self._cumulative)[0]
+        is_dropped = task.drop_share > 0 and self.rng.random() < task.drop_share
+        return task.draw(samples, self.rng), is_dropped
+
+    def settle_s(self) -> float:
+        return self.rng.choice(self.durations.settle_s)
+
+    def training_s(self, *, samples: int, tokens: int) -> float:
+        return self.durations.training.seconds(samples=samples, tokens=tokens) * self.rng.choice(
+            self.durations.training.spread
+        )

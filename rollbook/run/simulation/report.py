@@ -1,0 +1,220 @@
+"""`rollbook simulate`: predicts a run with other sizes from the trace of a run."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollbook.contracts.errors import UsageError
+from rollbook.contracts.freshness import BatchPolicy
+from rollbook.contracts.plugin import load_on_demand
+from rollbook.run.config.run import ConfigError, RunConfig, load_config
+from rollbook.run.simulation.fit import Fit, fit
+from rollbook.run.simulation.prediction import (
+    SAME,
+    Prediction,
+    WhatIf,
+    extrapolations,
+    frontier,
+    predict,
+    recommend,
+    setting_of,
+    what_ifs,
+)
+from rollbook.run.simulation.trace import read_trace
+
+SWEPT_BOUNDS = (0, 1, 2, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweptPoint:
+    overrides: tuple[str, ...]
+    prediction: Prediction
+    is_best: bool
+    """No other point has at most the same lag and more trained tokens per second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    fit: Fit
+    prediction: Prediction
+    what_ifs: tuple[WhatIf, ...]
+    recommended: Prediction
+    extrapolations: tuple[str, ...]
+    points: tuple[SweptPoint, ...] = ()
+
+    def row(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "traces": [str(trace.path) for trace in self.fit.traces],
+            "request_error": round(self.fit.request_error, 4),
+            "prediction": self.prediction.row(),
+            "bottleneck": bottleneck(self.prediction, self.what_ifs),
+            "what_ifs": {one.text: round(one.gain, 4) for one in self.what_ifs},
+            "recommended": self.recommended.row(),
+            "extrapolations": list(self.extrapolations),
+            "sweep": [
+                {"settings": list(point.overrides), "is_best": point.is_best, **point.prediction.row()}
+                for point in self.points
+            ],
+        }
+
+
+def simulate(
+    config_file: Path,
+    traces: Sequence[Path],
+    *,
+    overrides: Sequence[str] = (),
+    seed: int = 0,
+    varied: Sequence[str] | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """`varied`: `SECTION.FIELD=V1,V2,...` of a sweep; empty: bounds, policies and groups in flight; None: no sweep."""
+    if not traces:
+        raise UsageError("no trace: give the directory of a run with --trace RUN")
+    config = load_config(config_file, overrides).config
+    progress(f"reading {len(traces)} {'trace' if len(traces) == 1 else 'traces'}")
+    fitted = fit([read_trace(path) for path in traces])
+    durations = fitted.durations
+    prediction = predict(setting_of(config), durations, seed=seed)
+    progress("simulating changes of one setting")
+    gains = what_ifs(prediction, durations, seed=seed)
+    progress("looking for better settings")
+    better = recommend(prediction, durations, seed=seed)
+    points: list[tuple[tuple[str, ...], Prediction]] = []
+    if varied is not None:
+        grid = list(_grid(config, varied))
+        for number, settings in enumerate(grid, start=1):
+            progress(f"sweep: {number} of {len(grid)}")
+            try:
+                other = load_config(config_file, [*overrides, *settings]).config
+            except ConfigError:
+                if varied:
+                    raise
+                continue  # a combination of the default grid that this config excludes
+            points.append((settings, predict(setting_of(other), durations, seed=seed)))
+    best = {id(point) for point in frontier([point for _, point in points])}
+    return Report(
+        fit=fitted,
+        prediction=prediction,
+        what_ifs=tuple(gains),
+        recommended=better,
+        extrapolations=tuple(extrapolations(fitted, config, prediction)),
+        points=tuple(
+            SweptPoint(overrides=settings, prediction=point, is_best=id(point) in best) for settings, point in points
+        ),
+    )
+
+
+def _grid(config: RunConfig, varied: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    if varied:
+        axes = []
+        for text in varied:
+            name, equals, values = text.partition("=")
+            if not equals or not values:
+                raise UsageError(f"--vary {text}: must look like gate.max_groups_in_flight=8,16,32")
+            axes.append([f"{name}={value.strip()}" for value in values.split(",")])
+        yield from itertools.product(*axes)
+        return
+    per_step = config.gate.groups_per_step
+    bounds = sorted({*SWEPT_BOUNDS, config.gate.max_head_offpolicy_versions})
+    for bound, policy in itertools.product(bounds, BatchPolicy):
+        for size in sorted({per_step, (bound + 1) * per_step}):
+            yield (
+                f"gate.max_head_offpolicy_versions={bound}",
+                f'gate.batch_policy="{policy}"',
+                f"gate.max_groups_in_flight={size}",
+            )
+
+
+def draw(path: Path, report: Report) -> Path:
+    """The swept points, the frontier and the run itself, as SVG."""
+    draw_frontier = load_on_demand("rollbook.dashboard.plots:draw_frontier")
+    series: dict[str, list[tuple[float, float, str]]] = {}
+    for point in report.points:
+        one = point.prediction
+        entry = (one.lag_mean, one.tokens_per_s, _sizes(one))
+        series.setdefault(str(one.setting.rule.policy), []).append(entry)
+    best = [(p.prediction.lag_mean, p.prediction.tokens_per_s) for p in report.points if p.is_best]
+    own = (report.prediction.lag_mean, report.prediction.tokens_per_s)
+    drawn: Path = draw_frontier(path, series, frontier=sorted(best), current=own)
+    return drawn
+
+
+def _sizes(one: Prediction) -> str:
+    rule = one.setting.rule
+    return f"bound {rule.max_head_offpolicy_versions}, {rule.max_in_flight} in flight"
+
+
+def report_lines(report: Report) -> Iterator[str]:
+    one, rule = report.prediction, report.prediction.setting.rule
+    episodes = sum(len(trace.episodes) for trace in report.fit.traces)
+    steps = sum(len(trace.steps) for trace in report.fit.traces)
+    runs = f"{len(report.fit.traces)} {'run' if len(report.fit.traces) == 1 else 'runs'}"
+    yield (
+        f"trace         {runs}, {episodes} episodes, {steps} training steps; "
+        f"durations of requests are fitted within {report.fit.request_error:.0%}"
+    )
+    yield f"setting       {rule.groups_per_step} groups a step, {_sizes(one)}, policy {rule.policy}, " + ", ".join(
+        f"{count} {noun}{'s' if count != 1 else ''}"
+        for count, noun in ((one.setting.workers, "worker"), (one.setting.replicas, "replica"))
+    )
+    yield (
+        f"throughput    {one.steps_per_s:.3g} steps/s ({1 / one.steps_per_s:.3g} s a step), {one.samples_per_s:.3g} samples/s, "
+        f"{one.tokens_per_s:.3g} trained tokens/s"
+    )
+    shares = ", ".join(f"{lag}: {share:.0%}" for lag, share in one.lag_shares.items())
+    yield f"lag           mean {one.lag_mean:.2f} ({shares} of the groups; bound {rule.max_head_offpolicy_versions})"
+    yield f"idle          trainer {one.trainer_idle:.0%}, engines {one.engine_idle:.0%} of the time"
+    dropped = ", ".join(f"{share:.1%} {kind}" for kind, share in one.dropped.items()) or "nothing"
+    yield f"lost          {one.masked:.1%} of the tokens masked; dropped: {dropped}"
+    yield f"bottleneck    {bottleneck(one, report.what_ifs)}"
+    for gain in report.what_ifs:
+        yield f"  what if     {gain.text}: {gain.gain:+.0%} trained tokens/s"
+    yield f"recommended   {recommendation(one, report.recommended)}"
+    for text in report.extrapolations:
+        yield f"extrapolated  {text}"
+    if report.points:
+        yield ""
+        yield f"{'trained tokens/s':>16} {'steps/s':>8} {'mean lag':>8} {'masked':>7} {'dropped':>7}  settings (*: on the frontier)"
+        for point in sorted(report.points, key=lambda p: (p.prediction.lag_mean, -p.prediction.tokens_per_s)):
+            p = point.prediction
+            yield (
+                f"{p.tokens_per_s:>16.4g} {p.steps_per_s:>8.3g} {p.lag_mean:>8.2f} {p.masked:>7.1%} "
+                f"{sum(p.dropped.values()):>7.1%} {'*' if point.is_best else ' '} {' '.join(point.overrides)}"
+            )
+
+
+def bottleneck(one: Prediction, gains: Sequence[WhatIf]) -> str:
+    """What limits the throughput first, in words."""
+    first = gains[0]
+    if first.gain < SAME:
+        return "none of them alone: no change of one part gives more"
+    busy = 1.0 - one.trainer_idle
+    reasons = {
+        "trainer": f"the trainer, which trains {busy:.0%} of the time",
+        "engines": f"the policy servers: the trainer waits {one.trainer_idle:.0%} of the time, and episodes wait for tokens",
+        "environment": f"the environments: the trainer waits {one.trainer_idle:.0%} of the time, and episodes wait for them",
+        "publication": "the publication of weights: the gate waits for every new version",
+        "groups in flight": "the number of groups in flight: engines and trainer could do more",
+        "staleness bound": "the staleness bound: the gate admits no further groups",
+        "slow episodes": f"slow episodes: policy {one.setting.rule.policy} makes the trainer wait for them",
+    }
+    return f"{reasons[first.name]}. {first.text}: {first.gain:+.0%} trained tokens/s"
+
+
+def recommendation(now: Prediction, better: Prediction) -> str:
+    old, new = now.setting.rule, better.setting.rule
+    if better is now:
+        return "keep the settings: no other batch policy or number of groups in flight is better with this bound"
+    changes = []
+    if new.max_in_flight != old.max_in_flight:
+        changes.append(f"gate.max_groups_in_flight = {new.max_in_flight}")
+    if new.policy is not old.policy:
+        changes.append(f'gate.batch_policy = "{new.policy}"')
+    gain = better.tokens_per_s / max(now.tokens_per_s, 1e-9) - 1.0
+    return (
+        f"{', '.join(changes)}: {better.tokens_per_s:.3g} trained tokens/s ({gain:+.0%}), {better.steps_per_s:.3g} steps/s, "
+        f"mean lag {better.lag_mean:.2f} instead of {now.lag_mean:.2f}"
+    )

@@ -1,0 +1,376 @@
+"""Simulates the loop of a run on an event heap: gate, episodes, policy servers, batches, training, publications.
+
+What is decided comes from the real rules (`ledger.py`); how long it takes comes from a trace (`durations.py`). The trainer follows
+`trainer/loop.py`: it fetches batch s+1 while it trains batch s, and settles step s while it trains batch s+1.
+"""
+
+import heapq
+import itertools
+import random
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rollbook.contracts.errors import UsageError
+from rollbook.contracts.freshness import BatchPolicy, FreshnessRule, lag
+from rollbook.ledger.rules.selection import Candidate
+from rollbook.rollout.groups.parts import is_part_complete
+from rollbook.rollout.groups.player import SAME_MOMENT_S
+from rollbook.run.simulation.durations import Durations, Episode, EpisodeSource
+from rollbook.run.simulation.engine import SimulatedReplica
+from rollbook.run.simulation.ledger import SimulatedBatch, SimulatedLedger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The sizes of a run that a simulation varies."""
+
+    rule: FreshnessRule
+    samples_per_group: int
+    slots: int
+    """Groups that all workers can play at the same time."""
+    workers: int = 1
+    replicas: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedStep:
+    step: int
+    ended_at: float
+    waited_s: float
+    trained_s: float
+    samples: int
+    tokens: int
+    """Trainable tokens, masked ones included."""
+    masked_tokens: float
+    lags: tuple[int, ...]
+    """Of each group or part: the lag of its oldest trained token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRun:
+    setting: Setting
+    steps: tuple[SimulatedStep, ...]
+    seconds: float
+    idle_engine_share: float
+    max_load: int
+    """Most concurrent requests of one replica."""
+    opened: int
+    """In units of the gate, like the next four."""
+    open: int
+    queued: int
+    batched: int
+    dropped: dict[str, int]
+    waits: dict[str, float]
+    """Seconds that the trainer waited, by what kept episodes from starting at that moment."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """An episode that is played."""
+
+    group: "_Group"
+    episode: Episode
+    replica: int
+    turn: int = 0
+    turn_began: float = 0.0
+    sampled: list[tuple[float, float]] = field(default_factory=list)
+    """Start and end of each policy request."""
+
+    def first_token_at(self) -> float:
+        began, ended = self.sampled[0]
+        return began + (ended - began) * len(self.episode.turns) / max(len(self.episode.turns), self.episode.tokens)
+
+    def masked_tokens(self, cut_at: float) -> float:
+        """Tokens sampled before `cut_at`, if tokens are spread evenly over the requests."""
+        shares = (min(1.0, max(0.0, (cut_at - s) / (e - s))) if e > s else float(e < cut_at) for s, e in self.sampled)
+        return self.episode.tokens * sum(shares) / max(1, len(self.sampled))
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    sequence: int
+    drop: str | None
+    running: int
+    part: int = 1
+    finished: list[_Running] = field(default_factory=list)
+    is_flushing: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _BatchInTraining:
+    batch: SimulatedBatch
+    began_at: float
+    waited_s: float
+    samples: int = 0
+    tokens: int = 0
+    masked_tokens: float = 0.0
+    lags: list[int] = field(default_factory=list)
+
+    def add(self, candidate: Candidate, episodes: Sequence[_Running], cut_at: float) -> None:
+        self.samples += len(episodes)
+        self.tokens += sum(one.episode.tokens for one in episodes)
+        self.masked_tokens += sum(one.masked_tokens(cut_at) for one in episodes)
+        # The oldest token that is not masked.
+        oldest = max(candidate.oldest_version or 0, self.batch.cut or 0)
+        self.lags.append(lag(step=self.batch.step, oldest_version=oldest))
+
+    def trained(self, now: float) -> SimulatedStep:
+        return SimulatedStep(
+            step=self.batch.step,
+            ended_at=now,
+            waited_s=self.waited_s,
+            trained_s=now - self.began_at,
+            samples=self.samples,
+            tokens=self.tokens,
+            masked_tokens=self.masked_tokens,
+            lags=tuple(self.lags),
+        )
+
+
+class Simulation:
+    """One simulated run. The same seed gives the same run."""
+
+    def __init__(self, setting: Setting, durations: Durations, *, seed: int = 0) -> None:
+        self._setting = setting
+        self._durations = durations
+        self._source = EpisodeSource(durations, random.Random(seed))
+        self._ledger = SimulatedLedger(setting.rule)
+        request = durations.request
+        self._replicas: list[SimulatedReplica[_Running]] = [
+            SimulatedReplica(
+                base_s=request.base_s,
+                per_request_s=request.slope(replicas=setting.replicas, workers=setting.workers),
+                slowdown=request.slowdown,
+            )
+            for _ in range(setting.replicas)
+        ]
+        self._stamps = [0] * setting.replicas
+        """A request's end that was computed before the last change of its replica is ignored."""
+        self._requests = 0
+        self._now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._published_at = [0.0]
+        self._stored: dict[tuple[int, int], list[_Running]] = {}
+        """The episodes of queued groups, by sequence and part."""
+        self._limit = min(setting.slots, setting.rule.max_in_flight) * setting.rule.unit
+        self._wanted_step = 0
+        """The batch that the trainer has requested and not got; 0: none."""
+        self._ready: SimulatedBatch | None = None
+        self._waiting_since: float | None = 0.0
+        self._batch: _BatchInTraining | None = None
+        self._is_training = False
+        self._training_left_s = self._training_at = 0.0
+        self._training_slowness = 1.0
+        self._training_stamp = 0
+        self._settled_at = 0.0
+        self._steps: list[SimulatedStep] = []
+        self._waits: defaultdict[str, float] = defaultdict(float)
+
+    def run(self, steps: int) -> SimulatedRun:
+        self._request_batch(1)
+        self._admit()
+        while len(self._steps) < steps:
+            if not self._events:
+                raise UsageError(
+                    "the simulated run stands still: no episode runs, and the gate admits none. "
+                    f"gate.max_groups_in_flight is {self._setting.rule.max_in_flight}, "
+                    f"gate.groups_per_step {self._setting.rule.groups_per_step}"
+                )
+            at, _, act = heapq.heappop(self._events)
+            self._measure_wait(at)
+            self._now = at
+            act()
+        for replica in self._replicas:
+            replica.advance(self._now)
+        ledger = self._ledger
+        return SimulatedRun(
+            setting=self._setting,
+            steps=tuple(self._steps),
+            seconds=self._now,
+            idle_engine_share=sum(r.idle_s for r in self._replicas) / (len(self._replicas) * max(self._now, 1e-9)),
+            max_load=max(r.max_load for r in self._replicas),
+            opened=ledger.opened,
+            open=ledger.leased,
+            queued=ledger.queued,
+            batched=ledger.batched,
+            dropped=dict(ledger.dropped),
+            waits=dict(self._waits),
+        )
+
+    def _at(self, delay_s: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self._now + delay_s, next(self._numbers), act))
+
+    def _measure_wait(self, until: float) -> None:
+        """While the trainer waits: what keeps further episodes from starting."""
+        if self._waiting_since is not None and self._ready is None:
+            if self._ledger.leased + self._setting.rule.unit > self._limit:
+                limit = "slots" if self._setting.slots < self._setting.rule.max_in_flight else "in_flight"
+            else:
+                limit = "gate"
+            self._waits[limit] += until - self._now
+
+    # Episodes ----------------------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        free = (self._limit - self._ledger.leased) // self._setting.rule.unit
+        for sequence in self._ledger.open(free):
+            episodes, is_dropped = self._source.group(self._setting.samples_per_group)
+            group = _Group(sequence, "filtered" if is_dropped else None, len(episodes))
+            for episode in episodes:
+                running = _Running(group, episode, replica=-1)
+                self._at(self._durations.open_s + episode.other_s, lambda one=running: self._next_turn(one))  # type: ignore[misc]
+
+    def _next_turn(self, one: _Running) -> None:
+        if one.turn == len(one.episode.turns):
+            self._end_episode(one)
+            return
+        if one.replica < 0:
+            # All turns of an episode go to the same replica, the least loaded one at its start.
+            one.replica = min(range(len(self._replicas)), key=lambda number: self._replicas[number].load)
+        one.turn_began = self._now
+        self._requests += 1
+        if self._requests == 1:
+            self._reschedule_training()
+        self._replicas[one.replica].add(one, one.episode.turns[one.turn].work, self._now)
+        self._reschedule_replica(one.replica)
+
+    def _reschedule_replica(self, number: int) -> None:
+        self._stamps[number] = stamp = self._stamps[number] + 1
+        end = self._replicas[number].next_end
+        if end is not None:
+            heapq.heappush(self._events, (end, next(self._numbers), lambda: self._end_request(number, stamp)))
+
+    def _end_request(self, number: int, stamp: int) -> None:
+        if stamp != self._stamps[number]:
+            return
+        one = self._replicas[number].pop(self._now)
+        self._reschedule_replica(number)
+        self._requests -= 1
+        if self._requests == 0:
+            self._reschedule_training()
+        one.sampled.append((one.turn_began, self._now))
+        act_s = one.episode.turns[one.turn].act_s
+        one.turn += 1
+        self._at(act_s, lambda: self._next_turn(one))
+
+    def _end_episode(self, one: _Running) -> None:
+        group = one.group
+        group.running -= 1
+        group.finished.append(one)
+        if self._setting.rule.policy is not BatchPolicy.PARTS:
+            if group.running == 0:
+                self._submit(group)
+        elif group.running == 0 and not group.is_flushing:
+            self._submit(group)
+        elif not group.is_flushing:
+            # The samples that end in the same moment are submitted together.
+            group.is_flushing = True
+            self._at(SAME_MOMENT_S, lambda: self._flush(group))
+
+    def _flush(self, group: _Group) -> None:
+        group.is_flushing = False
+        quorum = self._setting.rule.quorum or self._setting.samples_per_group
+        is_complete = is_part_complete(part=group.part, scorable=len(group.finished), quorum=quorum)
+        if group.finished and (is_complete or group.running == 0):
+            self._submit(group)
+
+    def _submit(self, group: _Group) -> None:
+        finished, group.finished = group.finished, []
+        group.part += 1
+        self._at(self._durations.submit_s, lambda: self._store(group, finished))
+
+    def _store(self, group: _Group, finished: list[_Running]) -> None:
+        candidate = self._ledger.submit(
+            group.sequence,
+            samples=len(finished),
+            oldest_version=min(self._version_at(one.first_token_at()) for one in finished),
+            newest_version=max(self._version_at(one.sampled[-1][1]) for one in finished),
+            drop=group.drop,
+        )
+        if group.drop is None:
+            self._stored[candidate.sequence, candidate.part] = finished
+        self._try_to_decide()
+        self._admit()
+
+    def _version_at(self, moment: float) -> int:
+        return bisect_right(self._published_at, moment) - 1
+
+    # Training ----------------------------------------------------------------------------------------------------------------
+
+    def _request_batch(self, step: int) -> None:
+        self._wanted_step = step
+        self._try_to_decide()
+
+    def _try_to_decide(self) -> None:
+        if self._wanted_step and (batch := self._ledger.decide(self._wanted_step)) is not None:
+            self._wanted_step = 0
+            self._at(self._durations.fetch_s, lambda: self._receive(batch))
+
+    def _receive(self, batch: SimulatedBatch) -> None:
+        self._ready = batch
+        if self._waiting_since is not None:
+            self._train()
+
+    def _train(self) -> None:
+        assert self._ready is not None
+        assert self._waiting_since is not None
+        batch, self._ready = self._ready, None
+        waited_s, self._waiting_since = self._now - self._waiting_since, None
+        self._batch = _BatchInTraining(batch=batch, began_at=self._now, waited_s=waited_s)
+        cut_at = self._cut_at(batch)
+        for candidate in batch.taken:
+            self._batch.add(candidate, self._stored.pop((candidate.sequence, candidate.part)), cut_at)
+        self._training_left_s = self._source.training_s(samples=self._batch.samples, tokens=self._batch.tokens)
+        self._training_at = self._now
+        self._set_training(True)
+        self._reschedule_training()
+        self._request_batch(batch.step + 1)
+        self._admit()
+
+    def _cut_at(self, batch: SimulatedBatch) -> float:
+        """Tokens that were sampled before this moment are masked."""
+        return self._published_at[batch.cut] if batch.cut is not None and batch.cut > 0 else float("-inf")
+
+    def _set_training(self, is_training: bool) -> None:
+        self._is_training = is_training
+        for number, replica in enumerate(self._replicas):
+            replica.set_training(is_training, self._now)
+            self._reschedule_replica(number)
+
+    def _reschedule_training(self) -> None:
+        """Training has begun, or continues at another speed because generation has begun or stopped."""
+        if not self._is_training:
+            return
+        self._training_left_s -= (self._now - self._training_at) / self._training_slowness
+        self._training_at = self._now
+        self._training_slowness = 1.0 + (self._durations.training.slowdown if self._requests else 0.0)
+        self._training_stamp = stamp = self._training_stamp + 1
+        self._at(max(0.0, self._training_left_s) * self._training_slowness, lambda: self._end_training(stamp))
+
+    def _end_training(self, stamp: int) -> None:
+        if stamp != self._training_stamp:
+            return
+        self._set_training(False)
+        assert self._batch is not None
+        self._steps.append(self._batch.trained(self._now))
+        # A step is settled after the one before it.
+        self._at(max(0.0, self._settled_at - self._now), lambda: self._settle(len(self._steps)))
+
+    def _settle(self, step: int) -> None:
+        settle_s = self._source.settle_s()
+        self._settled_at = self._now + settle_s
+        self._at(settle_s, lambda: self._publish(step))
+        self._at(self._durations.between_steps_s, self._wait_for_batch)
+
+    def _wait_for_batch(self) -> None:
+        self._waiting_since = self._now
+        if self._ready is not None:
+            self._train()
+
+    def _publish(self, step: int) -> None:
+        self._published_at.append(self._now)
+        self._ledger.publish(step)
+        self._admit()

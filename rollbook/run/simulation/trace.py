@@ -1,0 +1,239 @@
+"""Reads what a run recorded about time: spans, metrics and the outcomes of its groups. The run may be finished or running."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.contracts.errors import UsageError
+from rollbook.contracts.group import DropKind, GroupOutcome, SampleOutcome, group_id
+from rollbook.dashboard.intervals import Intervals
+from rollbook.dashboard.json_tail import FolderTail
+from rollbook.run.config.run import RunConfig
+from rollbook.run.record import RunRecordReader, open_run
+from rollbook.telemetry.metrics import read_metrics
+from rollbook.telemetry.spans import Span, span_of
+
+MAX_GROUPS = 20_000
+"""The newest groups of a trace that are used: enough for the distribution of durations."""
+PAGE = 1_000
+MIN_EPISODES, MIN_STEPS = 8, 2
+DROPPED_AT_END = {DropKind.FILTERED.value, DropKind.INVALID.value}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedEpisode:
+    task_id: str
+    group_id: str
+    start: float
+    end: float
+    requests: tuple[tuple[float, float], ...]
+    """Start and end of each request to the policy."""
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedStep:
+    step: int
+    start: float
+    end: float
+    samples: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """The steady part of one run: its start is left out."""
+
+    path: Path
+    config: RunConfig
+    episodes: tuple[TracedEpisode, ...]
+    steps: tuple[TracedStep, ...]
+    requests: Intervals
+    """Every request to the policy of the whole run, for the load at a moment."""
+    training: Intervals
+    groups_by_task: Mapping[str, int]
+    dropped_by_task: Mapping[str, int]
+    """Groups that were filtered or invalid."""
+    settle_s: tuple[float, ...]
+    open_s: float
+    submit_s: float
+    fetch_s: float
+    between_steps_s: float
+
+
+def read_trace(path: Path) -> Trace:
+    """Raises `UsageError` if the run has recorded too little."""
+    spans: dict[str, list[Span]] = defaultdict(list)
+    for row in FolderTail(path / "spans").poll():
+        if (span := span_of(row)) is not None:
+            spans[span.name].append(span)
+    with open_run(path) as run:
+        config, tokens = run.config, _tokens_by_group(run)
+    metrics = {
+        int(row["step"]): row
+        for row in read_metrics(path / "metrics.jsonl", process="trainer")
+        if row.get("step") is not None and not row.get("replay")
+    }
+    steps = _steps(spans["trainer.train"], metrics)
+    # The first steps wait for processes that start, and compile or allocate.
+    left_out = min(2, len(steps) // 3)
+    since = steps[left_out - 1].end if left_out else 0.0
+    whole = list(_episodes(spans["rollout.episode"], tokens))
+    episodes = tuple(one for one in whole if one.start >= since)
+    if len(episodes) < MIN_EPISODES or len(steps) - left_out < MIN_STEPS:
+        raise UsageError(
+            f"{path} cannot be used as a trace: it has {len(episodes)} finished episodes and {max(0, len(steps) - left_out)} "
+            f"training steps after its start; at least {MIN_EPISODES} and {MIN_STEPS} are needed. Let it run longer"
+        )
+    requests = [request for one in whole for request in one.requests]
+    groups = [span for span in spans["rollout.group"] if span.start >= since]
+    by_task, dropped = _count_groups(groups)
+    open_s, submit_s = _group_overheads(groups, spans["rollout.episode"])
+    return Trace(
+        path=path,
+        config=config,
+        episodes=episodes,
+        steps=tuple(steps[left_out:]),
+        requests=Intervals(_array(start for start, _ in requests), _array(end for _, end in requests)),
+        training=_intervals(spans["trainer.train"]),
+        groups_by_task=by_task,
+        dropped_by_task=dropped,
+        open_s=open_s,
+        submit_s=submit_s,
+        settle_s=tuple(_settle_times(spans, since)) or (0.0,),
+        fetch_s=_fetch_time(spans, since),
+        between_steps_s=_time_between_steps(spans, since),
+    )
+
+
+def _array(values: Iterator[float]) -> NDArray[np.float64]:
+    return np.fromiter(values, dtype=np.float64)
+
+
+def _intervals(spans: list[Span]) -> Intervals:
+    return Intervals(_array(span.start for span in spans), _array(span.end for span in spans))
+
+
+def _tokens_by_group(run: RunRecordReader) -> dict[str, list[SampleOutcome]]:
+    """The samples of each draw, by the time at which they ended."""
+    found: dict[str, list[SampleOutcome]] = defaultdict(list)
+    start = max(0, run.status().opened - MAX_GROUPS)
+    while page := run.groups(state=None, start=start, limit=PAGE):
+        for record in page:
+            if record.outcome is not None:
+                outcome = msgspec.json.decode(record.outcome, type=GroupOutcome)
+                found[group_id(record.task_id, record.draw)] += outcome.samples
+        start = page[-1].sequence + 1
+    for samples in found.values():
+        samples.sort(key=lambda sample: (sample.started_at or 0.0) + (sample.seconds or 0.0))
+    return found
+
+
+def _episodes(spans: list[Span], samples: Mapping[str, list[SampleOutcome]]) -> Iterator[TracedEpisode]:
+    """The scored episodes. The spans have the times of their requests, the ledger has their tokens."""
+    by_group: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.fields.get("turns") and span.fields.get("cause") is None:
+            by_group[str(span.fields["group_id"])].append(span)
+    known = [sample.tokens / max(1, sample.turns) for group in samples.values() for sample in group]
+    tokens_per_turn = sum(known) / len(known) if known else 1.0
+    for name, members in by_group.items():
+        members.sort(key=lambda span: span.end)
+        stored = samples.get(name, [])
+        for number, span in enumerate(members):
+            turns = tuple((float(start), float(end)) for start, end in span.fields["turns"])
+            is_matched = len(stored) == len(members)
+            yield TracedEpisode(
+                task_id=name.rpartition("@")[0],
+                group_id=name,
+                start=span.start,
+                end=span.end,
+                requests=turns,
+                tokens=max(1, stored[number].tokens if is_matched else round(tokens_per_turn * len(turns))),
+            )
+
+
+def _steps(spans: list[Span], metrics: Mapping[int, Mapping[str, Any]]) -> list[TracedStep]:
+    found = []
+    for span in spans:
+        step = int(span.fields["step"])
+        row = metrics.get(step)
+        if row is not None and row.get("rollout/samples"):
+            tokens = (row.get("train/tokens") or 0) + (row.get("async/masked_tokens") or 0)
+            found.append(
+                TracedStep(
+                    step=step, start=span.start, end=span.end, samples=int(row["rollout/samples"]), tokens=int(tokens)
+                )
+            )
+    return sorted(found, key=lambda one: one.start)
+
+
+def _count_groups(groups: list[Span]) -> tuple[dict[str, int], dict[str, int]]:
+    every: dict[str, int] = defaultdict(int)
+    dropped: dict[str, int] = defaultdict(int)
+    for span in groups:
+        task = str(span.fields["group_id"]).rpartition("@")[0]
+        every[task] += 1
+        dropped[task] += span.fields.get("drop") in DROPPED_AT_END
+    return every, dropped
+
+
+def _group_overheads(groups: list[Span], episodes: list[Span]) -> tuple[float, float]:
+    """Median seconds before the first episode of a group starts, and after its last one has ended."""
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    for span in episodes:
+        name = str(span.fields["group_id"])
+        first[name] = min(span.start, first.get(name, span.start))
+        last[name] = max(span.end, last.get(name, span.end))
+    known = [(span, str(span.fields["group_id"])) for span in groups if str(span.fields["group_id"]) in first]
+    opened = [first[name] - span.start for span, name in known]
+    submitted = [span.end - last[name] for span, name in known]
+    return _median(opened), _median(submitted)
+
+
+def _by_step(spans: list[Span]) -> dict[int, Span]:
+    return {int(span.fields["step"]): span for span in spans if "step" in span.fields}
+
+
+def _settle_times(spans: Mapping[str, list[Span]], since: float) -> Iterator[float]:
+    published = _by_step(spans["trainer.publish"])
+    for step, trained in _by_step(spans["trainer.train"]).items():
+        if trained.start >= since and step in published:
+            yield max(0.0, published[step].end - trained.end)
+
+
+def _fetch_time(spans: Mapping[str, list[Span]], since: float) -> float:
+    """Seconds from the decision of a batch to its arrival: after its last group, or after the request if all were there."""
+    arrivals = np.sort(_array(span.end for span in spans["rollout.group"]))
+    found = []
+    for span in spans["trainer.wait_batch"]:
+        if span.start >= since and len(arrivals):
+            before = int(np.searchsorted(arrivals, span.end))
+            decided = max(span.start, float(arrivals[before - 1])) if before else span.start
+            found.append(span.end - decided)
+    # A low quantile: the last arrival is not always in the batch.
+    return float(np.quantile(found, 0.25)) if found else 0.0
+
+
+def _time_between_steps(spans: Mapping[str, list[Span]], since: float) -> float:
+    """Median seconds from the moment when the trainer could continue until it trains."""
+    trained, waited = _by_step(spans["trainer.train"]), _by_step(spans["trainer.wait_batch"])
+    published = _by_step(spans["trainer.publish"])
+    found = []
+    for step, span in trained.items():
+        previous = trained.get(step - 1)
+        if previous is not None and step in waited and span.start >= since:
+            settled = published[step - 2].end if step - 2 in published else previous.end
+            found.append(span.start - max(previous.end, waited[step].end, settled))
+    return _median(found)
+
+
+def _median(values: list[float]) -> float:
+    return max(0.0, float(np.median(values))) if values else 0.0
