@@ -1,6 +1,19 @@
 """Settings of all tests."""
 
+import os
+import sys
+
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine must not make a property fail: no time limit for an example, and none for drawing it.
+settings.register_profile("rollbook", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("rollbook")
+
+# Containers often turn the cache of compiled modules off. Then every process of every run compiles the package again, and pytest
+# rewrites the assertions of every test module in every session.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.fixture(scope="session", autouse=True)

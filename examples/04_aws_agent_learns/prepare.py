@@ -28,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rollbook.concurrency.deadline import Deadline
 from rollbook.envs.builtin.awscli.environment import AwsCliEnvironment
+from rollbook.envs.builtin.awscli.short_text import goal_of
 from rollbook.envs.builtin.awscli.solution import ReferencePolicy
 from rollbook.telemetry.events import EventLog
 
@@ -106,7 +107,7 @@ async def _play_episode(env: Any, row: dict[str, Any], flaws: Sequence[Flaw]) ->
     policy = ReferencePolicy(row)
     seen = await env.reset(row)
     right = policy.next_line(seen)
-    chat = [{"role": "user", "content": small_aws.goal_of(seen.text)}]
+    chat = [{"role": "user", "content": goal_of(seen.text)}]
     for flaw in flaws:
         chat.append({"role": "assistant", "content": flaw(str(right))})
         seen = await env.step(chat[-1]["content"])

@@ -5,8 +5,6 @@ so that references stay valid. The held-out tasks use pairs of words that occur 
 be copied from the goal, and answers read from the output of the command.
 """
 
-import contextlib
-import json
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -21,6 +19,7 @@ from rollbook import (
     RolloutSample,
     RolloutSetup,
 )
+from rollbook.envs.builtin.awscli.short_text import goal_of, one_line
 from rollbook.envs.builtin.awscli.tasks.task_bank import task_bank
 
 BEGINNER = [
@@ -77,9 +76,6 @@ OUTPUT_CHARS = 240
 """The visible part of a command's output: a small model has a short context."""
 NOISE = re.compile(r"date|time|version|etag|digest|metadata|path", re.IGNORECASE)
 """Fields of an output that no task here needs, and that would be half of the prompt."""
-USAGE = re.compile(r"usage: .*?error: ", re.DOTALL)
-"""The CLI prints its usage before the error."""
-TASK = re.compile(r"Task: (.*)\nMoves: \d+", re.DOTALL)
 
 
 def tasks(
@@ -138,29 +134,9 @@ def has_held_out_pair(text: str) -> bool:
     return any(_is_held_out([first, second]) for first, second in PAIR.findall(text))
 
 
-def goal_of(observation: str) -> str:
-    found = TASK.search(observation)
-    return found[1] if found else observation
-
-
 def seen_by_agent(text: str) -> str:
-    """One short line. JSON is reduced to names and values: braces and quotes would be useless tokens."""
-    text = USAGE.sub("error: ", text)
-    with contextlib.suppress(json.JSONDecodeError):
-        text = " ".join(_leaves(json.loads(text)))
-    return " ".join(text.split())[:OUTPUT_CHARS]
-
-
-def _leaves(value: Any, name: str = "") -> Iterator[str]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            if not NOISE.search(key):
-                yield from _leaves(inner, key)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _leaves(inner, name)
-    else:
-        yield f"{name} {value};"
+    """One short line: the braces and quotes of JSON would be useless tokens."""
+    return one_line(text, max_chars=OUTPUT_CHARS, ignored=NOISE, form="{name} {value};")
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:

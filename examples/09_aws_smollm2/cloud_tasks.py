@@ -4,8 +4,6 @@ Three splits: `train`; `names`, the same kinds of tasks with names that occur no
 neither demonstrated nor trained. Names are two words. Whether a pair of words is held out depends on the pair only.
 """
 
-import contextlib
-import json
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -20,6 +18,7 @@ from rollbook import (
     RolloutSample,
     RolloutSetup,
 )
+from rollbook.envs.builtin.awscli.short_text import goal_of, one_line
 from rollbook.envs.builtin.awscli.tasks.task_bank import task_bank
 
 SYSTEM = "You operate AWS through its command line. Reply with one aws command, or with `answer VALUE`."
@@ -47,8 +46,6 @@ WORDS = re.findall(
 OUTPUT_CHARS = 400
 """The visible part of a command's output."""
 NOISE = re.compile(r"date|time|etag|digest|metadata|checksum", re.IGNORECASE)
-USAGE = re.compile(r"usage: .*?error: ", re.DOTALL)
-TASK = re.compile(r"Task: (.*)\nMoves: \d+", re.DOTALL)
 
 
 def kinds(*, is_held_out: bool) -> list[str]:
@@ -104,29 +101,9 @@ def task_of(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "label"}
 
 
-def goal_of(observation: str) -> str:
-    found = TASK.search(observation)
-    return found[1] if found else observation
-
-
 def seen_by_agent(text: str) -> str:
-    """One line. JSON is reduced to names and values, without dates and checksums."""
-    text = USAGE.sub("error: ", text)
-    with contextlib.suppress(json.JSONDecodeError):
-        text = " ".join(_leaves(json.loads(text)))
-    return " ".join(text.split())[:OUTPUT_CHARS] or "ok"
-
-
-def _leaves(value: Any, name: str = "") -> Iterator[str]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            if not NOISE.search(key):
-                yield from _leaves(inner, key)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _leaves(inner, name)
-    else:
-        yield f"{name}={value}"
+    """One line, without dates and checksums."""
+    return one_line(text, max_chars=OUTPUT_CHARS, ignored=NOISE) or "ok"
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:

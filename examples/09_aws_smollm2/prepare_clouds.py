@@ -18,6 +18,7 @@ import cloud_tasks
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import RollbookError
 from rollbook.envs.builtin.awscli.environment import AwsCliEnvironment
+from rollbook.envs.builtin.awscli.short_text import goal_of
 from rollbook.envs.builtin.awscli.solution import ReferencePolicy
 from rollbook.telemetry.events import EventLog
 
@@ -58,7 +59,7 @@ async def play_episode(env: Any, row: dict[str, Any]) -> Chat | None:
     seen = await env.reset(task)
     chat = [
         {"role": "system", "content": cloud_tasks.SYSTEM},
-        {"role": "user", "content": cloud_tasks.goal_of(seen.text)},
+        {"role": "user", "content": goal_of(seen.text)},
     ]
     for _ in range(MAX_TURNS):
         line = policy.next_line(seen)

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 from rollbook.concurrency.clock import Clock, SystemClock
-from rollbook.concurrency.deadline import Deadline
+from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
 
 T = TypeVar("T")
 
@@ -32,17 +32,27 @@ async def retry(
 ) -> T:
     """Call `attempt` until it succeeds or raises another error. Raises the last error when the deadline does not allow a retry.
 
+    An attempt in which the deadline ends reports only that: the error of the attempt before names the cause, and is raised.
     Waits at least `retry_after_s` of an error that has this attribute.
     """
     clock = clock or SystemClock()
     waits = waits or backoff()
+    cause: Exception | None = None
     while True:
         try:
             return await attempt()
         except on as error:
+            cause = error
             wait = max(next(waits), getattr(error, "retry_after_s", None) or 0.0)
             if deadline.remaining_s() <= wait:
                 raise
             if on_retry is not None:
                 on_retry(error, wait)
+        except Exception as error:
+            is_end_of_budget = isinstance(error, DeadlineExceededError) or isinstance(
+                error.__cause__, DeadlineExceededError
+            )
+            if cause is None or not is_end_of_budget:
+                raise
+            raise cause from error
         await clock.sleep(wait)

@@ -4,6 +4,7 @@ A *publication* is one set of weights pushed to the engines. Its id is never reu
 is computed (0 for the initial weights). Each token carries the id of the publication that sampled it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,6 +18,7 @@ PublicationId = NewType("PublicationId", int)
 NOT_SAMPLED = -1
 """The version of a token that the policy did not sample (prompt, observation) or whose publication is unknown."""
 
+MAX_INT32 = 2**31 - 1
 MAX_TOP_LOGPROBS = 20
 """The limit of OpenAI's API."""
 
@@ -50,14 +52,18 @@ class SamplingParams:
     """The completion follows this grammar (`output_formats.py`). Logprobs are those of the allowed tokens, renormalised."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens}; it must be >= 1")
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be >= 0 (0 samples greedily)")
+        if not 1 <= self.max_tokens <= MAX_INT32:
+            raise ValueError(f"max_tokens is {self.max_tokens}; it must be 1 to {MAX_INT32}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}; it must be >= 0 (0 samples greedily) and finite")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be in (0, 1]")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}; it must be >= 0 (0 means all tokens)")
+        if not 0 <= self.top_k <= MAX_INT32:
+            raise ValueError(f"top_k is {self.top_k}; it must be 0 (all tokens) to {MAX_INT32}")
+        if self.stop_token_ids and not 0 <= min(self.stop_token_ids) <= max(self.stop_token_ids) <= MAX_INT32:
+            raise ValueError(f"stop_token_ids has an id that is not 0 to {MAX_INT32}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}; it must fit into 64 bits")
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
             raise ValueError(f"top_logprobs is {self.top_logprobs}; it must be 0 to {MAX_TOP_LOGPROBS}")
 

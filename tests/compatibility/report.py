@@ -70,7 +70,16 @@ PEERS = (
         ("tests/unit/rollout/test_rollout_templates.py",),
         "make test-trl",
     ),
-    Peer("openai", "openai", "constraints.txt", ("tests/services/test_inference_openai.py",), "make test-agents"),
+    Peer(
+        "openai",
+        "openai",
+        "constraints.txt",
+        (
+            "tests/services/openai_api/test_inference_openai.py",
+            "tests/services/openai_api/test_inference_openai_formats.py",
+        ),
+        "make test-agents",
+    ),
     Peer(
         "Agent frameworks",
         "openai-agents",

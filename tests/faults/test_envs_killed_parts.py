@@ -97,7 +97,7 @@ async def test_fifty_concurrent_clients_of_eight_environments_are_all_served_or_
 async def test_a_hanging_environment_affects_only_its_own_session() -> None:
     Sleeper.unblock.clear()
     try:
-        async with served(Sleeper, size=3, step_s=0.2, close_s=0.2) as server, GrpoPool(server.url, size=3) as pool:
+        async with served(Sleeper, size=3, step_s=2.0, close_s=0.2) as server, GrpoPool(server.url, size=3) as pool:
             await pool.reset_group({})
 
             async def play(session: EnvSession) -> str:

@@ -4,17 +4,19 @@ import json
 import os
 import re
 import signal
+import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from rollbook.contracts.errors import RunError
 from rollbook.run.record import open_run
-from tests.parts.run.small import CONFIG, STEPS, SmallRun, rollbook
+from tests.parts.run.small import CONFIG, REPOSITORY, STEPS, SmallRun, rollbook
 
 
 @pytest.fixture
@@ -39,11 +41,115 @@ def require_complete(run: SmallRun, *, steps: int = STEPS) -> None:
     assert json.loads(replayed.stdout)["steps"] == steps
 
 
-@pytest.mark.parametrize(
-    "role",
-    # The chaos test also kills the others, several times; here they are slow tests.
-    ["trainer", *(pytest.param(role, marks=pytest.mark.slow) for role in ("policy", "ledger", "rollout", "worker"))],
-)
+TAILS = REPOSITORY / "benchmarks" / "learning" / "tails_rollout.py"
+TAILED_STEPS = 16
+
+
+def tailed_run(directory: Path, policy: str) -> SmallRun:
+    """A run whose episodes have long tails, with a batch policy that masks tokens."""
+    (directory / TAILS.name).write_text(TAILS.read_text(encoding="utf-8"), encoding="utf-8")
+    config = CONFIG.replace("delayed_number_guessing", "tails_rollout:TailedGuessing")
+    config = config.replace("step_s = 0.02", "mean_s = 0.3, shape = 1.5")
+    return SmallRun(directory, [f"gate.batch_policy={policy}"], config=config)
+
+
+def require_masked_tokens(run: SmallRun, *, steps: int) -> None:
+    overview = rollbook("inspect", str(run.directory)).stdout
+    masked = rf"^masked      [0-9.]+% of \d+ tokens of the last {min(steps, 20)} steps"
+    assert re.search(masked, overview, re.MULTILINE), overview
+
+
+def require_parts(run: SmallRun, *, steps: int) -> None:
+    with open_run(run.directory) as record:
+        trained = [group for batch in record.batches(steps) for group in batch.groups]
+    late = next(group for group in trained if group.part > 1)
+    shown = rollbook("inspect", str(run.directory), late.id).stdout
+    assert f"part {late.part}; its baseline are the rewards of the quorum" in shown
+    assert all(group.baseline is not None and len(group.baseline) == 3 for group in trained)
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=60) as response:
+        return json.load(response)
+
+
+@pytest.mark.timeout(900)
+def test_a_run_is_protected_from_a_second_one_drains_at_an_interrupt_and_resumes_after_its_supervisor_is_killed(
+    tmp_path: Path,
+) -> None:
+    """One run with three starts: each start costs more than its steps."""
+    run = tailed_run(tmp_path, "parts")
+    run.overrides.append("trainer.max_steps=10_000")
+    run.has_dashboard = True
+    try:
+        run.start()
+        require_refusal_of_a_second_train(run, tmp_path / "run.toml")
+        run.until(lambda: run.step() >= 4, what="step 4")
+        url = require_restart_of_a_killed_dashboard(run)
+        drained = interrupt(run)
+        assert f"dashboard: {url}" in drained["stderr"]
+        run.has_dashboard = False
+
+        run.start()
+        run.until(lambda: run.step() >= drained["steps"] + 2, what="two more steps")
+        kill_supervisor(run)
+        steps = max(TAILED_STEPS, run.step() + 4)
+        with pytest.raises(RunError, match="was never decided"), open_run(run.directory) as record:
+            list(record.batches(steps))
+
+        run.overrides.append(f"trainer.max_steps={steps}")
+        summary = run.start().wait()
+    finally:
+        run.stop()
+    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, steps, "ok"), summary["stderr"]
+    require_complete(run, steps=steps)
+    require_masked_tokens(run, steps=steps)
+    require_parts(run, steps=steps)
+
+
+def require_refusal_of_a_second_train(run: SmallRun, config: Path) -> None:
+    run.until(lambda: run.pid("ledger"), what="the ledger was up")
+    second = rollbook("train", str(config), "--run-dir", str(run.directory), "--no-preflight")
+    assert second.returncode == 2
+    assert "is in use by another" in second.stderr
+
+
+def require_restart_of_a_killed_dashboard(run: SmallRun) -> str:
+    """The address of the dashboard."""
+    run.until(lambda: run.pid("dashboard"), what="the dashboard was up")
+    url = str(json.loads((run.directory / "addresses.json").read_text(encoding="utf-8"))["dashboard"])
+    assert get(f"{url}/api/run")["state"] == "running"
+    run.kill("dashboard")
+    # The socket belongs to the supervisor: a request waits until the next process serves it.
+    assert get(f"{url}/api/groups")["total"] > 0
+    return url
+
+
+def interrupt(run: SmallRun) -> dict[str, Any]:
+    """The first interrupt drains the run to a checkpoint; its summary."""
+    processes = run.descendants()
+    run.process.send_signal(signal.SIGINT)
+    drained = run.wait()
+    assert (drained["exit_code"], drained["end"]) == (0, "drained"), drained["stderr"]
+    assert [p for p in processes if p.is_running()] == []
+    checkpoints = sorted((run.directory / "checkpoints").iterdir())
+    assert checkpoints[-1].name.endswith(f"{drained['steps']:06d}"), checkpoints
+    return drained
+
+
+def kill_supervisor(run: SmallRun) -> None:
+    """No process of the run is left behind."""
+    processes = run.descendants()
+    assert len(processes) >= 5
+    run.process.send_signal(signal.SIGKILL)
+    run.process.communicate()
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert alive == []
+
+
+# The chaos test kills every process several times; these name the process that does not recover.
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["trainer", "policy", "ledger", "rollout", "worker"])
 def test_a_run_recovers_when_a_process_is_killed(run: SmallRun, role: str) -> None:
     run.start()
     run.until(lambda: run.step() >= 10, what="step 10")
@@ -90,26 +196,16 @@ def test_a_signal_to_every_process_at_once_drains_the_run_and_the_same_command_r
     require_complete(run)
 
 
-TAILS = Path(__file__).parents[2] / "benchmarks" / "learning" / "tails_rollout.py"
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "role"),
-    [
-        ("parts", "rollout"),
-        *(
-            pytest.param(policy, role, marks=pytest.mark.slow)
-            for policy, role in (("parts", "worker"), ("parts", "ledger"), ("parts", "trainer"), ("trim", "trainer"))
-        ),
-    ],
+    [("parts", "rollout"), ("parts", "worker"), ("parts", "ledger"), ("parts", "trainer"), ("trim", "trainer")],
 )
 def test_a_run_with_slow_episodes_and_masked_tokens_recovers_when_a_process_is_killed(
     tmp_path: Path, policy: str, role: str
 ) -> None:
-    (tmp_path / TAILS.name).write_text(TAILS.read_text(encoding="utf-8"), encoding="utf-8")
-    config = CONFIG.replace("delayed_number_guessing", "tails_rollout:TailedGuessing")
-    config = config.replace("step_s = 0.02", "mean_s = 0.3, shape = 1.5")
-    run = SmallRun(tmp_path, [f"gate.batch_policy={policy}", "trainer.max_steps=16"], config=config)
+    run = tailed_run(tmp_path, policy)
+    run.overrides.append(f"trainer.max_steps={TAILED_STEPS}")
     try:
         run.start()
         run.until(lambda: run.step() >= 6, what="step 6")
@@ -117,57 +213,8 @@ def test_a_run_with_slow_episodes_and_masked_tokens_recovers_when_a_process_is_k
         summary = run.wait()
     finally:
         run.stop()
-    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 16, "ok"), summary["stderr"]
-    require_complete(run, steps=16)
-    overview = rollbook("inspect", str(run.directory)).stdout
-    assert re.search(r"^masked      [0-9.]+% of \d+ tokens of the last 16 steps", overview, re.MULTILINE), overview
+    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, TAILED_STEPS, "ok"), summary["stderr"]
+    require_complete(run, steps=TAILED_STEPS)
+    require_masked_tokens(run, steps=TAILED_STEPS)
     if policy == "parts":
-        with open_run(run.directory) as record:
-            trained = [group for batch in record.batches(16) for group in batch.groups]
-        late = next(group for group in trained if group.part > 1)
-        shown = rollbook("inspect", str(run.directory), late.id).stdout
-        assert f"part {late.part}; its baseline are the rewards of the quorum" in shown
-        assert all(group.baseline is not None and len(group.baseline) == 2 for group in trained)
-
-
-def test_killing_the_supervisor_leaves_no_process_behind_and_the_same_command_resumes(run: SmallRun) -> None:
-    run.start()
-    run.until(lambda: run.step() >= 10, what="step 10")
-    processes = run.descendants()
-    assert len(processes) >= 5
-    run.process.send_signal(signal.SIGKILL)
-    run.process.communicate()
-    _, alive = psutil.wait_procs(processes, timeout=20)
-    assert alive == []
-    with pytest.raises(RunError, match="was never decided"), open_run(run.directory) as record:
-        list(record.batches(STEPS))
-    summary = run.start().wait()
-    assert (summary["exit_code"], summary["steps"]) == (0, STEPS), summary["stderr"]
-    require_complete(run)
-
-
-def test_the_first_interrupt_drains_to_a_checkpoint_and_the_same_command_resumes(run: SmallRun) -> None:
-    run.start()
-    run.until(lambda: run.step() >= 8, what="step 8")
-    processes = run.descendants()
-    run.process.send_signal(signal.SIGINT)
-    summary = run.wait()
-    assert (summary["exit_code"], summary["end"]) == (0, "drained"), summary["stderr"]
-    assert 8 <= summary["steps"] < STEPS
-    assert [p for p in processes if p.is_running()] == []
-    checkpoints = sorted((run.directory / "checkpoints").iterdir())
-    assert checkpoints[-1].name.endswith(f"{summary['steps']:06d}"), checkpoints
-    again = run.start().wait()
-    assert (again["exit_code"], again["steps"]) == (0, STEPS), again["stderr"]
-    require_complete(run)
-
-
-def test_a_second_train_on_a_running_directory_is_refused(run: SmallRun, tmp_path: Path) -> None:
-    run.start()
-    run.until(lambda: run.step() >= 1, what="step 1")
-    second = rollbook("train", str(tmp_path / "run.toml"), "--run-dir", str(run.directory))
-    assert second.returncode == 2
-    assert "is in use by another" in second.stderr
-    run.process.send_signal(signal.SIGINT)
-    summary = run.wait()
-    assert summary["exit_code"] == 0, summary["stderr"]
+        require_parts(run, steps=TAILED_STEPS)

@@ -17,8 +17,6 @@ from rollbook.run.directory import RunDirectory
 from tests.page.conftest import Watched, run_elsewhere, running_server, serious_findings
 from tests.parts.dashboard.recorded_run import PER_STEP, STEPS, record_run
 
-pytestmark = pytest.mark.xdist_group("page")
-
 MEGABYTES = 10
 MESSAGES: tuple[dict[str, Any], ...] = (
     {

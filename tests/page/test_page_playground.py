@@ -7,8 +7,6 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.page.conftest import Watched, running_server, serious_findings
 
-pytestmark = pytest.mark.xdist_group("page")
-
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

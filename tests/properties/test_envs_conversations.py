@@ -35,7 +35,7 @@ message = st.one_of(
 
 
 @given(st.lists(message, max_size=12))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_message_is_answered_once_and_in_order(messages: list[object]) -> None:
     async def converse() -> list[dict[str, object]]:
         async with served("number_guessing", size=1) as server, aiohttp.ClientSession(server.url) as http:

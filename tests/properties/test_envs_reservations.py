@@ -84,7 +84,7 @@ class SlotQueueMachine(RuleBasedStateMachine):
             assert self.queue[0][1] > self.slots.free
 
 
-SlotQueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+SlotQueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestSlotQueue = SlotQueueMachine.TestCase
 
 

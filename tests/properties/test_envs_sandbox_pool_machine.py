@@ -93,7 +93,7 @@ async def apply(events: list[Event], size: int, spares: int) -> None:
     assert factory.leaked == []
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.sampled_from(list(Event)), max_size=40), st.integers(1, 3), st.integers(0, 2))
 def test_no_order_of_events_breaks_the_pool(events: list[Event], size: int, spares: int) -> None:
     asyncio.run(apply(events, size, spares))

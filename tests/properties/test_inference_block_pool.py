@@ -113,7 +113,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
 
 TestBlockPool = BlockPoolMachine.TestCase
-TestBlockPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBlockPool.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def test_the_end_of_a_conversation_is_evicted_before_its_start() -> None:

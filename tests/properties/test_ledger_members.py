@@ -133,4 +133,4 @@ class MembersMachine(RuleBasedStateMachine):
 
 
 def test_the_leases_of_members_follow_the_model_and_a_supervisor_is_alone() -> None:
-    run_state_machine_as_test(MembersMachine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(MembersMachine, settings=settings(max_examples=60, stateful_step_count=30))

@@ -87,7 +87,7 @@ def test_over_many_batches_each_producer_gets_the_part_of_its_weight(
         assert abs(got[f"p{at}"] - due) < len(parts) + 1e-6
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     policy=st.sampled_from(BatchPolicy),
     flood=st.integers(0, 12),

@@ -80,7 +80,7 @@ rules = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rule=rules, seed=st.integers(0, 10**9), patience=st.integers(1, 6))
 def test_a_run_reaches_its_last_step_within_the_bound_and_wait_drops_nothing(
     rule: FreshnessRule, seed: int, patience: int
@@ -96,7 +96,7 @@ def test_a_run_reaches_its_last_step_within_the_bound_and_wait_drops_nothing(
         assert report.samples.missing == {}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10**9))
 def test_with_a_staleness_bound_of_zero_every_token_is_of_the_version_that_is_trained(seed: int) -> None:
     rule = FreshnessRule(groups_per_step=2, max_in_flight=8, max_head_offpolicy_versions=0)

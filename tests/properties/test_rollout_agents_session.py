@@ -84,7 +84,7 @@ async def play(template: str, moves: list[tuple[str, str, str]]) -> tuple[Rollou
     return session.build(reward=1.0), policy
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(moves=MOVES, template=st.sampled_from(["keeps", "forgets"]))
 def test_with_any_rewriting_of_history_the_sample_matches_the_engine(
     moves: list[tuple[str, str, str]], template: str

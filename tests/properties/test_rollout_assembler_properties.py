@@ -30,7 +30,7 @@ def completions(draw: st.DrawFn) -> Completion:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(prompt=IDS.filter(bool), turns=st.lists(st.tuples(completions(), IDS), min_size=1, max_size=5))
 def test_a_token_trajectory_has_exactly_the_consumed_and_produced_tokens(
     prompt: list[int], turns: list[tuple[Completion, list[int]]]
@@ -53,7 +53,7 @@ def test_a_token_trajectory_has_exactly_the_consumed_and_produced_tokens(
     assert np.array_equal(row.loss_mask, row.versions != -1)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     turns=st.lists(st.tuples(st.text(CHARACTERS, max_size=8), completions()), min_size=1, max_size=4),
     on_rewrite=st.sampled_from(["error", "fork"]),
@@ -99,7 +99,7 @@ def rewritten_histories(draw: st.DrawFn) -> list[tuple[list[int], Completion]]:
     return turns
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(turns=rewritten_histories(), name=st.sampled_from(["branching", "per_turn"]))
 def test_for_any_rewritten_history_each_sampled_token_is_trained_once_after_its_exact_prompt(
     turns: list[tuple[list[int], Completion]], name: Literal["branching", "per_turn"]
@@ -122,7 +122,7 @@ def test_for_any_rewritten_history_each_sampled_token_is_trained_once_after_its_
     assert assembler.num_forks == len(sample.sequences) - 1
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(turns=rewritten_histories())
 def test_linear_rejects_a_rewrite_at_its_first_difference_exactly_when_branching_forks(
     turns: list[tuple[list[int], Completion]],

@@ -3,7 +3,7 @@
 import random
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.contracts.admission import PastDraw
@@ -119,7 +119,6 @@ def test_rows_of_the_ledger_become_played_groups() -> None:
 
 
 @given(st.lists(st.integers(1, 100), min_size=MIN_GROUPS, max_size=60), st.integers(2, 5))
-@settings(deadline=None)
 def test_masking_every_sample_alike_is_not_a_bias(lengths: list[int], factor: int) -> None:
     samples = [MaskedSample(trainable=length * factor, trained=length, reward=length % 2) for length in lengths]
     assert [bias.measure for bias in compare_masked(samples)] == ["tokens", "reward"], "their duration is not known"

@@ -137,7 +137,7 @@ class _TwoLedgers:
             assert dict(status.dropped) == {kind: count for kind, count in self.simulated.dropped.items() if count}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rule=rules(), seed=st.integers(0, 10**9))
 def test_the_simulated_ledger_decides_like_the_real_one(rule: FreshnessRule, seed: int) -> None:
     both = _TwoLedgers(rule, random.Random(seed))
@@ -179,7 +179,7 @@ def simulate(rule: FreshnessRule, *, seed: int, steps: int = 15, drop_share: flo
     return Simulation(setting, durations(seed, drop_share=drop_share), seed=seed).run(steps)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rule=rules(), seed=st.integers(0, 10**6), drop_share=st.sampled_from([0.0, 0.3]))
 def test_no_simulated_token_is_trained_beyond_the_bound_and_nothing_is_lost(
     rule: FreshnessRule, seed: int, drop_share: float
@@ -197,7 +197,7 @@ def test_no_simulated_token_is_trained_beyond_the_bound_and_nothing_is_lost(
         assert all(step.masked_tokens == 0 for step in run.steps)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(rule=rules(), seed=st.integers(0, 10**6))
 def test_the_same_seed_gives_the_same_simulated_run(rule: FreshnessRule, seed: int) -> None:
     assert simulate(rule, seed=seed) == simulate(rule, seed=seed)

@@ -22,7 +22,7 @@ SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 QUICK = rules(promote_tries=3, fast_track_tries=2, demote_tries=3, demote_rate=0.2, graduate_tries=2)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     shape=SHAPES,
     seed=st.integers(0, 3),
@@ -62,7 +62,7 @@ def test_after_a_restart_the_next_proposals_are_those_without_the_restart(
     assert again.propose(12) == live.propose(12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shape=SHAPES, seed=st.integers(0, 5), data=st.data())
 def test_no_open_task_waits_longer_than_the_bound(shape: list[int], seed: int, data: st.DataObject) -> None:
     """The wait of an open task is at most its interval + (novelty + weakness) / repetition + open tasks."""
@@ -82,7 +82,7 @@ def test_no_open_task_waits_longer_than_the_bound(shape: list[int], seed: int, d
     assert set(waited) == is_open, "every open task was drawn, and no other"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(count=st.integers(2, 12), seed=st.integers(0, 5), easy=st.integers(0, 11))
 def test_a_graduated_task_is_drawn_again_even_if_other_tasks_never_succeed(count: int, seed: int, easy: int) -> None:
     tasks = tiered(count)
@@ -97,7 +97,7 @@ def test_a_graduated_task_is_drawn_again_even_if_other_tasks_never_succeed(count
     assert len(drawn) - at[-1] <= bound
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(shape=SHAPES, seed=st.integers(0, 5), sampler=st.sampled_from(["weighted", "sequential"]))
 def test_the_other_samplers_draw_every_open_task(shape: list[int], seed: int, sampler: str) -> None:
     curriculum = Curriculum(tiered(*shape), rules(sampler=sampler), seed=seed)
@@ -105,7 +105,7 @@ def test_the_other_samplers_draw_every_open_task(shape: list[int], seed: int, sa
     assert set(drawn) == {task.id for task in tiered(*shape)}, "all tiers opened, and all tasks were drawn"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(results=st.lists(st.floats(0, 1), max_size=25), data=st.data())
 def test_mastery_does_not_depend_on_the_order_of_arrival_of_results(results: list[float], data: st.DataObject) -> None:
     in_order, shuffled = (Curriculum(tiered(2, 2), QUICK, seed=1) for _ in range(2))

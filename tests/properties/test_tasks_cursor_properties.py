@@ -31,7 +31,7 @@ def progress_of(opened: set[int], settled: set[int]) -> DrawProgress:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(num_tasks=st.integers(1, 6), epochs=st.integers(1, 4), seed=st.integers(0, 3), moves=MOVES)
 def test_any_interleaving_opens_every_draw_exactly_once(
     num_tasks: int, epochs: int, seed: int, moves: list[tuple[str, int, int]]

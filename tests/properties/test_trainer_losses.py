@@ -116,7 +116,7 @@ def is_near_clip_bound(name: str, t: Tokens) -> bool:
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 @given(t=tokens())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_every_loss_equals_its_reference(name: str, t: Tokens) -> None:
     found = LOSSES[name](t.inputs(), settings_of(name)).loss_N.numpy()
     np.testing.assert_allclose(found, reference(name, t, t.current, t.current), rtol=1e-9, atol=1e-12)
@@ -124,7 +124,7 @@ def test_every_loss_equals_its_reference(name: str, t: Tokens) -> None:
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 @given(t=tokens())
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_every_gradient_equals_finite_differences_of_the_reference(name: str, t: Tokens) -> None:
     assume(not is_near_clip_bound(name, t))
     current = torch.from_numpy(t.current.copy()).requires_grad_()
@@ -173,7 +173,7 @@ def test_only_tokens_clipped_in_the_direction_of_their_advantage_count_as_clippe
 @pytest.mark.parametrize("kind", ["tis", "icepop", "mis"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @given(t=tokens())
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_corrections_weight_tokens_by_old_over_sampled(kind: str, level: str, t: Tokens) -> None:
     bound = 1.7
     found = correction(
@@ -196,7 +196,7 @@ def test_corrections_weight_tokens_by_old_over_sampled(kind: str, level: str, t:
 
 
 @given(t=tokens())
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_the_kl_penalty_is_non_negative_and_has_a_gradient(t: Tokens) -> None:
     current = torch.from_numpy(t.current.copy()).requires_grad_()
     divergence = k3_divergence(current, torch.from_numpy(t.old))

@@ -79,7 +79,7 @@ def planned_tokens(minibatches: Sequence[Minibatch]) -> Counter[Token]:
 
 
 @given(batch=batches, config=configs, is_packed=st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_every_trained_token_is_in_exactly_one_pass(
     batch: TrainingBatch, config: TrainerConfig, is_packed: bool
 ) -> None:
@@ -106,7 +106,7 @@ def test_packed_passes_respect_max_tokens_and_are_balanced(lengths: list[int], m
 
 
 @given(batch=batches)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_rows_are_the_trained_sequences_of_scorable_samples(batch: TrainingBatch) -> None:
     scorable = [s for group in batch.groups for s in group.scorable]
     rows = flatten(batch, quick())
@@ -118,7 +118,7 @@ def test_rows_are_the_trained_sequences_of_scorable_samples(batch: TrainingBatch
 
 
 @given(batch=batches, config=configs)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_token_weights_of_each_minibatch_sum_to_one(batch: TrainingBatch, config: TrainerConfig) -> None:
     for minibatch in plan(flatten(batch, quick()), config, step=3, is_packed=True):
         total = sum(float(micro.weights_N.astype(np.float64).sum()) for micro in minibatch.microbatches)
@@ -126,7 +126,7 @@ def test_token_weights_of_each_minibatch_sum_to_one(batch: TrainingBatch, config
 
 
 @given(batch=batches, count=st.integers(1, 6), seed=st.integers(0, 5), step=st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_minibatches_keep_samples_whole_and_are_balanced_by_tokens(
     batch: TrainingBatch, count: int, seed: int, step: int
 ) -> None:
@@ -157,7 +157,7 @@ def test_a_padded_pass_respects_max_tokens_and_the_cost_of_another_pass(
 
 
 @given(batch=batches, most=st.integers(1, 20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_all_rows_of_a_bundle_are_prefixes_of_its_first_row(batch: TrainingBatch, most: int) -> None:
     rows = flatten(batch, quick())
     bundles = shared_prefixes(rows, max_trained=most)

@@ -382,7 +382,7 @@ def test_no_request_causes_a_server_error(tmp_path: Path) -> None:
         async with serving_dashboard(str(directory.path)) as client:
             loop = asyncio.get_running_loop()
 
-            @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+            @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
             @given(route=ROUTES, parameters=PARAMETERS)
             def check(route: str, parameters: dict[str, str]) -> None:
                 async def request() -> int:

@@ -87,7 +87,7 @@ async def clean_outputs(cloud: SimulatedCloud) -> list[tuple[int, str, str]]:
 
 
 @given(commands=st.lists(commands_with_options(), min_size=1, max_size=3))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 async def test_no_option_changes_a_later_command_however_it_is_spelt(
     cloud: SimulatedCloud, clean_outputs: list[tuple[int, str, str]], commands: Sequence[list[str]]
 ) -> None:

@@ -111,7 +111,7 @@ async def test_a_failed_group_reset_closes_the_group_and_the_next_one_reconnects
 
 
 async def test_a_lost_session_is_replaced_before_the_next_group() -> None:
-    async with served(Waiter, size=3, step_s=0.05) as server, GrpoPool(server.url, size=3) as pool:
+    async with served(Waiter, size=3, step_s=1.0) as server, GrpoPool(server.url, size=3) as pool:
         await pool.reset_group({})
         outcomes = await pool.try_group(lambda env: env.step("30" if env is pool.sessions[1] else "0"))
         assert [isinstance(outcome, EpisodeError) for outcome in outcomes] == [False, True, False]

@@ -52,7 +52,7 @@ def test_a_lenient_scorer_uses_the_last_number_without_a_box(maths: dict[str, Mo
     assert is_scored_right(maths, "3 + 4 is 7.", "7", is_lenient=True)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     reply=st.text(max_size=80) | st.text(max_size=40).map(lambda t: f"\\boxed{{{t}}}"), expected=st.text(max_size=20)
 )
@@ -140,5 +140,7 @@ def test_the_single_turn_example_trains_from_tokens(tmp_path: Path) -> None:
     assert summary["solved_last"] > summary["solved_first"] + 0.2
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_proof_of_learning_holds_in_its_short_form() -> None:
     assert proof.main(["--device", "cpu", "--short"]) == 0

@@ -185,7 +185,7 @@ async def test_copies_of_killed_replicas_are_removed_by_the_next_one(
         assert (await replica.fetch(published, [server.url])).exists()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(changes=st.lists(st.sets(st.integers(0, SIZE - 1), max_size=5), min_size=1, max_size=4))
 async def test_only_ranges_that_changed_are_fetched(
     tmp_path_factory: pytest.TempPathFactory, changes: list[set[int]]

@@ -180,7 +180,7 @@ def test_generated_requests_never_cause_a_server_error(tmp_path: Path) -> None:
         body = None if schema is None else draw(holder[0].shapes.mutated(schema))
         return method, filled(path, lambda values: draw(st.sampled_from(values))), body, draw(st.booleans())
 
-    @settings(max_examples=400, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=400, database=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(request(), min_size=1, max_size=12))
     def send(drawn: list[tuple[str, str, Any, bool]]) -> None:
         loop.run_until_complete(send_all(drawn))

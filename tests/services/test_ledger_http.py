@@ -23,7 +23,7 @@ from tests.parts.ledger.groups import RUN, settings
 from tests.parts.ledger.http import Caller, submission
 
 TOKENS = {role: f"{role}-token-of-some-length" for role in Role}
-CONFIG = LedgerConfig(max_body_mb=0.5, max_receiving_mb=0.6, body_s=0.5, max_queued_groups=1000)
+CONFIG = LedgerConfig(max_body_mb=0.5, max_receiving_mb=0.6, max_queued_groups=1000)
 
 
 async def serve(tmp_path: Path, keys: Keys | None = None) -> AsyncIterator[Caller]:

@@ -38,7 +38,7 @@ async def test_no_acknowledged_group_is_lost_when_the_ledger_is_killed(child: Le
     answered: list[str] = []
     is_busy = asyncio.Event()
 
-    async with open_ledger_client(child.url, RUN, request_s=0.2, log=LOG) as client:
+    async with open_ledger_client(child.url, RUN, request_s=3.0, log=LOG) as client:
         await client.create_run(settings(per_step=2))
 
         async def produce(lane: int) -> None:

@@ -145,7 +145,8 @@ async def test_a_run_is_created_over_http_and_fixed_settings_cannot_change(servi
 
 
 async def test_a_full_queue_is_reported_with_a_retry_time(service: Service) -> None:
-    client = await service.client(request_s=0.5)
+    # Less than the time after which the client may try again.
+    client = await service.client(request_s=0.9)
     for task in ("a", "b", "c", "d"):
         assert await submit(client, task, -1) is Receipt.STORED
     with pytest.raises(TransientError, match=r"429.*the queue is full \(4 groups") as refused:

@@ -123,7 +123,7 @@ async def test_a_faulty_setup_stops_the_run_before_anything_is_opened(
 
 
 async def test_a_hanging_group_is_released_at_its_deadline(tmp_path: Path) -> None:
-    sink = MemorySink(capacity=8, deadline_s=0.5, max_attempts=1)
+    sink = MemorySink(capacity=8, deadline_s=2.0, max_attempts=1)
     play = dispatching(tmp_path, [{"action": "hang"}, {}], sink=sink)
     await play.run()
     assert [(gid, cause) for gid, _, cause in sink.released] == [("t0@0", "deadline")]

@@ -12,18 +12,18 @@ EVALUATION = ["evaluation.every_steps=3", "evaluation.max_tasks=4"]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_adapters_are_published_after_a_kill_and_the_audit_passes(tmp_path: Path) -> None:
     run = SmallRun(
         tmp_path, [*LORA, "inference.transfer='directory'", "trainer.checkpoint_every=3", *EVALUATION]
     ).start()
     try:
         saved = run.directory / "checkpoints" / "step-000003" / "checkpoint.json"
-        run.until(lambda: saved.exists() and run.step() >= 4, what="a checkpoint and a step after it", within_s=200.0)
+        run.until(lambda: saved.exists() and run.step() >= 4, what="a checkpoint and a step after it")
         published = max((run.directory / "weights").glob("publication-*"))
         files = {path.name for path in published.iterdir() if not path.name.startswith(".")}
         run.kill("trainer")
-        summary = run.wait(timeout_s=300)
+        summary = run.wait()
     finally:
         run.stop()
     assert summary["exit_code"] == 0, summary["stderr"]

@@ -18,7 +18,7 @@ def test_an_unchanged_agent_is_trained_and_every_token_has_an_author(tmp_path: P
     (tmp_path / "shouting_agent.py").write_text((EXAMPLE / "shouting_agent.py").read_text(encoding="utf-8"))
     overrides = [f"trainer.max_steps={STEPS}", "rollout.drop_constant_reward=false"]
     run = SmallRun(tmp_path, overrides, config=(EXAMPLE / "run.toml").read_text(encoding="utf-8"))
-    summary = run.start().wait(280)
+    summary = run.start().wait()
     assert summary["exit_code"] == 0, summary["stderr"]
     with open_run(run.directory) as record:
         durable = [group.group_id for group in record.groups(state=GroupState.DURABLE, limit=100)]

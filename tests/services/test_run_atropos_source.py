@@ -23,7 +23,7 @@ from tests.parts.run.small import SmallRun
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "05_existing_atropos_env"
 PYTHON = ROOT / ".venvs" / "atropos" / "bin" / "python"
-STEPS = 6
+STEPS = 4
 
 
 def free_port() -> int:
@@ -76,7 +76,7 @@ def post_like_atroposlib(url: str, stopping: threading.Event, posted: list[Any])
 
 def atropos_run(tmp_path: Path, port: int, *more: str) -> SmallRun:
     config = (EXAMPLE / "run.toml").read_text(encoding="utf-8")
-    overrides = [f"tasks.atropos.port={port}", f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=3", *more]
+    overrides = [f"tasks.atropos.port={port}", f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=2", *more]
     return SmallRun(tmp_path, overrides, config=config)
 
 
@@ -106,7 +106,7 @@ def posting(url: str) -> Iterator[list[Any]]:
 def test_the_trainer_trains_groups_posted_by_an_atropos_environment(tmp_path: Path) -> None:
     port = free_port()
     with posting(f"http://127.0.0.1:{port}") as posted:
-        summary = atropos_run(tmp_path, port, "trainer.missing_logprobs=refuse").start().wait(280)
+        summary = atropos_run(tmp_path, port, "trainer.missing_logprobs=refuse").start().wait()
     assert summary["exit_code"] == 0, summary["stderr"]
     assert summary["steps"] == STEPS
     assert len(posted) >= STEPS * 4
@@ -120,12 +120,12 @@ def test_after_a_kill_no_posted_group_is_trained_twice(tmp_path: Path) -> None:
     with posting(f"http://127.0.0.1:{port}"):
         first = atropos_run(tmp_path, port).start()
         try:
-            first.until(lambda: first.step() >= 2, what="two steps", within_s=280)
+            first.until(lambda: first.step() >= 2, what="two steps")
             first.kill("supervisor")
             first.process.communicate(timeout=60)
         finally:
             first.stop()
-        summary = atropos_run(tmp_path, port).start().wait(280)
+        summary = atropos_run(tmp_path, port).start().wait()
     assert summary["exit_code"] == 0, summary["stderr"]
     assert_trained_from_posts(tmp_path / "run")
 
@@ -136,11 +136,11 @@ def test_after_a_kill_no_posted_group_is_trained_twice(tmp_path: Path) -> None:
 def test_an_unmodified_atropos_environment_is_a_source_of_groups(tmp_path: Path) -> None:
     port = free_port()
     run = atropos_run(tmp_path, port).start()
-    run.until((run.directory / "model" / "tokenizer.json").exists, what="the tokenizer", within_s=280)
+    run.until((run.directory / "model" / "tokenizer.json").exists, what="the tokenizer")
     command = [str(PYTHON), str(EXAMPLE / "echo_env.py"), f"http://127.0.0.1:{port}", str(run.directory / "model")]
     env = subprocess.Popen(command, env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
     try:
-        summary = run.wait(280)
+        summary = run.wait()
     finally:
         env.kill()
         env.wait()

@@ -1,8 +1,13 @@
-"""A whole run on a curriculum whose dispatcher is killed: no draw is repeated or skipped."""
+"""A whole run on a curriculum whose dispatcher is killed: no draw is repeated or skipped.
+
+`test_rollout_curriculum.py` is the quick form: two dispatchers with real workers, one after the other.
+"""
 
 import sqlite3
 from collections import defaultdict
 from pathlib import Path
+
+import pytest
 
 from rollbook.dashboard.run_files import read_mastery
 from tests.parts.run.small import CONFIG, SmallRun
@@ -20,6 +25,7 @@ demote_rate = 0.0
 """
 
 
+@pytest.mark.slow
 def test_a_run_continues_its_curriculum_after_the_dispatcher_is_killed(tmp_path: Path) -> None:
     config = CONFIG.replace("args = { low = 0, high = 7 }\n", "args = { low = 0, high = 7 }\n" + CURRICULUM)
     assert "tier_field" in config

@@ -17,9 +17,9 @@ from rollbook.trainer.config import TrainerConfig
 from tests.parts.run.small import SmallRun
 
 EVALUATION = (
-    "trainer.max_steps=14",
+    "trainer.max_steps=8",
     "ledger.keep_payloads=true",
-    "evaluation.every_steps=7",
+    "evaluation.every_steps=4",
     "evaluation.episodes=2",
     "evaluation.greedy=false",
 )
@@ -31,22 +31,22 @@ def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_a
         summary = run.start().wait()
     finally:
         run.stop()
-    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 14, "ok"), summary["stderr"]
+    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 8, "ok"), summary["stderr"]
     rows = read_metrics(run.directory / "metrics.jsonl", process="evaluation")
     # If the evaluation starts slowly, it may skip the first versions, but never the last one.
-    assert rows[-1]["step"] == 14
+    assert rows[-1]["step"] == 8
     assert all(0 <= row["eval/solved_low"] <= row["eval/solved"] <= row["eval/solved_high"] <= 1 for row in rows)
     assert {row["eval/tasks"] for row in rows} == {8}
     rollouts = list(read_json_lines(run.directory / "rollouts.jsonl"))
-    assert [row["step"] for row in rollouts] == [step for step in range(1, 15) for _ in range(4)]
+    assert [row["step"] for row in rollouts] == [step for step in range(1, 9) for _ in range(4)]
     assert all(row["text"] for row in rollouts)
     with open_run(run.directory) as record:
         # The ledger contains training groups only.
         assert not [group for group in record.groups(state=None, limit=1000) if group.group_id.startswith("evaluation")]
 
-    request = evaluation_request(run.directory, config=None, step=7, overrides=["evaluation.episodes=3"])
+    request = evaluation_request(run.directory, config=None, step=4, overrides=["evaluation.episodes=3"])
     result = asyncio.run(evaluate(request))
-    assert (result.step, result.pinned_ratio) == (7, 1.0)
+    assert (result.step, result.pinned_ratio) == (4, 1.0)
     assert (result.overall.tasks, result.overall.episodes) == (8, 24)
     assert table({"results": [result.overall.row()]})[0][:3] == ("all", "8", "24")
 
@@ -58,32 +58,32 @@ def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_a
     assert other != recorded
     assert Path(report["picture"]).stat().st_size > 10_000
     lines = json.loads((tmp_path / "replay" / "curves.json").read_text(encoding="utf-8"))["lines"]
-    assert {len(values) for measures in lines.values() for values in measures.values()} == {14}
+    assert {len(values) for measures in lines.values() for values in measures.values()} == {8}
 
 
 @pytest.mark.slow
 def test_an_evaluation_with_its_own_server_evaluates_checkpoints_at_a_fixed_version(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, EVALUATION)
     try:
-        summary = run.start().wait(240)
+        summary = run.start().wait()
     finally:
         run.stop()
     assert summary["exit_code"] == 0, summary["stderr"]
     rows = read_metrics(run.directory / "metrics.jsonl", process="evaluation")
     assert rows[0]["step"] == 0
-    assert rows[-1]["step"] == 14
+    assert rows[-1]["step"] == 8
     assert {row["eval/pinned_ratio"] for row in rows} == {1.0}
-    assert (run.directory / "evaluations" / "step-000014.json").exists()
+    assert (run.directory / "evaluations" / "step-000008.json").exists()
 
 
 @pytest.mark.slow
 def test_a_failing_evaluation_is_reported_and_training_continues(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, [*EVALUATION, "evaluation.split=nowhere"])
     try:
-        summary = run.start().wait(240)
+        summary = run.start().wait()
     finally:
         run.stop()
-    assert (summary["exit_code"], summary["steps"]) == (0, 14)
+    assert (summary["exit_code"], summary["steps"]) == (0, 8)
     assert "evaluation stopped" in summary["stderr"]
 
 

@@ -46,18 +46,18 @@ def assert_only_the_token_steers(run: SmallRun) -> None:
             assert token not in str(process.environ())
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_run_with_two_replicas_survives_the_death_of_one(tmp_path: Path) -> None:
-    run = SmallRun(tmp_path, ["inference.replicas=2", "trainer.max_steps=14", "inference.confirm_s=20.0"]).start()
+    run = SmallRun(tmp_path, ["inference.replicas=2", "trainer.max_steps=10", "inference.confirm_s=20.0"]).start()
     try:
-        run.until(lambda: run.step() >= 4, what="four steps", within_s=200.0)
+        run.until(lambda: run.step() >= 3, what="three steps")
         assert_only_the_token_steers(run)
         run.kill("policy-1")
-        summary = run.wait(timeout_s=300)
+        summary = run.wait()
     finally:
         run.stop()
     assert summary["exit_code"] == 0, summary["stderr"]
-    assert (summary["steps"], summary["audit"]) == (14, "ok")
+    assert (summary["steps"], summary["audit"]) == (10, "ok")
     token = (run.directory / "token").read_bytes().strip()
     assert [path for path in run.directory.rglob("*.*") if path.is_file() and token in path.read_bytes()] == []
     published = events(run, "trainer", "policy.weights_published")

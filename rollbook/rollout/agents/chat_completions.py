@@ -6,7 +6,7 @@ overridden and listed in the sample's facts.
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -48,10 +48,9 @@ def chat_request(body: Mapping[str, Any]) -> ChatRequest:
     messages = body.get("messages")
     if not isinstance(messages, list):
         raise BadChatError("messages: a list is required", "messages")
-    tools = None if body.get("tool_choice") == "none" else body.get("tools") or None
     return ChatRequest(
         messages=messages,
-        tools=None if tools is None else [_tool(tool, number) for number, tool in enumerate(tools)],
+        tools=requested_tools(body, _tool),
         max_tokens=checked_max_tokens(body.get("max_completion_tokens") or body.get("max_tokens"), "max_tokens"),
         stop=_stops(body.get("stop")),
         overridden=tuple(name for name in SET_BY_THE_RUN if body.get(name) is not None),
@@ -60,6 +59,18 @@ def chat_request(body: Mapping[str, Any]) -> ChatRequest:
         response_format=body.get("response_format"),
         top_logprobs=checked_top_logprobs(body) if body.get("logprobs") else 0,
     )
+
+
+def requested_tools(
+    body: Mapping[str, Any], convert: Callable[[Any, int], Mapping[str, Any]]
+) -> list[Mapping[str, Any]] | None:
+    """The tools of a request, converted; None if there are none or `tool_choice` excludes them."""
+    tools = body.get("tools")
+    if not tools or body.get("tool_choice") == "none":
+        return None
+    if not isinstance(tools, list):
+        raise BadChatError("tools: a list is required", "tools")
+    return [convert(tool, number) for number, tool in enumerate(tools)]
 
 
 def checked_top_logprobs(body: Mapping[str, Any]) -> int:

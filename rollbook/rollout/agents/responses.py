@@ -11,6 +11,7 @@ from rollbook.rollout.agents.chat_completions import (
     checked_max_tokens,
     event,
     refuse_unsupported,
+    requested_tools,
 )
 from rollbook.rollout.agents.messages import BadChatError
 from rollbook.rollout.agents.session import ChatRequest, ChatTurn, ProxySession
@@ -32,21 +33,21 @@ def responses_request(body: Mapping[str, Any], known: Mapping[str, Sequence[Mess
         messages.append({"role": "system", "content": body["instructions"]})
     previous = body.get("previous_response_id")
     if previous is not None:
-        if previous not in known:
+        if not isinstance(previous, str) or previous not in known:
             raise BadChatError(
                 f"previous_response_id: {previous!r} is not a response of this episode", "previous_response_id"
             )
         messages += known[previous]
     messages += _input_messages(body.get("input"))
-    tools = None if body.get("tool_choice") == "none" else body.get("tools") or None
+    text = body.get("text")
     return ChatRequest(
         messages=messages,
-        tools=None if tools is None else [_tool(tool, number) for number, tool in enumerate(tools)],
+        tools=requested_tools(body, _tool),
         max_tokens=checked_max_tokens(body.get("max_output_tokens"), "max_output_tokens"),
         overridden=tuple(name for name in SET_BY_THE_RUN if body.get(name) is not None),
         tool_choice=body.get("tool_choice"),
         is_single_call=body.get("parallel_tool_calls") is False,
-        response_format=(body.get("text") or {}).get("format"),
+        response_format=text.get("format") if isinstance(text, Mapping) else None,
     )
 
 

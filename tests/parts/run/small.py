@@ -17,6 +17,8 @@ from rollbook.telemetry.metrics import read_metrics
 REPOSITORY = Path(__file__).parents[3]
 EXAMPLE = REPOSITORY / "rollbook" / "demo"
 STEPS = 30
+LONG_S = 500.0
+"""Limit for a whole run on a busy machine, below the limit of a test."""
 
 CONFIG = f"""
 [run]
@@ -113,7 +115,7 @@ class SmallRun:
         assert self._process is not None
         return self._process
 
-    def wait(self, timeout_s: float = 240.0) -> dict[str, Any]:
+    def wait(self, timeout_s: float = LONG_S) -> dict[str, Any]:
         """Wait for the end; the summary that it printed, with its exit code and stderr."""
         self.process.wait(timeout_s)
         out, err = (self._output(name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
@@ -142,7 +144,7 @@ class SmallRun:
         rows = read_metrics(self.directory / "metrics.jsonl", process="trainer")
         return max((int(row["step"]) for row in rows), default=0)
 
-    def until(self, is_reached: Callable[[], Any], *, what: str, within_s: float = 240.0) -> Any:
+    def until(self, is_reached: Callable[[], Any], *, what: str, within_s: float = LONG_S) -> Any:
         """Wait for a state seen from outside. Fails with the output of the run if the run ends first."""
         until = time.monotonic() + within_s
         while time.monotonic() < until:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.concurrency.clock import ManualClock
-from rollbook.concurrency.deadline import Deadline
+from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
 from rollbook.concurrency.retry import backoff, retry
 from rollbook.contracts.errors import RunError, TransientError
 
@@ -72,6 +72,25 @@ async def test_the_last_error_is_raised_when_the_next_wait_exceeds_the_deadline(
     await clock.advance(10.0)
     with pytest.raises(TransientError, match="try 4"):
         await task
+
+
+async def test_when_the_budget_ends_within_an_attempt_the_error_before_it_is_raised() -> None:
+    clock = ManualClock()
+    wrapped = TransientError("the budget ran out")
+    wrapped.__cause__ = DeadlineExceededError("connect")
+    for end in (DeadlineExceededError("connect"), wrapped):
+        task = asyncio.create_task(
+            retry(
+                Flaky(TimeoutError("the server is full"), end),
+                on=TimeoutError,
+                deadline=Deadline(60.0, "connect", clock=clock),
+                clock=clock,
+                waits=ones(),
+            )
+        )
+        await clock.advance(2.0)
+        with pytest.raises(TimeoutError, match="the server is full"):
+            await task
 
 
 async def test_another_error_is_not_retried() -> None:

@@ -115,7 +115,7 @@ def selects(wanted: GroupFilter, row: GroupRow) -> bool:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(rows=group_rows(), wanted=FILTERS)
 def test_a_filter_selects_what_a_loop_over_all_groups_selects(rows: list[GroupRow], wanted: GroupFilter) -> None:
     with TemporaryDirectory() as folder, open_index(Path(folder) / "index.sqlite", "run") as index:
@@ -131,7 +131,7 @@ def test_a_filter_selects_what_a_loop_over_all_groups_selects(rows: list[GroupRo
         assert sum(histogram["all"]) == sum(reward is not None for reward in rewards)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(rows=group_rows())
 def test_a_reopened_index_has_the_same_groups(rows: list[GroupRow], tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("index") / "index.sqlite"

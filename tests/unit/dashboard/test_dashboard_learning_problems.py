@@ -5,7 +5,7 @@ import io
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -84,7 +84,6 @@ def test_small_changes_of_the_reward_raise_no_alarm(noise: list[float]) -> None:
 VALUE = st.none() | st.sampled_from([-1e30, -1.0, 0.0, 1e-30, 0.5, 1.0, 1e30])
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(*[VALUE] * 8), min_size=WINDOW, max_size=WINDOW + 3))
 def test_any_metrics_are_accepted(rows: list[tuple[float | None, ...]]) -> None:
     monitor = LearningMonitor()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.dashboard import timeline
@@ -17,7 +17,6 @@ from tests.parts.dashboard.run_dir import BEGIN, append_rows, trainer_row, write
 ANY = {"low": -math.inf, "high": math.inf}
 
 
-@settings(deadline=None)
 @given(
     values=st.lists(st.one_of(st.just(math.nan), st.integers(-1000, 1000).map(float)), max_size=300),
     points=st.integers(1, 50),

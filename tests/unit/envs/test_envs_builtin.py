@@ -264,7 +264,7 @@ def test_files_are_copied_moved_and_removed_as_on_a_disk() -> None:
         )
     )
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_no_sequence_of_commands_corrupts_the_tree(lines: list[str]) -> None:
     tree = FileTree()
     for line in lines:

@@ -159,14 +159,14 @@ def random_text(grammar: str, seed: int) -> str:
     return TOKENIZER.decode(tokens)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
 def test_every_walk_through_a_schema_is_json_of_that_schema(schema: dict[str, Any], seed: int) -> None:
     text = random_text(json_grammar(schema), seed)
     assert conforms(json.loads(text), schema), text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schema=SCHEMAS, seed=st.integers(0, 1000), is_single=st.booleans())
 def test_every_walk_through_tools_is_a_valid_call(schema: dict[str, Any], seed: int, is_single: bool) -> None:
     arguments = {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False}
@@ -208,3 +208,9 @@ def test_a_schema_that_is_not_supported_names_the_field() -> None:
 def test_an_impossible_tool_choice_is_refused(tools: list[Any], choice: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         forced_tools(tools, choice)
+
+
+def test_a_grammar_that_would_take_long_to_compile_is_refused() -> None:
+    alternatives = "|".join("a" * length for length in range(1, 600))
+    with pytest.raises(BadRequestError, match=r"structured_outputs: the grammar has \d+ characters; at most"):
+        COMPILER.compile(f"start: /({alternatives})/", field="structured_outputs")

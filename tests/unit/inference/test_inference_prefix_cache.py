@@ -141,7 +141,7 @@ async def test_siblings_share_a_prefix_and_a_full_cache_still_preempts(root: Pat
     assert sum(completion.cached_tokens >= len(system) for completion in completions) >= 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_the_cache_returns_exactly_what_was_added_and_stays_within_its_limit(data: st.DataObject) -> None:
     """The keys of a row are its tokens, so that they can be compared."""

@@ -76,7 +76,7 @@ async def test_every_row_is_trained_once_and_the_last_batch_may_be_smaller() -> 
     assert group.samples[0].facts["row_meta"] == {"n": int(group.task_id)}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     bound=st.integers(0, 3),
     per_step=st.integers(1, 3),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.contracts.admission import OpenPart
@@ -162,7 +162,6 @@ async def test_another_attempt_at_what_is_left_keeps_the_baseline_and_the_number
     moments=st.lists(st.lists(st.sampled_from([None, 0.0, 1.0]), min_size=1, max_size=3), min_size=1, max_size=6),
     quorum=st.integers(2, 5),
 )
-@settings(deadline=None)
 def test_every_sample_is_in_exactly_one_part_in_order(moments: Sequence[Sequence[float | None]], quorum: int) -> None:
     parts = GroupParts(group_id=GroupId("t@0"), task_id=TaskId("t"), draw=0, quorum=quorum)
     added: list[RolloutSample] = []
@@ -180,8 +179,13 @@ def test_every_sample_is_in_exactly_one_part_in_order(moments: Sequence[Sequence
     assert len(taken) == 1 or len(taken[0].scorable) >= quorum
 
 
-@pytest.mark.parametrize(("size", "given_quorum", "expected"), [(8, None, 4), (2, None, 2), (3, None, 2), (8, 8, 8)])
-def test_the_quorum_is_half_of_the_group_unless_it_is_set(size: int, given_quorum: int | None, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "given_quorum", "expected"),
+    [(8, None, 6), (4, None, 3), (2, None, 2), (3, None, 3), (1, None, 1), (8, 8, 8)],
+)
+def test_the_quorum_is_three_quarters_of_the_group_unless_it_is_set(
+    size: int, given_quorum: int | None, expected: int
+) -> None:
     config = RolloutConfig.model_validate({"completions_per_prompt": size, "quorum": given_quorum})
     assert config.quorum_size == expected
 

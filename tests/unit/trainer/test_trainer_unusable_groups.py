@@ -120,9 +120,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(frames=st.lists(st.tuples(odd_samples(), st.booleans()), min_size=4, max_size=8), seed=st.integers(0, 3))
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 async def test_whatever_is_stored_is_trained_or_recorded_as_unusable_and_the_run_goes_on(
     tmp_path_factory: pytest.TempPathFactory, frames: list[tuple[list[dict[str, object]], bool]], seed: int
 ) -> None:

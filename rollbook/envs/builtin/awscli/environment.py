@@ -16,13 +16,8 @@ from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.ports import Environment
-from rollbook.envs.builtin.awscli.cloud.backend import (
-    AccountCloud,
-    Backend,
-    CloudPool,
-    SimulatedCloud,
-    open_cloud_pool,
-)
+from rollbook.envs.builtin.awscli.cloud.account import AccountCloud
+from rollbook.envs.builtin.awscli.cloud.backend import Backend, CloudPool, SimulatedCloud, open_cloud_pool
 from rollbook.envs.builtin.awscli.cloud.worker import CommandResult
 from rollbook.envs.builtin.awscli.commands import Command, Refusal, Verb, parse_move
 from rollbook.envs.builtin.awscli.config import AwsCliConfig
@@ -71,7 +66,7 @@ class AwsCliEnvironment:
         """Satisfies `OpensItsPool`: each environment holds one slot of a `CloudPool` while it is open."""
         config = AwsCliConfig.read(args, environ=os.environ, size=size)
         if config.backend == "aws":
-            account = await AccountCloud.start(config)
+            account = await AccountCloud.start(config, log=log)
             try:
                 yield AwsAccountPool(account, args)
             finally:
@@ -169,7 +164,7 @@ class AwsCliEnvironment:
                 raise EpisodeError("env aws: reset was called after close; open a new environment")
             config = self._config
             self._cloud = (
-                await AccountCloud.start(config)
+                await AccountCloud.start(config, log=EventLog("env"))
                 if config.backend == "aws"
                 else await SimulatedCloud.start(config, port=0)
             )
@@ -226,7 +221,7 @@ class AwsCliPool:
 
 
 class AwsAccountPool:
-    """One real account, one session at a time. Satisfies `EnvironmentPool`."""
+    """One real account, one session at a time. It is cleaned before the next session. Satisfies `EnvironmentPool`."""
 
     def __init__(self, account: AccountCloud, args: Mapping[str, Any]) -> None:
         self._account = account
@@ -244,6 +239,11 @@ class AwsAccountPool:
             )
         deadline.require()
         self._is_busy = True
+        try:
+            await self._account.clean()
+        except BaseException:
+            self._is_busy = False
+            raise
         return EnvironmentAdapter(
             AwsCliEnvironment(cloud=self._account, release=self._return_account, **self._args), name="aws"
         )

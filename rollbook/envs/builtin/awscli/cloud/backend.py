@@ -1,4 +1,4 @@
-"""The cloud behind the command line: one simulator for each session, or a real account, with one interface.
+"""The cloud behind the command line: one simulator for each session. A real account (`account.py`) has the same interface.
 
 An error *inside* the cloud is part of the agent's observation. A failure *of* the cloud raises `SandboxDiedError`, and the episode
 is not scored.
@@ -10,13 +10,11 @@ is not scored.
 """
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
-from rollbook.contracts.errors import RunError
 from rollbook.envs.builtin.awscli.cloud.simulator import Simulator
 from rollbook.envs.builtin.awscli.cloud.worker import ApiAnswer, ApiCall, AwsWorker, CommandResult, WorkerSettings
 from rollbook.envs.builtin.awscli.config import AwsCliConfig
@@ -69,7 +67,7 @@ class SimulatedCloud:
             # The simulator uses a 12-digit key id as the account number.
             credentials = {"AWS_ACCESS_KEY_ID": config.account, "AWS_SECRET_ACCESS_KEY": "simulated"}
             worker = await AwsWorker.start(
-                _worker_settings(
+                worker_settings(
                     config, name=f"ministack-{simulator.port}", endpoint=simulator.endpoint, extra=credentials
                 )
             )
@@ -161,56 +159,7 @@ async def open_cloud_pool(config: AwsCliConfig, *, log: EventLog) -> AsyncIterat
         yield pool
 
 
-class AccountCloud:
-    """A real account. It is never wiped, and only the confirmed account is used. Satisfies `Backend`."""
-
-    def __init__(self, worker: AwsWorker, account: str) -> None:
-        self._worker = worker
-        self.name = f"aws:{account}"
-
-    @classmethod
-    async def start(cls, config: AwsCliConfig) -> "AccountCloud":
-        credentials = {name: os.environ[name] for name in CREDENTIALS if name in os.environ}
-        if "AWS_ACCESS_KEY_ID" not in credentials:
-            raise RunError(f"backend `aws` needs credentials in the environment variables {', '.join(CREDENTIALS)}")
-        worker = await AwsWorker.start(_worker_settings(config, name="aws-account", endpoint=None, extra=credentials))
-        try:
-            try:
-                (identity,) = await worker.call_api([ApiCall(service="sts", operation="get_caller_identity")])
-            except SandboxDiedError as error:
-                raise RunError(
-                    f"backend `aws`: get-caller-identity failed, so nothing was changed in the account: {error}"
-                ) from error
-            found = (identity.result or {}).get("Account")
-            if found != config.confirm_account:
-                raise RunError(
-                    f"the credentials belong to account {found or 'unknown'}, but confirm_account is {config.confirm_account}; "
-                    f"nothing was changed. {identity.message}"
-                )
-        except BaseException:
-            await worker.stop()
-            raise
-        return cls(worker, str(found))
-
-    @property
-    def scratch(self) -> Path:
-        return self._worker.scratch
-
-    async def run(self, argv: Sequence[str]) -> CommandResult:
-        return await self._worker.run(argv)
-
-    async def call_api(self, calls: Sequence[ApiCall]) -> list[ApiAnswer]:
-        return await self._worker.call_api(calls)
-
-    async def clean(self) -> None:
-        """Remove local files only. Changes to the account stay."""
-        await self._worker.clean()
-
-    async def remove(self) -> None:
-        await self._worker.stop()
-
-
-def _worker_settings(config: AwsCliConfig, *, name: str, endpoint: str | None, extra: dict[str, str]) -> WorkerSettings:
+def worker_settings(config: AwsCliConfig, *, name: str, endpoint: str | None, extra: dict[str, str]) -> WorkerSettings:
     return WorkerSettings(
         name=name,
         endpoint=endpoint,

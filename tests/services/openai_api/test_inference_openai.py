@@ -1,29 +1,22 @@
-"""The official openai client against `rollbook policy serve` with a tiny model."""
+"""The official openai client against `rollbook policy serve`: completions, chats, streams, scores and errors."""
 
 import asyncio
 import json
 import os
-import signal
 import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import httpx
 import openai
-import pydantic
 import pytest
 
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.trainer.config import SPECIAL_TOKENS
-from tests.parts.inference.chat_model import MAX_LEN, chat_model
+from tests.parts.inference.chat_model import MAX_LEN
+from tests.services.openai_api.conftest import ROOT, PolicyProcess, policy_process
 
-ROOT = Path(__file__).parents[2]
-START_S = 120.0
 AGENTS_PYTHON = ROOT / ".venvs" / "agents" / "bin" / "python"
 
 
@@ -31,67 +24,6 @@ TOOL: Any = {
     "type": "function",
     "function": {"name": "look_up", "description": "…", "parameters": {"type": "object", "properties": {}}},
 }
-
-
-class PolicyProcess:
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
-        self.process = process
-        self.url = url
-
-    def stop(self) -> str:
-        """Terminate it and return its stderr."""
-        self.process.send_signal(signal.SIGTERM)
-        _, stderr = self.process.communicate(timeout=60)
-        return stderr
-
-
-@contextmanager
-def policy_process(scratch: Path, *arguments: str, env: dict[str, str] | None = None) -> Iterator[PolicyProcess]:
-    ready = scratch / f"ready-{time.monotonic_ns()}.json"
-    command = [sys.executable, "-m", "rollbook", "policy", "serve", "--port", "0", "--ready-file", str(ready)]
-    process = subprocess.Popen(
-        [*command, *arguments],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-    )
-    try:
-        until = time.monotonic() + START_S
-        while not ready.exists():
-            if process.poll() is not None or time.monotonic() > until:
-                process.kill()
-                raise AssertionError(f"the server did not start:\n{process.communicate()[1]}")
-            time.sleep(0.02)
-        yield PolicyProcess(process, json.loads(ready.read_text())["url"])
-    finally:
-        process.kill()
-        process.wait()
-        if process.stderr is not None:
-            process.stderr.close()
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_model(tmp_path_factory.mktemp("openai") / "model")
-
-
-@pytest.fixture(scope="module")
-def served(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PolicyProcess]:
-    scratch = tmp_path_factory.mktemp("serve")
-    with policy_process(scratch, "--model", str(model_dir), "--served-model-name", "tiny") as process:
-        yield process
-
-
-@pytest.fixture
-def client(served: PolicyProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=served.url + "/v1", api_key="unused", max_retries=0, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_dir: Path) -> ModelTokenizer:
-    return ModelTokenizer.from_directory(model_dir)
 
 
 def test_a_text_completion_has_text_logprobs_offsets_and_usage(
@@ -256,78 +188,6 @@ def test_a_stream_has_the_same_content_as_the_whole_response(client: openai.Open
         assert not any(word in text for word in stop for text in texts)
 
 
-ANSWER: Any = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Oslo"]}, "is_warm": {"type": "boolean"}},
-    "required": ["city", "is_warm"],
-    "additionalProperties": False,
-}
-PICK: Any = {"type": "function", "function": {"name": "pick", "parameters": ANSWER}}
-
-
-def test_a_response_format_forces_json_of_its_schema(client: openai.OpenAI) -> None:
-    body: Any = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "where?"}],
-        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}},
-        "logprobs": True,
-        "n": 4,
-        "seed": 2,
-    }
-    whole = client.chat.completions.create(**body)
-    for choice in whole.choices:
-        assert choice.message.content is not None
-        assert choice.logprobs is not None
-        assert choice.logprobs.content is not None
-        answer = json.loads(choice.message.content)
-        assert answer["city"] in ("Paris", "Oslo")
-        assert isinstance(answer["is_warm"], bool)
-        assert choice.finish_reason == "stop"
-        # The only allowed token has probability 1.
-        assert choice.logprobs.content[0].logprob == pytest.approx(0.0, abs=1e-6)
-    streamed = "".join(
-        chunk.choices[0].delta.content or ""
-        for chunk in client.chat.completions.create(**{**body, "n": 1}, stream=True)
-    )
-    assert streamed == whole.choices[0].message.content
-
-
-@pytest.mark.parametrize("tool_choice", ["required", {"type": "function", "function": {"name": "pick"}}])
-def test_a_forced_tool_choice_gives_a_call_with_valid_arguments(client: openai.OpenAI, tool_choice: Any) -> None:
-    body: Any = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "where?"}],
-        "tools": [PICK] if tool_choice == "required" else [TOOL, PICK],
-        "tool_choice": tool_choice,
-        "parallel_tool_calls": False,
-    }
-    choice = client.chat.completions.create(**body, max_tokens=200).choices[0]
-    assert choice.finish_reason == "tool_calls"
-    (call,) = choice.message.tool_calls or [None]
-    assert call is not None
-    assert call.type == "function"
-    assert call.function.name == "pick"
-    assert json.loads(call.function.arguments)["city"] in ("Paris", "Oslo")
-
-
-def test_the_openai_client_parses_structured_output_into_a_model(client: openai.OpenAI) -> None:
-    class Answer(pydantic.BaseModel):
-        is_warm: bool
-
-    parsed = client.chat.completions.parse(
-        model="tiny", messages=[{"role": "user", "content": "?"}], response_format=Answer, max_tokens=64
-    )
-    assert isinstance(parsed.choices[0].message.parsed, Answer)
-
-
-@pytest.mark.parametrize("form", [{"choice": ["red", "green"]}, {"regex": "(red|green)"}])
-def test_structured_outputs_of_completions_have_the_names_of_vllm(client: openai.OpenAI, form: Any) -> None:
-    reply = client.completions.create(
-        model="tiny", prompt="a colour: ", max_tokens=20, n=4, extra_body={"structured_outputs": form}
-    )
-    assert {choice.text for choice in reply.choices} <= {"red", "green"}
-
-
 def test_a_chat_stream_has_the_same_content_as_the_whole_response(client: openai.OpenAI) -> None:
     body: Any = {"model": "tiny", "messages": [{"role": "user", "content": "tell"}], "max_tokens": 40, "seed": 4}
     whole = client.chat.completions.create(**body)
@@ -360,25 +220,6 @@ def test_a_stop_string_across_tokens_ends_the_text_before_it(client: openai.Open
     assert choice.stop_reason == text[at : at + 2]
     assert free.choices[0].token_ids[: len(choice.token_ids)] == choice.token_ids
     assert len(choice.token_ids) < len(free.choices[0].token_ids)
-
-
-def test_tools_reach_the_prompt_through_the_template(client: openai.OpenAI, tokenizer: ModelTokenizer) -> None:
-    messages: Any = [
-        {"role": "user", "content": "who?"},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "look_up", "arguments": '{"q": 1}'}}],
-        },
-        {"role": "tool", "content": "nobody", "tool_call_id": "1"},
-    ]
-    reply: Any = client.chat.completions.create(
-        model="tiny", messages=messages, tools=[TOOL], max_tokens=3, extra_body={"return_token_ids": True}
-    )
-    prompt = tokenizer.decode(reply.prompt_token_ids)
-    assert prompt.startswith("<tools>" + json.dumps([TOOL], ensure_ascii=False))
-    assert '[look_up {"q": 1}]' in prompt
-    assert "<tool>nobody" in prompt
 
 
 @pytest.mark.parametrize(
