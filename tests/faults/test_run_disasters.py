@@ -187,7 +187,7 @@ def test_a_run_that_cannot_start_a_process_stops_with_the_limit_and_resumes_once
 def test_a_process_that_can_open_no_more_files_stops_the_run_and_the_same_command_resumes(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, ENDLESS)
     try:
-        for role in ("ledger", "trainer", "rollout", "policy", "worker"):
+        for role in ("ledger", "trainer", "rollout", "policy"):
             run.start()
             advance(run)
             pid = run.until(partial(run.pid, role), what=f"the {role} was up")
