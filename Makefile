@@ -166,6 +166,9 @@ chaos: $(STAMP) ## kill random processes of a run, fill its disk, shift its cloc
 	$(BIN)/python -m tests.faults.chaos --seed $(SEED) --kills $(KILLS) --jobs $(JOBS) $(if $(POLICY),--policy $(POLICY)) $(if $(MINUTES),--minutes $(MINUTES)) --write
 	$(MAKE) docs
 
+bench-startup: $(STAMP) ## from `rollbook train` on the demo to its first trained step, with and without the process template
+	$(BIN)/python -m benchmarks.loop.startup
+
 bench-ettr: $(STAMP) ## effective training time with a kill every 30 s, by process: make bench-ettr MINUTES=10
 	$(BIN)/python -m benchmarks.loop.ettr --minutes $(or $(MINUTES),10)
 
