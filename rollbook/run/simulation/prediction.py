@@ -140,12 +140,12 @@ def measure(run: SimulatedRun) -> Prediction:
     )
 
 
-def what_ifs(base: Prediction, durations: Durations, *, seed: int = 0) -> list[WhatIf]:
+def what_ifs(base: Prediction, durations: Durations, *, seed: int = 0, steps: int | None = None) -> list[WhatIf]:
     """The gain of doubling each resource alone, largest first. The first one is the bottleneck."""
     setting, rule = base.setting, base.setting.rule
     found = []
     for name, text, other_setting, other_durations in _changes(setting, rule, durations):
-        changed = predict(other_setting, other_durations, seed=seed)
+        changed = predict(other_setting, other_durations, seed=seed, steps=steps)
         found.append(WhatIf(name=name, text=text, gain=changed.tokens_per_s / max(base.tokens_per_s, 1e-9) - 1.0))
     return sorted(found, key=lambda one: -one.gain)
 
@@ -212,7 +212,7 @@ def with_policy(setting: Setting, policy: BatchPolicy) -> FreshnessRule:
     )
 
 
-def recommend(base: Prediction, durations: Durations, *, seed: int = 0) -> Prediction:
+def recommend(base: Prediction, durations: Durations, *, seed: int = 0, steps: int | None = None) -> Prediction:
     """The best groups in flight and batch policy for the same bound and the same machines. `base` if nothing is better."""
     setting = base.setting
     bound, per_step = setting.rule.max_head_offpolicy_versions, setting.rule.groups_per_step
@@ -226,7 +226,7 @@ def recommend(base: Prediction, durations: Durations, *, seed: int = 0) -> Predi
         for size in sizes:
             other = replace(setting, rule=replace(rule, max_in_flight=size), slots=max(size, setting.slots))
             if other != setting:
-                found.append(predict(other, durations, seed=seed))
+                found.append(predict(other, durations, seed=seed, steps=steps))
     kept = [one for one in found if one.setting.rule.policy is setting.rule.policy]
     best_kept, best = max(one.tokens_per_s for one in kept), max(one.tokens_per_s for one in found)
     if best_kept * (1.0 + POLICY_GAIN) >= best:
