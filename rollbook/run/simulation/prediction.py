@@ -140,6 +140,26 @@ def measure(run: SimulatedRun) -> Prediction:
     )
 
 
+def ideal_samples_per_s(setting: Setting, durations: Durations) -> float:
+    """An upper bound: the trainer never waits, or every slot plays, or every replica generates, all the time."""
+    groups = [group for task in durations.tasks for group in task.groups]
+    episodes = [episode for group in groups for episode in group]
+    turns = [turn for episode in episodes for turn in episode.turns]
+    works = sum(turn.work for turn in turns) / len(episodes)
+    other_s = (sum(turn.act_s for turn in turns) + sum(episode.other_s for episode in episodes)) / len(episodes)
+    request, training = durations.request, durations.training
+    slope = request.slope(replicas=setting.replicas, workers=setting.workers)
+    samples = setting.rule.groups_per_step * setting.samples_per_group
+    tokens = round(samples * sum(episode.tokens for episode in episodes) / len(episodes))
+    train_s = training.seconds(samples=samples, tokens=tokens) * sum(training.spread) / len(training.spread)
+    slots = min(setting.slots, setting.rule.max_in_flight) * setting.samples_per_group
+    return min(
+        samples / max(train_s, 1e-9),
+        slots / max(works * request.base_s + other_s, 1e-9),
+        setting.replicas / max(slope * works, 1e-9),
+    )
+
+
 def what_ifs(base: Prediction, durations: Durations, *, seed: int = 0, steps: int | None = None) -> list[WhatIf]:
     """The gain of doubling each resource alone, largest first. The first one is the bottleneck."""
     setting, rule = base.setting, base.setting.rule
