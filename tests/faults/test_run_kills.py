@@ -65,7 +65,7 @@ def require_parts(run: SmallRun, *, steps: int) -> None:
     late = next(group for group in trained if group.part > 1)
     shown = rollbook("inspect", str(run.directory), late.id).stdout
     assert f"part {late.part}; its baseline are the rewards of the quorum" in shown
-    assert all(group.baseline is not None and len(group.baseline) == 2 for group in trained)
+    assert all(group.baseline is not None and len(group.baseline) == 3 for group in trained)
 
 
 def get(url: str) -> Any:
