@@ -130,7 +130,7 @@ class SmallRun:
         if role == "worker":
             parent = self.pid("rollout")
             children = psutil.Process(parent).children() if parent and psutil.pid_exists(parent) else []
-            return next((c.pid for c in children if "resource_tracker" not in " ".join(c.cmdline())), None)
+            return next((c.pid for c in children if "rollbook.rollout.workers.main" in c.cmdline()), None)
         try:
             rows = json.loads((self.directory / "processes.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
