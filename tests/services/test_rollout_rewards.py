@@ -3,8 +3,6 @@
 import asyncio
 import io
 import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,6 +18,7 @@ from rollbook.rollout.rewards.pool import RewardPool, open_reward_pool
 from rollbook.rollout.settings import RewardFunction, RewardRules
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import read_metrics
+from tests.parts.concurrency.killed_parent import require_end_of_child
 from tests.parts.rollout.dispatching import REPOSITORY, dispatching
 from tests.parts.rollout.rewards import BAIT
 
@@ -172,18 +171,7 @@ def test_an_endless_function_ends_when_its_parent_is_killed(tmp_path: Path) -> N
         asyncio.run(main())
         """
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", parent],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": REPOSITORY},
-    )
-    assert process.stdout is not None
-    with process, process.stdout:
-        child = psutil.Process(int(process.stdout.readline()))
-        process.kill()
-    child.wait(timeout=30)
+    require_end_of_child(parent)
 
 
 async def test_a_group_is_scored_by_weighted_functions_and_all_of_them_are_recorded(tmp_path: Path) -> None:
