@@ -18,7 +18,7 @@ from rollbook.rollout.rewards.pool import RewardPool, open_reward_pool
 from rollbook.rollout.settings import RewardFunction, RewardRules
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import read_metrics
-from tests.parts.concurrency.killed_parent import require_end_of_child
+from tests.parts.concurrency.processes import descendants_running, require_end_of_child
 from tests.parts.rollout.dispatching import REPOSITORY, dispatching
 from tests.parts.rollout.rewards import BAIT
 
@@ -42,7 +42,7 @@ def case(response: str, **row: Any) -> RewardCase:
 
 
 def reward_processes() -> list[psutil.Process]:
-    return [c for c in psutil.Process().children() if "rollbook.rollout.rewards.main" in c.cmdline()]
+    return descendants_running("rollbook.rollout.rewards.main")
 
 
 async def test_a_catastrophic_regex_and_an_endless_loop_cost_their_own_sample_and_their_process_only() -> None:

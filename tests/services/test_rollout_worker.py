@@ -20,7 +20,7 @@ from rollbook.rollout.groups.player import GroupOrder
 from rollbook.rollout.workers.handle import WorkerDiedError, WorkerHandle, open_worker
 from rollbook.rollout.workers.messages import Finished
 from rollbook.telemetry.events import EventLog
-from tests.parts.concurrency.killed_parent import require_end_of_child
+from tests.parts.concurrency.processes import require_end_of_child
 from tests.parts.concurrency.until import until
 from tests.parts.rollout.dispatching import config_of, spec_of
 

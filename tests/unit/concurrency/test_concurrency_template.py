@@ -17,6 +17,7 @@ import pytest
 
 from rollbook.concurrency.child_process.process import ChildEndedError, ChildProcess, ChildSpec, python_environment
 from rollbook.concurrency.child_process.template import IS_SUPPORTED, ProcessTemplate
+from tests.parts.concurrency.processes import descendants_running
 from tests.parts.concurrency.until import until
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="process templates need Linux")
@@ -170,7 +171,7 @@ async def test_a_template_that_dies_during_a_request_leaves_one_plainly_started_
         assert await child.receive() == b"ready"
         assert not (await facts_of(child))["was_forked"]
         assert await child.stop(request=b"stop", grace_s=30)
-        assert _alive(MODULE) == []
+        assert descendants_running(MODULE) == []
 
 
 async def test_a_forked_child_without_permission_to_run_runs_nothing(tmp_path: Path) -> None:
@@ -184,7 +185,7 @@ async def test_a_forked_child_without_permission_to_run_runs_nothing(tmp_path: P
         os.kill(template.pid, signal.SIGCONT)
         with pytest.raises(asyncio.CancelledError):
             await starting
-        await until(lambda: _alive(MODULE) == [])
+        await until(lambda: descendants_running(MODULE) == [])
         assert (tmp_path / "output.txt").read_text() == ""
         # The template still serves.
         async with child_of(template, spec(tmp_path, "facts")) as child:
@@ -253,13 +254,3 @@ async def _kill(template: ProcessTemplate) -> None:
     assert template.pid is not None
     os.kill(template.pid, signal.SIGKILL)
     await until(lambda: template.pid is None)
-
-
-def _alive(module: str) -> list[psutil.Process]:
-    """Processes of this test that run a module, or are about to."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            if module in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found

@@ -1,13 +1,25 @@
-"""A process that is killed, for tests that its children end with it."""
+"""Child processes as a test sees them from outside."""
 
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 REPOSITORY = str(Path(__file__).parents[3])
+
+
+def descendants_running(module: str, *, of: int | None = None) -> list[psutil.Process]:
+    """Living processes below this one, or below the process `of`, that run a module. Processes that end meanwhile are left out."""
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(of).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if module in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+    return found
 
 
 def require_end_of_child(program: str) -> None:
