@@ -19,7 +19,7 @@ RUN python -m pip install --no-cache-dir "$(echo /wheels/rollbook-*.whl)[aws]" \
     && useradd --create-home --uid 1000 rollbook \
     && mkdir /data \
     && chown rollbook /data
-USER rollbook
+USER 1000
 WORKDIR /data
 EXPOSE 8000
 HEALTHCHECK CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=5)"]
@@ -28,14 +28,16 @@ ENTRYPOINT ["rollbook", "env", "serve", "--env", "aws", "--host", "0.0.0.0", "--
 FROM python:3.11-slim
 ARG TORCH_OPTIONS=""
 ARG EXTRAS=train,plots
-# hadolint ignore=SC2086
-RUN python -m pip install --no-cache-dir ${TORCH_OPTIONS} "torch>=2.6"
+ARG TORCH_VERSION=2.13.0
+# The options are words, not a package.
+# hadolint ignore=DL3013,SC2086
+RUN python -m pip install --no-cache-dir ${TORCH_OPTIONS} "torch==${TORCH_VERSION}"
 COPY --from=build /wheels /wheels
 RUN python -m pip install --no-cache-dir "$(echo /wheels/rollbook-*.whl)[${EXTRAS}]" \
     && useradd --create-home --uid 1000 rollbook \
     && mkdir /data \
     && chown rollbook /data
-USER rollbook
+USER 1000
 WORKDIR /data
 ENTRYPOINT ["rollbook"]
 CMD ["--help"]

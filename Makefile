@@ -76,6 +76,9 @@ bench-overlap: $(STAMP) ## the same work with staleness bound 0 and 2
 bench-tail: $(STAMP) ## the four batch policies with episodes of log-normal duration, next to a simulation (80 minutes on two cores, less on more; can be continued)
 	$(BIN)/python -m benchmarks.loop.tail --out docs/results/tail; $(BIN)/python -m benchmarks.loop.tail_chart docs/results/tail
 
+bench-twin: $(STAMP) ## predictions of `rollbook simulate` against 20 settings of the demo, 12 of them held out (two cores a run)
+	$(BIN)/python -m benchmarks.loop.twin --out docs/results/twin.json
+
 bench-loop: $(STAMP) ## the whole loop against the engine alone and the trainer alone: make bench-loop DEVICE=cuda
 	$(BIN)/python -m benchmarks.loop.speed --device $(DEVICE)
 
@@ -116,9 +119,13 @@ test-openenv: $(STAMP) ## with the openenv package, in a separate virtual enviro
 	PYTHON=$(PYTHON) sh scripts/openenv_venv.sh
 	$(BIN)/python -m pytest tests/services/test_envs_openenv_package.py
 
-test-cluster: $(STAMP) ## processes of a run on a Ray cluster of several nodes, and processes that join a run
+test-cluster: $(STAMP) ## a run on a Ray cluster of three machines in network namespaces that lose a node and the head; processes that join a run
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cluster]'
-	$(BIN)/python -m pytest tests/conformance/test_run_hosts.py tests/faults/test_run_join.py tests/faults/test_run_ray.py
+	$(BIN)/python -m pytest tests/conformance/test_run_hosts.py tests/faults/test_run_join.py tests/faults/test_run_ray.py tests/faults/test_run_cluster.py
+
+test-slurm: $(STAMP) ## deploy/slurm.sbatch on Debian's Slurm: a controller and two nodes on this machine (needs root)
+	apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge
+	$(BIN)/python -m pytest tests/faults/test_deploy_slurm.py
 
 test-agents: $(STAMP) ## unchanged agent frameworks and lm-evaluation-harness, in a separate virtual environment
 	PYTHON=$(PYTHON) sh scripts/agents_venv.sh
@@ -158,6 +165,9 @@ compatibility: $(STAMP) ## run the tests with other projects' packages that are 
 chaos: $(STAMP) ## kill random processes of a run, fill its disk, shift its clock, and record times to heal: make chaos SEED=1 KILLS=1000 JOBS=4 POLICY="wait parts" MINUTES=30
 	$(BIN)/python -m tests.faults.chaos --seed $(SEED) --kills $(KILLS) --jobs $(JOBS) $(if $(POLICY),--policy $(POLICY)) $(if $(MINUTES),--minutes $(MINUTES)) --write
 	$(MAKE) docs
+
+bench-startup: $(STAMP) ## from `rollbook train` on the demo to its first trained step, with and without the process template
+	$(BIN)/python -m benchmarks.loop.startup
 
 bench-ettr: $(STAMP) ## effective training time with a kill every 30 s, by process: make bench-ettr MINUTES=10
 	$(BIN)/python -m benchmarks.loop.ettr --minutes $(or $(MINUTES),10)

@@ -105,7 +105,7 @@ def curve(run: LearningRun) -> list[tuple[int, float, float]]:
 def plain_solve_rate(run: LearningRun) -> float | None:
     """The solved fraction of plain games, without tails."""
     quick = ["env.args.mean_s=1e-6"]
-    solved = evaluate(run.directory, episodes=EVALUATION_EPISODES, overrides=quick).overall.solved
+    solved = evaluate(run.directory, episodes=EVALUATION_EPISODES, greedy=False, overrides=quick).overall.solved
     return None if solved is None else solved.mean
 
 

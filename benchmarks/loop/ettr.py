@@ -1,7 +1,8 @@
 """Effective training time: steps done with one kill every 30 s over steps done without, for each process that is killed.
 
-One run is observed for `--minutes` without kills, then as long for each process. Steps count once: those that a restarted trainer
-trains again are no progress. The parts of an outage show where the time goes:
+One run is observed for `--minutes` for each process, and for a quarter of that without kills before and after it: the peer is the
+rate of those two, so that other load on the machine matters less. Steps count once: those that a restarted trainer trains again
+are no progress. The parts of an outage show where the time goes:
 
     start      from the kill to the first log line of the new process: the supervisor's wait and the start of Python
     ready      from there until it is ready: imports, the model, the checkpoint
@@ -22,6 +23,7 @@ from tests.parts.run.small import SmallRun
 
 ROLES = ("trainer", "policy", "ledger", "rollout", "worker")
 KILL_EVERY_S = 30.0
+QUIET_SHARE = 0.25
 FLOOR = 0.7
 SETTINGS = [
     "run.most_quick_deaths=1000",
@@ -41,7 +43,9 @@ class Outages:
 
     def medians(self) -> dict[str, float]:
         parts = {"start_s": self.start, "ready_s": self.ready, "progress_s": self.progress}
-        return {name: round(statistics.median(found), 2) for name, found in parts.items() if found}
+        found = {name: round(statistics.median(seconds), 2) for name, seconds in parts.items() if seconds}
+        # Of the time between two kills. It depends less on other load than the steps do.
+        return {**found, "share_without_outage": round(1 - sum(found.values()) / KILL_EVERY_S, 3)}
 
 
 class Bench:
@@ -53,18 +57,35 @@ class Bench:
         self._run.start()
         try:
             self._run.until(lambda: self._run.step() >= 5, what="step 5", within_s=LONG_S)
-            undisturbed = self._steps_without_kills()
-            print_status(f"no kills: {undisturbed} steps in {self._seconds:.0f} s")
-            return [self._figure(role, undisturbed) for role in roles]
+            figures, before = [], self._rate_without_kills()
+            for role in roles:
+                steps, kills, outages = self._steps_with_kills(role)
+                after = self._rate_without_kills()
+                peer = (before + after) / 2 * self._seconds
+                print_status(f"{role}: {steps} steps with {kills} kills, {peer:.0f} without, {outages.medians()}")
+                figures.append(
+                    Figure(
+                        name=f"ettr_{role}",
+                        ours=steps,
+                        peer=peer,
+                        unit="steps",
+                        ratio=steps / max(1.0, peer),
+                        floor=FLOOR,
+                        more={"kills": kills, **outages.medians()},
+                    )
+                )
+                before = after
+            return figures
         finally:
             self._run.stop()
 
-    def _steps_without_kills(self) -> int:
-        before = self._run.step()
-        time.sleep(self._seconds)
-        return self._run.step() - before
+    def _rate_without_kills(self) -> float:
+        """Steps per second."""
+        began, before = time.monotonic(), self._run.step()
+        time.sleep(self._seconds * QUIET_SHARE)
+        return (self._run.step() - before) / (time.monotonic() - began)
 
-    def _figure(self, role: str, undisturbed: int) -> Figure:
+    def _steps_with_kills(self, role: str) -> tuple[int, int, Outages]:
         began, before, outages, kills = time.monotonic(), self._run.step(), Outages(), 0
         while (left := began + self._seconds - time.monotonic()) > 0:
             kills += 1
@@ -75,16 +96,7 @@ class Bench:
         # The next process starts from a run that works.
         reached = self._run.step()
         self._run.until(lambda: self._run.step() > reached, what="a step after the last kill", within_s=LONG_S)
-        print_status(f"{role}: {steps} steps with {kills} kills, {outages.medians()}")
-        return Figure(
-            name=f"ettr_{role}",
-            ours=steps,
-            peer=undisturbed,
-            unit="steps",
-            ratio=steps / max(1, undisturbed),
-            floor=FLOOR,
-            more={"kills": kills, **outages.medians()},
-        )
+        return steps, kills, outages
 
     def _one_outage(self, role: str, outages: Outages, *, until: float) -> None:
         """Kill the process, and measure the parts of the outage that end before `until`."""
@@ -120,7 +132,7 @@ def _count(log: Path, event: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0, help="minutes without kills, and for each process")
+    parser.add_argument("--minutes", type=float, default=10.0, help="minutes for each process")
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES))
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rollbook-ettr-") as directory:

@@ -19,7 +19,7 @@ def run_blocking(main: Coroutine[Any, Any, Result], *, on_interrupt: Callable[[]
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(main)
+        return _run(main)
     started: Future[asyncio.AbstractEventLoop] = Future()
 
     async def run() -> Result:
@@ -30,7 +30,22 @@ def run_blocking(main: Coroutine[Any, Any, Result], *, on_interrupt: Callable[[]
         ThreadPoolExecutor(1, thread_name_prefix="run_blocking") as pool,
         _on_sigint(lambda: started.result().call_soon_threadsafe(on_interrupt)),
     ):
-        return pool.submit(asyncio.run, run()).result()
+        return pool.submit(_run, run()).result()
+
+
+def _run(main: Coroutine[Any, Any, Result]) -> Result:
+    """As `asyncio.run`. The result is returned also if the loop cannot be closed, because no more threads can be started."""
+    results: list[Result] = []
+
+    async def keep_result() -> None:
+        results.append(await main)
+
+    try:
+        asyncio.run(keep_result())
+    except RuntimeError:
+        if not results:
+            raise
+    return results[0]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import PromptGroup
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
 from rollbook.trainer.data.advantages import advantages
+from rollbook.trainer.data.minibatches import compared_rewards
 
 FILLER = "rollbook/filler"
 
@@ -41,8 +42,10 @@ class TrlRow:
 def batch_rows(batch: TrainingBatch, *, rows_per_step: int, restored_step: int) -> list[TrlRow]:
     """TRL counts versions from 1, beginning with its initial weights, which are those of step `restored_step`."""
     rows: list[TrlRow] = []
+    found = iter(_advantages(batch))
     for entry, group in batch.entries():
-        rows += _group_rows(entry, group, batch.step, restored_step)
+        shared = [next(found) for _ in group.samples]
+        rows += _group_rows(entry, group, shared, step=batch.step, restored_step=restored_step)
     if len(rows) > rows_per_step:
         forked = [group.id for group in batch.groups if any(len(sample.sequences) > 1 for sample in group.samples)]
         raise RunError(
@@ -54,20 +57,24 @@ def batch_rows(batch: TrainingBatch, *, rows_per_step: int, restored_step: int) 
     return rows + [sources[number % len(sources)] for number in range(fillers)]
 
 
-def _group_rows(entry: BatchEntry, group: PromptGroup, step: int, restored_step: int) -> list[TrlRow]:
+def _advantages(batch: TrainingBatch) -> list[float]:
+    """Of every sample of the batch, in order."""
+    samples = [(number, sample.reward) for number, group in enumerate(batch.groups) for sample in group.samples]
+    rewards = np.array([math.nan if reward is None else reward for _, reward in samples], dtype=np.float64)
+    group_of = np.array([number for number, _ in samples], dtype=np.int64)
+    found: list[float] = advantages(rewards, group_of, kind="group", compared=compared_rewards(batch)).tolist()
+    return found
+
+
+def _group_rows(
+    entry: BatchEntry, group: PromptGroup, shared: Sequence[float], *, step: int, restored_step: int
+) -> list[TrlRow]:
     rewards = np.array([math.nan if s.reward is None else s.reward for s in group.samples], dtype=np.float64)
-    compared = group.compared_rewards()
-    group_advantages = advantages(
-        rewards,
-        np.zeros(len(rewards), dtype=np.int64),
-        kind="group",
-        compared={} if compared is None else {0: compared},
-    )
     scored = rewards[~np.isnan(rewards)]
     std = float(scored.std(ddof=1)) if len(scored) > 1 else math.nan
     version = step - 1 if entry.oldest_version is None else entry.oldest_version
     rows: list[TrlRow] = []
-    for sample, reward, advantage in zip(group.samples, rewards.tolist(), group_advantages.tolist(), strict=True):
+    for sample, reward, advantage in zip(group.samples, rewards.tolist(), shared, strict=True):
         metrics = {"reward": reward, "reward_std": std, "rollbook/lag": float(step - 1 - version)}
         prompt, completion = _split(sample)
         rows += [

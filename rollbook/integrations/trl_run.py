@@ -51,7 +51,6 @@ class HostInfo:
     pid: int
     ledger_url: str
     policy_urls: list[str]
-    engine: str
     token_file: str
     ledger_token_file: str | None
     run: str
@@ -257,11 +256,6 @@ def open_host(
     run: RollbookRun | None = None
     try:
         info = _host_info(directory, process)
-        if info.engine == "vllm":
-            raise RunError(
-                "inference.engine is vllm: this integration publishes weights to rollbook's own policy servers only. Use "
-                'inference.engine = "transformers", or train with `rollbook train`, which updates vLLM servers'
-            )
         run = RollbookRun(info, directory, process)
         run.open()
         yield run
@@ -277,7 +271,10 @@ def _host_info(directory: Path, process: subprocess.Popen[bytes]) -> HostInfo:
     until = time.monotonic() + READY_S
     while time.monotonic() < until:
         if (code := process.poll()) is not None:
-            raise RunError(f"`rollbook host` ended with code {code} before it was ready; see {directory / 'logs'}")
+            raise RunError(
+                f"`rollbook host` ended with code {code} before it was ready: its error is printed above, its log is in "
+                f"{directory / 'logs'}"
+            )
         with suppress(OSError, ValueError):
             info = msgspec.json.decode((directory / "host.json").read_bytes(), type=HostInfo)
             if info.pid == process.pid:

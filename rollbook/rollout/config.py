@@ -144,7 +144,7 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
 
     quorum: int | None = Field(default=None, ge=2)
     """With `gate.batch_policy = "parts"`: a group is first submitted when this many of its samples are scored; the others follow as
-    they finish. The rewards of the quorum are the baseline of all samples of the group. None: half of the group, at least two.
+    they finish. The rewards of the quorum are the baseline of all samples of the group. None: three quarters of the group.
     Fixed for the whole run."""
 
     retry_budget: int = Field(default=4, ge=0)
@@ -226,7 +226,7 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     @property
     def quorum_size(self) -> int:
         """Scored samples that complete the first part of a group."""
-        return self.quorum or min(self.completions_per_prompt, max(2, -(-self.completions_per_prompt // 2)))
+        return self.quorum or -(-3 * self.completions_per_prompt // 4)
 
     @property
     def limits(self) -> EpisodeLimits:

@@ -9,12 +9,12 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from rollbook.contracts.plugin import EXTRAS
+from rollbook.contracts.plugin import EXTRAS, load_on_demand, require_libraries
 from rollbook.run.dashboard.address import DEFAULT_PORT
 from rollbook.run.directory import MIN_FREE_BYTES
 
@@ -22,6 +22,8 @@ IMPORT_S = 120.0
 MIN_SHM_BYTES = 512 * 2**20
 """Weights are published through shared memory if it is large enough."""
 MIN_FILES = 1024
+MAX_CLOCK_OFFSET_S = 5.0
+"""Leases use the ledger's clock alone, but times in logs and spans of several machines are compared."""
 GIB = 2**30
 
 
@@ -39,6 +41,22 @@ class Finding:
     verdict: Verdict
     found: str
     advice: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What a node of a cluster reported. `error`: it could not be examined."""
+
+    address: str
+    error: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    gpus: tuple[str, ...] = ()
+    clock_offset_s: float = 0.0
+    """Its clock minus ours."""
+    sees_directory: bool = False
+    network_error: str = ""
+    """Why it cannot connect to this machine; empty if it can."""
+    mib_per_s: float = 0.0
 
 
 def examine(directory: Path) -> list[Finding]:
@@ -59,6 +77,44 @@ def examine(directory: Path) -> list[Finding]:
         _confinement,
     )
     return [check() for check in checks]
+
+
+def examine_cluster(address: str, *, host: str, directory: Path) -> list[Finding]:
+    """Every node of a Ray cluster: its versions, GPUs, clock, view of the run directory, and network to this machine."""
+    require_libraries("ray")
+    # ray is imported only where it is used.
+    examine_nodes = load_on_demand("rollbook.run.supervision.ray_nodes:examine_nodes")
+    ours, nodes = examine_nodes(address, host=host, directory=directory)
+    return [finding for node in nodes for finding in node_findings(node, ours, host=host, directory=directory)]
+
+
+def node_findings(node: NodeFacts, ours: Mapping[str, str], *, host: str, directory: Path) -> list[Finding]:
+    def finding(name: str, found: str, problem: str = "") -> Finding:
+        verdict = Verdict.BROKEN if problem else Verdict.OK
+        return Finding(name=f"{node.address} {name}", verdict=verdict, found=found, advice=problem)
+
+    if node.error:
+        return [finding("node", node.error, "restart Ray on this node, or remove it from the cluster")]
+    theirs = node.versions
+    different = [
+        f"{name} {theirs.get(name, 'missing')}, not {ours[name]}" for name in ours if theirs.get(name) != ours[name]
+    ]
+    offset = f"{node.clock_offset_s:+.2f} s"
+    return [
+        finding("versions", "; ".join(different) or "equal", "install the same versions" if different else ""),
+        finding("gpus", ", ".join(node.gpus) or "none"),
+        finding("clock", offset, "set the clock (NTP)" if abs(node.clock_offset_s) > MAX_CLOCK_OFFSET_S else ""),
+        finding(
+            "directory",
+            f"{directory.resolve()} is {'visible' if node.sees_directory else 'not visible'}",
+            "" if node.sees_directory else "mount the file system of the run directory under the same path",
+        ),
+        finding(
+            "network",
+            node.network_error or f"{node.mib_per_s:.0f} MiB/s from {host}",
+            f"the node must reach {host} on all ports: check --host and the firewall" if node.network_error else "",
+        ),
+    ]
 
 
 def _python() -> Finding:

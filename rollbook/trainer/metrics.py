@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.freshness import lag
 from rollbook.contracts.task import TaskId
 from rollbook.telemetry.metrics import Metric, Reduction
 
@@ -58,6 +59,8 @@ TRAINER_METRICS: tuple[Metric, ...] = (
     Metric("async/version_offset_mean", "steps", "lag of the batch's groups, mean"),
     Metric("async/version_offset_max", "steps", "lag of the batch's oldest group", Reduction.MAX),
     Metric("async/version_offset_min", "steps", "lag of the batch's newest group", Reduction.MIN),
+    Metric("async/version_offset_long", "steps", "mean lag of the groups of the longest quarter of the samples"),
+    Metric("async/version_offset_short", "steps", "the same for the shortest quarter of the samples"),
     Metric("async/unknown_version_groups", "groups", "groups whose sampling version is unknown", Reduction.SUM),
     Metric(
         "async/unscorable_samples", "samples", "samples without a reward: advantage 0, never reward 0", Reduction.SUM
@@ -92,11 +95,13 @@ class _SampleMask:
     task_id: TaskId
     trainable: int
     masked: int
+    lag: int | None
+    """Of its group; None if the version is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskReport:
-    """The trainable tokens of a batch that are masked, by sample."""
+    """The masked tokens and the lag of a batch, by sample."""
 
     samples: tuple[_SampleMask, ...]
     """Scorable samples, by length."""
@@ -105,7 +110,10 @@ class MaskReport:
     def of(cls, batch: TrainingBatch) -> "MaskReport":
         found = [
             _SampleMask(
-                group.task_id, sample.num_trained, sum(int(entry.is_masked(row).sum()) for row in sample.sequences)
+                task_id=group.task_id,
+                trainable=sample.num_trained,
+                masked=sum(int(entry.is_masked(row).sum()) for row in sample.sequences),
+                lag=None if entry.oldest_version is None else lag(step=batch.step, oldest_version=entry.oldest_version),
             )
             for entry, group in batch.entries()
             for sample in group.scorable
@@ -127,11 +135,14 @@ class MaskReport:
 
     def metrics(self) -> dict[str, float | None]:
         quarter = -(-len(self.samples) // 4)
+        short, long = self.samples[:quarter], self.samples[-quarter:] if quarter else ()
         return {
+            "async/version_offset_long": _mean([float(sample.lag) for sample in long if sample.lag is not None]),
+            "async/version_offset_short": _mean([float(sample.lag) for sample in short if sample.lag is not None]),
             "async/masked_tokens": self.tokens,
             "async/masked_share": _masked_share(self.samples),
-            "async/masked_share_long": _masked_share(self.samples[-quarter:]) if quarter else None,
-            "async/masked_share_short": _masked_share(self.samples[:quarter]),
+            "async/masked_share_long": _masked_share(long),
+            "async/masked_share_short": _masked_share(short),
             "async/masked_samples": sum(sample.masked == sample.trainable for sample in self.samples),
             "async/masked_tasks": len({sample.task_id for sample in self.samples if sample.masked}),
         }

@@ -41,7 +41,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "vllm": ("rollbook/integrations/vllm_plugin.py",),
     "matplotlib": ("rollbook/dashboard/plots.py",),
     "sqlite3": ("rollbook/ledger/stores/sqlite/", "rollbook/dashboard/index/"),
-    "ray": ("rollbook/run/supervision/ray_host.py",),
+    "ray": ("rollbook/run/supervision/ray_host.py", "rollbook/run/supervision/ray_nodes.py"),
     "psycopg": ("rollbook/ledger/stores/postgres/connection.py",),
     "huggingface_hub": ("rollbook/run/hub.py", "rollbook/trainer/"),
     "datasets": ("rollbook/tasks/hub.py",),

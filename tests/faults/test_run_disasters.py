@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.parts.run.machine import Machine
@@ -17,9 +18,10 @@ from tests.parts.run.small import REPOSITORY, SmallRun, rollbook
 
 STEPS = 16
 SHORT = [f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=4"]
+ENDLESS = ["trainer.max_steps=1000000", "trainer.checkpoint_every=4"]
 DAY_S = 86_400
 PIDS = Path("/sys/fs/cgroup/pids")
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1500)
 slow = pytest.mark.slow
 
 
@@ -149,32 +151,57 @@ def process_limit() -> Iterator[Path]:
     group.rmdir()
 
 
+def advance(run: SmallRun) -> None:
+    """Wait until the run has trained two more steps."""
+    before = run.step()
+    run.until(lambda: run.step() >= before + 2, what=f"two steps after step {before}")
+
+
+def require_end(run: SmallRun) -> None:
+    """The same command resumes the run and, with fewer steps to train, finishes it."""
+    run.overrides.append(f"trainer.max_steps={run.step() + 4}")
+    again = run.start().wait()
+    assert (again["exit_code"], again["end"], again["audit"]) == (0, "finished", "ok"), again["stderr"][-3000:]
+
+
 @slow
 def test_a_run_that_cannot_start_a_process_stops_with_the_limit_and_resumes_once_it_is_raised(
     tmp_path: Path, process_limit: Path
 ) -> None:
-    run = SmallRun(tmp_path, SHORT).start()
-    (process_limit / "cgroup.procs").write_text(str(run.process.pid))
+    run = SmallRun(tmp_path, ENDLESS)
     try:
-        run.until(lambda: run.step() >= 3, what="step 3")
-        (process_limit / "pids.max").write_text("1")
-        run.kill("policy")
-        require_failure(run, "no more processes can be started")
-        (process_limit / "pids.max").write_text("max")
-        require_resume(run)
+        # Started by the supervisor, by the dispatcher, and by the process template.
+        for role in ("policy", "worker", "trainer"):
+            run.start()
+            (process_limit / "cgroup.procs").write_text(str(run.process.pid))
+            advance(run)
+            (process_limit / "pids.max").write_text("1")
+            run.kill(role)
+            require_failure(run, "no more processes can be started")
+            (process_limit / "pids.max").write_text("max")
+        require_end(run)
     finally:
         run.stop()
 
 
 @slow
-def test_a_ledger_that_can_open_no_more_files_stops_the_run_and_the_same_command_resumes(tmp_path: Path) -> None:
-    run = SmallRun(tmp_path, SHORT).start()
+def test_a_process_that_can_open_no_more_files_stops_the_run_and_the_same_command_resumes(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, ENDLESS)
     try:
-        run.until(lambda: run.step() >= 3, what="step 3")
-        pid = run.until(lambda: run.pid("ledger"), what="the ledger was up")
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (4, 4))
+        for role in ("ledger", "trainer", "rollout", "policy"):
+            run.start()
+            advance(run)
+            pid = run.until(partial(run.pid, role), what=f"the {role} was up")
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (4, 4))
+            require_failure(run, "open files")
+        # The supervisor needs files when it starts a process.
+        run.start()
+        advance(run)
+        num_open = psutil.Process(run.process.pid).num_fds()
+        resource.prlimit(run.process.pid, resource.RLIMIT_NOFILE, (num_open, num_open))
+        run.kill("policy")
         require_failure(run, "open files")
-        require_resume(run)
+        require_end(run)
     finally:
         run.stop()
 

@@ -31,6 +31,8 @@ def require_complete(run: SmallRun, *, steps: int = STEPS) -> None:
     audit = json.loads(rollbook("audit", str(run.directory), "--json").stdout)
     assert audit["ok"], audit["violations"]
     assert audit["max_lag"] <= audit["max_head_offpolicy_versions"]
+    if (samples := audit["samples"]) is not None:
+        assert samples["expected"] == samples["stored"] + sum(samples["missing"].values()) > 0 == samples["open"]
     with open_run(run.directory) as record:
         trained = [step.step for step in record.steps() if step.receipt == "acknowledged"]
         batched = [group.id for batch in record.batches(steps) for group in batch.groups]
@@ -65,7 +67,7 @@ def require_parts(run: SmallRun, *, steps: int) -> None:
     late = next(group for group in trained if group.part > 1)
     shown = rollbook("inspect", str(run.directory), late.id).stdout
     assert f"part {late.part}; its baseline are the rewards of the quorum" in shown
-    assert all(group.baseline is not None and len(group.baseline) == 2 for group in trained)
+    assert all(group.baseline is not None and len(group.baseline) == 3 for group in trained)
 
 
 def get(url: str) -> Any:

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from rollbook.contracts.admission import Grant, OpenPart, OwnerId, Receipt
 from rollbook.contracts.batch import EndOfRun
 from rollbook.contracts.errors import FencedError
 from rollbook.contracts.freshness import BatchPolicy
-from rollbook.contracts.group import DropKind, DropReason, GroupState
+from rollbook.contracts.group import DropKind, DropReason, GroupState, PromptGroup
+from rollbook.contracts.group_checks import UnusableGroupError
 from rollbook.ledger.rules import gate
 from tests.parts.ledger.groups import draws, part_of
 from tests.parts.ledger.groups import settings as run_settings
@@ -47,6 +49,8 @@ class LedgerMachine(RuleBasedStateMachine):
         """With policy `parts`: what the holder of a grant sends next; None if its group has ended."""
         self.num_samples: Counter[int] = Counter()
         """Stored samples of each granted group, by its admission sequence."""
+        self.quorums: dict[int, tuple[float, ...]] = {}
+        """Rewards of the quorum that was stored first, by admission sequence."""
 
     def make_driver(self) -> RunDriver:
         return RunDriver()
@@ -55,11 +59,12 @@ class LedgerMachine(RuleBasedStateMachine):
         per_step=st.integers(1, 3),
         in_flight=st.integers(1, 6),
         staleness_bound=st.integers(0, 4),
-        policy=st.sampled_from(BatchPolicy),
+        # `parts` has most to get wrong.
+        policy=st.sampled_from([*BatchPolicy, BatchPolicy.PARTS, BatchPolicy.PARTS]),
         max_steps=st.none() | st.integers(3, 12),
         max_attempts=st.integers(1, 3),
-        group_size=st.integers(1, 4),
-        quorum=st.none() | st.integers(2, 4),
+        group_size=st.sampled_from([4, 3, 2, 1]),
+        quorum=st.sampled_from([2, 2, 3, None]),
     )
     def create(
         self,
@@ -107,6 +112,11 @@ class LedgerMachine(RuleBasedStateMachine):
         self.those_held_up_arrive(newest_first=False, is_late=False)
         self.train()
 
+    @rule(held=st.integers(1, 2))
+    def slow_episodes_pass_their_deadline(self, held: int) -> None:
+        self.good_rounds(1, held, True)
+        self.time_passes(101.0, set(NAMES))
+
     @rule(checkpoint=st.integers(0, 2), rounds=st.integers(1, 4), is_exact=st.booleans())
     def a_trainer_dies_between_good_rounds(self, checkpoint: int, rounds: int, is_exact: bool) -> None:
         """Replaying to the end, so that tokens of the dead one are soon judged by the new one."""
@@ -138,13 +148,17 @@ class LedgerMachine(RuleBasedStateMachine):
             if (trained or publishes) and self.simulation.may_publish:
                 self.simulation.publish()
 
-    @rule(newest_first=st.booleans(), is_late=st.booleans())
-    def those_held_up_arrive(self, newest_first: bool, is_late: bool) -> None:
-        """With tokens as old as their admission: the hardest case for the bound."""
-        for grant in sorted(self.grants, key=lambda g: -g.sequence if newest_first else g.sequence):
+    @rule(newest_first=st.booleans(), is_late=st.booleans(), samples=st.integers(1, 2))
+    def those_held_up_arrive(self, newest_first: bool, is_late: bool, samples: int = 100) -> None:
+        """With tokens as old as their admission: the hardest case for the bound. What a group lacks then is sent later."""
+        held, self.grants = self.grants, []
+        for grant in sorted(held, key=lambda g: -g.sequence if newest_first else g.sequence):
             oldest = grant.admission_publication
-            self.submit_tokens(grant, (oldest,) if is_late else tuple({oldest, max(self.simulation.published)}))
-        self.grants.clear()
+            stamps = (oldest,) if is_late else tuple({oldest, max(self.simulation.published)})
+            self.check_refusals(grant)
+            self.submit_tokens(grant, stamps, samples=samples)
+            if self.open_parts.get((grant.group_id, grant.attempt)) is not None:
+                self.grants.append(grant)
 
     @property
     def first_part(self) -> int:
@@ -213,7 +227,7 @@ class LedgerMachine(RuleBasedStateMachine):
     ) -> None:
         """Send the next part, or, if the group has ended, the granted one again."""
         part = self.open_parts.get((grant.group_id, grant.attempt), granted) or granted
-        group = part_of(grant.task_id, part, [stamps] * min(samples, part.num_samples), quorum=self.first_part)
+        group = self.part_of(grant, part, stamps, min(samples, part.num_samples))
         reply = self.driver.send(group, attempt=grant.attempt, drop=drop)
         self.open_parts[grant.group_id, grant.attempt] = following = reply.next_part
         if reply.receipt is Receipt.STORED:
@@ -221,6 +235,7 @@ class LedgerMachine(RuleBasedStateMachine):
             if drop is None:
                 self.simulation.tokens[part.group_id] = stamps
             self.num_samples[grant.sequence] += len(group.samples)
+            self.quorums.setdefault(grant.sequence, group.baseline or ())
             left = part.num_samples - len(group.samples)
             assert (0 if following is None else following.num_samples) == left
             assert self.num_samples[grant.sequence] + left == self.run_settings.rule.samples_per_group
@@ -228,7 +243,24 @@ class LedgerMachine(RuleBasedStateMachine):
             is_dropped = self.driver.group(grant.task_id, part=part.number).state is GroupState.DROPPED
             assert reply.receipt is (Receipt.ALREADY_SETTLED if is_dropped else Receipt.ALREADY_STORED)
         if following is not None and following.number > 1:
-            assert following.baseline == self.driver.group(grant.task_id).baseline
+            assert following.baseline == self.quorums[grant.sequence], "not the rewards of the quorum"
+
+    def part_of(self, grant: Grant, part: OpenPart, stamps: tuple[int, ...], samples: int) -> PromptGroup:
+        """Attempts and parts differ in their rewards."""
+        rewards = [float(10 * grant.attempt + part.number + at) for at in range(samples)]
+        return part_of(grant.task_id, part, [stamps] * samples, quorum=self.first_part, rewards=rewards)
+
+    def check_refusals(self, grant: Grant) -> None:
+        """A part with too many samples, or with another baseline, is refused."""
+        part = self.open_parts.get((grant.group_id, grant.attempt), grant.part)
+        if part is None or self.driver.group(grant.task_id, part=part.number).state is not GroupState.DISPATCHED:
+            return
+        stamps = (grant.admission_publication,)
+        too_large = self.part_of(grant, part, stamps, part.num_samples + 1)
+        wrongly_compared = replace(self.part_of(grant, part, stamps, 1), baseline=(-1.0,))
+        for wrong in (too_large, wrongly_compared):
+            with pytest.raises(UnusableGroupError):
+                self.driver.send(wrong, attempt=grant.attempt)
 
     def number_of(self, grant: Grant) -> int:
         """The part that the holder of a grant would name."""
@@ -269,6 +301,9 @@ class LedgerMachine(RuleBasedStateMachine):
         for name in alive & set(self.owners):
             self.driver.rule(lambda run_tx, name=name: gate.heartbeat(run_tx, self.owners[name]))  # type: ignore[misc]
         self.driver.expire()
+        for group in self.driver.groups(GroupState.DISPATCHED):
+            is_leased = group.lease_until is not None and group.lease_until > self.driver.now
+            assert is_leased == (group.owner is not None), f"the lease of {group.group_id} never ends"
 
     # ------------------------------------------------------------------ trainer
 

@@ -15,7 +15,7 @@ from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
 from rollbook.rollout.groups.filters import constant_reward, one_sample
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
-from rollbook.trainer.data.advantages import QUORUM_SCALES
+from rollbook.trainer.data.advantages import PRIOR_SAMPLES, QUORUM_SCALES, advantages
 from rollbook.trainer.data.minibatches import flatten, sample_advantages
 from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.metrics import MaskReport
@@ -156,7 +156,9 @@ def test_members_of_the_quorum_leave_themselves_out_and_late_samples_do_not(quor
     batch = batch_of_parts([part_of([*quorum, late], tuple(quorum), 1)])
     found = sample_advantages(batch, quick(advantage="dr_grpo"))
     expected = [r - (sum(quorum) - r) / (len(quorum) - 1) for r in quorum] + [late - sum(quorum) / len(quorum)]
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    # `centre` subtracts one number from all of them.
+    shifts = [wanted - value for wanted, value in zip(expected, found, strict=True) if value]
+    np.testing.assert_allclose(shifts, [sum(expected) / (len(shifts) + PRIOR_SAMPLES)] * len(shifts), atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", sorted(QUORUM_SCALES))
@@ -166,6 +168,47 @@ def test_a_late_success_after_a_failed_quorum_has_a_finite_positive_advantage(ki
     late, same, *_ = sample_advantages(batch, quick(advantage=kind))
     assert 0 < late < 10
     assert abs(same) < late
+
+
+def gradient_of_length(
+    rng: np.random.Generator, *, bonus: float, groups: int = 600, size: int = 8, quorum: int = 6
+) -> float:
+    """The mean gradient of the length with `parts`, in standard errors.
+
+    An agent chooses the length of an episode at random, longer ones take longer. The reward is a coin toss, plus `bonus` for long
+    episodes. A positive gradient makes episodes longer.
+    """
+    lengths = rng.geometric(0.3, size=(groups, size))
+    rewards = (rng.random((groups, size)) < 0.5) + bonus * (lengths > 2)
+    order = np.argsort(lengths * rng.lognormal(0, 1, size=(groups, size)), axis=1)
+    lengths, rewards = np.take_along_axis(lengths, order, 1), np.take_along_axis(rewards, order, 1)
+    compared: dict[int, list[tuple[float, ...]]] = {}
+    for number, scored in enumerate(rewards):
+        baseline = tuple(scored[:quorum])
+        members = [baseline[:at] + baseline[at + 1 :] for at in range(quorum)]
+        compared[number] = members + [baseline] * (size - quorum)
+    group_of = np.repeat(np.arange(groups), size)
+    found = advantages(rewards.ravel().astype(np.float64), group_of, kind="group", compared=compared)
+    # The derivative of the logprob of a geometric length by the logit of going on.
+    scores = (lengths - 1) * 0.3 - 0.7
+    by_group = (found.reshape(groups, size) * scores).sum(1)
+    return float(by_group.mean() / (by_group.std(ddof=1) / np.sqrt(groups)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_parts_do_not_change_the_length_of_episodes_where_reward_and_length_are_independent(seed: int) -> None:
+    assert abs(gradient_of_length(np.random.default_rng(seed), bonus=0.0)) < 3.5
+    assert gradient_of_length(np.random.default_rng(seed), bonus=0.3) > 4, "a small bonus is learned"
+
+
+def test_where_fast_samples_are_better_the_mean_advantage_stays_near_zero() -> None:
+    early, late = part_of([1.0, 1.0, 0.9, 0.0], (1.0, 1.0, 0.9), 1), part_of([0.1], (1.0, 1.0, 0.9), 2)
+    groups = [
+        replace(part, id=part_id(group_id(TaskId(f"t{n}"), 0), part.part)) for n in range(40) for part in (early, late)
+    ]
+    found = sample_advantages(batch_of_parts(groups), quick(advantage="rloo"))
+    assert abs(float(found.mean())) < 0.03
+    assert found[3] < found[4] < 0 < found[0]
 
 
 def test_the_filters_judge_a_part_by_its_own_advantages() -> None:
@@ -181,13 +224,17 @@ def test_the_filters_judge_a_part_by_its_own_advantages() -> None:
     assert one_sample(part_of([1.0], (), 2)) == "one_sample"
 
 
-def test_masked_shares_are_reported_by_length_and_by_task() -> None:
+def test_masked_shares_and_lags_are_reported_by_length_and_by_task() -> None:
     short = sample(stamped(row([1, 5, 6], [2]), [7]))
     long = sample(stamped(row([1, 5, 6, 7, 8], [1, 2, 3, 4]), [3, 3, 3, 7]))
     batch = with_masks(batch_of(1, [[short, short, short], [long]]), [(3,)])
-    report = MaskReport.of(batch)
+    entries = tuple(
+        replace(entry, oldest_version=version) for entry, version in zip(batch.manifest.entries, (0, -2), strict=True)
+    )
+    report = MaskReport.of(replace(batch, manifest=replace(batch.manifest, entries=entries)))
     assert report.by_task(most=5) == {TaskId("t1"): 0.75}
     metrics = report.metrics()
     assert metrics["async/masked_share"] == 3 / 7
+    assert (metrics["async/version_offset_long"], metrics["async/version_offset_short"]) == (2, 0)
     assert (metrics["async/masked_share_long"], metrics["async/masked_share_short"]) == (0.75, 0.0)
     assert (metrics["async/masked_tokens"], metrics["async/masked_samples"], metrics["async/masked_tasks"]) == (3, 0, 1)

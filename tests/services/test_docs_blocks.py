@@ -1,6 +1,5 @@
 """Every shell and Python block of README and docs works. `tests/parts/run/doc_blocks.py` explains the markers of exceptions."""
 
-import json
 import os
 import subprocess
 import sys
@@ -96,10 +95,3 @@ def test_settings_in_toml_blocks_exist(block: Block) -> None:
         except ValidationError as error:
             unknown += [(section, *e["loc"]) for e in error.errors() if e["type"] == "extra_forbidden"]
     assert unknown == []
-
-
-def test_entry_points_of_the_images_exist() -> None:
-    lines = (REPOSITORY / "Dockerfile").read_text(encoding="utf-8").splitlines()
-    commands = [json.loads(line.removeprefix("ENTRYPOINT ")) for line in lines if line.startswith("ENTRYPOINT ")]
-    assert len(commands) == 2
-    assert [fault_of_command(words) for words in commands if len(words) > 1] == [None]

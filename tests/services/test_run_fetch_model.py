@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollbook.contracts.errors import RunError
 from rollbook.inference.weights.safetensors import read_weights
@@ -60,6 +60,22 @@ def test_the_tokenizer_and_its_chat_template_are_converted_too(converted: Path) 
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
     assert tokenizer.eos_token_ids == (2,)
     assert tokenizer.encode("<|im_end|>") == [2]
+
+
+def test_the_end_of_a_turn_is_that_of_the_file_also_where_the_library_reads_another(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = AutoTokenizer.from_pretrained
+
+    def misread(*args: Any, **options: Any) -> Any:
+        tokenizer: Any = read(*args, **options)
+        tokenizer.eos_token = "<|im_start|>"
+        return tokenizer
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", misread)
+    get(tmp_path / "tiny", gguf_file)
+    assert ModelTokenizer.from_directory(tmp_path / "tiny").eos_token_ids == (2,)
+    assert json.loads((tmp_path / "tiny" / "config.json").read_text())["eos_token_id"] == 2
 
 
 def test_getting_a_model_again_is_idempotent(converted: Path) -> None:

@@ -97,6 +97,12 @@ class Mistake:
 
 MISTAKES = (
     Mistake(
+        name="a turn ends with a token that does not end generation",
+        config=("{{ m.content }}\\n{% endfor %}", "{{ m.content }}<bos>{% endfor %}"),
+        expected=(r"model\.build: the chat template ends a turn of the assistant with '<bos>'.*ends at <eos>",),
+        is_warning=True,
+    ),
+    Mistake(
         name="misspelt field",
         config=("max_steps = 2", "max_stps = 2"),
         expected=(r"run\.toml:25: trainer\.max_stps: unknown field; did you mean 'max_steps'\?",),

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, Protocol, Self
+from typing import IO, Any, ClassVar, Final, Protocol, Self
 
 from rollbook.concurrency.child_process.child import STACK_SIGNAL
 from rollbook.concurrency.child_process.frames import BlockingFrames, Frames
@@ -63,14 +63,21 @@ class ChildSpec:
     inherited_fds: Sequence[int] = ()
     has_own_group: bool = False
     """Start a process group: Ctrl-C in the terminal does not reach it, and a kill ends everything the child started."""
+    may_fork: bool = False
+    """Fork it from the template of this process, if there is one: for modules that the template has imported."""
+    template_fd: int | None = None
+    """If the child is forked, another fork becomes its own template and gets this end of a socket pair. The child gets the other
+    end by `inherited_fds`, and passes it to `use_own_template`. After a plain start, nothing reads this end."""
     output: Path | Callable[[int, str], None] | None = None
     """Where stdout and stderr go: appended to a file, or passed to a function with pid and line. None: to ours."""
 
 
 def python_environment() -> dict[str, str]:
     """Our environment variables, with a `PYTHONPATH` on which a child finds this package, installed or not."""
-    path = os.pathsep.join(path for path in (PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")) if path)
-    return {**os.environ, "PYTHONPATH": path}
+    ours = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    # A child of a child finds it there already.
+    path = ours if ours[:1] == [PACKAGE_ROOT] else [PACKAGE_ROOT, *ours]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
@@ -124,6 +131,9 @@ Fork = Callable[[ChildSpec, socket.socket, Output], Awaitable[RunningProcess | N
 class ChildProcess:
     """One running child, in an event loop. Made by `start`; ends by itself, by `stop` or by `kill`."""
 
+    own_fork: ClassVar[Fork | None] = None
+    """Starts the children that may be forked, in a process with its own template."""
+
     def __init__(self, process: RunningProcess, frames: Frames, spec: ChildSpec) -> None:
         self._process = process
         self._frames = frames
@@ -140,6 +150,7 @@ class ChildProcess:
     @classmethod
     async def start(cls, spec: ChildSpec, *, fork: Fork | None = None) -> Self:
         """Raises `OSError` when the process cannot be started."""
+        fork = fork or (cls.own_fork if spec.may_fork else None)
         ours, theirs = socket.socketpair()
         try:
             with theirs, _opened(spec.output) as output:

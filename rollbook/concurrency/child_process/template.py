@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +31,7 @@ from rollbook.concurrency.child_process.process import (
     child_environment,
     python_environment,
 )
-from rollbook.concurrency.child_process.template_main import COMMAND_BYTES, ForkRequest
+from rollbook.concurrency.child_process.template_main import COMMAND_BYTES, TEMPLATE_MODULE, ForkRequest
 
 FORK_S = 10.0
 """Limit for the reply to a request. A fork takes some 50 milliseconds."""
@@ -47,13 +47,16 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 IS_SUPPORTED: Final = sys.platform == "linux"
 
 
+OnEvent = Callable[[str, dict[str, object]], None]
+"""Receives events for the log: name and fields."""
+
+
 class ForkedProcess:
     """A child that was forked by a template. As `asyncio.subprocess.Process`, for a pid whose parent is this process."""
 
-    stdout = None
-
     def __init__(self, pid: int) -> None:
         self.pid = pid
+        self.stdout: asyncio.StreamReader | None = None
         self.returncode: int | None = None
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -77,28 +80,84 @@ class ForkedProcess:
         self._ended.set()
 
 
+class TemplateConnection:
+    """Requests to one template process."""
+
+    def __init__(self, requests: socket.socket, environment: Mapping[str, str], on_event: OnEvent) -> None:
+        """`environment`: that of the template."""
+        self._requests = requests
+        self._requests.settimeout(FORK_S)
+        self._environment = environment
+        self._on_event = on_event
+        self._one_at_a_time = asyncio.Lock()
+        self._is_usable = True
+
+    async def fork(self, spec: ChildSpec, channel: socket.socket, output: Output) -> ForkedProcess | None:
+        """Fork a child, if that is possible now. None: start it plainly."""
+        environment = child_environment(spec)
+        if _read_at_start(environment) != _read_at_start(self._environment):
+            return None
+        inherited = [*spec.inherited_fds, *([] if spec.template_fd is None else [spec.template_fd])]
+        request = ForkRequest(
+            command=child_command(spec, channel),
+            environment=environment,
+            directory=None if spec.directory is None else str(spec.directory),
+            has_own_group=spec.has_own_group,
+            numbers=[1, 2, channel.fileno(), *inherited],
+            template_fd=spec.template_fd,
+        )
+        async with self._one_at_a_time:
+            if not self._is_usable:
+                return None
+            with _output_descriptors(output) as (written, read):
+                child = await self._forked(request, [*written, *request.numbers[2:]])
+                if child is not None and read is not None:
+                    child.stdout = await _stream(read)
+                return child
+
+    async def close(self) -> None:
+        self._is_usable = False
+        async with self._one_at_a_time:  # a thread may still use the connection
+            self._requests.close()
+
+    async def _forked(self, request: ForkRequest, fds: Sequence[int]) -> ForkedProcess | None:
+        permission, given = os.pipe()
+        requesting = asyncio.create_task(
+            asyncio.to_thread(_request, self._requests, request, [*fds, permission]), name="template.request"
+        )
+        try:
+            try:
+                await asyncio.shield(requesting)
+            finally:
+                # Also after a cancellation: the descriptors must stay open until they are sent.
+                await asyncio.wait({requesting})
+                pid = None if requesting.exception() else requesting.result()
+                # Without permission it exits, and this object collects its exit status.
+                child = ForkedProcess(pid) if pid is not None else None
+            if child is not None:
+                os.write(given, b"1")
+            return child
+        except OSError as error:
+            self._on_event("template.silent", {"cause": str(error)})
+            # The template ends with its connection, and its owner starts a new one.
+            self._is_usable = False
+            self._requests.shutdown(socket.SHUT_RDWR)
+            return None
+        finally:
+            os.close(permission)
+            os.close(given)
+
+
 class ProcessTemplate:
     """Keeps a template process alive while `run` runs. Without it, `fork` returns None and children are started plainly."""
 
-    def __init__(
-        self,
-        modules: Sequence[str],
-        *,
-        output: Path,
-        on_event: Callable[[str, dict[str, object]], None],
-    ) -> None:
-        """`on_event` receives events for the log: name and fields."""
-        self._spec = ChildSpec(
-            module="rollbook.concurrency.child_process.template_main",
-            # Blanks make room for the command lines of the children.
-            arguments=[*modules, " " * COMMAND_BYTES],
-            environment={**python_environment(), **ONE_THREAD},
-            output=output,
-        )
+    def __init__(self, modules: Sequence[str], *, output: Path, on_event: OnEvent) -> None:
+        self._environment = {**python_environment(), **ONE_THREAD}
+        self._modules = modules
+        self._output = output
         self._on_event = on_event
-        self._requests: socket.socket | None = None
-        """The connection to a template that can fork; None while there is none."""
-        self._one_at_a_time = asyncio.Lock()
+        self._connection: TemplateConnection | None = None
+        """To a template that can fork; None while there is none."""
         self._imported = asyncio.Event()
         """Set while no import is awaited: the template is ready, or there is none."""
         self._imported.set()
@@ -130,73 +189,22 @@ class ProcessTemplate:
 
     async def fork(self, spec: ChildSpec, channel: socket.socket, output: Output) -> ForkedProcess | None:
         """Fork a child, if that is possible now. None: start it plainly."""
-        if callable(spec.output) or not self._has_same_start(spec):
-            return None
-        out = [1, 2] if output is None or isinstance(output, int) else [output.fileno()] * 2
-        fds = [*out, channel.fileno(), *spec.inherited_fds]
-        request = ForkRequest(
-            command=child_command(spec, channel),
-            environment=child_environment(spec),
-            directory=None if spec.directory is None else str(spec.directory),
-            has_own_group=spec.has_own_group,
-            numbers=[1, 2, *fds[2:]],
-        )
-        async with self._one_at_a_time:
-            if self._requests is None:
-                return None
-            return await self._forked(self._requests, request, fds)
-
-    async def _forked(self, requests: socket.socket, request: ForkRequest, fds: Sequence[int]) -> ForkedProcess | None:
-        permission, given = os.pipe()
-        requesting = asyncio.create_task(
-            asyncio.to_thread(_request, requests, request, [*fds, permission]), name="template.request"
-        )
-        try:
-            try:
-                await asyncio.shield(requesting)
-            finally:
-                # Also after a cancellation: the descriptors must stay open until they are sent.
-                await asyncio.wait({requesting})
-                pid = None if requesting.exception() else requesting.result()
-                # Without permission it exits, and this object collects its exit status.
-                child = ForkedProcess(pid) if pid is not None else None
-            if child is not None:
-                os.write(given, b"1")
-            return child
-        except OSError as error:
-            self._on_event("template.silent", {"cause": str(error)})
-            self._give_up(requests)
-            return None
-        finally:
-            os.close(permission)
-            os.close(given)
-
-    def _has_same_start(self, spec: ChildSpec) -> bool:
-        def read_at_start(environment: dict[str, str]) -> dict[str, str]:
-            return {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
-
-        return read_at_start(child_environment(spec)) == read_at_start(child_environment(self._spec))
-
-    def _give_up(self, requests: socket.socket) -> None:
-        """Shut down the connection: the template ends, and `run` starts a new one."""
-        if self._requests is requests:
-            self._requests = None
-        requests.shutdown(socket.SHUT_RDWR)
+        return None if self._connection is None else await self._connection.fork(spec, channel, output)
 
     async def _run_once(self) -> bool:
         """Run one template to its end. False: there should be no other."""
         ours, theirs = socket.socketpair()
-        ours.settimeout(FORK_S)
+        connection = TemplateConnection(ours, self._environment, self._on_event)
         self._imported.clear()
         child: ChildProcess | None = None
         try:
             with theirs:
-                child = await ChildProcess.start(_with_requests(self._spec, theirs))
+                child = await ChildProcess.start(self._spec(theirs))
             self.pid = child.pid
             if reason := (await child.receive()).decode():
                 self._on_event("template.unusable", {"reason": reason})
                 return False
-            self._requests = ours
+            self._connection = connection
             self._imported.set()
             self._on_event("template.ready", {"pid": child.pid})
             await child.ended()
@@ -211,23 +219,53 @@ class ProcessTemplate:
             self._on_event("template.died", {"cause": str(error), "last_output": last_output})
             return was_killed
         finally:
-            self.pid, self._requests = None, None
+            self.pid, self._connection = None, None
             self._imported.set()
             if child is not None:
                 await child.kill()
-            async with self._one_at_a_time:  # a thread may still use the connection; it ends now
-                ours.close()
+            await connection.close()
+
+    def _spec(self, requests: socket.socket) -> ChildSpec:
+        return ChildSpec(
+            module=TEMPLATE_MODULE,
+            # Blanks make room for the command lines of the children.
+            arguments=[str(requests.fileno()), ",".join(self._modules), " " * COMMAND_BYTES],
+            environment=self._environment,
+            inherited_fds=[requests.fileno()],
+            output=self._output,
+        )
 
 
-def _with_requests(spec: ChildSpec, requests: socket.socket) -> ChildSpec:
-    number = requests.fileno()
-    return ChildSpec(
-        module=spec.module,
-        arguments=[str(number), *spec.arguments],
-        environment=spec.environment,
-        inherited_fds=[number],
-        output=spec.output,
+def use_own_template(fd: int) -> None:
+    """Fork the children of this process that may be forked. `fd`: the connection to its template (`ChildSpec.template_fd`)."""
+    connection = TemplateConnection(socket.socket(fileno=fd), dict(os.environ), lambda event, fields: None)
+    ChildProcess.own_fork = staticmethod(connection.fork)
+
+
+def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+
+
+@contextmanager
+def _output_descriptors(output: Output) -> Iterator[tuple[list[int], int | None]]:
+    """Descriptors for stdout and stderr of a child, and the one from which this process reads them, if it does."""
+    if not isinstance(output, int):
+        yield ([1, 2] if output is None else [output.fileno()] * 2), None
+        return
+    read, written = os.pipe()
+    try:
+        yield [written, written], os.dup(read)
+    finally:
+        os.close(read)
+        os.close(written)
+
+
+async def _stream(fd: int) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", buffering=0)
     )
+    return reader
 
 
 def _request(requests: socket.socket, request: ForkRequest, fds: Sequence[int]) -> int | None:

@@ -1,7 +1,7 @@
 """The main function of a process template: import modules once, then fork a child for each request.
 
-Started by `template.py` as `python -m ... CHANNEL_FD REQUESTS_FD MODULES...`. A request is one byte with the descriptors of the
-child, then a JSON frame. The reply is a frame with the child's pid, or an empty one if the child could not be made.
+Started by `template.py` as `python -m ... CHANNEL_FD REQUESTS_FD MODULE,MODULE,...`. A request is one byte with the descriptors
+of the child, then a JSON frame. The reply is a frame with the child's pid, or an empty one if the child could not be made.
 
 A child is forked twice: the process in between exits, so the child becomes a child of the process that requested it (see
 `template.py`), and neither its life nor its exit status depends on the template. The child then waits for permission to run: a
@@ -31,6 +31,9 @@ FREE_FDS = 200
 """Descriptors below this number stay free for those of the children, which keep the numbers that they had in their parent.
 Some libraries leave files open after their import; those get higher numbers."""
 MAX_FDS = 64
+TEMPLATE_MODULE = "rollbook.concurrency.child_process.template_main"
+SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
+"""Threads of libraries that start them again in a forked child. Arrow's memory allocator does."""
 COMMAND_BYTES = 4096
 """Space for the command line of a child, as shown by `ps`. A longer one is cut."""
 
@@ -44,6 +47,8 @@ class ForkRequest:
     has_own_group: bool
     numbers: Sequence[int]
     """The numbers that the child's descriptors get, in the order in which they are sent."""
+    template_fd: int | None = None
+    """The number on which the child's own template receives requests; None: it has none."""
 
     @property
     def module(self) -> str:
@@ -59,18 +64,35 @@ def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[2]))
     kill_with_parent()
     with _low_numbers_kept_free():
-        for module in sys.argv[3:]:
-            if module.strip():
-                importlib.import_module(module)
+        for module in sys.argv[3].split(","):
+            importlib.import_module(module)
     reason = _why_not_to_fork()
     channel.send(reason.encode())
+    channel.close()
     if reason:
         return
+    # Otherwise every child would write what the imports have printed.
+    sys.stdout.flush()
     gc.collect()
     # Children share this memory until they write to it. The collector would write to every object.
     gc.freeze()
-    if (request := _serve(requests, channel)) is not None:
+    request = _serve(requests)
+    while request is not None and request.template_fd is not None and os.fork() == 0:
+        request = _serve(_become_template(request, request.template_fd))
+    if request is not None:
+        if request.template_fd is not None:
+            os.close(request.template_fd)
         _run(request)
+
+
+def _become_template(request: ForkRequest, template_fd: int) -> socket.socket:
+    """Turn a copy of a child that has not begun into the child's own template, without its other descriptors."""
+    kill_with_parent()
+    for number in request.numbers:
+        if number > 2 and number != template_fd:
+            os.close(number)
+    _show_command([sys.executable, "-P", "-m", TEMPLATE_MODULE])
+    return socket.socket(fileno=template_fd)
 
 
 @contextmanager
@@ -86,9 +108,10 @@ def _low_numbers_kept_free() -> Iterator[None]:
 
 def _why_not_to_fork() -> str:
     """Empty if this process can be forked: the child of a process with threads or an open GPU does not work."""
-    threads = list(Path("/proc/self/task").iterdir())
-    if len(threads) > 1:
-        return f"its modules started {len(threads) - 1} threads"
+    others = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
+    names = {(task / "comm").read_text(encoding="utf-8", errors="replace").strip() for task in others}
+    if names - SAFE_THREADS:
+        return f"its modules started threads: {', '.join(sorted(names))}"
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the descriptor of the listing itself
             if (file := str(link.readlink())).startswith("/dev/nvidia"):
@@ -96,7 +119,7 @@ def _why_not_to_fork() -> str:
     return ""
 
 
-def _serve(requests: socket.socket, channel: BlockingFrames) -> ForkRequest | None:
+def _serve(requests: socket.socket) -> ForkRequest | None:
     """Fork a child for each request. Returns the request in the child, and None in the template when its parent is gone."""
     frames = BlockingFrames(requests)
     while True:
@@ -110,8 +133,7 @@ def _serve(requests: socket.socket, channel: BlockingFrames) -> ForkRequest | No
         if between == 0:
             if os.fork() != 0:
                 os._exit(0)
-            for connection in (requests, channel):
-                connection.close()
+            requests.close()
             os.close(pid_reader)
             _become_child(request, fds, pid_writer)
             return request

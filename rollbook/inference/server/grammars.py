@@ -11,6 +11,8 @@ from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.text import Tokenizer
 
 CACHED_GRAMMARS = 256
+MAX_GRAMMAR_CHARS = 1 << 17
+"""A grammar is compiled on the event loop: one of two million characters would stop all requests for seconds."""
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
 """The policy chooses the tokens of a text that the grammar fixes. Otherwise llguidance would force the tokenizer's choice."""
 
@@ -28,6 +30,11 @@ class GrammarCompiler:
 
     def compile(self, grammar: str, *, field: str) -> "GrammarConstraint":
         """Raises `BadRequestError` that names `field`."""
+        if len(grammar) > MAX_GRAMMAR_CHARS:
+            raise BadRequestError(
+                f"{field}: the grammar has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are allowed",
+                param=field,
+            )
         matcher = self._start(grammar)
         if matcher.is_error():
             raise BadRequestError(f"{field}: the grammar is not supported: {matcher.get_error()}", param=field)

@@ -60,6 +60,10 @@ MACHINE_FAULTS: tuple[tuple[str, str], ...] = (
         "`rollbook train` raises the limit as far as the system allows and refuses to start below 256. A process that reaches the "
         "limit later stops the run",
     ),
+    (
+        "another program sends SIGTERM to a process",
+        "the process is started again. SIGTERM to the supervisor, alone or with all its processes, drains the run",
+    ),
 )
 
 

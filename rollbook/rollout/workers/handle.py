@@ -145,7 +145,8 @@ async def open_worker(
     pickled = spec.pickled()
     command = ChildSpec(
         module="rollbook.rollout.workers.main",
-        environment={**python_environment(), "PYTHONUNBUFFERED": "1"},
+        environment=python_environment(),
+        may_fork=True,
         output=lambda pid, line: log.info("rollout.worker_output", pid=pid, line=line),
     )
     child = await ChildProcess.start(command)

@@ -14,12 +14,13 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvloop
 
-from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent, heartbeat
+from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent, exit_quickly, heartbeat
 from rollbook.concurrency.child_process.frames import Frames
 from rollbook.concurrency.exception_groups import first_error
 from rollbook.concurrency.stacks import describe_tasks
@@ -194,9 +195,11 @@ def _failure(error: Exception) -> Failed:
 def main(channel_fd: int) -> int:
     sock = connect_to_parent(channel_fd)
     die_with_parent(channel_fd)
+    # Lines that user code prints appear in the log at once.
+    cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work(sock))
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    exit_quickly(main(int(sys.argv[1])))

@@ -37,6 +37,7 @@ def host(
     if parent_fd is not None:
         die_with_parent(parent_fd)
     loaded, directory = resolve_run(source, run_dir, overrides)
+    _reject_vllm(loaded.config)
     _reject_trainer_settings(loaded.config)
     directory.prepare()
     with directory.locked():
@@ -66,6 +67,14 @@ async def _until_finished(ledger_url: str, loaded: LoadedConfig, directory: RunD
                 if (await ledger.status()).ended:
                     return
             await asyncio.sleep(FINISH_POLL_S)
+
+
+def _reject_vllm(config: RunConfig) -> None:
+    if config.inference.engine == "vllm":
+        raise RunError(
+            "inference.engine is vllm, but an external trainer publishes weights to rollbook's own policy servers only. Use "
+            'inference.engine = "transformers", or train with `rollbook train`, which updates vLLM servers'
+        )
 
 
 def _reject_trainer_settings(config: RunConfig) -> None:
@@ -100,7 +109,6 @@ def host_info(addresses: dict[str, str], loaded: LoadedConfig, directory: RunDir
         "pid": os.getpid(),
         "ledger_url": addresses["ledger"],
         "policy_urls": policy_urls(addresses["policy"]),
-        "engine": config.inference.engine,
         "token_file": str(directory.token_file),
         "ledger_token_file": None if ledger_token is None else str(ledger_token),
         "run": config.run.name,

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from rollbook.contracts.batch import BatchEntry
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.freshness import lag
 from rollbook.contracts.group import GroupId, GroupState, PromptGroup
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
@@ -28,7 +29,8 @@ class _Tokenizer(Tokenizer, Pieces, Protocol):
 BIAS_WINDOW_GROUPS = 2000
 """The newest groups that the check for selection bias covers."""
 MASK_WINDOW_STEPS = 20
-"""The newest steps whose samples are read to see what was masked."""
+"""The newest steps that are read to see what was masked and which tasks have the largest lag."""
+MOST_TASKS = 3
 
 
 def overview_lines(run: RunRecordReader) -> Iterator[str]:
@@ -43,7 +45,8 @@ def overview_lines(run: RunRecordReader) -> Iterator[str]:
     if figures.steps:
         yield f"reward      {_number(figures.reward.first)} → {_number(figures.reward.last)}"
         yield f"solved      {_number(figures.solved.first)} → {_number(figures.solved.last)}"
-        yield f"lag         at most {figures.max_lag} of {run.config.gate.max_head_offpolicy_versions} allowed"
+        bound = run.config.gate.max_head_offpolicy_versions
+        yield f"lag         at most {figures.max_lag} of {bound} allowed{_oldest_tasks(run)}"
     yield "bias        " + _selection_bias(run)
     if run.config.gate.batch_policy.masks_tokens:
         yield "masked      " + _masked_tokens(run)
@@ -66,6 +69,24 @@ def _selection_bias(run: RunRecordReader) -> str:
         return "; ".join(str(bias) for bias in report.warnings)
     distances = ", ".join(f"{bias.measure} {bias.distance:.2f}" for bias in report.biases)
     return f"trained groups are like the dispatched ones (distance: {distances}; {report.left_out_share:.0%} left out)"
+
+
+def _oldest_tasks(run: RunRecordReader) -> str:
+    """The tasks whose groups had the largest mean lag in the newest batches."""
+    last = run.status().acknowledged_step
+    lags: dict[str, list[int]] = {}
+    for step in range(max(1, last - MASK_WINDOW_STEPS + 1), last + 1):
+        for entry in run.manifest(step).entries:
+            if entry.oldest_version is not None:
+                # The id of a group is task@draw.
+                task = entry.group_id.rpartition("@")[0] or entry.group_id
+                lags.setdefault(task, []).append(lag(step=step, oldest_version=entry.oldest_version))
+    means = {task: sum(found) / len(found) for task, found in lags.items()}
+    oldest = sorted((task for task in means if means[task]), key=lambda task: (-means[task], task))[:MOST_TASKS]
+    if not oldest:
+        return ""
+    shown = ", ".join(f"{task} {means[task]:.1f}" for task in oldest)
+    return f"; largest means of the last {min(last, MASK_WINDOW_STEPS)} steps by task: {shown}"
 
 
 def _masked_tokens(run: RunRecordReader) -> str:

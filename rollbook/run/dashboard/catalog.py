@@ -221,7 +221,8 @@ def is_running(directory: RunDirectory) -> bool:
 
 
 def _advantages(group: PromptGroup, config: TrainerConfig) -> list[float] | None:
-    if config.recipe.advantage in BATCH_NORMALISED:
+    # Those of a part, too, depend on the other samples of its batch.
+    if config.recipe.advantage in BATCH_NORMALISED or group.baseline is not None:
         return None
     entry = BatchEntry(group_id=group.id, sequence=0, payload_digest="", oldest_version=None)
     batch = TrainingBatch(manifest=BatchManifest(step=1, entries=(entry,), digest=""), groups=(group,))

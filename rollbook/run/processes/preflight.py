@@ -264,6 +264,14 @@ class Checks:
                 self._findings.warning(
                     path, "the tokenizer has no end token, so every turn has rollout.sampling.max_tokens tokens"
                 )
+            elif tokenizer is not None and (end := _unknown_end_of_turn(tokenizer)) is not None:
+                known = ", ".join(tokenizer.decode([id_], skip_special_tokens=False) for id_ in tokenizer.eos_token_ids)
+                self._findings.warning(
+                    path,
+                    f"the chat template ends a turn of the assistant with {end!r}, but generation ends at {known}: the policy"
+                    " would continue after its turn. Correct eos_token in tokenizer_config.json, or eos_token_id in"
+                    " generation_config.json",
+                )
         return tokenizer
 
     def _tasks(self) -> Task | None:
@@ -392,6 +400,19 @@ def main() -> int:
     out.flush()
     # Threads of user code must not delay the result.
     os._exit(0)
+
+
+def _unknown_end_of_turn(tokenizer: Tokenizer) -> str | None:
+    """The first token after the assistant's text in the chat template, if it is a special token that does not end generation."""
+    messages = [{"role": "user", "content": "What is 6 times 7?"}, {"role": "assistant", "content": CANNED_ANSWER}]
+    try:
+        _, found, after = tokenizer.render(messages, add_generation_prompt=False).rpartition(CANNED_ANSWER)
+    except RenderError:
+        return None  # rollout functions need no template
+    ids = tokenizer.encode(after)
+    if not found or not ids or tokenizer.decode(ids[:1]):
+        return None
+    return None if ids[0] in tokenizer.eos_token_ids else tokenizer.decode(ids[:1], skip_special_tokens=False)
 
 
 if __name__ == "__main__":

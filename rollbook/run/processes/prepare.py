@@ -2,13 +2,11 @@
 external ledger."""
 
 import asyncio
-from contextlib import suppress
 from pathlib import Path
 
 from rollbook.contracts.plugin import load_on_demand
-from rollbook.run.directory import RunDirectoryError
 from rollbook.run.ledger_clients import open_run_ledger, run_settings
-from rollbook.run.model_files import model_directory
+from rollbook.run.model_files import existing_model
 from rollbook.run.supervision.child_main import RoleContext
 
 
@@ -29,13 +27,8 @@ async def main(context: RoleContext) -> str:
 def _model_directory(context: RoleContext) -> Path:
     """An existing directory is used as it is, without importing torch."""
     config = context.loaded.config
-    # The model of a run never changes, and it is recorded when it is complete.
-    with suppress(RunDirectoryError):
-        recorded = context.directory.initial_model
-        if (recorded / "config.json").is_file():
-            return recorded
-    found = model_directory(config.model, context.loaded.source_dir)
-    if found is not None and (found / "config.json").is_file():
+    found = existing_model(config.model, context.directory, context.loaded.source_dir)
+    if found is not None:
         return found
     prepare = load_on_demand("rollbook.trainer.model.model_directory:prepare_model_directory")
     made: Path = prepare(config.model, context.directory.model, seed=config.run.seed)

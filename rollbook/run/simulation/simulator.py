@@ -6,11 +6,13 @@ What is decided comes from the real rules (`ledger.py`); how long it takes comes
 
 import heapq
 import itertools
+import math
 import random
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollbook.contracts.errors import UsageError
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule, lag
@@ -146,11 +148,12 @@ class Simulation:
             )
             for _ in range(setting.replicas)
         ]
-        self._stamps = [0] * setting.replicas
-        """A request's end that was computed before the last change of its replica is ignored."""
+        self._request_ends = [math.inf] * setting.replicas
+        """When the next request of each replica is finished."""
+        self._loads = [0] * setting.replicas
         self._requests = 0
         self._now = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
         self._published_at = [0.0]
         self._stored: dict[tuple[int, int], list[_Running]] = {}
@@ -173,16 +176,21 @@ class Simulation:
         self._request_batch(1)
         self._admit()
         while len(self._steps) < steps:
-            if not self._events:
+            end = min(self._request_ends)
+            if self._events and self._events[0][0] < end:
+                at, _, act, arguments = heapq.heappop(self._events)
+            elif end < math.inf:
+                at, act, arguments = end, self._end_request, (self._request_ends.index(end),)
+            else:
                 raise UsageError(
-                    "the simulated run stands still: no episode runs, and the gate admits none. "
+                    "the simulated run cannot continue: no episode runs, and the gate admits none. "
                     f"gate.max_groups_in_flight is {self._setting.rule.max_in_flight}, "
                     f"gate.groups_per_step {self._setting.rule.groups_per_step}"
                 )
-            at, _, act = heapq.heappop(self._events)
-            self._measure_wait(at)
+            if self._waiting_since is not None:
+                self._measure_wait(at)
             self._now = at
-            act()
+            act(*arguments)
         for replica in self._replicas:
             replica.advance(self._now)
         ledger = self._ledger
@@ -200,12 +208,12 @@ class Simulation:
             waits=dict(self._waits),
         )
 
-    def _at(self, delay_s: float, act: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self._now + delay_s, next(self._numbers), act))
+    def _after(self, delay_s: float, act: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._events, (self._now + delay_s, next(self._numbers), act, arguments))
 
     def _measure_wait(self, until: float) -> None:
         """While the trainer waits: what keeps further episodes from starting."""
-        if self._waiting_since is not None and self._ready is None:
+        if self._ready is None:
             if self._ledger.leased + self._setting.rule.unit > self._limit:
                 limit = "slots" if self._setting.slots < self._setting.rule.max_in_flight else "in_flight"
             else:
@@ -221,7 +229,7 @@ class Simulation:
             group = _Group(sequence, "filtered" if is_dropped else None, len(episodes))
             for episode in episodes:
                 running = _Running(group, episode, replica=-1)
-                self._at(self._durations.open_s + episode.other_s, lambda one=running: self._next_turn(one))  # type: ignore[misc]
+                self._after(self._durations.open_s + episode.other_s, self._next_turn, running)
 
     def _next_turn(self, one: _Running) -> None:
         if one.turn == len(one.episode.turns):
@@ -229,32 +237,26 @@ class Simulation:
             return
         if one.replica < 0:
             # All turns of an episode go to the same replica, the least loaded one at its start.
-            one.replica = min(range(len(self._replicas)), key=lambda number: self._replicas[number].load)
+            one.replica = self._loads.index(min(self._loads))
         one.turn_began = self._now
+        self._loads[one.replica] += 1
         self._requests += 1
         if self._requests == 1:
             self._reschedule_training()
         self._replicas[one.replica].add(one, one.episode.turns[one.turn].work, self._now)
-        self._reschedule_replica(one.replica)
+        self._request_ends[one.replica] = self._replicas[one.replica].next_end
 
-    def _reschedule_replica(self, number: int) -> None:
-        self._stamps[number] = stamp = self._stamps[number] + 1
-        end = self._replicas[number].next_end
-        if end is not None:
-            heapq.heappush(self._events, (end, next(self._numbers), lambda: self._end_request(number, stamp)))
-
-    def _end_request(self, number: int, stamp: int) -> None:
-        if stamp != self._stamps[number]:
-            return
+    def _end_request(self, number: int) -> None:
         one = self._replicas[number].pop(self._now)
-        self._reschedule_replica(number)
+        self._request_ends[number] = self._replicas[number].next_end
+        self._loads[number] -= 1
         self._requests -= 1
         if self._requests == 0:
             self._reschedule_training()
         one.sampled.append((one.turn_began, self._now))
         act_s = one.episode.turns[one.turn].act_s
         one.turn += 1
-        self._at(act_s, lambda: self._next_turn(one))
+        self._after(act_s, self._next_turn, one)
 
     def _end_episode(self, one: _Running) -> None:
         group = one.group
@@ -268,7 +270,7 @@ class Simulation:
         elif not group.is_flushing:
             # The samples that end in the same moment are submitted together.
             group.is_flushing = True
-            self._at(SAME_MOMENT_S, lambda: self._flush(group))
+            self._after(SAME_MOMENT_S, self._flush, group)
 
     def _flush(self, group: _Group) -> None:
         group.is_flushing = False
@@ -280,7 +282,7 @@ class Simulation:
     def _submit(self, group: _Group) -> None:
         finished, group.finished = group.finished, []
         group.part += 1
-        self._at(self._durations.submit_s, lambda: self._store(group, finished))
+        self._after(self._durations.submit_s, self._store, group, finished)
 
     def _store(self, group: _Group, finished: list[_Running]) -> None:
         candidate = self._ledger.submit(
@@ -307,7 +309,7 @@ class Simulation:
     def _try_to_decide(self) -> None:
         if self._wanted_step and (batch := self._ledger.decide(self._wanted_step)) is not None:
             self._wanted_step = 0
-            self._at(self._durations.fetch_s, lambda: self._receive(batch))
+            self._after(self._durations.fetch_s, self._receive, batch)
 
     def _receive(self, batch: SimulatedBatch) -> None:
         self._ready = batch
@@ -338,7 +340,7 @@ class Simulation:
         self._is_training = is_training
         for number, replica in enumerate(self._replicas):
             replica.set_training(is_training, self._now)
-            self._reschedule_replica(number)
+            self._request_ends[number] = replica.next_end
 
     def _reschedule_training(self) -> None:
         """Training has begun, or continues at another speed because generation has begun or stopped."""
@@ -348,7 +350,7 @@ class Simulation:
         self._training_at = self._now
         self._training_slowness = 1.0 + (self._durations.training.slowdown if self._requests else 0.0)
         self._training_stamp = stamp = self._training_stamp + 1
-        self._at(max(0.0, self._training_left_s) * self._training_slowness, lambda: self._end_training(stamp))
+        self._after(max(0.0, self._training_left_s) * self._training_slowness, self._end_training, stamp)
 
     def _end_training(self, stamp: int) -> None:
         if stamp != self._training_stamp:
@@ -357,13 +359,13 @@ class Simulation:
         assert self._batch is not None
         self._steps.append(self._batch.trained(self._now))
         # A step is settled after the one before it.
-        self._at(max(0.0, self._settled_at - self._now), lambda: self._settle(len(self._steps)))
+        self._after(max(0.0, self._settled_at - self._now), self._settle, len(self._steps))
 
     def _settle(self, step: int) -> None:
         settle_s = self._source.settle_s()
         self._settled_at = self._now + settle_s
-        self._at(settle_s, lambda: self._publish(step))
-        self._at(self._durations.between_steps_s, self._wait_for_batch)
+        self._after(settle_s, self._publish, step)
+        self._after(self._durations.between_steps_s, self._wait_for_batch)
 
     def _wait_for_batch(self) -> None:
         self._waiting_since = self._now

@@ -19,8 +19,9 @@ from typing import Protocol, cast
 import uvloop
 
 from rollbook.access.tokens import read_token
-from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent, heartbeat
+from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent, exit_quickly, heartbeat
 from rollbook.concurrency.child_process.frames import BlockingFrames
+from rollbook.concurrency.child_process.template import use_own_template
 from rollbook.concurrency.exception_groups import first_error
 from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.errors import FencedError, RunError, machine_fault
@@ -120,6 +121,8 @@ def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     parent = connect_to_parent(args.channel_fd)
     die_with_parent(parent.fileno())
+    if args.template_fd is not None:
+        use_own_template(args.template_fd)
     directory = RunDirectory(Path(args.run_dir))
     channel = Channel(BlockingFrames(parent))
     try:
@@ -227,10 +230,13 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--addresses", default="{}")
     parser.add_argument("--socket-fd", type=int)
     parser.add_argument(
+        "--template-fd", type=int, help="the connection to a process template for children of this process"
+    )
+    parser.add_argument(
         "--bind", help="this process is a member of the run, and listens on this address if it is a server"
     )
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_quickly(main())

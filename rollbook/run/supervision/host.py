@@ -16,6 +16,8 @@ from rollbook.run.directory import RunDirectory
 
 IMPORT_TORCH = frozenset({"prepare", "policy", "trainer", "evaluation"})
 """Roles whose modules take seconds to import: their start waits for a template that still imports the same modules."""
+HAVE_CHILDREN = frozenset({"rollout", "evaluation"})
+"""Roles that start workers or policy servers."""
 TEMPLATE_WAIT_S = 100.0
 """Less than the default of `run.ready_s`. Without the template, the process would import the modules itself."""
 
@@ -92,18 +94,26 @@ class LocalHost:
         self._template = template
 
     async def start(self, process: ProcessStart) -> HostedProcess:
+        if self._template is not None and process.role in IMPORT_TORCH:
+            await self._template.until_ready(TEMPLATE_WAIT_S)
         listening = process.listening
+        # A process that starts children of its own gets its own template.
+        ours, theirs = socket.socketpair() if process.role in HAVE_CHILDREN else (None, None)
+        inherited = [sock.fileno() for sock in (listening, ours) if sock is not None]
         spec = ChildSpec(
             module=process.module,
-            arguments=process.arguments(),
+            arguments=[*process.arguments(), *([] if ours is None else ["--template-fd", str(ours.fileno())])],
             environment={**python_environment(), **process.environment},
-            inherited_fds=[] if listening is None else [listening.fileno()],
+            inherited_fds=inherited,
+            template_fd=None if theirs is None else theirs.fileno(),
+            may_fork=True,
             # Ctrl-C in the terminal reaches only the supervisor, which decides what it means.
             has_own_group=True,
             output=process.directory.stderr_file(process.name),
         )
-        if self._template is None:
-            return await ChildProcess.start(spec)
-        if process.role in IMPORT_TORCH:
-            await self._template.until_ready(TEMPLATE_WAIT_S)
-        return await ChildProcess.start(spec, fork=self._template.fork)
+        try:
+            return await ChildProcess.start(spec, fork=None if self._template is None else self._template.fork)
+        finally:
+            for sock in (ours, theirs):
+                if sock is not None:
+                    sock.close()

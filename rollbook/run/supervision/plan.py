@@ -91,6 +91,7 @@ def template_modules(config: RunConfig, *, has_trainer: bool) -> list[str]:
         *([ENGINES["transformers"].partition(":")[0]] if has_engine else []),
     ]
     light = [ROLES[role] for role in ("ledger", "policy", "rollout")]
+    light += ["rollbook.rollout.workers.main", "rollbook.run.processes.rollout_worker"]
     return [*heavy, *light] if heavy else []
 
 

@@ -1,4 +1,4 @@
-"""Places processes of a run on the nodes of a Ray cluster. The only module that imports ray.
+"""Places processes of a run on the nodes of a Ray cluster. Only this module and `ray_nodes.py` import ray.
 
 Ray places and watches; it carries no data. One actor for each process starts it as a child on its node and relays its reports.
 Completions, groups and weights go over HTTP, as on one machine. Actors are not restarted by Ray: the supervisor decides. They end
@@ -246,7 +246,7 @@ def _cause(error: RayError) -> str:
 @asynccontextmanager
 async def open_ray_host(config: RayConfig, *, log: EventLog) -> AsyncIterator[RayHost]:
     """Connect to the cluster at `config.address`, or start one on this machine (`auto`)."""
-    await asyncio.to_thread(_connect, config)
+    await asyncio.to_thread(connect, config)
     log.info("run.ray_connected", address=config.address, nodes=len([n for n in ray.nodes() if n["Alive"]]))
     try:
         yield RayHost(config, log=log)
@@ -254,10 +254,13 @@ async def open_ray_host(config: RayConfig, *, log: EventLog) -> AsyncIterator[Ra
         await asyncio.to_thread(ray.shutdown)
 
 
-def _connect(config: RayConfig) -> None:
+def connect(config: RayConfig) -> None:
+    """Connect this process to the cluster. Raises `RunError` if it cannot be reached or requires no token."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     if config.address == "auto":
         quiet["include_dashboard"] = False
+        # Ray runs workers at a low priority, and a busy machine would starve the processes of the run.
+        os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         ray.init(address=None if config.address == "auto" else config.address, **quiet)
     except (RayError, ConnectionError, RuntimeError, ValueError) as error:

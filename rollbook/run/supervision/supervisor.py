@@ -24,6 +24,7 @@ from rollbook.contracts.errors import RunError, TransientError, machine_fault
 from rollbook.run.config.run import RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.ledger_clients import open_run_ledger
+from rollbook.run.model_files import existing_model
 from rollbook.run.supervision.autoscaler import open_autoscaler
 from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
 from rollbook.run.supervision.extra_processes import ExtraProcesses
@@ -114,7 +115,8 @@ class Supervisor:
         try:
             for process in self.processes:
                 process.move(ProcessState.WAITING, "for the model directory")
-            await self.run_once("prepare")
+            if not self._has_model():
+                await self.run_once("prepare")
             if self._failure is None and not self._over.is_set():
                 await self._run_processes()
         finally:
@@ -128,6 +130,17 @@ class Supervisor:
                 self._directory.addresses_file.unlink(missing_ok=True)
             self._release_signals()
         return self._outcome(time.monotonic() - began)
+
+    def _has_model(self) -> bool:
+        """Record a model directory that needs no preparation, as after a resume. False: the role `prepare` must run."""
+        found = existing_model(self._config.model, self._directory, self._directory.source_dir)
+        if found is None or self._config.ledger.url is not None:
+            return False
+        try:
+            self._directory.record_model(found)
+        except OSError:
+            return False  # `prepare` reports the cause
+        return True
 
     async def run_once(self, role: str) -> None:
         """Run a role that does one thing and ends. If it fails, the run fails."""

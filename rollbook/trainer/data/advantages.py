@@ -4,7 +4,9 @@ Groups are identified by an explicit id, not by reshaping, so groups of differen
 samples only; an unscorable sample (reward NaN) has advantage 0 and does not affect any baseline.
 
 A group that arrived in parts is compared with its quorum: the rewards of the samples that finished first, fixed before the others
-were known. So the advantage of a sample does not depend on which siblings happen to be in the same batch.
+were known. So the advantage of a sample does not depend on which siblings happen to be in the same batch. Where fast samples have
+higher rewards, the quorum is better than the group, and most differences to it are negative. Their mean over the batch is
+subtracted, see `centre`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +58,9 @@ BASELINES: dict[str, Baseline] = {
 BATCH_NORMALISED = frozenset({"reinforce_pp", "reinforce_pp_baseline"})
 """Normalised over the scorable samples of the whole batch, after the group's baseline."""
 
+PRIOR_SAMPLES = 16
+"""The mean that `centre` subtracts is estimated as if so many further samples had an advantage of 0: few samples say little."""
+
 QUORUM_SCALES: dict[str, Callable[[NDArray[np.float64]], float]] = {
     "group": lambda rewards: float(rewards.std(ddof=1)) + CONSTANT,
     "dr_grpo": lambda rewards: 1.0,
@@ -80,6 +85,13 @@ def against_quorum(
         if float(together.std(ddof=1)) >= CONSTANT and scale >= CONSTANT:
             result[number] = (reward - together[:-1].mean()) / scale
     return result
+
+
+def centre(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Subtract the mean of the values that are not 0 from them. Values of 0 have nothing to learn from and stay 0."""
+    differs = values != 0
+    shift = values[differs].sum() / (differs.sum() + PRIOR_SAMPLES)
+    return np.where(differs, values - shift, 0.0)
 
 
 def advantages(
@@ -107,6 +119,9 @@ def advantages(
         # A single sample has no group baseline. The batch may still have one.
         if len(members) > 1 or (kind == "reinforce_pp" and len(members)):
             result[members] = baseline(rewards[members])
+    in_parts = np.isin(group_of, [*(compared or {})])
+    if kind in QUORUM_SCALES:
+        result[in_parts] = centre(result[in_parts])
     if kind in BATCH_NORMALISED:
         scorable = np.flatnonzero(is_scorable)
         result[scorable] = group_relative(result[scorable]) if len(scorable) > 1 else 0.0

@@ -111,10 +111,13 @@ def sample_advantages(batch: TrainingBatch, config: TrainerConfig) -> NDArray[np
             buffer=recipe.overlong_buffer,
             penalty=recipe.overlong_penalty,
         )
-    compared = {
-        number: others for number, group in enumerate(batch.groups) if (others := group.compared_rewards()) is not None
-    }
-    return advantages(rewards, group_of, kind=recipe.advantage, compared=compared)
+    return advantages(rewards, group_of, kind=recipe.advantage, compared=compared_rewards(batch))
+
+
+def compared_rewards(batch: TrainingBatch) -> dict[int, list[tuple[float, ...]]]:
+    """The rewards that the samples of a group in parts are compared with, by number of the group in the batch."""
+    found = {number: group.compared_rewards() for number, group in enumerate(batch.groups)}
+    return {number: others for number, others in found.items() if others is not None}
 
 
 def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:

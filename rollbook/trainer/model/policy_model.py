@@ -120,7 +120,8 @@ class PolicyModel:
         if config.max_tokens_per_microbatch is not None or config.device == "cpu" or config.ranks > 1:
             return config.tokens_per_pass
         few, many = PROBED_TOKENS
-        bytes_per_token = (self._memory_of_pass(many) - self._memory_of_pass(few)) / (many - few)
+        self._memory_of_pass(few)  # compiles, and allocates what all passes share
+        bytes_per_token = max(1.0, (self._memory_of_pass(many) - self._memory_of_pass(few)) / (many - few))
         budget = MEMORY_SHARE_OF_PASS * torch.cuda.get_device_properties(self.device).total_memory
         return min(max(int(budget / bytes_per_token) // few * few, few), MAX_TOKENS_PER_PASS)
 

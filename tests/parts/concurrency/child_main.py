@@ -1,5 +1,6 @@
 """A child process for tests: `python -m tests.parts.concurrency.child_main CHANNEL_FD BEHAVIOUR`."""
 
+import asyncio
 import json
 import os
 import random
@@ -15,6 +16,8 @@ import numpy as np
 
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent, kill_with_parent
 from rollbook.concurrency.child_process.frames import BlockingFrames, frame
+from rollbook.concurrency.child_process.process import ChildProcess, ChildSpec
+from rollbook.concurrency.child_process.template import use_own_template
 
 
 def echo(parent: BlockingFrames) -> None:
@@ -37,6 +40,19 @@ def start_grandchild(parent: BlockingFrames) -> None:
     grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     parent.send(str(grandchild.pid).encode())
     time.sleep(600)
+
+
+async def start_children(parent: BlockingFrames, template_fd: int) -> None:
+    """Start a child of its own and pass on its facts; again on each message."""
+    use_own_template(template_fd)
+    while True:
+        command = ChildSpec(module="tests.parts.concurrency.child_main", arguments=["facts"], may_fork=True)
+        child = await ChildProcess.start(command)
+        await child.receive()
+        parent.send(await child.receive())
+        await child.kill()
+        if parent.receive() is None:
+            return
 
 
 def facts() -> dict[str, Any]:
@@ -84,6 +100,8 @@ def main(channel_fd: int, behaviour: str) -> int:
         case "facts":
             parent.send(json.dumps(first).encode())
             echo(parent)
+        case "start_children":
+            asyncio.run(start_children(parent, int(sys.argv[3])))
         case "write_to_descriptor":
             os.write(int(sys.argv[3]), b"written by the child")
         case _:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 from rollbook.contracts.admission import LedgerStatus, OpenReply, OwnerId, PartReceipt, Receipt, RunSettings
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole
-from rollbook.contracts.group import DropKind, DropReason, GroupId, PromptGroup, part_id
+from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState, PromptGroup, part_id
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.config import Durability
@@ -170,6 +170,9 @@ class RunDriver:
         record = self.store.read_now(lambda tx: tx.groups.get(RUN, part_id(GroupId(f"{task}@0"), part)))
         assert record is not None
         return record
+
+    def groups(self, state: GroupState) -> list[GroupRecord]:
+        return self.store.read_now(lambda tx: tx.groups.page(RUN, start=0, limit=10_000, state=state))
 
     def notes(self, task: str) -> list[str]:
         moves = self.store.read_now(lambda tx: tx.history.of_group(RUN, GroupId(f"{task}@0")))

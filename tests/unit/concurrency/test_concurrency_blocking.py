@@ -1,9 +1,11 @@
 """`run_blocking` runs a coroutine where `asyncio.run` would refuse."""
 
 import asyncio
+import gc
 import os
 import signal
 import threading
+import warnings
 
 import pytest
 
@@ -50,3 +52,21 @@ async def test_each_interrupt_is_passed_to_the_coroutine() -> None:
 
     assert run_blocking(wait_for_two(), on_interrupt=on_interrupt) == 2
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_result_is_kept_if_no_more_threads_can_be_started_to_close_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def work() -> str:
+        await asyncio.to_thread(lambda: None)
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        return "done"
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the loop stays open
+        assert run_blocking(work()) == "done"
+        monkeypatch.undo()
+        gc.collect()

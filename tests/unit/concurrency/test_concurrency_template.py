@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,7 @@ import pytest
 
 from rollbook.concurrency.child_process.process import ChildEndedError, ChildProcess, ChildSpec, python_environment
 from rollbook.concurrency.child_process.template import IS_SUPPORTED, ProcessTemplate
+from rollbook.concurrency.child_process.template_main import TEMPLATE_MODULE
 from tests.parts.concurrency.processes import descendants_running
 from tests.parts.concurrency.until import until
 
@@ -221,6 +223,60 @@ async def test_a_template_that_cannot_fork_ends_and_children_start_plainly(
         async with child_of(template, spec(tmp_path, "facts")) as child:
             assert not (await facts_of(child))["was_forked"]
         assert template.pid is None
+
+
+async def test_output_lines_of_a_forked_child_are_passed_on(tmp_path: Path) -> None:
+    lines: list[tuple[int, str]] = []
+    command = ChildSpec(module=MODULE, arguments=["exit_3"], output=lambda pid, line: lines.append((pid, line)))
+    async with running_template(tmp_path) as template, child_of(template, command) as child:
+        assert await child.ended() == 3
+        await child.kill()
+        assert lines == [(child.pid, "first line"), (child.pid, "last line")]
+
+
+async def test_a_forked_child_has_its_own_template_that_ends_with_it(tmp_path: Path) -> None:
+    """The child starts a grandchild: forked while its template lives, plainly after that was killed."""
+    ours, theirs = socket.socketpair()
+    command = spec(
+        tmp_path, "start_children", str(ours.fileno()), inherited_fds=[ours.fileno()], template_fd=theirs.fileno()
+    )
+    async with running_template(tmp_path) as template, child_of(template, command) as child:
+        for end in (ours, theirs):
+            end.close()
+        forked = await facts_of(child)
+        assert (forked["parent"], forked["was_forked"]) == (child.pid, True)
+        (own,) = descendants_running(TEMPLATE_MODULE, of=child.pid)
+        own.kill()
+        child.send(b"again")
+        plain = await facts_of(child)
+        assert (plain["parent"], plain["was_forked"]) == (child.pid, False)
+
+
+async def test_the_own_template_of_a_child_ends_when_the_child_is_killed(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    command = spec(tmp_path, "wait", inherited_fds=[ours.fileno()], template_fd=theirs.fileno())
+    async with running_template(tmp_path) as template, child_of(template, command) as child:
+        for end in (ours, theirs):
+            end.close()
+        (own,) = descendants_running(TEMPLATE_MODULE, of=child.pid)
+        await child.kill()
+        await until(lambda: not own.is_running() or own.status() == psutil.STATUS_ZOMBIE)
+        assert template.pid is not None, "the template of the run lives on"
+
+
+async def test_after_a_plain_start_a_child_without_its_own_template_starts_children_plainly(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    command = spec(
+        tmp_path, "start_children", str(ours.fileno()), inherited_fds=[ours.fileno()], template_fd=theirs.fileno()
+    )
+    child = await ChildProcess.start(command)
+    try:
+        for end in (ours, theirs):
+            end.close()
+        assert await child.receive() == b"ready"
+        assert not (await facts_of(child))["was_forked"]
+    finally:
+        await child.kill()
 
 
 def test_a_template_and_its_children_end_with_their_parent(tmp_path: Path) -> None:

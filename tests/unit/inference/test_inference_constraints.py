@@ -208,3 +208,9 @@ def test_a_schema_that_is_not_supported_names_the_field() -> None:
 def test_an_impossible_tool_choice_is_refused(tools: list[Any], choice: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         forced_tools(tools, choice)
+
+
+def test_a_grammar_that_would_take_long_to_compile_is_refused() -> None:
+    alternatives = "|".join("a" * length for length in range(1, 600))
+    with pytest.raises(BadRequestError, match=r"structured_outputs: the grammar has \d+ characters; at most"):
+        COMPILER.compile(f"start: /({alternatives})/", field="structured_outputs")

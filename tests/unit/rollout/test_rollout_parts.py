@@ -179,8 +179,13 @@ def test_every_sample_is_in_exactly_one_part_in_order(moments: Sequence[Sequence
     assert len(taken) == 1 or len(taken[0].scorable) >= quorum
 
 
-@pytest.mark.parametrize(("size", "given_quorum", "expected"), [(8, None, 4), (2, None, 2), (3, None, 2), (8, 8, 8)])
-def test_the_quorum_is_half_of_the_group_unless_it_is_set(size: int, given_quorum: int | None, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "given_quorum", "expected"),
+    [(8, None, 6), (4, None, 3), (2, None, 2), (3, None, 3), (1, None, 1), (8, 8, 8)],
+)
+def test_the_quorum_is_three_quarters_of_the_group_unless_it_is_set(
+    size: int, given_quorum: int | None, expected: int
+) -> None:
     config = RolloutConfig.model_validate({"completions_per_prompt": size, "quorum": given_quorum})
     assert config.quorum_size == expected
 

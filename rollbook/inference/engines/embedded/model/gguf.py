@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGUFReader
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -49,6 +50,11 @@ def convert_gguf(source: Path, target: Path, *, pad_token: str | None, report: R
 def _tokenizer(source: Path, pad_token: str | None) -> Any:
     with _errors_name(source):
         tokenizer: Any = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
+        fields = GGUFReader(source)
+    # Not every version of transformers reads them: 5.17 takes the first token of a ChatML vocabulary for its end token.
+    for name in ("bos", "eos"):
+        if (field := fields.get_field(f"tokenizer.ggml.{name}_token_id")) is not None:
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))
     if pad_token is not None:
         tokenizer.pad_token = pad_token
     return tokenizer
