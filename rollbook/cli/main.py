@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from rollbook import __version__
 from rollbook.cli.arguments import verb_group
-from rollbook.contracts.errors import RollbookError, UsageError
+from rollbook.contracts.errors import RollbookError, UsageError, machine_fault
 from rollbook.contracts.plugin import extend_search_path, load_on_demand
 
 # Where each verb is defined, and its line in `rollbook --help`. Longer lines would be cut.
@@ -110,11 +110,17 @@ def root(
 
 
 def main() -> None:
-    """Run a verb. Rollbook's own errors are printed as messages; any other exception is a bug and shows its traceback."""
+    """Run a verb. Rollbook's own errors and faults of the machine are printed as messages; any other exception is a bug."""
     try:
         app()
     except RollbookError as error:
         load_on_demand("rollbook.cli.output").print_error(str(error))
         sys.exit(2 if isinstance(error, UsageError) else 1)
+    except OSError as error:
+        if (fault := machine_fault(error)) is None:
+            raise
+        # Without the console, whose modules may not be loaded: perhaps no more files can be opened.
+        sys.stderr.write(f"error: {fault}\n")
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

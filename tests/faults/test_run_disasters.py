@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.parts.run.machine import Machine
@@ -196,7 +197,8 @@ def test_a_process_that_can_open_no_more_files_stops_the_run_and_the_same_comman
         # The supervisor needs files when it starts a process.
         run.start()
         advance(run)
-        resource.prlimit(run.process.pid, resource.RLIMIT_NOFILE, (4, 4))
+        num_open = psutil.Process(run.process.pid).num_fds()
+        resource.prlimit(run.process.pid, resource.RLIMIT_NOFILE, (num_open, num_open))
         run.kill("policy")
         require_failure(run, "open files")
         require_end(run)

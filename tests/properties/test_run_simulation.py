@@ -20,6 +20,7 @@ from rollbook.run.simulation.durations import (
     Turn,
 )
 from rollbook.run.simulation.ledger import SimulatedLedger
+from rollbook.run.simulation.prediction import ideal_samples_per_s, predict
 from rollbook.run.simulation.simulator import Setting, SimulatedRun, Simulation
 from tests.parts.ledger.groups import draws, part_of
 from tests.parts.ledger.groups import settings as run_settings
@@ -242,6 +243,22 @@ def test_a_synchronous_run_takes_the_sum_of_its_parts() -> None:
     expected = 0.01 + 0.2 + 0.3 + 0.4 + 0.02 + 0.03 + 0.6 + 0.5
     assert run.steps[-1].ended_at - run.steps[-2].ended_at == pytest.approx(expected)
     assert run.idle_engine_share > 0.5
+
+
+@settings(max_examples=15)
+@given(rule=rules(), seed=st.integers(0, 10**6), more=st.sampled_from(["slots", "workers", "replicas"]))
+def test_more_workers_never_lower_the_ideal_throughput_and_no_run_exceeds_it(
+    rule: FreshnessRule, seed: int, more: str
+) -> None:
+    known = replace(
+        durations(seed), request=RequestTime(base_s=0.02, per_request_s=0.01, per_total_s=0.001, per_worker_s=0.002)
+    )
+    small = Setting(rule=rule, samples_per_group=GROUP_SIZE, slots=4)
+    large = replace(small, **{more: 3 * getattr(small, more)})
+    ideal = ideal_samples_per_s(small, known)
+    assert ideal_samples_per_s(large, known) >= ideal
+    # What is queued when the measurement begins, and the luck of the draw, allow a little more.
+    assert predict(small, known, seed=seed, steps=60).samples_per_s <= 1.25 * ideal
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])

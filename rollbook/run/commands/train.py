@@ -104,7 +104,8 @@ def train(
         **{f"rollout.rewards.functions.{name}.path": function for name, function in _named(rewards)},
         "trainer.loss": loss,
     }
-    with TemporaryDirectory(prefix="rollbook-objects-") as staging:
+    # An error of the clean-up would hide that of the run.
+    with TemporaryDirectory(prefix="rollbook-objects-", ignore_cleanup_errors=True) as staging:
         loaded, directory = resolve_run(config, run_dir, overrides, given=given, staging=Path(staging))
         if preflight:
             print_preflight(check_run(loaded, overrides, directory=directory), console)

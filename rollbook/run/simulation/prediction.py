@@ -140,12 +140,32 @@ def measure(run: SimulatedRun) -> Prediction:
     )
 
 
-def what_ifs(base: Prediction, durations: Durations, *, seed: int = 0) -> list[WhatIf]:
+def ideal_samples_per_s(setting: Setting, durations: Durations) -> float:
+    """An upper bound: the trainer never waits, or every slot plays, or every replica generates, all the time."""
+    groups = [group for task in durations.tasks for group in task.groups]
+    episodes = [episode for group in groups for episode in group]
+    turns = [turn for episode in episodes for turn in episode.turns]
+    works = sum(turn.work for turn in turns) / len(episodes)
+    other_s = (sum(turn.act_s for turn in turns) + sum(episode.other_s for episode in episodes)) / len(episodes)
+    request, training = durations.request, durations.training
+    slope = request.slope(replicas=setting.replicas, workers=setting.workers)
+    samples = setting.rule.groups_per_step * setting.samples_per_group
+    tokens = round(samples * sum(episode.tokens for episode in episodes) / len(episodes))
+    train_s = training.seconds(samples=samples, tokens=tokens) * sum(training.spread) / len(training.spread)
+    slots = min(setting.slots, setting.rule.max_in_flight) * setting.samples_per_group
+    return min(
+        samples / max(train_s, 1e-9),
+        slots / max(works * request.base_s + other_s, 1e-9),
+        setting.replicas / max(slope * works, 1e-9),
+    )
+
+
+def what_ifs(base: Prediction, durations: Durations, *, seed: int = 0, steps: int | None = None) -> list[WhatIf]:
     """The gain of doubling each resource alone, largest first. The first one is the bottleneck."""
     setting, rule = base.setting, base.setting.rule
     found = []
     for name, text, other_setting, other_durations in _changes(setting, rule, durations):
-        changed = predict(other_setting, other_durations, seed=seed)
+        changed = predict(other_setting, other_durations, seed=seed, steps=steps)
         found.append(WhatIf(name=name, text=text, gain=changed.tokens_per_s / max(base.tokens_per_s, 1e-9) - 1.0))
     return sorted(found, key=lambda one: -one.gain)
 
@@ -212,7 +232,7 @@ def with_policy(setting: Setting, policy: BatchPolicy) -> FreshnessRule:
     )
 
 
-def recommend(base: Prediction, durations: Durations, *, seed: int = 0) -> Prediction:
+def recommend(base: Prediction, durations: Durations, *, seed: int = 0, steps: int | None = None) -> Prediction:
     """The best groups in flight and batch policy for the same bound and the same machines. `base` if nothing is better."""
     setting = base.setting
     bound, per_step = setting.rule.max_head_offpolicy_versions, setting.rule.groups_per_step
@@ -226,7 +246,7 @@ def recommend(base: Prediction, durations: Durations, *, seed: int = 0) -> Predi
         for size in sizes:
             other = replace(setting, rule=replace(rule, max_in_flight=size), slots=max(size, setting.slots))
             if other != setting:
-                found.append(predict(other, durations, seed=seed))
+                found.append(predict(other, durations, seed=seed, steps=steps))
     kept = [one for one in found if one.setting.rule.policy is setting.rule.policy]
     best_kept, best = max(one.tokens_per_s for one in kept), max(one.tokens_per_s for one in found)
     if best_kept * (1.0 + POLICY_GAIN) >= best:

@@ -17,6 +17,7 @@ from rollbook.run.simulation.prediction import (
     WhatIf,
     extrapolations,
     frontier,
+    ideal_samples_per_s,
     predict,
     recommend,
     setting_of,
@@ -50,6 +51,7 @@ class Report:
             "traces": [str(trace.path) for trace in self.fit.traces],
             "request_error": round(self.fit.request_error, 4),
             "prediction": self.prediction.row(),
+            "ideal_samples_per_s": round(ideal_samples_per_s(self.prediction.setting, self.fit.durations), 3),
             "bottleneck": bottleneck(self.prediction, self.what_ifs),
             "what_ifs": {one.text: round(one.gain, 4) for one in self.what_ifs},
             "recommended": self.recommended.row(),
@@ -164,6 +166,8 @@ def report_lines(report: Report) -> Iterator[str]:
         f"throughput    {one.steps_per_s:.3g} steps/s ({1 / one.steps_per_s:.3g} s a step), {one.samples_per_s:.3g} samples/s, "
         f"{one.tokens_per_s:.3g} trained tokens/s"
     )
+    ideal = ideal_samples_per_s(one.setting, report.fit.durations)
+    yield f"ideal         {ideal:.3g} samples/s, if trainer, slots or policy servers never waited"
     shares = ", ".join(f"{lag}: {share:.0%}" for lag, share in one.lag_shares.items())
     yield f"lag           mean {one.lag_mean:.2f} ({shares} of the groups; bound {rule.max_head_offpolicy_versions})"
     yield f"idle          trainer {one.trainer_idle:.0%}, engines {one.engine_idle:.0%} of the time"

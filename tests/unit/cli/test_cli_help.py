@@ -1,5 +1,6 @@
 """Every verb explains itself, quickly and without optional libraries."""
 
+import errno
 import json
 import re
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from rollbook.cli import main as cli_main
 from rollbook.cli.main import VERBS, Verb, app
 from rollbook.contracts.plugin import EXTRAS
 
@@ -127,3 +129,22 @@ def test_each_optional_library_belongs_to_the_extra_that_the_package_declares() 
         if DISTRIBUTIONS.get(library, library) not in declared[extra]
     }
     assert wrong == {}
+
+
+def test_a_fault_of_the_machine_is_a_message_and_another_error_is_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail_with(error: OSError) -> None:
+        def fail() -> None:
+            raise error
+
+        monkeypatch.setattr(cli_main, "app", fail)
+
+    fail_with(OSError(errno.ENOSPC, "No space left on device", "/data/run"))
+    with pytest.raises(SystemExit) as ended:
+        cli_main.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("error: the disk is full: free some space")
+    fail_with(OSError(errno.ENOENT, "No such file or directory"))
+    with pytest.raises(FileNotFoundError):
+        cli_main.main()

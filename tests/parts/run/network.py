@@ -1,0 +1,110 @@
+"""Machines in network namespaces: each has its own address, loopback, shared memory and directory for temporary files of Ray.
+
+They share the file system, like machines with a network file system. Needs util-linux and iproute2, and root or user namespaces.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+RAY_DIRECTORY = Path("/tmp/ray")
+USER_FLAGS = [] if os.getuid() == 0 else ["--user", "--preserve-credentials"]
+
+# Makes a bridge and the machines and prints their pids. Kills every process on them when its standard input is closed.
+SCRIPT = """
+set -e
+end() {
+  for process in /proc/[0-9]*; do
+    net=$(readlink "$process/ns/net") && case "$nets" in *"$net"*) kill -9 "${process#/proc/}" ;; esac
+  done 2>/dev/null
+}
+trap end EXIT
+ip link add br0 type bridge
+ip link set br0 up
+for number in $(seq "$1"); do
+  unshare --net --mount sh -c '
+    mount -t tmpfs tmpfs /dev/shm
+    mkdir -p "$1" && mount -t tmpfs tmpfs "$1"
+    ip link set lo up
+    exec sleep infinity' machine "$2" </dev/null >/dev/null &
+  pids="$pids $!"
+  while [ "$(cat /proc/$!/comm)" != sleep ]; do sleep 0.02; done
+  nets="$nets $(readlink /proc/$!/ns/net)"
+  ip link add "v$number" type veth peer name eth0 netns $!
+  ip link set "v$number" master br0 up
+  nsenter --target $! --net ip address add "10.77.0.$number/24" dev eth0
+  nsenter --target $! --net ip link set eth0 up
+done
+echo $pids
+read -r _ || true
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    address: str
+    pid: int
+    """Of a process that keeps the namespaces."""
+
+    def command(self, *arguments: str) -> list[str]:
+        """Runs a program on this machine."""
+        return ["nsenter", "--target", str(self.pid), *USER_FLAGS, "--net", "--mount", f"--wd={Path.cwd()}", *arguments]
+
+    def pids(self) -> list[int]:
+        """All processes on this machine, apart from the one that keeps it."""
+        own = Path(f"/proc/{self.pid}/ns/net").readlink()
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError, ValueError):
+                if (entry / "ns" / "net").readlink() == own and int(entry.name) != self.pid:
+                    found.append(int(entry.name))
+        return found
+
+    def kill_all(self) -> None:
+        """As a power failure: every process at once."""
+        while pids := self.pids():
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def sent_bytes(self) -> int:
+        """Bytes that left this machine since it was made."""
+        text = subprocess.run(
+            self.command("cat", "/proc/self/net/dev"), capture_output=True, text=True, check=True
+        ).stdout
+        row = next(line for line in text.splitlines() if line.strip().startswith("eth0:"))
+        return int(row.split(":")[1].split()[8])
+
+
+@contextmanager
+def machines(number: int) -> Iterator[Sequence[Machine]]:
+    """Skips the test where namespaces are forbidden."""
+    if missing := [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]:
+        pytest.skip(f"network namespaces need {', '.join(missing)}")
+    flags = [] if os.getuid() == 0 else ["--map-root-user"]
+    holder = subprocess.Popen(
+        ["unshare", *flags, "--net", "--mount", "sh", "-c", SCRIPT, "network", str(number), str(RAY_DIRECTORY)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    made = [
+        Machine(f"10.77.0.{index}", int(pid)) for index, pid in enumerate(holder.stdout.readline().split(), start=1)
+    ]
+    if not made:
+        pytest.skip(f"network namespaces cannot be used here: {holder.communicate()[1][-300:]}")
+    try:
+        yield made
+    finally:
+        for machine in made:
+            machine.kill_all()
+        holder.communicate()

@@ -1,0 +1,173 @@
+"""Durations fitted to traces whose true durations are known, and what a prediction says about its limits."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollbook.contracts.errors import UsageError
+from rollbook.contracts.freshness import BatchPolicy
+from rollbook.dashboard.intervals import Intervals
+from rollbook.run.config.run import RunConfig, load_config
+from rollbook.run.simulation.fit import fit
+from rollbook.run.simulation.prediction import extrapolations, frontier, predict, recommend, setting_of, what_ifs
+from rollbook.run.simulation.report import Report, bottleneck, recommendation, report_lines, simulate
+from rollbook.run.simulation.trace import Trace, TracedEpisode, TracedStep
+
+DEMO = Path(__file__).parents[3] / "rollbook" / "demo" / "run.toml"
+STEP_S = 0.5
+
+
+def demo(*overrides: str) -> RunConfig:
+    return load_config(DEMO, overrides).config
+
+
+def trace(
+    config: RunConfig, *, base_s: float = 0.1, per_request_s: float = 0.0, loads: Sequence[int] = (4, 16, 64, 128)
+) -> Trace:
+    """Waves of concurrent episodes with two requests each, and training steps of 0.2 s and 10 ms a sample between them."""
+    episodes: list[TracedEpisode] = []
+    steps: list[TracedStep] = []
+    now = 0.0
+    for wave in range(24):
+        load = loads[wave % len(loads)]
+        request_s = base_s + per_request_s * load
+        requests = ((now, now + request_s), (now + request_s + STEP_S, now + 2 * request_s + STEP_S))
+        end = requests[1][1] + STEP_S
+        episodes += [
+            TracedEpisode(
+                task_id=f"task-{number % 4}",
+                group_id=f"task-{number % 4}@{wave}",
+                start=now,
+                end=end,
+                requests=requests,
+                tokens=2,
+            )
+            for number in range(load)
+        ]
+        samples = 32 + wave
+        train_s = 0.2 + 0.01 * samples
+        steps.append(TracedStep(step=wave + 1, start=end, end=end + train_s, samples=samples, tokens=2 * samples))
+        now = end + train_s
+    starts = np.array([start for one in episodes for start, _ in one.requests])
+    ends = np.array([end for one in episodes for _, end in one.requests])
+    return Trace(
+        path=Path("trace"),
+        config=config,
+        episodes=tuple(episodes),
+        steps=tuple(steps),
+        requests=Intervals(starts, ends),
+        training=Intervals(np.array([s.start for s in steps]), np.array([s.end for s in steps])),
+        groups_by_task={},
+        dropped_by_task={},
+        settle_s=(0.05,),
+        open_s=0.0,
+        submit_s=0.0,
+        fetch_s=0.0,
+        between_steps_s=0.0,
+    )
+
+
+def test_the_duration_of_a_request_is_fitted_over_the_load() -> None:
+    found = fit([trace(demo(), base_s=0.1, per_request_s=0.002)])
+    assert found.durations.request.base_s == pytest.approx(0.1, rel=1e-3)
+    assert found.durations.request.per_request_s == pytest.approx(0.002, rel=1e-3)
+    assert found.request_error < 1e-3
+    works = [t.work for task in found.durations.tasks for group in task.groups for one in group for t in one.turns]
+    assert works == pytest.approx([1.0] * len(works))
+
+
+def test_a_training_step_is_fitted_over_its_samples() -> None:
+    training = fit([trace(demo())]).durations.training
+    assert training.seconds(samples=200, tokens=400) == pytest.approx(0.2 + 0.01 * 200, rel=1e-3)
+
+
+@pytest.mark.parametrize(("shares", "expected"), [(False, 0.001), (True, 0.002)])
+def test_two_traces_show_whether_replicas_share_a_machine(shares: bool, expected: float) -> None:
+    """With two replicas, a request takes half as long for each other request, unless both replicas share one machine."""
+    one = trace(demo(), base_s=0.1, per_request_s=0.002)
+    two = trace(demo("inference.replicas=2"), base_s=0.1, per_request_s=0.002 if shares else 0.001)
+    request = fit([one, two]).durations.request
+    # Seconds for each concurrent request in all.
+    assert request.slope(replicas=2, workers=1) / 2 == pytest.approx(expected, rel=0.02)
+
+
+def test_a_prediction_names_what_the_trace_does_not_cover() -> None:
+    found = fit([trace(demo(), per_request_s=0.002, loads=(4, 8))])
+    config = demo("inference.replicas=3", "rollout.workers=2", "inference.max_running=64", "gate.groups_per_step=64")
+    texts = extrapolations(found, config, predict(setting_of(config), found.durations, steps=12))
+    for part in (
+        "concurrent requests; the trace has at most",
+        "inference.replicas is 3, the trace has 1",
+        "rollout.workers is 2, the trace has 1",
+        "a step has 512 samples",
+        "inference.max_running",
+        "training with concurrent generation was not traced",
+    ):
+        assert any(part in text for text in texts), f"{part!r} is not in {texts}"
+    same = demo("gate.groups_per_step=5")
+    quiet = extrapolations(found, same, predict(setting_of(same), found.durations, steps=12))
+    assert not any("replicas" in text or "differ" in text for text in quiet)
+
+
+def test_the_bottleneck_is_the_part_whose_doubling_gains_most() -> None:
+    durations = fit([trace(demo(), per_request_s=0.0001)]).durations
+    slow_training = replace(durations, training=replace(durations.training, base_s=5.0))
+    base = predict(setting_of(demo()), slow_training, steps=12)
+    gains = what_ifs(base, slow_training, steps=12)
+    assert gains[0].name == "trainer"
+    assert bottleneck(base, gains).startswith("the trainer, which trains 100% of the time")
+    slow_engines = replace(durations, request=replace(durations.request, per_request_s=0.02))
+    base = predict(setting_of(demo()), slow_engines, steps=12)
+    assert what_ifs(base, slow_engines, steps=12)[0].name == "engines"
+
+
+def test_more_groups_in_flight_are_recommended_only_if_they_help() -> None:
+    durations = fit([trace(demo(), per_request_s=0.0)]).durations
+    few = predict(setting_of(demo("gate.max_groups_in_flight=4")), durations, steps=12)
+    better = recommend(few, durations, steps=12)
+    assert better.setting.rule.max_in_flight > 4
+    assert better.tokens_per_s > few.tokens_per_s
+    assert "gate.max_groups_in_flight = " in recommendation(few, better)
+    assert recommend(better, durations, steps=12).tokens_per_s <= better.tokens_per_s * 1.05
+    assert "keep the settings" in recommendation(better, better)
+
+
+def test_the_frontier_has_no_point_that_another_one_beats() -> None:
+    durations = fit([trace(demo(), per_request_s=0.001)]).durations
+    points = [
+        predict(setting_of(demo(f"gate.max_head_offpolicy_versions={bound}")), durations, steps=12)
+        for bound in (0, 1, 2)
+    ]
+    best = frontier(points)
+    assert best[0].lag_mean == 0
+    assert all(a.lag_mean <= b.lag_mean and a.tokens_per_s < b.tokens_per_s for a, b in pairwise(best))
+
+
+def test_the_report_is_plain_text_and_plain_json() -> None:
+    found = fit([trace(demo())])
+    base = predict(setting_of(demo()), found.durations, steps=12)
+    report = Report(
+        fit=found,
+        prediction=base,
+        what_ifs=tuple(what_ifs(base, found.durations, steps=12)),
+        recommended=base,
+        extrapolations=("a sentence",),
+    )
+    text = "\n".join(report_lines(report))
+    for word in ("throughput", "lag", "idle", "bottleneck", "recommended", "extrapolated  a sentence"):
+        assert word in text
+    row = report.row()
+    assert math.isclose(row["prediction"]["steps_per_s"], base.steps_per_s, rel_tol=1e-3)
+    assert row["prediction"]["batch_policy"] == BatchPolicy.WAIT
+
+
+def test_a_simulation_without_a_usable_trace_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--trace RUN"):
+        simulate(DEMO, [])
+    with pytest.raises(UsageError, match="missing"):
+        simulate(DEMO, [tmp_path / "missing"])
