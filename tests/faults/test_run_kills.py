@@ -31,6 +31,8 @@ def require_complete(run: SmallRun, *, steps: int = STEPS) -> None:
     audit = json.loads(rollbook("audit", str(run.directory), "--json").stdout)
     assert audit["ok"], audit["violations"]
     assert audit["max_lag"] <= audit["max_head_offpolicy_versions"]
+    if (samples := audit["samples"]) is not None:
+        assert samples["expected"] == samples["stored"] + sum(samples["missing"].values()) > 0 == samples["open"]
     with open_run(run.directory) as record:
         trained = [step.step for step in record.steps() if step.receipt == "acknowledged"]
         batched = [group.id for batch in record.batches(steps) for group in batch.groups]

@@ -10,11 +10,12 @@ from hypothesis.stateful import run_state_machine_as_test
 from rollbook.contracts.freshness import FreshnessRule
 from rollbook.contracts.group import GroupState
 from rollbook.ledger.rules import gate, groups, parts
-from rollbook.ledger.rules.publications import Masks, find_publication
 from tests.properties.test_ledger_machine import QUICK, LedgerMachine
 
 # The same examples every time, and no search for a smaller one.
-PLANTED = settings(QUICK, max_examples=300, derandomize=True, database=None, phases=[Phase.generate], print_blob=False)
+PLANTED = settings(
+    QUICK, max_examples=300, deadline=None, derandomize=True, database=None, phases=[Phase.generate], print_blob=False
+)
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -88,19 +89,11 @@ def tokens_at_the_bound_are_masked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FreshnessRule, "cut", lambda rule, step: None if (right := cut(rule, step)) is None else right + 1)
 
 
-def tokens_of_lost_weights_count_as_fresh(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        Masks,
-        "_step",
-        lambda masks, number: None if number is None else find_publication(masks._run_tx, number).step,
-    )
-
-
 def late_parts_have_their_own_baseline(patch: pytest.MonkeyPatch) -> None:
     open_part = parts.open_part
 
     def faulty(part: Any) -> Any:
-        return open_part(part.changed(baseline=part.baseline and part.baseline[:1]) if part.part > 2 else part)
+        return open_part(part.changed(baseline=part.baseline and part.baseline[:1]) if part.part > 1 else part)
 
     patch.setattr(parts, "open_part", faulty)
 
@@ -126,7 +119,6 @@ def any_baseline_is_accepted(patch: pytest.MonkeyPatch) -> None:
         a_batch_takes_groups_that_are_one_version_too_old,
         tokens_one_version_too_old_are_trained,
         tokens_at_the_bound_are_masked,
-        tokens_of_lost_weights_count_as_fresh,
         late_parts_have_their_own_baseline,
         any_baseline_is_accepted,
     ],
@@ -134,5 +126,5 @@ def any_baseline_is_accepted(patch: pytest.MonkeyPatch) -> None:
 )
 def test_the_state_machine_finds_a_planted_fault(plant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    with pytest.raises((AssertionError, Exception)):
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
         run_state_machine_as_test(LedgerMachine, settings=PLANTED)

@@ -30,6 +30,9 @@ def _print(report: AuditReport, *, as_json: bool) -> None:
         result_json({**asdict(report), "ok": report.ok})
     else:
         result(f"run {report.run_id}: {law_text(report)}")
+        if (samples := report.samples) is not None:
+            missing = "".join(f" + {count} missing ({kind})" for kind, count in samples.missing.items())
+            result(f"samples: {samples.expected} expected = {samples.stored} stored + {samples.open} open{missing}")
         result(
             f"steps trained: {report.steps}; lag at most {report.max_lag} of {report.max_head_offpolicy_versions} allowed"
         )

@@ -131,7 +131,7 @@ def _masked(tx: Transaction, group: GroupRecord) -> list[str]:
         trained = sum(row.num_trained for row in rows)
         num = sum(int((row.loss_mask & np.isin(row.versions, entry.masked)).sum()) for row in rows)
         sentence += f", {num} of {trained} trained tokens"
-    return [f"{sentence}. They stay in the context; rewards and advantages are those of the whole group."]
+    return [f"{sentence}. They stay in the context; rewards and advantages do not change."]
 
 
 def _move(move: MoveRecord) -> str:
