@@ -77,7 +77,7 @@ bench-tail: $(STAMP) ## the four batch policies with episodes of log-normal dura
 	$(BIN)/python -m benchmarks.loop.tail --out docs/results/tail; $(BIN)/python -m benchmarks.loop.tail_chart docs/results/tail
 
 bench-twin: $(STAMP) ## predictions of `rollbook simulate` against 20 settings of the demo, 12 of them held out (two cores a run)
-	$(BIN)/python -m benchmarks.loop.twin --out docs/results/twin.json
+	$(BIN)/python -m benchmarks.loop.twin --out docs/results/twin/twin.json
 
 bench-loop: $(STAMP) ## the whole loop against the engine alone and the trainer alone: make bench-loop DEVICE=cuda
 	$(BIN)/python -m benchmarks.loop.speed --device $(DEVICE)
@@ -118,6 +118,9 @@ bench-engine: $(STAMP) ## the embedded engine on a CPU against generate, continu
 test-openenv: $(STAMP) ## with the openenv package, in a separate virtual environment
 	PYTHON=$(PYTHON) sh scripts/openenv_venv.sh
 	$(BIN)/python -m pytest tests/services/test_envs_openenv_package.py
+
+bench-cluster: $(STAMP) ## the pull transport to 8 replicas on 3 machines in network namespaces: copies sent by the trainer, time of a joining replica
+	$(BIN)/python -m benchmarks.cluster.weights
 
 test-cluster: $(STAMP) ## a run on a Ray cluster of three machines in network namespaces that lose a node and the head; processes that join a run
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cluster]'

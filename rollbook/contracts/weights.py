@@ -12,6 +12,19 @@ import xxhash
 from rollbook.contracts.policy import PublicationId
 
 PREFIX = "policy-v"
+DTYPE_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""The name of a dtype in safetensors, by its name in torch."""
 
 
 class RawTensor(Protocol):

@@ -242,15 +242,18 @@ class RollbookRun:
 
 @contextmanager
 def open_host(
-    config: str | Path, *, run_dir: str | Path, overrides: Sequence[str] = (), python: str = sys.executable
+    config: str | Path, *, run_dir: str | Path, overrides: Sequence[str] = (), python: str | None = None
 ) -> Iterator[RollbookRun]:
-    """Start `rollbook host` and connect to it. Call it again to resume. The host ends with this process, even when it is killed."""
+    """Start `rollbook host` and connect to it. Call it again to resume. The host ends with this process, even when it is killed.
+
+    `python` runs the host; None: the interpreter of this process.
+    """
     directory = Path(run_dir).resolve()
     parent_read, parent_write = os.pipe()
-    command = [python, "-P", "-m", "rollbook", "host", str(config), "--run-dir", str(directory)]
+    command = [python or sys.executable, "-P", "-m", "rollbook", "host", str(config), "--run-dir", str(directory)]
     command += ["--parent-fd", str(parent_read), *(part for text in overrides for part in ("--set", text))]
     # Another interpreter finds its own installation of this package.
-    environment = python_environment() if python == sys.executable else None
+    environment = python_environment() if python in (None, sys.executable) else None
     process = subprocess.Popen(command, env=environment, pass_fds=(parent_read,), start_new_session=True)
     os.close(parent_read)
     run: RollbookRun | None = None

@@ -52,6 +52,11 @@ class FileStage:
                 path.unlink(missing_ok=True)
 
 
+def _is_served(current: Publication, found: Publication) -> bool:
+    """A newer publication of the same trainer was pushed when a stop interrupted its confirmation: it must stay."""
+    return found.id == current.id or (found.epoch == current.epoch and found.id > current.id)
+
+
 class Publisher:
     """Publications and repeated pushes never overlap, so a replica never gets older weights after newer ones."""
 
@@ -126,7 +131,7 @@ class Publisher:
             return
         current = self._kept[-1]
         reported = await self._receiver.reported()
-        if all(found is not None and found.id == current.publication.id for found in reported):
+        if all(found is not None and _is_served(current.publication, found) for found in reported):
             return
         self._log.warning(
             "trainer.replicas_differ",

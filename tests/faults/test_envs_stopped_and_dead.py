@@ -4,7 +4,6 @@ import asyncio
 import signal
 import threading
 
-import psutil
 import pytest
 
 from rollbook.contracts.environment import Observation
@@ -12,9 +11,11 @@ from rollbook.contracts.errors import EpisodeError
 from rollbook.envs.client.blocking import MultiTurnEnvPool
 from rollbook.envs.client.group import GrpoPool
 from rollbook.envs.client.session import ClientOptions, EnvSession, SessionLostError
+from tests.parts.concurrency.processes import descendants_running
 from tests.parts.envs.environments import AWS_ARGS, GAME, served, until
 from tests.parts.envs.server_process import process
 
+SIMULATOR = "rollbook.envs.builtin.awscli.cloud.simulator_process"
 SHORT_LIMITS = ClientOptions(request_s=0.5, close_s=0.3, connect_s=5)
 
 
@@ -64,18 +65,14 @@ async def test_closing_a_blocking_pool_ends_even_if_a_rollout_blocks_its_loop(
 async def test_a_simulator_killed_during_an_episode_is_replaced_and_the_episode_is_not_scored() -> None:
     pytest.importorskip("ministack")
     pytest.importorskip("awscli")
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = {child.pid for child in descendants_running(SIMULATOR)}
     async with served("aws", size=2, args=AWS_ARGS) as server:
         async with GrpoPool(server.url, size=2) as pool:
             task = {"id": "fan-out-two-queues"}
             await pool.reset_group(task)
             created = await pool.run_group_step(["aws s3api create-bucket --bucket mine"] * 2)
             assert all(seen.reward == 0.0 for seen in created)
-            simulators = [
-                child
-                for child in psutil.Process().children(recursive=True)
-                if child.pid not in before and "simulator_process" in " ".join(child.cmdline())
-            ]
+            simulators = [child for child in descendants_running(SIMULATOR) if child.pid not in before]
             for simulator in simulators:  # both environments and every spare
                 simulator.kill()
             outcomes = await pool.try_group(lambda session: session.step("aws s3api list-buckets"))

@@ -29,6 +29,7 @@ from rollbook.rollout.dispatch.failure_breaker import RolloutsFailingError
 from rollbook.run.supervision.channel import Channel
 from rollbook.run.supervision.child_main import EXIT_CRASHED, EXIT_STOP_RUN, exit_code_of
 from rollbook.telemetry.events import EventLog, read_json_lines
+from tests.parts.concurrency.processes import descendants_running
 from tests.parts.concurrency.until import until
 from tests.parts.inference.engines import TinyModel
 from tests.parts.rollout.dispatching import dispatching
@@ -144,7 +145,7 @@ async def test_a_stopped_worker_is_reported_and_replaced_and_its_groups_are_play
     running = asyncio.create_task(play.run())
     await play.sink.until(lambda: any(row.state == "queued" for row in play.sink.rows.values()))
     await until(marker.exists)
-    (worker,) = [c for c in psutil.Process().children() if "rollbook.rollout.workers.main" in c.cmdline()]
+    (worker,) = descendants_running("rollbook.rollout.workers.main")
     worker.suspend()
     await running
     assert {row.state for row in play.sink.rows.values()} == {"queued"}

@@ -6,6 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.parts.concurrency.processes import descendants_running
 from tests.parts.run.small import SmallRun
 
 STEPS = 12
@@ -23,7 +24,7 @@ def run(tmp_path: Path) -> Iterator[SmallRun]:
 def test_a_run_with_two_ranks_recovers_when_the_second_is_killed(run: SmallRun) -> None:
     run.start()
     run.until(lambda: run.step() >= 3, what="step 3")
-    followers = [p for p in run.descendants() if "rollbook.trainer.team" in p.cmdline()]
+    followers = descendants_running("rollbook.trainer.team", of=run.process.pid)
     assert followers, "rank 1 is a child of the trainer"
     for follower in followers:
         follower.kill()

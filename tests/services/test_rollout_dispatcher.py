@@ -12,12 +12,13 @@ from rollbook.contracts.group import GroupId
 from rollbook.rollout.dispatch.failure_breaker import RolloutsFailingError
 from rollbook.rollout.workers.pool import WorkersDyingError
 from rollbook.telemetry.metrics import read_metrics
+from tests.parts.concurrency.processes import descendants_running
 from tests.parts.rollout.dispatching import dispatching
 from tests.parts.rollout.sink import MemorySink
 
 
 def living_children() -> list[psutil.Process]:
-    return [c for c in psutil.Process().children() if "rollbook.rollout.workers.main" in c.cmdline()]
+    return descendants_running("rollbook.rollout.workers.main")
 
 
 async def test_every_draw_is_played_and_stored_and_exhaustion_is_reported(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 import asyncio
 import io
 import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,6 +18,7 @@ from rollbook.rollout.rewards.pool import RewardPool, open_reward_pool
 from rollbook.rollout.settings import RewardFunction, RewardRules
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import read_metrics
+from tests.parts.concurrency.processes import descendants_running, require_end_of_child
 from tests.parts.rollout.dispatching import REPOSITORY, dispatching
 from tests.parts.rollout.rewards import BAIT
 
@@ -43,7 +42,7 @@ def case(response: str, **row: Any) -> RewardCase:
 
 
 def reward_processes() -> list[psutil.Process]:
-    return [c for c in psutil.Process().children() if "rollbook.rollout.rewards.main" in c.cmdline()]
+    return descendants_running("rollbook.rollout.rewards.main")
 
 
 async def test_a_catastrophic_regex_and_an_endless_loop_cost_their_own_sample_and_their_process_only() -> None:
@@ -172,18 +171,7 @@ def test_an_endless_function_ends_when_its_parent_is_killed(tmp_path: Path) -> N
         asyncio.run(main())
         """
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", parent],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": REPOSITORY},
-    )
-    assert process.stdout is not None
-    with process, process.stdout:
-        child = psutil.Process(int(process.stdout.readline()))
-        process.kill()
-    child.wait(timeout=30)
+    require_end_of_child(parent)
 
 
 async def test_a_group_is_scored_by_weighted_functions_and_all_of_them_are_recorded(tmp_path: Path) -> None:

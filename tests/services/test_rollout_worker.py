@@ -3,8 +3,6 @@
 import io
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,8 +20,9 @@ from rollbook.rollout.groups.player import GroupOrder
 from rollbook.rollout.workers.handle import WorkerDiedError, WorkerHandle, open_worker
 from rollbook.rollout.workers.messages import Finished
 from rollbook.telemetry.events import EventLog
+from tests.parts.concurrency.processes import require_end_of_child
 from tests.parts.concurrency.until import until
-from tests.parts.rollout.dispatching import REPOSITORY, config_of, spec_of
+from tests.parts.rollout.dispatching import config_of, spec_of
 
 
 @asynccontextmanager
@@ -134,15 +133,4 @@ def test_a_worker_ends_when_its_parent_is_killed() -> None:
         asyncio.run(main())
         """
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", parent],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": REPOSITORY},
-    )
-    assert process.stdout is not None
-    with process, process.stdout:
-        child = psutil.Process(int(process.stdout.readline()))
-        process.kill()
-    child.wait(timeout=30)
+    require_end_of_child(parent)

@@ -4,7 +4,6 @@ import copy
 import shutil
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from rollbook.trainer.checkpoints.checkpoints import Checkpoints
 from rollbook.trainer.loop import LoopEnd
 from rollbook.trainer.model.weights import digest_of
 from rollbook.trainer.team import Team
+from tests.parts.concurrency.processes import descendants_running
 from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
 from tests.parts.trainer.ledger import FakeReplicas, TinyLoop, open_trainer_ledger
 
@@ -69,5 +69,5 @@ async def test_the_loop_trains_on_two_ranks_and_leaves_no_process_behind(tmp_pat
         outcome = await TinyLoop(ledger.source(), FakeReplicas(), tmp_path, quick(ranks=2)).run()
         assert (outcome.end, outcome.step, await ledger.durable_step()) == (LoopEnd.ENDED, 3, 3)
         assert set(await ledger.acknowledged()) == {1, 2, 3}
-    assert [p for p in psutil.Process().children() if "rollbook.trainer.team" in p.cmdline()] == []
+    assert descendants_running("rollbook.trainer.team") == []
     assert not dist.is_initialized()

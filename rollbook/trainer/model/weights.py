@@ -10,25 +10,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rollbook.contracts.weights import weights_digest
+from rollbook.contracts.weights import DTYPE_NAMES, weights_digest
 from rollbook.trainer.distributed.sharding import gathered
 from rollbook.trainer.files.atomic_files import sync_directory, sync_file, writing
 
 T = TypeVar("T")
 
-# As safetensors spells them.
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+NAMES: dict[torch.dtype, str] = {getattr(torch, name): spelled for name, spelled in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +89,7 @@ def _raw(weights: Mapping[str, Tensor]) -> Iterator[_Bytes]:
     for name, tensor in weights.items():
         plain = gathered(tensor.detach()).cpu().contiguous()
         data = plain.reshape(-1).view(torch.uint8).numpy().data
-        yield _Bytes(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), data)
+        yield _Bytes(name, NAMES[tensor.dtype], tuple(tensor.shape), data)
 
 
 def write_weights(weights: Mapping[str, Tensor], path: Path, *, digest: str, is_durable: bool = True) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from rollbook.telemetry.metrics import read_metrics
+from tests.parts.concurrency.processes import descendants_running
 
 REPOSITORY = Path(__file__).parents[3]
 EXAMPLE = REPOSITORY / "rollbook" / "demo"
@@ -128,9 +129,8 @@ class SmallRun:
 
     def pid(self, role: str) -> int | None:
         if role == "worker":
-            parent = self.pid("rollout")
-            children = psutil.Process(parent).children() if parent and psutil.pid_exists(parent) else []
-            return next((c.pid for c in children if "rollbook.rollout.workers.main" in c.cmdline()), None)
+            workers = descendants_running("rollbook.rollout.workers.main", of=self.process.pid)
+            return workers[0].pid if workers else None
         try:
             rows = json.loads((self.directory / "processes.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):

@@ -19,6 +19,7 @@ import pytest
 from rollbook.concurrency.child_process.process import ChildEndedError, ChildProcess, ChildSpec, python_environment
 from rollbook.concurrency.child_process.template import IS_SUPPORTED, ProcessTemplate
 from rollbook.concurrency.child_process.template_main import TEMPLATE_MODULE
+from tests.parts.concurrency.processes import descendants_running
 from tests.parts.concurrency.until import until
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="process templates need Linux")
@@ -172,7 +173,7 @@ async def test_a_template_that_dies_during_a_request_leaves_one_plainly_started_
         assert await child.receive() == b"ready"
         assert not (await facts_of(child))["was_forked"]
         assert await child.stop(request=b"stop", grace_s=30)
-        assert _alive(MODULE) == []
+        assert descendants_running(MODULE) == []
 
 
 async def test_a_forked_child_without_permission_to_run_runs_nothing(tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ async def test_a_forked_child_without_permission_to_run_runs_nothing(tmp_path: P
         os.kill(template.pid, signal.SIGCONT)
         with pytest.raises(asyncio.CancelledError):
             await starting
-        await until(lambda: _alive(MODULE) == [])
+        await until(lambda: descendants_running(MODULE) == [])
         assert (tmp_path / "output.txt").read_text() == ""
         # The template still serves.
         async with child_of(template, spec(tmp_path, "facts")) as child:
@@ -244,7 +245,7 @@ async def test_a_forked_child_has_its_own_template_that_ends_with_it(tmp_path: P
             end.close()
         forked = await facts_of(child)
         assert (forked["parent"], forked["was_forked"]) == (child.pid, True)
-        (own,) = _alive(TEMPLATE_MODULE, child.pid)
+        (own,) = descendants_running(TEMPLATE_MODULE, of=child.pid)
         own.kill()
         child.send(b"again")
         plain = await facts_of(child)
@@ -257,7 +258,7 @@ async def test_the_own_template_of_a_child_ends_when_the_child_is_killed(tmp_pat
     async with running_template(tmp_path) as template, child_of(template, command) as child:
         for end in (ours, theirs):
             end.close()
-        (own,) = _alive(TEMPLATE_MODULE, child.pid)
+        (own,) = descendants_running(TEMPLATE_MODULE, of=child.pid)
         await child.kill()
         await until(lambda: not own.is_running() or own.status() == psutil.STATUS_ZOMBIE)
         assert template.pid is not None, "the template of the run lives on"
@@ -309,13 +310,3 @@ async def _kill(template: ProcessTemplate) -> None:
     assert template.pid is not None
     os.kill(template.pid, signal.SIGKILL)
     await until(lambda: template.pid is None)
-
-
-def _alive(module: str, parent: int | None = None) -> list[psutil.Process]:
-    """Descendants of a process, by default of this one, that run a module."""
-    found = []
-    for process in psutil.Process(parent).children(recursive=True):
-        with suppress(psutil.Error):
-            if module in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found

@@ -120,6 +120,17 @@ async def test_the_replica_watch_pushes_again_only_to_replicas_with_another_vers
     watch.cancel()
 
 
+async def test_the_replica_watch_keeps_a_newer_publication_whose_confirmation_was_interrupted(setup: Setup) -> None:
+    current = await setup.publish(3)
+    watch = asyncio.create_task(setup.publisher.run())
+    newer = Publication(id=PublicationId(current.id + 1), epoch=current.epoch, step=4, digest="pushed, not confirmed")
+    setup.replicas.loaded[0] = newer
+    await setup.clock.advance(4)
+    assert setup.replicas.pushes == [3]
+    assert not watch.done()
+    watch.cancel()
+
+
 async def test_the_replica_watch_continues_when_replicas_are_unreachable(setup: Setup) -> None:
     await setup.publish(3)
     watch = asyncio.create_task(setup.publisher.run())

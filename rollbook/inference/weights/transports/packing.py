@@ -8,24 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollbook.contracts.weights import DTYPE_NAMES
 from rollbook.inference.engine import WeightsError
 from rollbook.inference.weights.safetensors import FileTensor
 
 ALIGNMENT = 64
 """Of every tensor in the buffer: views of any dtype are then aligned, and copies use the fast paths."""
 
-NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+NAMES: dict[torch.dtype, str] = {getattr(torch, name): spelled for name, spelled in DTYPE_NAMES.items()}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 TensorHeader = tuple[str, str, tuple[int, ...]]
