@@ -77,7 +77,7 @@ bench-tail: $(STAMP) ## the four batch policies with episodes of log-normal dura
 	$(BIN)/python -m benchmarks.loop.tail --out docs/results/tail; $(BIN)/python -m benchmarks.loop.tail_chart docs/results/tail
 
 bench-twin: $(STAMP) ## predictions of `rollbook simulate` against 20 settings of the demo, 12 of them held out (two cores a run)
-	$(BIN)/python -m benchmarks.loop.twin --out docs/results/twin.json
+	$(BIN)/python -m benchmarks.loop.twin --out docs/results/twin/twin.json
 
 bench-loop: $(STAMP) ## the whole loop against the engine alone and the trainer alone: make bench-loop DEVICE=cuda
 	$(BIN)/python -m benchmarks.loop.speed --device $(DEVICE)

@@ -142,6 +142,22 @@ def cluster(tmp_path: Path, store: str) -> Iterator[Cluster]:
         yield made
 
 
+def test_the_doctor_examines_every_node(cluster: Cluster, tmp_path: Path) -> None:
+    address, shared = f"{cluster.head.address}:6379", str(tmp_path / "runs")
+    options = ["--cluster", address, "--host", cluster.head.address, "--dir", shared, "--json"]
+    examined = cluster.rollbook("doctor", *options)
+    findings = {row["name"]: row for row in json.loads(examined.stdout)["findings"]}
+    assert examined.returncode == 0, findings
+    for node in (cluster.head, *cluster.others):
+        for name in ("versions", "gpus", "clock", "directory", "network"):
+            assert findings[f"{node.address} {name}"]["verdict"] == "ok"
+    wrong_token = {**cluster.environment, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    cluster.environment = wrong_token
+    refused = cluster.rollbook("doctor", *options)
+    assert refused.returncode != 0
+    assert "cannot be used" in refused.stderr
+
+
 def test_the_demo_finishes_although_a_node_and_then_the_head_are_lost(cluster: Cluster) -> None:
     cluster.start_run()
     cluster.until(lambda: all(cluster.served()), "a policy server and a dispatcher serve on other machines")

@@ -31,8 +31,10 @@ NOT_IN_THE_PAGE = {
     "/get_world_size",
     "/update_weight_version",
     "/v1/models/{name}",
+    "/published_weights/{publication}",
+    "/published_weights/{publication}/data",
 }
-"""Routes for clients of vLLM, and one that curl cannot use."""
+"""A route that curl cannot use, routes for clients of vLLM, and routes between replicas."""
 
 
 pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")

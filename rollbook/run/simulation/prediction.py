@@ -63,7 +63,6 @@ class Prediction:
     dropped: dict[str, float]
     """Share of the opened groups, or samples with policy `parts`, by kind."""
     max_load: int
-    waits: dict[str, float]
 
     def row(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -136,7 +135,6 @@ def measure(run: SimulatedRun) -> Prediction:
         masked=masked / max(1, tokens),
         dropped={kind: units / max(1, run.opened) for kind, units in sorted(run.dropped.items())},
         max_load=run.max_load,
-        waits=run.waits,
     )
 
 

@@ -9,7 +9,6 @@ import itertools
 import math
 import random
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,8 +63,6 @@ class SimulatedRun:
     queued: int
     batched: int
     dropped: dict[str, int]
-    waits: dict[str, float]
-    """Seconds that the trainer waited, by what kept episodes from starting at that moment."""
 
 
 @dataclass(slots=True, eq=False)
@@ -170,7 +167,6 @@ class Simulation:
         self._training_stamp = 0
         self._settled_at = 0.0
         self._steps: list[SimulatedStep] = []
-        self._waits: defaultdict[str, float] = defaultdict(float)
 
     def run(self, steps: int) -> SimulatedRun:
         self._request_batch(1)
@@ -187,8 +183,6 @@ class Simulation:
                     f"gate.max_groups_in_flight is {self._setting.rule.max_in_flight}, "
                     f"gate.groups_per_step {self._setting.rule.groups_per_step}"
                 )
-            if self._waiting_since is not None:
-                self._measure_wait(at)
             self._now = at
             act(*arguments)
         for replica in self._replicas:
@@ -205,20 +199,10 @@ class Simulation:
             queued=ledger.queued,
             batched=ledger.batched,
             dropped=dict(ledger.dropped),
-            waits=dict(self._waits),
         )
 
     def _after(self, delay_s: float, act: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self._events, (self._now + delay_s, next(self._numbers), act, arguments))
-
-    def _measure_wait(self, until: float) -> None:
-        """While the trainer waits: what keeps further episodes from starting."""
-        if self._ready is None:
-            if self._ledger.leased + self._setting.rule.unit > self._limit:
-                limit = "slots" if self._setting.slots < self._setting.rule.max_in_flight else "in_flight"
-            else:
-                limit = "gate"
-            self._waits[limit] += until - self._now
 
     # Episodes ----------------------------------------------------------------------------------------------------------------
 
