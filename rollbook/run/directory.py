@@ -31,6 +31,7 @@ from typing import Any
 from rollbook import __version__
 from rollbook.access.tokens import read_or_create_token
 from rollbook.contracts.errors import UsageError
+from rollbook.trainer.model_config import ModelConfig
 
 MODEL_FILE = "model.json"
 CHECKPOINT = re.compile(r"step-(\d+)")
@@ -297,3 +298,23 @@ def write_json(path: Path, value: object) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     draft.replace(path)
+
+
+def model_directory(config: ModelConfig, source_dir: Path) -> Path | None:
+    """The local directory that `model.path` names, relative to the config file or to the current directory."""
+    if config.path is None:
+        return None
+    candidates = (source_dir / config.path, Path(config.path))
+    found = [directory for directory in candidates if directory.is_dir()]
+    return next((d.absolute() for d in found if (d / "config.json").is_file()), found[0].absolute() if found else None)
+
+
+def existing_model(config: ModelConfig, directory: RunDirectory, source_dir: Path) -> Path | None:
+    """The complete model directory of a run, if nothing must be built or downloaded for it."""
+    # The model of a run never changes, and it is recorded when it is complete.
+    with suppress(RunDirectoryError):
+        recorded = directory.initial_model
+        if (recorded / "config.json").is_file():
+            return recorded
+    found = model_directory(config, source_dir)
+    return found if found is not None and (found / "config.json").is_file() else None

@@ -3,14 +3,13 @@
 import json
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rollbook.contracts.plugin import MissingExtraError, load_on_demand
 from rollbook.contracts.user_errors import did_you_mean
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from rollbook.run.directory import RunDirectory, RunDirectoryError
+from rollbook.run.directory import model_directory
 from rollbook.trainer.model.built_tokenizer import fast_tokenizer
 from rollbook.trainer.model_config import SPECIAL_TOKENS, ModelBuildConfig, ModelConfig
 
@@ -19,26 +18,6 @@ HUB_S = 3.0
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 * 2**20
 PAD, BOS, EOS, UNK = SPECIAL_TOKENS
-
-
-def model_directory(config: ModelConfig, source_dir: Path) -> Path | None:
-    """The local directory that `model.path` names, relative to the config file or to the current directory."""
-    if config.path is None:
-        return None
-    candidates = (source_dir / config.path, Path(config.path))
-    found = [directory for directory in candidates if directory.is_dir()]
-    return next((d.absolute() for d in found if (d / "config.json").is_file()), found[0].absolute() if found else None)
-
-
-def existing_model(config: ModelConfig, directory: RunDirectory, source_dir: Path) -> Path | None:
-    """The complete model directory of a run, if nothing must be built or downloaded for it."""
-    # The model of a run never changes, and it is recorded when it is complete.
-    with suppress(RunDirectoryError):
-        recorded = directory.initial_model
-        if (recorded / "config.json").is_file():
-            return recorded
-    found = model_directory(config, source_dir)
-    return found if found is not None and (found / "config.json").is_file() else None
 
 
 def tokenizer_of(config: ModelConfig, source_dir: Path) -> ModelTokenizer | None:

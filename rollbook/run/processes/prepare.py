@@ -5,8 +5,8 @@ import asyncio
 from pathlib import Path
 
 from rollbook.contracts.plugin import load_on_demand
+from rollbook.run.directory import existing_model
 from rollbook.run.ledger_clients import open_run_ledger, run_settings
-from rollbook.run.model_files import existing_model
 from rollbook.run.supervision.child_main import RoleContext
 
 

@@ -22,9 +22,8 @@ from rollbook.concurrency.exception_groups import first_error
 from rollbook.contracts.admission import MemberRole
 from rollbook.contracts.errors import RunError, TransientError, machine_fault
 from rollbook.run.config.run import RunConfig, load_resolved_config
-from rollbook.run.directory import RunDirectory, write_json
+from rollbook.run.directory import RunDirectory, existing_model, write_json
 from rollbook.run.ledger_clients import open_run_ledger
-from rollbook.run.model_files import existing_model
 from rollbook.run.supervision.autoscaler import open_autoscaler
 from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
 from rollbook.run.supervision.extra_processes import ExtraProcesses

@@ -27,9 +27,8 @@ from rollbook.run.commands.episodes.debug import Say, score
 from rollbook.run.commands.evaluate import checkpoint_model
 from rollbook.run.commands.serve_policy import adopt_directory_weights
 from rollbook.run.config.run import LoadedConfig, load_config
-from rollbook.run.directory import RunDirectory
+from rollbook.run.directory import RunDirectory, model_directory
 from rollbook.run.episodes import begin_episode, open_rollout
-from rollbook.run.model_files import model_directory
 from rollbook.tasks.dataset import load_tasks
 from rollbook.telemetry.events import EventLog
 
