@@ -77,7 +77,7 @@ async def test_a_body_that_a_form_can_send_changes_nothing(session: aiohttp.Clie
     for content_type in SIMPLE_TYPES:
         found = await statuses(session, server, {"Content-Type": content_type}, b'{"init_info": {}, "reward": 1}')
         changing = {route: status for route, status in found.items() if route[0] in ("POST", "PUT", "PATCH")}
-        assert changing
+        assert bool(changing) != server.is_read_only
         assert set(changing.values()) <= {415, 422}, (content_type, changing)
 
 

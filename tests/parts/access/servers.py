@@ -3,7 +3,7 @@
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aiohttp import web
@@ -21,6 +21,8 @@ from rollbook.inference.client.client import open_policy_client
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import build_app
+from rollbook.inference.weights.transport import TransportOptions
+from rollbook.inference.weights.transports.pull import open_transport
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import atropos_dialect
 from rollbook.ledger.config import LedgerConfig
@@ -45,6 +47,7 @@ TOKEN = "the-token-of-this-run-000"
 class Running:
     url: str
     app: web.Application
+    is_read_only: bool = False
 
     def routes(self) -> list[tuple[str, str]]:
         """Method and path of every route, with a name for each parameter."""
@@ -56,7 +59,7 @@ class Running:
                     path = path.replace(f"{{{name}}}", "some")
                 # Without a run, it is an endless stream of the newest one.
                 path = path.replace("/api/events", "/api/events?run=some")
-                found.append((route.method, path.replace("{step}", "1")))
+                found.append((route.method, path.replace("{step}", "1").replace("{publication}", "1")))
         return found
 
 
@@ -145,6 +148,13 @@ async def dashboard(directory: Path) -> AsyncIterator[Running]:
         yield running
 
 
+@asynccontextmanager
+async def weights(directory: Path) -> AsyncIterator[Running]:
+    transport = open_transport("pull", TransportOptions(directory=str(directory), token=TOKEN))
+    async with _serve(transport.app()) as running:
+        yield replace(running, is_read_only=True)
+
+
 SERVERS: dict[str, Open] = {
     "ledger": ledger,
     "policy": policy,
@@ -152,10 +162,12 @@ SERVERS: dict[str, Open] = {
     "proxy": proxy,
     "rollout_service": rollout_service,
     "dashboard": dashboard,
+    "weights": weights,
 }
 STARTED_IN = {
     "ledger/http/app.py",
     "inference/server/app.py",
+    "inference/weights/transports/pull.py",
     "envs/server/run.py",
     "rollout/agents/server.py",
     "rollout/remote/server.py",

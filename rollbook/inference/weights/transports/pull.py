@@ -76,10 +76,13 @@ class PullTransport:
             raise RunError(
                 f"the trainer cannot serve weights on inference.transfer_host = {self._host!r}: {error.strerror or error}"
             ) from error
+        return await self._stack.enter_async_context(serve_app(self.app(), sock))
+
+    def app(self) -> web.Application:
         routes = RangeRoutes(self._find)
         app = web.Application(middlewares=[self._require_token])
         app.add_routes([web.get(MANIFEST_ROUTE, routes.manifest), web.get(DATA_ROUTE, routes.data)])
-        return await self._stack.enter_async_context(serve_app(app, sock))
+        return app
 
     def _find(self, publication: int) -> tuple[RangeManifest, Path] | None:
         for location, manifest in self._published.items():
