@@ -63,7 +63,7 @@ class SamplingParams:
         if self.stop_token_ids and not 0 <= min(self.stop_token_ids) <= max(self.stop_token_ids) <= MAX_INT32:
             raise ValueError(f"stop_token_ids has an id that is not 0 to {MAX_INT32}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}; it must fit into 64 bits")
+            raise ValueError(f"seed is {self.seed}; it must fit into a signed integer of 64 bits")
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
             raise ValueError(f"top_logprobs is {self.top_logprobs}; it must be 0 to {MAX_TOP_LOGPROBS}")
 

@@ -18,6 +18,7 @@ from tests.parts.run.small import SmallRun
 
 EVALUATION = (
     "trainer.max_steps=8",
+    "trainer.checkpoint_every=4",
     "ledger.keep_payloads=true",
     "evaluation.every_steps=4",
     "evaluation.episodes=2",

@@ -101,6 +101,7 @@ def test_a_valid_frame_has_the_facts_of_its_group() -> None:
         (frame_with_sample(turns=[{"sequence": 1, "start": 0, "end": 1}]), "outside its sequences"),
         (frame_with_sample(turns=[{"sequence": 0, "start": 2, "end": 9}]), "outside its sequences"),
         (frame_with_sample(sampling={"temperature": -1.0}), "temperature"),
+        (frame_with_sample(sampling={"temperature": math.inf}), "temperature is inf"),
         (frame_with_sample(columns=[{}, {}]), "optional arrays for 2 of 1 sequences"),
         (frame_with_sample(columns=[{"weights": bytes(8)}]), "weights must be"),
         (frame_with_sample(columns=[{"colour": bytes(20)}]), "no array 'colour'"),
@@ -120,7 +121,6 @@ def test_a_frame_that_cannot_be_decoded_is_rejected(payload: bytes, message: str
         (TrainingLimits(vocabulary_size=14), VALID, "token id 14 is outside of the vocabulary of 14"),
         (TrainingLimits(max_tokens=4), VALID, "5 tokens, the model takes 4"),
         (TrainingLimits(), frame_with_sample(sampling={"temperature": 0.0}), "temperature 0"),
-        (TrainingLimits(), frame_with_sample(sampling={"temperature": math.inf}), "temperature inf"),
         (
             TrainingLimits(needs_logprobs=True),
             frame_with_row(bytes(8), floats(0, math.nan), TWO),

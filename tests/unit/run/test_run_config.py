@@ -102,7 +102,7 @@ def test_settings_that_can_never_work_are_rejected(tmp_path: Path) -> None:
 def test_a_quorum_needs_parts_and_parts_need_a_quorum_that_fits(tmp_path: Path) -> None:
     parts = ("gate.batch_policy=parts", "rollout.completions_per_prompt=8")
     rule = load_config(write_config(tmp_path, GOOD), parts).config.ledger_settings().rule
-    assert (rule.samples_per_group, rule.quorum) == (8, 4)
+    assert (rule.samples_per_group, rule.quorum) == (8, 6)
     wait = load_config(write_config(tmp_path, GOOD), ["gate.batch_policy=wait"]).config.ledger_settings().rule
     assert (wait.samples_per_group, wait.quorum) == (1, None)
     assert (
