@@ -110,7 +110,7 @@ def test_a_quorum_needs_parts_and_parts_need_a_quorum_that_fits(tmp_path: Path) 
         in faults_of(tmp_path, GOOD, ("gate.batch_policy=trim", "rollout.quorum=2"))["rollout.quorum"]
     )
     assert "whole groups only" in faults_of(tmp_path, GOOD, (*parts, "rollout.oversample=1"))["rollout.oversample"]
-    assert "rollout.quorum = 4" in faults_of(tmp_path, GOOD, (*parts, "rollout.min_samples=5"))["rollout.min_samples"]
+    assert "rollout.quorum = 6" in faults_of(tmp_path, GOOD, (*parts, "rollout.min_samples=7"))["rollout.min_samples"]
     assert "never be reached" in str(faults_of(tmp_path, GOOD, (*parts, "rollout.quorum=9")))
 
 
