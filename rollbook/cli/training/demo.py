@@ -12,7 +12,7 @@ from rollbook.run.commands.train import RunFailedError
 from rollbook.run.commands.train import train as launch
 from rollbook.run.commands.train_summary import summary_row
 
-CONFIG = Path(__file__).parents[1] / "demo" / "run.toml"
+CONFIG = Path(__file__).parents[2] / "demo" / "run.toml"
 
 
 def demo(

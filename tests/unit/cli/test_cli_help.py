@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 
 from rollbook.cli import main as cli_main
 from rollbook.cli.main import VERBS, Verb, app
+from rollbook.cli.training.demo import CONFIG
 from rollbook.contracts.plugin import EXTRAS
+from rollbook.run.config.run import load_config
 
 ROOT = Path(__file__).parents[3]
 # Modules that a distribution with another name provides, and those that other dependencies of the extra bring.
@@ -148,3 +150,7 @@ def test_a_fault_of_the_machine_is_a_message_and_another_error_is_a_traceback(
     fail_with(OSError(errno.ENOENT, "No such file or directory"))
     with pytest.raises(FileNotFoundError):
         cli_main.main()
+
+
+def test_the_configuration_of_the_demo_is_part_of_the_package() -> None:
+    assert load_config(CONFIG).config.run.name == "number_guessing"
