@@ -1,4 +1,4 @@
-"""Runs jobs at the same time, each on cores of its own, so that their timings do not disturb each other."""
+"""Runs jobs at the same time, each pinned to separate cores, so that their timings do not disturb each other."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The API tests that atroposlib ships in its package, with our server in place of its own. Only the port is changed."""
+"""The API tests that atroposlib ships in its package, run against our server. Only the port is changed."""
 
 import re
 import socket

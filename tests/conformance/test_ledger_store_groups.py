@@ -113,8 +113,8 @@ async def test_several_groups_are_found_including_those_of_the_same_transaction(
 
     def work(tx: Transaction) -> list[int]:
         tx.groups.put(group("new", 50))
-        asked = [GroupId(name) for name in ("g3", "nobody", "new", *(f"g{n}" for n in range(20)))]
-        found = tx.groups.find(RUN, asked)
+        requested = [GroupId(name) for name in ("g3", "absent", "new", *(f"g{n}" for n in range(20)))]
+        found = tx.groups.find(RUN, requested)
         assert all(found[name].group_id == name for name in found)
         return sorted(record.sequence for record in found.values())
 
@@ -126,9 +126,9 @@ async def test_several_payloads_are_returned_in_the_requested_order(store: Store
     names = [GroupId(f"g{number}") for number in range(20)]
     for name in names:
         await store.write(lambda tx, name=name: tx.payloads.put(RUN, name, name.encode() * 9))  # type: ignore[misc]
-    asked = [names[7], GroupId("nobody"), *reversed(names), names[7]]
-    found = await store.read(lambda tx: [body and bytes(body) for body in tx.payloads.get_many(RUN, asked)])
-    assert found == [name.encode() * 9 if name in names else None for name in asked]
+    requested = [names[7], GroupId("absent"), *reversed(names), names[7]]
+    found = await store.read(lambda tx: [body and bytes(body) for body in tx.payloads.get_many(RUN, requested)])
+    assert found == [name.encode() * 9 if name in names else None for name in requested]
     assert await store.read(lambda tx: tx.payloads.get_many(RUN, [])) == []
 
 

@@ -28,8 +28,8 @@ async def test_a_failed_write_is_rolled_back_completely(store: Store) -> None:
         tx.announce(RUN)
         raise LookupError("on purpose")
 
-    heard: list[RunId] = []
-    store.listen(heard.append)
+    notified: list[RunId] = []
+    store.listen(notified.append)
     with pytest.raises(LookupError, match="on purpose"):
         await store.write(fail)
 
@@ -42,7 +42,7 @@ async def test_a_failed_write_is_rolled_back_completely(store: Store) -> None:
         assert tx.positions.all(RUN) == []
 
     await store.read(look)
-    assert heard == []
+    assert notified == []
 
 
 async def test_a_failing_write_does_not_affect_the_others(store: Store) -> None:
@@ -74,10 +74,10 @@ async def test_a_write_sees_those_before_it(store: Store) -> None:
 
 
 async def test_listeners_are_notified_after_a_commit(store: Store) -> None:
-    heard: list[RunId] = []
-    store.listen(heard.append)
+    notified: list[RunId] = []
+    store.listen(notified.append)
     await store.write(lambda tx: tx.announce(RUN))
-    assert heard == [RUN]
+    assert notified == [RUN]
 
 
 async def test_a_synced_write_returns_its_result(store: Store) -> None:

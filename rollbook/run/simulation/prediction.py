@@ -279,7 +279,7 @@ def extrapolations(fit: Fit, config: RunConfig, prediction: Prediction) -> list[
             "inference.replicas",
             setting.replicas,
             covered.replicas,
-            "each replica is assumed to have a device of its own",
+            "each replica is assumed to have a separate device",
         ),
         ("rollout.workers", setting.workers, covered.workers, "the number of workers is assumed to have no effect"),
     ):
