@@ -176,20 +176,18 @@ class ChatReply:
 
     def _logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
         """Of all sampled tokens, tool calls and end token included."""
-        if not self._has_logprobs:
-            return None
-        entries = [
-            {
-                **self._entry(token.id, token.logprob),
-                "top_logprobs": [self._entry(other, logprob) for other, logprob in token.alternatives],
-            }
-            for token in tokens
-        ]
-        return {"content": entries}
+        return {"content": logprob_entries(tokens, self._token_bytes)} if self._has_logprobs else None
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = self._token_bytes(token)
+
+def logprob_entries(tokens: Sequence[SampledToken], token_bytes: Callable[[int], bytes]) -> list[dict[str, Any]]:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        raw = token_bytes(token)
         return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+
+    return [
+        {**entry(token.id, token.logprob), "top_logprobs": [entry(*other) for other in token.alternatives]}
+        for token in tokens
+    ]
 
 
 def event(value: Any, name: str | None = None) -> bytes:
