@@ -25,16 +25,19 @@ from rollbook.telemetry.metrics import read_metrics
 POLL_S = 0.2
 START_S = 240.0
 """Maximum time from the command to the first step."""
+PROGRESS_S = 10.0
 END_S = 90.0
 """Maximum time from an interrupt to the end of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """When a run is stopped: at a held-out accuracy of `mark` or after `limit_s` of training. It may end earlier."""
+    """When a run is stopped: at a held-out accuracy of `mark`, after `limit_s` of training, or `total_s` after its command. It may
+    end earlier."""
 
     mark: float | None = None
     limit_s: float = 1e9
+    total_s: float = 1e9
     needs_checkpoint: bool = False
 
 
@@ -118,14 +121,18 @@ def train_command(source: Path, directory: Path) -> list[str]:
 
 
 def _wait_for_stop(process: subprocess.Popen[bytes], directory: Path, stop: Stop, name: str) -> None:
-    until = time.monotonic() + START_S
+    began = reported = time.monotonic()
     num_printed = 0
     first: float | None = None
     while process.poll() is None:
         time.sleep(POLL_S)
         rows = read_metrics(directory / "metrics.jsonl")
         trained = [row for row in rows if row["process"] == "trainer"]
-        if not trained and time.monotonic() > until:
+        elapsed = time.monotonic() - began
+        if time.monotonic() - reported > PROGRESS_S:
+            reported = time.monotonic()
+            print_status(f"  {name}: {elapsed:.0f} s, {len(trained)} steps")
+        if elapsed > stop.total_s or (not trained and elapsed > START_S):
             return
         if not trained:
             continue
