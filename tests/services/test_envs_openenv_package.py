@@ -36,7 +36,7 @@ async def peer_output(*args: str) -> dict[str, object]:
     return output
 
 
-SERVERS = {
+SERVERS: dict[str, list[str | Path]] = {
     "openenv": [PEER, "serve"],
     "ours": ["-P", "-m", "rollbook", "env", "serve", "--openenv", f"{PEER.stem}:Counter", "--pool-size=4", "--port=0"],
 }
