@@ -198,6 +198,7 @@ class TrainerLoop:
 
     async def _restore(self) -> Learner:
         with self._spans.span("trainer.restore") as fields:
+            await asyncio.to_thread(self._checkpoints.clean)
             checkpoint = await asyncio.to_thread(self._checkpoints.latest)
             learner = await asyncio.to_thread(self._load_learner, checkpoint)
             self._learner = learner
@@ -346,6 +347,8 @@ class TrainerLoop:
         """Copy the state now and write it during the next step. One checkpoint is written at a time."""
         began = self._clock.now()
         await self._checkpointing.wait()
+        if learner.step <= self._durable_step:
+            return
         snapshot = await asyncio.to_thread(learner.state_snapshot, self._weights)
         self._metrics.add("perf/checkpoint_wait_time", self._clock.now() - began)
         await self._checkpointing.start(self._write_checkpoint(snapshot, self._acknowledged))

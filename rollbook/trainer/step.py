@@ -23,7 +23,7 @@ from rollbook.telemetry.token_records import Key, TokenArrays
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import Microbatch, Minibatch, TrainRow, flatten, plan, plan_minibatch
 from rollbook.trainer.distributed.ranks import Ranks
-from rollbook.trainer.distributed.sharding import gathered, shard_state
+from rollbook.trainer.distributed.sharding import cpu_mesh, gathered, own_shards, shard_state
 from rollbook.trainer.files.random_states import random_states
 from rollbook.trainer.flops import training_flops
 from rollbook.trainer.loss_defaults import Recipe
@@ -65,6 +65,8 @@ class LearnerSnapshot:
     weights: Mapping[str, Tensor]
     state: dict[str, Any]
     """State of the optimizer, the random generators and the gradient guard."""
+    shards: Mapping[str, Tensor] | None = None
+    """This rank's part of the weights and of the optimizer's tensors, which `state` then does not hold; None: not sharded."""
 
 
 @dataclass(slots=True)
@@ -92,6 +94,7 @@ class TrainStep:
         self.model = model
         self.step = step
         self.ranks = ranks or Ranks.here(config.ranks)
+        self._cpu_mesh = cpu_mesh() if self.ranks.size > 1 else None
         self.guard = GradientGuard(max_in_a_row=config.max_skipped_steps, max_norm=config.skip_grad_norm_above)
         self._config = config.model_copy(update={"max_tokens_per_microbatch": model.tokens_per_pass(config)})
         self._recipe = config.recipe
@@ -100,7 +103,8 @@ class TrainStep:
         self._settings = loss_settings(self._recipe)
         matrices = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
         vectors = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
-        self._trained = matrices + vectors
+        self.trained = matrices + vectors
+        """In the order of the optimizer's state."""
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": matrices, "weight_decay": config.weight_decay},
@@ -141,13 +145,25 @@ class TrainStep:
 
     def state_snapshot(self, weights: Mapping[str, Tensor]) -> LearnerSnapshot:
         """A copy of everything the next step depends on, with the copy of the weights that `snapshot` made."""
+        optimizer: dict[str, Any] = self.optimizer.state_dict()
+        shards = None
+        if self._config.is_sharded:
+            named = {f"model.{name}": weight for name, weight in self.model.checkpointed_weights().items()}
+            for number, held in optimizer["state"].items():
+                named |= {f"optimizer.{number}.{name}": value for name, value in held.items()}
+            shards = own_shards(named, self._cpu_mesh)
+            optimizer = {"param_groups": optimizer["param_groups"]}
         state = {
-            "optimizer": snapshot_of(self.optimizer.state_dict()),
+            "optimizer": snapshot_of(optimizer),
             "random": random_states(),
             "skipped_in_a_row": self.guard.skipped_in_a_row,
         }
         return LearnerSnapshot(
-            step=self.step, model=self.model, weights=self.model.checkpoint_weights(weights), state=state
+            step=self.step,
+            model=self.model,
+            weights=self.model.checkpoint_weights(weights),
+            state=state,
+            shards=shards,
         )
 
     def run(self, batch: TrainingBatch) -> StepReport:
@@ -247,7 +263,7 @@ class TrainStep:
             # Gradients are averaged over ranks, but the token weights are already fractions of the whole minibatch.
             (reduced * self.ranks.size).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             losses.append(reduced.detach().double())
-        clipped_norm = torch.nn.utils.clip_grad_norm_(self._trained, self._config.max_grad_norm, foreach=True)
+        clipped_norm = torch.nn.utils.clip_grad_norm_(self.trained, self._config.max_grad_norm, foreach=True)
         total = self.ranks.sum(torch.stack(losses).sum())
         # The only place in a step where Python waits for the device.
         norm, loss = torch.stack([gathered(clipped_norm).double(), total]).tolist()

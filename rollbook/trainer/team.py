@@ -9,6 +9,7 @@ resumes as after any crash.
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -29,6 +30,8 @@ from rollbook.trainer.step import LearnerSnapshot, StepReport, TrainStep
 
 COLLECTIVE_S = 600.0
 """How long a rank waits for the others within a step."""
+CHECKPOINT_S = 3600.0
+"""How long a rank waits for the others to begin or to finish a checkpoint. A rank that died is noticed at once."""
 STOP_S = 20.0
 
 
@@ -55,6 +58,7 @@ class Team:
                 followers.append(BlockingChild(ChildSpec(module="rollbook.trainer.team", arguments=arguments)))
                 followers[-1].send(pickle.dumps((checkpoints, checkpoint)))
             _join(store, rank=0, size=size, device=device)
+            checkpoints.use_group(_checkpoint_group())
             return cls(checkpoints.restore(checkpoint), followers)
         except BaseException:
             _stop(followers)
@@ -121,6 +125,11 @@ def _join(store: Any, *, rank: int, size: int, device: str) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
+def _checkpoint_group() -> Any:
+    """A group for writing checkpoints while the next step trains."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=CHECKPOINT_S))
+
+
 def follow(channel_fd: int, rank: int, size: int, port: int, device: str) -> None:
     """Run a follower: the same calls in the same order as rank 0 makes them."""
     sock = connect_to_parent(channel_fd)
@@ -128,7 +137,9 @@ def follow(channel_fd: int, rank: int, size: int, port: int, device: str) -> Non
     parent = BlockingFrames(sock)
     checkpoints, checkpoint = _receive(parent)
     _join(_rendezvous(port, is_master=False), rank=rank, size=size, device=device)
+    checkpoints.use_group(_checkpoint_group())
     learner = checkpoints.restore(checkpoint)
+    writing = threading.Thread()
     while True:
         match _receive(parent):
             case ("run", batch):
@@ -136,8 +147,12 @@ def follow(channel_fd: int, rank: int, size: int, port: int, device: str) -> Non
             case ("snapshot", _):
                 learner.snapshot()
             case ("state_snapshot", _):
-                learner.state_snapshot({})
+                # Rank 0 writes one checkpoint at a time, so the one before is complete.
+                writing = threading.Thread(target=checkpoints.write_shard, args=[learner.state_snapshot({})])
+                writing.start()
             case _:
+                if writing.is_alive():
+                    writing.join()
                 dist.destroy_process_group()
                 return
 
