@@ -41,7 +41,16 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     with listening_socket("127.0.0.1", 0) as sock:
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         server = subprocess.Popen(
-            [sys.executable, "-m", "hypercorn", "ministack.app:app", "--bind", f"fd://{sock.fileno()}"],
+            [
+                sys.executable,
+                "-m",
+                "hypercorn",
+                "ministack.app:app",
+                "--workers",
+                "0",
+                "--bind",
+                f"fd://{sock.fileno()}",
+            ],
             pass_fds=[sock.fileno()],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -54,6 +54,8 @@ async def main(context: RoleContext) -> str:
             spans=context.spans,
             log=context.log,
             doing=context.channel.doing,
+            remote_ranks=config.cluster.ranks,
+            host=config.cluster.host,
             on_trained=_rollout_table(context).add,
             token_records=TokenRecordWriter(
                 context.directory.path,
