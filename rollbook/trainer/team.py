@@ -7,9 +7,7 @@ messages, not by a collective, because a trainer may wait for a batch far longer
 
 import os
 import pickle
-import shutil
 import sys
-import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -73,31 +71,16 @@ class _Welcome:
 class _Place:
     """The files by which ranks find rank 0 and each other, and the address on which it listens."""
 
-    directory: Path
     host: str
-    is_temporary: bool
+    invitation: Path
     store: Path
 
     @classmethod
-    def make(cls, remote: RemoteRanks | None) -> "_Place":
-        directory = Path(tempfile.mkdtemp(prefix="rollbook-ranks-")) if remote is None else remote.directory
+    def make(cls, directory: Path, host: str) -> "_Place":
+        directory.mkdir(exist_ok=True)
         for store in directory.glob(f"{STORE}*"):  # of a trainer that was killed
             store.unlink(missing_ok=True)
-        return cls(
-            directory=directory,
-            host=LOCAL if remote is None else remote.host,
-            is_temporary=remote is None,
-            store=directory / f"{STORE}{uuid.uuid4().hex}",
-        )
-
-    @property
-    def invitation(self) -> Path:
-        return self.directory / INVITATION
-
-    def clear(self) -> None:
-        self.store.unlink(missing_ok=True)
-        if self.is_temporary:
-            shutil.rmtree(self.directory, ignore_errors=True)
+        return cls(host=host, invitation=directory / INVITATION, store=directory / f"{STORE}{uuid.uuid4().hex}")
 
 
 class StoppedBeforeAssemblyError(Exception):
@@ -130,7 +113,8 @@ class Team:
                 f"{num_local} trainer ranks on this machine need as many GPUs, and {torch.cuda.device_count()} are visible."
                 " Lower trainer.ranks, or make more visible (CUDA_VISIBLE_DEVICES)."
             )
-        team = cls(_Place.make(remote))
+        local = (checkpoints.directory, LOCAL)
+        team = cls(_Place.make(*(local if remote is None else (remote.directory, remote.host))))
         try:
             team._gather(checkpoints, checkpoint, size=size, num_local=num_local, device=device, remote=remote)
         except BaseException:
@@ -215,14 +199,15 @@ class Team:
     def close(self) -> None:
         for link in self._links:
             with suppress(OSError):
-                link.send(pickle.dumps(("stop", None)))
+                link.send_last(pickle.dumps(("stop", None)))
         for child in self._children:
             child.join(STOP_S)
         for link in self._links:
+            link.wait_closed(STOP_S)
             link.close()
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._place.clear()
+        self._place.store.unlink(missing_ok=True)
 
     def _send_all(self, method: str) -> None:
         for rank in range(1, len(self._links) + 1):

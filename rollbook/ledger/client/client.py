@@ -195,10 +195,10 @@ class LedgerClient:
         )
         return await self._call(verbs.JOIN_MEMBER, request)
 
-    async def heartbeat_member(self, member: MemberId, *, publication: int | None = None, load: float = 0.0) -> None:
-        """Raises `FencedError` if the lease has ended."""
+    async def heartbeat_member(self, member: MemberId, *, publication: int | None = None, load: float = 0.0) -> float:
+        """The time of the ledger's clock. Raises `FencedError` if the lease has ended."""
         request = wire.HeartbeatMember(publication=publication, load=load)
-        await self._call(verbs.HEARTBEAT_MEMBER, request, member=member)
+        return (await self._call(verbs.HEARTBEAT_MEMBER, request, member=member)).time
 
     async def leave_member(self, member: MemberId) -> None:
         await self._call(verbs.LEAVE_MEMBER, NOTHING, member=member)

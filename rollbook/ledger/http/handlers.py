@@ -4,6 +4,7 @@
 token, format and size of the body, fields of the message, rules of the ledger. Errors are sent as `{kind, message}`.
 """
 
+import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -197,9 +198,11 @@ class LedgerHandlers:
     async def join_member(self, request: wire.JoinMember, run: RunId) -> MemberReply:
         return await self._ledger.join_member(run, **msgspec.structs.asdict(request))
 
-    async def heartbeat_member(self, request: wire.HeartbeatMember, run: RunId, member: MemberId) -> wire.Empty:
+    async def heartbeat_member(
+        self, request: wire.HeartbeatMember, run: RunId, member: MemberId
+    ) -> wire.HeartbeatReply:
         await self._ledger.heartbeat_member(run, member, publication=request.publication, load=request.load)
-        return wire.Empty()
+        return wire.HeartbeatReply(time=time.time())
 
     async def leave_member(self, _: wire.Empty, run: RunId, member: MemberId) -> wire.Empty:
         await self._ledger.leave_member(run, member)

@@ -236,7 +236,7 @@ HEARTBEAT_MEMBER = _verb(
     "POST /v1/runs/{run}/members/{member}/heartbeat",
     TRAINER,
     wire.HeartbeatMember,
-    wire.Empty,
+    wire.HeartbeatReply,
     "Extend the lease of a member. A lease that has ended is refused (409): join again.",
 )
 LEAVE_MEMBER = _verb(

@@ -118,6 +118,11 @@ class HeartbeatMember(Message, frozen=True, kw_only=True):
     load: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
 
 
+class HeartbeatReply(Message, frozen=True, kw_only=True):
+    time: float
+    """The ledger's clock, in seconds since 1970: a member on another machine measures the offset of its own clock."""
+
+
 class Join(Message, frozen=True, kw_only=True):
     owner_name: Name
     nonce: Name

@@ -68,7 +68,7 @@ class Checkpoints:
     """The checkpoints of one run, in one directory."""
 
     def __init__(self, directory: Path, *, model_dir: Path, config: TrainerConfig) -> None:
-        self._directory = directory
+        self.directory = directory
         self._model_dir = model_dir
         self._config = config
         self._token = uuid.uuid4().hex[:12]
@@ -84,9 +84,9 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first. Incomplete ones have no manifest and are left out."""
-        if not self._directory.is_dir():
+        if not self.directory.is_dir():
             return []
-        named = [(NAME.fullmatch(path.name), path) for path in self._directory.iterdir()]
+        named = [(NAME.fullmatch(path.name), path) for path in self.directory.iterdir()]
         return sorted(int(match[1]) for match, path in named if match and (path / MANIFEST).is_file())
 
     def latest(self) -> Checkpoint | None:
@@ -161,7 +161,7 @@ class Checkpoints:
         return learner
 
     def _storage(self) -> ShardStorage:
-        return open_shards(self._config.shards_path or str(self._directory / SHARDS))
+        return open_shards(self._config.shards_path or str(self.directory / SHARDS))
 
     def _shard_folder(self, snapshot: LearnerSnapshot) -> str:
         return f"step-{snapshot.step:06d}-{self._token}"
@@ -178,14 +178,12 @@ class Checkpoints:
         return found
 
     def _path(self, step: int) -> Path:
-        return self._directory / f"step-{step:06d}"
+        return self.directory / f"step-{step:06d}"
 
     def _write_atomically(self, path: Path, snapshot: LearnerSnapshot, weights_digest: str) -> None:
-        self._directory.mkdir(
-            exist_ok=True
-        )  # the run directory exists; if it was moved away, a new one would hide that
+        self.directory.mkdir(exist_ok=True)  # the run directory exists; if it was moved away, a new one would hide that
         self._sweep()
-        unfinished = self._directory / f".{path.name}.{os.getpid()}.tmp"
+        unfinished = self.directory / f".{path.name}.{os.getpid()}.tmp"
         try:
             snapshot.model.save(unfinished / MODEL, snapshot.weights)
             for name in TOKENIZER_FILES:
@@ -195,7 +193,7 @@ class Checkpoints:
             self._write_manifest(unfinished, snapshot, weights_digest)
             sync_tree(unfinished)
             unfinished.rename(path)
-            sync_directory(self._directory)
+            sync_directory(self.directory)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -246,7 +244,7 @@ class Checkpoints:
 
     def _sweep(self) -> None:
         """Remove incomplete checkpoints of killed processes. A run has one trainer: the ledger fences any other."""
-        for path in self._directory.iterdir():
+        for path in self.directory.iterdir():
             is_incomplete = NAME.fullmatch(path.name) is not None and not (path / MANIFEST).is_file()
             if path.is_dir() and (path.name.endswith(".tmp") or is_incomplete):
                 shutil.rmtree(path)

@@ -71,15 +71,25 @@ class Link:
         self._is_closed = False
         # At most a few calls: rank 0 waits for the result of each step.
         self._received: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        threading.Thread(target=self._receive, daemon=True).start()
+        self._receiver = threading.Thread(target=self._receive, daemon=True)
+        self._receiver.start()
         threading.Thread(target=self._beat, daemon=True).start()
 
     def send(self, payload: bytes) -> None:
         """Raises `OSError` when the other end is gone."""
         self._frames.send(payload)
 
+    def send_last(self, payload: bytes) -> None:
+        """After this message the other end may close the connection."""
+        self._is_closed = True
+        self._frames.send(payload)
+
     def receive(self) -> bytes:
         return self._received.get()
+
+    def wait_closed(self, within_s: float) -> None:
+        """Wait until the other end has closed the connection."""
+        self._receiver.join(within_s)
 
     def close(self) -> None:
         self._is_closed = True

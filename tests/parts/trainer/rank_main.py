@@ -1,4 +1,4 @@
-"""A trainer rank without a run: `python -m tests.parts.trainer.rank_main lead|follow DIRECTORY HOST STEPS`. Rank 0 prints digests."""
+"""A trainer rank without a run: `python -m tests.parts.trainer.rank_main lead|follow DIRECTORY HOST STEPS`."""
 
 import sys
 import time
@@ -18,10 +18,12 @@ def two_ranks(directory: Path) -> Checkpoints:
 
 def train(team: Team, store: Checkpoints, steps: int) -> None:
     """Train and save a checkpoint at the end. Prints the digest of each step."""
+    weights = team.snapshot()
     while team.step < steps:
         team.run(recorded_batch(team.step + 1))
         weights = team.snapshot()
-        print(digest_of(weights), flush=True)
+        sys.stdout.write(digest_of(weights) + "\n")
+        sys.stdout.flush()
     store.write(team.state_snapshot(weights), weights_digest=digest_of(weights))
 
 

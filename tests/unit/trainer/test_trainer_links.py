@@ -62,6 +62,17 @@ def test_a_rank_that_closes_its_connection_is_lost(listener: RankListener, invit
         assert lost.get(timeout=WAIT_S) == "closed its connection"
 
 
+def test_a_rank_that_ends_after_the_last_message_is_not_lost(listener: RankListener, invitation: Invitation) -> None:
+    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+    rank = connect(invitation, lost.put)
+    with closing(Link(joined(listener), lost.put)) as leader:
+        leader.send_last(b"stop")
+        assert rank.receive() == b"stop"
+        rank.close()
+        leader.wait_closed(WAIT_S)
+    assert lost.empty()
+
+
 def test_a_silent_rank_is_lost(listener: RankListener, invitation: Invitation) -> None:
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()
     with socket.create_connection((invitation.host, invitation.port)) as rank:
