@@ -29,8 +29,8 @@ class EndOfDataRule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """Settings of a run in the ledger. Groups per step, batch policy, staleness bound and limits never change; the rest may, on
-    resume."""
+    """Settings of a run in the ledger. Groups per step, batch policy, staleness bound, its share for admission, and limits never
+    change; the rest may, on resume."""
 
     rule: FreshnessRule
     limits: TrainingLimits = field(default_factory=TrainingLimits)

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from rollbook.contracts.admission import ActionKind, GateState, Grant, OpenPart, OwnerId, Receipt
 from rollbook.contracts.batch import EndOfRun
 from rollbook.contracts.errors import FencedError
-from rollbook.contracts.freshness import BatchPolicy
+from rollbook.contracts.freshness import AdmissionShare, BatchPolicy
 from rollbook.contracts.group import DropKind, DropReason, GroupState, PromptGroup
 from rollbook.contracts.group_checks import UnusableGroupError
 from rollbook.ledger.rules import gate
@@ -65,6 +65,7 @@ class LedgerMachine(RuleBasedStateMachine):
         max_attempts=st.integers(1, 3),
         group_size=st.sampled_from([4, 3, 2, 1]),
         quorum=st.sampled_from([2, 2, 3, None]),
+        admission_share=st.sampled_from(AdmissionShare),
     )
     def create(
         self,
@@ -77,6 +78,7 @@ class LedgerMachine(RuleBasedStateMachine):
         max_attempts: int,
         group_size: int,
         quorum: int | None,
+        admission_share: AdmissionShare,
     ) -> None:
         self.run_settings = run_settings(
             group_size=group_size,
@@ -87,6 +89,7 @@ class LedgerMachine(RuleBasedStateMachine):
             policy=policy,
             max_steps=max_steps,
             max_attempts=max_attempts,
+            admission_share=admission_share,
         )
         self.driver = self.make_driver().create(self.run_settings)
         self.simulation = SimulatedRun(driver=self.driver, staleness_bound=staleness_bound)

@@ -73,6 +73,7 @@ def _refuse_changes(run: RunRecord, settings: RunSettings) -> None:
             ("groups per step", old.groups_per_step, new.groups_per_step),
             ("batch policy", old.policy.value, new.policy.value),
             ("staleness bound", old.max_head_offpolicy_versions, new.max_head_offpolicy_versions),
+            ("admission share", old.admission_share.value, new.admission_share.value),
             *parts,
             *limits,
         )
