@@ -176,11 +176,11 @@ chaos: $(STAMP) ## kill random processes of a run, fill its disk, shift its cloc
 bench-startup: $(STAMP) ## from `rollbook train` on the demo to its first trained step, with and without the process template
 	$(BIN)/python -m benchmarks.loop.startup
 
-bench-ettr: $(STAMP) ## effective training time with a kill every 30 s, by process: make bench-ettr MINUTES=10
+bench-ettr: $(STAMP) ## effective training time with a kill every 30 s, by process (15 minutes on two quiet cores): make bench-ettr MINUTES=10
 	$(BIN)/python -m benchmarks.loop.ettr --minutes $(or $(MINUTES),10)
 
-soak: $(STAMP) ## one hour of tiny steps: growth of memory, descriptors and files of each process: make soak MINUTES=60
-	$(BIN)/python -m benchmarks.loop.soak --minutes $(or $(MINUTES),60)
+soak: $(STAMP) ## one hour of tiny steps: growth of memory, descriptors and files of each process: make soak MINUTES=60 ENVIRONMENT=aws
+	$(BIN)/python -m benchmarks.loop.soak --minutes $(or $(MINUTES),60) --env $(or $(ENVIRONMENT),guessing)
 
 test-crashes: $(STAMP) ## 200 kills of a SQLite ledger under load, 50 with restarts of PostgreSQL
 	$(BIN)/python -m tests.faults.ledger_crashes --kills 200 --store sqlite

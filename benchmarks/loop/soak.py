@@ -3,9 +3,13 @@
 Samples memory, descriptors and threads of every process, and the size of every file and folder of the run directory. Prints the
 growth of each over the second half of the run, when caches are warm (a least-squares slope), next to its bound. The bounds are also
 in docs/architecture.md. In a run of minutes caches still grow: the bounds are then wider (`NOISE`).
+
+`--env aws` also has simulators and command lines. `--series` keeps every sample, to see when something grew.
 """
 
 import argparse
+import json
+import shutil
 import sys
 import tempfile
 import time
@@ -16,15 +20,14 @@ from pathlib import Path
 import psutil
 
 from benchmarks.report import Figure, print_figures, print_status
-from tests.parts.run.small import CONFIG, SmallRun
+from tests.parts.run.small import CONFIG, REPOSITORY, SmallRun
 
-SETTINGS = [
-    "trainer.max_steps=10000000",
-    "trainer.checkpoint_every=20",
-    "env.args.step_s=0.0",
-    "env.pool_size=32",
-    "ledger.keep_payloads=false",
-]
+AWS = REPOSITORY / "examples" / "02_aws_cli_agent"
+SETTINGS = ["trainer.max_steps=10000000", "trainer.checkpoint_every=20", "ledger.keep_payloads=false"]
+ENVIRONMENTS = {
+    "guessing": [*SETTINGS, "env.args.step_s=0.0", "env.pool_size=32"],
+    "aws": [*SETTINGS, "env.pool_size=4", "rollout.completions_per_prompt=2"],
+}
 REWARDS = """
 [rollout.rewards]
 environment_weight = 1.0
@@ -60,19 +63,25 @@ Series = dict[str, list[tuple[float, float]]]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--env", choices=sorted(ENVIRONMENTS), default="guessing")
+    parser.add_argument("--series", type=Path, help="write every sample to this JSON file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rollbook-soak-") as name:
         directory = Path(name)
         (directory / "soak_rewards.py").write_text(REWARD_MODULE, encoding="utf-8")
-        run = SmallRun(directory, SETTINGS, config=CONFIG + REWARDS).start()
+        config = (AWS / "run.toml").read_text(encoding="utf-8") if args.env == "aws" else CONFIG
+        shutil.copy(AWS / "aws_reference.py", directory)
+        run = SmallRun(directory, ENVIRONMENTS[args.env], config=config + REWARDS).start()
         try:
             run.until(lambda: run.step() >= 5, what="step 5", within_s=LONG_S)
             by_time, by_step, steps = observe(run, args.minutes * 60)
         finally:
             run.stop()
+    if args.series is not None:
+        args.series.write_text(json.dumps({"by_time": by_time, "by_step": by_step}), encoding="utf-8")
     print_status(f"{steps} steps in {args.minutes:g} minutes; growth over the second half")
     return print_figures(
-        [*process_figures(by_time), *file_figures(by_time, by_step)], minutes=args.minutes, steps=steps
+        [*process_figures(by_time), *file_figures(by_time, by_step)], env=args.env, minutes=args.minutes, steps=steps
     )
 
 

@@ -25,6 +25,15 @@ class BatchPolicy(StrEnum):
         return self in (BatchPolicy.TRIM, BatchPolicy.PARTS)
 
 
+class AdmissionShare(StrEnum):
+    """How much of the staleness bound O admission uses, with policy `wait` and O > 2. Otherwise it uses the whole bound."""
+
+    HALF = "half"
+    """S = ceil(O / 2): a slow group delays nothing until younger groups have used up the other half by overtaking it."""
+    WHOLE = "whole"
+    """S = O, the formula of published asynchronous recipes: more groups may start, and none may overtake a slow one."""
+
+
 def lag(*, step: int, oldest_version: int) -> int:
     """Lag, in steps, of a group in batch `step` whose oldest trained token was sampled by version `oldest_version`."""
     return (step - 1) - oldest_version
@@ -63,6 +72,7 @@ class FreshnessRule:
     """Episodes of one draw, n in formulas. Only policy `parts` uses it."""
     quorum: int | None = None
     """With policy `parts`: the first part is submitted when this many samples are scored. None: all of them."""
+    admission_share: AdmissionShare = AdmissionShare.HALF
 
     def __post_init__(self) -> None:
         if self.groups_per_step < 1:
@@ -96,7 +106,8 @@ class FreshnessRule:
     def admission_bound(self) -> int:
         """S: the part of the bound that admission may use. With `wait`, the rest is for overtaking."""
         bound = self.max_head_offpolicy_versions
-        return bound if self.policy is not BatchPolicy.WAIT or bound <= 2 else (bound + 1) // 2
+        is_halved = self.policy is BatchPolicy.WAIT and self.admission_share is AdmissionShare.HALF and bound > 2
+        return (bound + 1) // 2 if is_halved else bound
 
     @property
     def window(self) -> int:

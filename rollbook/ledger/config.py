@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, Field, Secret, SecretStr, model_validator
 
 from rollbook.contracts.admission import EndOfDataRule, RunSettings
-from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
+from rollbook.contracts.freshness import AdmissionShare, BatchPolicy, FreshnessRule
 from rollbook.contracts.group_checks import TrainingLimits
 
 
@@ -36,6 +36,12 @@ class GateConfig(BaseModel, frozen=True, extra="forbid"):
     """`wait`: in order of admission, so slow tasks are trained too; the trainer waits for them. `drop`: in order of arrival; stale
     groups are dropped. `trim`: what has arrived, in order of admission; stale tokens are masked. `parts`: as `trim`, but a group
     arrives in parts as its samples finish, so no sample waits for a slower one. See docs/staleness.md. Fixed for the whole run."""
+
+    admission_share: AdmissionShare = AdmissionShare.HALF
+    """With batch policy `wait` and a staleness bound above 2: how much of the bound admission uses. `half`: younger groups may
+    overtake a slow one within the other half, so the trainer waits less for it. `whole`: the formula of published asynchronous
+    recipes; more groups start, and none overtakes. Other policies and smaller bounds use the whole bound in both cases. Fixed for
+    the whole run."""
 
     group_deadline_s: float = Field(default=600.0, gt=0)
     """Maximum seconds of one attempt at a group; then it gets another attempt. Set it above the slowest episode."""
@@ -69,6 +75,7 @@ class GateConfig(BaseModel, frozen=True, extra="forbid"):
                 max_steps=max_steps,
                 samples_per_group=samples_per_group,
                 quorum=quorum,
+                admission_share=self.admission_share,
             ),
             group_deadline_s=self.group_deadline_s,
             max_attempts=self.max_attempts,
@@ -198,6 +205,9 @@ class LedgerServerConfig(BaseModel, frozen=True, extra="forbid"):
 
     viewer_tokens: tuple[SecretStr, ...] = ()
     """Tokens of clients that only read."""
+
+    operator_tokens: tuple[SecretStr, ...] = ()
+    """Tokens of operators, who read and act on runs. Optional: tokens of trainers allow the same."""
 
     allowed_hosts: tuple[str, ...] = ()
     """Further names under which clients reach the ledger, such as a DNS name. Requests with another `Host` header are refused."""

@@ -226,7 +226,7 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     @property
     def quorum_size(self) -> int:
         """Scored samples that complete the first part of a group."""
-        return self.quorum or -(-3 * self.completions_per_prompt // 4)
+        return self.quorum or default_quorum(self.completions_per_prompt)
 
     @property
     def limits(self) -> EpisodeLimits:
@@ -243,3 +243,8 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     def slots(self) -> int:
         """Maximum number of groups in flight in this dispatcher."""
         return self.workers * self.groups_per_worker
+
+
+def default_quorum(completions_per_prompt: int) -> int:
+    """Three quarters of a group."""
+    return -(-3 * completions_per_prompt // 4)

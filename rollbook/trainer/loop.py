@@ -44,6 +44,9 @@ Learner = TrainStep | Team
 LONG_POLL_S = 20.0
 """How long the ledger may hold a request for a batch before it responds that there is none yet."""
 
+REQUEST_POLL_S = 2.0
+"""How often the trainer reads whether an operator requested a checkpoint. A step usually takes longer."""
+
 MASKED_TASKS = 5
 """Tasks in the event about masked tokens: those with the largest masked share."""
 
@@ -125,9 +128,13 @@ class TrainerLoop:
             stage=stage,
         )
         self._stopping = asyncio.Event()
+        self._is_checkpoint_due = asyncio.Event()
+        """An operator requested a checkpoint that the ledger does not have yet."""
         self._step = 0
         self._last_trained_at: float | None = None
         self._durable_step = 0
+        self._checkpoint_step = 0
+        """The last step whose checkpoint was begun by this process."""
         self._digest: str | None = None
         self._learner: Learner | None = None
         self._weights: Mapping[str, Tensor] = {}
@@ -158,11 +165,13 @@ class TrainerLoop:
         try:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(self._publisher.run(), name="trainer.watch_replicas")
+                requests = group.create_task(self._watch_requests(), name="trainer.watch_requests")
                 self._fetching = Background(group, "trainer.fetch_batch")
                 self._settling = Background(group, "trainer.settle")
                 self._checkpointing = Background(group, "trainer.checkpoint")
                 outcome = await self._train_until_end()
                 watch.cancel()
+                requests.cancel()
         except BaseExceptionGroup as failures:
             first = first_error(failures)
             if isinstance(first, FencedError):
@@ -191,6 +200,8 @@ class TrainerLoop:
         while True:
             started = self._clock.now()
             self._doing(f"waiting for batch {learner.step + 1}")
+            while not await self._fetching.done_or(self._is_checkpoint_due):
+                await self._checkpoint(learner)
             batch = await self._fetching.wait()
             if isinstance(batch, EndOfRun):
                 return await self._ended(learner, batch)
@@ -200,8 +211,23 @@ class TrainerLoop:
             await self._train(learner, batch, started=started)
             if self._stopping.is_set():
                 return await self._stopped(learner)
-            if learner.step % self._config.checkpoint_every == 0:
+            if learner.step % self._config.checkpoint_every == 0 or self._is_checkpoint_due.is_set():
                 await self._checkpoint(learner)
+
+    async def _watch_requests(self) -> None:
+        """Read whether an operator requested a checkpoint.
+
+        Takes:  the status of the ledger.
+        Gives:  `_is_checkpoint_due`, to the loop. It writes one between two steps, or at once while it waits for a batch.
+        Waits:  `REQUEST_POLL_S`.
+        Ends:   on cancellation.
+        """
+        while True:
+            await self._clock.sleep(REQUEST_POLL_S)
+            requested = (await self._source.status()).checkpoint_requested
+            if requested is not None and requested > self._checkpoint_step and not self._is_checkpoint_due.is_set():
+                self._log.info("trainer.checkpoint_requested", step=requested)
+                self._is_checkpoint_due.set()
 
     # Start -------------------------------------------------------------------------------------------------------------------
 
@@ -365,6 +391,8 @@ class TrainerLoop:
 
     async def _checkpoint(self, learner: Learner) -> None:
         """Copy the state now and write it during the next step. One checkpoint is written at a time."""
+        self._is_checkpoint_due.clear()
+        self._checkpoint_step = learner.step
         began = self._clock.now()
         await self._checkpointing.wait()
         if learner.step <= self._durable_step:

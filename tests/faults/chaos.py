@@ -70,7 +70,7 @@ MODULES = {
     "reward": "rollbook.rollout.rewards.main",
     "template": "rollbook.concurrency.child_process.template_main",
 }
-POOL_SIZES = {"simulator": 4, "command line": 4, "reward": 2, "template": 1}
+POOL_SIZES = {"simulator": 4, "command line": 4, "reward": 2}
 """How many of these a run keeps. More exist for a moment, while those of a killed parent end."""
 WEIGHTS = {
     Kind.KILL: 50,
@@ -127,8 +127,9 @@ class Chaos:
         (directory / "chaos_rewards.py").write_text(REWARD_MODULE, encoding="utf-8")
         if env == "aws":
             shutil.copy(AWS / "aws_reference.py", directory)
-        self._machine = Machine(directory, watched=self.run.directory)
-        self.run.environment = self._machine.environment
+        if {Kind.DISK, Kind.CLOCK} & set(kinds):
+            self._machine = Machine(directory, watched=self.run.directory)
+            self.run.environment = self._machine.environment
 
     def run_all(self) -> Report:
         began = time.monotonic()
@@ -267,6 +268,11 @@ class Chaos:
 
     def _replaced(self, role: str, pid: int) -> Callable[[], bool]:
         """Whether a new process has replaced this one and is ready."""
+        if role == "template":
+            if psutil.Process(pid).ppid() == self.run.process.pid:
+                return self._logged("supervisor", "run.template.ready")
+            # A dispatcher's own template: without it, workers are started plainly.
+            return self._next_step()
         if role in MODULES:
             needed = min(len(self._running(MODULES[role])), POOL_SIZES[role])
 
@@ -276,10 +282,14 @@ class Chaos:
 
             return is_back
         if role == "worker":
-            file = self.run.directory / "logs" / "rollout.jsonl"
-            size = file.stat().st_size
-            return lambda: any(row["event"] == "rollout.worker_ready" for row in _rows_after(file, size))
+            return self._logged("rollout", "rollout.worker_ready")
         return lambda: self.run.pid(role) not in (None, pid)
+
+    def _logged(self, process: str, event: str) -> Callable[[], bool]:
+        """Whether a process has logged this event since now."""
+        file = self.run.directory / "logs" / f"{process}.jsonl"
+        size = file.stat().st_size
+        return lambda: any(row["event"] == event for row in _rows_after(file, size))
 
     def _pid(self, role: str) -> int | None:
         if role in MODULES:

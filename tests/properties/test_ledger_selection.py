@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.contracts.freshness import BatchPolicy, FreshnessRule, GateCounts
+from rollbook.contracts.freshness import AdmissionShare, BatchPolicy, FreshnessRule, GateCounts
 from rollbook.contracts.group import GroupId
 from rollbook.ledger.rules.selection import Candidate, choose, is_stale
 
@@ -16,6 +16,7 @@ def rules_of(*policies: BatchPolicy) -> st.SearchStrategy[FreshnessRule]:
         max_head_offpolicy_versions=st.integers(0, 6),
         policy=st.sampled_from(policies),
         max_steps=st.none() | st.integers(1, 20),
+        admission_share=st.sampled_from(AdmissionShare),
     )
 
 

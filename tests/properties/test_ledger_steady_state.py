@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.contracts.admission import Grant
-from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
+from rollbook.contracts.freshness import AdmissionShare, BatchPolicy, FreshnessRule
 from rollbook.ledger.tools.audit import AuditReport
 from tests.parts.ledger.groups import draws, part_of
 from tests.parts.ledger.groups import settings as run_settings
@@ -33,6 +33,7 @@ def play(rule: FreshnessRule, *, seed: int, patience: int) -> AuditReport:
             ttl_s=1e9,
             group_size=3,
             quorum=QUORUM,
+            admission_share=rule.admission_share,
         )
     )
     simulation = SimulatedRun(driver=driver, staleness_bound=rule.max_head_offpolicy_versions)
@@ -77,6 +78,7 @@ rules = st.builds(
     max_in_flight=st.integers(1, 12),
     max_head_offpolicy_versions=st.integers(0, 6),
     policy=st.sampled_from(BatchPolicy),
+    admission_share=st.sampled_from(AdmissionShare),
 )
 
 

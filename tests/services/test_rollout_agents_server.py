@@ -20,6 +20,7 @@ from rollbook.rollout.policy import EpisodeContext, enter_episode
 from rollbook.rollout.settings import EpisodeLimits
 from tests.parts.rollout.agents import (
     FORGETS_THINKING,
+    THINKS_ON_REQUEST,
     agent_setup,
     assert_matches_engine,
     in_order,
@@ -150,7 +151,10 @@ FLAT_WEATHER: Any = {"type": "function", "name": "get_weather", "parameters": {"
 async def test_the_responses_api_continues_exact_tokens_by_items_and_by_previous_id(
     tmp_path: Path, is_chained: bool
 ) -> None:
-    async with agent_setup(tmp_path, in_order(CALL, "It is sunny.<|im_end|>", "Bye.<|im_end|>")) as (setup, record):
+    async with agent_setup(tmp_path, in_order(CALL, "It is sunny.<|im_end|>", "Bye.<|im_end|>", "42<|im_end|>")) as (
+        setup,
+        record,
+    ):
         async with setup.open_proxy_session() as session, client_of(session) as client:
             items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Paris?"}]}]
             previous: str | None = None
@@ -175,8 +179,21 @@ async def test_the_responses_api_continues_exact_tokens_by_items_and_by_previous
             assert response.output_text == "Bye."
             assert response.usage is not None
             assert response.usage.output_tokens == len("Bye.") + 1
+            scored = await client.responses.create(model="policy", input="x", include=["message.output_text.logprobs"])
+            assert scored.output[0].type == "message"
+            assert scored.output[0].content[0].type == "output_text"
+            entries = scored.output[0].content[0].logprobs
+            assert entries is not None
+            assert [(entry.token, entry.top_logprobs) for entry in entries] == [
+                ("4", []),
+                ("2", []),
+                ("<|im_end|>", []),
+            ]
+            with pytest.raises(openai.BadRequestError, match="top_logprobs: 99 is not"):
+                await client.responses.create(model="policy", input="x", top_logprobs=99)
         sample = session.build(reward=1.0)
-    assert len(sample.sequences) == 1, sample.facts
+    # The last request is a conversation of its own.
+    assert [turn.sequence for turn in sample.turns] == [0, 0, 0, 1], sample.facts
     assert_matches_engine(sample, record)
 
 
@@ -253,7 +270,14 @@ async def test_events_of_the_responses_api_are_sent_while_the_turn_is_sampled(tm
     async with agent_setup(tmp_path, lambda _: CALL, clock=clock) as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
             clock.allow(3)
-            stream: Any = await client.responses.create(model="policy", input="x", tools=[FLAT_WEATHER], stream=True)
+            stream: Any = await client.responses.create(
+                model="policy",
+                input="x",
+                tools=[FLAT_WEATHER],
+                stream=True,
+                include=["message.output_text.logprobs"],
+                top_logprobs=1,
+            )
             events = [await anext(stream)]
             while sum(event.type == "response.output_text.delta" for event in events) < 3:
                 events.append(await anext(stream))
@@ -261,11 +285,43 @@ async def test_events_of_the_responses_api_are_sent_while_the_turn_is_sampled(tm
             clock.allow(200)
             events += [event async for event in stream]
         deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
-        assert deltas == ["L", "e", "t", " m", "e", " s", "e", "e", "."]
+        # The logprobs of the call and of the end token come last, with an empty text.
+        assert deltas == ["L", "e", "t", " m", "e", " s", "e", "e", ".", ""]
+        entries = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+        assert "".join(entry.token for entry in entries) == CALL
+        assert all(entry.top_logprobs[0].token == entry.token for entry in entries)
+        [done] = [event for event in events if event.type == "response.output_text.done"]
+        [message, _] = events[-1].response.output
+        expected = [entry.logprob for entry in entries]
+        for whole in (done.logprobs, message.content[0].logprobs):
+            assert [entry.logprob for entry in whole] == expected
         assert [event.sequence_number for event in events] == list(range(len(events)))
         assert events[-1].type == "response.completed"
         assert [item.type for item in events[-1].response.output] == ["message", "function_call"]
         assert_matches_engine(session.build(reward=1.0), record)
+
+
+async def test_arguments_of_a_request_reach_the_chat_template_and_unsupported_fields_are_refused(
+    tmp_path: Path,
+) -> None:
+    async with agent_setup(tmp_path, lambda _: "ok<|im_end|>", template=THINKS_ON_REQUEST) as (setup, record):
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            messages: Any = [{"role": "user", "content": "x"}]
+            thinks = {"chat_template_kwargs": {"enable_thinking": True}}
+            await ask(client, messages, extra_body=thinks)
+            messages += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "y"}]
+            await ask(client, messages, extra_body=thinks)
+            await client.responses.create(model="policy", input="z", extra_body=thinks)
+            for name, value in (("repetition_penalty", 1.2), ("stop_token_ids", [3]), ("chat_template_kwargs", "x")):
+                with pytest.raises(openai.BadRequestError, match=name):
+                    await ask(client, messages, extra_body={name: value})
+        sample = session.build(reward=1.0)
+    prompts = [setup.tokenizer.decode(prompt, skip_special_tokens=False) for prompt, _ in record.turns]
+    assert prompts[0].startswith("Think.")
+    assert prompts[1].startswith(f"{prompts[0]}ok<|im_end|>")
+    assert prompts[2].startswith("Think.")
+    assert [turn.sequence for turn in sample.turns] == [0, 0, 1], sample.facts
+    assert_matches_engine(sample, record)
 
 
 async def test_a_turn_ends_with_the_tokens_so_far_if_the_agent_stops_reading_its_stream(tmp_path: Path) -> None:

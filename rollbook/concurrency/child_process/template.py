@@ -83,12 +83,14 @@ class ForkedProcess:
 class TemplateConnection:
     """Requests to one template process."""
 
-    def __init__(self, requests: socket.socket, environment: Mapping[str, str], on_event: OnEvent) -> None:
-        """`environment`: that of the template."""
+    def __init__(
+        self, requests: socket.socket, environment: Mapping[str, str], on_silent: Callable[[str], None]
+    ) -> None:
+        """`environment`: that of the template. `on_silent`: called with the cause when the template does not respond."""
         self._requests = requests
         self._requests.settimeout(FORK_S)
         self._environment = environment
-        self._on_event = on_event
+        self._on_silent = on_silent
         self._one_at_a_time = asyncio.Lock()
         self._is_usable = True
 
@@ -138,10 +140,10 @@ class TemplateConnection:
                 os.write(given, b"1")
             return child
         except OSError as error:
-            self._on_event("template.silent", {"cause": str(error)})
-            # The template ends with its connection, and its owner starts a new one.
             self._is_usable = False
+            # The template ends with its connection.
             self._requests.shutdown(socket.SHUT_RDWR)
+            self._on_silent(str(error))
             return None
         finally:
             os.close(permission)
@@ -161,7 +163,11 @@ class ProcessTemplate:
         self._imported = asyncio.Event()
         """Set while no import is awaited: the template is ready, or there is none."""
         self._imported.set()
-        self.pid: int | None = None
+        self._child: ChildProcess | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._child is None else self._child.pid
 
     async def run(self) -> None:
         """Start a template, and a new one when it dies.
@@ -194,13 +200,13 @@ class ProcessTemplate:
     async def _run_once(self) -> bool:
         """Run one template to its end. False: there should be no other."""
         ours, theirs = socket.socketpair()
-        connection = TemplateConnection(ours, self._environment, self._on_event)
+        connection = TemplateConnection(ours, self._environment, self._on_silence)
         self._imported.clear()
         child: ChildProcess | None = None
         try:
             with theirs:
                 child = await ChildProcess.start(self._spec(theirs))
-            self.pid = child.pid
+            self._child = child
             if reason := (await child.receive()).decode():
                 self._on_event("template.unusable", {"reason": reason})
                 return False
@@ -219,11 +225,17 @@ class ProcessTemplate:
             self._on_event("template.died", {"cause": str(error), "last_output": last_output})
             return was_killed
         finally:
-            self.pid, self._connection = None, None
+            self._child, self._connection = None, None
             self._imported.set()
             if child is not None:
                 await child.kill()
             await connection.close()
+
+    def _on_silence(self, cause: str) -> None:
+        """Kill a template that does not respond, so that `run` starts a new one. A stopped one would never end by itself."""
+        self._on_event("template.silent", {"cause": cause})
+        if self._child is not None:
+            self._child.send_kill()
 
     def _spec(self, requests: socket.socket) -> ChildSpec:
         return ChildSpec(
@@ -238,7 +250,7 @@ class ProcessTemplate:
 
 def use_own_template(fd: int) -> None:
     """Fork the children of this process that may be forked. `fd`: the connection to its template (`ChildSpec.template_fd`)."""
-    connection = TemplateConnection(socket.socket(fileno=fd), dict(os.environ), lambda event, fields: None)
+    connection = TemplateConnection(socket.socket(fileno=fd), dict(os.environ), lambda cause: None)
     ChildProcess.own_fork = staticmethod(connection.fork)
 
 

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import (
+    Action,
     DrawProgress,
     LedgerStatus,
     Member,
@@ -191,6 +192,13 @@ class LedgerHandlers:
     async def register_producer(self, request: wire.RegisterProducer, run: RunId, producer: str) -> wire.ProducerView:
         record = await self._ledger.register_producer(run, producer, weight=request.weight, min_share=request.min_share)
         return _producer_view(record)
+
+    async def actions(self, request: wire.ActionQuery, run: RunId) -> list[Action]:
+        found = await self._ledger.actions(run, start=request.start, limit=request.limit, target=request.target)
+        return [record.contract for record in found]
+
+    async def act(self, request: wire.Act, run: RunId) -> Action:
+        return (await self._ledger.act(run, **msgspec.structs.asdict(request))).contract
 
     async def members(self, _: wire.Empty, run: RunId) -> list[Member]:
         return await self._ledger.members(run)

@@ -6,23 +6,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rollbook.rollout.agents.chat_completions import (
+    CHANGES_SAMPLING,
     MODEL_NAME,
     SET_BY_THE_RUN,
     checked_max_tokens,
+    checked_top_logprobs,
     event,
+    logprob_entries,
     refuse_unsupported,
     requested_tools,
+    template_arguments,
 )
 from rollbook.rollout.agents.messages import BadChatError
 from rollbook.rollout.agents.session import ChatRequest, ChatTurn, ProxySession
-from rollbook.rollout.agents.streaming import TurnPart
+from rollbook.rollout.agents.streaming import SampledToken, TurnPart, sampled_tokens
 from rollbook.rollout.contract import Message
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
+    **CHANGES_SAMPLING,
     "background": (None, False),
     "truncation": (None, "disabled"),
-    "top_logprobs": (None, 0),
 }
+LOGPROBS = "message.output_text.logprobs"
+"""The value of `include` that requests logprobs."""
 
 
 def responses_request(body: Mapping[str, Any], known: Mapping[str, Sequence[Message]]) -> ChatRequest:
@@ -39,7 +45,7 @@ def responses_request(body: Mapping[str, Any], known: Mapping[str, Sequence[Mess
             )
         messages += known[previous]
     messages += _input_messages(body.get("input"))
-    text = body.get("text")
+    text, reasoning = body.get("text"), body.get("reasoning")
     return ChatRequest(
         messages=messages,
         tools=requested_tools(body, _tool),
@@ -48,6 +54,8 @@ def responses_request(body: Mapping[str, Any], known: Mapping[str, Sequence[Mess
         tool_choice=body.get("tool_choice"),
         is_single_call=body.get("parallel_tool_calls") is False,
         response_format=text.get("format") if isinstance(text, Mapping) else None,
+        top_logprobs=checked_top_logprobs(body),
+        template=template_arguments(body, reasoning.get("effort") if isinstance(reasoning, Mapping) else None),
     )
 
 
@@ -104,7 +112,10 @@ class ResponsesReply:
         self._message_id = f"msg_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._number = -1
+        self._token_bytes = session.token_bytes
+        self._has_logprobs = LOGPROBS in (body.get("include") or ()) or self.request.top_logprobs > 0
         self._sent_text = ""
+        self._sent_tokens = 0
 
     def whole(self, turn: ChatTurn) -> dict[str, Any]:
         # Instructions apply to one request only: the next request brings its own.
@@ -143,12 +154,14 @@ class ResponsesReply:
             "tool_choice": body.get("tool_choice") or "auto",
             "tools": body.get("tools") or [],
             "previous_response_id": body.get("previous_response_id"),
+            "top_logprobs": self.request.top_logprobs,
             "usage": None,
         }
 
     def _items(self, turn: ChatTurn) -> list[dict[str, Any]]:
         has_message = turn.parsed.content or self._sent_text or not turn.parsed.calls
-        items = [self._message("completed", turn.parsed.content)] if has_message else []
+        logprobs = self._logprobs(sampled_tokens(turn.completion))
+        items = [self._message("completed", turn.parsed.content, logprobs)] if has_message else []
         items += [
             {
                 "id": f"fc_{uuid.uuid4().hex}",
@@ -162,8 +175,12 @@ class ResponsesReply:
         ]
         return items
 
-    def _message(self, status: str, text: str | None) -> dict[str, Any]:
-        parts = [] if text is None else [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+    def _logprobs(self, tokens: Sequence[SampledToken]) -> list[dict[str, Any]]:
+        """Of all sampled tokens, tool calls and end token included."""
+        return logprob_entries(tokens, self._token_bytes) if self._has_logprobs else []
+
+    def _message(self, status: str, text: str | None, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+        parts = [] if text is None else [{"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}]
         return {
             "id": self._message_id,
             "type": "message",
@@ -178,7 +195,8 @@ class ResponsesReply:
             yield from self._start()
             yield from self._start_message()
         self._sent_text += part.text
-        yield self._text_event("delta", delta=part.text, logprobs=[])
+        self._sent_tokens += len(part.tokens)
+        yield self._text_event("delta", delta=part.text, logprobs=self._logprobs(part.tokens))
 
     def end(self, turn: ChatTurn) -> Iterator[bytes]:
         """What was not sent as parts."""
@@ -209,9 +227,11 @@ class ResponsesReply:
         text: str = part["text"]
         # A parser may have removed white space that was sent already.
         rest = text[len(self._sent_text) :] if text.startswith(self._sent_text) else ""
-        if rest or not self._sent_text:
-            yield self._text_event("delta", delta=rest, logprobs=[])
-        yield self._text_event("done", text=text, logprobs=[])
+        logprobs = part["logprobs"]
+        # The logprobs of tool calls and of the end token have no text.
+        if rest or not self._sent_text or logprobs[self._sent_tokens :]:
+            yield self._text_event("delta", delta=rest, logprobs=logprobs[self._sent_tokens :])
+        yield self._text_event("done", text=text, logprobs=logprobs)
         yield self._part_event("done", part=part)
 
     def _call(self, index: int, item: Mapping[str, Any]) -> Iterator[bytes]:

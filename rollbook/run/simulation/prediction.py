@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
+from rollbook.rollout.config import default_quorum
 from rollbook.run.config.run import RunConfig, changed_fields
 from rollbook.run.simulation.durations import Durations, Episode, RequestTime, TaskDurations, TrainingTime
 from rollbook.run.simulation.fit import Fit
@@ -27,6 +28,7 @@ UNDERSTOOD = (
     "gate.max_groups_in_flight",
     "gate.max_head_offpolicy_versions",
     "gate.batch_policy",
+    "gate.admission_share",
     "rollout.workers",
     "rollout.groups_per_worker",
     "rollout.completions_per_prompt",
@@ -225,8 +227,7 @@ def with_policy(setting: Setting, policy: BatchPolicy) -> FreshnessRule:
         setting.rule,
         policy=policy,
         samples_per_group=size if is_in_parts else 1,
-        # The default of `rollout.quorum`.
-        quorum=min(size, max(2, -(-size // 2))) if is_in_parts else None,
+        quorum=default_quorum(size) if is_in_parts else None,
     )
 
 

@@ -14,6 +14,7 @@ FROZEN = (
     "gate.groups_per_step",
     "gate.max_head_offpolicy_versions",
     "gate.batch_policy",
+    "gate.admission_share",
     "rollout.quorum",
 )
 FROZEN_IN_PARTS = ("rollout.completions_per_prompt",)

@@ -119,6 +119,8 @@ class PolicyModel:
         """
         if config.max_tokens_per_microbatch is not None or config.device == "cpu" or config.ranks > 1:
             return config.tokens_per_pass
+        # As in a step: compiled code is only valid for the number of threads it was compiled with.
+        torch.set_num_threads(config.threads)
         few, many = PROBED_TOKENS
         self._memory_of_pass(few)  # compiles, and allocates what all passes share
         bytes_per_token = max(1.0, (self._memory_of_pass(many) - self._memory_of_pass(few)) / (many - few))

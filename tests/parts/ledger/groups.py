@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from rollbook.contracts.admission import EndOfDataRule, OpenPart, RunId, RunSettings
-from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
+from rollbook.contracts.freshness import AdmissionShare, BatchPolicy, FreshnessRule
 from rollbook.contracts.group import DropReason, GroupOutcome, PromptGroup, group_id
 from rollbook.contracts.group_codec import encode_group
 from rollbook.contracts.policy import SamplingParams
@@ -30,6 +30,7 @@ def settings(
     keep_payloads: bool = True,
     group_size: int = 1,
     quorum: int | None = None,
+    admission_share: AdmissionShare = AdmissionShare.HALF,
 ) -> RunSettings:
     return RunSettings(
         rule=FreshnessRule(
@@ -40,6 +41,7 @@ def settings(
             max_steps=max_steps,
             samples_per_group=group_size,
             quorum=quorum,
+            admission_share=admission_share,
         ),
         group_deadline_s=deadline_s,
         max_attempts=max_attempts,

@@ -3,8 +3,7 @@
 import struct
 import subprocess
 from pathlib import Path
-
-import pytest
+from unittest import SkipTest
 
 SOURCE = Path(__file__).with_suffix(".c")
 FAULTS = struct.Struct("=qq")
@@ -14,7 +13,7 @@ class Machine:
     """Pass `environment` to the processes. Changes take effect in running processes at once."""
 
     def __init__(self, directory: Path, *, watched: Path) -> None:
-        """`watched`: writes below it fail while `write_error` is set. Skips the test if there is no C compiler."""
+        """`watched`: writes below it fail while `write_error` is set. Raises `SkipTest` if there is no C compiler."""
         library = directory / "machine.so"
         try:
             subprocess.run(
@@ -23,7 +22,7 @@ class Machine:
                 capture_output=True,
             )
         except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"the library cannot be built here: {error}")
+            raise SkipTest(f"the library cannot be built here: {error}") from error
         self._file = directory / "machine-faults"
         self._values = [0, 0]
         self._write()

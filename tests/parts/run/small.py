@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from rollbook.telemetry.metrics import read_metrics
+from rollbook.dashboard.json_tail import JsonTail
 from tests.parts.concurrency.processes import descendants_running
 from tests.parts.run.network import Machine
 
@@ -84,6 +84,8 @@ class SmallRun:
         for module in EXAMPLE.glob("*.py"):
             (directory / module.name).write_text(module.read_text(encoding="utf-8"), encoding="utf-8")
         self._process: subprocess.Popen[str] | None = None
+        self._metrics = JsonTail(Path())
+        self._step = 0
 
     def start(self) -> "SmallRun":
         command = [
@@ -146,8 +148,12 @@ class SmallRun:
         return row.get("pid") if row.get("ready") else None
 
     def step(self) -> int:
-        rows = read_metrics(self.directory / "metrics.jsonl", process="trainer")
-        return max((int(row["step"]) for row in rows), default=0)
+        """The last step that was trained. Cheap: tests poll it, next to a run that needs the processors."""
+        if self._metrics.path != (file := self.directory / "metrics.jsonl"):
+            self._metrics = JsonTail(file)
+        steps = [int(row["step"]) for row in self._metrics.poll() if row.get("process") == "trainer"]
+        self._step = max(self._step, *steps, 0)
+        return self._step
 
     def until(self, is_reached: Callable[[], Any], *, what: str, within_s: float = LONG_S) -> Any:
         """Wait for a state seen from outside. Fails with the output of the run if the run ends first."""

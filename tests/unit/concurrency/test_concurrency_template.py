@@ -176,6 +176,22 @@ async def test_a_template_that_dies_during_a_request_leaves_one_plainly_started_
         assert descendants_running(MODULE) == []
 
 
+async def test_a_template_that_does_not_respond_is_killed_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollbook.concurrency.child_process.template.FORK_S", 0.3)
+    events = Events()
+    async with running_template(tmp_path, events=events) as template:
+        stopped = template.pid
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        async with child_of(template, spec(tmp_path, "facts")) as child:
+            assert not (await facts_of(child))["was_forked"]
+        await until(lambda: events.count("template.ready") == 2)
+        assert "template.silent" in events
+        assert not psutil.pid_exists(stopped)
+
+
 async def test_a_forked_child_without_permission_to_run_runs_nothing(tmp_path: Path) -> None:
     """The request is cancelled while the template cannot respond. It forks later, and the child exits at once."""
     async with running_template(tmp_path) as template:

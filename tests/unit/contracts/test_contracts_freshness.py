@@ -1,10 +1,12 @@
 """The formulas of the gate: which groups may start, and which a batch may contain."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.contracts.freshness import BatchPolicy, FreshnessRule, GateCounts, lag
+from rollbook.contracts.freshness import AdmissionShare, BatchPolicy, FreshnessRule, GateCounts, lag
 
 rules = st.builds(
     FreshnessRule,
@@ -13,6 +15,7 @@ rules = st.builds(
     max_head_offpolicy_versions=st.integers(0, 12),
     policy=st.sampled_from(BatchPolicy),
     max_steps=st.none() | st.integers(1, 50),
+    admission_share=st.sampled_from(AdmissionShare),
 )
 counts = st.builds(
     GateCounts,
@@ -23,7 +26,7 @@ counts = st.builds(
 )
 
 
-def rule(**changed: int) -> FreshnessRule:
+def rule(**changed: object) -> FreshnessRule:
     return FreshnessRule(**({"groups_per_step": 4, "max_in_flight": 16, "max_head_offpolicy_versions": 2} | changed))  # type: ignore[arg-type]
 
 
@@ -83,6 +86,29 @@ def test_admission_uses_all_of_a_small_bound_and_half_of_a_large_one() -> None:
     assert [rule(max_head_offpolicy_versions=bound).admission_bound for bound in range(7)] == [0, 1, 2, 2, 2, 3, 3]
     dropping = FreshnessRule(groups_per_step=4, max_in_flight=4, max_head_offpolicy_versions=6, policy=BatchPolicy.DROP)
     assert dropping.admission_bound == 6
+
+
+def test_the_published_formula_admits_groups_for_the_whole_bound_and_lets_none_overtake() -> None:
+    half = rule(max_in_flight=99, max_head_offpolicy_versions=4)
+    whole = rule(max_in_flight=99, max_head_offpolicy_versions=4, admission_share=AdmissionShare.WHOLE)
+    counts = GateCounts(leased=3, queued=2, batches_decided=1)
+    # min(C - running, (O + v + 1) * P - (accepted + running)) with O = 4, v = 1, P = 4, accepted = 4 + 2, running = 3.
+    assert whole.capacity(counts, version=1) == (4 + 1 + 1) * 4 - (6 + 3)
+    assert half.capacity(counts, version=1) == (2 + 1 + 1) * 4 - (6 + 3)
+    assert (whole.window, half.window) == (1, 2 * 4 + 1)
+
+
+@given(rule=rules, counts=counts, version=st.integers(0, 60))
+def test_the_share_for_admission_matters_only_with_wait_and_a_bound_above_two(
+    rule: FreshnessRule, counts: GateCounts, version: int
+) -> None:
+    whole = replace(rule, admission_share=AdmissionShare.WHOLE)
+    assert whole.admission_bound == rule.max_head_offpolicy_versions
+    assert whole.capacity(counts, version=version) >= rule.capacity(counts, version=version)
+    if rule.policy is not BatchPolicy.WAIT or rule.max_head_offpolicy_versions <= 2:
+        half = replace(rule, admission_share=AdmissionShare.HALF)
+        assert half.capacity(counts, version=version) == whole.capacity(counts, version=version)
+        assert half.window == whole.window
 
 
 @given(rule=rules, counts=counts)

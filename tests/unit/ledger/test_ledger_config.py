@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from rollbook.contracts.freshness import BatchPolicy
+from rollbook.contracts.freshness import AdmissionShare, BatchPolicy
 from rollbook.ledger.config import Durability, GateConfig, LedgerConfig
 
 
@@ -13,6 +13,7 @@ def test_the_gate_config_becomes_the_settings_of_a_run() -> None:
         max_groups_in_flight=2,
         max_head_offpolicy_versions=3,
         batch_policy=BatchPolicy.DROP,
+        admission_share=AdmissionShare.WHOLE,
         group_deadline_s=5,
         max_attempts=2,
         owner_ttl_s=7,
@@ -20,7 +21,7 @@ def test_the_gate_config_becomes_the_settings_of_a_run() -> None:
     settings = config.settings(max_steps=9, keep_payloads=False)
     rule = settings.rule
     assert (rule.groups_per_step, rule.max_in_flight, rule.max_head_offpolicy_versions) == (4, 2, 3)
-    assert (rule.policy, rule.max_steps) == (BatchPolicy.DROP, 9)
+    assert (rule.policy, rule.admission_share, rule.max_steps) == (BatchPolicy.DROP, AdmissionShare.WHOLE, 9)
     assert (settings.group_deadline_s, settings.max_attempts, settings.owner_ttl_s) == (5, 2, 7)
     assert settings.end_of_data == config.end_of_data
     assert not settings.keep_payloads
@@ -36,6 +37,7 @@ def test_the_gate_config_becomes_the_settings_of_a_run() -> None:
         {"max_attempts": 0},
         {"owner_ttl_s": 0},
         {"batch_policy": "sometimes"},
+        {"admission_share": "third"},
         {"group_per_step": 4},
     ],
 )

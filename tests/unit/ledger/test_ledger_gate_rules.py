@@ -5,6 +5,7 @@ import pytest
 from rollbook.contracts.admission import GateState, OwnerId, RunId
 from rollbook.contracts.batch import EndOfRun
 from rollbook.contracts.errors import FencedError, RunError
+from rollbook.contracts.freshness import AdmissionShare
 from rollbook.contracts.group import DropKind, DropReason, GroupState
 from rollbook.ledger.rules import gate, runs
 from tests.parts.ledger.groups import RUN, draws, settings
@@ -238,6 +239,16 @@ def test_settings_that_batches_depend_on_cannot_change() -> None:
     driver = RunDriver().create(settings(per_step=2, staleness_bound=1))
     with pytest.raises(RunError, match="groups per step was 2 and would be 4; staleness bound was 1 and would be 3"):
         driver.create(settings(per_step=4, staleness_bound=3))
+    with pytest.raises(RunError, match="admission share was half and would be whole"):
+        driver.create(settings(per_step=2, staleness_bound=1, admission_share=AdmissionShare.WHOLE))
+
+
+def test_the_published_formula_opens_the_gate_for_the_whole_bound() -> None:
+    for share, num_grants in ((AdmissionShare.HALF, 3 * 2), (AdmissionShare.WHOLE, 5 * 2)):
+        driver = RunDriver().create(settings(per_step=2, in_flight=99, staleness_bound=4, admission_share=share))
+        driver.take_role()
+        driver.publish(0)
+        assert len(driver.open(driver.join(), draws(0, 99), limit=99).grants) == num_grants
 
 
 def test_other_settings_of_a_run_can_change() -> None:

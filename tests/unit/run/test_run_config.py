@@ -274,7 +274,7 @@ def test_publishing_adapters_needs_lora_and_a_supporting_transport(tmp_path: Pat
     assert "nccl" in faults_of(tmp_path, GOOD, (*nccl, "inference.urls=['http://a']"))["inference.publish"]
 
 
-def test_the_size_of_groups_in_parts_cannot_change_on_resume(tmp_path: Path) -> None:
+def test_settings_that_the_gate_counts_with_cannot_change_on_resume(tmp_path: Path) -> None:
     parts = ["gate.batch_policy=parts", "rollout.completions_per_prompt=8"]
     old = load_config(write_config(tmp_path, GOOD), parts).config
     larger = load_config(write_config(tmp_path, GOOD), [*parts[:1], "rollout.completions_per_prompt=16"]).config
@@ -283,3 +283,6 @@ def test_the_size_of_groups_in_parts_cannot_change_on_resume(tmp_path: Path) -> 
     later = load_config(write_config(tmp_path, GOOD), [*parts, "rollout.quorum=3"]).config
     with pytest.raises(ConfigError, match=r"rollout\.quorum"):
         check_resume(old, later, source="run")
+    whole = load_config(write_config(tmp_path, GOOD), [*parts, "gate.admission_share=whole"]).config
+    with pytest.raises(ConfigError, match=r"gate\.admission_share"):
+        check_resume(old, whole, source="run")
