@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from typing import Any
 
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.trainer.distributed.links import Invitation
@@ -58,5 +59,6 @@ async def _follow(context: RoleContext, invitation: Invitation, stopped: "asynci
             loop.call_soon_threadsafe(finish, True, None)
 
     threading.Thread(target=run, name="rank.follow", daemon=True).start()
-    await asyncio.wait({finished, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    waited: set[asyncio.Future[Any]] = {finished, stopped}
+    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
     return finished.done() and finished.result()
