@@ -17,20 +17,27 @@ from typing import Any
 import tomli_w
 
 from benchmarks.report import print_status
+from rollbook.run.directory import RunDirectory
 from rollbook.run.record import open_run
+from rollbook.telemetry.events import read_json_lines
 from rollbook.telemetry.metrics import read_metrics
 
 POLL_S = 0.2
 START_S = 240.0
 """Maximum time from the command to the first step."""
+PROGRESS_S = 10.0
+END_S = 90.0
+"""Maximum time from an interrupt to the end of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """When a run is stopped: at a held-out accuracy of `mark` or after `limit_s` of training. It may end earlier."""
+    """When a run is stopped: at a held-out accuracy of `mark`, after `limit_s` of training, or `total_s` after its command. It may
+    end earlier."""
 
     mark: float | None = None
     limit_s: float = 1e9
+    total_s: float = 1e9
     needs_checkpoint: bool = False
 
 
@@ -95,28 +102,37 @@ def train(name: str, table: Mapping[str, Any], home: Path, stop: Stop) -> Learni
     source.write_text(tomli_w.dumps(dict(table)), encoding="utf-8")
     directory = home / name
     shutil.rmtree(directory, ignore_errors=True)
-    command = [sys.executable, "-m", "rollbook", "train", "--no-dashboard", str(source), "--run-dir", str(directory)]
+    command = train_command(source, directory)
     began = time.time()
     with (home / f"{name}.out").open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=dict(os.environ))
         try:
             _wait_for_stop(process, directory, stop, name)
         finally:
-            interrupt(process, needs_checkpoint=stop.needs_checkpoint)
+            interrupt(process, directory, needs_checkpoint=stop.needs_checkpoint)
     if not read_metrics(directory / "metrics.jsonl", process="trainer"):
         raise RuntimeError(f"{name}: no step was trained\n{(home / f'{name}.out').read_text()[-3000:]}")
     return _read(name, directory, began)
 
 
+def train_command(source: Path, directory: Path) -> list[str]:
+    options = ["--no-dashboard", "--no-preflight", "--run-dir", str(directory)]
+    return [sys.executable, "-m", "rollbook", "train", *options, str(source)]
+
+
 def _wait_for_stop(process: subprocess.Popen[bytes], directory: Path, stop: Stop, name: str) -> None:
-    until = time.monotonic() + START_S
+    began = reported = time.monotonic()
     num_printed = 0
     first: float | None = None
     while process.poll() is None:
         time.sleep(POLL_S)
         rows = read_metrics(directory / "metrics.jsonl")
         trained = [row for row in rows if row["process"] == "trainer"]
-        if not trained and time.monotonic() > until:
+        elapsed = time.monotonic() - began
+        if time.monotonic() - reported > PROGRESS_S:
+            reported = time.monotonic()
+            print_status(f"  {name}: {elapsed:.0f} s, {len(trained)} steps")
+        if elapsed > stop.total_s or (not trained and elapsed > START_S):
             return
         if not trained:
             continue
@@ -134,17 +150,19 @@ def _wait_for_stop(process: subprocess.Popen[bytes], directory: Path, stop: Stop
             return
 
 
-def interrupt(process: subprocess.Popen[bytes], *, needs_checkpoint: bool = False) -> None:
-    """The first interrupt writes a checkpoint; the second one stops the run at once."""
+def interrupt(process: subprocess.Popen[bytes], directory: Path, *, needs_checkpoint: bool = False) -> None:
+    """The first interrupt writes a checkpoint; the second one stops the run at once. The run draws no plots."""
     for _ in range(1 if needs_checkpoint else 2):
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
             time.sleep(0.3)
-    try:
-        process.wait(90)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    log, until = RunDirectory(directory).log_file("supervisor"), time.monotonic() + END_S
+    while process.poll() is None and time.monotonic() < until:
+        if any(row["event"] == "run.ended" for row in read_json_lines(log)):
+            break
+        time.sleep(POLL_S)
+    process.kill()
+    process.wait()
 
 
 def _read(name: str, directory: Path, began: float) -> LearningRun:

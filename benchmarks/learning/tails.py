@@ -6,7 +6,8 @@ a policy must not learn less than `wait`, which trains everything, and must not 
 With `--task coin` the reward is random, and the agent only decides how long an episode lasts. Then no policy may change the mean
 length: a selection by speed would.
 
-As many runs take place at once as there are sets of two cores. The same command continues with the runs that are missing.
+Runs share sets of cores, as many on each (`--cores`, `--runs-each`), so that every policy has the same machine. The same command
+continues with the runs that are missing.
 """
 
 import argparse
@@ -18,21 +19,26 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.learning.runs import LearningRun, Stop, save, train
 from benchmarks.pinned_jobs import run_pinned
 from benchmarks.report import Figure, print_figures, print_status
 from rollbook.contracts.freshness import BatchPolicy
-from rollbook.run.commands.evaluate import evaluate
+from rollbook.envs.builtin.number_guessing import NumberGuessing, number_guessing_tasks
+from rollbook.rollout.chat.tokenizer import ModelTokenizer
+from rollbook.run.directory import RunDirectory
+from rollbook.trainer.model.policy_model import PolicyModel
 
 MODULE = Path(__file__).with_name("tails_rollout.py")
-EVALUATION_EPISODES = 16
+EVALUATION_EPISODES = 64
 """Of each secret."""
-START_S = 45.0
+START_S = 30.0
 """Expected time to start and stop a run and to evaluate its policy."""
 PARTS_OF_RUN = 10
 """Learning curves are compared in this many equal parts of the samples that all runs have trained."""
@@ -78,7 +84,7 @@ def measure(home: Path, policy: BatchPolicy, seed: int, args: argparse.Namespace
         "audit_ok": run.audit_ok,
         "max_lag": run.max_lag,
         "curve": curve(run),
-        "solved": plain_solve_rate(run) if args.task == "guessing" else None,
+        "solved": plain_solve_rate(run, table) if args.task == "guessing" else None,
     }
     print_status(
         f"{name}: {found['steps']} steps, {found['samples']} samples, masked {found['masked']:.1%}, "
@@ -102,11 +108,34 @@ def curve(run: LearningRun) -> list[tuple[int, float, float]]:
     return rows
 
 
-def plain_solve_rate(run: LearningRun) -> float | None:
-    """The solved fraction of plain games, without tails."""
-    quick = ["env.args.mean_s=1e-6"]
-    solved = evaluate(run.directory, episodes=EVALUATION_EPISODES, greedy=False, overrides=quick).overall.solved
-    return None if solved is None else solved.mean
+@torch.inference_mode()
+def plain_solve_rate(run: LearningRun, table: Mapping[str, Any]) -> float:
+    """The solved fraction of sampled games without tails. All games are played in this process, turn by turn.
+
+    `rollbook eval` plays the same games, but starts three processes for them.
+    """
+    models = RunDirectory(run.directory).checkpoint_models()
+    directory = models[max(models)]
+    model, tokenizer = PolicyModel.load(directory).module.eval(), ModelTokenizer.from_directory(directory)
+    game = {name: value for name, value in table["env"]["args"].items() if name not in ("mean_s", "shape")}
+    playing: list[tuple[NumberGuessing, list[int]]] = []
+    tasks = number_guessing_tasks(**table["tasks"]["args"], copies=EVALUATION_EPISODES)
+    for task in tasks:
+        env = NumberGuessing(**game)
+        env.reset(task)
+        playing.append((env, list(tokenizer.encode("<bos>"))))
+    num_solved = 0
+    while playing:
+        logits_BV = model(input_ids=torch.tensor([ids for _, ids in playing])).logits[:, -1].float()
+        guesses = torch.multinomial(logits_BV.softmax(-1), 1)[:, 0].tolist()
+        going_on = []
+        for (env, ids), guess in zip(playing, guesses, strict=True):
+            seen = env.step(tokenizer.decode([guess]))
+            if not seen.done:
+                going_on.append((env, [*ids, guess, *tokenizer.encode(seen.text)]))
+            num_solved += bool(seen.solved)
+        playing = going_on
+    return num_solved / len(tasks)
 
 
 def at_equal_samples(found: Sequence[dict[str, Any]], column: int) -> dict[str, list[float]]:
@@ -157,9 +186,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=270.0, help="wall time of each run, from its first step")
     parser.add_argument("--mean-s", type=float, default=1.0, help="mean duration of an episode")
     parser.add_argument("--shape", type=float, default=1.0, help="sigma of the logarithm of a duration")
+    parser.add_argument("--cores", type=int, default=2, help="cores of a set")
+    parser.add_argument("--runs-each", type=int, default=1, help="runs at once on a set of cores")
     parser.add_argument("--minutes", type=float, default=600.0, help="start no run that would end after this time")
     parser.add_argument("--out", type=Path, default=Path("runs/tails.json"), help="the learning curves")
     args = parser.parse_args()
+    torch.set_num_threads(1)
     found: list[dict[str, Any]] = json.loads(args.out.read_bytes()) if args.out.exists() else []
     until = time.monotonic() + args.minutes * 60
     jobs = [
@@ -169,7 +201,7 @@ def main() -> int:
         if not any(key_of(policy, seed, args).items() <= run.items() for run in found)
     ]
     num_failed = num_late = 0
-    for job in run_pinned(jobs):
+    for job in run_pinned(jobs, cores_each=args.cores, jobs_each=args.runs_each):
         if (error := job.exception()) is not None:
             num_failed += 1
             print_status(f"failed: {error}")

@@ -2,9 +2,11 @@
 
     python -m benchmarks.loop.speed --device cuda            135M and 1.5B models with random weights, engine and trainer on one GPU
     python -m benchmarks.loop.speed --cases cpu              the same script with a small model
+    python -m benchmarks.loop.speed --device cuda --cases 135m-single --seconds 100
 
 `loop_share_of_engine`: tokens sampled a second by `rollbook train` over those of the engine in this process, which plays the same
 episodes in a closed loop. `step_to_step_mfu`: model FLOPs of a step over the time from one step to the next, everything included.
+Figures are printed as soon as they are known. `--seconds` stops each run early enough that a case takes about that long.
 """
 
 import argparse
@@ -14,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +37,8 @@ from rollbook.trainer.model_config import ModelBuildConfig
 FLOOR_SHARE = 0.5
 FLOOR_MFU = 0.33
 WARM_UP_STEPS = 4
+ENGINE_ALONE_S = 45.0
+"""Of `--seconds`, kept for the engine alone: it is opened, warmed up and measured after the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +158,8 @@ async def _play(engine: TransformersEngine, episodes: Sequence[Mapping[str, Any]
     return sampled
 
 
-def measure(name: str, case: Case, home: Path, *, device: str) -> list[Figure]:
+def measure(name: str, case: Case, home: Path, *, device: str, workers: int | None, seconds: float) -> Iterator[Figure]:
+    began = time.monotonic()
     model_dir = home / f"model-{name}"
     model = build(case.shape, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
     model.save_pretrained(model_dir)
@@ -163,72 +168,89 @@ def measure(name: str, case: Case, home: Path, *, device: str) -> list[Figure]:
     )
     publication = publish(home / "weights.safetensors", model, 1)
     del model
-    run = train(name, config_table(case, model_dir, device=device), home, Stop())
+    print_status(f"{name}: the model is written after {time.monotonic() - began:.0f} s")
+    table = config_table(case, model_dir, device=device)
+    if workers is not None:
+        table["rollout"]["workers"] = workers
+    run = train(name, table, home, Stop(total_s=began + seconds - ENGINE_ALONE_S - time.monotonic()))
+    if len(run.steps) <= WARM_UP_STEPS + 1:
+        raise RuntimeError(f"only {len(run.steps)} steps within {seconds:.0f} s: give it more --seconds")
     steady = run.steps[WARM_UP_STEPS:]
     periods = [after["time"] - before["time"] for before, after in pairwise(run.steps[WARM_UP_STEPS - 1 :])]
     step_s = statistics.median(periods)
     tokens = statistics.fmean(row["rollout/response_len"] * row["rollout/samples"] for row in steady)
-    waited = statistics.median(row["perf/sample_wait_time"] for row in steady)
-    alone = asyncio.run(engine_alone(case, model_dir, (publication, home / "weights.safetensors"), device=device))
-    shutil.rmtree(model_dir)
+
+    def median_of(metric: str) -> float:
+        return round(statistics.median(row[metric] or 0.0 for row in steady), 3)
+
     more = {
+        "steps": len(run.steps),
         "step_s": round(step_s, 3),
         "step_s_all": [round(period, 3) for period in periods],
-        "train_s": round(run.mean_of("perf/train_time"), 3),
-        "publish_wait_s": round(run.mean_of("perf/publish_wait_time"), 3),
-        "weight_sync_s": round(run.mean_of("perf/weight_sync_time"), 3),
-        "trainer_idle": round(waited / step_s, 3),
+        "train_s": median_of("perf/train_time"),
+        "wait_s": median_of("perf/sample_wait_time"),
+        "publish_wait_s": median_of("perf/publish_wait_time"),
+        "weight_sync_s": median_of("perf/weight_sync_time"),
+        "checkpoint_wait_s": max(row["perf/checkpoint_wait_time"] or 0.0 for row in steady),
+        "trainer_idle": round(median_of("perf/sample_wait_time") / step_s, 3),
         "start_s": round(run.start_s, 1),
+        "first_step_s": round(run.first_step_s, 1),
+        "first_train_s": [round(row["perf/train_time"], 2) for row in run.steps[:WARM_UP_STEPS]],
+        "tokens_per_step": round(tokens),
+        "memory_gb": max(row["perf/memory_gb"] for row in steady),
         "audit_ok": run.audit_ok,
         "max_lag": run.max_lag,
     }
-    figures = [
-        Figure(
-            name=f"loop_share_of_engine_{name}",
-            ours=tokens / step_s,
-            peer=alone,
-            unit="tokens/s",
-            ratio=tokens / step_s / alone,
-            floor=FLOOR_SHARE,
-            more=more,
-        )
-    ]
     mfu = [row["perf/mfu"] for row in steady if row["perf/mfu"] is not None]
     if mfu:
         in_step = statistics.median(mfu)
-        achieved = in_step * statistics.median(row["perf/train_time"] for row in steady) / step_s
-        figures.append(
-            Figure(
-                name=f"step_to_step_mfu_{name}",
-                ours=achieved,
-                peer=in_step,
-                unit="of peak",
-                ratio=achieved,
-                floor=FLOOR_MFU if name == "1.5b-long" else None,
-            )
+        achieved = in_step * more["train_s"] / step_s
+        yield Figure(
+            name=f"step_to_step_mfu_{name}",
+            ours=achieved,
+            peer=in_step,
+            unit="of peak",
+            ratio=achieved,
+            floor=FLOOR_MFU if name == "1.5b-long" else None,
+            more=more,
         )
-    return figures
+    print_status(f"{name}: {tokens / step_s:,.0f} sampled tokens/s; now the engine alone")
+    alone = asyncio.run(engine_alone(case, model_dir, (publication, home / "weights.safetensors"), device=device))
+    shutil.rmtree(model_dir)
+    yield Figure(
+        name=f"loop_share_of_engine_{name}",
+        ours=tokens / step_s,
+        peer=alone,
+        unit="tokens/s",
+        ratio=tokens / step_s / alone,
+        floor=FLOOR_SHARE,
+        more={} if mfu else more,
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--cases", nargs="+", default=None, choices=list(CASES))
+    parser.add_argument("--seconds", type=float, default=600.0, help="about how long a case may take (default: 600)")
+    parser.add_argument("--workers", type=int, help="worker processes of the run (default: 8 on a GPU, 1 on a CPU)")
+    parser.add_argument("--home", type=Path, help="folder that keeps the run directories (default: a temporary one)")
     args = parser.parse_args()
     names = args.cases or (["cpu"] if args.device == "cpu" else [name for name in CASES if name != "cpu"])
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
-        home = Path(folder)
+        home = args.home or Path(folder)
+        home.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(__file__).with_name("token_rollout.py"), home)
         for name in names:
             try:
-                found = measure(name, CASES[name], home, device=args.device)
+                for figure in measure(
+                    name, CASES[name], home, device=args.device, workers=args.workers, seconds=args.seconds
+                ):
+                    print_status(str(figure))
+                    figures.append(figure)
             except RuntimeError as error:  # the other cases are still worth measuring
                 print_status(f"{name}: {error}")
-                continue
-            for figure in found:
-                print_status(str(figure))
-            figures += found
     return print_figures(figures)
 
 

@@ -6,7 +6,7 @@ is relative to an ideal loop, in which a step takes as long as its training, or 
 first steps fill the pipeline and are not counted. The run is stopped before it would drain it. The simulation has the durations and
 the training time of the measured run.
 
-As many runs take place at once as there are sets of two cores. Results are added to the report when a run ends; the same command
+Two runs at once share two cores: they mostly sleep. Results are added to the report when a run ends; the same command
 continues with the runs that are missing.
 """
 
@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from benchmarks.learning.runs import interrupt
+from benchmarks.learning.runs import interrupt, train_command
 from benchmarks.loop.tail_simulation import Outcome, Simulation, Workload
 from benchmarks.pinned_jobs import run_pinned
 from benchmarks.report import Figure, machine, print_figures, print_status
@@ -41,8 +41,10 @@ SHAPES = (0.0, 0.5, 1.0, 1.5)
 BOUNDS = (1, 2, 4)
 REPORT = "tail.json"
 POLL_S = 0.2
-START_S = 25.0
+START_S = 20.0
 """Expected time to start and stop a run."""
+JOBS_EACH = 2
+"""Runs at once on two cores."""
 JUDGED_BOUND, JUDGED_SHAPE = 2, 1.0
 FLOOR_OF_IDEAL, FLOOR_OVER_WAIT, FLOOR_OVER_DROP = 0.9, 2.0, 1.3
 """What `parts` must reach with a staleness bound of 2: relative to the ideal at every shape, and to two policies at shape 1."""
@@ -70,9 +72,14 @@ class Plan:
 
     @property
     def durations(self) -> list[list[float]]:
-        """In training steps. More groups than any policy opens: `drop` needs most, for each group that it drops one more."""
+        """In training steps. More groups than any policy opens: `drop` needs one more for each group that it drops."""
         steps = self.warm_up + self.steps + self.load.max_head_offpolicy_versions + 1
         return self.load.durations(2 * steps * self.load.groups_per_step, seed=self.run)
+
+    @property
+    def expected_s(self) -> float:
+        """Duration of all steps in the simulation."""
+        return Simulation(self.policy, self.load, self.durations).run(self.steps + self.warm_up).duration * self.train_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,27 +170,17 @@ def write_run(home: Path, plan: Plan) -> Path:
 
 def measure(plan: Plan, *, until: float) -> Cell | None:
     """None if the run would not end in time."""
-    planned = Simulation(plan.policy, plan.load, plan.durations).run(plan.steps, warm_up=plan.warm_up)
-    if time.monotonic() + planned.duration * plan.train_s * 1.1 + START_S > until:
+    if time.monotonic() + plan.expected_s * 1.1 + START_S > until:
         return None
     with tempfile.TemporaryDirectory(prefix="rollbook-tail-") as name:
         home = Path(name)
-        command = [
-            sys.executable,
-            "-m",
-            "rollbook",
-            "train",
-            "--no-dashboard",
-            str(write_run(home, plan)),
-            "--run-dir",
-            str(home / "run"),
-        ]
+        command = train_command(write_run(home, plan), home / "run")
         with (home / "output").open("w") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output)
             try:
                 is_done = wait_for_step(process, home / "run" / "metrics.jsonl", plan.warm_up + plan.steps)
             finally:
-                interrupt(process)
+                interrupt(process, home / "run")
         if not is_done:
             raise RuntimeError(f"{plan.name} ended too early:\n{(home / 'output').read_text()[-3000:]}")
         return Cell(plan=plan, measured=read_run(home / "run", plan))
@@ -340,10 +337,15 @@ def main() -> int:
     ]
     cells = read_report(args.out / REPORT)
     known = {cell.plan for cell in cells}
-    missing = [plan for plan in plans if plan not in known]
+    # The judged cells first, then long runs, so that no long one is left at the end.
+    missing = sorted(
+        (plan for plan in plans if plan not in known),
+        key=lambda plan: (plan.load.max_head_offpolicy_versions != JUDGED_BOUND, -plan.expected_s),
+    )
     until = time.monotonic() + args.minutes * 60
     num_failed = num_late = 0
-    for job in run_pinned([functools.partial(measure, plan, until=until) for plan in missing]):
+    jobs = [functools.partial(measure, plan, until=until) for plan in missing]
+    for job in run_pinned(jobs, jobs_each=JOBS_EACH):
         if (error := job.exception()) is not None:
             num_failed += 1
             print_status(f"failed: {error}")

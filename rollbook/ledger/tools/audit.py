@@ -12,7 +12,7 @@ from itertools import groupby
 
 import msgspec
 
-from rollbook.contracts.admission import RunId, SampleCounts
+from rollbook.contracts.admission import ActionKind, RunId, SampleCounts
 from rollbook.contracts.batch import BatchEntry
 from rollbook.contracts.freshness import lag
 from rollbook.contracts.group import MOVES, DropReason, GroupId, GroupOutcome, GroupState
@@ -60,7 +60,15 @@ def audit(reader: Reader, run_id: RunId) -> AuditReport:
 def audit_run(tx: Transaction, run_id: RunId) -> AuditReport:
     """Check one run inside a transaction: `await ledger.read(lambda tx: audit_run(tx, run_id))`."""
     findings = _Findings(find_run(tx, run_id))
-    for check in (_check_rows_on_disk, _check_publications, _check_batches, _check_groups, _check_law, _check_steps):
+    for check in (
+        _check_rows_on_disk,
+        _check_publications,
+        _check_actions,
+        _check_batches,
+        _check_groups,
+        _check_law,
+        _check_steps,
+    ):
         try:
             check(tx, findings)
         except StoreFaultError as error:
@@ -93,6 +101,7 @@ class _Findings:
     """The cut of each batch."""
     publications: dict[int, PublicationRecord] = field(default_factory=dict)
     max_lag: int | None = None
+    quarantined: frozenset[str] = frozenset()
     samples: SampleLedger = field(init=False)
     sample_law: SampleCounts | None = None
 
@@ -141,6 +150,29 @@ def _check_publications(tx: Transaction, findings: _Findings) -> None:
     findings.expect("the version of the current publication", None if current is None else current.step, run.version)
     if run.last_confirmed is not None and run.last_confirmed not in findings.publications:
         findings.add(f"the last confirmed publication {run.last_confirmed} is missing")
+
+
+def _check_actions(tx: Transaction, findings: _Findings) -> None:
+    """Actions of operators are contiguous, and the run is as they left it."""
+    run = findings.run
+    found = tx.actions.page(run.run_id, limit=run.next_action + 1)
+    findings.expect("actions", [action.number for action in found], list(range(run.next_action)))
+    findings.quarantined = tx.actions.quarantined(run.run_id)
+    findings.expect("tasks in quarantine", len(findings.quarantined), run.num_quarantined)
+    is_paused = is_draining = is_drained = False
+    for action in found:
+        if action.kind is ActionKind.PAUSE:
+            is_paused = True
+        elif action.kind is ActionKind.RESUME:
+            is_paused = is_draining = is_drained = False
+        elif action.kind is ActionKind.DRAIN:
+            is_paused, is_draining, is_drained = False, True, False
+        elif action.kind is ActionKind.DRAINED:
+            is_drained = True
+    findings.expect("admission is paused by the actions", is_paused, run.is_paused)
+    # Creating the run again ends a complete drain without an action.
+    if not (is_drained and not run.is_draining):
+        findings.expect("the run is draining by the actions", is_draining, run.is_draining)
 
 
 def _check_batches(tx: Transaction, findings: _Findings) -> None:
@@ -203,6 +235,8 @@ def _check_groups(tx: Transaction, findings: _Findings) -> None:
             history = next(histories, None)
         else:
             findings.add(f"group {group.group_id} has no history")
+        if group.task_id in findings.quarantined and group.state not in SETTLED:
+            findings.add(f"group {group.group_id} is {group.state}, and its task {group.task_id} is in quarantine")
         _check_row(tx, group, remaining.pop(group.group_id, (None, None)), findings)
     while history is not None:
         findings.add(f"group {history[0]} has a history but no row")

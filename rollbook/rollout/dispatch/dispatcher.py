@@ -40,6 +40,8 @@ OPEN_WAIT_S = 20.0
 """How long the ledger may hold a request while the gate is closed. It responds as soon as it can grant a group."""
 EMPTY_PAUSE_S = 0.05
 """Pause after a response without grants, in case the ledger does not hold requests."""
+MAX_EMPTY_PAUSE_S = 5.0
+"""The pause doubles up to this: when all proposed tasks are in quarantine, each request drops their draws."""
 TICK_S = 1.0
 SUBMITTERS = 8
 """Concurrent submissions: enough to hide the ledger's latency, few enough not to overload it."""
@@ -47,6 +49,12 @@ HISTORY_PAGE = 1000
 """Past draws in one response: some hundred kilobytes."""
 FINAL_WAIT_S = 2.0
 """When the run is over: how long to wait for submissions in progress, so that they are counted."""
+
+
+OPERATOR_GATES = {
+    GateState.PAUSED: "an operator paused admission",
+    GateState.DRAINING: "an operator drains the run",
+}
 
 
 class Dispatcher:
@@ -106,6 +114,8 @@ class Dispatcher:
             return f"finishing {len(self._attempts)} groups, then leaving"
         if not self._is_served and not self._attempts:
             return "waiting until a policy server has weights"
+        if self._slots.gate in OPERATOR_GATES:
+            return f"{OPERATOR_GATES[self._slots.gate]}; {len(self._attempts)} groups are being played"
         if self._attempts:
             return f"playing {len(self._attempts)} groups"
         return "waiting for the ledger to admit groups (the first weights, or free capacity)"
@@ -168,6 +178,7 @@ class Dispatcher:
         """
         await self._pool.ready.wait()
         is_exhaustion_reported = False
+        pause_s = EMPTY_PAUSE_S
         while True:
             while not self._is_ending and self._slots.to_propose == 0:
                 self._slot_freed.clear()
@@ -185,8 +196,12 @@ class Dispatcher:
             reply = await self._open(owner, draws, count)
             if reply.gate is GateState.ENDED:
                 return
-            if not reply.grants and not reply.taken:
-                await self._clock.sleep(EMPTY_PAUSE_S)
+            if reply.grants:
+                pause_s = EMPTY_PAUSE_S
+                continue
+            await self._clock.sleep(pause_s)
+            # Draws without a grant: their tasks are in quarantine, or other dispatchers have them.
+            pause_s = min(2 * pause_s, MAX_EMPTY_PAUSE_S) if reply.taken else EMPTY_PAUSE_S
 
     @property
     def _is_ending(self) -> bool:

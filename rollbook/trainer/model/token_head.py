@@ -5,6 +5,7 @@ the logits of a token take 600 kB: a pass of 16,000 tokens would need 10 GB for 
 """
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,9 +24,15 @@ class _TokenHead(torch.autograd.Function):
         temperatures_N: Tensor | None,
         rows: int,
     ) -> tuple[Tensor, Tensor]:
-        values_of = _compiled(_chunk_values) if hidden_NH.is_cuda else _chunk_values
+        values_of = _for_device(_chunk_values, is_cuda=hidden_NH.is_cuda)
         chunks = [
-            values_of(hidden_NH[chunk], weight_VH, bias_V, targets_N[chunk], _chunk_of(temperatures_N, chunk))
+            values_of(
+                _chunk_of(hidden_NH, chunk),
+                weight_VH,
+                bias_V,
+                _chunk_of(targets_N, chunk),
+                _chunk_of(temperatures_N, chunk),
+            )
             for chunk in _chunks(len(targets_N), rows)
         ]
         logprobs_N, entropy_N, normaliser_N = (torch.cat(parts) for parts in zip(*chunks, strict=True))
@@ -37,7 +44,7 @@ class _TokenHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
         hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, normaliser_N = ctx.saved_tensors
-        grad_of = _compiled(_chunk_grad) if hidden_NH.is_cuda else _chunk_grad
+        grad_of = _for_device(_chunk_grad, is_cuda=hidden_NH.is_cuda)
         grad_hidden_NH = torch.empty_like(hidden_NH)
         grad_weight_VH = None
         if ctx.needs_input_grad[1]:
@@ -46,13 +53,13 @@ class _TokenHead(torch.autograd.Function):
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
         for chunk in _chunks(len(targets_N), ctx.rows):
             grad_CV = grad_of(
-                hidden_NH[chunk],
+                _chunk_of(hidden_NH, chunk),
                 weight_VH,
                 bias_V,
-                targets_N[chunk],
+                _chunk_of(targets_N, chunk),
                 _chunk_of(temperatures_N, chunk),
-                normaliser_N[chunk],
-                entropy_N[chunk],
+                _chunk_of(normaliser_N, chunk),
+                _chunk_of(entropy_N, chunk),
                 _chunk_of(grad_logprobs_N, chunk),
                 _chunk_of(grad_entropy_N, chunk),
             )
@@ -88,17 +95,22 @@ def token_head(
 
 
 def _chunks(count: int, rows: int) -> list[slice]:
-    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
+    """Slices of `rows` tokens. A single last token joins the slice before it: torch compiles a chunk of one token separately."""
+    starts = list(range(0, count, rows))
+    if len(starts) > 1 and rows > 1 and count % rows == 1:
+        starts.pop()
+    return [slice(start, stop) for start, stop in pairwise([*starts, count])]
 
 
-def _chunk_of(values_N: Tensor | None, chunk: slice) -> Tensor | None:
-    return None if values_N is None else values_N[chunk]
+def _chunk_of(values_N: Tensor | None, chunk: slice) -> Any:
+    """Detached, because compiled code is only valid for one relation of a view's size to its base's size."""
+    return None if values_N is None else values_N[chunk].detach()
 
 
 @cache
-def _compiled(function: Any) -> Any:
+def _for_device(function: Any, *, is_cuda: bool) -> Any:
     """On a GPU these functions only read and write memory; compiled into one kernel they touch the logits twice, not ten times."""
-    return torch.compile(function, dynamic=True)
+    return torch.compile(function, dynamic=True) if is_cuda else function
 
 
 def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperatures_C: Tensor | None) -> Tensor:

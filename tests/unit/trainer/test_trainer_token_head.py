@@ -1,10 +1,15 @@
 """Logprobs in chunks: exact values and gradients, without a tensor of the logits of all tokens."""
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rollbook.trainer.model import token_head as token_head_module
 from rollbook.trainer.model.token_head import token_head
 
 N, H, V = 37, 8, 50
@@ -66,7 +71,7 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         return result
 
 
-@pytest.mark.parametrize("rows", [4, 16])
+@pytest.mark.parametrize("rows", [5, 16])
 def test_no_tensor_holds_the_logits_of_more_than_one_chunk(rows: int) -> None:
     hidden, weight, _, targets, temperatures = random_inputs(torch.float32)
     with LargestTensor() as largest:
@@ -76,3 +81,25 @@ def test_no_tensor_holds_the_logits_of_more_than_one_chunk(rows: int) -> None:
         (logprobs.sum() + entropy.sum()).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     assert largest.elements == max(rows * V, V * H, N * H)
     assert largest.elements < N * V
+
+
+def test_one_compilation_serves_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a compilation takes seconds, and each batch has another number of tokens."""
+    compiled: list[str] = []
+
+    @cache
+    def counted(function: Callable[..., Any], *, is_cuda: bool) -> Any:
+        def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+            compiled.append(function.__name__)
+            return graph.forward
+
+        return torch.compile(function, dynamic=True, backend=backend)
+
+    monkeypatch.setattr(token_head_module, "_for_device", counted)
+    hidden, weight, _, targets, _ = random_inputs(torch.float32)
+    for count in (4, 12, 37, 36, 26, 9):  # with 12 rows a chunk: less than one, one, three and one token, three, ...
+        logprobs, _ = token_head(
+            hidden[:count], weight, None, targets[:count], None, max_bytes=4 * V * 12, is_entropy_trained=False
+        )
+        logprobs.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    assert compiled == ["_chunk_values", "_chunk_grad"]

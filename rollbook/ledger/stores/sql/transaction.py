@@ -6,7 +6,7 @@ from rollbook.contracts.admission import RunId
 from rollbook.contracts.group import GroupId
 from rollbook.ledger.store import Payloads
 from rollbook.ledger.stores.sql.groups import SqlGroups, SqlHistory, SqlPayloads
-from rollbook.ledger.stores.sql.runs import SqlMembers, SqlOwners, SqlPositions, SqlProducers, SqlRuns
+from rollbook.ledger.stores.sql.runs import SqlActions, SqlMembers, SqlOwners, SqlPositions, SqlProducers, SqlRuns
 from rollbook.ledger.stores.sql.schema import SqlSideTables, Translate
 from rollbook.ledger.stores.sql.tables import CHECKED
 from rollbook.ledger.stores.sql.training import SqlBatches, SqlPublications, SqlSteps
@@ -31,6 +31,7 @@ class SqlTransaction:
         self.runs = SqlRuns(session)
         self.owners = SqlOwners(session)
         self.members = SqlMembers(session)
+        self.actions = SqlActions(session)
         self.producers = SqlProducers(session)
         self.groups = SqlGroups(session)
         self.payloads: Payloads = SqlPayloads(session) if payloads is None else payloads
