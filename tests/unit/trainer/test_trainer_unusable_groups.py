@@ -20,8 +20,9 @@ from rollbook.ledger.service import Ledger
 from rollbook.ledger.tools.audit import audit_run
 from rollbook.telemetry.events import read_json_lines
 from rollbook.telemetry.metrics import read_metrics
+from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.loop import LoopEnd
-from rollbook.trainer.replay import initial_learner, replay
+from rollbook.trainer.replay import replay
 from tests.parts.ledger.frames import changed_frame, changed_sample, odd_samples, past_the_door
 from tests.parts.ledger.groups import RUN, group_of, outcome_of, submission_of
 from tests.parts.ledger.groups import settings as run_settings
@@ -162,7 +163,7 @@ async def test_whatever_is_stored_is_trained_or_recorded_as_unusable_and_the_run
     assert {step: again.digests[step] for step in digests} == digests
 
 
-EXTREME_LOSSES = {
+EXTREME_LOSSES: dict[str, dict[str, object]] = {
     "grpo": {"kl_coef": 1.0},
     "gspo": {"kl_coef": 1.0},
     "dapo": {"kl_coef": 1.0, "correction": "tis"},
