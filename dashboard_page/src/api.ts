@@ -21,7 +21,7 @@ export interface Overview {
   problems: Problem[];
   processes: { name: string; pid: N; state: string; restarts: number; ready: boolean; alive: boolean }[];
   sparklines: Record<string, N[]>;
-  actions: { allowed: boolean; paused: boolean };
+  actions: ActionState;
 }
 
 export interface Points { x: number[]; y: N[]; low: N[] | null; high: N[] | null; count: number }
@@ -113,7 +113,9 @@ export interface Config {
   resumes: { at: N; changed: Record<string, [unknown, unknown]> }[];
 }
 export interface Compare { runs: RunRow[]; series: Record<string, Record<string, Points>>; config: Record<string, Record<string, unknown>> }
-export interface Actions { allowed: boolean; paused: boolean; reason: string | null; actions: { at: number; by: string; action: string; detail: string | null; status: string | null }[] }
+export interface ActionState { paused: boolean; draining: boolean; checkpoint_requested: N; quarantined: string[]; count: number }
+export interface ActionRow { number: number; kind: string; author: string; at: number; target: string; sample: N; note: string }
+export interface Actions extends ActionState { actions: ActionRow[] }
 
 export class ApiError extends Error {
   constructor(readonly status: number, readonly type: string, message: string) {

@@ -8,6 +8,7 @@ import { duration } from "./format";
 import { connect, useLive, useTick } from "./live";
 import { Meter, Notice, State } from "./parts/basic";
 import { href, setFilters, useRoute } from "./router";
+import { ActionsPage } from "./pages/actions";
 import { ComparePage } from "./pages/compare";
 import { ConfigPage } from "./pages/config";
 import { FleetPage } from "./pages/fleet";
@@ -34,11 +35,12 @@ const PAGES: Record<string, { title: string; view: (props: PageProps) => preact.
   freshness: { title: "Freshness", view: () => <FreshnessPage /> },
   law: { title: "Conservation law", view: () => <LawPage /> },
   rollouts: { title: "Rollouts", view: () => <RolloutsPage /> },
-  rollout: { title: "Rollout", view: () => <RolloutPage /> },
+  rollout: { title: "Rollout", view: ({ runs }) => <RolloutPage runs={runs} /> },
   group: { title: "Group", view: () => <GroupPage /> },
   tasks: { title: "Tasks", view: () => <TasksPage /> },
   fleet: { title: "Fleet", view: () => <FleetPage /> },
   health: { title: "Health", view: () => <HealthPage /> },
+  actions: { title: "Actions", view: ({ runs }) => <ActionsPage runs={runs} /> },
   config: { title: "Config", view: () => <ConfigPage /> },
   compare: { title: "Compare", view: ({ runs }) => <ComparePage runs={runs} /> },
 };
@@ -47,7 +49,7 @@ const NAVIGATION: [heading: string, pages: string[]][] = [
   ["", ["overview"]],
   ["Training", ["metrics", "steps", "timeline", "freshness"]],
   ["Data", ["law", "rollouts", "tasks"]],
-  ["System", ["fleet", "health", "config"]],
+  ["System", ["fleet", "health", "actions", "config"]],
   ["Runs", ["compare"]],
 ];
 const PARENTS: Record<string, string> = { rollout: "rollouts", group: "rollouts" };
@@ -156,7 +158,11 @@ function Bar({ run, runs, selected }: { run: Overview | null; runs: Runs | null;
           </span>
           {total ? <Meter share={(step ?? 0) / total} label="Progress" /> : null}
           {run.state === "running" && run.progress.eta_s !== null ? <span>{duration(run.progress.eta_s)} left</span> : null}
-          {run.actions.paused ? <span class="badge warn">admission paused</span> : null}
+          {run.actions.paused || run.actions.draining ? (
+            <a class="badge warn" href={href("actions")}>
+              {run.actions.draining ? "draining" : "admission paused"}
+            </a>
+          ) : null}
         </div>
       ) : null}
     </header>

@@ -40,10 +40,10 @@ def bearer_token(authorization: str | None) -> str:
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
-def user_token_file() -> Path:
+def user_token_file(name: str = "token") -> Path:
     """The token file of this user, for servers that are started without a run."""
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(state) / "rollbook" / "token"
+    return Path(state) / "rollbook" / name
 
 
 def steering_token_file(chosen: Path | None, *, host: str, has_others: bool) -> Path | None:

@@ -26,6 +26,9 @@ Preflight = Annotated[
 ]
 
 
+AllowActions = Annotated[
+    bool, typer.Option("--allow-actions", help="Operators may act on the run from its page, with a token.")
+]
 Dashboard = Annotated[bool, typer.Option("--dashboard/--no-dashboard", help="Serve the page of the run while it runs.")]
 
 

@@ -28,6 +28,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "rollbook.cli.record.audit:audit",
         "Check that the record of a run is complete and consistent.",
     ),
+    "act": ("rollbook.cli.record.act:act", "Pause, drain, checkpoint, quarantine a task, annotate a group."),
     "top": ("rollbook.cli.record.top:top", "Show the live panel of a run that was started elsewhere."),
     "plot": ("rollbook.cli.record.top:plot", "Draw the figures of a run as PNG or SVG."),
     "inspect": ("rollbook.cli.record.inspect:inspect", "Show a run, its groups, or one group token by token."),

@@ -22,6 +22,17 @@ class Background:
             raise
         self._task = self._group.create_task(work, name=self._name)
 
+    async def done_or(self, event: asyncio.Event) -> bool:
+        """Wait for the running work or the event. Whether the work is done."""
+        if self._task is None:
+            return True
+        waiting = asyncio.create_task(event.wait(), name=f"{self._name}.or")
+        try:
+            await asyncio.wait({self._task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        return self._task.done()
+
     async def wait(self) -> Any:
         """Wait for the running work; its result, or None without running work."""
         if self._task is None:

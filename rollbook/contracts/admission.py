@@ -1,4 +1,5 @@
-"""Values exchanged between the processes of a run and the ledger: run settings, grants, receipts, progress, status, members."""
+"""Values exchanged between the processes of a run and the ledger: run settings, grants, receipts, progress, status, members,
+actions of operators."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -89,6 +90,10 @@ class GateState(StrEnum):
     FULL = "full"
     NO_POLICY = "no_policy"
     """The current trainer has not confirmed a publication yet."""
+    PAUSED = "paused"
+    """An operator paused admission."""
+    DRAINING = "draining"
+    """An operator drains the run: groups that were admitted get further attempts, new ones are not admitted."""
     ENDED = "ended"
     """The run is over; there will be no further grants."""
 
@@ -191,6 +196,12 @@ class LedgerStatus:
     """Only with batch policy `parts`."""
     exhausted: bool = False
     ended: bool = False
+    checkpoint_requested: int | None = None
+    """An operator requested a checkpoint of this step or a later one."""
+    quarantined: tuple[str, ...] = ()
+    """Tasks that an operator has quarantined."""
+    actions: int = 0
+    """Number of actions of operators so far."""
 
 
 class MemberRole(StrEnum):
@@ -230,3 +241,42 @@ class MemberReply:
 
     member: MemberId | None = None
     holder: Member | None = None
+
+
+class ActionKind(StrEnum):
+    PAUSE = "pause"
+    """No group starts until `resume`. Groups that are being played finish, and full batches are trained."""
+    RESUME = "resume"
+    """Ends a pause or a drain."""
+    DRAIN = "drain"
+    """No new draw starts. When the groups in flight are settled and no full batch is left, the run stops with a checkpoint."""
+    DRAINED = "drained"
+    """The supervisor found the drain complete and stops the run."""
+    CHECKPOINT = "checkpoint"
+    """The trainer writes a checkpoint of the last acknowledged step, or a later one."""
+    QUARANTINE = "quarantine"
+    """The open groups of a task are dropped, and so are its later draws."""
+    READMIT = "readmit"
+    """Ends the quarantine of a task."""
+    ANNOTATE = "annotate"
+    """A note about a group or one of its samples. Changes nothing else."""
+
+
+NEEDS_TASK = frozenset({ActionKind.QUARANTINE, ActionKind.READMIT})
+MAX_NOTE = 10_000
+MAX_AUTHOR = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    number: int
+    """Actions of a run are numbered from 0."""
+    kind: ActionKind
+    author: str
+    at: float
+    """Unix time."""
+    target: str = ""
+    """The task of a quarantine, the group of a note; empty for other actions."""
+    sample: int | None = None
+    """A note about one sample of the group, from 0."""
+    note: str = ""

@@ -58,6 +58,8 @@ class DropKind(StrEnum):
     RESET = "reset"
     LOST = "lost"
     """Its payload was lost in a power failure (possible in the relaxed durability mode)."""
+    QUARANTINED = "quarantined"
+    """An operator quarantined its task."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,9 @@ class BatchSource(Protocol):
     async def confirm(self, publication: Publication) -> None:
         """All replicas in service have loaded it."""
 
+    async def status(self) -> LedgerStatus:
+        """Its `checkpoint_requested` is a request of an operator."""
+
     async def checkpointed(self, step: int, *, oldest_kept: int) -> None:
         """The checkpoint of `step` is durable; `oldest_kept` is the oldest that can still be restored."""
 

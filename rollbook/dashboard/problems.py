@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rollbook.contracts.admission import LedgerStatus
+from rollbook.contracts.admission import GateState, LedgerStatus
 from rollbook.dashboard.process_files import Process
 from rollbook.dashboard.run_metrics import RunMetrics
 from rollbook.dashboard.run_view import RunDetails
@@ -54,6 +54,18 @@ def _state(facts: Facts) -> Iterator[FoundProblem]:
         yield FoundProblem(severity="error", kind="ledger", text=f"The ledger cannot be read: {facts.problem}")
     for note in facts.notes:
         yield FoundProblem(severity="warning", kind="unreadable", text=note)
+    gate = None if facts.status is None else facts.status.gate
+    if gate is GateState.PAUSED:
+        text = "An operator paused admission: no group starts until it is resumed."
+        yield FoundProblem(severity="info", kind="paused", text=text, link="/actions")
+    elif gate is GateState.DRAINING:
+        text = "An operator drains the run: when what was started is trained, it stops with a checkpoint."
+        yield FoundProblem(severity="info", kind="draining", text=text, link="/actions")
+    if facts.status is not None and facts.status.quarantined:
+        text = f"Tasks in quarantine: {', '.join(facts.status.quarantined[:3])}"
+        rest = len(facts.status.quarantined) - 3
+        text += f" and {rest} more." if rest > 0 else "."
+        yield FoundProblem(severity="info", kind="quarantined", text=text, link="/actions")
     if facts.state == "stopped":
         yield FoundProblem(
             severity="warning",

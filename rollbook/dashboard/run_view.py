@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from rollbook.contracts.admission import Action, ActionKind
 from rollbook.contracts.group import PromptGroup
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.dashboard.index.follower import FollowedIndex, follow
@@ -50,6 +51,14 @@ class TokenReader(Protocol):
         """Start, end (exclusive) and author of each stretch of tokens."""
 
 
+class Act(Protocol):
+    """Raises `RollbookError` if the action is refused or the ledger cannot be reached; the message says why."""
+
+    async def __call__(
+        self, kind: ActionKind, *, author: str, target: str = "", sample: int | None = None, note: str = ""
+    ) -> Action: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDetails:
     """What is fixed for a run. None: unknown, for a ledger without a run directory."""
@@ -76,6 +85,8 @@ class OpenedRun:
     ledger: LedgerSource
     index_file: Path
     directory: Path | None = None
+    act: Act | None = None
+    """Acts on the run, in its ledger."""
     is_running: Callable[[], bool] = lambda: False
     """Whether a live process trains the run."""
     config: Callable[[], tuple[list[ConfigSection], str]] = lambda: ([], "")

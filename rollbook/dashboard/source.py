@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from rollbook.contracts.admission import LedgerStatus
+from rollbook.contracts.admission import Action, LedgerStatus
 from rollbook.contracts.batch import BatchManifest
 from rollbook.contracts.group import GroupOutcome
 from rollbook.contracts.policy import Publication
@@ -116,6 +116,9 @@ class LedgerSource(Protocol):
     async def publications(self, *, start: int, limit: int) -> tuple[Publication, ...]: ...
 
     async def producers(self) -> tuple[Producer, ...]: ...
+
+    async def actions(self, *, start: int, limit: int, target: str | None = None) -> tuple[Action, ...]:
+        """Actions of operators from number `start` on; with `target`, those about one task or group."""
 
     async def audit(self) -> Audit: ...
 

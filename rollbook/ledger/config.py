@@ -206,6 +206,9 @@ class LedgerServerConfig(BaseModel, frozen=True, extra="forbid"):
     viewer_tokens: tuple[SecretStr, ...] = ()
     """Tokens of clients that only read."""
 
+    operator_tokens: tuple[SecretStr, ...] = ()
+    """Tokens of operators, who read and act on runs. Optional: tokens of trainers allow the same."""
+
     allowed_hosts: tuple[str, ...] = ()
     """Further names under which clients reach the ledger, such as a DNS name. Requests with another `Host` header are refused."""
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import msgspec
 
-from rollbook.contracts.admission import MemberId, MemberRole, OwnerId, RunId, RunSettings
+from rollbook.contracts.admission import Action, ActionKind, MemberId, MemberRole, OwnerId, RunId, RunSettings
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun
 from rollbook.contracts.freshness import BatchPolicy, GateCounts
 from rollbook.contracts.group import GroupId, GroupState
@@ -102,6 +102,15 @@ class RunRecord(Record, frozen=True, kw_only=True):
     expected_samples: int = 0
     """Samples of all groups that were opened: expected = leased + waiting + stored + missing. Only with policy `parts`."""
     stored_samples: int = 0
+    next_action: int = 0
+    is_paused: bool = False
+    is_draining: bool = False
+    is_drained: bool = False
+    """The drain is complete. The run continues when it is created again."""
+    checkpoint_requested: int | None = None
+    """An operator requested a checkpoint of this step or a later one; None once there is one."""
+    num_quarantined: int = 0
+    """Tasks in quarantine now."""
 
     @property
     def counts(self) -> GateCounts:
@@ -241,6 +250,34 @@ class RunChanges(Record, frozen=True, kw_only=True):
     """There are no later moves yet."""
     groups: tuple[GroupRecord, ...]
     """In the order of their first change."""
+
+
+class ActionRecord(Record, frozen=True, kw_only=True):
+    """One action of an operator. Never changed."""
+
+    run_id: RunId
+    number: int
+    kind: ActionKind
+    author: str
+    at: float
+    target: str
+    """A task, a group, or empty."""
+    sample: int | None
+    note: str
+    nonce: str
+    """The same in every retry of one request."""
+
+    @property
+    def contract(self) -> Action:
+        return Action(
+            number=self.number,
+            kind=self.kind,
+            author=self.author,
+            at=self.at,
+            target=self.target,
+            sample=self.sample,
+            note=self.note,
+        )
 
 
 class BatchRecord(Record, frozen=True, kw_only=True):

@@ -115,6 +115,7 @@ def keys_of(config: LedgerServerConfig, *, is_open: bool = True) -> Keys:
         Role.PRODUCER: [token.get_secret_value() for token in config.producer_tokens],
         Role.TRAINER: [token.get_secret_value() for token in config.trainer_tokens],
         Role.VIEWER: [token.get_secret_value() for token in config.viewer_tokens],
+        Role.OPERATOR: [token.get_secret_value() for token in config.operator_tokens],
     }
     if config.token_file is None:
         return Keys(by_role)

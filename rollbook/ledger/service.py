@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from rollbook.concurrency.clock import Clock
 from rollbook.contracts.admission import (
+    ActionKind,
     DrawProgress,
     GateState,
     LedgerStatus,
@@ -36,8 +37,16 @@ from rollbook.contracts.task import Draw
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.lease_expiry import LeaseExpiry
 from rollbook.ledger.notifier import RunNotifier
-from rollbook.ledger.records import GroupRecord, MoveRecord, ProducerRecord, PublicationRecord, RunChanges, StepRecord
-from rollbook.ledger.rules import batches, gate, groups, members, publications, runs, trainer
+from rollbook.ledger.records import (
+    ActionRecord,
+    GroupRecord,
+    MoveRecord,
+    ProducerRecord,
+    PublicationRecord,
+    RunChanges,
+    StepRecord,
+)
+from rollbook.ledger.rules import actions, batches, gate, groups, members, publications, runs, trainer
 from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.rules.run_transaction import RunTransaction, find_run, run_transaction
 from rollbook.ledger.store import Store, Transaction
@@ -87,6 +96,42 @@ class Ledger:
     async def outcomes(self, run_id: RunId, *, after: int, limit: int) -> list[PastDraw]:
         """A page of past draws, in order of admission."""
         return await self._store.read(lambda tx: runs.outcomes(tx, run_id, after=after, limit=limit))
+
+    # ------------------------------------------------------------------ operators
+
+    async def act(
+        self,
+        run_id: RunId,
+        kind: ActionKind,
+        *,
+        author: str,
+        target: str = "",
+        sample: int | None = None,
+        note: str = "",
+        nonce: str | None = None,
+    ) -> ActionRecord:
+        """Record an action of an operator and do it, in one transaction."""
+        nonce = nonce or uuid.uuid4().hex
+        action = await self._write(
+            run_id,
+            lambda run_tx: actions.act(
+                run_tx, kind, author=author, target=target, sample=sample, note=note, nonce=nonce
+            ),
+        )
+        self._log.info("ledger.action", run=run_id, action=action.number, kind=kind, author=author, target=target)
+        return action
+
+    async def actions(
+        self, run_id: RunId, *, start: int = 0, limit: int = 1000, target: str | None = None
+    ) -> list[ActionRecord]:
+        """A page of actions from number `start` on; with `target`, those about one task or group."""
+
+        def read(tx: Transaction) -> list[ActionRecord]:
+            if target is None:
+                return tx.actions.page(run_id, start=start, limit=limit)
+            return [action for action in tx.actions.of_target(run_id, target) if action.number >= start][:limit]
+
+        return await self._read(run_id, read)
 
     # ------------------------------------------------------------------ members
 

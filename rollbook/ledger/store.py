@@ -17,6 +17,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.contracts.policy import PublicationId
 from rollbook.ledger.records import (
+    ActionRecord,
     BatchRecord,
     GroupRecord,
     MemberRecord,
@@ -75,6 +76,21 @@ class Members(Protocol):
         """Members whose lease has not ended, in the order in which they joined."""
 
     def put(self, member: MemberRecord) -> None: ...
+
+
+class Actions(Protocol):
+    """Actions of operators. They are added, never changed."""
+
+    def add(self, action: ActionRecord) -> None: ...
+    def by_nonce(self, run_id: RunId, nonce: str) -> ActionRecord | None: ...
+    def page(self, run_id: RunId, *, start: int = 0, limit: int) -> list[ActionRecord]:
+        """Actions from number `start` on."""
+
+    def of_target(self, run_id: RunId, target: str) -> list[ActionRecord]:
+        """Actions about a task or a group, oldest first."""
+
+    def quarantined(self, run_id: RunId) -> frozenset[str]:
+        """The tasks in quarantine: those quarantined and not readmitted since."""
 
 
 class Producers(Protocol):
@@ -244,6 +260,8 @@ class Transaction(Protocol):
     def owners(self) -> Owners: ...
     @property
     def members(self) -> Members: ...
+    @property
+    def actions(self) -> Actions: ...
     @property
     def producers(self) -> Producers: ...
     @property

@@ -188,6 +188,21 @@ class RunDirectory:
         }
         return {0: self.initial_model, **found}
 
+    def is_running(self) -> bool:
+        """Whether the process that holds the directory lives. The lock itself is not tried: that could refuse a real `train`."""
+        if not self.addresses_file.exists():
+            return False
+        try:
+            os.kill(int(self.lock_file.read_text(encoding="ascii").strip()), 0)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    @property
+    def operator_token_file(self) -> Path:
+        """The token of those who may act on the run from its dashboard. It exists while actions are allowed."""
+        return self.path / "operator_token"
+
     def log_file(self, process: str) -> Path:
         return self.path / "logs" / f"{process}.jsonl"
 

@@ -37,12 +37,15 @@ from rollbook.trainer.model.weights import digest_of, to_host
 from rollbook.trainer.publish import Publisher
 from rollbook.trainer.staleness import LagReport, check_lag
 from rollbook.trainer.step import LearnerSnapshot, StepReport, TrainStep
-from rollbook.trainer.team import Team
+from rollbook.trainer.team import RemoteRanks, StoppedBeforeAssemblyError, Team
 
 Learner = TrainStep | Team
 
 LONG_POLL_S = 20.0
 """How long the ledger may hold a request for a batch before it responds that there is none yet."""
+
+REQUEST_POLL_S = 2.0
+"""How often the trainer reads whether an operator requested a checkpoint. A step usually takes longer."""
 
 MASKED_TASKS = 5
 """Tasks in the event about masked tokens: those with the largest masked share."""
@@ -88,12 +91,18 @@ class TrainerLoop:
         doing: Callable[[str], None] = lambda text: None,
         on_trained: Callable[[TrainingBatch], None] | None = None,
         token_records: TokenRecordWriter | None = None,
+        remote_ranks: int = 0,
+        host: str = "127.0.0.1",
     ) -> None:
         """`publishes_adapters`: with LoRA, push the adapters only; the replicas already have the base model.
         `doing` is called with what the loop does or waits for, for the live view.
         `on_trained` is called in a thread with each acknowledged batch.
         `token_records` records single tokens of some steps.
+        `remote_ranks` of the ranks join from other machines, which reach this one at `host`.
         """
+        self._directory = directory
+        self._remote_ranks = remote_ranks
+        self._host = host
         self._token_records = token_records
         self._doing = doing
         self._on_trained = on_trained
@@ -119,9 +128,13 @@ class TrainerLoop:
             stage=stage,
         )
         self._stopping = asyncio.Event()
+        self._is_checkpoint_due = asyncio.Event()
+        """An operator requested a checkpoint that the ledger does not have yet."""
         self._step = 0
         self._last_trained_at: float | None = None
         self._durable_step = 0
+        self._checkpoint_step = 0
+        """The last step whose checkpoint was begun by this process."""
         self._digest: str | None = None
         self._learner: Learner | None = None
         self._weights: Mapping[str, Tensor] = {}
@@ -152,11 +165,13 @@ class TrainerLoop:
         try:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(self._publisher.run(), name="trainer.watch_replicas")
+                requests = group.create_task(self._watch_requests(), name="trainer.watch_requests")
                 self._fetching = Background(group, "trainer.fetch_batch")
                 self._settling = Background(group, "trainer.settle")
                 self._checkpointing = Background(group, "trainer.checkpoint")
                 outcome = await self._train_until_end()
                 watch.cancel()
+                requests.cancel()
         except BaseExceptionGroup as failures:
             first = first_error(failures)
             if isinstance(first, FencedError):
@@ -170,7 +185,10 @@ class TrainerLoop:
         return outcome
 
     async def _train_until_end(self) -> LoopOutcome:
-        learner = await self._restore()
+        try:
+            learner = await self._restore()
+        except StoppedBeforeAssemblyError:
+            return LoopOutcome(end=LoopEnd.STOPPED, step=self._step, digest=None)
         self._doing("waiting for the ledger")
         role = await self._take_role(learner)
         await self._replay(learner, role)
@@ -182,6 +200,8 @@ class TrainerLoop:
         while True:
             started = self._clock.now()
             self._doing(f"waiting for batch {learner.step + 1}")
+            while not await self._fetching.done_or(self._is_checkpoint_due):
+                await self._checkpoint(learner)
             batch = await self._fetching.wait()
             if isinstance(batch, EndOfRun):
                 return await self._ended(learner, batch)
@@ -191,13 +211,29 @@ class TrainerLoop:
             await self._train(learner, batch, started=started)
             if self._stopping.is_set():
                 return await self._stopped(learner)
-            if learner.step % self._config.checkpoint_every == 0:
+            if learner.step % self._config.checkpoint_every == 0 or self._is_checkpoint_due.is_set():
                 await self._checkpoint(learner)
+
+    async def _watch_requests(self) -> None:
+        """Read whether an operator requested a checkpoint.
+
+        Takes:  the status of the ledger.
+        Gives:  `_is_checkpoint_due`, to the loop. It writes one between two steps, or at once while it waits for a batch.
+        Waits:  `REQUEST_POLL_S`.
+        Ends:   on cancellation.
+        """
+        while True:
+            await self._clock.sleep(REQUEST_POLL_S)
+            requested = (await self._source.status()).checkpoint_requested
+            if requested is not None and requested > self._checkpoint_step and not self._is_checkpoint_due.is_set():
+                self._log.info("trainer.checkpoint_requested", step=requested)
+                self._is_checkpoint_due.set()
 
     # Start -------------------------------------------------------------------------------------------------------------------
 
     async def _restore(self) -> Learner:
         with self._spans.span("trainer.restore") as fields:
+            await asyncio.to_thread(self._checkpoints.clean)
             checkpoint = await asyncio.to_thread(self._checkpoints.latest)
             learner = await asyncio.to_thread(self._load_learner, checkpoint)
             self._learner = learner
@@ -222,7 +258,18 @@ class TrainerLoop:
         """A learner in this process, or a team of ranks that shard the model."""
         if self._config.ranks == 1:
             return self._checkpoints.restore(checkpoint)
-        return Team.assemble(self._checkpoints, checkpoint, size=self._config.ranks, device=self._config.device)
+        remote = None
+        if self._remote_ranks > 0:
+            remote = RemoteRanks(
+                count=self._remote_ranks,
+                host=self._host,
+                directory=self._directory,
+                is_stopping=self._stopping.is_set,
+                doing=self._doing,
+            )
+        return Team.assemble(
+            self._checkpoints, checkpoint, size=self._config.ranks, device=self._config.device, remote=remote
+        )
 
     async def _take_role(self, learner: Learner) -> TrainerRole:
         """Become the trainer. Raises `RunError` when the checkpoint and the ledger contradict each other."""
@@ -344,8 +391,12 @@ class TrainerLoop:
 
     async def _checkpoint(self, learner: Learner) -> None:
         """Copy the state now and write it during the next step. One checkpoint is written at a time."""
+        self._is_checkpoint_due.clear()
+        self._checkpoint_step = learner.step
         began = self._clock.now()
         await self._checkpointing.wait()
+        if learner.step <= self._durable_step:
+            return
         snapshot = await asyncio.to_thread(learner.state_snapshot, self._weights)
         self._metrics.add("perf/checkpoint_wait_time", self._clock.now() - began)
         await self._checkpointing.start(self._write_checkpoint(snapshot, self._acknowledged))

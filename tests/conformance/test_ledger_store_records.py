@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from rollbook.contracts.admission import MemberId, MemberRole, OwnerId, RunId
+from rollbook.contracts.admission import ActionKind, MemberId, MemberRole, OwnerId, RunId
 from rollbook.contracts.batch import AckReceipt, BatchEntry, BatchManifest, EndOfRun
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.contracts.policy import PublicationId
 from rollbook.ledger.records import (
+    ActionRecord,
     BatchRecord,
     MemberRecord,
     MemberState,
@@ -66,6 +67,34 @@ async def test_members_are_found_by_id_and_listed_while_they_are_alive(store: St
     assert await store.read(lambda tx: tx.members.alive(RUN)) == [second]
     assert await store.read(lambda tx: tx.members.get(RUN, first.member_id)) == left
     assert await store.read(lambda tx: tx.members.get(OTHER, first.member_id)) is None
+
+
+async def test_actions_are_found_by_number_nonce_and_target(store: Store) -> None:
+    first = ActionRecord(
+        run_id=RUN,
+        number=0,
+        kind=ActionKind.QUARANTINE,
+        author="Ada",
+        at=1.5,
+        target="task",
+        sample=None,
+        note="",
+        nonce="a",
+    )
+    second = first.changed(number=1, kind=ActionKind.ANNOTATE, target="task@0", sample=2, note="odd", nonce="b")
+    third = first.changed(number=2, kind=ActionKind.QUARANTINE, target="other", nonce="c")
+    for action in (first, second, third, third.changed(number=3, kind=ActionKind.READMIT, nonce="d")):
+        await store.write(lambda tx, action=action: tx.actions.add(action))  # type: ignore[misc]
+
+    def look(tx: Transaction) -> None:
+        assert tx.actions.page(RUN, start=1, limit=2) == [second, third]
+        assert tx.actions.by_nonce(RUN, "b") == second
+        assert tx.actions.by_nonce(OTHER, "b") is None
+        assert tx.actions.of_target(RUN, "task@0") == [second]
+        assert tx.actions.quarantined(RUN) == {"task"}
+        assert tx.actions.quarantined(OTHER) == frozenset()
+
+    await store.read(look)
 
 
 async def test_owners_are_found_by_name_and_by_state(store: Store) -> None:

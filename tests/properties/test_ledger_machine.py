@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rollbook.contracts.admission import Grant, OpenPart, OwnerId, Receipt
+from rollbook.contracts.admission import ActionKind, GateState, Grant, OpenPart, OwnerId, Receipt
 from rollbook.contracts.batch import EndOfRun
 from rollbook.contracts.errors import FencedError
 from rollbook.contracts.freshness import AdmissionShare, BatchPolicy
@@ -132,6 +132,18 @@ class LedgerMachine(RuleBasedStateMachine):
         self.simulation.decide(self.simulation.step + 1)
         self.simulation.publish()
         self.good_rounds(rounds, 0, True)
+
+    @rule(rounds=st.integers(1, 3), held=st.integers(1, 3))
+    def slow_episodes_span_a_trainer_that_diverges(self, rounds: int, held: int) -> None:
+        """Their first tokens are of weights that no longer exist, and count as older than they were."""
+        self.good_rounds(rounds, 0, True)
+        self.good_rounds(1, held, True)
+        self.take_over(checkpoint=min(self.simulation.checkpoints), is_exact=False)
+        while self.simulation.step < self.simulation.replay_until:
+            assert self.simulation.train()
+        self.simulation.publish()
+        self.those_held_up_arrive(newest_first=False, is_late=False)
+        self.train()
 
     def good_rounds(self, rounds: int, held: int, publishes: bool) -> None:
         for _ in range(rounds):
@@ -308,6 +320,34 @@ class LedgerMachine(RuleBasedStateMachine):
             is_leased = group.lease_until is not None and group.lease_until > self.driver.now
             assert is_leased == (group.owner is not None), f"the lease of {group.group_id} never ends"
 
+    # ------------------------------------------------------------------ operators
+
+    @rule(kind=st.sampled_from([ActionKind.PAUSE, ActionKind.RESUME, ActionKind.DRAIN, ActionKind.CHECKPOINT]))
+    def an_operator_acts(self, kind: ActionKind) -> None:
+        if self.is_over():
+            return
+        self.driver.act(kind)
+        status = self.driver.status()
+        if kind in (ActionKind.PAUSE, ActionKind.DRAIN):
+            assert status.gate in (GateState.PAUSED, GateState.DRAINING)
+            name = sorted(self.owners)[0]
+            reply = self.driver.open(self.owners[name], draws(self.next_draw, 4))
+            assert (reply.taken, reply.capacity) == (0, 0)
+            assert kind is ActionKind.DRAIN or reply.grants == ()
+            self.grants += reply.grants
+        if kind is ActionKind.CHECKPOINT:
+            assert (status.checkpoint_requested is None) is (status.durable_step >= status.acknowledged_step)
+
+    @rule(ahead=st.integers(-3, 3))
+    def a_task_is_quarantined_or_readmitted(self, ahead: int) -> None:
+        task = f"task{max(0, self.next_draw + ahead)}"
+        if not self.is_over():
+            is_quarantined = task in self.driver.status().quarantined
+            self.driver.act(ActionKind.READMIT if is_quarantined else ActionKind.QUARANTINE, task)
+
+    def is_over(self) -> bool:
+        return self.driver.status().gate is GateState.ENDED
+
     # ------------------------------------------------------------------ trainer
 
     @rule()
@@ -369,6 +409,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def the_run_can_still_end(self) -> None:
         """No deadlock: from wherever we are, fresh dispatchers and a fresh trainer bring the run to its end."""
+        if not self.is_over():
+            self.driver.act(ActionKind.RESUME)
         self.simulation.expect_an_end()
         self.take_over(checkpoint=max(self.simulation.checkpoints), is_exact=True)
         self.owners = {name: self.driver.join(name) for name in NAMES}

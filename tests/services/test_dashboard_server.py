@@ -35,6 +35,7 @@ PATHS = (
     "/api/groups/task0@0",
     "/api/groups/task0@0/tokens",
     "/api/tasks",
+    "/api/actions",
     "/api/fleet",
     "/api/health",
     "/api/config",
@@ -363,6 +364,7 @@ PARAMETERS = st.dictionaries(
             "never_solved",
             "runs",
             "before",
+            "target",
         ]
     ),
     VALUES,

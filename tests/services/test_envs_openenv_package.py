@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,17 +36,31 @@ async def peer_output(*args: str) -> dict[str, object]:
     return output
 
 
+SERVERS: dict[str, list[str | Path]] = {
+    "openenv": [PEER, "serve"],
+    "ours": ["-P", "-m", "rollbook", "env", "serve", "--openenv", f"{PEER.stem}:Counter", "--pool-size=4", "--port=0"],
+}
+"""Both serve the same class. Ours imports it from the current directory."""
+
+
 @contextmanager
-def peer(verb: str) -> Iterator[str]:
+def counter_served_by(server: str) -> Iterator[str]:
     child = subprocess.Popen(
-        [PYTHON, PEER, verb],
+        [PYTHON, *SERVERS[server]],
         stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{PEER.parent}"},
+        cwd=PEER.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert child.stdout is not None
     try:
-        yield child.stdout.readline().strip()
+        output = ""
+        while (found := re.search(r"http://[\d.:]+", output)) is None:
+            line = child.stdout.readline()
+            assert line, f"the server ended: {output}"
+            output += line
+        yield found[0]
     finally:
         child.kill()
         child.wait()
@@ -109,9 +124,9 @@ async def test_openenv_clients_are_refused_if_our_server_is_full() -> None:
     assert "503" in str(crowd["refused"])
 
 
-@pytest.mark.parametrize("verb", ["serve", "host"])
-async def test_our_client_plays_an_openenv_environment_on_both_servers(verb: str) -> None:
-    with peer(verb) as url:
+@pytest.mark.parametrize("server", SERVERS)
+async def test_our_client_plays_an_openenv_environment_on_both_servers(server: str) -> None:
+    with counter_served_by(server) as url:
         await until_ready(url)
         async with open_session(url, COUNTER) as environment:
             first = await environment.reset({"target": 5}, episode_id="mine")
@@ -128,9 +143,9 @@ async def test_our_client_plays_an_openenv_environment_on_both_servers(verb: str
         assert (state["episode_id"], state["step_count"], state["history"]) == ("mine", 2, [2, 3])
 
 
-@pytest.mark.parametrize("verb", ["serve", "host"])
-async def test_our_group_connects_completely_to_both_servers(verb: str) -> None:
-    with peer(verb) as url:
+@pytest.mark.parametrize("server", SERVERS)
+async def test_our_group_connects_completely_to_both_servers(server: str) -> None:
+    with counter_served_by(server) as url:
         await until_ready(url)
         for _ in range(
             3

@@ -85,6 +85,8 @@ def test_other_names_keep_the_references_between_variables(cloud_tasks: ModuleTy
 def test_an_observation_is_short_and_keeps_ids(cloud_tasks: ModuleType) -> None:
     output = json.dumps({"Bucket": {"Name": "a", "CreationDate": "2026"}, "Ids": ["x", "y"]})
     assert cloud_tasks.seen_by_agent(output) == "Name=a Ids=x Ids=y"
+    key = json.dumps({"KeyMetadata": {"KeyId": "1a2b", "CreationDate": 17.5}})
+    assert cloud_tasks.seen_by_agent(key) == "KeyId=1a2b"
     assert cloud_tasks.seen_by_agent("") == "ok"
     assert len(cloud_tasks.seen_by_agent("z" * 5000)) == cloud_tasks.OUTPUT_CHARS
 

@@ -20,6 +20,7 @@ from rollbook.rollout.policy import EpisodeContext, enter_episode
 from rollbook.rollout.settings import EpisodeLimits
 from tests.parts.rollout.agents import (
     FORGETS_THINKING,
+    THINKS_ON_REQUEST,
     agent_setup,
     assert_matches_engine,
     in_order,
@@ -190,6 +191,9 @@ async def test_the_responses_api_continues_exact_tokens_by_items_and_by_previous
             ]
             with pytest.raises(openai.BadRequestError, match="top_logprobs: 99 is not"):
                 await client.responses.create(model="policy", input="x", top_logprobs=99)
+            with pytest.raises(openai.NotFoundError, match="POST /v1/completions is not served here"):
+                await client.completions.create(model="policy", prompt="x")
+            assert (await client.models.retrieve("policy")).id == "policy"
         sample = session.build(reward=1.0)
     # The last request is a conversation of its own.
     assert [turn.sequence for turn in sample.turns] == [0, 0, 0, 1], sample.facts
@@ -298,6 +302,30 @@ async def test_events_of_the_responses_api_are_sent_while_the_turn_is_sampled(tm
         assert events[-1].type == "response.completed"
         assert [item.type for item in events[-1].response.output] == ["message", "function_call"]
         assert_matches_engine(session.build(reward=1.0), record)
+
+
+async def test_arguments_of_a_request_reach_the_chat_template_and_unsupported_fields_are_refused(
+    tmp_path: Path,
+) -> None:
+    async with agent_setup(tmp_path, lambda _: "ok<|im_end|>", template=THINKS_ON_REQUEST) as (setup, record):
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            messages: Any = [{"role": "user", "content": "x"}]
+            thinks = {"chat_template_kwargs": {"enable_thinking": True}}
+            await ask(client, messages, extra_body=thinks)
+            messages += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "y"}]
+            await ask(client, messages, extra_body=thinks)
+            cut: Any = await client.responses.create(model="policy", input="z", max_output_tokens=1, extra_body=thinks)
+            assert (cut.status, cut.output[0].status) == ("incomplete", "incomplete")
+            for name, value in (("repetition_penalty", 1.2), ("stop_token_ids", [3]), ("chat_template_kwargs", "x")):
+                with pytest.raises(openai.BadRequestError, match=name):
+                    await ask(client, messages, extra_body={name: value})
+        sample = session.build(reward=1.0)
+    prompts = [setup.tokenizer.decode(prompt, skip_special_tokens=False) for prompt, _ in record.turns]
+    assert prompts[0].startswith("Think.")
+    assert prompts[1].startswith(f"{prompts[0]}ok<|im_end|>")
+    assert prompts[2].startswith("Think.")
+    assert [turn.sequence for turn in sample.turns] == [0, 0, 1], sample.facts
+    assert_matches_engine(sample, record)
 
 
 async def test_a_turn_ends_with_the_tokens_so_far_if_the_agent_stops_reading_its_stream(tmp_path: Path) -> None:

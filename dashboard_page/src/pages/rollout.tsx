@@ -1,16 +1,18 @@
 // One rollout: its conversation, tokens, rewards, and what became of it.
-import { type GroupAnswer, type Sample, type Tokens, apiPath, useResource } from "../api";
+import { type GroupAnswer, type Runs, type Sample, type Tokens, apiPath, useResource } from "../api";
 import { onlyFilters } from "../filters";
 import { clock, duration, fixed, number, plural, words } from "../format";
 import { useKeys } from "../keys";
 import { useTick } from "../live";
+import { Notes, type Operator, useOperator } from "../parts/act";
 import { Badge, Facts, Loaded, Notice, Panel, Segmented, State } from "../parts/basic";
 import { Conversation } from "../parts/conversation";
 import { type TokenColour, TokenView } from "../parts/tokens";
 import { go, href, setFilters, useRoute } from "../router";
 import { oneLine, visible } from "../text";
 
-export function RolloutPage() {
+export function RolloutPage({ runs }: { runs: Runs }) {
+  const operator = useOperator(runs);
   const { parts, query } = useRoute();
   const id = parts[0] ?? "";
   const wanted = Number(parts[1] ?? 0);
@@ -51,7 +53,8 @@ export function RolloutPage() {
                   {view === "tokens" ? <SampleTokens group={id} sample={sample} /> : <Conversation messages={sample.messages ?? []} turns={sample.turns} />}
                 </div>
                 <div class="span-4 stack">
-                  <SampleFacts sample={sample} data={data} />
+                  <SampleFacts sample={sample} data={data} operator={operator} />
+                  <Notes key={`${id} ${sample.sample}`} group={id} sample={sample.sample} operator={operator} />
                   <Fate data={data} />
                 </div>
               </div>
@@ -183,7 +186,7 @@ export function Fate({ data }: { data: GroupAnswer }) {
   );
 }
 
-function SampleFacts({ sample, data }: { sample: Sample; data: GroupAnswer }) {
+function SampleFacts({ sample, data, operator }: { sample: Sample; data: GroupAnswer; operator: Operator }) {
   const rewards = Object.entries(sample.rewards);
   const facts = Object.entries(sample.facts);
   const metrics = Object.entries(sample.metrics);
@@ -210,7 +213,13 @@ function SampleFacts({ sample, data }: { sample: Sample; data: GroupAnswer }) {
           <Facts rows={facts.map(([name, value]) => [words(name), oneLine(typeof value === "string" ? value : JSON.stringify(value), 400)])} />
         </Panel>
       ) : null}
-      <Panel title="Task" more={<a href={href("rollouts", [], { task: data.group.task_id })}>all its groups</a>}>
+      <Panel title="Task" more={
+          <span class="row">
+            {operator.isOperator ? <a href={href("actions", [], { quarantine: data.group.task_id })}>quarantine</a> : null}
+            <a href={href("rollouts", [], { task: data.group.task_id })}>all its groups</a>
+          </span>
+        }
+      >
         <Facts rows={[["id", <span class="mono">{visible(data.group.task_id)}</span>], ["draw", data.group.draw], ["attempts", data.attempts], ...task.filter(([name]) => name !== "id").map(([name, value]): [string, string] => [words(name), oneLine(typeof value === "string" ? value : JSON.stringify(value), 400)])]} />
       </Panel>
     </>

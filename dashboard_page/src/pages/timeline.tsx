@@ -92,7 +92,8 @@ function TimelineChart({ data, asked }: { data: TimelineAnswer; asked: [number, 
       for (const mark of data.marks) {
         if (mark.at < from || mark.at > to || mark.kind === "step") continue;
         pen.fillStyle = colour(mark.kind === "restart" ? "bad" : (KINDS[mark.kind] ?? "muted"));
-        pen.fillRect(x(mark.at), 2, mark.kind === "restart" || mark.kind === "action" ? 2 : 1, mark.kind === "restart" ? bottom : MARKS - 8);
+        const isTall = mark.kind === "restart" || mark.kind === "action";
+        pen.fillRect(x(mark.at), 2, isTall ? 2 : 1, isTall ? bottom : MARKS - 8);
       }
       drawSteps(pen, data, x, from, to);
       for (const place of places) drawLane(pen, place, x, from, to);
@@ -108,6 +109,9 @@ function TimelineChart({ data, asked }: { data: TimelineAnswer; asked: [number, 
 
   const find = (point: Point | null) => {
     if (!point) return setHovered(null);
+    const near = ((to - from) / point.width) * 4;
+    const action = point.y < MARKS ? data.marks.find((mark) => mark.kind === "action" && Math.abs(mark.at - time(point)) < near) : undefined;
+    if (action) return setHovered({ lane: data.lanes[0]!, span: [action.at, action.at, action.label, 0, {}] });
     const place = places.find((one) => point.y >= one.top && point.y < one.top + one.height);
     if (!place) return setHovered(null);
     const at = time(point);
@@ -155,7 +159,7 @@ function TimelineChart({ data, asked }: { data: TimelineAnswer; asked: [number, 
           tip={
             hovered ? (
               <>
-                <b>{words(hovered.span[2])}</b> {duration(hovered.span[1] - hovered.span[0])}
+                <b>{visible(words(hovered.span[2]))}</b> {hovered.span[1] > hovered.span[0] ? duration(hovered.span[1] - hovered.span[0]) : ""}
                 {Object.entries(hovered.span[4]).map(([name, value]) => `\n${words(name)} ${visible(String(value))}`)}
               </>
             ) : null

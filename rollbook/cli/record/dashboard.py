@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from rollbook.access.guard import AllowedClients
-from rollbook.cli.arguments import AllowHost, AllowOrigin
+from rollbook.access.tokens import user_token_file
+from rollbook.cli.arguments import AllowActions, AllowHost, AllowOrigin
 from rollbook.cli.output import stderr_console
 from rollbook.run.dashboard.serve import serve_dashboard
 
@@ -27,6 +28,14 @@ def dashboard(  # noqa: PLR0917 - a command line is a list of flags
         Path | None,
         typer.Option("--token-file", help="File with the token that a person must enter; created if missing."),
     ] = None,
+    allow_actions: AllowActions = False,
+    operator_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--operator-token-file",
+            help="With --allow-actions: file with the token of operators; created if missing. Default: one for your user.",
+        ),
+    ] = None,
     allow_host: AllowHost = None,
     allow_origin: AllowOrigin = None,
     ready_file: Annotated[
@@ -40,6 +49,7 @@ def dashboard(  # noqa: PLR0917 - a command line is a list of flags
         host=host,
         port=port,
         token_file=token_file,
+        operator_token_file=operator_token_file or user_token_file("operator-token") if allow_actions else None,
         allowed=AllowedClients.of(allow_host or (), allow_origin or ()),
         ready_file=ready_file,
         say=lambda text: console.print(text, markup=False, soft_wrap=True),

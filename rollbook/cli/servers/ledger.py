@@ -34,6 +34,7 @@ def serve_command(  # noqa: PLR0917 - a command line is a list of flags
     producer_token: Annotated[list[str] | None, typer.Option(envvar="ROLLBOOK_PRODUCER_TOKENS")] = None,
     trainer_token: Annotated[list[str] | None, typer.Option(envvar="ROLLBOOK_TRAINER_TOKENS")] = None,
     viewer_token: Annotated[list[str] | None, typer.Option(envvar="ROLLBOOK_VIEWER_TOKENS")] = None,
+    operator_token: Annotated[list[str] | None, typer.Option(envvar="ROLLBOOK_OPERATOR_TOKENS")] = None,
 ) -> None:
     """Serve the native API, and with --atropos-run also the Atropos API."""
     console = stderr_console()
@@ -45,7 +46,12 @@ def serve_command(  # noqa: PLR0917 - a command line is a list of flags
         token_file=token_file,
         allowed_hosts=allow_host or (),
         allowed_origins=allow_origin or (),
-        tokens={"producer": producer_token or (), "trainer": trainer_token or (), "viewer": viewer_token or ()},
+        tokens={
+            "producer": producer_token or (),
+            "trainer": trainer_token or (),
+            "viewer": viewer_token or (),
+            "operator": operator_token or (),
+        },
         ready_file=ready_file,
         atropos_run=atropos_run,
         say=lambda text: console.print(text, markup=False),

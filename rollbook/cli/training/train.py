@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rollbook.cli.arguments import AsJson, Dashboard, Overrides, Preflight
+from rollbook.cli.arguments import AllowActions, AsJson, Dashboard, Overrides, Preflight
 from rollbook.cli.output import result_json, stderr_console
 from rollbook.run.commands.train import RunFailedError
 from rollbook.run.commands.train import train as launch
@@ -32,6 +32,7 @@ def train(  # noqa: PLR0917 - a command line is a list of flags
     ] = None,
     preflight: Preflight = True,
     dashboard: Dashboard = True,
+    allow_actions: AllowActions = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a policy asynchronously. The first Ctrl-C drains, the second stops at once; the same command resumes."""
@@ -47,6 +48,7 @@ def train(  # noqa: PLR0917 - a command line is a list of flags
             console=stderr_console(),
             preflight=preflight,
             dashboard=dashboard,
+            allow_actions=allow_actions,
         )
     except RunFailedError as error:
         report = error.report

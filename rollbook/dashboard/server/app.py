@@ -13,11 +13,11 @@ import msgspec
 from aiohttp import web
 
 from rollbook.access.guard import REFUSE, Problem
-from rollbook.contracts.errors import NotFoundError, RollbookError, UsageError
-from rollbook.dashboard.server import charts, fleet, groups, overview, steps, tasks
-from rollbook.dashboard.server.access import DashboardAccess
+from rollbook.contracts.errors import NotFoundError, RollbookError, RunError, UsageError
+from rollbook.dashboard.server import actions, charts, fleet, groups, overview, steps, tasks
+from rollbook.dashboard.server.access import DashboardAccess, Role
 from rollbook.dashboard.server.events import Events
-from rollbook.dashboard.server.request import BadRequestError, BusyError, error_reply, reply
+from rollbook.dashboard.server.request import BadRequestError, BusyError, ForbiddenError, error_reply, reply
 from rollbook.dashboard.server.runs import OpenRuns
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -76,6 +76,13 @@ def build_app(runs: OpenRuns, access: DashboardAccess, *, static: Path = STATIC)
 
         return handle
 
+    async def act(request: web.Request) -> web.StreamResponse:
+        if not runs.allows_actions:
+            raise ForbiddenError("this dashboard only shows runs; start it with --allow-actions to act on them")
+        if access.role_of(request) is not Role.OPERATOR:
+            raise ForbiddenError("this needs the token of an operator")
+        return reply(await actions.act(await runs.find(request.query.get("run")), request))
+
     def on_all(view: Callable[[OpenRuns, web.Request], Awaitable[Any]]) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             return reply(await view(runs, request))
@@ -88,6 +95,8 @@ def build_app(runs: OpenRuns, access: DashboardAccess, *, static: Path = STATIC)
     app.router.add_get("/api/run", on_run(overview.overview))
     app.router.add_get("/api/law", on_run(overview.law))
     app.router.add_post("/api/audit", on_run(overview.audit))
+    app.router.add_get("/api/actions", on_run(actions.list_actions))
+    app.router.add_post("/api/actions", act)
     app.router.add_get("/api/series", on_run(charts.series))
     app.router.add_get("/api/freshness", on_run(charts.freshness))
     app.router.add_get("/api/timeline", on_run(charts.timeline))
@@ -153,8 +162,15 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return error_reply(404, "not_found", str(error))
     except (BadRequestError, UsageError) as error:
         return error_reply(400, "bad_request", str(error))
+    except ForbiddenError as error:
+        return error_reply(403, "forbidden", str(error))
     except BusyError as error:
         return error_reply(409, "busy", str(error))
+    except RunError as error:
+        # The ledger refuses it; another attempt would be refused too. Reading fails with other errors.
+        is_refused = request.method == "POST" and request.path == "/api/actions"
+        kind = "refused" if is_refused else "ledger_unavailable"
+        return error_reply(409 if is_refused else 503, kind, str(error))
     except (RollbookError, OSError) as error:
         return error_reply(503, "ledger_unavailable", str(error))
 

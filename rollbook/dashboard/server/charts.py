@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
+from rollbook.contracts.admission import Action
 from rollbook.contracts.errors import RollbookError
 from rollbook.dashboard.index.columns import DROPS
 from rollbook.dashboard.index.index import ViewIndex
@@ -178,14 +179,31 @@ async def timeline(view: RunView, request: web.Request) -> dict[str, Any]:
 
 
 async def _marks(view: RunView, low: float, high: float) -> list[dict[str, Any]]:
-    """When steps were trained. A step's mark is the time of its row in the metrics."""
+    """When steps were trained and operators acted. A step's mark is the time of its row in the metrics."""
     found = await view.series()
     times = [] if found is None else found.step_times()
     marks = [
         {"at": at, "kind": "step", "label": f"step {step}", "step": step} for step, at in times if low <= at <= high
     ]
     stride = math.ceil(len(marks) / MAX_MARKS) or 1
-    return marks[::stride]
+    actions: Sequence[Action] = ()
+    with suppress(RollbookError):  # the spans are shown without the ledger
+        status = await view.ledger.status()
+        if status.actions:
+            actions = await view.ledger.actions(start=max(0, status.actions - MAX_MARKS), limit=MAX_MARKS)
+    return [
+        *marks[::stride],
+        *(
+            {
+                "at": action.at,
+                "kind": "action",
+                "label": " ".join(filter(None, (action.kind, action.target, f"by {action.author}", action.note))),
+                "step": None,
+            }
+            for action in actions
+            if low <= action.at <= high
+        ),
+    ]
 
 
 async def compare(runs: OpenRuns, request: web.Request) -> dict[str, Any]:

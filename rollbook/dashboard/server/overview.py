@@ -15,6 +15,7 @@ from rollbook.dashboard.process_files import read_processes
 from rollbook.dashboard.run_metrics import Change, RunMetrics, StepMetrics
 from rollbook.dashboard.run_view import RunPlace, RunView
 from rollbook.dashboard.series import MetricSeries
+from rollbook.dashboard.server.actions import action_state
 from rollbook.dashboard.server.request import BusyError
 from rollbook.dashboard.server.runs import OpenRuns
 
@@ -129,7 +130,7 @@ async def overview(view: RunView, _: web.Request) -> dict[str, Any]:
         "problems": find_problems(facts),
         "processes": processes,
         "sparklines": _sparklines(metrics.steps),
-        "actions": {"allowed": False, "paused": False},
+        "actions": action_state(status),
     }
 
 

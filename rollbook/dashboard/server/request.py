@@ -15,6 +15,10 @@ class BadRequestError(RollbookError):
     """A parameter of the request cannot be read."""
 
 
+class ForbiddenError(RollbookError):
+    """The request needs another role, or is not possible with this dashboard."""
+
+
 class BusyError(RollbookError):
     """The same work is already being done."""
 

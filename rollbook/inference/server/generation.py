@@ -7,6 +7,7 @@ token by token. All others are awaited whole.
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rollbook.contracts.output_formats import IncrementalDecoder, StopStrings
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TokenChunk, TopLogprobs, joined_chunks
@@ -42,6 +43,7 @@ class Generation:
         sampling: SamplingParams,
         *,
         tokenizer: Tokenizer | None = None,
+        skip_special_tokens: bool = True,
         stops: Sequence[str] = (),
         is_streamed: bool = False,
         constraint: TokenConstraint | None = None,
@@ -53,7 +55,10 @@ class Generation:
         self._used: list[TokenChunk] = []
         self._text = ""
         self._stops = StopStrings(stops)
-        self._decoder = None if tokenizer is None else IncrementalDecoder(tokenizer.decode)
+        self._decode_text = (
+            None if tokenizer is None else partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        )
+        self._decoder = None if self._decode_text is None else IncrementalDecoder(self._decode_text)
         # Unbounded, but never longer than the completion, whose length the engine limits.
         self._chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
         if self._is_streamed:
@@ -69,9 +74,9 @@ class Generation:
                     return piece.result
         completion = await self._completion
         text = ""
-        if self._tokenizer is not None:
+        if self._decode_text is not None:
             ids = completion.token_ids.tolist()
-            text = self._tokenizer.decode(ids if self._stop_token(completion) is None else ids[:-1])
+            text = self._decode_text(ids if self._stop_token(completion) is None else ids[:-1])
         return self._result(completion, text)
 
     async def pieces(self) -> AsyncIterator[Piece]:

@@ -132,6 +132,7 @@ class PolicyService:
         stops: Sequence[str] = (),
         is_streamed: bool = False,
         has_text: bool = True,
+        skip_special_tokens: bool | None = None,
         request_id: str | None = None,
         grammar: CompiledGrammar | None = None,
     ) -> Iterator[list[Generation]]:
@@ -147,6 +148,7 @@ class PolicyService:
                         prompt,
                         sampling,
                         tokenizer=self.tokenizer if has_text else None,
+                        skip_special_tokens=skip_special_tokens is not False,
                         stops=stops,
                         is_streamed=is_streamed or request_id is not None,
                         constraint=None if grammar is None else grammar.copy(),

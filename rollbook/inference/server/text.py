@@ -1,7 +1,7 @@
-"""Text around token ids: the tokenizer protocol, tool calls in streams."""
+"""Text around token ids: the tokenizer protocol, names of tokens, tool calls in streams."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 from rollbook.contracts.output_formats import OPENING, StopStrings, ToolCall, parse_tool_calls
 
@@ -33,8 +33,23 @@ class Tokenizer(Protocol):
         *,
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        template: Mapping[str, Any] | None = None,
     ) -> str:
-        """The chat template applied to the messages. Raises `EpisodeError` where the template rejects them."""
+        """The chat template applied to the messages, with `template` as further arguments. Raises `EpisodeError` where the template
+        rejects them."""
+
+
+TokenName: TypeAlias = Callable[[int], str]
+"""How a token is written next to its logprob."""
+
+
+def token_id_name(token_id: int) -> str:
+    """The id in vLLM's format."""
+    return f"token_id:{token_id}"
+
+
+def token_names(tokenizer: Tokenizer, *, is_id: bool | None) -> TokenName:
+    return token_id_name if is_id else lambda token: tokenizer.token_bytes(token).decode(errors="replace")
 
 
 class ToolCallStream:

@@ -19,6 +19,15 @@ class ChatBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=True, kw_
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
     add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further arguments of the chat template, such as `enable_thinking`."""
+    reasoning_effort: str | None = None
+    """Passed to the chat template."""
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    documents: list[dict[str, Any]] | None = None
+    modalities: list[str] | None = None
+    verbosity: str | None = None
     store: bool | None = None
     service_tier: str | None = None
 
@@ -30,6 +39,10 @@ class ChatBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=True, kw_
         if count and not self.logprobs:
             raise ValueError("top_logprobs: requires logprobs = true")
         return count
+
+    def template_arguments(self) -> dict[str, Any]:
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
 
     def rendered_tools(self) -> list[dict[str, Any]] | None:
         return None if self.tool_choice == "none" else self.tools
@@ -46,6 +59,11 @@ class ChatBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=True, kw_
     def neutral_values(self) -> dict[str, tuple[object, ...]]:
         own: dict[str, tuple[object, ...]] = {
             "store": (None, False),
+            "continue_final_message": (None, False),
+            "chat_template": (None,),
+            "documents": (None, []),
+            "modalities": (None, ["text"]),
+            "verbosity": (None, "medium"),
         }
         return {**super().neutral_values(), **own}
 

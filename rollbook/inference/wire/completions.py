@@ -82,6 +82,24 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     logit_bias: dict[str, float] | None = None
     min_p: float | None = None
     structured_outputs: StructuredOutputs | None = None
+    skip_special_tokens: bool | None = None
+    """Default: true. Special tokens are not part of the text."""
+    return_tokens_as_token_ids: bool | None = None
+    """Write `token_id:5` instead of its text next to logprobs."""
+    add_special_tokens: bool | None = None
+    """Default: true for a prompt. A rendered chat contains its own."""
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    spaces_between_special_tokens: bool | None = None
+    min_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    priority: int | None = None
 
     def grammar(self) -> tuple[str, str] | None:
         """The grammar of the completions, and the field that requires it. Raises `ValueError`."""
@@ -151,6 +169,15 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
             "repetition_penalty": (None, 1),
             "logit_bias": (None, {}),
             "min_p": (None, 0),
+            "min_tokens": (None, 0),
+            "include_stop_str_in_output": (None, False),
+            "bad_words": (None, []),
+            "allowed_token_ids": (None,),
+            "prompt_logprobs": (None,),
+            "truncate_prompt_tokens": (None,),
+            "use_beam_search": (None, False),
+            "length_penalty": (None, 1),
+            "priority": (None, 0),
         }
 
 

@@ -76,6 +76,8 @@ class SyncLedgerClient:
     payload = _blocking(LedgerClient.payload)
     manifest = _blocking(LedgerClient.manifest)
     steps = _blocking(LedgerClient.steps)
+    actions = _blocking(LedgerClient.actions)
+    act = _blocking(LedgerClient.act)
     register_producer = _blocking(LedgerClient.register_producer)
     producers = _blocking(LedgerClient.producers)
     join = _blocking(LedgerClient.join)

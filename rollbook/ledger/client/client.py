@@ -22,6 +22,8 @@ from rollbook.concurrency.deadline import Deadline
 from rollbook.concurrency.retry import retry
 from rollbook.contracts.admission import (
     LEASE_S,
+    Action,
+    ActionKind,
     DrawProgress,
     LedgerStatus,
     Member,
@@ -181,6 +183,21 @@ class LedgerClient:
     async def outcomes(self, *, after: int, limit: int) -> list[PastDraw]:
         return await self._call(verbs.OUTCOMES, wire.OutcomeQuery(start=after + 1, limit=limit))
 
+    # ------------------------------------------------------------------ operators
+
+    async def actions(
+        self, *, start: int = 0, limit: int = wire.MAX_LISTED, target: str | None = None
+    ) -> tuple[Action, ...]:
+        """A page of the actions of operators, from number `start` on; with `target`, those about one task or group."""
+        return await self._call(verbs.ACTIONS, wire.ActionQuery(start=start, limit=limit, target=target))
+
+    async def act(
+        self, kind: ActionKind, *, author: str, target: str = "", sample: int | None = None, note: str = ""
+    ) -> Action:
+        """Act on the run. Needs the token of an operator or of the trainer."""
+        request = wire.Act(kind=kind, author=author, target=target, sample=sample, note=note, nonce=uuid.uuid4().hex)
+        return await self._call(verbs.ACT, request)
+
     # ------------------------------------------------------------------ members
 
     async def members(self) -> tuple[Member, ...]:
@@ -195,10 +212,10 @@ class LedgerClient:
         )
         return await self._call(verbs.JOIN_MEMBER, request)
 
-    async def heartbeat_member(self, member: MemberId, *, publication: int | None = None, load: float = 0.0) -> None:
-        """Raises `FencedError` if the lease has ended."""
+    async def heartbeat_member(self, member: MemberId, *, publication: int | None = None, load: float = 0.0) -> float:
+        """The time of the ledger's clock. Raises `FencedError` if the lease has ended."""
         request = wire.HeartbeatMember(publication=publication, load=load)
-        await self._call(verbs.HEARTBEAT_MEMBER, request, member=member)
+        return (await self._call(verbs.HEARTBEAT_MEMBER, request, member=member)).time
 
     async def leave_member(self, member: MemberId) -> None:
         await self._call(verbs.LEAVE_MEMBER, NOTHING, member=member)

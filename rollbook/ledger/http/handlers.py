@@ -4,6 +4,7 @@
 token, format and size of the body, fields of the message, rules of the ledger. Errors are sent as `{kind, message}`.
 """
 
+import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from aiohttp import web
 
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import (
+    Action,
     DrawProgress,
     LedgerStatus,
     Member,
@@ -197,15 +199,24 @@ class LedgerHandlers:
         record = await self._ledger.register_producer(run, producer, weight=request.weight, min_share=request.min_share)
         return _producer_view(record)
 
+    async def actions(self, request: wire.ActionQuery, run: RunId) -> list[Action]:
+        found = await self._ledger.actions(run, start=request.start, limit=request.limit, target=request.target)
+        return [record.contract for record in found]
+
+    async def act(self, request: wire.Act, run: RunId) -> Action:
+        return (await self._ledger.act(run, **msgspec.structs.asdict(request))).contract
+
     async def members(self, _: wire.Empty, run: RunId) -> list[Member]:
         return await self._ledger.members(run)
 
     async def join_member(self, request: wire.JoinMember, run: RunId) -> MemberReply:
         return await self._ledger.join_member(run, **msgspec.structs.asdict(request))
 
-    async def heartbeat_member(self, request: wire.HeartbeatMember, run: RunId, member: MemberId) -> wire.Empty:
+    async def heartbeat_member(
+        self, request: wire.HeartbeatMember, run: RunId, member: MemberId
+    ) -> wire.HeartbeatReply:
         await self._ledger.heartbeat_member(run, member, publication=request.publication, load=request.load)
-        return wire.Empty()
+        return wire.HeartbeatReply(time=time.time())
 
     async def leave_member(self, _: wire.Empty, run: RunId, member: MemberId) -> wire.Empty:
         await self._ledger.leave_member(run, member)

@@ -75,4 +75,10 @@ get --json '{"publication": 0, "load": 3}' -H "$TOKEN" $LEDGER/v1/runs/demo/memb
 get $LEDGER/v1/runs/demo/members
 get --json '{}' -H "$TOKEN" $LEDGER/v1/runs/demo/members/$MEMBER/leave
 
+# What operators do. Each action is recorded with its author and time.
+get --json '{"kind": "pause", "author": "Ada", "note": "the reward is wrong", "nonce": "a1"}' -H "$TOKEN" $LEDGER/v1/runs/demo/actions
+get --json '{"kind": "resume", "author": "Ada", "nonce": "a2"}' -H "$TOKEN" $LEDGER/v1/runs/demo/actions
+get --json '{"kind": "quarantine", "author": "Ada", "target": "c", "nonce": "a3"}' -H "$TOKEN" $LEDGER/v1/runs/demo/actions
+get $LEDGER/v1/runs/demo/actions
+
 get --json "{\"epoch\": $EPOCH, \"reason\": \"max_steps\"}" -H "$TOKEN" $LEDGER/v1/runs/demo/finish

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
-from rollbook.contracts.admission import DrawProgress, LedgerStatus, Member, MemberReply, OpenReply, PastDraw
+from rollbook.contracts.admission import Action, DrawProgress, LedgerStatus, Member, MemberReply, OpenReply, PastDraw
 from rollbook.contracts.batch import BatchManifest, TrainerRole
 from rollbook.contracts.policy import Publication
 from rollbook.ledger.http import wire
@@ -16,6 +16,7 @@ from rollbook.ledger.http.auth import Role
 ALL_ROLES = frozenset(Role)
 PRODUCER = frozenset({Role.PRODUCER})
 TRAINER = frozenset({Role.TRAINER})
+OPERATOR = frozenset({Role.OPERATOR, Role.TRAINER})
 
 Q = TypeVar("Q", bound=wire.Message)
 R = TypeVar("R")
@@ -215,6 +216,25 @@ REGISTER_PRODUCER = _verb(
     wire.ProducerView,
     "Register a producer, or change its weight and minimum share.",
 )
+ACTIONS = _verb(
+    "actions",
+    "GET /v1/runs/{run}/actions",
+    ALL_ROLES,
+    wire.ActionQuery,
+    tuple[Action, ...],
+    "Actions of operators, oldest first.",
+)
+ACT = _verb(
+    "act",
+    "POST /v1/runs/{run}/actions",
+    OPERATOR,
+    wire.Act,
+    Action,
+    (
+        "Act on the run: pause or resume admission, drain, request a checkpoint, quarantine or readmit a task, annotate a group. "
+        "The action is recorded with its author and time."
+    ),
+)
 MEMBERS = _verb(
     "members",
     "GET /v1/runs/{run}/members",
@@ -236,7 +256,7 @@ HEARTBEAT_MEMBER = _verb(
     "POST /v1/runs/{run}/members/{member}/heartbeat",
     TRAINER,
     wire.HeartbeatMember,
-    wire.Empty,
+    wire.HeartbeatReply,
     "Extend the lease of a member. A lease that has ended is refused (409): join again.",
 )
 LEAVE_MEMBER = _verb(

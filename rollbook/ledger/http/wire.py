@@ -12,7 +12,17 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollbook.contracts.admission import LEASE_S, MemberRole, OpenPart, Receipt, RunSettings, SampleCounts
+from rollbook.contracts.admission import (
+    LEASE_S,
+    MAX_AUTHOR,
+    MAX_NOTE,
+    ActionKind,
+    MemberRole,
+    OpenPart,
+    Receipt,
+    RunSettings,
+    SampleCounts,
+)
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun
 from rollbook.contracts.group import GroupOutcome, GroupState
 from rollbook.contracts.policy import Publication
@@ -116,6 +126,26 @@ class HeartbeatMember(Message, frozen=True, kw_only=True):
     publication: Count | None = None
     """The weights of a policy server."""
     load: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
+
+
+class HeartbeatReply(Message, frozen=True, kw_only=True):
+    time: float
+    """The ledger's clock, in seconds since 1970: a member on another machine measures the offset of its own clock."""
+
+
+class Act(Message, frozen=True, kw_only=True):
+    kind: ActionKind
+    author: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_AUTHOR)]
+    target: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    """The task of `quarantine` and `readmit`, the group of `annotate`."""
+    sample: Count | None = None
+    """A note about one sample of the group, from 0."""
+    note: Annotated[str, msgspec.Meta(max_length=MAX_NOTE)] = ""
+    nonce: Name
+    """The same in every retry of one request."""
+
+    def __post_init__(self) -> None:
+        _reject_unstorable("action", self.author, self.target, self.note, self.nonce)
 
 
 class Join(Message, frozen=True, kw_only=True):
@@ -310,6 +340,17 @@ class GroupQuery(Message, frozen=True, kw_only=True):
     start: Annotated[int, msgspec.Meta(ge=0, le=LARGEST, description="the first admission sequence number")] = (
         msgspec.field(default=0, name="from")
     )
+
+
+class ActionQuery(Message, frozen=True, kw_only=True):
+    start: Annotated[int, msgspec.Meta(ge=0, le=LARGEST, description="the first action number")] = msgspec.field(
+        default=0, name="from"
+    )
+    limit: Annotated[int, msgspec.Meta(ge=0, le=MAX_LISTED, description="maximum number of actions")] = MAX_LISTED
+    target: Annotated[Name | None, msgspec.Meta(description="only actions about this task or group")] = None
+
+    def __post_init__(self) -> None:
+        _reject_unstorable("target", self.target)
 
 
 class PublicationQuery(Message, frozen=True, kw_only=True):

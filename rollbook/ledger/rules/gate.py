@@ -70,12 +70,17 @@ def open_groups(
     grants = _grant_again(run_tx, owner, limit)
     # Groups that were just granted have the current version, so this number stays the same below.
     aged = count_aged(run_tx.tx, run_tx.run)
+    quarantined = run_tx.tx.actions.quarantined(run_tx.run_id) if run_tx.run.num_quarantined else frozenset()
     taken = 0
     for draw in draws:
         if run_tx.tx.groups.get(run_tx.run_id, group_id(draw.task_id, draw.number)) is None:
             if len(grants) >= limit or gate_of(run_tx.run, aged=aged)[1] < 1:
                 break
-            grants.append(_grant_new(run_tx, owner, draw))
+            group = _open_new(run_tx, owner, draw)
+            if draw.task_id in quarantined:
+                run_tx.drop(group, DropReason(DropKind.QUARANTINED), by="gate")
+            else:
+                grants.append(_grant(run_tx, group))
         taken += 1
     gate, capacity = gate_of(run_tx.run, aged=aged)
     reply = OpenReply(grants=tuple(grants), taken=taken, gate=gate, capacity=capacity)
@@ -160,7 +165,7 @@ def _revoke_leases(run_tx: RunTransaction, owner: OwnerRecord, *, note: str) -> 
 def _grant_again(run_tx: RunTransaction, owner: OwnerRecord, limit: int) -> list[Grant]:
     """Grant waiting groups. They are admitted already and only need a slot."""
     run = run_tx.run
-    if run.is_over or run.version is None:
+    if run.is_over or run.version is None or run.is_paused or run.is_drained:
         return []
     room = run.settings.rule.retry_capacity(run.counts)
     grants: list[Grant] = []
@@ -185,7 +190,7 @@ def _attempt_again(run_tx: RunTransaction, owner: OwnerRecord, group: GroupRecor
     return _grant(run_tx, leased)
 
 
-def _grant_new(run_tx: RunTransaction, owner: OwnerRecord, draw: Draw) -> Grant:
+def _open_new(run_tx: RunTransaction, owner: OwnerRecord, draw: Draw) -> GroupRecord:
     rule = run_tx.run.settings.rule
     if run_tx.run.exhausted:
         run_tx.change(exhausted=False)
@@ -204,7 +209,7 @@ def _grant_new(run_tx: RunTransaction, owner: OwnerRecord, draw: Draw) -> Grant:
         **_lease(run_tx, owner),
     )
     run_tx.open(group, note=f"opened at version {run_tx.run.version}", by=owner.owner_id)
-    return _grant(run_tx, group)
+    return group
 
 
 def _lease(run_tx: RunTransaction, owner: OwnerRecord) -> _Lease:

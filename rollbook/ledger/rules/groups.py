@@ -235,6 +235,7 @@ def _submit(
             group = _open_external(run_tx, submission)
             run_tx.drop(group, DropReason(DropKind.END_OF_RUN, "submitted after the end"), by="submit")
             return Receipt.ALREADY_SETTLED
+        submission = _dropped_in_quarantine(run_tx, submission)
         if submission.drop is None:
             _open_queued(run_tx, submission, versions)
             return Receipt.STORED
@@ -249,6 +250,13 @@ def _submit(
     else:
         run_tx.move(group, GroupState.QUEUED, note=f"attempt {submission.attempt} submitted", by=by, **fields)
     return Receipt.STORED
+
+
+def _dropped_in_quarantine(run_tx: RunTransaction, submission: Submission) -> Submission:
+    """An external group of a task in quarantine is stored as dropped. Granted ones were dropped with the quarantine."""
+    if run_tx.field("num_quarantined") and submission.task_id in run_tx.tx.actions.quarantined(run_tx.run_id):
+        return msgspec.structs.replace(submission, drop=DropReason(DropKind.QUARANTINED))
+    return submission
 
 
 class _SubmittedFields(TypedDict):

@@ -38,6 +38,8 @@ def create_run(tx: Transaction, run_id: RunId, settings: RunSettings, *, now: fl
         return
     _refuse_changes(run, settings)
     resumed = run.changed(settings=settings, ended=_still_ended(run, settings))
+    if run.is_drained:
+        resumed = resumed.changed(is_draining=False, is_drained=False)
     if resumed != run:
         tx.runs.put(resumed)
         tx.announce(run_id)
@@ -109,6 +111,10 @@ def gate_of(run: RunRecord, *, aged: int) -> tuple[GateState, int]:
     """The gate's state and how many new groups may begin. `aged` is the result of `count_aged`."""
     if run.is_over:
         return GateState.ENDED, 0
+    if run.is_paused:
+        return GateState.PAUSED, 0
+    if run.is_draining:
+        return GateState.DRAINING, 0
     if run.version is None:
         return GateState.NO_POLICY, 0
     rule, counts = run.settings.rule, replace(run.counts, aged=aged)
@@ -147,6 +153,9 @@ def status(tx: Transaction, run_id: RunId) -> LedgerStatus:
         samples=sample_counts(tx, run) if run.settings.rule.policy is BatchPolicy.PARTS else None,
         exhausted=run.exhausted,
         ended=run.ended is not None,
+        checkpoint_requested=run.checkpoint_requested,
+        quarantined=tuple(sorted(tx.actions.quarantined(run_id))) if run.num_quarantined else (),
+        actions=run.next_action,
     )
 
 

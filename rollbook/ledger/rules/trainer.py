@@ -112,6 +112,8 @@ def checkpointed(run_tx: RunTransaction, step: int, *, oldest_kept: int, epoch: 
         for group in _groups_of_step(run_tx, durable):
             run_tx.move(group, GroupState.DURABLE, note=f"checkpoint {step}", by=f"epoch {epoch}")
     run_tx.change(durable_step=max(run.durable_step, step))
+    if run.checkpoint_requested is not None and step >= run.checkpoint_requested:
+        run_tx.change(checkpoint_requested=None)
     num_deleted, _ = delete_payloads(run_tx, oldest_kept, dropped_only=run.settings.keep_payloads)
     return num_deleted
 

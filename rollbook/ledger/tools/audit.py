@@ -10,7 +10,7 @@ their payloads are not read again.
 
 import time
 
-from rollbook.contracts.admission import RunId
+from rollbook.contracts.admission import ActionKind, RunId
 from rollbook.contracts.freshness import lag
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.ledger.records import BatchRecord
@@ -37,7 +37,15 @@ def audit_since(tx: Transaction, run_id: RunId, mark: AuditMark | None) -> tuple
     run = find_run(tx, run_id)
     findings = Findings(run, mark if mark is not None and mark.is_of(tx, run) else None)
     changed = None if findings.mark is None else changed_groups(tx, findings)
-    for check in (_check_rows_on_disk, _check_publications, _check_batches, check_groups, _check_law, _check_steps):
+    for check in (
+        _check_rows_on_disk,
+        _check_publications,
+        _check_actions,
+        _check_batches,
+        check_groups,
+        _check_law,
+        _check_steps,
+    ):
         try:
             check(tx, findings, changed)
         except StoreFaultError as error:
@@ -76,6 +84,29 @@ def _check_publications(tx: Transaction, findings: Findings, _: object) -> None:
     findings.expect("the version of the current publication", None if current is None else current.step, run.version)
     if run.last_confirmed is not None and tx.publications.get(run.run_id, run.last_confirmed) is None:
         findings.add(f"the last confirmed publication {run.last_confirmed} is missing")
+
+
+def _check_actions(tx: Transaction, findings: Findings, _: object) -> None:
+    """Actions of operators are contiguous, and the run is as they left it."""
+    run = findings.run
+    found = tx.actions.page(run.run_id, limit=run.next_action + 1)
+    findings.expect("actions", [action.number for action in found], list(range(run.next_action)))
+    findings.quarantined = tx.actions.quarantined(run.run_id)
+    findings.expect("tasks in quarantine", len(findings.quarantined), run.num_quarantined)
+    is_paused = is_draining = is_drained = False
+    for action in found:
+        if action.kind is ActionKind.PAUSE:
+            is_paused = True
+        elif action.kind is ActionKind.RESUME:
+            is_paused = is_draining = is_drained = False
+        elif action.kind is ActionKind.DRAIN:
+            is_paused, is_draining, is_drained = False, True, False
+        elif action.kind is ActionKind.DRAINED:
+            is_drained = True
+    findings.expect("admission is paused by the actions", is_paused, run.is_paused)
+    # Creating the run again ends a complete drain without an action.
+    if not (is_drained and not run.is_draining):
+        findings.expect("the run is draining by the actions", is_draining, run.is_draining)
 
 
 def _check_batches(tx: Transaction, findings: Findings, _: object) -> None:

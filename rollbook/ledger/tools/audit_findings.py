@@ -114,6 +114,7 @@ class Findings:
     first_open_publication: int = 0
     """Publications below it are final while the trainer is not replaced."""
     max_lag: int | None = None
+    quarantined: frozenset[str] = frozenset()
     samples: SampleLedger = field(init=False)
     sample_law: SampleCounts | None = None
 

@@ -14,6 +14,7 @@ from rollbook.contracts.policy import PublicationId
 from rollbook.ledger.records import GroupRecord, MoveRecord, Origin
 from rollbook.ledger.rules.parts import wrong_part
 from rollbook.ledger.rules.publications import admission_of
+from rollbook.ledger.rules.run_transaction import SETTLED
 from rollbook.ledger.store import StoreFaultError, Transaction
 from rollbook.ledger.tools.audit_findings import Findings
 from rollbook.ledger.tools.audit_samples import wrong_mask, wrong_versions
@@ -54,6 +55,8 @@ def check_groups(tx: Transaction, findings: Findings, changed: list[GroupId] | N
                 _check_history(group, moves, findings)
             else:
                 findings.add(f"group {group.group_id} has no history")
+            if group.task_id in findings.quarantined and group.state not in SETTLED:
+                findings.add(f"group {group.group_id} is {group.state}, and its task {group.task_id} is in quarantine")
             _check_row(group, remaining.pop(group.group_id, (None, None)), payloads, findings)
     for group_id, (step, _) in remaining.items():
         if changed is not None and tx.groups.get(findings.run.run_id, group_id) is not None:

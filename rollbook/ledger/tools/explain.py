@@ -28,6 +28,7 @@ REASONS = {
     DropKind.END_OF_DATA: "the data ended and it did not fill a batch",
     DropKind.END_OF_RUN: "the run was over",
     DropKind.RESET: "the run was reset",
+    DropKind.QUARANTINED: "an operator quarantined its task",
 }
 
 

@@ -17,6 +17,7 @@ from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.store import Reader, Transaction
 from rollbook.ledger.tools.jsonl import (
     FORMAT,
+    ActionLine,
     AnyLine,
     BatchLine,
     EndLine,
@@ -101,6 +102,8 @@ def _lines(tx: Transaction, run_id: RunId, extensions: Sequence[RunExtension]) -
             payload=payload,
             samples=None if payload is None else readable_samples(payload, group.group_id),
         )
+    for action in tx.actions.page(run_id, limit=run.next_action):
+        yield ActionLine(record=action)
     for batch in tx.batches.each(run_id):
         yield BatchLine(record=batch)
     for step in tx.steps.each(run_id):

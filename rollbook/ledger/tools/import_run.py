@@ -12,6 +12,7 @@ from rollbook.ledger.store import Store, Transaction
 from rollbook.ledger.tools.audit import audit_run
 from rollbook.ledger.tools.jsonl import (
     FORMAT,
+    ActionLine,
     AnyLine,
     BatchLine,
     EndLine,
@@ -80,6 +81,8 @@ class _Import:
         match line:
             case GroupLine():
                 self._write_group(line, run_id)
+            case ActionLine():
+                tx.actions.add(line.record.changed(run_id=run_id))
             case BatchLine():
                 tx.batches.put(line.record.changed(run_id=run_id))
             case StepLine():

@@ -1,7 +1,7 @@
 """The lines of an exported run, in an order in which they can be imported.
 
-First the run, then its groups with their histories and payloads (base64, unchanged), then batches, steps, publications and the data
-of extensions. The last line counts the lines before it, so that a truncated file is detected.
+First the run, then its groups with their histories and payloads (base64, unchanged), then actions, batches, steps, publications and
+the data of extensions. The last line counts the lines before it, so that a truncated file is detected.
 """
 
 from typing import Any, Protocol
@@ -10,6 +10,7 @@ import msgspec
 
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.records import (
+    ActionRecord,
     BatchRecord,
     GroupRecord,
     MoveRecord,
@@ -46,6 +47,10 @@ class GroupLine(Line, frozen=True, kw_only=True, tag="group"):
     """The decoded payload, for people. The import ignores it."""
 
 
+class ActionLine(Line, frozen=True, kw_only=True, tag="action"):
+    record: ActionRecord
+
+
 class BatchLine(Line, frozen=True, kw_only=True, tag="batch"):
     record: BatchRecord
 
@@ -70,7 +75,7 @@ class EndLine(Line, frozen=True, kw_only=True, tag="end"):
     """Number of lines before this one."""
 
 
-AnyLine = RunLine | GroupLine | BatchLine | StepLine | PublicationLine | ExtensionLine | EndLine
+AnyLine = RunLine | GroupLine | ActionLine | BatchLine | StepLine | PublicationLine | ExtensionLine | EndLine
 
 
 class RunExtension(Protocol):

@@ -21,17 +21,32 @@ MODEL_NAME = "policy"
 SET_BY_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "seed")
 """All trained tokens come from one sampling distribution, because the trainer computes logprobs under it."""
 
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
+CHANGES_SAMPLING: dict[str, tuple[object, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
     "logit_bias": (None, {}),
+    "min_tokens": (None, 0),
+    "ignore_eos": (None, False),
+    "stop_token_ids": (None, []),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "structured_outputs": (None,),
+    "use_beam_search": (None, False),
+}
+"""Unsupported fields of OpenAI and vLLM, and the values that have no effect."""
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    **CHANGES_SAMPLING,
+    "n": (None, 1),
+    "best_of": (None, 1),
     "functions": (None, []),
     "audio": (None,),
     "modalities": (None, ["text"]),
+    "chat_template": (None,),
+    "documents": (None, []),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
 }
-"""Unsupported fields, and the values that have no effect."""
 
 
 def refuse_unsupported(body: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...]]) -> None:
@@ -58,6 +73,7 @@ def chat_request(body: Mapping[str, Any]) -> ChatRequest:
         is_single_call=body.get("parallel_tool_calls") is False,
         response_format=body.get("response_format"),
         top_logprobs=checked_top_logprobs(body) if body.get("logprobs") else 0,
+        template=template_arguments(body, body.get("reasoning_effort")),
     )
 
 
@@ -71,6 +87,14 @@ def requested_tools(
     if not isinstance(tools, list):
         raise BadChatError("tools: a list is required", "tools")
     return [convert(tool, number) for number, tool in enumerate(tools)]
+
+
+def template_arguments(body: Mapping[str, Any], reasoning_effort: Any) -> dict[str, Any]:
+    """The arguments of the chat template, with vLLM's name."""
+    arguments = body.get("chat_template_kwargs") or {}
+    if not isinstance(arguments, Mapping):
+        raise BadChatError("chat_template_kwargs: an object is required", "chat_template_kwargs")
+    return {**({} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}), **arguments}
 
 
 def checked_top_logprobs(body: Mapping[str, Any]) -> int:

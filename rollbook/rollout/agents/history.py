@@ -5,8 +5,9 @@ prompt is the tokens of that turn, as consumed and sampled, plus the tokens of t
 reasoning, an agent that edits its history) the prompt is rendered from the messages, and the assembler starts a new sequence.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rollbook.rollout.agents.messages import digests
@@ -51,13 +52,15 @@ class ChatHistory:
         self._parser = parser
         self._turns: dict[bytes, PlayedTurn] = {}
 
-    def prompt(self, messages: Sequence[Message], tools: Tools) -> Prompt:
-        text = self._tokenizer.render(messages, add_generation_prompt=True, tools=tools)
+    def prompt(self, messages: Sequence[Message], tools: Tools, template: Mapping[str, Any] | None = None) -> Prompt:
+        """`template` are further arguments of the chat template."""
+        render = partial(self._tokenizer.render, add_generation_prompt=True, tools=tools, template=template)
+        text = render(messages)
         found = self._find(messages, tools)
         if found is None:
             return Prompt(token_ids=self._tokenizer.encode(text), rendered=text)
         count, turn = found
-        rest = self._rest(turn, messages, count, tools, text)
+        rest = self._rest(turn, messages, count, render, text, parse=self._parser if tools else ParsedText)
         if rest is None:
             return Prompt(token_ids=self._tokenizer.encode(text), rendered=text, rewrite=_difference(turn, text))
         return Prompt(token_ids=turn.tokens + self._tokenizer.encode(rest), rendered=text, is_continued=True)
@@ -74,11 +77,20 @@ class ChatHistory:
                 return count, turn
         return None
 
-    def _rest(self, turn: PlayedTurn, messages: Sequence[Message], count: int, tools: Tools, text: str) -> str | None:
+    def _rest(
+        self,
+        turn: PlayedTurn,
+        messages: Sequence[Message],
+        count: int,
+        render: Callable[[Sequence[Message]], str],
+        text: str,
+        *,
+        parse: ToolParser,
+    ) -> str | None:
         """The template's text after the reply of `turn`; None if the template changes the reply."""
         marked = [*messages[: count - 1], {"role": "assistant", "content": REPLY_MARK}, *messages[count:]]
         try:
-            around = self._tokenizer.render(marked, add_generation_prompt=True, tools=tools)
+            around = render(marked)
         except RenderError:
             # A template that requires a call before its result: compare the whole text instead.
             return self._rest_of_text(turn, text)
@@ -87,7 +99,6 @@ class ChatHistory:
             return None
         if len(text) < len(before) + len(rest) or not (text.startswith(before) and text.endswith(rest)):
             return None
-        parse = self._parser if tools else ParsedText
         kept = text[len(before) : len(text) - len(rest)]
         return self._after_end(turn, rest) if parse(kept).is_same_as(parse(turn.reply)) else None
 

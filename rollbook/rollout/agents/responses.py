@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rollbook.rollout.agents.chat_completions import (
+    CHANGES_SAMPLING,
     MODEL_NAME,
     SET_BY_THE_RUN,
     checked_max_tokens,
@@ -14,6 +15,7 @@ from rollbook.rollout.agents.chat_completions import (
     logprob_entries,
     refuse_unsupported,
     requested_tools,
+    template_arguments,
 )
 from rollbook.rollout.agents.messages import BadChatError
 from rollbook.rollout.agents.session import ChatRequest, ChatTurn, ProxySession
@@ -21,6 +23,7 @@ from rollbook.rollout.agents.streaming import SampledToken, TurnPart, sampled_to
 from rollbook.rollout.contract import Message
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
+    **CHANGES_SAMPLING,
     "background": (None, False),
     "truncation": (None, "disabled"),
 }
@@ -42,7 +45,7 @@ def responses_request(body: Mapping[str, Any], known: Mapping[str, Sequence[Mess
             )
         messages += known[previous]
     messages += _input_messages(body.get("input"))
-    text = body.get("text")
+    text, reasoning = body.get("text"), body.get("reasoning")
     return ChatRequest(
         messages=messages,
         tools=requested_tools(body, _tool),
@@ -52,6 +55,7 @@ def responses_request(body: Mapping[str, Any], known: Mapping[str, Sequence[Mess
         is_single_call=body.get("parallel_tool_calls") is False,
         response_format=text.get("format") if isinstance(text, Mapping) else None,
         top_logprobs=checked_top_logprobs(body),
+        template=template_arguments(body, reasoning.get("effort") if isinstance(reasoning, Mapping) else None),
     )
 
 
@@ -157,7 +161,8 @@ class ResponsesReply:
     def _items(self, turn: ChatTurn) -> list[dict[str, Any]]:
         has_message = turn.parsed.content or self._sent_text or not turn.parsed.calls
         logprobs = self._logprobs(sampled_tokens(turn.completion))
-        items = [self._message("completed", turn.parsed.content, logprobs)] if has_message else []
+        status = "incomplete" if turn.finish_reason == "length" else "completed"
+        items = [self._message(status, turn.parsed.content, logprobs)] if has_message else []
         items += [
             {
                 "id": f"fc_{uuid.uuid4().hex}",

@@ -49,6 +49,8 @@ class ChatRequest:
     is_single_call: bool = False
     response_format: Any = None
     top_logprobs: int = 0
+    template: Mapping[str, Any] | None = None
+    """Further arguments of the chat template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +167,7 @@ class ProxySession:
         self, request: ChatRequest, messages: Sequence[Message], grammar: str | None, on_part: OnPart | None
     ) -> ChatTurn:
         began = time.monotonic()
-        prompt = self._history.prompt(messages, request.tools)
+        prompt = self._history.prompt(messages, request.tools, request.template)
         num_prompt = len(prompt.token_ids)
         if isinstance(self._assembler, TrajectoryAssembler):
             self._assembler.expect_prefix(prompt.token_ids)

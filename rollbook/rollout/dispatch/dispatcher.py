@@ -7,7 +7,7 @@ retries within one budget; when that is spent, this process ends and the supervi
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -40,6 +40,8 @@ OPEN_WAIT_S = 20.0
 """How long the ledger may hold a request while the gate is closed. It responds as soon as it can grant a group."""
 EMPTY_PAUSE_S = 0.05
 """Pause after a response without grants, in case the ledger does not hold requests."""
+MAX_EMPTY_PAUSE_S = 5.0
+"""The pause doubles up to this: when all proposed tasks are in quarantine, each request drops their draws."""
 TICK_S = 1.0
 SUBMITTERS = 8
 """Concurrent submissions: enough to hide the ledger's latency, few enough not to overload it."""
@@ -47,6 +49,12 @@ HISTORY_PAGE = 1000
 """Past draws in one response: some hundred kilobytes."""
 FINAL_WAIT_S = 2.0
 """When the run is over: how long to wait for submissions in progress, so that they are counted."""
+
+
+OPERATOR_GATES = {
+    GateState.PAUSED: "an operator paused admission",
+    GateState.DRAINING: "an operator drains the run",
+}
 
 
 class Dispatcher:
@@ -63,8 +71,10 @@ class Dispatcher:
         spans: SpanRecorder,
         clock: Clock | None = None,
         max_attempts: int | None = None,
+        until_served: Callable[[], Awaitable[None]] | None = None,
         log_hint: str = "the events rollout.group_failed and rollout.worker_output in the run's logs",
     ) -> None:
+        """`until_served` waits until a policy server has weights."""
         self._name = name
         self._tasks = tasks
         self._sink = sink
@@ -88,6 +98,9 @@ class Dispatcher:
         self._with_results: asyncio.Queue[Attempt] = asyncio.Queue(maxsize=config.slots * rule.unit)
         self._slot_freed = asyncio.Event()
         self._max_attempts = max_attempts
+        self._until_served = until_served
+        self._is_served = until_served is None
+        """False: no group is opened before `until_served` returns."""
         self._failed_attempts: Counter[GroupId] = Counter()
         self._is_run_over = False
         self._is_leaving = False
@@ -99,6 +112,10 @@ class Dispatcher:
             return "starting workers"
         if self._is_leaving:
             return f"finishing {len(self._attempts)} groups, then leaving"
+        if not self._is_served and not self._attempts:
+            return "waiting until a policy server has weights"
+        if self._slots.gate in OPERATOR_GATES:
+            return f"{OPERATOR_GATES[self._slots.gate]}; {len(self._attempts)} groups are being played"
         if self._attempts:
             return f"playing {len(self._attempts)} groups"
         return "waiting for the ledger to admit groups (the first weights, or free capacity)"
@@ -155,18 +172,22 @@ class Dispatcher:
 
         Takes:  draws, from the task source.
         Gives:  orders, to the pool.
-        Waits:  for a ready worker, then for a free slot, then in the ledger for the gate.
+        Waits:  for a ready worker, then for a free slot, for a policy server with weights, and in the ledger for the gate.
         Woken:  by `_remove` through `self._slot_freed`.
         Ends:   when the run is over, or after `leave`.
         """
         await self._pool.ready.wait()
         is_exhaustion_reported = False
+        pause_s = EMPTY_PAUSE_S
         while True:
             while not self._is_ending and self._slots.to_propose == 0:
                 self._slot_freed.clear()
                 await self._slot_freed.wait()
             if self._is_ending:
                 return
+            if not self._is_served and self._until_served is not None:
+                await self._until_served()
+                self._is_served = True
             count = self._slots.to_propose
             draws = self._tasks.propose(count)
             if self._tasks.is_exhausted and not is_exhaustion_reported:
@@ -175,8 +196,12 @@ class Dispatcher:
             reply = await self._open(owner, draws, count)
             if reply.gate is GateState.ENDED:
                 return
-            if not reply.grants and not reply.taken:
-                await self._clock.sleep(EMPTY_PAUSE_S)
+            if reply.grants:
+                pause_s = EMPTY_PAUSE_S
+                continue
+            await self._clock.sleep(pause_s)
+            # Draws without a grant: their tasks are in quarantine, or other dispatchers have them.
+            pause_s = min(2 * pause_s, MAX_EMPTY_PAUSE_S) if reply.taken else EMPTY_PAUSE_S
 
     @property
     def _is_ending(self) -> bool:
@@ -231,6 +256,8 @@ class Dispatcher:
         self._metrics.add("rollout/worker_deaths", 1)
 
     def _expire(self, grant: Grant) -> None:
+        # Its policy server may have lost its weights.
+        self._is_served = self._until_served is None
         self._pool.cancel(grant.group_id, grant.attempt, is_late=True)
         self._add_result(grant.group_id, grant.attempt, Lost("deadline"))
 

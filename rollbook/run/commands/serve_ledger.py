@@ -63,6 +63,7 @@ def serve(
         producer_tokens=tuple(SecretStr(token) for token in tokens.get("producer", ())),
         trainer_tokens=tuple(SecretStr(token) for token in tokens.get("trainer", ())),
         viewer_tokens=tuple(SecretStr(token) for token in tokens.get("viewer", ())),
+        operator_tokens=tuple(SecretStr(token) for token in tokens.get("operator", ())),
     )
     dialects = [] if atropos_run is None else [atropos_dialect(AtroposConfig(run=atropos_run))]
     say(f"opening {store} ({durability}), listening on {host}:{port}")

@@ -19,6 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
+from rollbook.access.tokens import read_or_create_token
 from rollbook.concurrency.blocking import run_blocking
 from rollbook.contracts.errors import RunError, UsageError
 from rollbook.contracts.plugin import load_on_demand, require_libraries
@@ -73,6 +74,7 @@ def train(
     console: Console | None = None,
     preflight: bool = True,
     dashboard: bool = False,
+    allow_actions: bool = False,
 ) -> TrainReport:
     """Train to the end, or until Ctrl-C, and return the report. Works in scripts, tests and notebooks.
 
@@ -90,7 +92,8 @@ def train(
 
     `run_dir` is created; an existing one is resumed. `overrides` are like `--set`: `"trainer.max_steps=10"`. Progress and the
     summary are printed to `console`, by default stderr. `preflight` runs the user's code once before anything starts. `dashboard`
-    serves the run's page in a separate process until the run ends, and prints its address. Raises `ConfigError` before anything
+    serves the run's page in a separate process until the run ends, and prints its address. With `allow_actions`, those who have the
+    printed token can act on the run there. Raises `ConfigError` before anything
     starts, and `RunFailedError` if the run fails.
     """
     require_libraries("torch", "transformers")
@@ -113,6 +116,10 @@ def train(
         with directory.locked():
             if any(Path(staging).iterdir()):
                 shutil.copytree(staging, directory.objects, dirs_exist_ok=True)
+            if allow_actions:
+                read_or_create_token(directory.operator_token_file)
+            else:
+                directory.operator_token_file.unlink(missing_ok=True)
             report = _train(loaded.moved(staging, directory.objects), directory, console, has_dashboard=dashboard)
     print_summary(report, console)
     if report.exit_code == EXIT_FAILED:
@@ -180,6 +187,8 @@ def _train(loaded: LoadedConfig, directory: RunDirectory, console: Console, *, h
     )
     if has_dashboard:
         console.print(f"dashboard: {supervisor.addresses['dashboard']}")
+        if directory.operator_token_file.exists():
+            console.print(f"operators act on the run with the token in {directory.operator_token_file}", soft_wrap=True)
     outcome = run_blocking(
         _run_with_view(supervisor, loaded.config, directory, console), on_interrupt=supervisor.interrupt
     )

@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.ledger.tools.explain import REASONS
 from rollbook.rollout.chat.provenance import Pieces, spans_of
 from rollbook.rollout.metrics import ROLLOUT_METRICS
+from rollbook.run.actions import act_on_directory, act_on_ledger
 from rollbook.run.config.run import LoadedConfig, RunConfig, load_resolved_config
 from rollbook.run.dashboard.ledger_sources import HttpSource, StoreSource
 from rollbook.run.dashboard.settings import config_view
@@ -101,6 +103,7 @@ class LedgerCatalog:
             yield OpenedRun(
                 details=RunDetails(key=place.key, name=place.name, source=place.source, path=place.path),
                 ledger=HttpSource(client),
+                act=partial(act_on_ledger, place.path),
                 index_file=_cache_file(place.path),
                 meanings=MEANINGS,
                 drop_meanings=DROP_MEANINGS,
@@ -158,9 +161,10 @@ async def _open_directory(place: RunPlace) -> AsyncIterator[OpenedRun]:
         yield OpenedRun(
             details=_details(place, config),
             ledger=await _open_ledger(directory, loaded, place.name, stack),
+            act=partial(act_on_directory, directory),
             index_file=directory.path / INDEX_FILE,
             directory=directory.path,
-            is_running=lambda: is_running(directory),
+            is_running=directory.is_running,
             config=lambda: ([], "") if config is None else config_view(config),
             tokens=lambda: _load_tokens(directory),
             advantages=lambda group: None if config is None else _advantages(group, config.trainer),
@@ -207,17 +211,6 @@ def _details(place: RunPlace, config: RunConfig | None) -> RunDetails:
         max_in_flight=config.gate.max_groups_in_flight,
         has_evaluation=config.evaluation.every_steps is not None,
     )
-
-
-def is_running(directory: RunDirectory) -> bool:
-    """Whether the process that holds the directory lives. The lock itself is not tried: that could refuse a real `train`."""
-    if not directory.addresses_file.exists():
-        return False
-    try:
-        os.kill(int(directory.lock_file.read_text(encoding="ascii").strip()), 0)
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def _advantages(group: PromptGroup, config: TrainerConfig) -> list[float] | None:

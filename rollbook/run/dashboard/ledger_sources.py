@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
-from rollbook.contracts.admission import LedgerStatus, RunId
+from rollbook.contracts.admission import Action, LedgerStatus, RunId
 from rollbook.contracts.batch import BatchManifest
 from rollbook.contracts.errors import NotFoundError
 from rollbook.contracts.group import GroupId
@@ -79,6 +79,16 @@ class StoreSource:
         found = await self._read(lambda tx: tx.publications.page(self._run_id, start=start, limit=limit))
         return tuple(record.contract for record in found)
 
+    async def actions(self, *, start: int, limit: int, target: str | None = None) -> tuple[Action, ...]:
+        def read(tx: Transaction) -> tuple[Action, ...]:
+            if target is None:
+                found = tx.actions.page(self._run_id, start=start, limit=limit)
+            else:
+                found = tx.actions.of_target(self._run_id, target)
+            return tuple(action.contract for action in found)
+
+        return await self._read(read)
+
     async def producers(self) -> tuple[Producer, ...]:
         return tuple(map(_producer, await self._read(lambda tx: tx.producers.all(self._run_id))))
 
@@ -125,6 +135,9 @@ class HttpSource:
 
     async def publications(self, *, start: int, limit: int) -> tuple[Publication, ...]:
         return await self._client.publications(start=start, limit=limit)
+
+    async def actions(self, *, start: int, limit: int, target: str | None = None) -> tuple[Action, ...]:
+        return await self._client.actions(start=start, limit=limit, target=target)
 
     async def producers(self) -> tuple[Producer, ...]:
         return tuple(map(_producer, await self._client.producers()))

@@ -12,7 +12,6 @@ from rollbook.dashboard.process_files import read_processes
 from rollbook.dashboard.run_files import RunReader
 from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
 from rollbook.run.config.run import RunConfig, load_resolved_config
-from rollbook.run.dashboard.catalog import is_running
 from rollbook.run.directory import RunDirectory
 
 TICK_S = 0.5
@@ -39,7 +38,7 @@ def _ticks(directory: RunDirectory, *, once: bool) -> Iterator[None]:
     """One tick now, then one for each interval while the run is running, and a last one after its end."""
     was_running = True
     while was_running:
-        was_running = is_running(directory) and not once
+        was_running = directory.is_running() and not once
         yield
         if was_running:
             time.sleep(TICK_S)

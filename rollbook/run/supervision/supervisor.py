@@ -26,6 +26,7 @@ from rollbook.run.directory import RunDirectory, existing_model, write_json
 from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.run.supervision.autoscaler import open_autoscaler
 from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
+from rollbook.run.supervision.drain import until_drained
 from rollbook.run.supervision.extra_processes import ExtraProcesses
 from rollbook.run.supervision.host import LocalHost, ProcessHost, ProcessStart
 from rollbook.run.supervision.membership import machine_id, member_lease
@@ -190,8 +191,9 @@ class Supervisor:
                     readiness = group.create_task(self._all_ready(required), name="run.ready")
                     watch = group.create_task(self._watch(), name="run.watch")
                     extras = group.create_task(self._run_extras(), name="run.extras")
+                    drain = group.create_task(self._drain_on_request(), name="run.drain_on_request")
                     await self._over.wait()
-                    for task in (readiness, watch, extras):
+                    for task in (readiness, watch, extras, drain):
                         task.cancel()
                     await asyncio.wait({extras})
                 await self._stop_others()
@@ -391,6 +393,12 @@ class Supervisor:
                 self._say(f"{process.name} sent no heartbeat for {silent_s:g} s and is restarted ({doing})")
                 process.kill()
                 await process.ends_within(STOP_GRACE_S)
+
+    async def _drain_on_request(self) -> None:
+        """Stop the run, as after the first Ctrl-C, when an operator has drained it."""
+        loaded = load_resolved_config(self._directory)
+        await until_drained(loaded, self._directory, self.addresses["ledger"], log=self._log, say=self._say)
+        self.interrupt()
 
     async def _stop_others(self) -> None:
         """Stop all processes but the ledger, clients before the servers they use."""

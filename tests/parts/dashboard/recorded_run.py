@@ -125,9 +125,11 @@ class DashboardClient:
 
 
 @asynccontextmanager
-async def serving_dashboard(target: str, access: DashboardAccess | None = None) -> AsyncIterator[DashboardClient]:
+async def serving_dashboard(
+    target: str, access: DashboardAccess | None = None, *, allows_actions: bool = False
+) -> AsyncIterator[DashboardClient]:
     async with AsyncExitStack() as stack:
-        runs = await stack.enter_async_context(open_runs(open_catalog(target)))
+        runs = await stack.enter_async_context(open_runs(open_catalog(target), allows_actions=allows_actions))
         app = build_app(runs, access or DashboardAccess())
         url = await stack.enter_async_context(serve_app(app, listening_socket("127.0.0.1", 0)))
         yield DashboardClient(url, await stack.enter_async_context(aiohttp.ClientSession()))

@@ -4,7 +4,6 @@ python openenv_peer.py play URL            its client plays number guessing agai
 python openenv_peer.py crowd URL COUNT     COUNT of its clients connect to a full server
 python openenv_peer.py mcp URL             its MCP client uses the tool of our server
 python openenv_peer.py serve               its server offers `Counter`; the address is printed
-python openenv_peer.py host                our server hosts `Counter`; the address is printed
 """
 
 # mypy: ignore-errors
@@ -140,15 +139,6 @@ def serve() -> None:
     uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="websockets")).run(sockets=[sock])
 
 
-async def host() -> None:
-    from rollbook.envs.config import EnvConfig
-    from rollbook.envs.server.run import serve_environments
-
-    async with serve_environments(EnvConfig(name="openenv_peer:Counter"), size=4, is_openenv=True) as server:
-        tell(server.url)
-        await asyncio.Event().wait()
-
-
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["play", url]:
@@ -159,5 +149,3 @@ if __name__ == "__main__":
             tell(json.dumps(asyncio.run(crowd(url, int(count)))))
         case ["serve"]:
             serve()
-        case ["host"]:
-            asyncio.run(host())

@@ -9,7 +9,8 @@ TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
     "{% for call in message.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %}"
-    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{{ '\n' }}{% endfor %}{% if reasoning_effort %}<effort {{ reasoning_effort }}>{% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
 )
 MAX_LEN = 512
 

@@ -9,14 +9,14 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from rollbook.contracts.admission import LedgerStatus, OpenReply, OwnerId, PartReceipt, Receipt, RunSettings
+from rollbook.contracts.admission import ActionKind, LedgerStatus, OpenReply, OwnerId, PartReceipt, Receipt, RunSettings
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState, PromptGroup, part_id
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.config import Durability
-from rollbook.ledger.records import GroupRecord
-from rollbook.ledger.rules import batches, gate, groups, publications, runs, trainer
+from rollbook.ledger.records import ActionRecord, GroupRecord
+from rollbook.ledger.rules import actions, batches, gate, groups, publications, runs, trainer
 from rollbook.ledger.rules.batches import Decision
 from rollbook.ledger.rules.run_transaction import RunTransaction, run_transaction
 from rollbook.ledger.store import Transaction
@@ -161,6 +161,24 @@ class RunDriver:
     def checkpointed(self, step: int, *, oldest_kept: int | None = None) -> int:
         kept = step if oldest_kept is None else oldest_kept
         return self.rule(lambda run_tx: trainer.checkpointed(run_tx, step, oldest_kept=kept, epoch=self.epoch))
+
+    def act(
+        self,
+        kind: ActionKind,
+        target: str = "",
+        *,
+        note: str = "",
+        sample: int | None = None,
+        nonce: str | None = None,
+        author: str = "Ada",
+    ) -> ActionRecord:
+        self._requests += 1
+        nonce = nonce or f"nonce{self._requests}"
+        return self.rule(
+            lambda run_tx: actions.act(
+                run_tx, kind, author=author, target=target, sample=sample, note=note, nonce=nonce
+            )
+        )
 
     def finish(self, reason: EndOfRun) -> None:
         self.rule(lambda run_tx: trainer.finish(run_tx, reason, epoch=self.epoch))

@@ -61,6 +61,7 @@ FORGETS_THINKING = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """Drops the text before </think> in earlier turns, as templates of many reasoning models do."""
+THINKS_ON_REQUEST = "{% if enable_thinking %}Think. {% endif %}" + FORGETS_THINKING
 
 
 def bpe_vocabulary() -> Tokenizer:

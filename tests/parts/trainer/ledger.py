@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rollbook.contracts.admission import LedgerStatus
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.errors import FencedError, TransientError
 from rollbook.contracts.group import GroupId, PromptGroup
@@ -124,6 +125,10 @@ class LedgerSource:
         self._connect()
         await self._ledger.confirm(RUN, publication, epoch=self._epoch)
         self._calls.append(f"publish {publication.step}")
+
+    async def status(self) -> LedgerStatus:
+        self._connect()
+        return await self._ledger.status(RUN)
 
     async def checkpointed(self, step: int, *, oldest_kept: int) -> None:
         self._connect()

@@ -263,6 +263,120 @@ def test_chat_rejects_unsupported_features(client: openai.OpenAI) -> None:
             client.chat.completions.create(model="tiny", **body)
 
 
+NEUTRAL = {
+    "presence_penalty": 0,
+    "repetition_penalty": 1.0,
+    "min_p": 0.0,
+    "min_tokens": 0,
+    "include_stop_str_in_output": False,
+    "bad_words": [],
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "priority": 0,
+    "spaces_between_special_tokens": True,
+    "skip_special_tokens": True,
+    "prompt_cache_key": "mine",
+    "safety_identifier": "me",
+}
+"""Fields that clients of vLLM and OpenAI send with their defaults."""
+
+
+def test_default_values_of_other_servers_change_nothing(client: openai.OpenAI) -> None:
+    plain = client.completions.create(model="tiny", prompt="abc", max_tokens=8, seed=3)
+    given = client.completions.create(model="tiny", prompt="abc", max_tokens=8, seed=3, extra_body=NEUTRAL)
+    assert given.choices[0].text == plain.choices[0].text
+    chat = {"continue_final_message": False, "documents": [], "modalities": ["text"], "verbosity": "medium"}
+    client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=2, extra_body={**NEUTRAL, **chat}
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("repetition_penalty", 1.2),
+        ("min_p", 0.1),
+        ("min_tokens", 4),
+        ("include_stop_str_in_output", True),
+        ("bad_words", ["no"]),
+        ("allowed_token_ids", [1]),
+        ("prompt_logprobs", 1),
+        ("truncate_prompt_tokens", 4),
+        ("use_beam_search", True),
+        ("length_penalty", 2.0),
+        ("chat_template", "x"),
+        ("continue_final_message", True),
+        ("a_field_of_tomorrow", 1),
+    ],
+)
+def test_a_field_that_would_change_the_result_is_refused_by_name(
+    client: openai.OpenAI, field: str, value: object
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "x"}], extra_body={field: value}
+        )
+    assert refused.value.param == field
+
+
+def test_arguments_of_the_request_reach_the_chat_template(
+    client: openai.OpenAI, served: PolicyProcess, tokenizer: ModelTokenizer
+) -> None:
+    messages: Any = [{"role": "user", "content": "hi"}]
+    arguments = {"chat_template_kwargs": {"enable_thinking": False}}
+    reply: Any = client.chat.completions.create(
+        model="tiny",
+        messages=messages,
+        max_tokens=1,
+        reasoning_effort="low",
+        extra_body={**arguments, "return_token_ids": True},
+    )
+    assert tokenizer.decode(reply.prompt_token_ids) == "<user>hi\n<effort low><assistant><think></think>"
+    tokens = httpx.post(f"{served.url}/tokenize", json={"messages": messages, **arguments}).json()["tokens"]
+    assert tokenizer.decode(tokens) == "<user>hi\n<assistant><think></think>"
+
+
+def test_tokens_are_named_by_their_ids_on_request(client: openai.OpenAI) -> None:
+    extra = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    text: Any = client.completions.create(model="tiny", prompt="abc", max_tokens=4, logprobs=1, extra_body=extra)
+    [choice] = text.choices
+    names = [f"token_id:{token}" for token in choice.token_ids]
+    assert choice.logprobs.tokens == names
+    assert all(name in tops for name, tops in zip(names, choice.logprobs.top_logprobs, strict=True))
+    for is_streamed in (False, True):
+        reply: Any = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=4,
+            temperature=0,
+            logprobs=True,
+            top_logprobs=1,
+            stream=is_streamed,
+            extra_body=extra,
+        )
+        choices = [chunk.choices[0] for chunk in reply] if is_streamed else reply.choices
+        ids = [token for choice in choices for token in choice.token_ids or ()]
+        entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+        assert [entry.token for entry in entries] == [f"token_id:{token}" for token in ids]
+        assert [entry.top_logprobs[0].token for entry in entries] == [entry.token for entry in entries]
+
+
+def test_special_tokens_are_in_the_text_on_request(client: openai.OpenAI, tokenizer: ModelTokenizer) -> None:
+    special = set(tokenizer.special_token_ids)
+    extra = {"skip_special_tokens": False, "ignore_eos": True, "return_token_ids": True}
+    for is_streamed in (False, True):
+        reply: Any = client.completions.create(
+            model="tiny", prompt="abc", max_tokens=100, n=8, seed=1, stream=is_streamed, extra_body=extra
+        )
+        texts, ids = [""] * 8, [list[int]() for _ in range(8)]
+        for part in reply if is_streamed else [reply]:
+            for choice in part.choices:
+                texts[choice.index] += choice.text
+                ids[choice.index] += choice.token_ids
+        assert special & {token for tokens in ids for token in tokens}, "no special token was sampled"
+        assert texts == [tokenizer.decode(tokens, skip_special_tokens=False) for tokens in ids]
+
+
 def test_texts_and_chats_are_tokenized_in_the_format_of_vllm(served: PolicyProcess, tokenizer: ModelTokenizer) -> None:
     def post(path: str, body: Any) -> Any:
         return httpx.post(f"{served.url}{path}", json=body).json()

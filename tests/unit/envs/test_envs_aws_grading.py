@@ -267,3 +267,9 @@ def test_a_real_account_must_be_confirmed_and_has_one_session() -> None:
         AwsCliConfig.read({}, environ={"BACKEND_TYPE": "aws"})
     with pytest.raises(RunError, match="uses one account"):
         AwsCliConfig.read({"backend": "aws", "confirm_account": "1" * 12, "pool_size": 8}, environ={})
+
+
+def test_a_check_of_a_field_that_the_agent_removed_does_not_hold() -> None:
+    question = check(query="sort(Names)", equals=["a"])
+    assert not holds(question, ApiAnswer(result={}), {})
+    assert holds(question, ApiAnswer(result={"Names": ["a"]}), {})

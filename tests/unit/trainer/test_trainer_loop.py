@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rollbook.contracts.admission import ActionKind
 from rollbook.contracts.batch import EndOfRun, TrainingBatch
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.policy import Publication
@@ -337,3 +338,34 @@ async def test_the_next_batch_trains_during_a_slow_publication(ledger: TrainerLe
     replicas = SlowReplicas()
     outcome = await TinyLoop(RecordingSource(ledger), replicas, tmp_path, quick()).run()
     assert (outcome.end, replicas.pushes) == (LoopEnd.ENDED, [0, 1, 2])
+
+
+async def test_a_requested_checkpoint_is_written_while_the_trainer_waits_for_a_batch(
+    ledger: TrainerLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollbook.trainer.loop.REQUEST_POLL_S", 0.01)
+    await ledger.create(max_steps=3, submitted=1)
+    loop = TinyLoop(ledger.source(), FakeReplicas(), tmp_path, quick(checkpoint_every=100))
+    running = asyncio.create_task(loop.run())
+    await until(lambda: "acknowledge 1" in ledger.calls)
+    await ledger.ledger.act(RUN, ActionKind.CHECKPOINT, author="Ada")
+    await until(lambda: "checkpoint 1" in ledger.calls)
+    assert (await ledger.ledger.status(RUN)).checkpoint_requested is None
+    await cancel(running)
+
+
+async def test_a_checkpoint_that_a_killed_trainer_did_not_write_is_written_by_the_next_one(
+    ledger: TrainerLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await ledger.create(max_steps=3, submitted=2)
+    config = quick(checkpoint_every=100)
+    running = asyncio.create_task(TinyLoop(ledger.source(), FakeReplicas(), tmp_path, config).run())
+    await until(lambda: "publish 2" in ledger.calls)
+    await ledger.ledger.act(RUN, ActionKind.CHECKPOINT, author="Ada")
+    await cancel(running)
+    assert await ledger.durable_step() == 0
+    monkeypatch.setattr("rollbook.trainer.loop.REQUEST_POLL_S", 0.01)
+    running = asyncio.create_task(TinyLoop(ledger.source(), FakeReplicas(), tmp_path, config).run())
+    await until(lambda: "checkpoint 2" in ledger.calls)
+    assert (await ledger.ledger.status(RUN)).checkpoint_requested is None
+    await cancel(running)

@@ -18,7 +18,11 @@ def goal_of(observation: str) -> str:
 
 
 def one_line(output: str, *, max_chars: int, ignored: re.Pattern[str], form: str = "{name}={value}") -> str:
-    """The output of a command in one line. JSON is reduced to names and values; names that match `ignored` are left out."""
+    """The output of a command in one line. JSON is reduced to the names and values of its innermost fields.
+
+    Fields whose names match `ignored` are left out. The names of objects and lists are not compared: `KeyMetadata` holds the id
+    of a new key.
+    """
     text = USAGE.sub("error: ", output)
     with contextlib.suppress(json.JSONDecodeError):
         leaves = _leaves(json.loads(text), ignored)
@@ -29,10 +33,9 @@ def one_line(output: str, *, max_chars: int, ignored: re.Pattern[str], form: str
 def _leaves(value: Any, ignored: re.Pattern[str], name: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for key, inner in value.items():
-            if not ignored.search(key):
-                yield from _leaves(inner, ignored, key)
+            yield from _leaves(inner, ignored, key)
     elif isinstance(value, list):
         for inner in value:
             yield from _leaves(inner, ignored, name)
-    else:
+    elif not ignored.search(name):
         yield name, value

@@ -4,18 +4,16 @@ import time
 from typing import Any
 
 import msgspec
-import numpy as np
 from aiohttp import web
-from numpy.typing import NDArray
 
 from rollbook.contracts.output_formats import ToolCall, parse_tool_calls
-from rollbook.contracts.policy import TopLogprobs
+from rollbook.contracts.policy import Completion, TokenChunk
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.generation import Generation, GenerationResult, Piece
 from rollbook.inference.server.routes.responses import json_response
 from rollbook.inference.server.routes.streaming import EventStream, possible_tokens, stream_completions
 from rollbook.inference.server.service import PolicyService
-from rollbook.inference.server.text import Tokenizer, ToolCallStream
+from rollbook.inference.server.text import Tokenizer, ToolCallStream, token_names
 from rollbook.inference.wire.chat import (
     AssistantMessage,
     ChatBody,
@@ -54,6 +52,7 @@ class ChatRoutes:
             min_publication=body.min_publication,
             stops=body.stops(),
             is_streamed=bool(body.stream),
+            skip_special_tokens=body.skip_special_tokens,
             request_id=body.request_id,
             grammar=grammar,
         ) as generations:
@@ -76,8 +75,13 @@ class ChatRoutes:
 
 
 def _prompt(body: ChatBody, tokenizer: Tokenizer) -> list[int]:
-    messages, tools = template_messages(body.messages), body.rendered_tools() or None
-    return tokenizer.encode(tokenizer.render(messages, add_generation_prompt=body.add_generation_prompt, tools=tools))
+    text = tokenizer.render(
+        template_messages(body.messages),
+        add_generation_prompt=body.add_generation_prompt,
+        tools=body.rendered_tools() or None,
+        template=body.template_arguments(),
+    )
+    return tokenizer.encode_prompt(text) if body.add_special_tokens else tokenizer.encode(text)
 
 
 def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -130,9 +134,7 @@ def _choice(index: int, result: GenerationResult, body: ChatBody, tokenizer: Tok
         ),
         finish_reason="tool_calls" if calls else completion.finish_reason.value,
         weight_versions=version_spans(completion.versions),
-        logprobs=_logprobs(completion.token_ids, completion.logprobs, completion.tops, tokenizer)
-        if body.logprobs
-        else None,
+        logprobs=_logprobs(completion, body, tokenizer),
         token_ids=completion.token_ids.tolist() if body.return_token_ids else None,
         raw_text=result.text if calls else None,
         stop_reason=result.stop_reason,
@@ -150,23 +152,19 @@ def _tool_call_parts(calls: list[ToolCall], *, has_index: bool = False) -> list[
     ]
 
 
-def _logprobs(
-    token_ids: NDArray[np.int32], logprobs: NDArray[np.float32], tops: TopLogprobs | None, tokenizer: Tokenizer
-) -> ChatLogprobs:
+def _logprobs(sampled: Completion | TokenChunk, body: ChatBody, tokenizer: Tokenizer) -> ChatLogprobs | None:
+    if not body.logprobs:
+        return None
+    name, tops = token_names(tokenizer, is_id=body.return_tokens_as_token_ids), sampled.tops
+
+    def entry(token: int, logprob: float) -> TopLogprob:
+        return TopLogprob(token=name(token), logprob=logprob, bytes=list(tokenizer.token_bytes(token)))
+
     content = []
-    for at, (token, logprob) in enumerate(zip(token_ids.tolist(), logprobs.tolist(), strict=True)):
-        raw = tokenizer.token_bytes(token)
-        alternatives = []
-        for other, value in possible_tokens(tops, at) if tops is not None else ():
-            other_raw = tokenizer.token_bytes(other)
-            alternatives.append(
-                TopLogprob(token=other_raw.decode(errors="replace"), logprob=value, bytes=list(other_raw))
-            )
-        content.append(
-            TokenLogprob(
-                token=raw.decode(errors="replace"), logprob=logprob, bytes=list(raw), top_logprobs=alternatives
-            )
-        )
+    for at, (token, logprob) in enumerate(zip(sampled.token_ids.tolist(), sampled.logprobs.tolist(), strict=True)):
+        own = entry(token, logprob)
+        alternatives = [entry(*other) for other in possible_tokens(tops, at)] if tops is not None else []
+        content.append(TokenLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=alternatives))
     return ChatLogprobs(content=content)
 
 
@@ -221,9 +219,7 @@ class _StreamedChoice:
             index=index,
             delta=Delta(content=content or None, tool_calls=_tool_call_parts(calls, has_index=True) if calls else None),
             finish_reason=finish_reason,
-            logprobs=_logprobs(tokens.token_ids, tokens.logprobs, tokens.tops, self._tokenizer)
-            if self._body.logprobs
-            else None,
+            logprobs=_logprobs(tokens, self._body, self._tokenizer),
             token_ids=tokens.token_ids.tolist() if self._body.return_token_ids else None,
             weight_versions=spans or None,
             stop_reason=None if result is None else result.stop_reason,

@@ -16,7 +16,7 @@ from rollbook.inference.server.generation import Generation, GenerationResult, P
 from rollbook.inference.server.routes.responses import json_response
 from rollbook.inference.server.routes.streaming import EventStream, possible_tokens, stream_completions
 from rollbook.inference.server.service import PolicyService
-from rollbook.inference.server.text import Tokenizer
+from rollbook.inference.server.text import TokenName, token_id_name, token_names
 from rollbook.inference.wire.completions import (
     MSGPACK,
     Choice,
@@ -56,10 +56,7 @@ class CompletionRoutes:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = self._decode(await request.read())
         model = self._service.resolve_model(body.model)
-        prompts = [
-            self._service.require_tokenizer("prompt").encode_prompt(prompt) if isinstance(prompt, str) else prompt
-            for prompt in body.prompts()
-        ]
+        prompts = [self._encoded(prompt, body) if isinstance(prompt, str) else prompt for prompt in body.prompts()]
         if body.seeds is not None and len(body.seeds) != len(prompts):
             raise BadRequestError(f"seeds: {len(body.seeds)} for {len(prompts)} prompts", param="seeds")
         is_msgpack = request.headers.get("Accept") == MSGPACK
@@ -87,6 +84,7 @@ class CompletionRoutes:
             stops=stops,
             is_streamed=bool(body.stream),
             has_text=body.detokenize or bool(stops),
+            skip_special_tokens=body.skip_special_tokens,
             request_id=body.request_id,
             grammar=grammar,
         ) as generations:
@@ -97,7 +95,7 @@ class CompletionRoutes:
             if body.stream:
                 choices = [
                     _StreamedChoice(
-                        self._service.tokenizer,
+                        self._names(body),
                         body,
                         prompt=prompts[at // body.count],
                         echo=echoes[at // body.count] if echoes else None,
@@ -121,6 +119,17 @@ class CompletionRoutes:
             arrays = TokenReply(completions=[TokenCompletion.of(result.completion) for result in results])
             return web.Response(body=msgspec.msgpack.encode(arrays), content_type=MSGPACK)
         return json_response(self._reply(head, body, prompts, echoes, results))
+
+    def _encoded(self, prompt: str, body: CompletionBody) -> list[int]:
+        tokenizer = self._service.require_tokenizer("prompt")
+        return tokenizer.encode(prompt) if body.add_special_tokens is False else tokenizer.encode_prompt(prompt)
+
+    def _names(self, body: CompletionBody) -> TokenName | None:
+        """None: no text."""
+        tokenizer = self._service.tokenizer
+        if tokenizer is None or not body.detokenize:
+            return None
+        return token_names(tokenizer, is_id=body.return_tokens_as_token_ids)
 
     async def _echoes(self, body: CompletionBody, prompts: list[list[int]]) -> list[EchoedPrompt]:
         """One for each prompt, or none if the prompt is not requested."""
@@ -186,9 +195,9 @@ class CompletionRoutes:
         echoes: Sequence[EchoedPrompt],
         results: Sequence[GenerationResult],
     ) -> CompletionReply:
-        tokenizer = self._service.tokenizer if body.detokenize else None
+        name = self._names(body)
         choices = [
-            completion_choice(result, index, body, tokenizer, echoes[index // body.count] if echoes else None)
+            completion_choice(result, index, body, name, echoes[index // body.count] if echoes else None)
             for index, result in enumerate(results)
         ]
         if body.return_token_ids and body.detokenize:
@@ -205,14 +214,14 @@ def completion_choice(
     result: GenerationResult,
     index: int,
     body: CompletionBody,
-    tokenizer: Tokenizer | None,
+    name: TokenName | None,
     echo: EchoedPrompt | None = None,
 ) -> Choice:
     completion = result.completion
     block = None
     if body.logprobs is not None:
         block = _block_after(
-            echo, completion.token_ids, completion.logprobs, completion.tops, tokenizer, has_tops=bool(body.logprobs)
+            echo, completion.token_ids, completion.logprobs, completion.tops, name, has_tops=bool(body.logprobs)
         )
     return Choice(
         index=index,
@@ -228,9 +237,9 @@ def completion_choice(
 
 class _StreamedChoice:
     def __init__(
-        self, tokenizer: Tokenizer | None, body: CompletionBody, *, prompt: list[int], echo: EchoedPrompt | None
+        self, name: TokenName | None, body: CompletionBody, *, prompt: list[int], echo: EchoedPrompt | None
     ) -> None:
-        self._tokenizer = tokenizer if body.detokenize else None
+        self._name = name
         self._prompt = prompt
         self._echo = echo
         self._body = body
@@ -248,7 +257,7 @@ class _StreamedChoice:
                 tokens.token_ids,
                 tokens.logprobs,
                 tokens.tops,
-                self._tokenizer,
+                self._name,
                 text_offset=self._text_offset,
                 has_tops=bool(self._body.logprobs),
             )
@@ -273,21 +282,21 @@ def _block_after(
     token_ids: NDArray[np.int32],
     logprobs: NDArray[np.float32],
     tops: TopLogprobs | None,
-    tokenizer: Tokenizer | None,
+    name: TokenName | None,
     *,
     text_offset: int = 0,
     has_tops: bool,
 ) -> LogprobsBlock:
     """The block of sampled tokens, after that of an echoed prompt. The first token of a prompt has no logprob."""
     if echo is None or echo.scores is None:
-        return _logprobs_block(token_ids, logprobs, tops, tokenizer, text_offset=text_offset)
-    first, scores = _token_text(echo.token_ids[0], tokenizer), echo.scores
+        return _logprobs_block(token_ids, logprobs, tops, name, text_offset=text_offset)
+    first, scores = (name or token_id_name)(echo.token_ids[0]), echo.scores
     start, text_offset = text_offset, text_offset + len(first)
     rest = np.array(echo.token_ids[1:], dtype=np.int32)
-    prompt = _logprobs_block(rest, scores.logprobs, scores.tops, tokenizer, text_offset=text_offset)
+    prompt = _logprobs_block(rest, scores.logprobs, scores.tops, name, text_offset=text_offset)
     text_offset += sum(map(len, prompt.tokens or ()))
-    sampled = _logprobs_block(token_ids, logprobs, tops, tokenizer, text_offset=text_offset)
-    is_text = tokenizer is not None
+    sampled = _logprobs_block(token_ids, logprobs, tops, name, text_offset=text_offset)
+    is_text = name is not None
     return LogprobsBlock(
         token_logprobs=[None, *prompt.token_logprobs, *sampled.token_logprobs],
         tokens=[first, *(prompt.tokens or ()), *(sampled.tokens or ())] if is_text else None,
@@ -300,7 +309,7 @@ def _logprobs_block(
     token_ids: NDArray[np.int32],
     logprobs: NDArray[np.float32],
     tops: TopLogprobs | None,
-    tokenizer: Tokenizer | None,
+    name: TokenName | None,
     *,
     text_offset: int,
 ) -> LogprobsBlock:
@@ -309,10 +318,10 @@ def _logprobs_block(
     alternatives: list[dict[str, float] | None] | None = None
     if tops is not None:
         sampled = enumerate(zip(token_ids.tolist(), logprobs.tolist(), strict=True))
-        alternatives = [_alternatives(tops, at, token, value, tokenizer) for at, (token, value) in sampled]
-    if tokenizer is None:
+        alternatives = [_alternatives(tops, at, token, value, name) for at, (token, value) in sampled]
+    if name is None:
         return LogprobsBlock(token_logprobs=values, top_logprobs=alternatives)
-    tokens = [_token_text(token, tokenizer) for token in token_ids.tolist()]
+    tokens = [name(token) for token in token_ids.tolist()]
     offsets: list[int] = []
     for token in tokens:
         offsets.append(text_offset)
@@ -320,22 +329,15 @@ def _logprobs_block(
     return LogprobsBlock(token_logprobs=values, tokens=tokens, text_offset=offsets, top_logprobs=alternatives)
 
 
-def _alternatives(
-    tops: TopLogprobs, at: int, sampled: int, logprob: float, tokenizer: Tokenizer | None
-) -> dict[str, float]:
+def _alternatives(tops: TopLogprobs, at: int, sampled: int, logprob: float, name: TokenName | None) -> dict[str, float]:
     """Text to logprob. The sampled token is always included, so there may be one more than requested."""
     by_token = dict(possible_tokens(tops, at))
     by_token.setdefault(sampled, logprob)
     by_text: dict[str, float] = {}
     for token, value in by_token.items():
         # Tokens that are parts of a character may have the same text. They are sorted, so the most likely one is kept.
-        by_text.setdefault(_token_text(token, tokenizer), value)
+        by_text.setdefault((name or token_id_name)(token), value)
     return by_text
-
-
-def _token_text(token: int, tokenizer: Tokenizer | None) -> str:
-    """Without a tokenizer, the id in vLLM's format."""
-    return f"token_id:{token}" if tokenizer is None else tokenizer.token_bytes(token).decode(errors="replace")
 
 
 def _generate_choice(index: int, completion: Completion, *, has_logprobs: bool) -> GenerateChoice:

@@ -20,6 +20,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
     """Default: true for a prompt. A rendered chat contains its own."""
     add_generation_prompt: bool = True
     tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -41,9 +42,12 @@ class TokenRoutes:
             raise ValueError("prompt: send either prompt or messages")
         if body.messages is not None:
             text = tokenizer.render(
-                template_messages(body.messages), add_generation_prompt=body.add_generation_prompt, tools=body.tools
+                template_messages(body.messages),
+                add_generation_prompt=body.add_generation_prompt,
+                tools=body.tools,
+                template=body.chat_template_kwargs,
             )
-            tokens = tokenizer.encode(text)
+            tokens = tokenizer.encode_prompt(text) if body.add_special_tokens else tokenizer.encode(text)
         else:
             encode = tokenizer.encode if body.add_special_tokens is False else tokenizer.encode_prompt
             tokens = encode(body.prompt or "")

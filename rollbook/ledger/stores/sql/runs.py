@@ -1,8 +1,8 @@
-"""SQL of runs, owners, members, producers and cursor positions."""
+"""SQL of runs, owners, members, actions, producers and cursor positions."""
 
-from rollbook.contracts.admission import MemberId, OwnerId, RunId
-from rollbook.ledger.records import MemberRecord, OwnerRecord, ProducerRecord, RunRecord
-from rollbook.ledger.stores.sql.tables import MEMBERS, OWNERS, PRODUCERS
+from rollbook.contracts.admission import ActionKind, MemberId, OwnerId, RunId
+from rollbook.ledger.records import ActionRecord, MemberRecord, OwnerRecord, ProducerRecord, RunRecord
+from rollbook.ledger.stores.sql.tables import ACTIONS, MEMBERS, OWNERS, PRODUCERS
 from rollbook.ledger.stores.sql.write_buffer import SqlSession
 
 
@@ -80,6 +80,33 @@ class SqlMembers:
 
     def put(self, member: MemberRecord) -> None:
         self._session.write(MEMBERS.upsert, MEMBERS.row(member))
+
+
+class SqlActions:
+    """Satisfies `store.Actions`."""
+
+    def __init__(self, session: SqlSession) -> None:
+        self._session = session
+
+    def add(self, action: ActionRecord) -> None:
+        self._session.write(ACTIONS.insert, ACTIONS.row(action))
+
+    def by_nonce(self, run_id: RunId, nonce: str) -> ActionRecord | None:
+        found = self._session.select(ACTIONS.select + "WHERE run_id = ? AND nonce = ?", (run_id, nonce))
+        return ACTIONS.one(found.fetchone())
+
+    def page(self, run_id: RunId, *, start: int = 0, limit: int) -> list[ActionRecord]:
+        sql = ACTIONS.select + "WHERE run_id = ? AND number >= ? ORDER BY number LIMIT ?"
+        return ACTIONS.all(self._session.select(sql, (run_id, start, limit)))
+
+    def of_target(self, run_id: RunId, target: str) -> list[ActionRecord]:
+        sql = ACTIONS.select + "WHERE run_id = ? AND target = ? ORDER BY number"
+        return ACTIONS.all(self._session.select(sql, (run_id, target)))
+
+    def quarantined(self, run_id: RunId) -> frozenset[str]:
+        sql = "SELECT kind, target FROM actions WHERE run_id = ? AND kind IN ('quarantine', 'readmit') ORDER BY number"
+        last = {target: kind for kind, target in self._session.select(sql, (run_id,))}
+        return frozenset(target for target, kind in last.items() if kind == ActionKind.QUARANTINE)
 
 
 class SqlProducers:

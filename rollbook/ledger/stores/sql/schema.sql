@@ -42,6 +42,12 @@ CREATE TABLE runs (
     external_queued_samples INTEGER NOT NULL,
     expected_samples    INTEGER NOT NULL,
     stored_samples      INTEGER NOT NULL,
+    next_action         INTEGER NOT NULL,
+    is_paused           INTEGER NOT NULL,
+    is_draining         INTEGER NOT NULL,
+    is_drained          INTEGER NOT NULL,
+    checkpoint_requested INTEGER,
+    num_quarantined     INTEGER NOT NULL,
     checksum            INTEGER NOT NULL            -- of the other columns, also in the other tables
 );
 
@@ -186,6 +192,22 @@ CREATE TABLE history (
     checksum   INTEGER NOT NULL
 );
 CREATE INDEX history_by_group ON history (run_id, group_id, id);
+
+CREATE TABLE actions (
+    run_id   TEXT NOT NULL,
+    number   INTEGER NOT NULL,
+    kind     TEXT NOT NULL,
+    author   TEXT NOT NULL,
+    at       REAL NOT NULL,
+    target   TEXT NOT NULL,
+    sample   INTEGER,
+    note     TEXT NOT NULL,
+    nonce    TEXT NOT NULL,
+    checksum INTEGER NOT NULL,
+    PRIMARY KEY (run_id, number),
+    UNIQUE (run_id, nonce)
+) WITHOUT ROWID;
+CREATE INDEX actions_by_target ON actions (run_id, target, number);
 
 CREATE TABLE batches (
     run_id     TEXT NOT NULL,

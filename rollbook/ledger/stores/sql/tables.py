@@ -11,10 +11,11 @@ from typing import Any, Generic, TypeVar, get_type_hints
 import msgspec
 import xxhash
 
-from rollbook.contracts.admission import MemberRole, RunId, RunSettings
+from rollbook.contracts.admission import ActionKind, MemberRole, RunId, RunSettings
 from rollbook.contracts.batch import AckReceipt, EndOfRun
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.ledger.records import (
+    ActionRecord,
     GroupRecord,
     MemberRecord,
     MemberState,
@@ -148,6 +149,13 @@ MEMBERS = Table(
     read={"state": MemberState, "role": MemberRole},
     write={"state": attrgetter("_value_"), "role": attrgetter("_value_")},
 )
+ACTIONS = Table(
+    "actions",
+    ActionRecord,
+    key=("run_id", "number"),
+    read={"kind": ActionKind},
+    write={"kind": attrgetter("_value_")},
+)
 PRODUCERS = Table("producers", ProducerRecord, key=("run_id", "name"))
 GROUPS = Table(
     "groups",
@@ -213,6 +221,7 @@ CHECKED: tuple[Table[Any], ...] = (
     RUNS,
     OWNERS,
     MEMBERS,
+    ACTIONS,
     PRODUCERS,
     GROUPS,
     MOVES,

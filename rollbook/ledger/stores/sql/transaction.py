@@ -6,7 +6,7 @@ from rollbook.contracts.admission import RunId
 from rollbook.contracts.group import GroupId
 from rollbook.ledger.store import ChangedRows, Payloads
 from rollbook.ledger.stores.sql.groups import SOME_GROUPS, SqlGroups, SqlHistory, SqlPayloads, padded
-from rollbook.ledger.stores.sql.runs import SqlMembers, SqlOwners, SqlPositions, SqlProducers, SqlRuns
+from rollbook.ledger.stores.sql.runs import SqlActions, SqlMembers, SqlOwners, SqlPositions, SqlProducers, SqlRuns
 from rollbook.ledger.stores.sql.schema import SqlSideTables, Translate
 from rollbook.ledger.stores.sql.tables import BATCHES, CHECKED, ENTRIES, GROUPS, MOVES, PUBLICATIONS, STEPS
 from rollbook.ledger.stores.sql.training import SqlBatches, SqlPublications, SqlSteps
@@ -31,6 +31,7 @@ class SqlTransaction:
         self.runs = SqlRuns(session)
         self.owners = SqlOwners(session)
         self.members = SqlMembers(session)
+        self.actions = SqlActions(session)
         self.producers = SqlProducers(session)
         self.groups = SqlGroups(session)
         self.payloads: Payloads = SqlPayloads(session) if payloads is None else payloads

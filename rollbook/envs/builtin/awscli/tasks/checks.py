@@ -11,6 +11,7 @@ from string import Template
 from typing import Any
 
 import jmespath  # type: ignore[import-untyped]  # the package ships no types
+from jmespath.exceptions import JMESPathTypeError  # type: ignore[import-untyped]
 
 from rollbook.envs.builtin.awscli.cloud.worker import ApiAnswer, ApiCall
 from rollbook.envs.builtin.awscli.tasks.task_bank import Check, Question
@@ -46,14 +47,22 @@ def value_of(question: Question, answer: ApiAnswer, variables: Variables) -> Any
     """The value the question selects from the answer; None if the API refused the call or the value does not exist."""
     if answer.code is not None:
         return None
-    value = jmespath.search(fill(question.query, variables), answer.result)
+    value = _select(fill(question.query, variables), answer.result)
     if question.parse is None or value is None:
         return value
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError:
         return None
-    return jmespath.search(fill(question.parse, variables), parsed)
+    return _select(fill(question.parse, variables), parsed)
+
+
+def _select(query: str, document: Any) -> Any:
+    """None also if a function of the query, such as `sort`, is applied to a field that the agent has removed."""
+    try:
+        return jmespath.search(query, document)
+    except JMESPathTypeError:
+        return None
 
 
 def holds(check: Check, answer: ApiAnswer, variables: Variables) -> bool:

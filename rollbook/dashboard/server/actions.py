@@ -1,0 +1,71 @@
+"""`/api/actions`: what operators did to a run, and, for operators, doing it."""
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rollbook.contracts.admission import MAX_AUTHOR, MAX_NOTE, Action, ActionKind, GateState, LedgerStatus
+from rollbook.dashboard.run_view import RunView
+from rollbook.dashboard.server.request import BadRequestError, ForbiddenError
+
+LISTED = 200
+"""Actions on the page, the newest. Persons do not act often."""
+
+
+class ActRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    kind: ActionKind
+    author: str
+    target: str = ""
+    sample: int | None = None
+    note: str = ""
+
+
+async def list_actions(view: RunView, request: web.Request) -> dict[str, Any]:
+    target = request.query.get("target") or None
+    status = await view.ledger.status()
+    start = max(0, status.actions - LISTED) if target is None else 0
+    found = await view.ledger.actions(start=start, limit=LISTED, target=target)
+    return {"actions": [action_reply(action) for action in reversed(found)], **action_state(status)}
+
+
+def action_state(status: LedgerStatus | None) -> dict[str, Any]:
+    """What actions of operators hold of the run now."""
+    return {
+        "paused": status is not None and status.gate is GateState.PAUSED,
+        "draining": status is not None and status.gate is GateState.DRAINING,
+        "checkpoint_requested": None if status is None else status.checkpoint_requested,
+        "quarantined": () if status is None else status.quarantined,
+        "count": 0 if status is None else status.actions,
+    }
+
+
+def action_reply(action: Action) -> dict[str, Any]:
+    return {
+        "number": action.number,
+        "kind": action.kind,
+        "author": action.author,
+        "at": action.at,
+        "target": action.target,
+        "sample": action.sample,
+        "note": action.note,
+    }
+
+
+async def act(view: RunView, request: web.Request) -> dict[str, Any]:
+    """The caller has checked that an operator sent the request."""
+    try:
+        wanted = msgspec.json.decode(await request.read(), type=ActRequest)
+    except msgspec.MsgspecError as error:
+        raise BadRequestError(f"the body cannot be read: {error}") from None
+    texts = (wanted.author, wanted.target, wanted.note)
+    if any("\x00" in text for text in texts) or len(wanted.author) > MAX_AUTHOR or len(wanted.note) > MAX_NOTE:
+        raise BadRequestError(
+            f"an author has at most {MAX_AUTHOR} characters and a note {MAX_NOTE}; neither has zero bytes"
+        )
+    if view.run.act is None or wanted.kind is ActionKind.DRAINED:
+        raise ForbiddenError(f"the action {wanted.kind} is not possible here")
+    done = await view.run.act(
+        wanted.kind, author=wanted.author, target=wanted.target, sample=wanted.sample, note=wanted.note
+    )
+    return action_reply(done)
