@@ -3,8 +3,8 @@
 The run has every kind of process: ledger, policy server, environment server with simulators and command lines, trainer, dispatcher,
 worker, reward process, process template. A seed decides the faults (`Kind`), their moments and victims: kills, single, several at
 once, or again while the replacement starts; SIGTERM; processes stopped for longer than every lease; kills while the run starts or
-drains, or right after an action of an operator; a full disk; a clock that jumps. Then the run is drained, resumed, finished, audited
-and replayed. With `--jobs` several runs share the kills. The last line of the output is JSON.
+drains, or right after an action of an operator; a full disk; a clock that jumps. Then the run is drained, resumed, finished,
+audited and replayed. With `--jobs` several runs share the kills. The last line of the output is JSON.
 """
 
 import argparse
