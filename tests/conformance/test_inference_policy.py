@@ -344,8 +344,8 @@ async def test_every_route_of_a_vllm_server_but_completions_and_status_needs_the
             ]
 
         async def status(verb: str, path: str, **headers: str) -> int:
-            body = {} if verb == "GET" else {"json": {}}
-            async with session.request(verb, URL(url + path, encoded=True), headers=headers, **body) as response:
+            body = None if verb == "GET" else {}
+            async with session.request(verb, URL(url + path, encoded=True), headers=headers, json=body) as response:
                 return response.status
 
         steering = [(verb, path) for verb, path in routes if path not in OPEN_PATHS]
