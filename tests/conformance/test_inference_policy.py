@@ -344,7 +344,7 @@ async def test_every_route_of_a_vllm_server_but_completions_and_status_needs_the
             ]
 
         async def status(verb: str, path: str, **headers: str) -> int:
-            body = None if verb == "GET" else {}
+            body: dict[str, str] | None = None if verb == "GET" else {}
             async with session.request(verb, URL(url + path, encoded=True), headers=headers, json=body) as response:
                 return response.status
 
