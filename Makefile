@@ -7,10 +7,11 @@ STAMP  := $(VENV)/.installed
 WORKERS ?= 2
 # Device of the trainer's benchmark: cpu or cuda.
 DEVICE ?= cpu
-# Settings of `make chaos`.
+# Settings of `make chaos` and `make chaos-cluster`.
 SEED  ?= 0
 KILLS ?= 100
 JOBS  ?= 1
+EVENTS ?= 100
 
 .DEFAULT_GOAL := help
 # Every target without a dot or a slash in its name is a command, not a file.
@@ -164,6 +165,9 @@ test-atropos: $(STAMP) .venvs/atropos/.installed ## the real atroposlib, environ
 compatibility: $(STAMP) ## run the tests with other projects' packages that are installed, and record their results
 	$(BIN)/python -m tests.compatibility.report --run
 	$(BIN)/python -m tests.compatibility.report > docs/compatibility.md
+
+chaos-cluster: $(STAMP) ## faults of machines, networks and the database during a run on three machines in network namespaces: make chaos-cluster SEED=1 EVENTS=100
+	$(BIN)/python -m tests.faults.cluster_chaos --seed $(SEED) --events $(EVENTS) $(if $(MINUTES),--minutes $(MINUTES)) --write
 
 chaos: $(STAMP) ## kill random processes of a run, fill its disk, shift its clock, and record times to heal: make chaos SEED=1 KILLS=1000 JOBS=4 POLICY="wait parts" MINUTES=30
 	$(BIN)/python -m tests.faults.chaos --seed $(SEED) --kills $(KILLS) --jobs $(JOBS) $(if $(POLICY),--policy $(POLICY)) $(if $(MINUTES),--minutes $(MINUTES)) --write

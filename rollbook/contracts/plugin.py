@@ -36,6 +36,7 @@ EXTRAS = {
     "matplotlib": "plots",
     "ministack": "aws",
     "awscli": "aws",
+    "boto3": "s3",
     "botocore": "aws",
     "yaml": "aws",
     "jmespath": "aws",

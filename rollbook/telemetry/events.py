@@ -9,9 +9,10 @@ import json
 import logging
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any, TextIO
+
+from rollbook.telemetry.wall_clock import CLOCK
 
 MAX_FILE_BYTES = 32 << 20
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
@@ -67,7 +68,7 @@ class EventLog:
         try:
             if self._file is not None:
                 record = {
-                    "time": round(time.time(), 4),
+                    "time": round(CLOCK.now(), 4),
                     "level": level,
                     "process": self.process,
                     "event": event,

@@ -6,7 +6,6 @@ fault. Means are weighted by their counts, so averages of averages cannot happen
 
 import json
 import math
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.telemetry.events import FailureReport, read_json_lines
+from rollbook.telemetry.wall_clock import CLOCK
 
 
 class Reduction(StrEnum):
@@ -85,7 +85,7 @@ class MetricRecorder:
 
     def tick(self, **labels: Any) -> dict[str, Any]:
         """Write the row and reset all values."""
-        row: dict[str, Any] = {"time": round(time.time(), 4), "process": self.process, **labels}
+        row: dict[str, Any] = {"time": round(CLOCK.now(), 4), "process": self.process, **labels}
         for name, metric in self._table.items():
             row[name] = self._cells[name].reduced(metric.reduction)
         self._cells = {name: _Cell() for name in self._table}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.telemetry.events import FailureReport, LineFile, read_json_lines
+from rollbook.telemetry.wall_clock import CLOCK
 
 _current: ContextVar[int | None] = ContextVar("rollbook_span", default=None)
 
@@ -67,12 +68,12 @@ class SpanRecorder:
         parent: int | None = None,
         **fields: Any,
     ) -> None:
-        """Write a span with given times."""
+        """Write a span with given times, of this machine's clock."""
         row = {
             "process": self.process,
             "name": name,
-            "start": round(start, 5),
-            "end": round(end, 5),
+            "start": round(CLOCK.corrected(start), 5),
+            "end": round(CLOCK.corrected(end), 5),
             "id": span_id if span_id is not None else next(self._ids),
             "parent": parent,
             "fields": fields,

@@ -16,6 +16,7 @@ NOT_NUMERIC = frozenset(
         "checkpoint_every",
         "keep_checkpoints",
         "keep_every",
+        "shards_path",
         "watch_replicas_s",
         "publish_timeout_s",
     }
@@ -190,6 +191,11 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     keep_every: int | None = Field(default=None, ge=1)
     """Keep the checkpoints of every n-th step for good. None: only the newest."""
 
+    shards_path: str | None = None
+    """Where all ranks write their shards of a checkpoint, concurrently: a directory that all ranks see, or `s3://bucket/prefix`
+    (`pip install 'rollbook[s3]'`). Shards hold weights and optimizer state. None: `checkpoints/shards` in the run directory; with
+    one rank, no shards. The rest of a checkpoint stays in the run directory, with the model as a Hugging Face directory."""
+
     watch_replicas_s: float = Field(default=2.0, gt=0)
     """Seconds between checks of the policy servers' versions; a server with another version gets the weights again."""
 
@@ -217,6 +223,8 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
                 f"keep_every {self.keep_every} must be a multiple of checkpoint_every {self.checkpoint_every}:"
                 " other steps have no checkpoint"
             )
+        if self.shards_path is not None and not self.shards_path.startswith(("s3://", "/")):
+            raise ValueError(f"shards_path {self.shards_path!r} must be an absolute path or s3://bucket/prefix")
         if self.ranks > 1 and self.lora is not None:
             raise ValueError("lora needs ranks = 1: adapters are small enough for one process")
         return self
@@ -283,6 +291,11 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
             if self.correction != "none"
             else LOSS_DEFAULTS.get(self.loss, {}).get("old_logprobs", "snapshot")
         )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether checkpoints have shards."""
+        return self.ranks > 1 or self.shards_path is not None
 
     @property
     def tokens_per_pass(self) -> int:

@@ -37,7 +37,7 @@ from rollbook.trainer.model.weights import digest_of, to_host
 from rollbook.trainer.publish import Publisher
 from rollbook.trainer.staleness import LagReport, check_lag
 from rollbook.trainer.step import LearnerSnapshot, StepReport, TrainStep
-from rollbook.trainer.team import Team
+from rollbook.trainer.team import RemoteRanks, StoppedBeforeAssemblyError, Team
 
 Learner = TrainStep | Team
 
@@ -91,12 +91,18 @@ class TrainerLoop:
         doing: Callable[[str], None] = lambda text: None,
         on_trained: Callable[[TrainingBatch], None] | None = None,
         token_records: TokenRecordWriter | None = None,
+        remote_ranks: int = 0,
+        host: str = "127.0.0.1",
     ) -> None:
         """`publishes_adapters`: with LoRA, push the adapters only; the replicas already have the base model.
         `doing` is called with what the loop does or waits for, for the live view.
         `on_trained` is called in a thread with each acknowledged batch.
         `token_records` records single tokens of some steps.
+        `remote_ranks` of the ranks join from other machines, which reach this one at `host`.
         """
+        self._directory = directory
+        self._remote_ranks = remote_ranks
+        self._host = host
         self._token_records = token_records
         self._doing = doing
         self._on_trained = on_trained
@@ -179,7 +185,10 @@ class TrainerLoop:
         return outcome
 
     async def _train_until_end(self) -> LoopOutcome:
-        learner = await self._restore()
+        try:
+            learner = await self._restore()
+        except StoppedBeforeAssemblyError:
+            return LoopOutcome(end=LoopEnd.STOPPED, step=self._step, digest=None)
         self._doing("waiting for the ledger")
         role = await self._take_role(learner)
         await self._replay(learner, role)
@@ -224,6 +233,7 @@ class TrainerLoop:
 
     async def _restore(self) -> Learner:
         with self._spans.span("trainer.restore") as fields:
+            await asyncio.to_thread(self._checkpoints.clean)
             checkpoint = await asyncio.to_thread(self._checkpoints.latest)
             learner = await asyncio.to_thread(self._load_learner, checkpoint)
             self._learner = learner
@@ -248,7 +258,18 @@ class TrainerLoop:
         """A learner in this process, or a team of ranks that shard the model."""
         if self._config.ranks == 1:
             return self._checkpoints.restore(checkpoint)
-        return Team.assemble(self._checkpoints, checkpoint, size=self._config.ranks, device=self._config.device)
+        remote = None
+        if self._remote_ranks > 0:
+            remote = RemoteRanks(
+                count=self._remote_ranks,
+                host=self._host,
+                directory=self._directory,
+                is_stopping=self._stopping.is_set,
+                doing=self._doing,
+            )
+        return Team.assemble(
+            self._checkpoints, checkpoint, size=self._config.ranks, device=self._config.device, remote=remote
+        )
 
     async def _take_role(self, learner: Learner) -> TrainerRole:
         """Become the trainer. Raises `RunError` when the checkpoint and the ledger contradict each other."""
@@ -374,6 +395,8 @@ class TrainerLoop:
         self._checkpoint_step = learner.step
         began = self._clock.now()
         await self._checkpointing.wait()
+        if learner.step <= self._durable_step:
+            return
         snapshot = await asyncio.to_thread(learner.state_snapshot, self._weights)
         self._metrics.add("perf/checkpoint_wait_time", self._clock.now() - began)
         await self._checkpointing.start(self._write_checkpoint(snapshot, self._acknowledged))

@@ -7,6 +7,7 @@ the current policy, so the first minibatch uses its own detached log-probabiliti
 step needs no second pass. For the other minibatches pi_old is computed before the first optimizer step.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -22,8 +23,8 @@ from rollbook.contracts.weights import AdapterKind
 from rollbook.telemetry.token_records import Key, TokenArrays
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import Microbatch, Minibatch, TrainRow, flatten, plan, plan_minibatch
-from rollbook.trainer.distributed.ranks import Ranks
-from rollbook.trainer.distributed.sharding import gathered, shard_state
+from rollbook.trainer.distributed.ranks import Passes, Ranks
+from rollbook.trainer.distributed.sharding import cpu_mesh, gathered, own_shards, shard_state
 from rollbook.trainer.files.random_states import random_states
 from rollbook.trainer.flops import training_flops
 from rollbook.trainer.loss_defaults import Recipe
@@ -33,7 +34,7 @@ from rollbook.trainer.losses.registry import loss_named
 from rollbook.trainer.losses.statistics import TokenStatistics
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.weights import snapshot_of
-from rollbook.trainer.optimizer import GradientGuard, learning_rate
+from rollbook.trainer.optimizer import GradientGuard, clip_large_gradient, learning_rate
 
 MIN_SAMPLED_LOGPROB = -20.0
 """Less likely tokens are sampled about once in 500 million."""
@@ -65,6 +66,8 @@ class LearnerSnapshot:
     weights: Mapping[str, Tensor]
     state: dict[str, Any]
     """State of the optimizer, the random generators and the gradient guard."""
+    shards: Mapping[str, Tensor] | None = None
+    """This rank's part of the weights and of the optimizer's tensors, which `state` then does not hold; None: not sharded."""
 
 
 @dataclass(slots=True)
@@ -92,6 +95,7 @@ class TrainStep:
         self.model = model
         self.step = step
         self.ranks = ranks or Ranks.here(config.ranks)
+        self._cpu_mesh = cpu_mesh() if self.ranks.size > 1 else None
         self.guard = GradientGuard(max_in_a_row=config.max_skipped_steps, max_norm=config.skip_grad_norm_above)
         self._config = config.model_copy(update={"max_tokens_per_microbatch": model.tokens_per_pass(config)})
         self._recipe = config.recipe
@@ -100,7 +104,8 @@ class TrainStep:
         self._settings = loss_settings(self._recipe)
         matrices = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
         vectors = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
-        self._trained = matrices + vectors
+        self.trained = matrices + vectors
+        """In the order of the optimizer's state."""
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": matrices, "weight_decay": config.weight_decay},
@@ -141,35 +146,63 @@ class TrainStep:
 
     def state_snapshot(self, weights: Mapping[str, Tensor]) -> LearnerSnapshot:
         """A copy of everything the next step depends on, with the copy of the weights that `snapshot` made."""
+        optimizer: dict[str, Any] = self.optimizer.state_dict()
+        shards = None
+        if self._config.is_sharded:
+            named = {f"model.{name}": weight for name, weight in self.model.checkpointed_weights().items()}
+            for number, held in optimizer["state"].items():
+                named |= {f"optimizer.{number}.{name}": value for name, value in held.items()}
+            shards = own_shards(named, self._cpu_mesh)
+            optimizer = {"param_groups": optimizer["param_groups"]}
         state = {
-            "optimizer": snapshot_of(self.optimizer.state_dict()),
+            "optimizer": snapshot_of(optimizer),
             "random": random_states(),
             "skipped_in_a_row": self.guard.skipped_in_a_row,
         }
         return LearnerSnapshot(
-            step=self.step, model=self.model, weights=self.model.checkpoint_weights(weights), state=state
+            step=self.step,
+            model=self.model,
+            weights=self.model.checkpoint_weights(weights),
+            state=state,
+            shards=shards,
         )
 
     def run(self, batch: TrainingBatch) -> StepReport:
         """Train the batch of the next step. Blocks: call it in a thread."""
-        return self.train_rows(flatten(batch, self._config), step=batch.step)
+        return self.train(self.plan_batch(batch), step=batch.step)
+
+    def plan_batch(self, batch: TrainingBatch) -> list[Minibatch]:
+        """Split the batch of the next step into passes."""
+        return self._plan(flatten(batch, self._config), step=batch.step)
 
     def train_rows(self, rows: Sequence[TrainRow], *, step: int) -> StepReport:
         """Train these rows as step `step`."""
-        if step != self.step + 1:
-            raise RunError(f"the model is at step {self.step} and received batch {step}; batches are trained in order")
+        return self.train(self._plan(rows, step=step), step=step)
+
+    def train(self, minibatches: Sequence[Minibatch], *, step: int) -> StepReport:
+        """Train the passes of this rank, and report about all of them."""
+        tally = self.train_passes([self.ranks.own_passes(part.microbatches) for part in minibatches], step=step)
+        return self._report(step, minibatches, tally)
+
+    def train_passes(self, minibatches: Sequence[Passes], *, step: int) -> _Tally:
+        """Train the passes of one rank, for each minibatch of step `step`. All ranks must call it."""
         # Set in the computing thread: other threads do not inherit it, and it decides the last bits of sums.
         torch.set_num_threads(self._config.threads)
-        self._check_vocabulary(rows, step)
         rate = learning_rate(self._config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        minibatches = plan(rows, self._config, step=step, is_packed=self.model.is_packed)
         tally = _Tally()
-        for minibatch, old in zip(minibatches, self._old_logprobs(minibatches), strict=True):
-            self._train_minibatch(minibatch, old, tally, step=step)
+        for passes, old in zip(minibatches, self._old_logprobs(minibatches), strict=True):
+            self._train_minibatch(passes, old, tally, step=step)
+        tally.statistics.sum_over(self.ranks, self.model.device)
         self.step = step
-        return self._report(step, rate, minibatches, tally)
+        return tally
+
+    def _plan(self, rows: Sequence[TrainRow], *, step: int) -> list[Minibatch]:
+        if step != self.step + 1:
+            raise RunError(f"the model is at step {self.step} and received batch {step}; batches are trained in order")
+        self._check_vocabulary(rows, step)
+        return plan(rows, self._config, step=step, is_packed=self.model.is_packed)
 
     def mean_logprob(self, rows: Sequence[TrainRow]) -> float:
         """Mean log-probability of the rows' trained tokens under the current weights, without training."""
@@ -224,33 +257,36 @@ class TrainStep:
                     found[row.group_id, *row.place] = TokenArrays.of(*arrays)
         return found
 
-    def _old_logprobs(self, minibatches: Sequence[Minibatch]) -> list[list[Tensor] | None]:
+    def _old_logprobs(self, minibatches: Sequence[Passes]) -> list[list[Tensor] | None]:
         """Log-probabilities at the start of the step, for every minibatch but the first, which uses its own."""
         if self._recipe.old_logprobs == "engine":
             return [None for _ in minibatches]
         old: list[list[Tensor] | None] = [None for _ in minibatches[:1]]
         with torch.no_grad():
-            old.extend(
-                [self.model.token_logprobs(micro)[0] for micro, _ in self.ranks.own_passes(later.microbatches)]
-                for later in minibatches[1:]
-            )
+            old.extend([self.model.token_logprobs(micro)[0] for micro, _ in later] for later in minibatches[1:])
         return old
 
-    def _train_minibatch(self, minibatch: Minibatch, old: list[Tensor] | None, tally: _Tally, *, step: int) -> None:
+    def _train_minibatch(self, passes: Passes, old: list[Tensor] | None, tally: _Tally, *, step: int) -> None:
         """One optimizer step."""
         self.optimizer.zero_grad(set_to_none=True)
         losses: list[Tensor] = []
-        for number, (micro, counts) in enumerate(self.ranks.own_passes(minibatch.microbatches)):
+        for number, (micro, counts) in enumerate(passes):
             current, entropy = self.model.token_logprobs(micro, is_entropy_trained=self._config.entropy_bonus > 0)
             starting = current.detach() if old is None else old[number]
             reduced = self._loss_of(micro, current, starting, entropy, tally if counts else None)
             # Gradients are averaged over ranks, but the token weights are already fractions of the whole minibatch.
             (reduced * self.ranks.size).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             losses.append(reduced.detach().double())
-        clipped_norm = torch.nn.utils.clip_grad_norm_(self._trained, self._config.max_grad_norm, foreach=True)
+        gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
+        total_norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+        # A norm that overflows would set the gradient to 0.
+        known_norm = torch.where(total_norm.isinf(), torch.zeros_like(total_norm), total_norm)
+        torch.nn.utils.clip_grads_with_norm_(self.trained, self._config.max_grad_norm, known_norm, foreach=True)
         total = self.ranks.sum(torch.stack(losses).sum())
         # The only place in a step where Python waits for the device.
-        norm, loss = torch.stack([gathered(clipped_norm).double(), total]).tolist()
+        norm, loss = torch.stack([gathered(total_norm).double(), total]).tolist()
+        if math.isinf(norm):
+            norm = clip_large_gradient(gradients, self._config.max_grad_norm)
         if self.guard.allows(norm=norm, loss=loss, step=step):
             self.optimizer.step()
             self.model.update_shadow()
@@ -332,18 +368,17 @@ class TrainStep:
                     " Data and trainer must use the same model and tokenizer."
                 )
 
-    def _report(self, step: int, rate: float, minibatches: Sequence[Minibatch], tally: _Tally) -> StepReport:
+    def _report(self, step: int, minibatches: Sequence[Minibatch], tally: _Tally) -> StepReport:
         taken = len(tally.grad_norms)
         num_tokens = sum(minibatch.num_trained for minibatch in minibatches)
         passes = [micro for minibatch in minibatches for micro in minibatch.microbatches]
         computed = sum(micro.inputs_BT.size for micro in passes)
         padding = sum(micro.num_padding for micro in passes)
-        tally.statistics.sum_over(self.ranks, self.model.device)
         metrics = {
             **tally.statistics.metrics(),
             "train/loss": tally.loss / taken if taken else None,
             "train/grad_norm": sum(tally.grad_norms) / taken if taken else None,
-            "train/lr": rate,
+            "train/lr": learning_rate(self._config, step),
             "train/optimizer_steps": taken,
             "train/skipped_steps": tally.skipped,
             "train/tokens": num_tokens,

@@ -1,17 +1,20 @@
-"""Several ranks that train one model. Rank 0 is the trainer process: it talks to the ledger, publishes and writes checkpoints.
+"""Several ranks that train one model. Rank 0 is the trainer process: it talks to the ledger, publishes and writes manifests.
 
-The other ranks are its children (`python -m rollbook.trainer.team`). They hold their shard of the model and repeat each call that
-rank 0 makes. Calls are sent as messages, not by a collective, because a trainer may wait for a batch far longer than a collective
-may. When a rank dies, the others end: the next collective of rank 0 fails, or the connection of the followers closes. The run then
-resumes as after any crash.
+The other ranks are its children, or run on other machines as processes of the run (`rollbook.run.processes.rank`). Each holds its
+shard of the model and repeats each call that rank 0 makes; with a batch it gets its own share of the passes. Calls are sent as
+messages, not by a collective, because a trainer may wait for a batch far longer than a collective may.
 """
 
 import os
 import pickle
 import sys
-from collections.abc import Mapping
+import threading
+import uuid
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,46 +22,147 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent
-from rollbook.concurrency.child_process.frames import BlockingFrames
-from rollbook.concurrency.child_process.process import BlockingChild, ChildEndedError, ChildSpec
+from rollbook.concurrency.child_process.process import BlockingChild, ChildSpec
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.weights import AdapterKind
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
+from rollbook.trainer.distributed.links import Invitation, Link, RankListener, connect, end_process, interface_of
+from rollbook.trainer.distributed.ranks import Ranks
 from rollbook.trainer.step import LearnerSnapshot, StepReport, TrainStep
 
 COLLECTIVE_S = 600.0
-"""How long a rank waits for the others within a step."""
+"""How long a rank waits for the others within a step. A rank that is lost is noticed earlier (`distributed.links`)."""
+CHECKPOINT_S = 3600.0
+"""How long a rank waits for the others to begin or to finish a checkpoint."""
 STOP_S = 20.0
+POLL_S = 0.5
+LOCAL = "127.0.0.1"
+INVITATION = "ranks.json"
+STORE = ".ranks-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteRanks:
+    """Ranks on other machines. They find rank 0 by the invitation in `directory`, which all of them see."""
+
+    count: int
+    host: str
+    """Address of this machine, which the others reach."""
+    directory: Path
+    is_stopping: Callable[[], bool] = lambda: False
+    doing: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Welcome:
+    """What rank 0 sends to a rank first."""
+
+    rank: int
+    size: int
+    store: str
+    """The file by which the ranks find each other."""
+    device: str
+    checkpoints: Checkpoints
+    checkpoint: Checkpoint | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """The files by which ranks find rank 0 and each other, and the address on which it listens."""
+
+    host: str
+    invitation: Path
+    store: Path
+
+    @classmethod
+    def make(cls, directory: Path, host: str) -> "_Place":
+        directory.mkdir(exist_ok=True)
+        for store in directory.glob(f"{STORE}*"):  # of a trainer that was killed
+            store.unlink(missing_ok=True)
+        return cls(host=host, invitation=directory / INVITATION, store=directory / f"{STORE}{uuid.uuid4().hex}")
+
+
+class StoppedBeforeAssemblyError(Exception):
+    """The run was stopped while rank 0 waited for ranks to join."""
 
 
 class Team:
     """The learner at rank 0 with its followers. Has the methods of a single `TrainStep`."""
 
-    def __init__(self, learner: TrainStep, followers: list[BlockingChild]) -> None:
-        self._learner = learner
-        self._followers = followers
+    def __init__(self, place: "_Place") -> None:
+        self._place = place
+        self._learner: TrainStep
+        self._links: list[Link] = []
+        self._children: list[BlockingChild] = []
 
     @classmethod
-    def assemble(cls, checkpoints: Checkpoints, checkpoint: Checkpoint | None, *, size: int, device: str) -> "Team":
-        """Start the followers, and restore the same checkpoint at every rank."""
-        if device == "cuda" and torch.cuda.device_count() < size:
+    def assemble(
+        cls,
+        checkpoints: Checkpoints,
+        checkpoint: Checkpoint | None,
+        *,
+        size: int,
+        device: str,
+        remote: RemoteRanks | None = None,
+    ) -> "Team":
+        """Start the ranks of this machine, wait for those of other machines, and restore the same checkpoint at every rank."""
+        num_local = size - (0 if remote is None else remote.count)
+        if device == "cuda" and torch.cuda.device_count() < num_local:
             raise RunError(
-                f"trainer.ranks = {size} needs as many GPUs, and {torch.cuda.device_count()} are visible here."
-                " Lower it, or make more visible (CUDA_VISIBLE_DEVICES)."
+                f"{num_local} trainer ranks on this machine need as many GPUs, and {torch.cuda.device_count()} are visible."
+                " Lower trainer.ranks, or make more visible (CUDA_VISIBLE_DEVICES)."
             )
-        store = _rendezvous(0, is_master=True)
-        followers: list[BlockingChild] = []
+        local = (checkpoints.directory, LOCAL)
+        team = cls(_Place.make(*(local if remote is None else (remote.directory, remote.host))))
         try:
-            for rank in range(1, size):
-                arguments = [str(rank), str(size), str(store.port), device]
-                followers.append(BlockingChild(ChildSpec(module="rollbook.trainer.team", arguments=arguments)))
-                followers[-1].send(pickle.dumps((checkpoints, checkpoint)))
-            _join(store, rank=0, size=size, device=device)
-            return cls(checkpoints.restore(checkpoint), followers)
+            team._gather(checkpoints, checkpoint, size=size, num_local=num_local, device=device, remote=remote)
         except BaseException:
-            _stop(followers)
+            team.close()
             raise
+        return team
+
+    def _gather(
+        self,
+        checkpoints: Checkpoints,
+        checkpoint: Checkpoint | None,
+        *,
+        size: int,
+        num_local: int,
+        device: str,
+        remote: RemoteRanks | None,
+    ) -> None:
+        place = self._place
+        listener = RankListener(place.host, place.invitation)
+        try:
+            for number in range(1, num_local):
+                spec = ChildSpec(module="rollbook.trainer.team", arguments=[str(place.invitation), str(number)])
+                self._children.append(BlockingChild(spec))
+            while (missing := size - 1 - len(self._links)) > 0:
+                if remote is not None:
+                    remote.doing(f"waiting for {missing} of {size} trainer ranks to join")
+                    if remote.is_stopping():
+                        raise StoppedBeforeAssemblyError
+                for child in self._children:
+                    child.require_alive()
+                if (sock := listener.joined(POLL_S)) is not None:
+                    self._links.append(Link(sock, _lost(f"trainer rank {len(self._links) + 1}")))
+        finally:
+            listener.close()
+        for rank, link in enumerate(self._links, start=1):
+            welcome = _Welcome(
+                rank=rank,
+                size=size,
+                store=str(place.store),
+                device=device,
+                checkpoints=checkpoints,
+                checkpoint=checkpoint,
+            )
+            link.send(pickle.dumps(welcome))
+        host = None if remote is None else remote.host
+        _join(place.store, rank=0, size=size, device=device, gpu=0, host=host)
+        checkpoints.use_group(_checkpoint_group())
+        self._learner = checkpoints.restore(checkpoint)
 
     @property
     def step(self) -> int:
@@ -73,82 +177,121 @@ class Team:
         return self._learner.vocabulary_size
 
     def run(self, batch: TrainingBatch) -> StepReport:
-        self._send("run", batch)
-        return self._learner.run(batch)
+        """Split the batch into passes, send each rank its own, and train."""
+        minibatches = self._learner.plan_batch(batch)
+        size = len(self._links) + 1
+        for rank in range(1, size):
+            ranks = Ranks(rank=rank, size=size)
+            self._send(rank, "run", (batch.step, [ranks.own_passes(part.microbatches) for part in minibatches]))
+        return self._learner.train(minibatches, step=batch.step)
 
     def publish_adapters(self) -> AdapterKind:
         return self._learner.publish_adapters()
 
     def snapshot(self) -> dict[str, Tensor]:
-        self._send("snapshot")
+        self._send_all("snapshot")
         return self._learner.snapshot()
 
     def state_snapshot(self, weights: Mapping[str, Tensor]) -> LearnerSnapshot:
-        self._send("state_snapshot")
+        self._send_all("state_snapshot")
         return self._learner.state_snapshot(weights)
 
     def close(self) -> None:
-        _stop(self._followers)
+        for link in self._links:
+            with suppress(OSError):
+                link.send_last(pickle.dumps(("stop", None)))
+        for child in self._children:
+            child.join(STOP_S)
+        for link in self._links:
+            link.wait_closed(STOP_S)
+            link.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+        self._place.store.unlink(missing_ok=True)
 
-    def _send(self, method: str, argument: Any = None) -> None:
-        payload = pickle.dumps((method, argument))
-        for rank, follower in enumerate(self._followers, start=1):
-            try:
-                follower.send(payload)
-            except ChildEndedError as error:
-                raise ChildProcessError(f"trainer rank {rank} {error}; the trainer is restarted") from error
+    def _send_all(self, method: str) -> None:
+        for rank in range(1, len(self._links) + 1):
+            self._send(rank, method)
 
-
-def _stop(followers: list[BlockingChild]) -> None:
-    for follower in followers:
-        with suppress(ChildEndedError):
-            follower.send(pickle.dumps(("stop", None)))
-    for follower in followers:
-        follower.join(STOP_S)
+    def _send(self, rank: int, method: str, argument: Any = None) -> None:
+        try:
+            self._links[rank - 1].send(pickle.dumps((method, argument)))
+        except OSError as error:
+            raise ChildProcessError(f"trainer rank {rank} is lost ({error}); the trainer is restarted") from error
 
 
-def _rendezvous(port: int, *, is_master: bool) -> Any:
-    return dist.TCPStore("127.0.0.1", port, is_master=is_master, wait_for_workers=False)  # type: ignore[attr-defined]  # untyped
+def _lost(who: str) -> Callable[[str], None]:
+    return lambda cause: end_process(f"{who} {cause}")
 
 
-def _join(store: Any, *, rank: int, size: int, device: str) -> None:
+def _join(store: Path, *, rank: int, size: int, device: str, gpu: int, host: str | None) -> None:
+    """`host`: the address of this machine, if ranks are on several."""
     if device == "cuda":
-        torch.cuda.set_device(rank)
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    timeout = timedelta(seconds=COLLECTIVE_S)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        torch.cuda.set_device(gpu)
+    if host is not None and (interface := interface_of(host)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        store=dist.FileStore(str(store), size),  # type: ignore[attr-defined]  # torch leaves it untyped
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=COLLECTIVE_S),
+    )
 
 
-def follow(channel_fd: int, rank: int, size: int, port: int, device: str) -> None:
-    """Run a follower: the same calls in the same order as rank 0 makes them."""
-    sock = connect_to_parent(channel_fd)
-    die_with_parent(channel_fd)
-    parent = BlockingFrames(sock)
-    checkpoints, checkpoint = _receive(parent)
-    _join(_rendezvous(port, is_master=False), rank=rank, size=size, device=device)
-    learner = checkpoints.restore(checkpoint)
+def _checkpoint_group() -> Any:
+    """A group for writing checkpoints while the next step trains."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=CHECKPOINT_S))
+
+
+def follow(
+    link: Link, *, host: str | None = None, gpu: int = 0, on_welcome: Callable[[int], None] = lambda rank: None
+) -> None:
+    """Run a follower: the same calls in the same order as rank 0 makes them.
+
+    `host`: the address of this machine, if ranks are on several. `gpu`: the number of its GPU, among those that it sees.
+    """
+    welcome: _Welcome = pickle.loads(link.receive())
+    on_welcome(welcome.rank)
+    store = Path(welcome.store)
+    _join(store, rank=welcome.rank, size=welcome.size, device=welcome.device, gpu=gpu, host=host)
+    checkpoints = welcome.checkpoints
+    checkpoints.use_group(_checkpoint_group())
+    learner = checkpoints.restore(welcome.checkpoint)
+    writing = threading.Thread()
     while True:
-        match _receive(parent):
-            case ("run", batch):
-                learner.run(batch)
+        match pickle.loads(link.receive()):
+            case ("run", (step, passes)):
+                learner.train_passes(passes, step=step)
             case ("snapshot", _):
                 learner.snapshot()
             case ("state_snapshot", _):
-                learner.state_snapshot({})
+                # Rank 0 writes one checkpoint at a time, so the one before is complete.
+                writing = threading.Thread(target=checkpoints.write_shard, args=[learner.state_snapshot({})])
+                writing.start()
             case _:
+                if writing.is_alive():
+                    writing.join()
+                link.close()
                 dist.destroy_process_group()
                 return
 
 
-def _receive(parent: BlockingFrames) -> Any:
-    payload = parent.receive()
-    if payload is None:
-        # Rank 0 is gone. This process has nothing to save: the ledger and the last checkpoint hold the progress.
-        os._exit(1)
-    return pickle.loads(payload)
+def join_team(invitation: Invitation) -> Link:
+    """Connect to rank 0. Raises `OSError` if it cannot be reached. If it is lost later, this process ends."""
+    return connect(invitation, _lost("rank 0"))
+
+
+def main(channel_fd: int, invitation_file: Path, gpu: int) -> None:
+    """A rank on the machine of rank 0."""
+    sock = connect_to_parent(channel_fd)
+    die_with_parent(sock.fileno())
+    invitation = Invitation.read(invitation_file)
+    if invitation is None:
+        os._exit(1)  # rank 0 is gone
+    follow(join_team(invitation), gpu=gpu)
 
 
 if __name__ == "__main__":
-    follow(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

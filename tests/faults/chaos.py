@@ -118,7 +118,7 @@ class Chaos:
         seed: int,
         kills: int,
         env: str,
-        kinds: Sequence[Kind] = tuple(Kind),
+        kinds: Sequence[Kind] = tuple(WEIGHTS),
         policy: BatchPolicy | None = None,
         seconds: float = math.inf,
         heal_s: float = HEAL_S,
@@ -151,7 +151,7 @@ class Chaos:
         self.run.start()
         try:
             self.run.until(lambda: self.run.step() >= 2, what="step 2", within_s=self._heal_s)
-            while self.report.kills < self._kills and time.monotonic() < began + self._seconds:
+            while self._is_due() and time.monotonic() < began + self._seconds:
                 self._one_fault()
             self.run.until(self._next_step(), what="a step after the last fault", within_s=self._heal_s)
             self._finish()
@@ -160,6 +160,9 @@ class Chaos:
         self.report.seconds = time.monotonic() - began
         self._check()
         return self.report
+
+    def _is_due(self) -> bool:
+        return self.report.kills < self._kills
 
     # ------------------------------------------------------------------ faults
 
@@ -492,7 +495,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--env", nargs="+", choices=sorted(ENVIRONMENTS), default=["aws"], help="several: by turns")
-    parser.add_argument("--kinds", nargs="+", type=Kind, default=list(Kind), help="only these kinds of faults")
+    parser.add_argument(
+        "--kinds", nargs="+", type=Kind, choices=list(WEIGHTS), default=list(WEIGHTS), help="only these kinds of faults"
+    )
     parser.add_argument(
         "--policy",
         nargs="+",

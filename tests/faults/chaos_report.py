@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "chaos.json"
+CLUSTER_RESULTS = RESULTS.with_name("cluster-chaos.json")
 
 
 class Kind(StrEnum):
@@ -29,6 +30,12 @@ class Kind(StrEnum):
     ACTION = "killed when an operator acts on the run"
     DISK = "full disk"
     CLOCK = "clock jump"
+    NODE = "machine lost"
+    HEAD = "head lost and started again"
+    LINK = "link cut for 2 to 30 s"
+    SLOW_LINK = "200 ms latency and 5 % loss"
+    DATABASE = "database restarted"
+    DATABASE_KILL = "database killed"
 
 
 @dataclass
@@ -151,8 +158,32 @@ def section() -> str:
             "",
             *_rows("process", row["heal_s_by_role"]),
             "",
+            *_cluster_section(),
         ]
     )
+
+
+def _cluster_section() -> Sequence[str]:
+    """The last recorded chaos run on several machines."""
+    if not CLUSTER_RESULTS.exists():
+        return []
+    row = json.loads(CLUSTER_RESULTS.read_text(encoding="utf-8"))
+    return [
+        "### On several machines",
+        "",
+        "From `make chaos-cluster`: three machines in network namespaces, the ledger in PostgreSQL, and a policy server and a",
+        "dispatcher that joined from other machines. The time counts from the end of a fault of links, database or head until the",
+        "next step is trained; for a lost machine, until its process has joined again; for a single process, until its",
+        "replacement is ready.",
+        "",
+        f"{row['faults']} faults in {row['seconds']} s on {row['cores']} cores, load average {row['load']}",
+        f"(seed {row['seed']}, {row['date']}). {row['losses']} lost, {row['duplicates']} trained twice,",
+        f"audit {'; '.join(row['violations']) or 'ok'}, replay {'gives the same bits' if row['replayed'] else 'DIFFERS'}.",
+        f"{row['trained_groups']} groups were trained in {row['steps']} steps.",
+        "",
+        *_rows("fault", row["heal_s_by_kind"]),
+        "",
+    ]
 
 
 def _rows(title: str, summary: Mapping[str, Mapping[str, float]]) -> Sequence[str]:

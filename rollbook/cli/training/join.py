@@ -14,12 +14,16 @@ class Role(StrEnum):
     POLICY = "policy"
     ROLLOUT = "rollout"
     ENV = "env"
+    RANK = "rank"
 
 
 def join(
     run: Annotated[Path, typer.Argument(help="The run directory, also on a shared file system.")],
     role: Annotated[
-        Role, typer.Option("--role", help="A policy server, a dispatcher with its workers, or an environment server.")
+        Role,
+        typer.Option(
+            "--role", help="A policy server, a dispatcher with its workers, an environment server, or a trainer rank."
+        ),
     ],
     host: Annotated[
         str, typer.Option("--host", help="Address of this machine, on which a server listens.")
@@ -29,7 +33,7 @@ def join(
     ] = None,
     gpus: Annotated[str | None, typer.Option("--gpus", help="GPUs of this process, such as 0,1.")] = None,
 ) -> None:
-    """Add a policy server, a dispatcher or an environment server to a run that was started with cluster.allow_join = true.
+    """Add a policy server, a dispatcher, an environment server or a trainer rank to a run with cluster.allow_join = true.
 
     It leaves when the run ends or stops, and on Ctrl-C, after it has finished its work.
     """

@@ -312,6 +312,11 @@ class BlockingChild:
             self._ends_within(EXIT_S)
             raise ChildEndedError(exit_reason(self._process.returncode)) from error
 
+    def require_alive(self) -> None:
+        """Raises `ChildEndedError` if the child has ended."""
+        if self._process.poll() is not None:
+            raise ChildEndedError(exit_reason(self._process.returncode))
+
     def join(self, grace_s: float) -> None:
         """Wait `grace_s` for the child to end by itself, then kill it."""
         self._ends_within(grace_s)

@@ -130,9 +130,9 @@ AUDIT = _verb(
     "audit",
     "GET /v1/runs/{run}/audit",
     ALL_ROLES,
-    wire.Empty,
+    wire.AuditQuery,
     wire.AuditView,
-    "Check the record of a run for consistency. Reads the whole run.",
+    "Check the record of a run for consistency. Reads what changed since the last audit by this server.",
 )
 EVENTS = _verb(
     "events",
@@ -256,7 +256,7 @@ HEARTBEAT_MEMBER = _verb(
     "POST /v1/runs/{run}/members/{member}/heartbeat",
     TRAINER,
     wire.HeartbeatMember,
-    wire.Empty,
+    wire.HeartbeatReply,
     "Extend the lease of a member. A lease that has ended is refused (409): join again.",
 )
 LEAVE_MEMBER = _verb(

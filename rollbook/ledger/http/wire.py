@@ -128,6 +128,11 @@ class HeartbeatMember(Message, frozen=True, kw_only=True):
     load: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
 
 
+class HeartbeatReply(Message, frozen=True, kw_only=True):
+    time: float
+    """The ledger's clock, in seconds since 1970: a member on another machine measures the offset of its own clock."""
+
+
 class Act(Message, frozen=True, kw_only=True):
     kind: ActionKind
     author: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_AUTHOR)]
@@ -460,6 +465,16 @@ class AuditView(Message, frozen=True, kw_only=True):
     samples: SampleCounts | None
     """The law of samples, only with batch policy `parts`."""
     violations: tuple[str, ...]
+    known: int
+    """Durable and dropped groups that an earlier audit of this server has checked. They were not read again."""
+    known_at: float | None
+    """When that audit ran, as Unix time."""
+
+
+class AuditQuery(Message, frozen=True, kw_only=True):
+    full: Annotated[
+        bool, msgspec.Meta(description="read durable and dropped groups again that were audited before")
+    ] = False
 
 
 class Health(Message, frozen=True, kw_only=True):

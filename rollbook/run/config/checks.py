@@ -14,6 +14,7 @@ from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig, ScriptedConfig, VllmConfig
 from rollbook.ledger.config import GateConfig, RunLedgerConfig
 from rollbook.rollout.config import RolloutConfig
+from rollbook.run.config.cluster import ClusterConfig
 from rollbook.run.config.evaluation import EvaluationConfig
 from rollbook.run.config.resources import ResourcesConfig
 from rollbook.tasks.config import TasksConfig, is_file, is_hub
@@ -223,14 +224,16 @@ def _posts_reach_the_ledger(parts: Parts) -> Faults:
 
 
 def _gpus_fit_replicas_and_ranks(parts: Parts) -> Faults:
+    cluster = parts.get("cluster")
+    remote = cluster.ranks if isinstance(cluster, ClusterConfig) else 0
     match parts.get("resources"), parts.get("inference"), parts.get("trainer"):
         case ResourcesConfig() as resources, InferenceConfig() as inference, TrainerConfig() as trainer:
             policy, ranks = resources.policy_gpus, resources.trainer_gpus
-            if ranks and (trainer.device != "cuda" or len(ranks) != trainer.ranks):
+            if ranks and (trainer.device != "cuda" or len(ranks) != trainer.ranks - remote):
                 yield (
                     "resources.trainer_gpus",
                     f"names {len(ranks)} GPUs; it needs trainer.device = 'cuda' and one GPU for each of the "
-                    f"{trainer.ranks} trainer.ranks",
+                    f"{trainer.ranks - remote} trainer.ranks on this machine",
                 )
             if policy and inference.urls:
                 yield "resources.policy_gpus", "is not read with inference.urls: the run then starts no policy servers"
@@ -257,6 +260,15 @@ def _gpus_fit_replicas_and_ranks(parts: Parts) -> Faults:
                 )
 
 
+def _ranks_of_other_machines_are_ranks(parts: Parts) -> Faults:
+    match parts.get("cluster"), parts.get("trainer"):
+        case ClusterConfig(ranks=remote), TrainerConfig(ranks=ranks) if remote >= ranks and remote > 0:
+            yield (
+                "cluster.ranks",
+                f"rank 0 is on this machine, so {remote} ranks on other machines need trainer.ranks = {remote + 1} or more",
+            )
+
+
 CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _episodes_fit_the_lease,
     _tokens_fit_the_context,
@@ -274,6 +286,7 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _checkpoints_are_as_frequent_as_evaluations,
     _posts_reach_the_ledger,
     _gpus_fit_replicas_and_ranks,
+    _ranks_of_other_machines_are_ranks,
 )
 
 

@@ -19,6 +19,12 @@ class RayConfig(BaseModel, frozen=True, extra="forbid"):
     rollout_cpus: float = Field(default=1.0, ge=0)
     """CPUs that Ray reserves for a dispatcher and its workers."""
 
+    rank_cpus: float = Field(default=1.0, ge=0)
+    """CPUs that Ray reserves for a trainer rank."""
+
+    rank_gpus: float = Field(default=0.0, ge=0)
+    """GPUs that Ray reserves for a trainer rank. It uses one."""
+
     env_cpus: float = Field(default=1.0, ge=0)
     """CPUs that Ray reserves for an environment server."""
 
@@ -26,6 +32,8 @@ class RayConfig(BaseModel, frozen=True, extra="forbid"):
         """What Ray reserves for a process."""
         if role == "policy":
             return {"num_cpus": self.policy_cpus, "num_gpus": self.policy_gpus}
+        if role == "rank":
+            return {"num_cpus": self.rank_cpus, "num_gpus": self.rank_gpus}
         return {"num_cpus": self.env_cpus if role == "env" else self.rollout_cpus, "num_gpus": 0.0}
 
 
@@ -91,6 +99,10 @@ class ClusterConfig(BaseModel, frozen=True, extra="forbid"):
     env: int = Field(default=0, ge=0)
     """Environment servers in addition to the first one, each with `env.pool_size` environments."""
 
+    ranks: int = Field(default=0, ge=0)
+    """How many of the `trainer.ranks` run on other machines: placed by Ray, or joined with `rollbook join --role rank`. The trainer
+    waits until all of them have joined. When one is lost, the trainer ends within seconds and resumes when it is back."""
+
     drain_s: float = Field(default=60.0, ge=0)
     """How long a process that is removed may take to finish its groups or requests. Then it is stopped; its unfinished groups get
     another attempt."""
@@ -105,5 +117,5 @@ class ClusterConfig(BaseModel, frozen=True, extra="forbid"):
     @property
     def has_members(self) -> bool:
         """Whether processes other than those of the plan may serve the run."""
-        is_scaled = self.policy > 0 or self.rollout > 0 or self.env > 0 or self.autoscale.is_on
+        is_scaled = self.policy + self.rollout + self.env + self.ranks > 0 or self.autoscale.is_on
         return self.allow_join or is_scaled or self.ray.address is not None

@@ -18,7 +18,8 @@ from rollbook.ledger.records import GroupRecord, MoveRecord, ProducerRecord
 from rollbook.ledger.rules import runs
 from rollbook.ledger.store import Transaction
 from rollbook.ledger.stores.registry import open_reader
-from rollbook.ledger.tools.audit import AuditReport, audit_run
+from rollbook.ledger.tools.audit import audit_since
+from rollbook.ledger.tools.audit_findings import AuditMark, AuditReport
 from rollbook.ledger.tools.explain import explain_group
 
 T = TypeVar("T")
@@ -36,6 +37,7 @@ class StoreSource:
     def __init__(self, store_url: str, run_id: RunId) -> None:
         self._store_url = store_url
         self._run_id = run_id
+        self._audited: AuditMark | None = None
 
     async def status(self) -> LedgerStatus:
         return await self._read(lambda tx: runs.status(tx, self._run_id))
@@ -94,7 +96,8 @@ class StoreSource:
         return tuple(map(_producer, await self._read(lambda tx: tx.producers.all(self._run_id))))
 
     async def audit(self) -> Audit:
-        return _audit(await self._read(lambda tx: audit_run(tx, self._run_id)))
+        report, self._audited = await self._read(lambda tx: audit_since(tx, self._run_id, self._audited))
+        return _audit(report)
 
     async def _read(self, work: Callable[[Transaction], T]) -> T:
         def read() -> T:

@@ -19,6 +19,7 @@ from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.sinks.forwarder import ROLLOUTS_FILE, Forwarder, open_sinks
 from rollbook.telemetry.token_records import TokenRecordWriter
+from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.loop import LoopEnd, LoopOutcome, TrainerLoop
 from rollbook.trainer.metrics import TRAINER_METRICS
 
@@ -45,7 +46,7 @@ async def main(context: RoleContext) -> str:
             receiver=weights,
             stage=weights,
             publishes_adapters=config.inference.publish == "adapter",
-            config=config.trainer,
+            config=_with_own_shards(context),
             model_dir=context.directory.initial_model,
             directory=context.directory.path,
             max_head_offpolicy_versions=config.gate.max_head_offpolicy_versions,
@@ -53,6 +54,8 @@ async def main(context: RoleContext) -> str:
             spans=context.spans,
             log=context.log,
             doing=context.channel.doing,
+            remote_ranks=config.cluster.ranks,
+            host=config.cluster.host,
             on_trained=_rollout_table(context).add,
             token_records=TokenRecordWriter(
                 context.directory.path,
@@ -64,6 +67,14 @@ async def main(context: RoleContext) -> str:
         with _forwarder(context):
             outcome = await _run_until_drained(loop, context)
     return _exit_message(outcome)
+
+
+def _with_own_shards(context: RoleContext) -> TrainerConfig:
+    """Runs may share a directory or a bucket for shards: each has its own folder in it."""
+    config = context.loaded.config.trainer
+    if config.shards_path is None:
+        return config
+    return config.model_copy(update={"shards_path": f"{config.shards_path.rstrip('/')}/{context.directory.id}"})
 
 
 def _reachable(config: RunConfig) -> InferenceConfig:

@@ -49,6 +49,7 @@ ROLES: dict[str, str] = {
     "env": "rollbook.run.processes.env_server",
     "rollout": "rollbook.run.processes.rollout",
     "trainer": "rollbook.run.processes.trainer",
+    "rank": "rollbook.run.processes.rank",
     "evaluation": "rollbook.run.processes.evaluation",
     "report": "rollbook.run.processes.report",
     "dashboard": "rollbook.run.processes.dashboard",
@@ -87,6 +88,8 @@ class RoleContext:
     """The listening socket of a server role: opened by the supervisor, or by this process on another machine."""
     is_member: bool = False
     """The supervisor of the run does not know this process: others find it by its lease in the ledger."""
+    host: str = "127.0.0.1"
+    """The address of this machine that other processes of the run reach."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by SIGTERM: finish the current work and end."""
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
@@ -146,6 +149,7 @@ def main(argv: list[str] | None = None) -> int:
             addresses=json.loads(args.addresses),
             server_socket=_server_socket(args),
             is_member=args.bind is not None,
+            host=args.bind or loaded.config.cluster.host,
         )
         channel.doing("importing its modules")
         module = cast(RoleModule, load_on_demand(ROLES[args.role]))

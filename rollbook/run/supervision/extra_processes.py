@@ -14,7 +14,7 @@ from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision.host import ProcessHost, ProcessStart
 from rollbook.run.supervision.plan import environment_of
 from rollbook.run.supervision.process import ProcessState, SupervisedProcess
-from rollbook.run.supervision.scale import ROLES, Scale
+from rollbook.run.supervision.scale import Scale
 from rollbook.telemetry.events import EventLog
 
 POLL_S = 0.5
@@ -61,8 +61,8 @@ class ExtraProcesses:
             try:
                 while True:
                     self._scale = Scale.read(self._directory) or self._scale
-                    for role in ROLES:
-                        names = [f"{role}-extra-{number}" for number in range(1, self._scale.of(role) + 1)]
+                    for role, wanted in self._wanted().items():
+                        names = [f"{role}-extra-{number}" for number in range(1, wanted + 1)]
                         for name in (name for name in names if name not in self._own):
                             group.create_task(self._keep(role, name), name=f"run.keep.{name}")
                         surplus = [n for n, p in self._own.items() if p.role == role and n not in names]
@@ -74,6 +74,11 @@ class ExtraProcesses:
                 self._is_stopping = True
                 await asyncio.gather(*(process.stop() for process in self._own.values()))
                 self._own.clear()
+
+    def _wanted(self) -> dict[str, int]:
+        """The number of processes by role. Without Ray, trainer ranks join from other machines."""
+        cluster = self._config.cluster
+        return {**self._scale.as_dict(), "rank": cluster.ranks if cluster.ray.address is not None else 0}
 
     async def _keep(self, role: str, name: str) -> None:
         """Restart one process until it is no longer wanted."""

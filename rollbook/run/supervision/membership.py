@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from rollbook.ledger.client.client import LedgerClient
 from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.events import EventLog
+from rollbook.telemetry.wall_clock import CLOCK
 
 JOIN_POLL_S = 0.5
 CHECKS_PER_BEAT = 8
@@ -71,7 +73,10 @@ async def member_lease(
                 if publication != before:
                     break
             try:
-                await ledger.heartbeat_member(member, publication=publication, load=load)
+                sent = time.time()
+                reported = await ledger.heartbeat_member(member, publication=publication, load=load)
+                if CLOCK.measure(sent=sent, received=time.time(), reported=reported):
+                    log.info("run.clock_corrected", name=name, offset_s=round(CLOCK.offset_s, 4))
             except FencedError as error:
                 log.warning("run.member_lease_lost", name=name, member=member, cause=str(error))
                 if on_lost is not None:

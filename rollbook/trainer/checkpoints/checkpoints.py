@@ -5,12 +5,16 @@ A checkpoint is a directory `step-000012` that gets its name only after all its 
     model/            Hugging Face directory: config, weights, tokenizer (with LoRA: a PEFT directory)
     trainer.pt        optimizer and random states
     checkpoint.json   step, digest of the weights, digest of every file, settings; written last
+
+With several ranks, or with `trainer.shards_path`, weights and optimizer state are also written as shards, by all ranks concurrently
+and before the manifest, which names their folder. `trainer.pt` then holds no tensors of the optimizer.
 """
 
 import json
 import os
 import re
 import shutil
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ from typing import Any
 import torch
 
 from rollbook.contracts.errors import RunError
+from rollbook.trainer.checkpoints.shards import ShardStorage, load_shards, open_shards, save_shards
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.files.atomic_files import file_digest, sync_directory, sync_tree, writing
 from rollbook.trainer.files.random_states import seed_everything, set_random_states
@@ -28,6 +33,7 @@ from rollbook.trainer.step import LearnerSnapshot, TrainStep
 MANIFEST = "checkpoint.json"
 MODEL = "model"
 STATE = "trainer.pt"
+SHARDS = "shards"
 NAME = re.compile(r"step-(\d{6,})")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -48,6 +54,10 @@ class Checkpoint:
     path: Path
     step: int
     weights_digest: str
+    shards: str | None = None
+    """The folder of its shards; None: `trainer.pt` holds everything."""
+    shards_at: str | None = None
+    """The directory or bucket of that folder."""
 
     @property
     def model_dir(self) -> Path:
@@ -58,15 +68,25 @@ class Checkpoints:
     """The checkpoints of one run, in one directory."""
 
     def __init__(self, directory: Path, *, model_dir: Path, config: TrainerConfig) -> None:
-        self._directory = directory
+        self.directory = directory
         self._model_dir = model_dir
         self._config = config
+        self._token = uuid.uuid4().hex[:12]
+        """Part of the names of shards, so that two trainers never write to the same folder."""
+        self._group: Any = None
+
+    def use_group(self, group: Any) -> None:
+        """The process group in which the ranks write their shards, next to the collectives of a step."""
+        self._group = group
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_group": None}
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first. Incomplete ones have no manifest and are left out."""
-        if not self._directory.is_dir():
+        if not self.directory.is_dir():
             return []
-        named = [(NAME.fullmatch(path.name), path) for path in self._directory.iterdir()]
+        named = [(NAME.fullmatch(path.name), path) for path in self.directory.iterdir()]
         return sorted(int(match[1]) for match, path in named if match and (path / MANIFEST).is_file())
 
     def latest(self) -> Checkpoint | None:
@@ -85,64 +105,109 @@ class Checkpoints:
         """
         path = self._path(snapshot.step)
         if not (path / MANIFEST).is_file():
+            if snapshot.shards is not None:
+                save_shards(self._storage(), self._shard_folder(snapshot), snapshot.shards, self._group)
             with writing(path):
                 self._write_atomically(path, snapshot, weights_digest)
         for step in removable(self.steps(), keep=self._config.keep_checkpoints, keep_every=self._config.keep_every):
-            shutil.rmtree(self._path(step))
+            self._remove(step)
         return Checkpoint(path=path, step=snapshot.step, weights_digest=weights_digest)
+
+    def write_shard(self, snapshot: LearnerSnapshot) -> None:
+        """At a rank other than 0: write its part of the checkpoint that rank 0 writes with `write`."""
+        assert snapshot.shards is not None
+        save_shards(self._storage(), self._shard_folder(snapshot), snapshot.shards, self._group)
+
+    def clean(self) -> None:
+        """Remove the shards of checkpoints that were interrupted. Call it before a trainer writes its first one."""
+        if not self._config.is_sharded:
+            return
+        storage = self._storage()
+        for folder in storage.folders() - {self._manifest(step).get(SHARDS, {}).get("folder") for step in self.steps()}:
+            storage.remove(folder)
 
     def restore(self, checkpoint: Checkpoint | None) -> TrainStep:
         """The learner as it was at the checkpoint; from the initial weights without one. Random states are set too."""
         if checkpoint is None:
             return initial_learner(self._model_dir, self._config)
-        if self._config.lora is None:
-            model = _load(checkpoint.model_dir, self._config)
-        else:
-            model = _load(self._model_dir, self._config, adapters=checkpoint.model_dir)
+        learner = self._load_learner(checkpoint)
+        model = learner.model
         if not model.has_digest(checkpoint.weights_digest):
             raise RunError(
                 f"checkpoint {checkpoint.path}: its weights have digest {model.digest()}, but {checkpoint.weights_digest} was"
                 " saved. Remove the directory to resume from an older checkpoint."
             )
-        learner = TrainStep(
-            model, self._config, step=checkpoint.step, reference=reference_model(self._model_dir, self._config)
-        )
+        return learner
+
+    def _load_learner(self, checkpoint: Checkpoint) -> TrainStep:
+        if self._config.lora is None and checkpoint.shards is None:
+            model = _load(checkpoint.model_dir, self._config)
+        elif self._config.lora is None:
+            model = _load(self._model_dir, self._config)  # the weights follow with the shards
+        else:
+            model = _load(self._model_dir, self._config, adapters=checkpoint.model_dir)
+        reference = reference_model(self._model_dir, self._config)
+        learner = TrainStep(model, self._config, step=checkpoint.step, reference=reference)
         state = torch.load(checkpoint.path / STATE, map_location="cpu", weights_only=True)
-        learner.load_optimizer(state["optimizer"])
+        if checkpoint.shards is not None:
+            assert checkpoint.shards_at is not None
+            load_shards(
+                open_shards(checkpoint.shards_at), checkpoint.shards, learner, state["optimizer"]["param_groups"]
+            )
+        else:
+            learner.load_optimizer(state["optimizer"])
         learner.guard.skipped_in_a_row = int(state["skipped_in_a_row"])
         set_random_states(state["random"])
         return learner
 
+    def _storage(self) -> ShardStorage:
+        return open_shards(self._config.shards_path or str(self.directory / SHARDS))
+
+    def _shard_folder(self, snapshot: LearnerSnapshot) -> str:
+        return f"step-{snapshot.step:06d}-{self._token}"
+
+    def _remove(self, step: int) -> None:
+        """The manifest is removed first, with its directory: a checkpoint without shards must not look complete."""
+        shards = self._manifest(step).get(SHARDS)
+        shutil.rmtree(self._path(step))
+        if shards is not None:
+            open_shards(shards["location"]).remove(shards["folder"])
+
+    def _manifest(self, step: int) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self._path(step) / MANIFEST).read_text(encoding="utf-8"))
+        return found
+
     def _path(self, step: int) -> Path:
-        return self._directory / f"step-{step:06d}"
+        return self.directory / f"step-{step:06d}"
 
     def _write_atomically(self, path: Path, snapshot: LearnerSnapshot, weights_digest: str) -> None:
-        self._directory.mkdir(
-            exist_ok=True
-        )  # the run directory exists; if it was moved away, a new one would hide that
+        self.directory.mkdir(exist_ok=True)  # the run directory exists; if it was moved away, a new one would hide that
         self._sweep()
-        unfinished = self._directory / f".{path.name}.{os.getpid()}.tmp"
+        unfinished = self.directory / f".{path.name}.{os.getpid()}.tmp"
         try:
             snapshot.model.save(unfinished / MODEL, snapshot.weights)
             for name in TOKENIZER_FILES:
                 if (self._model_dir / name).is_file():
                     shutil.copyfile(self._model_dir / name, unfinished / MODEL / name)
             torch.save(to_host(snapshot.state), unfinished / STATE)
-            self._write_manifest(unfinished, snapshot.step, weights_digest)
+            self._write_manifest(unfinished, snapshot, weights_digest)
             sync_tree(unfinished)
             unfinished.rename(path)
-            sync_directory(self._directory)
+            sync_directory(self.directory)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 
-    def _write_manifest(self, path: Path, step: int, weights_digest: str) -> None:
+    def _write_manifest(self, path: Path, snapshot: LearnerSnapshot, weights_digest: str) -> None:
         files = sorted(file for file in path.rglob("*") if file.is_file())
-        manifest = {
-            "step": step,
+        manifest: dict[str, Any] = {
+            "step": snapshot.step,
             "weights_digest": weights_digest,
             "settings": self._config.numeric_settings(),
             "files": {file.relative_to(path).as_posix(): file_digest(file) for file in files},
         }
+        if snapshot.shards is not None:
+            storage, folder = self._storage(), self._shard_folder(snapshot)
+            manifest[SHARDS] = {"location": storage.location, "folder": folder, "files": storage.files(folder)}
         (path / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
     def _verified(self, path: Path) -> Checkpoint:
@@ -159,11 +224,27 @@ class Checkpoints:
         damaged = [name for name, digest in files.items() if not _has_digest(path / name, str(digest))]
         if damaged:
             raise RunError(f"checkpoint {path} is corrupt: {', '.join(damaged)} changed after it was saved. {advice}")
-        return Checkpoint(path=path, step=step, weights_digest=weights_digest)
+        shards = manifest.get(SHARDS)
+        if shards is None:
+            return Checkpoint(path=path, step=step, weights_digest=weights_digest)
+        found = open_shards(shards["location"]).files(shards["folder"])
+        lost = [name for name, size in shards["files"].items() if found.get(name) != size]
+        if lost:
+            where = f"{shards['location']}/{shards['folder']}"
+            raise RunError(
+                f"checkpoint {path} is corrupt: {', '.join(lost)} in {where} is missing or incomplete. {advice}"
+            )
+        return Checkpoint(
+            path=path,
+            step=step,
+            weights_digest=weights_digest,
+            shards=shards["folder"],
+            shards_at=shards["location"],
+        )
 
     def _sweep(self) -> None:
         """Remove incomplete checkpoints of killed processes. A run has one trainer: the ledger fences any other."""
-        for path in self._directory.iterdir():
+        for path in self.directory.iterdir():
             is_incomplete = NAME.fullmatch(path.name) is not None and not (path / MANIFEST).is_file()
             if path.is_dir() and (path.name.endswith(".tmp") or is_incomplete):
                 shutil.rmtree(path)

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from rollbook.trainer.data.minibatches import Microbatch
 
+Passes = Sequence[tuple[Microbatch, bool]]
+"""The passes of one rank in a minibatch, each with whether it counts."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
@@ -22,8 +25,8 @@ class Ranks:
         """This process, in the process group that it has joined."""
         return cls() if size == 1 else cls(rank=dist.get_rank(), size=dist.get_world_size())
 
-    def own_passes(self, microbatches: Sequence[Microbatch]) -> list[tuple[Microbatch, bool]]:
-        """The passes of this rank, each with whether it counts.
+    def own_passes(self, microbatches: Sequence[Microbatch]) -> Passes:
+        """The passes of this rank.
 
         Every pass exchanges gradients, so all ranks need equally many: a rank with one less adds a pass with weight 0.
         """

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -45,6 +45,24 @@ def shard_state(state: Mapping[int, Mapping[str, Any]], parameters: list[Tensor]
         number: {name: shard_like(value, parameters[number]) for name, value in held.items()}
         for number, held in state.items()
     }
+
+
+def cpu_mesh() -> DeviceMesh:
+    """All ranks, for tensors in main memory. A collective: all ranks must call it."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def own_shards(values: Mapping[str, Tensor], mesh: DeviceMesh | None) -> dict[str, Tensor]:
+    """Copies in main memory of the part that this rank holds of each tensor. They keep their position in the whole tensor."""
+    return {name: _own_shard(value.detach(), mesh) for name, value in values.items()}
+
+
+def _own_shard(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    if not isinstance(value, DTensor):
+        return value.to("cpu", copy=True)
+    assert mesh is not None
+    local = value.to_local().to("cpu", copy=True)
+    return DTensor.from_local(local, mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride())
 
 
 def _layers(network: nn.Module) -> list[nn.Module]:

@@ -193,12 +193,18 @@ class PolicyModel:
             return merged
         return named_weights(self.module)
 
+    def checkpointed_weights(self) -> dict[str, Tensor]:
+        """The live weights that a checkpoint holds: the adapters only with LoRA."""
+        if self._adapters is None:
+            return named_weights(self.module)
+        adapters: dict[str, Tensor] = self._adapters.adapter_weights(self.module)
+        return adapters
+
     def checkpoint_weights(self, published: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The weights for a checkpoint: the copy made for publication, or with merged LoRA a copy of the adapters."""
         if self._adapters is None or self.publishes_adapters:
             return published
-        adapters: dict[str, Tensor] = snapshot_of(self._adapters.adapter_weights(self.module))
-        return adapters
+        return snapshot_of(self.checkpointed_weights())
 
     def publish_adapters(self) -> AdapterKind:
         """From now on, publications and digests cover the adapters only. Returns their settings and base."""

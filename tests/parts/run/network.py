@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 RAY_DIRECTORY = Path("/tmp/ray")
+LISTENING, LOOPBACK = "0A", "0100007F"
+"""As in /proc/net/tcp."""
 USER_FLAGS = [] if os.getuid() == 0 else ["--user", "--preserve-credentials"]
 
 # Makes a bridge and the machines and prints their pids. Kills every process on them when its standard input is closed.
@@ -73,6 +75,12 @@ class Machine:
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+    def listening_ports(self) -> list[int]:
+        """TCP ports of this machine that other machines can reach."""
+        rows = (Path(f"/proc/{self.pid}/net/tcp").read_text(encoding="ascii")).splitlines()[1:]
+        addresses = [row.split()[1] for row in rows if row.split()[3] == LISTENING]
+        return sorted({int(port, 16) for host, port in (a.split(":") for a in addresses) if host != LOOPBACK})
 
     def sent_bytes(self) -> int:
         """Bytes that left this machine since it was made."""

@@ -14,6 +14,7 @@ import psutil
 
 from rollbook.dashboard.json_tail import JsonTail
 from tests.parts.concurrency.processes import descendants_running
+from tests.parts.run.network import Machine
 
 REPOSITORY = Path(__file__).parents[3]
 EXAMPLE = REPOSITORY / "rollbook" / "demo"
@@ -76,6 +77,8 @@ class SmallRun:
         self.has_dashboard = False
         self.environment: dict[str, str] = {}
         """Additional environment variables of the run's processes."""
+        self.machine: Machine | None = None
+        """Where `rollbook train` is started; None: on this machine."""
         self._config = directory / "run.toml"
         self._config.write_text(config, encoding="utf-8")
         for module in EXAMPLE.glob("*.py"):
@@ -100,6 +103,8 @@ class SmallRun:
         ]
         for override in self.overrides:
             command += ["--set", override]
+        if self.machine is not None:
+            command = self.machine.command(*command)
         # Files, not pipes: a long run would block when a pipe is full.
         with self._output("stdout").open("w") as out, self._output("stderr").open("w") as err:
             self._process = subprocess.Popen(

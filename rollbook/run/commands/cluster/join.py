@@ -1,4 +1,4 @@
-"""`rollbook join`: a policy server, a dispatcher or an environment server for a run that is running, on this or on another machine.
+"""`rollbook join`: a policy server, a dispatcher, an environment server or a trainer rank for a run that is running.
 
 The run directory must be visible here: it holds the configuration, the tokens, the model and, for policy servers, the weights.
 """
@@ -30,7 +30,7 @@ from rollbook.telemetry.events import EventLog
 POLL_S = 1.0
 REQUEST_S = 10.0
 
-JoinRole = Literal["policy", "rollout", "env"]
+JoinRole = Literal["policy", "rollout", "env", "rank"]
 Say = Callable[[str], None]
 
 
@@ -80,6 +80,10 @@ def _require_joinable(loaded: LoadedConfig, role: JoinRole, host: str) -> None:
     if role == "env" and config.env.pool_size is None:
         raise UsageError(
             "only a run with env.pool_size has environment servers; in this one, workers create environments"
+        )
+    if role == "rank" and config.cluster.ranks == 0:
+        raise UsageError(
+            "this run has no trainer ranks on other machines: start it with trainer.ranks and cluster.ranks"
         )
     if role == "policy" and config.inference.engine == "vllm":
         raise UsageError("vLLM servers cannot join a run; list them in inference.urls")

@@ -1,0 +1,221 @@
+"""Faults of machines and networks during a run on three machines in network namespaces: `make chaos-cluster SEED=1 EVENTS=100`.
+
+The first machine runs `rollbook train`, with its ledger in PostgreSQL. A policy server and a dispatcher join from the other two. A
+seed decides the faults: machines and single processes killed, processes stopped, links cut for less or more than a lease, slow
+links that lose packets, the database restarted or killed, a full disk, and the head killed and started again. Then the run is
+drained, resumed, finished, audited and replayed. The last line of the output is JSON.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.faults.chaos import SUPERVISED, Chaos, write_line
+from tests.faults.chaos_report import CLUSTER_RESULTS, Fault, Kind, Report
+from tests.parts.ledger.postgres import PostgresServer, own_server
+from tests.parts.run.network import Machine, machines
+from tests.parts.run.small import REPOSITORY
+
+WEIGHTS = {
+    Kind.NODE: 20,
+    Kind.LINK: 20,
+    Kind.SLOW_LINK: 15,
+    Kind.KILL: 15,
+    Kind.STOP: 5,
+    Kind.DATABASE: 10,
+    Kind.DATABASE_KILL: 5,
+    Kind.HEAD: 6,
+    Kind.DISK: 4,
+}
+CUT_S = (2.0, 30.0)
+"""Leases are 15 s long."""
+SLOW = ("netem", "delay", "200ms", "loss", "5%")
+HEAL_S = 600.0
+MEMBERS = ("policy", "rollout")
+
+
+class Joined:
+    """`rollbook join` on a machine. It is started again when it has ended, as an operator or a scheduler would."""
+
+    def __init__(self, run_dir: Path, role: str, machine: Machine, output: Path) -> None:
+        self._run_dir = run_dir
+        self._role = role
+        self._output = output
+        self.machine = machine
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def keep(self) -> None:
+        """Start it unless it runs. Without a running run there is nothing to join."""
+        if (self._process is not None and self._process.poll() is None) or not self._addresses.exists():
+            return
+        command = [sys.executable, "-m", "rollbook", "join", str(self._run_dir), "--role", self._role]
+        command += ["--host", self.machine.address]
+        with self._output.open("ab") as output:
+            self._process = subprocess.Popen(
+                self.machine.command(*command), stdout=output, stderr=output, cwd=REPOSITORY, start_new_session=True
+            )
+
+    def times_joined(self) -> int:
+        return self._output.read_bytes().count(b"has joined") if self._output.exists() else 0
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def _addresses(self) -> Path:
+        return self._run_dir / "addresses.json"
+
+
+class ClusterChaos(Chaos):
+    def __init__(
+        self,
+        directory: Path,
+        nodes: Sequence[Machine],
+        database: PostgresServer,
+        *,
+        seed: int,
+        events: int,
+        seconds: float,
+        kinds: Sequence[Kind],
+        log: Callable[[str], None],
+    ) -> None:
+        super().__init__(
+            directory, seed=seed, kills=events, env="guessing", kinds=kinds, seconds=seconds, heal_s=HEAL_S, log=log
+        )
+        self._events = events
+        self._nodes = list(nodes)
+        self._database = database
+        head, *others = nodes
+        self.run.machine = head
+        store = f"postgresql://tester@/postgres?host={database.directory}&port={database.port}"
+        self.run.overrides += [
+            f"ledger.store={json.dumps(store)}",
+            f"cluster.host={json.dumps(head.address)}",
+            "cluster.allow_join=true",
+        ]
+        self._members = [
+            Joined(self.run.directory, role, node, directory / f"{role}.out")
+            for role, node in zip(MEMBERS, others, strict=True)
+        ]
+
+    def run_all(self) -> Report:
+        try:
+            return super().run_all()
+        finally:
+            for member in self._members:
+                member.stop()
+
+    def _is_due(self) -> bool:
+        return len(self.report.faults) < self._events
+
+    def _one_fault(self) -> None:
+        kind = self._rng.choices(self._kinds, [WEIGHTS[kind] for kind in self._kinds])[0]
+        node = self._rng.choice(self._nodes)
+        match kind:
+            case Kind.KILL | Kind.STOP:
+                self._hit([self._rng.choice(SUPERVISED)], kind)
+            case Kind.NODE:
+                self._lose_node(self._rng.choice(self._members))
+            case Kind.LINK:
+                with self._during(Fault(kind, self._name(node))):
+                    self._on(node, "ip", "link", "set", "eth0", "down")
+                    time.sleep(self._rng.uniform(*CUT_S))
+                    self._on(node, "ip", "link", "set", "eth0", "up")
+            case Kind.SLOW_LINK:
+                with self._during(Fault(kind, self._name(node))):
+                    self._on(node, "tc", "qdisc", "add", "dev", "eth0", "root", *SLOW)
+                    self.run.until(self._next_step(), what="a step over a slow link", within_s=self._heal_s)
+                    self._on(node, "tc", "qdisc", "del", "dev", "eth0", "root")
+            case Kind.DATABASE | Kind.DATABASE_KILL:
+                with self._during(Fault(kind, "database")):
+                    (self._database.stop if kind is Kind.DATABASE else self._database.kill)()
+                    time.sleep(self._rng.uniform(0.0, 5.0))
+                    start_database(self._database)
+            case Kind.HEAD:
+                with self._during(Fault(kind, "head", kills=len(self._nodes[0].pids()))):
+                    self._nodes[0].kill_all()
+                    self.run.process.wait()
+                    self.run.start()
+            case Kind.DISK:
+                self._fill_disk()
+
+    def _lose_node(self, member: Joined) -> None:
+        fault, began, before = Fault(Kind.NODE, self._name(member.machine)), time.monotonic(), member.times_joined()
+        fault.kills = len(member.machine.pids())
+        self.report.faults.append(fault)
+        member.machine.kill_all()
+        trains = self._next_step()
+        self._await(fault, lambda: member.times_joined() > before and trains(), began)
+
+    @contextmanager
+    def _during(self, fault: Fault) -> Iterator[None]:
+        """The fault is over at the end of the block; it has healed with the next step after that."""
+        self.report.faults.append(fault)
+        yield
+        self._await(fault, self._next_step(), time.monotonic())
+
+    def _await(self, fault: Fault, healed: Callable[[], bool], began: float) -> None:
+        def is_healed() -> bool:
+            for member in self._members:
+                member.keep()
+            return healed()
+
+        super()._await(fault, is_healed, began)
+
+    def _name(self, node: Machine) -> str:
+        return ("head", "machine of the policy server", "machine of the dispatcher")[self._nodes.index(node)]
+
+    def _on(self, node: Machine, *command: str) -> None:
+        subprocess.run(node.command(*command), check=True, capture_output=True)
+
+
+def start_database(server: PostgresServer) -> None:
+    """Reached through a socket in the file system, by all machines."""
+    server.start(unix_socket_directories=str(server.directory))
+
+
+def run_chaos(*, seed: int, events: int, seconds: float, kinds: Sequence[Kind]) -> Report:
+    database = own_server()
+    database.stop()
+    database.directory.chmod(0o755)
+    start_database(database)
+    with machines(3) as nodes, tempfile.TemporaryDirectory(prefix="rollbook-chaos-") as name:
+        chaos = ClusterChaos(
+            Path(name), nodes, database, seed=seed, events=events, seconds=seconds, kinds=kinds, log=write_line
+        )
+        try:
+            chaos.run_all()
+        except Exception as error:
+            write_line(f"failed: {''.join(traceback.format_exception(error))}")
+            chaos.report.violations.append(f"the run failed: {str(error).partition(chr(10))[0]}")
+    database.stop()
+    return chaos.report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="chaos-cluster", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--events", type=int, default=100)
+    parser.add_argument("--minutes", type=float, default=120.0, help="no new faults after this time")
+    parser.add_argument("--kinds", nargs="+", type=Kind, default=list(WEIGHTS), help="only these kinds of faults")
+    parser.add_argument("--write", action="store_true", help=f"record the result in {CLUSTER_RESULTS.name}")
+    args = parser.parse_args(argv)
+    report = run_chaos(seed=args.seed, events=args.events, seconds=60 * args.minutes, kinds=args.kinds)
+    write_line(report.table())
+    write_line(json.dumps(report.row()))
+    if args.write:
+        CLUSTER_RESULTS.write_text(json.dumps(report.row(), indent=1) + "\n", encoding="utf-8")
+    return 0 if report.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
