@@ -159,14 +159,11 @@ def _rows_of_values(found: list[tuple[Any, ...]]) -> tuple[GroupRow, ...]:
     """From stored values. A run of a million groups is read, so this avoids all work that a record would need."""
     rows = []
     for values in found:
-        ids, has_payload = values[PUBLICATIONS], values[HAS_PAYLOAD] == 1
-        publications = (int(ids),) if ids.isdecimal() else tuple(int(one) for one in ids.split(",") if one)
-        before, between, after = (
-            values[:PUBLICATIONS],
-            values[PUBLICATIONS + 1 : HAS_PAYLOAD],
-            values[HAS_PAYLOAD + 1 :],
-        )
-        rows.append(GroupRow(*before, publications, *between, has_payload, *after))
+        row = list(values)
+        ids: str = row[PUBLICATIONS]
+        row[PUBLICATIONS] = (int(ids),) if ids.isdecimal() else tuple(int(one) for one in ids.split(",") if one)
+        row[HAS_PAYLOAD] = row[HAS_PAYLOAD] == 1
+        rows.append(GroupRow(*row))
     return tuple(rows)
 
 
