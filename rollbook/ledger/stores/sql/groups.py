@@ -134,6 +134,13 @@ class SqlGroups:
             some += self._where(f"sequence = ? AND part > ? {only} ORDER BY part", run_id, last.sequence, last.part)
         return some
 
+    def values(self, run_id: RunId, columns: Sequence[str], *, start: int = 0, limit: int) -> list[tuple[Any, ...]]:
+        unknown = set(columns) - set(GROUPS.columns)
+        if unknown:
+            raise ValueError(f"groups have no columns {sorted(unknown)}")
+        sql = f"SELECT {', '.join(columns)} FROM groups WHERE run_id = ? AND sequence >= ? ORDER BY sequence, part LIMIT ?"
+        return self._session.select_flushed(sql, (run_id, start, limit)).fetchall()
+
     def each(self, run_id: RunId) -> Iterator[GroupRecord]:
         rows = self._session.stream(GROUPS.select + "WHERE run_id = ? ORDER BY group_id", (run_id,))
         return (GROUPS.record(row) for row in rows)
