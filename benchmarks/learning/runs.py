@@ -69,7 +69,7 @@ class LearningRun:
 
     def wall_s(self, step: int) -> float:
         """Seconds from the command to this step, start and compilation included."""
-        return self.start_s + self.raw_s - (self.steps[-1]["time"] - self.steps[step - 1]["time"])
+        return self.start_s + self.raw_s - float(self.steps[-1]["time"] - self.steps[step - 1]["time"])
 
     def mean_of(self, metric: str, *, skip: int = 3) -> float:
         values = [row[metric] for row in self.steps[skip:] if row.get(metric) is not None]
