@@ -2,6 +2,7 @@
 
     RollbookError
     |-- TransientError   try this call again            (connection lost, 503, request deadline)
+    |    `-- WeightsAwaitedError  not before the trainer has pushed weights
     |-- EpisodeError     give up this episode          (environment broke, parse failed, sandbox died)
     |-- WorkerError      replace this process           (leak, lost heartbeat, broken interpreter state)
     `-- RunError         stop the run, operator needed  (bad config, corrupt checkpoint, schema mismatch)
@@ -45,6 +46,10 @@ class TransientError(RollbookError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_unpickle_transient, (type(self), self.args[0] if self.args else "", self.retry_after_s))
+
+
+class WeightsAwaitedError(TransientError):
+    """No policy server has the weights that the request requires. Only the trainer can change that."""
 
 
 class EpisodeError(RollbookError):

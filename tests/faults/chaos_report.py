@@ -27,6 +27,7 @@ class Kind(StrEnum):
     STOP = "stopped for longer than every lease"
     START = "killed while the run starts"
     DRAIN = "killed while the run drains"
+    ACTION = "killed when an operator acts on the run"
     DISK = "full disk"
     CLOCK = "clock jump"
     NODE = "machine lost"

@@ -26,7 +26,7 @@ from rollbook.contracts.plugin import load_on_demand, require_libraries
 from rollbook.dashboard.run_files import RunReader, summarise
 from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
 from rollbook.ledger.serve import allow_many_connections
-from rollbook.ledger.tools.audit import AuditReport
+from rollbook.ledger.tools.audit_findings import AuditReport
 from rollbook.run.commands.train_summary import EXIT_FAILED, TrainReport, print_summary
 from rollbook.run.config.run import (
     LoadedConfig,
