@@ -120,8 +120,9 @@ test-openenv: $(STAMP) ## with the openenv package, in a separate virtual enviro
 	PYTHON=$(PYTHON) sh scripts/openenv_venv.sh
 	$(BIN)/python -m pytest tests/services/test_envs_openenv_package.py
 
-bench-cluster: $(STAMP) ## the pull transport to 8 replicas on 3 machines in network namespaces: copies sent by the trainer, time of a joining replica
+bench-cluster: $(STAMP) ## 8 replicas on 3 machines in network namespaces: copies sent by the trainer, time of a joining replica; groups/s of 1, 3 and 1 dispatchers; Ray and PostgreSQL against local processes and SQLite
 	$(BIN)/python -m benchmarks.cluster.weights
+	$(BIN)/python -m benchmarks.cluster.runs
 
 test-cluster: $(STAMP) ## a run on a Ray cluster of three machines in network namespaces that lose a node and the head; processes that join a run
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cluster]'

@@ -56,7 +56,7 @@ def pair() -> Iterator[Sequence[Machine]]:
 
 @pytest.fixture
 def run(tmp_path: Path, pair: Sequence[Machine]) -> Iterator[SmallRun]:
-    settings = [f"cluster.host={json.dumps(pair[0].address)}", "cluster.allow_join=true", "env.pool_size=8"]
+    settings = [f"cluster.host={json.dumps(pair[0].address)}", "cluster.allow_join=true", "env.pool_size=32"]
     run = SmallRun(tmp_path, [*settings, "trainer.max_steps=10_000"])
     run.machine = pair[0]
     run.start()
