@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import psutil
 import pytest
@@ -48,16 +47,16 @@ for port in ports:
 REFUSED = {401, 403, "RemoteDisconnected", "ConnectionResetError", "BadStatusLine"}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pair() -> Iterator[Sequence[Machine]]:
     with machines(2) as made:
         yield made
 
 
-@pytest.fixture
-def run(tmp_path: Path, pair: Sequence[Machine]) -> Iterator[SmallRun]:
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, pair: Sequence[Machine]) -> Iterator[SmallRun]:
     settings = [f"cluster.host={json.dumps(pair[0].address)}", "cluster.allow_join=true", "env.pool_size=32"]
-    run = SmallRun(tmp_path, [*settings, "trainer.max_steps=10_000"])
+    run = SmallRun(tmp_path_factory.mktemp("ports"), [*settings, "trainer.max_steps=10_000"])
     run.machine = pair[0]
     run.start()
     run.until(lambda: run.step() >= 1, what="step 1")
