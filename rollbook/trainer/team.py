@@ -321,7 +321,8 @@ def main(channel_fd: int, invitation_file: Path, gpu: int) -> None:
     invitation = Invitation.read(invitation_file)
     if invitation is None:
         os._exit(1)  # rank 0 is gone
-    follow(join_team(invitation), gpu=gpu)
+    # On loopback, gloo chooses the interface itself, as at rank 0.
+    follow(join_team(invitation), gpu=gpu, host=None if invitation.host == LOCAL else invitation.host)
 
 
 if __name__ == "__main__":
