@@ -194,6 +194,8 @@ def _train(loaded: LoadedConfig, directory: RunDirectory, console: Console, *, h
         _run_with_view(supervisor, loaded.config, directory, console, log), on_interrupt=supervisor.interrupt
     )
     log.info("run.ended", how=outcome.end, message=outcome.message, seconds=round(outcome.seconds, 2))
+    # About 1 ms a group: half a minute for a long run.
+    console.print("auditing the ledger")
     return dataclasses.replace(_report(loaded.config, directory, outcome, log), steps_before=steps_before)
 
 
