@@ -83,6 +83,9 @@ bench-twin: $(STAMP) ## predictions of `rollbook simulate` against 20 settings o
 bench-loop: $(STAMP) ## the whole loop against the engine alone and the trainer alone: make bench-loop DEVICE=cuda
 	$(BIN)/python -m benchmarks.loop.speed --device $(DEVICE)
 
+bench-episodes: $(STAMP) ## 1,000, 4,000 and 10,000 concurrent episodes with the scripted engine: turns, memory and loop lag of the workers
+	$(BIN)/python -m benchmarks.loop.episodes
+
 bench-envs: $(STAMP) ## environments: parallel against serial, AWS commands against subprocesses, 256 sessions, pools
 	$(BIN)/python -m benchmarks.envs.all
 
