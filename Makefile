@@ -159,8 +159,9 @@ bench-ledger: $(STAMP) .venvs/atropos/.installed ## our ledger against the origi
 bench-history: $(STAMP) ## cost of each ledger verb after 1,000, 20,000 and 200,000 groups
 	$(BIN)/python -m benchmarks.ledger.history
 
-bench-dashboard: $(STAMP) ## the view index: indexing rate, memory, filtered queries against scanning the ledger (GROUPS=1000000)
-	$(BIN)/python -m benchmarks.dashboard.index --groups $(or $(GROUPS),1000000)
+bench-dashboard: $(STAMP) ## the view index at a million groups (GROUPS=), what ten open pages cost the ledger, and pages in Chromium against TensorBoard (on a quiet machine)
+	@sh scripts/chromium.sh
+	$(BIN)/python -m benchmarks.dashboard.index --groups $(or $(GROUPS),1000000); $(BIN)/python -m benchmarks.dashboard.pages; $(BIN)/python -m benchmarks.dashboard.browser
 
 test-atropos: $(STAMP) .venvs/atropos/.installed ## the real atroposlib, environments and trainer, with our server
 	$(BIN)/python -m pytest tests/compatibility
