@@ -83,6 +83,9 @@ bench-twin: $(STAMP) ## predictions of `rollbook simulate` against 20 settings o
 bench-loop: $(STAMP) ## the whole loop against the engine alone and the trainer alone: make bench-loop DEVICE=cuda
 	$(BIN)/python -m benchmarks.loop.speed --device $(DEVICE)
 
+bench-episodes: $(STAMP) ## 1,000, 4,000 and 10,000 concurrent episodes with the scripted engine: turns, memory and loop lag of the workers
+	$(BIN)/python -m benchmarks.loop.episodes
+
 bench-envs: $(STAMP) ## environments: parallel against serial, AWS commands against subprocesses, 256 sessions, pools
 	$(BIN)/python -m benchmarks.envs.all
 
@@ -157,8 +160,9 @@ bench-ledger: $(STAMP) .venvs/atropos/.installed ## our ledger against the origi
 bench-history: $(STAMP) ## cost of each ledger verb after 1,000, 20,000 and 200,000 groups
 	$(BIN)/python -m benchmarks.ledger.history
 
-bench-dashboard: $(STAMP) ## the view index: indexing rate, memory, filtered queries against scanning the ledger (GROUPS=1000000)
-	$(BIN)/python -m benchmarks.dashboard.index --groups $(or $(GROUPS),1000000)
+bench-dashboard: $(STAMP) ## the view index at a million groups (GROUPS=), what ten open pages cost the ledger, and pages in Chromium against TensorBoard (on a quiet machine)
+	@sh scripts/chromium.sh
+	$(BIN)/python -m benchmarks.dashboard.index --groups $(or $(GROUPS),1000000); $(BIN)/python -m benchmarks.dashboard.pages; $(BIN)/python -m benchmarks.dashboard.browser
 
 test-atropos: $(STAMP) .venvs/atropos/.installed ## the real atroposlib, environments and trainer, with our server
 	$(BIN)/python -m pytest tests/compatibility

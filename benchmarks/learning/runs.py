@@ -22,7 +22,7 @@ from rollbook.run.record import open_run
 from rollbook.telemetry.events import read_json_lines
 from rollbook.telemetry.metrics import read_metrics
 
-POLL_S = 0.2
+POLL_S = 1.0
 START_S = 240.0
 """Maximum time from the command to the first step."""
 PROGRESS_S = 10.0
@@ -32,11 +32,12 @@ END_S = 90.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """When a run is stopped: at a held-out accuracy of `mark`, after `limit_s` of training, or `total_s` after its command. It may
-    end earlier."""
+    """When a run is stopped: at a held-out accuracy of `mark`, after `limit_s` or `steps` of training, or `total_s` after its
+    command. It may end earlier."""
 
     mark: float | None = None
     limit_s: float = 1e9
+    steps: int = 1_000_000
     total_s: float = 1e9
     needs_checkpoint: bool = False
 
@@ -65,6 +66,10 @@ class LearningRun:
     def at_mark(self, mark: float) -> tuple[int, float] | None:
         """Step and training seconds of the first evaluation at or above the mark."""
         return next(((step, at_s) for step, at_s, solved in self.curve if solved >= mark), None)
+
+    def wall_s(self, step: int) -> float:
+        """Seconds from the command to this step, start and compilation included."""
+        return self.start_s + self.raw_s - float(self.steps[-1]["time"] - self.steps[step - 1]["time"])
 
     def mean_of(self, metric: str, *, skip: int = 3) -> float:
         values = [row[metric] for row in self.steps[skip:] if row.get(metric) is not None]
@@ -146,7 +151,7 @@ def _wait_for_stop(process: subprocess.Popen[bytes], directory: Path, stop: Stop
         num_printed = len(evaluated)
         if stop.mark is not None and any(row["eval/solved"] >= stop.mark for row in evaluated):
             return
-        if time.monotonic() - first > stop.limit_s:
+        if time.monotonic() - first > stop.limit_s or len(trained) >= stop.steps:
             return
 
 
@@ -160,7 +165,7 @@ def interrupt(process: subprocess.Popen[bytes], directory: Path, *, needs_checkp
     while process.poll() is None and time.monotonic() < until:
         if any(row["event"] == "run.ended" for row in read_json_lines(log)):
             break
-        time.sleep(POLL_S)
+        time.sleep(0.2)
     process.kill()
     process.wait()
 
@@ -171,7 +176,13 @@ def _read(name: str, directory: Path, began: float) -> LearningRun:
     at = {int(row["step"]): float(row["time"]) for row in steps}
     with open_run(directory) as run:
         opened = run.groups(state=None, limit=1)[0].opened_at
-        audit, status = run.audit(), run.status()
+        status = run.status()
+    # In a separate process: audits of several runs in this one would wait for each other.
+    audit = json.loads(
+        subprocess.run(
+            [sys.executable, "-m", "rollbook", "audit", "--json", str(directory)], capture_output=True, check=False
+        ).stdout
+    )
     times = [at[step] for step in sorted(at)]
     periods = [after - before for before, after in pairwise(times[1:])]
     step_s = statistics.median(periods) if periods else times[0] - opened
@@ -194,8 +205,8 @@ def _read(name: str, directory: Path, began: float) -> LearningRun:
         first_step_s=times[0] - opened,
         step_s=step_s,
         raw_s=times[-1] - opened,
-        audit_ok=audit.ok,
-        max_lag=audit.max_lag,
+        audit_ok=audit["ok"],
+        max_lag=audit["max_lag"],
         dropped=status.dropped.get("stale", 0) / max(1, status.opened),
     )
 

@@ -74,10 +74,10 @@ def measure(home: Path, policy: BatchPolicy, seed: int, args: argparse.Namespace
     for module in (MODULE, resources.files("rollbook.demo") / "number_guessing.py"):
         shutil.copy(str(module), home)
     table = config_table(policy, task=args.task, seed=seed, mean_s=args.mean_s, shape=args.shape)
-    run = train(name, table, home, Stop(limit_s=args.seconds, needs_checkpoint=True))
+    run = train(name, table, home, Stop(limit_s=args.seconds, steps=args.steps, needs_checkpoint=True))
     found = {
         **key_of(policy, seed, args),
-        "steps": len(run.steps),
+        "trained_steps": len(run.steps),
         "samples": int(sum(row["rollout/samples"] for row in run.steps)),
         "masked": mean([row["async/masked_share"] or 0.0 for row in run.steps]),
         "dropped": run.dropped,
@@ -87,7 +87,7 @@ def measure(home: Path, policy: BatchPolicy, seed: int, args: argparse.Namespace
         "solved": plain_solve_rate(run, table) if args.task == "guessing" else None,
     }
     print_status(
-        f"{name}: {found['steps']} steps, {found['samples']} samples, masked {found['masked']:.1%}, "
+        f"{name}: {found['trained_steps']} steps, {found['samples']} samples, masked {found['masked']:.1%}, "
         f"solved in a plain evaluation {found['solved']}"
     )
     return found
@@ -95,7 +95,7 @@ def measure(home: Path, policy: BatchPolicy, seed: int, args: argparse.Namespace
 
 def key_of(policy: BatchPolicy, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """What tells runs in a report apart."""
-    workload = {name: getattr(args, name) for name in ("task", "seconds", "mean_s", "shape")}
+    workload = {name: getattr(args, name) for name in ("task", "seconds", "steps", "mean_s", "shape")}
     return {"policy": str(policy), "seed": seed, **workload}
 
 
@@ -184,6 +184,7 @@ def main() -> int:
     parser.add_argument("--task", choices=["guessing", "coin"], default="guessing")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--seconds", type=float, default=270.0, help="wall time of each run, from its first step")
+    parser.add_argument("--steps", type=int, default=1_000_000, help="steps of each run, if it has time for them")
     parser.add_argument("--mean-s", type=float, default=1.0, help="mean duration of an episode")
     parser.add_argument("--shape", type=float, default=1.0, help="sigma of the logarithm of a duration")
     parser.add_argument("--cores", type=int, default=2, help="cores of a set")

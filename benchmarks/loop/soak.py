@@ -9,12 +9,14 @@ in docs/architecture.md. In a run of minutes caches still grow: the bounds are t
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -66,7 +68,7 @@ def main() -> int:
     parser.add_argument("--env", choices=sorted(ENVIRONMENTS), default="guessing")
     parser.add_argument("--series", type=Path, help="write every sample to this JSON file")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="rollbook-soak-") as name:
+    with tempfile.TemporaryDirectory(prefix="rollbook-soak-", ignore_cleanup_errors=True) as name:
         directory = Path(name)
         (directory / "soak_rewards.py").write_text(REWARD_MODULE, encoding="utf-8")
         config = (AWS / "run.toml").read_text(encoding="utf-8") if args.env == "aws" else CONFIG
@@ -137,12 +139,11 @@ def sample_files(directory: Path) -> Iterator[tuple[str, float]]:
 
 
 def size_of(path: Path) -> int:
+    files = [path] if path.is_file() else [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
     total = 0
-    for file in path.rglob("*") if path.is_dir() else (path,):
-        try:
+    for file in files:
+        with suppress(FileNotFoundError):  # deleted while we look; `os.walk` ignores deleted folders
             total += file.stat().st_size
-        except FileNotFoundError:  # deleted while we look
-            continue
     return total
 
 

@@ -2,6 +2,7 @@
 
     RollbookError
     |-- TransientError   try this call again            (connection lost, 503, request deadline)
+    |    `-- WeightsAwaitedError  not before the trainer has pushed weights
     |-- EpisodeError     give up this episode          (environment broke, parse failed, sandbox died)
     |-- WorkerError      replace this process           (leak, lost heartbeat, broken interpreter state)
     `-- RunError         stop the run, operator needed  (bad config, corrupt checkpoint, schema mismatch)
@@ -22,6 +23,7 @@ from rollbook.contracts.user_errors import describe_error
 MACHINE_FAULTS = {
     errno.ENOSPC: "the disk is full: free some space",
     errno.EDQUOT: "the disk quota is used up: free some space",
+    errno.EFBIG: "a file has reached the largest size that is allowed: raise the limit (ulimit -f)",
     errno.EROFS: "the file system is read-only: make it writable",
     errno.EIO: "the disk reports an error: check it",
     errno.ESTALE: "the file system is no longer mounted: mount it",
@@ -45,6 +47,10 @@ class TransientError(RollbookError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_unpickle_transient, (type(self), self.args[0] if self.args else "", self.retry_after_s))
+
+
+class WeightsAwaitedError(TransientError):
+    """No policy server has the weights that the request requires. Only the trainer can change that."""
 
 
 class EpisodeError(RollbookError):

@@ -6,6 +6,7 @@
 A step that was trained again after a crash has two rows; the last row counts.
 """
 
+import json
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from rollbook.dashboard.run_metrics import (
 
 METRICS_FILE = "metrics.jsonl"
 MASTERY_FILE = "mastery.jsonl"
+TIERS_FILE = "tiers.json"
 WORKER_LOG = Path("logs") / "rollout-worker.jsonl"
 TRANSCRIPT_EVENT = "rollout.transcript"
 KEPT_STEPS = 512
@@ -156,6 +158,7 @@ class MasteryPoint:
     """Graduated tasks of all tasks of the tier."""
     rate: float | None
     """Mean success rate of the drawn tasks."""
+    num_tasks: int = 0
 
 
 def read_mastery(run_dir: Path) -> dict[str, list[MasteryPoint]]:
@@ -168,6 +171,15 @@ def read_mastery(run_dir: Path) -> dict[str, list[MasteryPoint]]:
                 if isinstance(tier, Mapping) and isinstance(tier.get("name"), str):
                     tiers.setdefault(tier["name"], {})[draws] = _mastery_point(draws, tier)
     return {name: [points[draws] for draws in sorted(points)] for name, points in tiers.items()}
+
+
+def read_tiers(run_dir: Path) -> dict[str, str]:
+    """The tier of each task. Empty for a run without tiers."""
+    try:
+        found = json.loads((run_dir / TIERS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {str(task): str(tier) for task, tier in found.items()} if isinstance(found, dict) else {}
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
@@ -246,4 +258,5 @@ def _mastery_point(draws: int, tier: Mapping[str, Any]) -> MasteryPoint:
         is_open=bool(tier.get("open")),
         graduated_share=graduated / tasks if is_number(tasks) and is_number(graduated) and tasks > 0 else 0.0,
         rate=float(rate) if is_number(rate) else None,
+        num_tasks=int(tasks) if is_number(tasks) else 0,
     )

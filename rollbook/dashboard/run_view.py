@@ -16,7 +16,7 @@ from rollbook.contracts.admission import Action, ActionKind
 from rollbook.contracts.group import PromptGroup
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.dashboard.index.follower import FollowedIndex, follow
-from rollbook.dashboard.run_files import RunReader
+from rollbook.dashboard.run_files import RunReader, read_tiers
 from rollbook.dashboard.run_metrics import RunMetrics
 from rollbook.dashboard.series import MetricSeries
 from rollbook.dashboard.source import Audit, LedgerSource
@@ -148,12 +148,18 @@ class RunView:
         self._tokens: TokenReader | None = None
         self._has_loaded_tokens = False
         self._versions: dict[int, int] = {}
+        self.tiers: dict[str, str] = {}
 
     async def index(self) -> FollowedIndex:
         async with self._reading:
             if self._index is None:
                 opening = follow(self.run.index_file, self.details.name, self.ledger)
                 self._index = await self._stack.enter_async_context(opening)
+            if self.directory is not None and not self.tiers:
+                # Written once, when the run starts.
+                self.tiers = await asyncio.to_thread(read_tiers, self.directory)
+                tiers = self.tiers
+                await self._index.read(lambda index: index.set_tiers(tiers))
             return self._index
 
     async def metrics(self) -> RunMetrics:

@@ -14,7 +14,7 @@ from rollbook.contracts.group import GroupOutcome
 from rollbook.contracts.policy import Publication
 
 
-class GroupRow(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=True):
+class GroupRow(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A group as the ledger has it, without its payload."""
 
     sequence: int
@@ -96,6 +96,10 @@ class Producer(msgspec.Struct, frozen=True, kw_only=True):
 
 class LedgerSource(Protocol):
     """Every method raises `TransientError` or `RunError` if the ledger cannot be read; the message says why and what to do."""
+
+    @property
+    def most_groups(self) -> int:
+        """Groups in one read, at most."""
 
     async def status(self) -> LedgerStatus: ...
 

@@ -11,7 +11,14 @@ from typing import Protocol, TypeVar
 import aiohttp
 import msgspec
 
-from rollbook.contracts.errors import EpisodeError, FencedError, RollbookError, RunError, TransientError
+from rollbook.contracts.errors import (
+    EpisodeError,
+    FencedError,
+    RollbookError,
+    RunError,
+    TransientError,
+    WeightsAwaitedError,
+)
 from rollbook.inference.wire.completions import GENERATION_FAILED, QUEUE_FULL, STALE_WEIGHTS, ErrorDetail, ErrorReply
 
 T = TypeVar("T", covariant=True)
@@ -28,6 +35,10 @@ class Decoder(Protocol[T]):
 
 class ReplicaBusyError(TransientError):
     """The replica works but cannot serve this request now: its queue is full, or its weights are too old."""
+
+
+class StaleReplicaError(ReplicaBusyError, WeightsAwaitedError):
+    """The weights of the replica are too old."""
 
 
 class NotFoundError(RunError):
@@ -108,7 +119,9 @@ def error_of(status: int, raw: bytes, retry_after: str | None, *, where: str) ->
     if detail.type == GENERATION_FAILED:
         # The model failed on this prompt. A retry would use the same weights and fail again.
         return EpisodeError(message)
-    if detail.type in (STALE_WEIGHTS, QUEUE_FULL) or status == 429:
+    if detail.type == STALE_WEIGHTS:
+        return StaleReplicaError(message, retry_after_s=_seconds(retry_after))
+    if detail.type == QUEUE_FULL or status == 429:
         return ReplicaBusyError(message, retry_after_s=_seconds(retry_after))
     if status >= 500:
         return TransientError(message, retry_after_s=_seconds(retry_after))

@@ -10,6 +10,8 @@ The rules are written once against `Transaction`; a store implements only simple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from rollbook.contracts.admission import MemberId, OwnerId, RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState
@@ -33,6 +35,14 @@ T = TypeVar("T")
 
 class StoreFaultError(RunError):
     """The store cannot work (disk full, not writable, corrupt); an operator must act."""
+
+
+class ChangedRows(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of some groups, of the steps after one, and of the publications from one on."""
+
+    group_ids: Sequence[GroupId]
+    after_step: int
+    publication: int
 
 
 class Runs(Protocol):
@@ -134,6 +144,10 @@ class Groups(Protocol):
         A page ends with the last part of a group, so it may have a few more parts than `limit`.
         """
 
+    def values(self, run_id: RunId, columns: Sequence[str], *, start: int = 0, limit: int) -> list[tuple[Any, ...]]:
+        """Some columns of up to `limit` groups from sequence `start` on, as they are stored: enums as text, booleans as 0 and 1,
+        publications as text with commas. Three times as fast as records, for a reader of all groups."""
+
     def each(self, run_id: RunId) -> Iterator[GroupRecord]:
         """All groups, by id."""
 
@@ -165,6 +179,9 @@ class Positions(Protocol):
 class History(Protocol):
     def add(self, move: MoveRecord) -> None: ...
     def of_group(self, run_id: RunId, group_id: GroupId) -> list[MoveRecord]: ...
+    def find(self, run_id: RunId, group_ids: Sequence[GroupId]) -> dict[GroupId, list[MoveRecord]]:
+        """The moves of several groups, in order."""
+
     def after(self, number: int, limit: int) -> list[tuple[int, RunId, GroupId]]:
         """The moves of all runs after the move with this number: numbers, in the order of their commits, and groups.
 
@@ -183,7 +200,8 @@ class Batches(Protocol):
     def put(self, batch: BatchRecord) -> None:
         """A batch is written once; a second write of the same step fails."""
 
-    def each(self, run_id: RunId) -> Iterator[BatchRecord]: ...
+    def each(self, run_id: RunId, *, after: int = 0) -> Iterator[BatchRecord]:
+        """The batches after step `after`, in order."""
 
 
 class Steps(Protocol):
@@ -193,7 +211,8 @@ class Steps(Protocol):
     def page(self, run_id: RunId, *, start: int = 0, limit: int) -> list[StepRecord]:
         """Acknowledgements from step `start` on, by step and epoch."""
 
-    def each(self, run_id: RunId) -> Iterator[StepRecord]: ...
+    def each(self, run_id: RunId, *, after: int = 0) -> Iterator[StepRecord]:
+        """Acknowledgements of the steps after step `after`, by step and epoch."""
 
     def put(self, step: StepRecord) -> None: ...
 
@@ -206,7 +225,8 @@ class Publications(Protocol):
     def page(self, run_id: RunId, *, start: int = 0, limit: int) -> list[PublicationRecord]:
         """Publications from id `start` on, by id."""
 
-    def each(self, run_id: RunId) -> Iterator[PublicationRecord]: ...
+    def each(self, run_id: RunId, *, start: int = 0) -> Iterator[PublicationRecord]:
+        """Publications from id `start` on, by id."""
 
     def put(self, publication: PublicationRecord) -> None: ...
 
@@ -271,9 +291,10 @@ class Transaction(Protocol):
         The payloads of these groups are synced too; without a run, all payloads.
         """
 
-    def damage(self, run_id: RunId) -> Iterator[str]:
+    def damage(self, run_id: RunId, only: ChangedRows | None = None) -> Iterator[str]:
         """Damage of the stored rows of a run, one sentence each: by checksums, and by the checks of the database itself.
 
+        With `only`, the checksums of these rows.
         Raises `StoreFaultError` if the rows cannot be read.
         """
 

@@ -12,6 +12,7 @@ client-token        opens requests of rollouts and readers, where servers listen
 rollouts.jsonl      samples of each step, with text   tokens/      records of single tokens, of some steps
 dashboard/          the view index, which can be deleted
 resumes.jsonl       when the run was resumed, with changed settings
+audit.json          where the next audit continues
 vllm/               the guard in front of the run's vLLM servers
 """
 
@@ -116,6 +117,11 @@ class RunDirectory:
     @property
     def mastery_file(self) -> Path:
         return self.path / "mastery.jsonl"
+
+    @property
+    def audit_file(self) -> Path:
+        """Where the next audit continues. It can be deleted: that audit then reads everything."""
+        return self.path / "audit.json"
 
     @property
     def resumes_file(self) -> Path:

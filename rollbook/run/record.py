@@ -1,7 +1,7 @@
 """Read-only access to the record of a run: audit, groups, recorded batches. Works during a run and after it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,11 +20,11 @@ from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.rules.runs import status
 from rollbook.ledger.store import Reader, Transaction
 from rollbook.ledger.stores.registry import open_reader
-from rollbook.ledger.tools.audit import AuditReport
-from rollbook.ledger.tools.audit import audit as audit_ledger
+from rollbook.ledger.tools.audit import audit_since
+from rollbook.ledger.tools.audit_findings import AuditMark, AuditReport
 from rollbook.ledger.tools.explain import explain
 from rollbook.run.config.run import RunConfig, load_resolved_config
-from rollbook.run.directory import RunDirectory
+from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.ledger_clients import external_token, run_settings, store_url
 
 __all__ = ["AuditReport", "RunRecordReader", "audit", "open_run"]
@@ -43,7 +43,9 @@ class RunRecordReader(Protocol):
     def config(self) -> RunConfig: ...
     @property
     def run_id(self) -> RunId: ...
-    def audit(self) -> AuditReport: ...
+    def audit(self, *, full: bool = False) -> AuditReport:
+        """Check what changed since the last audit without violations; with `full`, everything."""
+
     def status(self) -> LedgerStatus: ...
     def explain(self, group_id: GroupId) -> list[str]:
         """The history of a group in sentences."""
@@ -72,8 +74,22 @@ class StoredRun:
     def run_id(self) -> RunId:
         return RunId(self.config.run.name)
 
-    def audit(self) -> AuditReport:
-        return audit_ledger(self.reader, self.run_id)
+    def audit(self, *, full: bool = False) -> AuditReport:
+        before = None if full else self._last_audit()
+        report, mark = self.reader.read_now(lambda tx: audit_since(tx, self.run_id, before))
+        # Nothing is lost if it cannot be written: the next audit reads more.
+        with suppress(OSError):
+            if mark is None:
+                self.directory.audit_file.unlink(missing_ok=True)
+            else:
+                write_json(self.directory.audit_file, msgspec.to_builtins(mark))
+        return report
+
+    def _last_audit(self) -> AuditMark | None:
+        try:
+            return msgspec.json.decode(self.directory.audit_file.read_bytes(), type=AuditMark)
+        except (OSError, msgspec.MsgspecError):
+            return None
 
     def status(self) -> LedgerStatus:
         return self.reader.read_now(lambda tx: status(tx, self.run_id))
@@ -138,8 +154,8 @@ class RemoteRun:
     def run_id(self) -> RunId:
         return RunId(self.config.run.name)
 
-    def audit(self) -> AuditReport:
-        return audit_report(self.client.audit())
+    def audit(self, *, full: bool = False) -> AuditReport:
+        return audit_report(self.client.audit(full=full))
 
     def status(self) -> LedgerStatus:
         return self.client.status()
@@ -205,17 +221,21 @@ def audit_report(view: wire.AuditView) -> AuditReport:
         steps=view.steps,
         max_lag=view.max_lag,
         max_head_offpolicy_versions=view.max_head_offpolicy_versions,
+        samples=view.samples,
         violations=view.violations,
+        known=view.known,
+        known_at=view.known_at,
     )
 
 
-def audit(path: str | Path) -> AuditReport:
+def audit(path: str | Path, *, full: bool = False) -> AuditReport:
     """Check the ledger of a run directory: the conservation law, every group's history, batches, steps, payloads and lag.
 
     Works during a run and after it. `ok` of the report says whether everything is accounted for; `violations` lists what is not.
+    Durable and dropped groups that an earlier audit has checked are not read again, unless `full`.
     """
     with open_run(Path(path)) as run:
-        return run.audit()
+        return run.audit(full=full)
 
 
 @contextmanager

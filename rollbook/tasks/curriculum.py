@@ -42,6 +42,9 @@ class Curriculum:
         self._record = MasteryRecord(self._tiers, weights_of(tasks, rules), rules)
         self._sampler = build_sampler(rules, seed=seed)
         self._log = log
+        if log is not None and len(self._tiers.names) > 1:
+            ranks = zip(self._table.tasks, self._tiers.ranks, strict=True)
+            log.write_tiers({task.id: self._tiers.names[rank] for task, rank in ranks})
         self._unsettled: dict[GroupId, int] = {}
         """Positions of draws that were taken and are not settled."""
 

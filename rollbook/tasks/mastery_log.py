@@ -1,6 +1,7 @@
-"""Writes mastery over time to `mastery.jsonl`, for plots. The curriculum never reads it."""
+"""Writes mastery over time to `mastery.jsonl`, and the tier of each task to `tiers.json`. The curriculum never reads them."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,16 @@ class MasteryLog:
         self._written_at: int | None = None
         self._failure = FailureReport(f"mastery is not written to {path}")
         path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write_tiers(self, tier_of: Mapping[str, str]) -> None:
+        """The tier of each task."""
+        file = self._path.with_name("tiers.json")
+        try:
+            draft = file.with_suffix(".draft")
+            draft.write_text(json.dumps(dict(tier_of)), encoding="utf-8")
+            draft.replace(file)
+        except OSError as error:
+            self._failure.report(error)
 
     def is_due(self, draws: int) -> bool:
         """Less often the longer the run is, so that the file stays small."""

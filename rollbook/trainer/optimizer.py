@@ -1,9 +1,14 @@
 """The learning rate schedule, and the check that keeps bad gradients away from the weights."""
 
 import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
 
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.distributed.sharding import gathered
 
 
 def learning_rate(config: TrainerConfig, step: int) -> float:
@@ -19,6 +24,20 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
     if config.schedule == "linear":
         return config.lr * (1.0 - progress)
     return config.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def clip_large_gradient(gradients: Sequence[Tensor], max_norm: float) -> float:
+    """Clip a gradient whose squares overflow. Returns its norm; infinity if the gradient itself is not finite.
+
+    One group with extreme values must not cost the other groups of its minibatch their step.
+    """
+    largest = max(float(gathered(gradient.abs().max())) for gradient in gradients)
+    if not math.isfinite(largest):
+        return math.inf
+    torch._foreach_div_(list(gradients), largest)
+    norm = float(gathered(torch.nn.utils.get_total_norm(gradients, foreach=True)))
+    torch._foreach_mul_(list(gradients), max_norm / norm)
+    return norm * largest
 
 
 class GradientGuard:

@@ -7,6 +7,7 @@ the current policy, so the first minibatch uses its own detached log-probabiliti
 step needs no second pass. For the other minibatches pi_old is computed before the first optimizer step.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from rollbook.trainer.losses.registry import loss_named
 from rollbook.trainer.losses.statistics import TokenStatistics
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.weights import snapshot_of
-from rollbook.trainer.optimizer import GradientGuard, learning_rate
+from rollbook.trainer.optimizer import GradientGuard, clip_large_gradient, learning_rate
 
 MIN_SAMPLED_LOGPROB = -20.0
 """Less likely tokens are sampled about once in 500 million."""
@@ -276,10 +277,16 @@ class TrainStep:
             # Gradients are averaged over ranks, but the token weights are already fractions of the whole minibatch.
             (reduced * self.ranks.size).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             losses.append(reduced.detach().double())
-        clipped_norm = torch.nn.utils.clip_grad_norm_(self.trained, self._config.max_grad_norm, foreach=True)
+        gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
+        total_norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+        # A norm that overflows would set the gradient to 0.
+        known_norm = torch.where(total_norm.isinf(), torch.zeros_like(total_norm), total_norm)
+        torch.nn.utils.clip_grads_with_norm_(self.trained, self._config.max_grad_norm, known_norm, foreach=True)
         total = self.ranks.sum(torch.stack(losses).sum())
         # The only place in a step where Python waits for the device.
-        norm, loss = torch.stack([gathered(clipped_norm).double(), total]).tolist()
+        norm, loss = torch.stack([gathered(total_norm).double(), total]).tolist()
+        if math.isinf(norm):
+            norm = clip_large_gradient(gradients, self._config.max_grad_norm)
         if self.guard.allows(norm=norm, loss=loss, step=step):
             self.optimizer.step()
             self.model.update_shadow()

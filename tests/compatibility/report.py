@@ -145,7 +145,9 @@ def record(names: list[str]) -> None:
     files = [file for peer in PEERS if not names or peer.name in names for file in peer.tests]
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
         subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-m", "", f"--junitxml={report.name}", *files], cwd=ROOT, check=False
+            [sys.executable, "-m", "pytest", "-q", "-m", "", "--timeout=900", f"--junitxml={report.name}", *files],
+            cwd=ROOT,
+            check=False,
         )
         cases = ET.parse(report.name).getroot().iter("testcase")
         outcomes: dict[str, list[bool]] = {}

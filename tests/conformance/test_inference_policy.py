@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from yarl import URL
 
+from rollbook.access.vllm_guard import OPEN_PATHS
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams
 from rollbook.contracts.weights import AdapterKind
@@ -324,3 +326,34 @@ async def test_a_vllm_server_that_a_run_started_is_steered_with_the_token_only(
         if path == "/pause":
             async with session.post(f"{url}/resume", headers={"Authorization": f"Bearer {token}"}) as response:
                 assert response.status == 200
+
+
+DISGUISES = ("/{}/", "//{}", "/./{}", "/v1/../{}", "/%2e/{}", "/v1/completions/../../{}", "/{};x=1", "/{}?a=/health")
+
+
+async def test_every_route_of_a_vllm_server_but_completions_and_status_needs_the_token_however_its_path_is_written(
+    request: pytest.FixtureRequest,
+) -> None:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    url, token = request.getfixturevalue("vllm_untied_url")
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{url}/openapi.json", headers={"Authorization": f"Bearer {token}"}) as response:
+            routes = [
+                (verb.upper(), path) for path, verbs in (await response.json())["paths"].items() for verb in verbs
+            ]
+
+        async def status(verb: str, path: str, **headers: str) -> int:
+            body: dict[str, str] | None = None if verb == "GET" else {}
+            async with session.request(verb, URL(url + path, encoded=True), headers=headers, json=body) as response:
+                return response.status
+
+        steering = [(verb, path) for verb, path in routes if path not in OPEN_PATHS]
+        assert ("POST", "/pause") in steering
+        for verb, path in steering:
+            assert await status(verb, path) == 401, path
+            for disguise in DISGUISES:
+                assert await status(verb, disguise.format(path[1:])) in (401, 404), (verb, disguise, path)
+        for verb, path in routes:
+            for headers in ({"Host": "evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
+                assert await status(verb, path, Authorization=f"Bearer {token}", **headers) == 403, (path, headers)

@@ -3,12 +3,14 @@
 The run has every kind of process: ledger, policy server, environment server with simulators and command lines, trainer, dispatcher,
 worker, reward process, process template. A seed decides the faults (`Kind`), their moments and victims: kills, single, several at
 once, or again while the replacement starts; SIGTERM; processes stopped for longer than every lease; kills while the run starts or
-drains; a full disk; a clock that jumps. Then the run is drained, resumed, finished, audited and replayed. With `--jobs` several
-runs share the kills. The last line of the output is JSON.
+drains, or right after an action of an operator; a full disk; a clock that jumps. Then the run is drained, resumed, finished,
+audited and replayed. With `--jobs` several runs share the kills. The last line of the output is JSON.
 """
 
 import argparse
+import asyncio
 import errno
+import itertools
 import json
 import math
 import os
@@ -29,7 +31,11 @@ from typing import Any
 
 import psutil
 
+from rollbook.contracts.admission import ActionKind, GateState, LedgerStatus
 from rollbook.contracts.freshness import BatchPolicy
+from rollbook.ledger.rules import runs
+from rollbook.ledger.stores.registry import open_reader, sqlite_url
+from rollbook.run.actions import act
 from rollbook.run.record import open_run
 from tests.faults.chaos_report import RESULTS, Fault, Kind, Report, merge
 from tests.parts.run.machine import Machine
@@ -80,9 +86,17 @@ WEIGHTS = {
     Kind.STOP: 6,
     Kind.START: 3,
     Kind.DRAIN: 3,
+    Kind.ACTION: 4,
     Kind.DISK: 3,
     Kind.CLOCK: 3,
 }
+OBEYS = {
+    ActionKind.PAUSE: "rollout",
+    ActionKind.CHECKPOINT: "trainer",
+    ActionKind.QUARANTINE: "ledger",
+    ActionKind.DRAIN: "supervisor",
+}
+"""The process that is killed right after the action."""
 SIGNALS = {Kind.TERMINATE: signal.SIGTERM, Kind.STOP: signal.SIGSTOP}
 QUICK = (Kind.KILL, Kind.SEVERAL, Kind.TWICE, Kind.TERMINATE, Kind.CLOCK)
 """Faults without a restart of the whole run and without long waits."""
@@ -119,6 +133,7 @@ class Chaos:
         self._looked_at = -math.inf
         self._seen: list[psutil.Process] = []
         self._kinds = list(kinds)
+        self._actions = itertools.cycle(OBEYS)
         self._log = log
         self.report = Report(seed=seed, env=env)
         config = (AWS / "run.toml").read_text(encoding="utf-8") if env == "aws" else CONFIG
@@ -165,6 +180,8 @@ class Chaos:
                 self._kill_supervisor()
             case Kind.DRAIN:
                 self._kill_while_draining()
+            case Kind.ACTION:
+                self._kill_after_action(next(self._actions))
             case Kind.DISK:
                 self._fill_disk()
             case Kind.CLOCK:
@@ -233,6 +250,54 @@ class Chaos:
         assert ended["exit_code"] in (0, 130), ended["stderr"][-3000:]
         self.run.start()
         self._await(fault, self._next_step(), began)
+
+    def _kill_after_action(self, kind: ActionKind) -> None:
+        """An operator acts, and the process that obeys is killed at once. The action holds in its successor."""
+        role = OBEYS[kind]
+        pid = self.run.until(partial(self._pid, role), what=f"{role} was up", within_s=self._heal_s)
+        fault, began = Fault(Kind.ACTION, role), time.monotonic()
+        self.report.faults.append(fault)
+        task = ""
+        if kind is ActionKind.QUARANTINE:
+            task = self.run.until(self._open_task, what="a group is played", within_s=self._heal_s)
+        self._act(kind, task)
+        if kind is ActionKind.DRAIN:
+            self._resume_drain(fault)
+        else:
+            replaced = self._replaced(role, pid)
+            fault.kills = self._send(pid, signal.SIGKILL)
+            self.run.until(replaced, what=f"{role} was replaced", within_s=self._heal_s)
+        if kind is ActionKind.PAUSE:
+            assert self._status().gate is GateState.PAUSED, self._status()
+            self._act(ActionKind.RESUME)
+        elif kind is ActionKind.CHECKPOINT:
+            written = lambda: self._status().checkpoint_requested is None  # noqa: E731
+            self.run.until(written, what="the checkpoint", within_s=self._heal_s)
+        elif kind is ActionKind.QUARANTINE:
+            assert self._status().quarantined == (task,), self._status()
+            self._act(ActionKind.READMIT, task)
+        self._await(fault, self._next_step(), began)
+
+    def _resume_drain(self, fault: Fault) -> None:
+        """Kill the supervisor; the next one completes the drain, and the one after it continues the run."""
+        self.run.stop()
+        fault.kills = 1
+        drained = self.run.start().wait(self._heal_s)
+        assert (drained["exit_code"], drained["end"]) == (0, "drained"), drained["stderr"][-3000:]
+        self.run.start()
+
+    def _act(self, kind: ActionKind, target: str = "") -> None:
+        asyncio.run(act(str(self.run.directory), kind, author="chaos", target=target))
+
+    def _status(self) -> LedgerStatus:
+        with open_reader(sqlite_url(self.run.directory / "ledger")) as reader:
+            return reader.read_now(lambda tx: runs.status(tx, tx.runs.ids()[0]))
+
+    def _open_task(self) -> str:
+        """The task of a group that is being played."""
+        with open_reader(sqlite_url(self.run.directory / "ledger")) as reader:
+            found = reader.read_now(lambda tx: tx.groups.dispatched(tx.runs.ids()[0]))
+        return str(found[0].task_id) if found else ""
 
     def _fill_disk(self) -> None:
         fault, began = Fault(Kind.DISK, "run"), time.monotonic()

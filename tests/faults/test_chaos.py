@@ -19,13 +19,20 @@ def require_ok(
     assert all(fault.heal_s is not None for fault in report.faults)
     assert report.trained > 0
     # A sample whose reward process is killed is unscorable; a group with too few scored samples is dropped as invalid.
-    assert set(report.dropped) <= {"end_of_run", "stale", "invalid"}, report.table()
+    assert set(report.dropped) <= {"end_of_run", "stale", "invalid", "quarantined"}, report.table()
 
 
 @pytest.mark.timeout(900)
 def test_twenty_random_kills_lose_nothing(tmp_path: Path) -> None:
     # Two or three processes at once: twenty kills in half as many restarts of the loop.
     require_ok(tmp_path, seed=7, kills=20, env="guessing", kinds=(Kind.SEVERAL, Kind.TWICE, Kind.CLOCK))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_each_action_of_an_operator_holds_when_the_process_that_obeys_it_is_killed(tmp_path: Path) -> None:
+    # Pause, checkpoint, quarantine and drain, in turn.
+    require_ok(tmp_path, seed=5, kills=4, env="guessing", kinds=(Kind.ACTION,))
 
 
 @pytest.mark.slow

@@ -86,7 +86,8 @@ def running_server(directory: Path, *command: str) -> Iterator[tuple[str, subpro
                 assert server.poll() is None, f"{command} ended with {server.returncode}"
                 assert time.monotonic() < deadline, f"{command} did not start"
                 time.sleep(0.05)
-            yield str(json.loads(ready.read_text())["url"]), server
+            found = ready.read_text().strip()
+            yield str(json.loads(found)["url"]) if found.startswith("{") else found, server
         finally:
             server.send_signal(signal.SIGTERM)
             ready.unlink(missing_ok=True)

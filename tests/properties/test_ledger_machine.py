@@ -133,6 +133,18 @@ class LedgerMachine(RuleBasedStateMachine):
         self.simulation.publish()
         self.good_rounds(rounds, 0, True)
 
+    @rule(rounds=st.integers(1, 3), held=st.integers(1, 3))
+    def slow_episodes_span_a_trainer_that_diverges(self, rounds: int, held: int) -> None:
+        """Their first tokens are of weights that no longer exist, and count as older than they were."""
+        self.good_rounds(rounds, 0, True)
+        self.good_rounds(1, held, True)
+        self.take_over(checkpoint=min(self.simulation.checkpoints), is_exact=False)
+        while self.simulation.step < self.simulation.replay_until:
+            assert self.simulation.train()
+        self.simulation.publish()
+        self.those_held_up_arrive(newest_first=False, is_late=False)
+        self.train()
+
     def good_rounds(self, rounds: int, held: int, publishes: bool) -> None:
         for _ in range(rounds):
             name = NAMES[self.next_draw % 2]

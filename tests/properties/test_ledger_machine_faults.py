@@ -10,6 +10,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from rollbook.contracts.freshness import FreshnessRule
 from rollbook.contracts.group import GroupState
 from rollbook.ledger.rules import gate, groups, parts
+from rollbook.ledger.rules.publications import Masks, find_publication
 from tests.properties.test_ledger_machine import QUICK, LedgerMachine
 
 # The same examples every time, and no search for a smaller one.
@@ -106,6 +107,13 @@ def any_baseline_is_accepted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(groups, "wrong_part", faulty)
 
 
+def tokens_of_lost_weights_count_as_fresh(patch: pytest.MonkeyPatch) -> None:
+    def faulty(masks: Any, publication: Any) -> int | None:
+        return None if publication is None else find_publication(masks._run_tx, publication).step
+
+    patch.setattr(Masks, "_step", faulty)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "plant",
@@ -121,6 +129,7 @@ def any_baseline_is_accepted(patch: pytest.MonkeyPatch) -> None:
         tokens_at_the_bound_are_masked,
         late_parts_have_their_own_baseline,
         any_baseline_is_accepted,
+        tokens_of_lost_weights_count_as_fresh,
     ],
     ids=lambda plant: plant.__name__,
 )

@@ -211,6 +211,19 @@ def test_where_fast_samples_are_better_the_mean_advantage_stays_near_zero() -> N
     assert found[3] < found[4] < 0 < found[0]
 
 
+def test_small_differences_between_fast_samples_do_not_outweigh_late_failures() -> None:
+    """Divided by the spread of the quorum, 1.0 against 0.9 would count as much as success against failure."""
+    groups = [
+        replace(part, id=part_id(group_id(TaskId(f"t{n}"), 0), part.part))
+        for n in range(20)
+        for part in (part_of([1.0, 1.0, 0.9], (1.0, 1.0, 0.9), 1), part_of([0.0], (1.0, 1.0, 0.9), 2))
+    ]
+    found = sample_advantages(batch_of_parts(groups), quick(advantage="group")).reshape(20, 4)[0]
+    assert found[3] < 0 < found[2] < found[0]
+    assert found[0] - found[2] < 0.4 * (found[2] - found[3])
+    assert abs(float(np.sqrt(np.square(found).mean())) - 1) < 1e-6
+
+
 def test_the_filters_judge_a_part_by_its_own_advantages() -> None:
     failed = (0.0, 0.0, 0.0)
     assert constant_reward(part_of([0.0, 0.0, 0.0], failed, 1)) == "constant_reward"

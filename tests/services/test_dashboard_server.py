@@ -164,6 +164,20 @@ async def test_series_heat_map_and_tasks_are_counted(client: DashboardClient) ->
     assert [(task["task_id"], task["draws"], task["solved_rate"]) for task in tasks["tasks"]] == [("task1", 1, 0.5)]
 
 
+async def test_groups_and_tasks_are_filtered_by_tier(directory: RunDirectory) -> None:
+    tiers = {"task0": "easy", "task1": "hard", "task2": "easy"}
+    (directory.path / "tiers.json").write_text(json.dumps(tiers), encoding="utf-8")
+    async with serving_dashboard(str(directory.path)) as client:
+        found = await get(client, "/api/groups?tier=easy&order=oldest")
+        assert [(group["group_id"], group["tier"]) for group in found["groups"]] == [
+            ("task0@0", "easy"),
+            ("task2@0", "easy"),
+        ]
+        assert (await get(client, "/api/groups"))["facets"]["tier"] == {"easy": 2, "hard": 1}
+        assert [task["task_id"] for task in (await get(client, "/api/tasks?tier=hard"))["tasks"]] == ["task1"]
+        assert (await get(client, "/api/groups?tier=none"))["total"] == 0
+
+
 async def test_open_pages_are_told_when_the_run_changes(directory: RunDirectory, client: DashboardClient) -> None:
     async with client.session.get(f"{client.url}/api/events") as response:
         assert response.headers["Content-Type"] == "text/event-stream"

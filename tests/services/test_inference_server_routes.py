@@ -47,6 +47,14 @@ async def test_an_aborted_request_returns_the_tokens_it_has(tiny: TinyModel) -> 
         assert (await other)[1]["choices"][0]["finish_reason"] == "length"
 
 
+async def test_a_trainer_of_vllm_that_invites_to_its_nccl_group_is_refused_at_once(tiny: TinyModel) -> None:
+    group = {"master_address": "127.0.0.1", "master_port": 1234, "rank_offset": 1, "world_size": 2, "packed": True}
+    async with served(tiny) as server:
+        status, reply = await server.post("/init_weight_transfer_engine", {"init_info": group})
+        assert (status, reply["error"]["param"]) == (400, "backend")
+        assert "SyncWeightTransferClient" in reply["error"]["message"]
+
+
 async def test_start_and_finish_of_an_update_accept_only_the_current_version(tiny: TinyModel) -> None:
     async with served(tiny) as server:
         assert (await server.get("/get_world_size"))[1] == {"world_size": 1}

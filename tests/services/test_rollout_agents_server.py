@@ -191,6 +191,9 @@ async def test_the_responses_api_continues_exact_tokens_by_items_and_by_previous
             ]
             with pytest.raises(openai.BadRequestError, match="top_logprobs: 99 is not"):
                 await client.responses.create(model="policy", input="x", top_logprobs=99)
+            with pytest.raises(openai.NotFoundError, match="POST /v1/completions is not served here"):
+                await client.completions.create(model="policy", prompt="x")
+            assert (await client.models.retrieve("policy")).id == "policy"
         sample = session.build(reward=1.0)
     # The last request is a conversation of its own.
     assert [turn.sequence for turn in sample.turns] == [0, 0, 0, 1], sample.facts
@@ -311,7 +314,8 @@ async def test_arguments_of_a_request_reach_the_chat_template_and_unsupported_fi
             await ask(client, messages, extra_body=thinks)
             messages += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "y"}]
             await ask(client, messages, extra_body=thinks)
-            await client.responses.create(model="policy", input="z", extra_body=thinks)
+            cut: Any = await client.responses.create(model="policy", input="z", max_output_tokens=1, extra_body=thinks)
+            assert (cut.status, cut.output[0].status) == ("incomplete", "incomplete")
             for name, value in (("repetition_penalty", 1.2), ("stop_token_ids", [3]), ("chat_template_kwargs", "x")):
                 with pytest.raises(openai.BadRequestError, match=name):
                     await ask(client, messages, extra_body={name: value})

@@ -82,6 +82,27 @@ async def test_failed_groups_are_dropped_with_their_causes_and_the_run_continues
     assert len(play.events("rollout.group_failed")) == 3
 
 
+async def test_while_no_policy_server_has_weights_groups_are_released_and_no_other_is_opened(tmp_path: Path) -> None:
+    """A trainer that starts may replay for longer than the deadline of a group. That must neither drop groups nor stop the run."""
+    weights = tmp_path / "weights"
+    opened_before: list[int] = []
+
+    async def until_served() -> None:
+        opened_before.append(len(play.sink.rows))
+        if len(opened_before) == 2:
+            weights.touch()
+
+    rows = [{"action": "no_weights", "marker": str(weights)}] * 12
+    sink = MemorySink(capacity=6, deadline_s=4.0)
+    play = dispatching(tmp_path, rows, sink=sink, until_served=until_served)
+    await play.run()
+    assert opened_before[:2] == [0, 6], "asked before the first group, and before the next ones after a deadline"
+    assert {row.state for row in sink.rows.values()} == {"queued"}
+    assert {row.attempt for row in sink.rows.values()} == {1, 2}
+    assert {cause for _, _, cause in sink.released} == {"deadline"}
+    assert play.events("rollout.group_failed") == []
+
+
 async def test_a_rollout_that_always_fails_stops_the_run_with_its_cause(tmp_path: Path) -> None:
     play = dispatching(tmp_path, [{"action": "raise"}] * 50)
     cause = r'(?s)5 groups in a row failed.*row is malformed.*functions\.py", line \d+, in rollout.*See'

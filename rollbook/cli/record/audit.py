@@ -1,6 +1,7 @@
 """`rollbook audit`: checks the ledger of a run. Exits non-zero on a violation."""
 
 from dataclasses import asdict
+from datetime import datetime
 from typing import Annotated
 
 import typer
@@ -15,10 +16,13 @@ from rollbook.run.record import audit as audit_directory
 
 def audit(
     run: RunOrLedger,
+    full: Annotated[
+        bool, typer.Option("--full", help="Read durable and dropped groups again that were audited before.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON line.")] = False,
 ) -> None:
     """Check the conservation law, every group's history, batches, steps, payloads and lag."""
-    reports = audit_remote(run) if is_address(run) else [audit_directory(run)]
+    reports = audit_remote(run, full=full) if is_address(run) else [audit_directory(run, full=full)]
     for report in reports:
         _print(report, as_json=as_json)
     if not all(report.ok for report in reports):
@@ -36,6 +40,9 @@ def _print(report: AuditReport, *, as_json: bool) -> None:
         result(
             f"steps trained: {report.steps}; lag at most {report.max_lag} of {report.max_head_offpolicy_versions} allowed"
         )
+        if report.known_at is not None:
+            when = datetime.fromtimestamp(report.known_at).astimezone().isoformat(" ", "seconds")
+            result(f"{report.known} settled groups were audited at {when} and not read again; --full reads them")
         result("audit: ok" if report.ok else f"audit: {len(report.violations)} violations")
     for violation in report.violations:
         stderr_console().print(f"  {violation}", markup=False, style="red", soft_wrap=True)

@@ -133,12 +133,14 @@ def row_values(row: GroupRow, *, task: int, producer: int) -> tuple[Any, ...]:
     """The values of a group in the order of `COLUMNS`. A value that this release does not know has the code 0."""
     outcome = _NO_OUTCOME if row.outcome_json is None else _DECODER.decode(row.outcome_json)
     lag = row.lag
+    # All samples ended by themselves: the common case, without a call.
+    is_plain = outcome.truncated_rate == 0 and len(outcome.samples) > 2
     return (
         row.sequence,
         _STATE_CODES.get(row.state, 0),
         0 if row.drop_reason is None else _DROP_CODES.get(row.drop_kind or "", 0),
         _ORIGIN_CODES.get(row.origin, 0),
-        outcome.ends(),
+        _DONE if is_plain else outcome.ends(),
         task,
         producer,
         outcome.num_samples,
@@ -159,4 +161,5 @@ _ENDS_DECODER = msgspec.json.Decoder(tuple[_End, ...])
 _STATE_CODES = {state: code for code, state in enumerate(STATES)}
 _DROP_CODES = {kind: code for code, kind in enumerate(DROPS)}
 _ORIGIN_CODES = {origin: code for code, origin in enumerate(ORIGINS)}
+_DONE = 1 << ENDS.index(EndReason.DONE)
 _END_BITS: dict[str, int] = {reason: 1 << bit for bit, reason in enumerate(ENDS)}

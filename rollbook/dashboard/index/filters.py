@@ -58,6 +58,7 @@ class GroupFilter:
     step: Range | None = None
     task: str | None = None
     task_like: str | None = None
+    tier: str | None = None
     reward: Range | None = None
     solved: str | None = None
     tokens: Range | None = None
@@ -134,6 +135,7 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "step": _steps,
     "task": _text,
     "task_like": _text,
+    "tier": _text,
     "reward": _range,
     "solved": _choice(SOLVED),
     "tokens": _range,
@@ -149,7 +151,13 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
 
 
 def mask_of(
-    wanted: GroupFilter, columns: GroupColumns, *, tasks: Numbering, producers: Numbering, with_reward: bool = True
+    wanted: GroupFilter,
+    columns: GroupColumns,
+    *,
+    tasks: Numbering,
+    producers: Numbering,
+    tier_of: Mapping[str, str] | None = None,
+    with_reward: bool = True,
 ) -> NDArray[np.bool_]:
     """Which groups the filter selects, apart from its text. `with_reward=False` leaves out the condition on the reward."""
     mask = np.ones(columns.size, dtype=np.bool_)
@@ -162,6 +170,10 @@ def mask_of(
     if wanted.task_like is not None:
         part = wanted.task_like.lower()
         mask &= np.isin(columns.task, [number for number, text in enumerate(tasks.texts) if part in text.lower()])
+    if wanted.tier is not None:
+        tiers = tier_of or {}
+        in_tier = np.array([tiers.get(text) == wanted.tier for text in tasks.texts], dtype=np.bool_)
+        mask &= in_tier[columns.task]
     if wanted.origin is not None:
         mask &= columns.origin == ORIGINS.index(wanted.origin)
     if wanted.producer is not None:

@@ -22,7 +22,7 @@ from rollbook.dashboard.source import GroupRow, LedgerSource
 T = TypeVar("T")
 
 PAGE_GROUPS = 1000
-"""Groups in one read: the most that one request to a ledger returns."""
+"""Changes in one read: the most that one request to a ledger returns."""
 FRESH_S = 1.0
 """An index that was updated less than this time ago is not updated again."""
 PATIENCE_S = 0.5
@@ -99,8 +99,9 @@ class FollowedIndex:
 
     async def _snapshot(self, position: Position) -> None:
         while True:
-            rows = await self._source.groups(start=position.next_sequence, limit=PAGE_GROUPS)
-            is_last = len(rows) < PAGE_GROUPS
+            most = self._source.most_groups
+            rows = await self._source.groups(start=position.next_sequence, limit=most)
+            is_last = len(rows) < most
             if rows:
                 # Parts of a group share its number, and the end of a page may separate them. So the last number is read again.
                 is_one_number = rows[0].sequence == rows[-1].sequence

@@ -8,7 +8,7 @@ temporary file. All methods are called from one thread.
 import fcntl
 import sqlite3
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +27,15 @@ SCHEMA = (Path(__file__).parent / "schema.sql").read_text(encoding="utf-8")
 HISTOGRAM_BINS = 40
 CACHED_LISTS = 8
 """Ordered lists that are kept until the index changes: moving through a filter needs the same one again and again."""
-PUT = "INSERT OR REPLACE INTO groups (place, group_id, facts, body) VALUES (?, ?, ?, ?)"
+ADD = "INSERT INTO groups (place, group_id, facts, body) VALUES (?, ?, ?, ?)"
+PUT = ADD.replace("INSERT", "INSERT OR REPLACE")
 FIND = "SELECT group_id, place FROM groups WHERE group_id IN (SELECT value FROM json_each(?))"
 LOAD = "SELECT place, facts FROM groups"
 LOADED_ROWS = 50_000
+PAGE_BYTES = 16_384
+"""A row has about 800 bytes; pages of 4 KB would waste a part of each."""
+CHECKPOINT_PAGES = 2_000
+"""Pages of the log before they are moved to the file. Ids are inserted in random order, so the same pages change repeatedly."""
 CACHE_KB = 48_000
 """The ids of a million groups fit: they are inserted in random order."""
 
@@ -56,6 +61,8 @@ class ViewIndex:
         self.tasks = Numbering(_texts(db, "SELECT task_id FROM tasks ORDER BY number"))
         self.producers = Numbering(_texts(db, "SELECT name FROM producers ORDER BY number"))
         self._stored = {"tasks": len(self.tasks.texts), "producers": len(self.producers.texts)}
+        self.tier_of: Mapping[str, str] = {}
+        """The tier of each task, if the run has tiers."""
         self.position = self._read_position()
         self._lists: dict[GroupFilter, NDArray[np.int64]] = {}
         cursor = db.execute(LOAD)
@@ -64,6 +71,10 @@ class ViewIndex:
 
         self._newest = int(self.columns.sequence.max(initial=-1))
         """The highest sequence number."""
+
+    def set_tiers(self, tier_of: Mapping[str, str]) -> None:
+        self.tier_of = tier_of
+        self._lists.clear()
 
     @property
     def num_groups(self) -> int:
@@ -86,7 +97,7 @@ class ViewIndex:
         self._db.execute("BEGIN")
         try:
             self._db.executemany(
-                PUT,
+                ADD if min(places, default=0) >= self.columns.size else PUT,
                 [
                     (place, row.group_id, packed[at : at + FACTS.itemsize], _ENCODER.encode(row))
                     for place, row, at in zip(places, rows, range(0, len(packed), FACTS.itemsize), strict=True)
@@ -167,7 +178,14 @@ class ViewIndex:
         return found
 
     def mask(self, wanted: GroupFilter, *, with_reward: bool = True) -> NDArray[np.bool_]:
-        return mask_of(wanted, self.columns, tasks=self.tasks, producers=self.producers, with_reward=with_reward)
+        return mask_of(
+            wanted,
+            self.columns,
+            tasks=self.tasks,
+            tier_of=self.tier_of,
+            producers=self.producers,
+            with_reward=with_reward,
+        )
 
     def reward_histogram(self, wanted: GroupFilter) -> dict[str, list[float]]:
         """Mean rewards within the filter, apart from its condition on the reward, and of all groups, in the same bins."""
@@ -191,10 +209,19 @@ class ViewIndex:
             "state": _counts(columns.state[mask], STATES),
             "drop": _counts(columns.drop_kind[mask], DROPS),
             "solved": _counts(solved_class(columns)[mask], SOLVED),
+            "tier": self._tier_counts(mask),
             "end": {
                 name: count for bit, name in enumerate(ENDS) if (count := int(np.count_nonzero(ends & (1 << bit))))
             },
         }
+
+    def _tier_counts(self, mask: NDArray[np.bool_]) -> dict[str, int]:
+        if not self.tier_of:
+            return {}
+        names = sorted(set(self.tier_of.values()))
+        codes = {name: code for code, name in enumerate(["", *names])}
+        by_task = np.array([codes[self.tier_of.get(task, "")] for task in self.tasks.texts], dtype=np.int64)
+        return _counts(by_task[self.columns.task[mask]], ["", *names])
 
     def close(self) -> None:
         self._db.close()
@@ -239,7 +266,9 @@ def _open(path: Path, run: str) -> ViewIndex:
 def _connect(path: Path, run: str) -> sqlite3.Connection:
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
+        db.execute(f"PRAGMA page_size = {PAGE_BYTES}")  # of a new file
         db.execute("PRAGMA journal_mode = WAL")
+        db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         # The file can be derived again, so a commit need not wait for the disk.
         db.execute("PRAGMA synchronous = OFF")
         db.execute(f"PRAGMA cache_size = -{CACHE_KB}")

@@ -109,6 +109,8 @@ class _Reader:
                 "step": status.acknowledged_step,
                 "opened": status.opened,
                 "by_state": status.by_state,
+                "gate": status.gate,
+                "actions": status.actions,
                 "state": state_of(view, status),
                 "last": {name: metrics.gauges.get(name) for name in SHOWN},
             },

@@ -50,7 +50,7 @@ async def list_groups(view: RunView, request: web.Request) -> dict[str, Any]:
         searched = {"groups": len(page), "is_complete": not rest}
     histogram, facets = await index.read(lambda found: (found.reward_histogram(wanted), found.facets(wanted)))
     return {
-        "groups": [listed(row) for row in rows],
+        "groups": [listed(row, view.tiers.get(row.task_id)) for row in rows],
         "total": total,
         "total_all": state.indexed,
         "next_cursor": str(int(page[-1])) if rest and len(page) else None,
@@ -106,13 +106,13 @@ async def _has_text(view: RunView, group_id: str, needle: str) -> bool:
     return await asyncio.to_thread(search)
 
 
-def listed(row: GroupRow) -> dict[str, Any]:
+def listed(row: GroupRow, tier: str | None = None) -> dict[str, Any]:
     outcome = row.outcome
     return {
         "sequence": row.sequence,
         "group_id": row.group_id,
         "task_id": row.task_id,
-        "tier": None,
+        "tier": tier,
         "draw": row.draw,
         "state": row.state,
         "drop_kind": row.drop_kind,
@@ -147,7 +147,7 @@ async def show_group(view: RunView, request: web.Request) -> dict[str, Any]:
     await index.update()
     neighbours = await index.read(lambda found: _neighbours(found, wanted, group_id))
     return {
-        "group": listed(row),
+        "group": listed(row, view.tiers.get(row.task_id)),
         **neighbours,
         "sentences": history.sentences,
         "moves": history.moves,

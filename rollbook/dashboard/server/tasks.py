@@ -27,10 +27,15 @@ async def list_tasks(view: RunView, request: web.Request) -> dict[str, Any]:
     only_unsolved = request.query.get("never_solved", "") in ("1", "true")
     index = await view.index()
     state = await index.update()
-    rows = await index.read(_tasks)
+    tier = request.query.get("tier") or None
+    rows = [{**row, "tier": view.tiers.get(row["task_id"])} for row in await index.read(_tasks)]
     never_solved = sum(row["best_solved_rate"] == 0.0 for row in rows)
     chosen = [
-        row for row in rows if like in row["task_id"].lower() and (not only_unsolved or row["best_solved_rate"] == 0.0)
+        row
+        for row in rows
+        if like in row["task_id"].lower()
+        and (not only_unsolved or row["best_solved_rate"] == 0.0)
+        and (tier is None or row["tier"] == tier)
     ]
     chosen.sort(key=lambda row: _key(row, sort))
     mastery = {} if view.directory is None else await asyncio.to_thread(read_mastery, view.directory)
@@ -42,6 +47,7 @@ async def list_tasks(view: RunView, request: web.Request) -> dict[str, Any]:
         "tiers": [
             {
                 "name": name,
+                "tasks": points[-1].num_tasks,
                 "is_open": points[-1].is_open,
                 "graduated_share": points[-1].graduated_share,
                 "rate": points[-1].rate,
@@ -76,7 +82,6 @@ def _tasks(index: ViewIndex) -> list[dict[str, Any]]:
     return [
         {
             "task_id": text,
-            "tier": None,
             "draws": int(draws[at]),
             "reward_mean": float(rewards[at]),
             "solved_rate": float(solved[at]),

@@ -241,7 +241,7 @@ def _handshake_error(address: str, error: WSServerHandshakeError) -> Exception:
         case 503:
             retry_after = error.headers.get("Retry-After", "") if error.headers else ""
             return ServerFullError(
-                f"{address} has no free session", retry_after_s=float(retry_after) if retry_after.isdigit() else None
+                f"{address} has no free session", retry_after_s=float(retry_after) if retry_after.isdecimal() else None
             )
         case 401 | 403:
             return RunError(f"{address} refused the connection ({error.status}); set the server's token in the client")

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from rollbook.concurrency.deadline import Deadline
 from rollbook.concurrency.retry import retry
-from rollbook.contracts.errors import TransientError
+from rollbook.contracts.errors import TransientError, WeightsAwaitedError
 from rollbook.contracts.policy import Completion, FinishReason, OnTokens, SamplingParams, TokenChunk, joined_chunks
 from rollbook.inference.client.fleet import Fleet, ReplicaSource, open_fleet
 from rollbook.inference.client.replica_choice import AFFINITY_SPREAD, prompt_session
@@ -34,7 +34,6 @@ class PolicyClient:
         self._request_s = request_s
         self._log = log
         self._session = session
-        self._last_error: str | None = None
 
     @property
     def fleet(self) -> Fleet:
@@ -69,12 +68,14 @@ class PolicyClient:
             on_tokens=None if on_tokens is None else receive,
         )
         deadline = Deadline(budget_s, "policy request")
+        failures: list[Exception] = []
         try:
             async with asyncio.timeout(budget_s):
-                return await self._request(request, self._session_of(prompt), deadline, received)
+                return await self._request(request, self._session_of(prompt), deadline, received, failures)
         except TimeoutError as error:
-            last_error = f"; last error: {self._last_error}" if self._last_error else ""
-            raise TransientError(
+            last_error = f"; last error: {failures[0]}" if failures else ""
+            kind = WeightsAwaitedError if failures and isinstance(failures[0], WeightsAwaitedError) else TransientError
+            raise kind(
                 f"policy request to {self._fleet.urls} was not completed within {budget_s:g} s{last_error}"
             ) from error
 
@@ -85,9 +86,17 @@ class PolicyClient:
         return prompt_session(prompt) if name is None else name
 
     async def _request(
-        self, request: CompletionRequest, session: str | None, deadline: Deadline, received: Sequence[TokenChunk]
+        self,
+        request: CompletionRequest,
+        session: str | None,
+        deadline: Deadline,
+        received: Sequence[TokenChunk],
+        failures: list[Exception],
     ) -> Completion:
-        """The only retry loop. A failed attempt is not repeated at the same replica while another one is left."""
+        """The only retry loop. A failed attempt is not repeated at the same replica while another one is left.
+
+        `failures` gets the error of the last attempt.
+        """
         failed: set[int] = set()
 
         async def attempt() -> Completion:
@@ -103,12 +112,12 @@ class PolicyClient:
                 failed.add(at)
                 raise
 
-        return await retry(attempt, on=TransientError, deadline=deadline, on_retry=self._on_retry)
+        def on_retry(error: Exception, wait_s: float) -> None:
+            failures[:] = [error]
+            if self._log is not None and not isinstance(error, ReplicaBusyError):
+                self._log.info("policy.retried", cause=str(error), wait_s=round(wait_s, 3))
 
-    def _on_retry(self, error: Exception, wait_s: float) -> None:
-        self._last_error = str(error)
-        if self._log is not None and not isinstance(error, ReplicaBusyError):
-            self._log.info("policy.retried", cause=str(error), wait_s=round(wait_s, 3))
+        return await retry(attempt, on=TransientError, deadline=deadline, on_retry=on_retry)
 
 
 def _aborted(received: Sequence[TokenChunk]) -> Completion:

@@ -11,7 +11,7 @@ import msgspec
 from rollbook.contracts.errors import EpisodeError, TransientError
 from rollbook.contracts.policy import Completion, Publication, PublicationId
 from rollbook.inference.client.server_protocol import CompletionRequest, ReplicaStatus
-from rollbook.inference.connection import PolicyConnection, ReplicaBusyError
+from rollbook.inference.connection import PolicyConnection, StaleReplicaError
 from rollbook.inference.wire.generate import GenerateBody, GenerateChoice, GenerateParams, GenerateReply
 from rollbook.inference.wire.weights import UNPUBLISHED, InitInfo, UpdateInfo
 
@@ -71,7 +71,7 @@ class VllmProtocol:
             raise TransientError(f"invalid response of {connection.url}: {error}") from error
         oldest = int(completion.versions.min()) if len(completion.versions) else request.min_publication
         if oldest < request.min_publication:
-            raise ReplicaBusyError(
+            raise StaleReplicaError(
                 f"{connection.url} sampled from publication {oldest}, required is {request.min_publication} or newer",
                 retry_after_s=RETRY_AFTER_S,
             )

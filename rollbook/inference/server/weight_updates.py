@@ -44,6 +44,13 @@ class WeightUpdates:
 
     async def join(self, info: InitInfo) -> None:
         """Join the trainer's process group. Replaces the previous group, even while an update of it waits for a dead member."""
+        if info.master_address is not None and info.backend not in RECEIVERS:
+            # vLLM's trainers do not name a back end. Without an error they would wait for a member that never joins.
+            raise BadRequestError(
+                f"backend: {info.backend!r} has no process group, and this server does not receive over NCCL; push with "
+                "rollbook.SyncWeightTransferClient, or name the back end 'gloo'",
+                param="backend",
+            )
         await self.leave()
         if info.backend in RECEIVERS:
             # In a thread: joining a group waits for its other members.

@@ -7,13 +7,11 @@ its process, so a killed replica blocks no other. The last replica that closes r
 import asyncio
 import fcntl
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
@@ -21,7 +19,14 @@ from rollbook.access.private_files import make_private_directory
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Publication
 from rollbook.inference.weights.range_client import RangeClient, Reusable
-from rollbook.inference.weights.shared_memory import SHARED, has_shared_memory
+from rollbook.inference.weights.shared_memory import (
+    LOCK_FILE,
+    SHARED,
+    directory_name,
+    has_locked,
+    has_shared_memory,
+    remove_abandoned,
+)
 from rollbook.inference.wire.weights import RangeManifest
 
 LOCK_POLL_S = 0.02
@@ -36,10 +41,11 @@ class NodeCopies:
         key = hashlib.blake2b(token.encode(), digest_size=8).hexdigest()
         parent = parent or (SHARED if has_shared_memory() else Path(tempfile.gettempdir()))
         self._token = token
-        self._directory = parent / f"rollbook-{os.getuid()}-copies-{key}"
+        self._directory = parent / directory_name(f"copies-{key}")
+        remove_abandoned(parent)
         make_private_directory(self._directory)
-        self._users = (self._directory / "users.lock").open("w")
-        if _has_locked(self._users, fcntl.LOCK_EX):
+        self._users = (self._directory / LOCK_FILE).open("w")
+        if has_locked(self._users, fcntl.LOCK_EX):
             # No other replica uses the directory: killed ones left these.
             for folder in self._directory.glob("publication-*"):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -51,7 +57,7 @@ class NodeCopies:
         """Idempotent."""
         if self._users.closed:
             return
-        if _has_locked(self._users, fcntl.LOCK_EX):
+        if has_locked(self._users, fcntl.LOCK_EX):
             shutil.rmtree(self._directory, ignore_errors=True)
         self._users.close()
 
@@ -124,18 +130,10 @@ class NodeCopies:
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
         with (self._directory / "fetch.lock").open("w") as file:
-            while not _has_locked(file, fcntl.LOCK_EX):  # noqa: ASYNC110  # another process holds it
+            while not has_locked(file, fcntl.LOCK_EX):  # noqa: ASYNC110  # another process holds it
                 await asyncio.sleep(LOCK_POLL_S)
             yield
 
 
 def _number(folder: Path) -> int:
     return int(folder.name.removeprefix("publication-"))
-
-
-def _has_locked(file: IO[str], kind: int) -> bool:
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -89,6 +89,8 @@ class InitInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     rank_offset: int = 1
     world_size: int = 1
     timeout_s: float = 60.0
+    packed: bool | None = None
+    """Sent by vLLM's trainers. No transport of ours uses it."""
 
 
 class InitBody(msgspec.Struct, forbid_unknown_fields=True):

@@ -129,14 +129,14 @@ def open_sync_ledger_client(
         loop.close()
 
 
-def audit_at(url: str, *, token: str | None = None) -> list[wire.AuditView]:
+def audit_at(url: str, *, token: str | None = None, full: bool = False) -> list[wire.AuditView]:
     """The audit of the run in the URL (`http://host:8000/v1/runs/RUN`), or of every run of that ledger."""
     base, run_id = split_address(url)
     run_ids = [run_id] if run_id is not None else _runs(base, token)
     reports = []
     for each in run_ids:
         with open_sync_ledger_client(base, each, request_s=QUERY_S, token=token) as client:
-            reports.append(client.audit())
+            reports.append(client.audit(full=full))
     return reports
 
 

@@ -58,7 +58,7 @@ Read = Callable[[aiohttp.ClientResponse], Awaitable[T]]
 
 CONNECT_S = 5.0
 AUDIT_S = 600.0
-"""An audit reads every payload of a run."""
+"""The first audit reads every payload of a run."""
 LONG_POLL_SLACK_S = 15.0
 """How much longer than `wait_s` a long poll may take before the connection is considered dead."""
 RETRIED = frozenset(
@@ -138,9 +138,9 @@ class LedgerClient:
     async def progress(self) -> DrawProgress:
         return await self._call(verbs.PROGRESS, NOTHING)
 
-    async def audit(self) -> wire.AuditView:
-        """Check the record for consistency. The ledger reads the whole run."""
-        return await self._call(verbs.AUDIT, NOTHING, wait_s=AUDIT_S)
+    async def audit(self, *, full: bool = False) -> wire.AuditView:
+        """Check the record for consistency. The ledger reads what changed since its last audit; with `full`, the whole run."""
+        return await self._call(verbs.AUDIT, wire.AuditQuery(full=full), wait_s=AUDIT_S)
 
     async def explain(self, group_id: GroupId) -> wire.GroupHistory:
         """The state changes of a group and their reasons."""

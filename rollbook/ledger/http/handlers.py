@@ -42,7 +42,8 @@ from rollbook.ledger.http.verbs import Form, Verb
 from rollbook.ledger.records import GroupRecord, ProducerRecord
 from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.service import Ledger
-from rollbook.ledger.tools.audit import audit_run
+from rollbook.ledger.tools.audit import audit_since
+from rollbook.ledger.tools.audit_findings import AuditMark
 from rollbook.ledger.tools.explain import explain_group
 from rollbook.telemetry.prometheus import LoopLag, metrics_response
 
@@ -66,6 +67,7 @@ class LedgerHandlers:
         self.requests = RequestMetrics()
         self._clock = SystemClock()
         self.lag = LoopLag(self._clock)
+        self._audited: dict[RunId, AuditMark] = {}
 
     def handler(self, verb: Verb[Any, Any], keys: Keys) -> Handler:
         """The handler of a route. Expected errors become error responses."""
@@ -132,8 +134,12 @@ class LedgerHandlers:
     async def outcomes(self, request: wire.OutcomeQuery, run: RunId) -> list[PastDraw]:
         return await self._ledger.outcomes(run, after=request.start - 1, limit=request.limit)
 
-    async def audit(self, _: wire.Empty, run: RunId) -> wire.AuditView:
-        return _view(wire.AuditView, await self._ledger.read(lambda tx: audit_run(tx, run)))
+    async def audit(self, request: wire.AuditQuery, run: RunId) -> wire.AuditView:
+        mark = None if request.full else self._audited.get(run)
+        report, mark = await self._ledger.read(lambda tx: audit_since(tx, run, mark))
+        if mark is not None:
+            self._audited[run] = mark
+        return _view(wire.AuditView, report)
 
     async def events(self, _: wire.Empty, run: RunId, *, http: web.Request) -> web.StreamResponse:
         await self._ledger.status(run)

@@ -130,9 +130,9 @@ AUDIT = _verb(
     "audit",
     "GET /v1/runs/{run}/audit",
     ALL_ROLES,
-    wire.Empty,
+    wire.AuditQuery,
     wire.AuditView,
-    "Check the record of a run for consistency. Reads the whole run.",
+    "Check the record of a run for consistency. Reads what changed since the last audit by this server.",
 )
 EVENTS = _verb(
     "events",

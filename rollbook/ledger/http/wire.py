@@ -465,6 +465,16 @@ class AuditView(Message, frozen=True, kw_only=True):
     samples: SampleCounts | None
     """The law of samples, only with batch policy `parts`."""
     violations: tuple[str, ...]
+    known: int
+    """Durable and dropped groups that an earlier audit of this server has checked. They were not read again."""
+    known_at: float | None
+    """When that audit ran, as Unix time."""
+
+
+class AuditQuery(Message, frozen=True, kw_only=True):
+    full: Annotated[
+        bool, msgspec.Meta(description="read durable and dropped groups again that were audited before")
+    ] = False
 
 
 class Health(Message, frozen=True, kw_only=True):

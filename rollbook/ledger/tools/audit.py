@@ -3,74 +3,51 @@
 The law: opened = dispatched + queued + batched + trained + durable + dropped. It is counted three times, from the run's counters,
 from the groups' rows and from their histories, and all must agree. What a row states about its payload is computed again from the
 payload: publications, outcome, digest, and whether the group can be trained. Every row is compared with its checksum.
+
+An audit that continues from the mark of an earlier one reads what changed since: durable and dropped groups, their batches and
+their payloads are not read again.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import groupby
+import time
 
-import msgspec
-
-from rollbook.contracts.admission import ActionKind, RunId, SampleCounts
-from rollbook.contracts.batch import BatchEntry
+from rollbook.contracts.admission import ActionKind, RunId
 from rollbook.contracts.freshness import lag
-from rollbook.contracts.group import MOVES, DropReason, GroupId, GroupOutcome, GroupState
-from rollbook.contracts.group_checks import UnusableGroupError, false_claims, find_obstacle, inspect_payload
-from rollbook.contracts.group_codec import payload_digest
-from rollbook.ledger.records import BatchRecord, GroupRecord, MoveRecord, Origin, PublicationRecord, RunRecord
+from rollbook.contracts.group import GroupId, GroupState
+from rollbook.ledger.records import BatchRecord
 from rollbook.ledger.rules.batches import manifest_digest
-from rollbook.ledger.rules.parts import wrong_part
-from rollbook.ledger.rules.run_transaction import SETTLED, find_run
+from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.rules.runs import sample_counts
-from rollbook.ledger.store import Reader, StoreFaultError, Transaction
-from rollbook.ledger.tools.audit_samples import SampleLedger, wrong_mask, wrong_versions
-
-MAX_VIOLATIONS = 200
-"""A damaged ledger may have one for each group."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuditReport:
-    run_id: RunId
-    opened: int
-    law: Mapping[str, int]
-    """Groups by state."""
-    dropped: Mapping[str, int]
-    """Dropped groups by kind."""
-    steps: int
-    """Trained steps."""
-    max_lag: int | None
-    max_head_offpolicy_versions: int
-    samples: SampleCounts | None = None
-    """The law of samples, only with policy `parts`."""
-    violations: tuple[str, ...] = ()
-    """One sentence for each. Empty: the records are consistent."""
-
-    @property
-    def ok(self) -> bool:
-        return not self.violations
+from rollbook.ledger.store import ChangedRows, Reader, StoreFaultError, Transaction
+from rollbook.ledger.tools.audit_findings import AuditMark, AuditReport, Findings
+from rollbook.ledger.tools.audit_groups import changed_groups, check_groups
 
 
 def audit(reader: Reader, run_id: RunId) -> AuditReport:
-    """Check one run."""
+    """Check one run completely."""
     return reader.read_now(lambda tx: audit_run(tx, run_id))
 
 
 def audit_run(tx: Transaction, run_id: RunId) -> AuditReport:
-    """Check one run inside a transaction: `await ledger.read(lambda tx: audit_run(tx, run_id))`."""
-    findings = _Findings(find_run(tx, run_id))
+    """Check one run completely, inside a transaction: `await ledger.read(lambda tx: audit_run(tx, run_id))`."""
+    return audit_since(tx, run_id, None)[0]
+
+
+def audit_since(tx: Transaction, run_id: RunId, mark: AuditMark | None) -> tuple[AuditReport, AuditMark | None]:
+    """Check what changed since the mark, and return the next mark. A mark of another record is ignored."""
+    run = find_run(tx, run_id)
+    findings = Findings(run, mark if mark is not None and mark.is_of(tx, run) else None)
+    changed = None if findings.mark is None else changed_groups(tx, findings)
     for check in (
         _check_rows_on_disk,
         _check_publications,
         _check_actions,
         _check_batches,
-        _check_groups,
+        check_groups,
         _check_law,
         _check_steps,
     ):
         try:
-            check(tx, findings)
+            check(tx, findings, changed)
         except StoreFaultError as error:
             # Damaged so much that it cannot be read. The other checks may still find something.
             findings.add(str(error))
@@ -79,80 +56,37 @@ def audit_run(tx: Transaction, run_id: RunId) -> AuditReport:
             if not findings.violations:
                 raise
             findings.add(f"the damage hides the rest of the check: {type(error).__name__}: {error}")
-    return findings.report()
+    return findings.report(), findings.new_mark(tx, time.time())
 
 
-@dataclass(slots=True)
-class _Findings:
-    run: RunRecord
-    violations: list[str] = field(default_factory=list)
-    rows: Counter[str] = field(default_factory=Counter)
-    histories: Counter[str] = field(default_factory=Counter)
-    num_histories: int = 0
-    leased: int = 0
-    queued_bytes: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    num_unusable: int = 0
-    positions: dict[int, int] = field(default_factory=dict)
-    """Opened positions of the cursor, and their number of unsettled parts."""
-    entries: dict[GroupId, tuple[int, BatchEntry]] = field(default_factory=dict)
-    """Step and entry of each batched group."""
-    cuts: dict[int, int | None] = field(default_factory=dict)
-    """The cut of each batch."""
-    publications: dict[int, PublicationRecord] = field(default_factory=dict)
-    max_lag: int | None = None
-    quarantined: frozenset[str] = frozenset()
-    samples: SampleLedger = field(init=False)
-    sample_law: SampleCounts | None = None
-
-    def __post_init__(self) -> None:
-        self.samples = SampleLedger(self.run)
-
-    def add(self, sentence: str) -> None:
-        if len(self.violations) < MAX_VIOLATIONS:
-            self.violations.append(sentence)
-
-    def expect(self, what: str, found: object, expected: object) -> None:
-        if found != expected:
-            self.add(f"{what}: {found}, expected {expected}")
-
-    def report(self) -> AuditReport:
-        return AuditReport(
-            run_id=self.run.run_id,
-            opened=self.run.num_opened,
-            law={state.value: self.rows[state] for state in GroupState},
-            dropped=dict(sorted(self.dropped.items())),
-            steps=self.run.last_acknowledged,
-            max_lag=self.max_lag,
-            max_head_offpolicy_versions=self.run.settings.rule.max_head_offpolicy_versions,
-            samples=self.sample_law,
-            violations=tuple(self.violations),
-        )
-
-
-def _check_rows_on_disk(tx: Transaction, findings: _Findings) -> None:
-    for sentence in tx.damage(findings.run.run_id):
+def _check_rows_on_disk(tx: Transaction, findings: Findings, changed: list[GroupId] | None) -> None:
+    rows = None
+    if changed is not None:
+        rows = ChangedRows(group_ids=changed, after_step=findings.final_step, publication=findings.final_publication)
+    for sentence in tx.damage(findings.run.run_id, rows):
         findings.add(sentence)
 
 
-def _check_publications(tx: Transaction, findings: _Findings) -> None:
+def _check_publications(tx: Transaction, findings: Findings, _: object) -> None:
     """Ids are contiguous, and the versions of the run are those of its publications."""
-    run = findings.run
-    found = list(tx.publications.each(run.run_id))
+    run, first = findings.run, findings.final_publication
+    found = list(tx.publications.each(run.run_id, start=first))
     findings.publications = {int(publication.id): publication for publication in found}
-    findings.expect("publications", list(findings.publications), list(range(run.next_publication)))
+    findings.expect("publications", list(findings.publications), list(range(first, run.next_publication)))
+    is_open = (int(publication.id) for publication in found if publication.step > run.durable_step)
+    findings.first_open_publication = next(is_open, run.next_publication)
     for publication in found:
         if not -1 <= publication.effective_step <= publication.step:
             findings.add(
                 f"publication {publication.id} of step {publication.step} counts as version {publication.effective_step}"
             )
-    current = findings.publications.get(-1 if run.publication is None else run.publication)
+    current = None if run.publication is None else tx.publications.get(run.run_id, run.publication)
     findings.expect("the version of the current publication", None if current is None else current.step, run.version)
-    if run.last_confirmed is not None and run.last_confirmed not in findings.publications:
+    if run.last_confirmed is not None and tx.publications.get(run.run_id, run.last_confirmed) is None:
         findings.add(f"the last confirmed publication {run.last_confirmed} is missing")
 
 
-def _check_actions(tx: Transaction, findings: _Findings) -> None:
+def _check_actions(tx: Transaction, findings: Findings, _: object) -> None:
     """Actions of operators are contiguous, and the run is as they left it."""
     run = findings.run
     found = tx.actions.page(run.run_id, limit=run.next_action + 1)
@@ -175,11 +109,11 @@ def _check_actions(tx: Transaction, findings: _Findings) -> None:
         findings.expect("the run is draining by the actions", is_draining, run.is_draining)
 
 
-def _check_batches(tx: Transaction, findings: _Findings) -> None:
+def _check_batches(tx: Transaction, findings: Findings, _: object) -> None:
     """Batches are contiguous, full and fresh, and contain no group twice."""
     run, rule = findings.run, findings.run.settings.rule
-    last = 0
-    for batch in tx.batches.each(run.run_id):
+    last = findings.final_step
+    for batch in tx.batches.each(run.run_id, after=last):
         manifest = batch.manifest
         findings.expect("the batches are not contiguous, next step", manifest.step, last + 1)
         last = manifest.step
@@ -206,7 +140,7 @@ def _check_batches(tx: Transaction, findings: _Findings) -> None:
     findings.expect("the last decided batch", last, run.last_decided)
 
 
-def _check_size(batch: BatchRecord, findings: _Findings) -> None:
+def _check_size(batch: BatchRecord, findings: Findings) -> None:
     manifest, wanted = batch.manifest, findings.run.settings.rule.groups_per_step
     size = len(manifest.entries)
     if findings.run.settings.counts_sequences:
@@ -222,151 +156,7 @@ def _check_size(batch: BatchRecord, findings: _Findings) -> None:
         findings.expect(f"batch {manifest.step}: groups", size, wanted)
 
 
-def _check_groups(tx: Transaction, findings: _Findings) -> None:
-    histories = _histories(tx, findings.run.run_id)
-    history = next(histories, None)
-    remaining = dict(findings.entries)
-    for group in tx.groups.each(findings.run.run_id):
-        while history is not None and history[0].encode() < group.group_id.encode():
-            findings.add(f"group {history[0]} has a history but no row")
-            history = next(histories, None)
-        if history is not None and history[0] == group.group_id:
-            _check_history(group, history[1], findings)
-            history = next(histories, None)
-        else:
-            findings.add(f"group {group.group_id} has no history")
-        if group.task_id in findings.quarantined and group.state not in SETTLED:
-            findings.add(f"group {group.group_id} is {group.state}, and its task {group.task_id} is in quarantine")
-        _check_row(tx, group, remaining.pop(group.group_id, (None, None)), findings)
-    while history is not None:
-        findings.add(f"group {history[0]} has a history but no row")
-        history = next(histories, None)
-    for group_id, (step, _) in remaining.items():
-        findings.add(f"group {group_id} is in batch {step} but has no row")
-
-
-def _histories(tx: Transaction, run_id: RunId) -> Iterator[tuple[GroupId, list[MoveRecord]]]:
-    for group_id, moves in groupby(tx.history.each(run_id), key=lambda move: move.group_id):
-        yield group_id, list(moves)
-
-
-def _check_history(group: GroupRecord, moves: list[MoveRecord], findings: _Findings) -> None:
-    """The moves are a legal chain from the opening to the state of the row."""
-    findings.num_histories += 1
-    state: GroupState | None = None
-    for move in moves:
-        is_new_attempt = move.from_state is move.to_state is GroupState.DISPATCHED
-        if state is None:
-            # An external group may be opened in the queued state.
-            first = {GroupState.DISPATCHED} | ({GroupState.QUEUED} if group.origin is Origin.EXTERNAL else set())
-            is_legal = move.from_state is None and move.to_state in first
-        else:
-            is_legal = move.from_state is state and (is_new_attempt or move.to_state in MOVES[state])
-        if not is_legal:
-            findings.add(f"group {group.group_id} moved from {move.from_state} to {move.to_state} when it was {state}")
-        state = move.to_state
-    findings.expect(f"group {group.group_id}: state by its history", state, group.state)
-    findings.expect(f"group {group.group_id}: time of opening", moves[0].at, group.opened_at)
-    if state is not None:
-        findings.histories[state] += 1
-
-
-def _check_row(
-    tx: Transaction,
-    group: GroupRecord,
-    batched: tuple[int, BatchEntry] | tuple[None, None],
-    findings: _Findings,
-) -> None:
-    run = findings.run
-    batched_in, entry = batched
-    findings.rows[group.state] += 1
-    findings.num_unusable += group.unusable is not None
-    if group.position is not None:
-        unsettled = findings.positions.get(group.position, 0) + (group.state not in SETTLED)
-        findings.positions[group.position] = unsettled
-    findings.samples.add(group)
-    findings.leased += group.owner is not None
-    findings.queued_bytes += group.payload_bytes if group.state is GroupState.QUEUED else 0
-    if group.state is GroupState.DROPPED:
-        try:
-            findings.dropped[DropReason.parse(group.drop_reason or "").kind.value] += 1
-        except ValueError as error:
-            findings.add(f"group {group.group_id} is dropped: {error}")
-    is_batched = group.state in (GroupState.BATCHED, GroupState.TRAINED, GroupState.DURABLE)
-    findings.expect(
-        f"group {group.group_id} is {group.state}: its batch", batched_in, group.step if is_batched else None
-    )
-    if batched_in is not None:
-        wanted = GroupState.BATCHED
-        if batched_in <= run.last_acknowledged:
-            wanted = GroupState.DURABLE if batched_in <= run.durable_step else GroupState.TRAINED
-        findings.expect(f"group {group.group_id} of batch {batched_in}: state", group.state, wanted)
-    if entry is not None and batched_in is not None:
-        _check_entry(group, batched_in, entry, findings)
-    for sentence in wrong_versions(group, findings.publications):
-        findings.add(f"group {group.group_id} {sentence}")
-    is_needed = group.state is GroupState.QUEUED or (batched_in is not None and batched_in > run.payload_floor)
-    try:
-        payload = tx.payloads.get(run.run_id, group.group_id) if is_needed or group.has_payload else None
-    except StoreFaultError as error:
-        findings.add(f"group {group.group_id}: {error}")
-        return
-    if payload is None:
-        if is_needed or group.has_payload:
-            findings.add(f"group {group.group_id} is {group.state} and its payload is missing")
-    elif payload_digest(payload) != group.payload_digest:
-        findings.add(f"group {group.group_id}: its payload does not match its digest {group.payload_digest}")
-    else:
-        findings.expect(f"group {group.group_id}: bytes of its payload", len(payload), group.payload_bytes)
-        _check_payload(payload, group, findings)
-
-
-def _check_entry(group: GroupRecord, step: int, entry: BatchEntry, findings: _Findings) -> None:
-    # With masked tokens, the oldest version of the entry is that of the remaining ones.
-    oldest = entry.oldest_version if entry.masked else group.oldest_version
-    stated = (entry.payload_digest, entry.sequence, entry.oldest_version)
-    found = (group.payload_digest or "", group.sequence, oldest)
-    findings.expect(f"group {group.group_id}: digest, sequence and oldest version in its batch", stated, found)
-    wrong = wrong_mask(group, entry, findings.cuts[step], findings.publications)
-    if wrong is not None:
-        findings.add(f"group {group.group_id} in batch {step}: {wrong}")
-
-
-def _check_payload(payload: bytes, group: GroupRecord, findings: _Findings) -> None:
-    """The row states what the payload contains, and the group is usable unless the trainer reported that it is not."""
-    try:
-        outcome = msgspec.json.decode(group.outcome or b"", type=GroupOutcome)
-    except (msgspec.MsgspecError, ValueError) as error:
-        findings.add(f"group {group.group_id}: its outcome is damaged: {error}")
-        return
-    if findings.run.settings.counts_sequences:
-        return  # groups of another dialect, for a trainer that does not report unusable groups
-    facts = obstacle = None
-    try:
-        facts = inspect_payload(payload, group.group_id)
-    except UnusableGroupError as error:
-        obstacle = str(error)
-    if facts is not None:
-        for claim in false_claims(
-            facts, task_id=group.task_id, draw=group.draw, publications=group.publications, outcome=outcome
-        ):
-            findings.add(f"group {group.group_id}: by its payload, {claim}")
-        is_external = group.origin is Origin.EXTERNAL
-        rule = findings.run.settings.rule
-        wrong = wrong_part(rule, facts, name=group.group_id, group=None if is_external else group)
-        if wrong is not None:
-            findings.add(f"group {group.group_id}: {wrong}")
-        stated = (group.num_samples, group.baseline)
-        findings.expect(f"group {group.group_id}: samples and baseline", stated, (facts.num_samples, facts.baseline))
-        obstacle = find_obstacle(facts, findings.run.settings.limits)
-    if group.state in (GroupState.TRAINED, GroupState.DURABLE):
-        if (group.unusable is None) is not (obstacle is None):
-            findings.add(f"group {group.group_id}: recorded as unusable: {group.unusable}, by its payload: {obstacle}")
-    elif group.state is not GroupState.DROPPED and obstacle is not None:
-        findings.add(f"group {group.group_id} is {group.state} and cannot be trained: {obstacle}")
-
-
-def _check_law(tx: Transaction, findings: _Findings) -> None:
+def _check_law(tx: Transaction, findings: Findings, _: object) -> None:
     run = findings.run
     drops = tx.runs.drops(run.run_id)
     counted = {
@@ -386,30 +176,33 @@ def _check_law(tx: Transaction, findings: _Findings) -> None:
     findings.expect("leased groups by rows", findings.leased, run.num_leased)
     findings.expect("queued bytes by rows", findings.queued_bytes, run.queued_bytes)
     findings.expect("unusable groups by rows", findings.num_unusable, run.num_unusable)
+    if findings.mark is not None:
+        findings.samples.find_neighbours(tx)
     findings.samples.check(tx, findings.add)
     if findings.samples.counts_samples:
         findings.sample_law = sample_counts(tx, run)
-        for batch in tx.batches.each(run.run_id):
+        for batch in tx.batches.each(run.run_id, after=findings.final_step):
             findings.samples.check_batch(batch.manifest, findings.add)
     _check_positions(tx, findings)
     findings.expect("dropped groups by kind", dict(sorted(findings.dropped.items())), dict(sorted(drops.items())))
 
 
-def _check_positions(tx: Transaction, findings: _Findings) -> None:
+def _check_positions(tx: Transaction, findings: Findings) -> None:
     """The cursor's positions are those of the groups. Positions below `settled_below` are settled and have no row."""
     run, positions = findings.run, findings.positions
+    known = 0 if findings.mark is None else findings.mark.final_below
     open_ones = {at: unsettled for at, unsettled in positions.items() if at >= run.settled_below}
     findings.expect("positions of the cursor", dict(tx.positions.all(run.run_id)), dict(sorted(open_ones.items())))
-    settled = sum(unsettled == 0 for at, unsettled in positions.items() if at < run.settled_below)
+    settled = known + sum(unsettled == 0 for at, unsettled in positions.items() if at < run.settled_below)
     findings.expect("settled positions below the first open one", settled, run.settled_below)
-    first_gap = next(at for at in range(len(positions) + 1) if at not in positions)
+    first_gap = next(at for at in range(known, known + len(positions) + 1) if at not in positions)
     findings.expect("opened positions below the first gap", run.opened_below, first_gap)
 
 
-def _check_steps(tx: Transaction, findings: _Findings) -> None:
+def _check_steps(tx: Transaction, findings: Findings, _: object) -> None:
     run = findings.run
-    trained = sorted({step.step for step in tx.steps.each(run.run_id)})
-    findings.expect("trained steps", trained, list(range(1, run.last_acknowledged + 1)))
+    trained = sorted({step.step for step in tx.steps.each(run.run_id, after=findings.final_step)})
+    findings.expect("trained steps", trained, list(range(findings.final_step + 1, run.last_acknowledged + 1)))
     if not run.durable_step <= run.last_acknowledged <= run.last_decided:
         findings.add(
             f"durable step {run.durable_step}, acknowledged step {run.last_acknowledged} and decided step "

@@ -21,6 +21,19 @@ Report = Callable[[str], None]
 
 
 @dataclass(slots=True)
+class SampleTotals:
+    """Samples of some groups, only with policy `parts`."""
+
+    expected: int = 0
+    stored: int = 0
+    missing: dict[str, int] = field(default_factory=dict)
+
+    def __add__(self, other: "SampleTotals") -> "SampleTotals":
+        missing = Counter(self.missing) + Counter(other.missing)
+        return SampleTotals(self.expected + other.expected, self.stored + other.stored, dict(missing))
+
+
+@dataclass(slots=True)
 class SampleLedger:
     """Samples counted from the rows of one run."""
 
@@ -28,21 +41,24 @@ class SampleLedger:
     queued: int = 0
     external_queued: int = 0
     external_queued_samples: int = 0
-    expected: int = 0
     leased: int = 0
     waiting: int = 0
-    stored: int = 0
-    missing: Counter[str] = field(default_factory=Counter)
+    final: SampleTotals = field(default_factory=SampleTotals)
+    """Of durable and dropped groups."""
+    changing: SampleTotals = field(default_factory=SampleTotals)
+    """Of all others."""
     batches: Counter[int] = field(default_factory=Counter)
     """Samples of each batch."""
     parts: dict[tuple[int, int], GroupRecord] = field(default_factory=dict)
     """Parts by sequence and number, of groups that have more than one."""
+    neighbours: dict[tuple[int, int], GroupRecord] = field(default_factory=dict)
+    """Parts before and after these that an earlier audit has checked."""
 
     @property
     def counts_samples(self) -> bool:
         return self.run.settings.rule.policy is BatchPolicy.PARTS
 
-    def add(self, group: GroupRecord) -> None:
+    def add(self, group: GroupRecord, *, is_final: bool) -> None:
         is_stored = group.payload_digest is not None
         if group.state is GroupState.QUEUED:
             self.queued += group.num_samples
@@ -53,20 +69,22 @@ class SampleLedger:
             self.batches[group.step] += group.num_samples
         if not self.counts_samples:
             return
-        self.expected += group.expected_samples if group.part == 1 else 0
-        self.stored += group.num_samples if is_stored else 0
+        totals = self.final if is_final else self.changing
+        totals.expected += group.expected_samples if group.part == 1 else 0
+        totals.stored += group.num_samples if is_stored else 0
         if group.state is GroupState.DISPATCHED and group.owner is None:
             self.waiting += group.expected_samples
         elif group.state is GroupState.DISPATCHED:
             self.leased += group.expected_samples
         elif not is_stored:
             kind = (group.drop_reason or "").partition(":")[0]  # also of a damaged reason
-            self.missing[kind] += group.expected_samples
+            totals.missing[kind] = totals.missing.get(kind, 0) + group.expected_samples
         if group.part > 1 or not is_stored or group.num_samples != group.expected_samples:
             self.parts[group.sequence, group.part] = group
 
     def check(self, tx: Transaction, report: Report) -> None:
         counted = sample_counts(tx, self.run)
+        totals = self.final + self.changing
         for what, found, expected in (
             ("queued samples by rows", self.queued, self.run.queued_samples),
             ("queued external groups by rows", self.external_queued, self.run.external_queued),
@@ -75,11 +93,11 @@ class SampleLedger:
                 self.external_queued_samples,
                 self.run.external_queued_samples,
             ),
-            ("expected samples by rows", self.expected, counted.expected),
+            ("expected samples by rows", totals.expected, counted.expected),
             ("samples of leased parts by rows", self.leased, self.run.leased_samples),
             ("samples of waiting parts by rows", self.waiting, self.run.waiting_samples),
-            ("stored samples by rows", self.stored, counted.stored),
-            ("missing samples by kind", dict(sorted(self.missing.items())), dict(sorted(counted.missing.items()))),
+            ("stored samples by rows", totals.stored, counted.stored),
+            ("missing samples by kind", dict(sorted(totals.missing.items())), dict(sorted(counted.missing.items()))),
         ):
             if found != expected:
                 report(f"{what}: {found}, expected {expected}")
@@ -88,6 +106,16 @@ class SampleLedger:
             report(f"samples that are open, stored or missing: {total}, expected {counted.expected}")
         for part in self.parts.values():
             self._check_chain(part, report)
+
+    def find_neighbours(self, tx: Transaction) -> None:
+        """Read the parts before and after the parts of this audit that an earlier audit has checked."""
+        for part in list(self.parts.values()):
+            for number in (part.part - 1, part.part + 1):
+                if number >= 1 and (part.sequence, number) not in self.parts:
+                    name = part_id(group_id(part.task_id, part.draw), number)
+                    found = tx.groups.get(self.run.run_id, name)
+                    if found is not None:
+                        self.neighbours[part.sequence, number] = found
 
     def check_batch(self, manifest: BatchManifest, report: Report) -> None:
         """With policy `parts`, the size of a batch is its number of samples."""
@@ -102,15 +130,18 @@ class SampleLedger:
         name = part.group_id
         if part.part > 1 and name != part_id(group_id(part.task_id, part.draw), part.part):
             report(f"group {name} is part {part.part} of draw {part.draw} of task {part.task_id} and has another id")
-        if part.part > 1 and (part.sequence, part.part - 1) not in self.parts:
+        if part.part > 1 and self._part(part.sequence, part.part - 1) is None:
             report(f"group {name} is part {part.part}, and the part before it is missing")
-        following = self.parts.get((part.sequence, part.part + 1))
+        following = self._part(part.sequence, part.part + 1)
         left = part.expected_samples - part.num_samples if part.payload_digest is not None else 0
         opened = 0 if following is None else following.expected_samples
         if opened != left:
             report(f"group {name} lacks {left} samples, and its next part was opened for {opened}")
         if following is not None and following.baseline != part.baseline:
             report(f"group {name} has the baseline {part.baseline}, and its next part {following.baseline}")
+
+    def _part(self, sequence: int, number: int) -> GroupRecord | None:
+        return self.parts.get((sequence, number)) or self.neighbours.get((sequence, number))
 
 
 def wrong_versions(group: GroupRecord, publications: Mapping[int, PublicationRecord]) -> Iterator[str]:

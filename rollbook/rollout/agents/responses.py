@@ -161,7 +161,8 @@ class ResponsesReply:
     def _items(self, turn: ChatTurn) -> list[dict[str, Any]]:
         has_message = turn.parsed.content or self._sent_text or not turn.parsed.calls
         logprobs = self._logprobs(sampled_tokens(turn.completion))
-        items = [self._message("completed", turn.parsed.content, logprobs)] if has_message else []
+        status = "incomplete" if turn.finish_reason == "length" else "completed"
+        items = [self._message(status, turn.parsed.content, logprobs)] if has_message else []
         items += [
             {
                 "id": f"fc_{uuid.uuid4().hex}",

@@ -104,10 +104,20 @@ class ProxyServer:
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
             app.router.add_post(f"{prefix}/v1/responses", self._responses)
             app.router.add_get(f"{prefix}/v1/models", self._models)
+            app.router.add_get(f"{prefix}/v1/models/{{name:.+}}", self._model)
+            app.router.add_route("*", f"{prefix}/v1/{{route:.*}}", self._unknown_route)
         return app
 
     async def _models(self, _request: web.Request) -> web.Response:
         return _json(models())
+
+    async def _model(self, _request: web.Request) -> web.Response:
+        """Every name is that of the policy: agents choose their own."""
+        return _json(models()["data"][0])
+
+    async def _unknown_route(self, request: web.Request) -> web.Response:
+        wanted = f"{request.method} /v1/{request.match_info['route']}"
+        return _error(404, "not_found", f"{wanted} is not served here; use POST /v1/chat/completions or /v1/responses")
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self.respond(request, ChatReply)

@@ -7,7 +7,7 @@ retries within one budget; when that is spent, this process ends and the supervi
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -71,8 +71,10 @@ class Dispatcher:
         spans: SpanRecorder,
         clock: Clock | None = None,
         max_attempts: int | None = None,
+        until_served: Callable[[], Awaitable[None]] | None = None,
         log_hint: str = "the events rollout.group_failed and rollout.worker_output in the run's logs",
     ) -> None:
+        """`until_served` waits until a policy server has weights."""
         self._name = name
         self._tasks = tasks
         self._sink = sink
@@ -96,6 +98,9 @@ class Dispatcher:
         self._with_results: asyncio.Queue[Attempt] = asyncio.Queue(maxsize=config.slots * rule.unit)
         self._slot_freed = asyncio.Event()
         self._max_attempts = max_attempts
+        self._until_served = until_served
+        self._is_served = until_served is None
+        """False: no group is opened before `until_served` returns."""
         self._failed_attempts: Counter[GroupId] = Counter()
         self._is_run_over = False
         self._is_leaving = False
@@ -107,6 +112,8 @@ class Dispatcher:
             return "starting workers"
         if self._is_leaving:
             return f"finishing {len(self._attempts)} groups, then leaving"
+        if not self._is_served and not self._attempts:
+            return "waiting until a policy server has weights"
         if self._slots.gate in OPERATOR_GATES:
             return f"{OPERATOR_GATES[self._slots.gate]}; {len(self._attempts)} groups are being played"
         if self._attempts:
@@ -165,7 +172,7 @@ class Dispatcher:
 
         Takes:  draws, from the task source.
         Gives:  orders, to the pool.
-        Waits:  for a ready worker, then for a free slot, then in the ledger for the gate.
+        Waits:  for a ready worker, then for a free slot, for a policy server with weights, and in the ledger for the gate.
         Woken:  by `_remove` through `self._slot_freed`.
         Ends:   when the run is over, or after `leave`.
         """
@@ -178,6 +185,9 @@ class Dispatcher:
                 await self._slot_freed.wait()
             if self._is_ending:
                 return
+            if not self._is_served and self._until_served is not None:
+                await self._until_served()
+                self._is_served = True
             count = self._slots.to_propose
             draws = self._tasks.propose(count)
             if self._tasks.is_exhausted and not is_exhaustion_reported:
@@ -246,6 +256,8 @@ class Dispatcher:
         self._metrics.add("rollout/worker_deaths", 1)
 
     def _expire(self, grant: Grant) -> None:
+        # Its policy server may have lost its weights.
+        self._is_served = self._until_served is None
         self._pool.cancel(grant.group_id, grant.attempt, is_late=True)
         self._add_result(grant.group_id, grant.attempt, Lost("deadline"))
 

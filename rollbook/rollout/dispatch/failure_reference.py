@@ -28,6 +28,11 @@ DEADLINES: tuple[tuple[str, str, str], ...] = (
         "ends as truncated; a rollout function that continues is cancelled",
     ),
     ("a policy request", "`inference.request_s`, retries included", "retried sample"),
+    (
+        "a policy server without weights, while the trainer starts or replays",
+        "none",
+        "no group is opened; groups in play are released at their deadline",
+    ),
     ("a reset or step of an environment", "`rollout.step_s`", "retried sample"),
     ("waiting for an environment", "`rollout.open_s`", "retried sample"),
     ("a reward function", "`rollout.rewards.timeout_s`", "its process is killed and replaced; dropped sample"),

@@ -18,7 +18,7 @@ from rollbook.concurrency.exception_groups import first_error
 from rollbook.concurrency.retry import backoff
 from rollbook.concurrency.stacks import where_cancelled
 from rollbook.contracts.admission import OpenPart
-from rollbook.contracts.errors import RollbookError, WorkerError
+from rollbook.contracts.errors import RollbookError, WeightsAwaitedError, WorkerError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, PromptGroup, group_id
 from rollbook.contracts.policy import Completion
 from rollbook.contracts.task import Task, TaskId
@@ -41,6 +41,8 @@ from rollbook.rollout.groups.results import CAUSE_CHARS, GroupResult, GroupTally
 from rollbook.rollout.policy import EpisodeContext, current_episode, enter_episode
 from rollbook.rollout.stopwatch import EpisodeTime
 
+LATE_S = 2.0
+"""The dispatcher cancels a late group within this time."""
 SAME_MOMENT_S = 0.05
 """Samples that finish within this time are submitted in one part. Short against an episode, and long enough that episodes of equal
 length do not make a part each."""
@@ -220,6 +222,11 @@ class GroupAssembler:
                 tally.add_scored()
                 return result
             sample, error = result
+            if isinstance(error, WeightsAwaitedError) and self._clock.now() < tally.until + LATE_S:
+                # The trainer starts or replays. Without weights no episode can succeed, so this is no failure of the group: the
+                # dispatcher releases it at its deadline.
+                await self._clock.sleep(next(waits) if self._clock.now() + LATE_S < tally.until else 2 * LATE_S)
+                continue
             cause = (str(error) or type(error).__name__)[:CAUSE_CHARS]
             tally.causes[cause] += 1
             if self._on_failure is not None and (episode := current_episode()) is not None:

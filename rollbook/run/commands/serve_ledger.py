@@ -25,7 +25,7 @@ from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig
 from rollbook.ledger.serve import serve_ledger
 from rollbook.ledger.store import Reader
 from rollbook.ledger.stores.registry import only_service, open_reader, open_store, reclaim, sqlite_url, store_warnings
-from rollbook.ledger.tools.audit import AuditReport
+from rollbook.ledger.tools.audit_findings import AuditReport
 from rollbook.ledger.tools.compaction import compact
 from rollbook.ledger.tools.export import ExportReport, export_jsonl
 from rollbook.ledger.tools.import_run import import_jsonl
@@ -120,9 +120,9 @@ def explain_remote(url: str, group_id: str) -> list[str]:
     return list(history.sentences)
 
 
-def audit_remote(url: str) -> list[AuditReport]:
+def audit_remote(url: str, *, full: bool = False) -> list[AuditReport]:
     """`http://host:port/v1/runs/RUN` for one run, `http://host:port` for all runs of a ledger."""
-    return [audit_report(view) for view in audit_at(url, token=os.environ.get("ROLLBOOK_VIEWER_TOKENS"))]
+    return [audit_report(view) for view in audit_at(url, token=os.environ.get("ROLLBOOK_VIEWER_TOKENS"), full=full)]
 
 
 def store_of(location: str) -> str:

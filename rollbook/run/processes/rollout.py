@@ -2,13 +2,18 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from rollbook.contracts.admission import MemberRole
+from rollbook.contracts.errors import RollbookError, TransientError
+from rollbook.contracts.policy import NOT_SAMPLED
+from rollbook.inference.client.fleet import Fleet, Replica
 from rollbook.rollout.dispatch.dispatcher import Dispatcher
 from rollbook.rollout.metrics import rollout_metrics
 from rollbook.run.atropos_feed import AtroposFeed
-from rollbook.run.ledger_clients import open_run_ledger
+from rollbook.run.ledger_clients import client_token, member_source, open_run_ledger
+from rollbook.run.policy_clients import open_policy, policy_urls
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.run.supervision.membership import membership
 from rollbook.run.worker_spec import worker_spec
@@ -16,6 +21,9 @@ from rollbook.tasks.dataset import build_source, load_tasks
 from rollbook.telemetry.metrics import MetricRecorder
 
 REPORT_S = 0.5
+POLL_S = 0.1
+STATUS_S = 5.0
+"""A policy server that does not report its weights within this time does not serve."""
 
 
 async def main(context: RoleContext) -> str:
@@ -30,6 +38,15 @@ async def main(context: RoleContext) -> str:
     async with (
         open_run_ledger(context.loaded, context.directory, context.addresses["ledger"], log=context.log) as ledger,
         membership(context, MemberRole.ROLLOUT),
+        open_policy(
+            config.inference,
+            context.addresses["policy"],
+            log=context.log,
+            token=client_token(config, context.directory),
+            source=member_source(ledger, MemberRole.POLICY, policy_urls(context.addresses["policy"]))
+            if config.cluster.has_members
+            else None,
+        ) as policy,
     ):
         dispatcher = Dispatcher(
             name="dispatcher-0" if context.name == "rollout" else f"dispatcher-{context.name}",
@@ -43,6 +60,7 @@ async def main(context: RoleContext) -> str:
             ),
             spans=context.spans,
             max_attempts=config.gate.max_attempts,
+            until_served=partial(_until_served, policy.fleet),
             log_hint=f"the events rollout.group_failed in {context.directory.log_file(context.name)}",
         )
         context.channel.ready("starting workers")
@@ -51,6 +69,23 @@ async def main(context: RoleContext) -> str:
             return await _run_until_drained(dispatcher.run(), context, on_leave=dispatcher.leave)
         finally:
             reporting.cancel()
+
+
+async def _until_served(fleet: Fleet) -> None:
+    """Wait until a policy server has weights. A trainer that starts may replay for longer than the deadline of a group."""
+
+    async def has_weights(replica: Replica) -> bool:
+        try:
+            async with asyncio.timeout(STATUS_S):
+                publication = (await fleet.protocol.status(replica.connection)).publication
+        except (TransientError, TimeoutError):
+            return False
+        except RollbookError:
+            return True  # a server of another kind: requests show whether it serves
+        return publication is None or publication > NOT_SAMPLED
+
+    while not any(await asyncio.gather(*map(has_weights, fleet.replicas))):  # noqa: ASYNC110 - the servers are other processes
+        await asyncio.sleep(POLL_S)
 
 
 async def _report(dispatcher: Dispatcher, context: RoleContext) -> None:

@@ -6,7 +6,8 @@ samples only; an unscorable sample (reward NaN) has advantage 0 and does not aff
 A group that arrived in parts is compared with its quorum: the rewards of the samples that finished first, fixed before the others
 were known. So the advantage of a sample does not depend on which siblings happen to be in the same batch. Where fast samples have
 higher rewards, the quorum is better than the group, and most differences to it are negative. Their mean over the batch is
-subtracted, see `centre`.
+subtracted, see `centre`. For the same reason `group` divides by the spread over the batch: the rewards of fast samples differ less
+than those of the group.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -62,14 +63,15 @@ PRIOR_SAMPLES = 16
 """The mean that `centre` subtracts is estimated as if so many further samples had an advantage of 0: few samples say little."""
 
 QUORUM_SCALES: dict[str, Callable[[NDArray[np.float64]], float]] = {
-    "group": lambda rewards: float(rewards.std(ddof=1)) + CONSTANT,
+    "group": lambda rewards: 1.0,
     "dr_grpo": lambda rewards: 1.0,
     "rloo": lambda rewards: 1.0,
     "maxrl": lambda rewards: abs(float(rewards.mean())),
     "reinforce_pp_baseline": lambda rewards: 1.0,
 }
 """What a difference to the quorum's mean is divided by. Computed from the quorum's rewards and the sample's own, so that a late
-sample that differs from a constant quorum has a finite advantage. `reinforce_pp` has no group baseline and no entry."""
+sample that differs from a constant quorum has a finite advantage. `group` divides by the spread over the batch, see `advantages`.
+`reinforce_pp` has no group baseline and no entry."""
 
 
 def against_quorum(
@@ -92,6 +94,13 @@ def centre(values: NDArray[np.float64]) -> NDArray[np.float64]:
     differs = values != 0
     shift = values[differs].sum() / (differs.sum() + PRIOR_SAMPLES)
     return np.where(differs, values - shift, 0.0)
+
+
+def unit_spread(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Divide by the root mean square of the values that are not 0."""
+    differs = values != 0
+    spread = float(np.sqrt(np.square(values[differs]).mean())) if differs.any() else 0.0
+    return values / spread if spread >= CONSTANT else np.zeros_like(values)
 
 
 def advantages(
@@ -122,6 +131,8 @@ def advantages(
     in_parts = np.isin(group_of, [*(compared or {})])
     if kind in QUORUM_SCALES:
         result[in_parts] = centre(result[in_parts])
+    if kind == "group":
+        result[in_parts] = unit_spread(result[in_parts])
     if kind in BATCH_NORMALISED:
         scorable = np.flatnonzero(is_scorable)
         result[scorable] = group_relative(result[scorable]) if len(scorable) > 1 else 0.0

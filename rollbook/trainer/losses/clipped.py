@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
+from rollbook.trainer.losses.inputs import MAX_LOG_RATIO, LossInputs, LossSettings, LossTerms
 
 
 def clipped_ratio(inputs: LossInputs, settings: LossSettings) -> LossTerms:
@@ -11,7 +11,7 @@ def clipped_ratio(inputs: LossInputs, settings: LossSettings) -> LossTerms:
 
     A token whose ratio is beyond the clip in the direction of its advantage has no gradient.
     """
-    return _clipped_terms(torch.exp(inputs.current_N - inputs.old_N), inputs.advantages_N, settings)
+    return _clipped_terms(inputs.ratio_N, inputs.advantages_N, settings)
 
 
 def clipped_sequence_ratio(inputs: LossInputs, settings: LossSettings) -> LossTerms:
@@ -19,13 +19,13 @@ def clipped_sequence_ratio(inputs: LossInputs, settings: LossSettings) -> LossTe
 
     Every token has the loss of its sequence; the gradient reaches every token through the mean.
     """
-    ratio_N = torch.exp(inputs.sequence_mean_N(inputs.current_N - inputs.old_N))
+    ratio_N = torch.exp(inputs.sequence_mean_N(inputs.current_N - inputs.old_N).clamp(max=MAX_LOG_RATIO))
     return _clipped_terms(ratio_N, inputs.advantages_N, settings)
 
 
 def clipped_importance(inputs: LossInputs, settings: LossSettings) -> LossTerms:
     """-sg(clip(r))*A*log current, as in CISPO. A clipped token keeps a gradient; its weight is bounded."""
-    ratio_N = torch.exp(inputs.current_N - inputs.old_N).detach()
+    ratio_N = inputs.ratio_N.detach()
     weight_N = torch.clamp(ratio_N, 1.0 - settings.clip_low, 1.0 + settings.clip_high)
     return LossTerms(loss_N=-weight_N * inputs.advantages_N * inputs.current_N, is_clipped_N=weight_N != ratio_N)
 
@@ -36,7 +36,7 @@ def decoupled_clip(inputs: LossInputs, settings: LossSettings) -> LossTerms:
     Clipping around the sampling policy itself would pull a lagging learner back to it.
     """
     terms = clipped_ratio(inputs, settings)
-    behaviour_N = torch.exp(inputs.old_N - inputs.sampled_N).detach()
+    behaviour_N = torch.exp((inputs.old_N - inputs.sampled_N).clamp(max=MAX_LOG_RATIO)).detach()
     behaviour_N = torch.where(behaviour_N <= settings.behaviour_cap, behaviour_N, torch.zeros_like(behaviour_N))
     return LossTerms(loss_N=terms.loss_N * behaviour_N, is_clipped_N=terms.is_clipped_N | (behaviour_N == 0))
 

@@ -4,12 +4,13 @@ w = old / sampled, per token or as a geometric mean per sequence, multiplies the
 differ in how they bound w. They are independent of the loss and of its clip on current / old.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rollbook.trainer.losses.inputs import LossInputs
+from rollbook.trainer.losses.inputs import MAX_LOG_RATIO, LossInputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,7 +46,11 @@ def correction(
 def k3_divergence(current_N: Tensor, reference_N: Tensor) -> Tensor:
     """KL penalty exp(d) - d - 1 with d = log reference - log current: non-negative and of low variance.
 
-    The gradient flows through `current_N`.
+    Linear in d above `MAX_LOG_RATIO`, so that it is finite. The gradient flows through `current_N`.
     """
     distance_N = reference_N - current_N
-    return torch.expm1(distance_N) - distance_N
+    bounded_N = distance_N.clamp(max=MAX_LOG_RATIO)
+    divergence_N = torch.expm1(bounded_N) - bounded_N
+    slope = math.expm1(MAX_LOG_RATIO)
+    is_far_N = distance_N > MAX_LOG_RATIO
+    return torch.where(is_far_N, divergence_N + slope * (distance_N - MAX_LOG_RATIO), divergence_N)

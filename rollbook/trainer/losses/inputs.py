@@ -8,6 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+MAX_LOG_RATIO = 20.0
+"""Larger ratios of probabilities count as this one: it is far beyond every clip, and an infinite ratio would make gradients NaN."""
+
 
 # N trained tokens of the pass, R sequences they belong to
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,6 +31,11 @@ class LossInputs:
     row_of_N: Tensor
     """Index of the token's sequence in this pass, below `num_rows`."""
     num_rows: int
+
+    @property
+    def ratio_N(self) -> Tensor:
+        """current / old."""
+        return torch.exp((self.current_N - self.old_N).clamp(max=MAX_LOG_RATIO))
 
     def sequence_mean_N(self, values_N: Tensor) -> Tensor:
         """At every token, the mean of the values over the trained tokens of its sequence."""

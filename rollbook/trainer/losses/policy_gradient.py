@@ -7,9 +7,9 @@ from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
 
 def importance_sampling(inputs: LossInputs, settings: LossSettings) -> LossTerms:
     """-r*A with r = current / old: unbiased, and unbounded."""
-    ratio_N = torch.exp(inputs.current_N - inputs.old_N)
     return LossTerms(
-        loss_N=-ratio_N * inputs.advantages_N, is_clipped_N=torch.zeros_like(inputs.advantages_N, dtype=torch.bool)
+        loss_N=-inputs.ratio_N * inputs.advantages_N,
+        is_clipped_N=torch.zeros_like(inputs.advantages_N, dtype=torch.bool),
     )
 
 

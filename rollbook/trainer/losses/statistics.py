@@ -10,10 +10,7 @@ from torch import Tensor
 
 from rollbook.trainer.distributed.ranks import Ranks
 from rollbook.trainer.losses.corrections import Correction
-from rollbook.trainer.losses.inputs import LossInputs, LossTerms
-
-# Log ratios are clamped to this, so that one broken token does not turn the means of the step into infinity.
-MAX_LOG_RATIO = 20.0
+from rollbook.trainer.losses.inputs import MAX_LOG_RATIO, LossInputs, LossTerms
 
 NAMES = (
     "tokens",

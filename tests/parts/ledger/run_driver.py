@@ -3,8 +3,11 @@
 import asyncio
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
+
+import msgspec
 
 from rollbook.contracts.admission import ActionKind, LedgerStatus, OpenReply, OwnerId, PartReceipt, Receipt, RunSettings
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole
@@ -21,7 +24,8 @@ from rollbook.ledger.stores.postgres.writer import PostgresWriter
 from rollbook.ledger.stores.sql.committer import Operation
 from rollbook.ledger.stores.sqlite.file import FILE_NAME, MEMORY
 from rollbook.ledger.stores.sqlite.writer import SqliteWriter
-from rollbook.ledger.tools.audit import AuditReport, audit_run
+from rollbook.ledger.tools.audit import audit_run, audit_since
+from rollbook.ledger.tools.audit_findings import AuditMark, AuditReport
 from tests.parts.ledger.groups import RUN, draws, group_of, settings, submission_of
 
 T = TypeVar("T")
@@ -67,6 +71,7 @@ class RunDriver:
         self.now = 1_000.0
         self.epoch = 0
         self._requests = 0
+        self._audited: AuditMark | None = None
 
     def rule(self, work: Callable[[RunTransaction], T]) -> T:
         def run(tx: Transaction) -> T:
@@ -182,7 +187,13 @@ class RunDriver:
         return self.store.read_now(lambda tx: runs.status(tx, RUN))
 
     def audit(self) -> AuditReport:
-        return self.store.read_now(lambda tx: audit_run(tx, RUN))
+        """A complete audit. An audit that continues from the last one must agree with it."""
+        report = self.store.read_now(lambda tx: audit_run(tx, RUN))
+        since, mark = self.store.read_now(lambda tx: audit_since(tx, RUN, self._audited))
+        self._audited = mark and msgspec.json.decode(msgspec.json.encode(mark), type=AuditMark)
+        if report.ok:
+            assert replace(since, known=0, known_at=None) == report, (since, report)
+        return report
 
     def group(self, task: str, *, part: int = 1) -> GroupRecord:
         record = self.store.read_now(lambda tx: tx.groups.get(RUN, part_id(GroupId(f"{task}@0"), part)))

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ def dispatching(
     worker: dict[str, Any] | None = None,
     source: TaskSource | None = None,
     rule: FreshnessRule | None = None,
+    until_served: Callable[[], Awaitable[None]] | None = None,
     **config: Any,
 ) -> Dispatching:
     """A dispatcher on a cursor over `rows`, or on `source`."""
@@ -102,5 +104,6 @@ def dispatching(
         metrics=MetricRecorder("rollout", rollout_metrics(settings), directory / "metrics.jsonl"),
         spans=recorder,
         max_attempts=sink.max_attempts if isinstance(sink, MemorySink) else None,
+        until_served=until_served,
     )
     return Dispatching(dispatcher, tasks, sink, directory, log, recorder)

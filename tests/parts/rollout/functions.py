@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import RunError, WeightsAwaitedError
 from rollbook.contracts.group import PromptGroup
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
@@ -21,7 +21,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
     """Plays the default episode, unless the row has an `action`."""
     play = episode.make_rollout(setup)
 
-    async def rollout(row: dict[str, Any]) -> RolloutSample | None:
+    async def rollout(row: dict[str, Any]) -> RolloutSample | None:  # noqa: PLR0912 - one branch for each fault
         action = row.pop("action", None)  # the row is a copy, so other episodes still have it
         if action == "raise":
             raise ValueError("row is malformed")
@@ -39,6 +39,8 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
             time.sleep(3600)  # noqa: ASYNC251 - this is the tested fault
         if action == "stop_run":
             raise RunError("the licence of the grader expired")
+        if action == "no_weights" and not Path(row["marker"]).exists():
+            raise WeightsAwaitedError("this server has no weights")
         if action == "die_once" and _is_first(Path(row["marker"])):
             os.kill(os.getpid(), signal.SIGKILL)
         if action in ("late_once", "die_late_once") and _is_first(Path(row["marker"])):

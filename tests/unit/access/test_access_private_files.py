@@ -8,6 +8,7 @@ import pytest
 
 from rollbook.access.private_files import make_private_directory
 from rollbook.contracts.errors import RunError
+from rollbook.inference.weights.shared_memory import LOCK_FILE
 from rollbook.inference.weights.transport import TransportOptions
 from rollbook.inference.weights.transports import files
 
@@ -49,18 +50,19 @@ def test_a_link_and_a_file_are_refused(tmp_path: Path) -> None:
         make_private_directory(tmp_path / "missing" / "child")
 
 
-def test_weights_in_shared_memory_are_not_written_through_a_link_that_was_there_before(
+async def test_weights_in_shared_memory_are_not_written_through_a_link_that_was_there_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "SHARED", tmp_path / "shm")
     (tmp_path / "shm").mkdir()
     options = TransportOptions(directory=str(tmp_path / "run" / "weights"))
-    files.open_transport("shared_memory", options)
+    first = files.open_transport("shared_memory", options)
     (place,) = (tmp_path / "shm").iterdir()
     (place / "left").touch()
-    files.open_transport("shared_memory", options)
-    assert list(place.iterdir()) == []
-    place.rmdir()
+    second = files.open_transport("shared_memory", options)
+    assert [path.name for path in place.iterdir()] == [LOCK_FILE]
+    await first.close()
+    await second.close()
     target = tmp_path / "target"
     make_private_directory(target)
     (target / "kept").touch()

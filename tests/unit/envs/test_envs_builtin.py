@@ -5,14 +5,14 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollbook.contracts.environment import Observation
 from rollbook.envs.builtin.arithmetic import SIGNS, Arithmetic, arithmetic_tasks
 from rollbook.envs.builtin.maths import Maths
 from rollbook.envs.builtin.maths_answers import as_number, final_answer, is_same_answer
-from rollbook.envs.builtin.terminal.commands import run_line
+from rollbook.envs.builtin.terminal.commands import COMMANDS, run_line
 from rollbook.envs.builtin.terminal.environment import MAX_OUTPUT_CHARS, TASKS, Terminal, command_of
 from rollbook.envs.builtin.terminal.files import MAX_BYTES, CommandError, FileTree
 from rollbook.envs.environment import EnvironmentAdapter
@@ -272,6 +272,40 @@ def test_no_sequence_of_commands_corrupts_the_tree(lines: list[str]) -> None:
             run_line(tree, line)
         assert tree.is_directory(tree.cwd)
         assert all(tree.is_directory(path.parent) for path in tree.below(tree.path("/")))
+
+
+ODD_WORDS = [
+    "²",
+    "٣",
+    "-n",
+    "-²",
+    "-3",
+    "[z-a]",
+    "-name",
+    "..",
+    "/",
+    "//",
+    "-rf",
+    "\x85",
+    "'",
+    "|",
+    ">",
+    "a",
+    "dir",
+    "9" * 400,
+]
+
+
+@given(
+    words=st.lists(st.sampled_from([*COMMANDS, *ODD_WORDS]) | st.text(max_size=5), max_size=6),
+    command=st.sampled_from(sorted(COMMANDS)),
+)
+@example(words=["-n", "²", "a"], command="head")
+def test_any_line_of_an_agent_is_answered(words: list[str], command: str) -> None:
+    """An exception would make the episode unscorable, and the policy could learn to raise it."""
+    env = Terminal()
+    env.reset({"goal": "g", "files": {"a": "5\n²\n1e999\n\x85", "dir/b": "x"}, "expect": {"c": "d"}})
+    assert env.step(" ".join([command, *words])).text
 
 
 @pytest.mark.parametrize(

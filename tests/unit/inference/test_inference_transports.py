@@ -1,5 +1,8 @@
 """Parts of the transports that can be tested without a GPU."""
 
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,9 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.weights import weights_digest
 from rollbook.inference.client.vllm import VllmServerApi, publication_id
 from rollbook.inference.engine import WeightsError
+from rollbook.inference.weights.shared_memory import ABANDONED_S, directory_name
 from rollbook.inference.weights.transport import TransportOptions, open_transport
+from rollbook.inference.weights.transports import files
 from rollbook.inference.weights.transports.cuda_ipc import decode_handle, encode_handle
 from rollbook.inference.weights.transports.nccl import NcclTransport
 from rollbook.inference.weights.transports.packing import headers_of, pack, unpack_bytes, unpack_views
@@ -108,3 +113,30 @@ async def test_nccl_invites_and_sends_as_vllms_receiver_expects(monkeypatch: pyt
 
 def test_vllm_versions_that_are_not_publications_are_older_than_any() -> None:
     assert [publication_id(version) for version in ("default", "7", "nightly")] == [-1, 7, -1]
+
+
+async def test_weights_of_a_killed_run_are_removed_from_shared_memory_by_a_later_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "SHARED", tmp_path)
+    in_use = files.open_transport("shared_memory", TransportOptions(directory="in-use"))
+    killed, fresh, open_to_all = (tmp_path / directory_name(name) for name in ("killed", "fresh", "open"))
+    for directory in (killed, fresh, open_to_all):
+        directory.mkdir(mode=0o700)
+        (directory / "publication-00000001").mkdir()
+    open_to_all.chmod(0o777)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    link = tmp_path / directory_name("link")
+    link.symlink_to(elsewhere)
+    mine = set(tmp_path.iterdir()) - {killed, fresh, open_to_all, elsewhere, link}
+    long_ago = time.time() - 2 * ABANDONED_S
+    for directory in {*tmp_path.iterdir()} - {fresh}:
+        os.utime(directory, (long_ago, long_ago))
+
+    later = files.open_transport("shared_memory", TransportOptions(directory="later"))
+    assert not killed.exists()
+    assert all(path.exists() for path in (fresh, open_to_all, link, elsewhere, *mine))
+    await later.close()
+    await in_use.close()
+    assert set(tmp_path.iterdir()) == {fresh, open_to_all, link, elsewhere}

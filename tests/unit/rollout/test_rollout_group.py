@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollbook.concurrency.clock import ManualClock
-from rollbook.contracts.errors import EpisodeError, RunError, WorkerError
+from rollbook.contracts.errors import EpisodeError, RunError, WeightsAwaitedError, WorkerError
 from rollbook.contracts.group import DropKind, GroupId
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
@@ -239,6 +239,28 @@ async def test_nothing_is_retried_after_the_deadline_of_the_group() -> None:
     config = RolloutConfig(completions_per_prompt=2, retry_budget=100)
     result = await GroupAssembler(rollout, config, clock=clock).play(ORDER)
     assert result.outcome.retried_samples == 0
+
+
+async def test_an_episode_that_waits_for_weights_is_played_again_without_a_failure_or_a_retry() -> None:
+    awaited = WeightsAwaitedError("this server has no weights")
+    result = await play(scripted(*[awaited] * 9, *[sample(reward) for reward in (0, 1, 0, 1)]))
+    assert (result.drop, result.outcome.num_scorable, result.outcome.retried_samples) == (None, 4, 0)
+    assert result.outcome.invalid_causes == {}
+
+
+async def test_a_group_without_weights_fails_only_after_its_deadline() -> None:
+    clock, last_calls = HurriedClock(), list[float]()
+
+    async def rollout(row: dict[str, Any]) -> RolloutSample:
+        last_calls.append(clock.now())
+        raise WeightsAwaitedError("this server has no weights")
+
+    config = RolloutConfig(completions_per_prompt=1, retry_budget=0)
+    began = clock.now()
+    result = await GroupAssembler(rollout, config, clock=clock).play(ORDER)
+    assert last_calls[-1] - began >= ORDER.deadline_s
+    assert result.drop is not None
+    assert "no weights" in str(result.drop)
 
 
 async def test_cancelling_a_group_cancels_all_its_episodes() -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -10,19 +11,22 @@ from hypothesis import strategies as st
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, PromptGroup
-from rollbook.contracts.group_checks import TrainingLimits, UnusableGroupError, inspect_frame
+from rollbook.contracts.group_checks import MIN_TEMPERATURE, TrainingLimits, UnusableGroupError, inspect_frame
 from rollbook.contracts.group_codec import EncodedGroup, encode_group, payload_digest
+from rollbook.contracts.policy import SamplingParams
+from rollbook.contracts.trajectory import MAX_REWARD, MIN_LOGPROB, RolloutSample, TokenRow
 from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.service import Ledger
 from rollbook.ledger.tools.audit import audit_run
 from rollbook.telemetry.events import read_json_lines
 from rollbook.telemetry.metrics import read_metrics
+from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.loop import LoopEnd
 from rollbook.trainer.replay import replay
 from tests.parts.ledger.frames import changed_frame, changed_sample, odd_samples, past_the_door
 from tests.parts.ledger.groups import RUN, group_of, outcome_of, submission_of
 from tests.parts.ledger.groups import settings as run_settings
-from tests.parts.trainer.batches import VOCABULARY_SIZE, quick, recorded_batch, tiny_model_dir
+from tests.parts.trainer.batches import VOCABULARY_SIZE, batch_of, quick, recorded_batch, tiny_model_dir
 from tests.parts.trainer.ledger import FakeReplicas, TinyLoop, open_trainer_ledger, unversioned
 
 LIMITS = TrainingLimits(vocabulary_size=VOCABULARY_SIZE, max_tokens=64)
@@ -157,6 +161,49 @@ async def test_whatever_is_stored_is_trained_or_recorded_as_unusable_and_the_run
     assert [violation for violation in report.violations if not violation.startswith(allowed)] == []
     again = await replay(batches, model_dir=directory / "model", config=config)
     assert {step: again.digests[step] for step in digests} == digests
+
+
+EXTREME_LOSSES: dict[str, dict[str, object]] = {
+    "grpo": {"kl_coef": 1.0},
+    "gspo": {"kl_coef": 1.0},
+    "dapo": {"kl_coef": 1.0, "correction": "tis"},
+    "cispo": {"kl_coef": 1.0},
+    "importance_sampling": {"old_logprobs": "engine"},
+    "reinforce": {"kl_coef": 0.1},
+    "decoupled": {},
+    "dro": {"kl_coef": 0.1},
+}
+
+
+def _extreme_sample(seed: int, *, logprob: float, temperature: float, reward: float) -> RolloutSample:
+    """Every value is at a limit of what the ledger accepts."""
+    rng, length = np.random.default_rng(seed), 12
+    is_trained = np.arange(length) > 0
+    token_row = TokenRow.of(
+        token_ids=rng.integers(0, VOCABULARY_SIZE, length),
+        logprobs=np.where(is_trained, logprob, 0.0),
+        loss_mask=is_trained,
+        versions=np.where(is_trained, 0, -1),
+        weights=np.full(length, MAX_REWARD),
+        advantages=np.where(rng.random(length) < 0.5, MAX_REWARD, -MAX_REWARD),
+    )
+    return RolloutSample(sequences=(token_row,), sampling=SamplingParams(temperature=temperature), reward=reward)
+
+
+@pytest.mark.parametrize("loss", EXTREME_LOSSES)
+@pytest.mark.parametrize(("logprob", "temperature"), [(MIN_LOGPROB, 1.0), (MIN_LOGPROB, MIN_TEMPERATURE)])
+def test_accepted_values_never_make_a_gradient_that_is_not_finite(
+    model_dir: Path, loss: str, logprob: float, temperature: float
+) -> None:
+    """Otherwise three such groups would stop the run, again at every resume."""
+    learner = initial_learner(model_dir, quick(loss=loss, **EXTREME_LOSSES[loss]))
+    samples = [
+        _extreme_sample(seed, logprob=logprob, temperature=temperature, reward=reward)
+        for seed, reward in enumerate((MAX_REWARD, -MAX_REWARD))
+    ]
+    reports = [learner.run(batch_of(step, [samples])) for step in (1, 2, 3, 4)]
+    assert [report.skipped_steps for report in reports] == [0, 0, 0, 0]
+    assert all(bool(parameter.isfinite().all()) for parameter in learner.model.weights().values())
 
 
 def _honest(group: PromptGroup, payload: bytes) -> Submission:

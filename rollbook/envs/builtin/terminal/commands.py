@@ -52,7 +52,8 @@ def _run(tree: FileTree, words: Sequence[str], stdin: str) -> str:
         if len(output) > MAX_BYTES:
             raise CommandError(f"the output has {len(output)} characters; the limit is {MAX_BYTES}")
         tree.count_work(chars=len(output), lines=output.count("\n"))
-    except CommandError as error:
+    # An unexpected error is also an answer: an agent must not be able to end an episode that it would lose.
+    except (CommandError, ValueError, ArithmeticError, LookupError) as error:
         raise CommandError(f"{words[0]}: {error}") from error
     return output
 
@@ -62,7 +63,7 @@ def _split(args: list[str], known: str) -> tuple[set[str], list[str]]:
     flags: set[str] = set()
     rest: list[str] = []
     for arg in args:
-        if len(arg) > 1 and arg[0] == "-" and not arg[1:].isdigit():
+        if len(arg) > 1 and arg[0] == "-" and not arg[1:].isdecimal():
             flags |= set(arg[1:])
         else:
             rest.append(arg)
@@ -244,7 +245,7 @@ def _pairs(tree: FileTree, names: list[str]) -> list[tuple[PurePosixPath, PurePo
 
 def _count(args: list[str]) -> tuple[int, list[str]]:
     """The number of lines: `-n 3`, `-n3` or `-3`, by default 10."""
-    if args and args[0] == "-n" and len(args) > 1 and args[1].isdigit():
+    if args and args[0] == "-n" and len(args) > 1 and args[1].isdecimal():
         return int(args[1][:9]), args[2:]
     if args and (match := re.fullmatch(r"-n?(\d{1,9})", args[0])):
         return int(match[1]), args[1:]

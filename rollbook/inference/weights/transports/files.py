@@ -1,10 +1,11 @@
 """Weights as safetensors files: on disk (`directory`), or on the memory file system of the host (`shared_memory`).
 
 A file gets its final name only when it is complete. A shared memory file is written once and mapped by every replica; files that
-a killed trainer left there are removed by the next trainer of the same run.
+a killed trainer left there are removed by the next trainer of the same run, or after an hour by that of any run.
 """
 
 import asyncio
+import fcntl
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.weights import Adapter
 from rollbook.inference.weights.lora import CONFIG_FILE, TENSOR_FILE
-from rollbook.inference.weights.shared_memory import SHARED
+from rollbook.inference.weights.shared_memory import LOCK_FILE, SHARED, directory_name, remove_abandoned
 from rollbook.inference.weights.transport import TransportOptions, update_message
 from rollbook.inference.weights.transports.packing import NAMES
 from rollbook.inference.wire.weights import Backend, UpdateInfo
@@ -38,7 +39,7 @@ def open_transport(name: str, options: TransportOptions) -> "FileTransport":
         raise RunError(f"transfer = 'shared_memory' needs {SHARED}, which this machine does not have; use 'directory'")
     # The name depends on the run directory, so that the next trainer of the run finds and removes leftover files.
     run = hashlib.blake2b(str(disk).encode(), digest_size=8).hexdigest()
-    return FileTransport("shared_memory", SHARED / f"rollbook-{os.getuid()}-{run}", is_temporary=True)
+    return FileTransport("shared_memory", SHARED / directory_name(run), is_temporary=True)
 
 
 class FileTransport:
@@ -51,7 +52,10 @@ class FileTransport:
         if is_temporary:
             # Only what this user left there is removed: `rmtree` refuses symbolic links, and make_private_directory then does too.
             shutil.rmtree(directory, ignore_errors=True)
+            remove_abandoned(directory.parent)
             make_private_directory(directory)
+            self._lock = (directory / LOCK_FILE).open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
         else:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -73,6 +77,7 @@ class FileTransport:
     async def close(self) -> None:
         if self._is_temporary:
             await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+            self._lock.close()
 
     def _write(self, weights: Mapping[str, Tensor], path: Path, digest: str, adapter: Adapter | None) -> None:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}

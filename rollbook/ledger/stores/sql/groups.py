@@ -9,7 +9,7 @@ from rollbook.ledger.records import GroupRecord, MoveRecord, Origin
 from rollbook.ledger.stores.sql.tables import GROUPS, MOVES
 from rollbook.ledger.stores.sql.write_buffer import PayloadRows, SqlSession
 
-# Small results are ordered by `+sequence`: the plus keeps the planner from scanning the whole run in order to save a sort.
+# Small results are ordered by `+sequence, +part`: the plus keeps the planner from scanning the whole run in order to save a sort.
 IDS_PER_QUERY = 16
 SOME_GROUPS = f"WHERE run_id = ? AND group_id IN ({', '.join('?' * IDS_PER_QUERY)})"
 
@@ -17,6 +17,13 @@ INSERT_PAYLOAD = (
     "INSERT INTO payloads (run_id, group_id, body) VALUES (?, ?, ?) "
     "ON CONFLICT (run_id, group_id) DO UPDATE SET body = excluded.body"
 )
+
+
+def padded(group_ids: Sequence[GroupId], count: int = IDS_PER_QUERY) -> Iterator[list[GroupId]]:
+    """The ids in lists of this size, the last one filled up: a statement with a fixed number of ids is prepared once."""
+    for start in range(0, len(group_ids), count):
+        ids = list(group_ids[start : start + count])
+        yield ids + ids[:1] * (count - len(ids))
 
 
 class SqlGroups:
@@ -41,10 +48,7 @@ class SqlGroups:
                 others.append(group_id)
             else:
                 found[group_id] = group
-        for start in range(0, len(others), IDS_PER_QUERY):
-            ids = others[start : start + IDS_PER_QUERY]
-            # Padded to a fixed number of ids, so that the statement is prepared once.
-            ids += ids[:1] * (IDS_PER_QUERY - len(ids))
+        for ids in padded(others):
             for group in GROUPS.all(self._session.select(GROUPS.select + SOME_GROUPS, (run_id, *ids)).fetchall()):
                 found[group.group_id] = group
         return found
@@ -82,7 +86,7 @@ class SqlGroups:
         return found[0] if found else None
 
     def queued(self, run_id: RunId) -> list[GroupRecord]:
-        return self._where("state = 'queued' ORDER BY +sequence, part", run_id)
+        return self._where("state = 'queued' ORDER BY +sequence, +part", run_id)
 
     def queued_by_sequence(
         self, run_id: RunId, limit: int, *, origin: Origin, producer: str | None = None
@@ -130,6 +134,13 @@ class SqlGroups:
             some += self._where(f"sequence = ? AND part > ? {only} ORDER BY part", run_id, last.sequence, last.part)
         return some
 
+    def values(self, run_id: RunId, columns: Sequence[str], *, start: int = 0, limit: int) -> list[tuple[Any, ...]]:
+        unknown = set(columns) - set(GROUPS.columns)
+        if unknown:
+            raise ValueError(f"groups have no columns {sorted(unknown)}")
+        sql = f"SELECT {', '.join(columns)} FROM groups WHERE run_id = ? AND sequence >= ? ORDER BY sequence, part LIMIT ?"
+        return self._session.select_flushed(sql, (run_id, start, limit)).fetchall()
+
     def each(self, run_id: RunId) -> Iterator[GroupRecord]:
         rows = self._session.stream(GROUPS.select + "WHERE run_id = ? ORDER BY group_id", (run_id,))
         return (GROUPS.record(row) for row in rows)
@@ -151,6 +162,14 @@ class SqlHistory:
     def of_group(self, run_id: RunId, group_id: GroupId) -> list[MoveRecord]:
         sql = MOVES.select + "WHERE run_id = ? AND group_id = ? ORDER BY id"
         return MOVES.all(self._session.select_flushed(sql, (run_id, group_id)))
+
+    def find(self, run_id: RunId, group_ids: Sequence[GroupId]) -> dict[GroupId, list[MoveRecord]]:
+        found: dict[GroupId, list[MoveRecord]] = {}
+        for ids in padded(group_ids):
+            sql = MOVES.select + SOME_GROUPS + " ORDER BY group_id, id"
+            for move in MOVES.all(self._session.select_flushed(sql, (run_id, *ids))):
+                found.setdefault(move.group_id, []).append(move)
+        return found
 
     def after(self, number: int, limit: int) -> list[tuple[int, RunId, GroupId]]:
         sql = "SELECT id, run_id, group_id FROM history WHERE id > ? ORDER BY id LIMIT ?"

@@ -48,8 +48,8 @@ class SqlBatches:
         ]
         self._session.write_many(ENTRIES.insert, [ENTRIES.row(entry) for entry in entries])
 
-    def each(self, run_id: RunId) -> Iterator[BatchRecord]:
-        rows = self._session.stream(BATCHES.select + "WHERE run_id = ? ORDER BY step", (run_id,))
+    def each(self, run_id: RunId, *, after: int = 0) -> Iterator[BatchRecord]:
+        rows = self._session.stream(BATCHES.select + "WHERE run_id = ? AND step > ? ORDER BY step", (run_id, after))
         return (self._record(BATCHES.record(row)) for row in rows)
 
     def _record(self, row: BatchRow) -> BatchRecord:
@@ -82,8 +82,10 @@ class SqlSteps:
         sql = STEPS.select + "WHERE run_id = ? AND step >= ? ORDER BY step, epoch LIMIT ?"
         return STEPS.all(self._session.select(sql, (run_id, start, limit)))
 
-    def each(self, run_id: RunId) -> Iterator[StepRecord]:
-        rows = self._session.stream(STEPS.select + "WHERE run_id = ? ORDER BY step, epoch", (run_id,))
+    def each(self, run_id: RunId, *, after: int = 0) -> Iterator[StepRecord]:
+        rows = self._session.stream(
+            STEPS.select + "WHERE run_id = ? AND step > ? ORDER BY step, epoch", (run_id, after)
+        )
         return (STEPS.record(row) for row in rows)
 
     def put(self, step: StepRecord) -> None:
@@ -108,8 +110,8 @@ class SqlPublications:
         sql = PUBLICATIONS.select + "WHERE run_id = ? AND id >= ? ORDER BY id LIMIT ?"
         return PUBLICATIONS.all(self._session.select(sql, (run_id, start, limit)))
 
-    def each(self, run_id: RunId) -> Iterator[PublicationRecord]:
-        rows = self._session.stream(PUBLICATIONS.select + "WHERE run_id = ? ORDER BY id", (run_id,))
+    def each(self, run_id: RunId, *, start: int = 0) -> Iterator[PublicationRecord]:
+        rows = self._session.stream(PUBLICATIONS.select + "WHERE run_id = ? AND id >= ? ORDER BY id", (run_id, start))
         return (PUBLICATIONS.record(row) for row in rows)
 
     def put(self, publication: PublicationRecord) -> None:

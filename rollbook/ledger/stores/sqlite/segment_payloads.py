@@ -6,6 +6,7 @@ from typing import Any
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.group import GroupId
+from rollbook.ledger.stores.sql.groups import padded
 from rollbook.ledger.stores.sql.write_buffer import PayloadRows, SqlSession
 from rollbook.ledger.stores.sqlite.segments import Place, SegmentWriter, read_payload, read_payloads
 
@@ -69,10 +70,7 @@ class SegmentPayloads:
 
     def _places(self, run_id: RunId, group_ids: Sequence[GroupId]) -> dict[GroupId, Place]:
         places: dict[GroupId, Place] = {}
-        for start in range(0, len(group_ids), IDS_PER_QUERY):
-            ids = list(group_ids[start : start + IDS_PER_QUERY])
-            # Padded to a fixed number of ids, so that the statement is prepared once.
-            ids += ids[:1] * (IDS_PER_QUERY - len(ids))
+        for ids in padded(group_ids, IDS_PER_QUERY):
             for group_id, *place in self._session.select_flushed(SELECT_PLACES, (run_id, *ids)).fetchall():
                 places[group_id] = Place(*place)
         return places

@@ -1,0 +1,251 @@
+"""The audit of groups: rows, histories, payloads, and the batches that name them."""
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby, islice
+
+import msgspec
+
+from rollbook.contracts.admission import RunId
+from rollbook.contracts.batch import BatchEntry
+from rollbook.contracts.group import MOVES, GroupId, GroupOutcome, GroupState
+from rollbook.contracts.group_checks import UnusableGroupError, false_claims, find_obstacle, inspect_payload
+from rollbook.contracts.group_codec import payload_digest
+from rollbook.contracts.policy import PublicationId
+from rollbook.ledger.records import GroupRecord, MoveRecord, Origin
+from rollbook.ledger.rules.parts import wrong_part
+from rollbook.ledger.rules.publications import admission_of
+from rollbook.ledger.rules.run_transaction import SETTLED
+from rollbook.ledger.store import StoreFaultError, Transaction
+from rollbook.ledger.tools.audit_findings import Findings
+from rollbook.ledger.tools.audit_samples import wrong_mask, wrong_versions
+
+GROUPS_PER_READ = 256
+"""Payloads are read together."""
+PAGE = 1000
+Found = tuple[GroupRecord, list[MoveRecord]]
+
+
+def changed_groups(tx: Transaction, findings: Findings) -> list[GroupId]:
+    """The groups that were not final at the mark."""
+    assert findings.mark is not None
+    run_id, number = findings.run.run_id, findings.mark.number
+    changed: dict[GroupId, None] = {}
+    while moves := tx.history.after(number, PAGE):
+        number = moves[-1][0]
+        changed.update((group_id, None) for _, moved_in, group_id in moves if moved_in == run_id)
+    for group in (*tx.groups.dispatched(run_id), *tx.groups.queued(run_id)):
+        changed[group.group_id] = None
+    for state in (GroupState.BATCHED, GroupState.TRAINED):
+        start = 0
+        while page := tx.groups.page(run_id, start=start, limit=PAGE, state=state):
+            start = page[-1].sequence + 1
+            changed.update((group.group_id, None) for group in page)
+    return list(changed)
+
+
+def check_groups(tx: Transaction, findings: Findings, changed: list[GroupId] | None) -> None:
+    """Check these groups; None: all."""
+    remaining = dict(findings.entries)
+    found = _all_groups(tx, findings) if changed is None else _some_groups(tx, findings, changed)
+    for chunk in _chunks(found):
+        _load_publications(tx, findings, chunk)
+        payloads = _Payloads(tx, findings, [group for group, _ in chunk])
+        for group, moves in chunk:
+            if moves:
+                _check_history(group, moves, findings)
+            else:
+                findings.add(f"group {group.group_id} has no history")
+            if group.task_id in findings.quarantined and group.state not in SETTLED:
+                findings.add(f"group {group.group_id} is {group.state}, and its task {group.task_id} is in quarantine")
+            _check_row(group, remaining.pop(group.group_id, (None, None)), payloads, findings)
+    for group_id, (step, _) in remaining.items():
+        if changed is not None and tx.groups.get(findings.run.run_id, group_id) is not None:
+            findings.add(f"group {group_id} is in batch {step} and did not change when the batch was decided")
+        else:
+            findings.add(f"group {group_id} is in batch {step} but has no row")
+
+
+def _all_groups(tx: Transaction, findings: Findings) -> Iterator[Found]:
+    """All rows with their histories. Both are ordered by id."""
+    histories = _histories(tx, findings.run.run_id)
+    history = next(histories, None)
+    for group in tx.groups.each(findings.run.run_id):
+        while history is not None and history[0].encode() < group.group_id.encode():
+            findings.add(f"group {history[0]} has a history but no row")
+            history = next(histories, None)
+        if history is not None and history[0] == group.group_id:
+            yield group, history[1]
+            history = next(histories, None)
+        else:
+            yield group, []
+    while history is not None:
+        findings.add(f"group {history[0]} has a history but no row")
+        history = next(histories, None)
+
+
+def _some_groups(tx: Transaction, findings: Findings, group_ids: list[GroupId]) -> Iterator[Found]:
+    run_id = findings.run.run_id
+    for start in range(0, len(group_ids), GROUPS_PER_READ):
+        ids = group_ids[start : start + GROUPS_PER_READ]
+        rows, histories = tx.groups.find(run_id, ids), tx.history.find(run_id, ids)
+        for group_id in ids:
+            if group_id in rows:
+                yield rows[group_id], histories.get(group_id, [])
+            else:
+                findings.add(f"group {group_id} has a history but no row")
+
+
+def _chunks(found: Iterator[Found]) -> Iterator[list[Found]]:
+    while chunk := list(islice(found, GROUPS_PER_READ)):
+        yield chunk
+
+
+def _load_publications(tx: Transaction, findings: Findings, chunk: list[Found]) -> None:
+    """Add the publications of the groups that an earlier audit has checked."""
+    if findings.mark is None:
+        return
+    for group, _ in chunk:
+        admission = admission_of(group)
+        for number in (*group.publications, *(() if admission is None else (int(admission),))):
+            if 0 <= number < findings.final_publication and number not in findings.publications:
+                record = tx.publications.get(findings.run.run_id, PublicationId(number))
+                if record is not None:
+                    findings.publications[number] = record
+
+
+class _Payloads:
+    """The payloads of some groups: those that must exist and those that their rows claim."""
+
+    def __init__(self, tx: Transaction, findings: Findings, groups: Iterable[GroupRecord]) -> None:
+        self._tx = tx
+        self._run_id = findings.run.run_id
+        floor = findings.run.payload_floor
+        self.needed = {
+            group.group_id
+            for group in groups
+            if group.state is GroupState.QUEUED
+            or (group.group_id in findings.entries and findings.entries[group.group_id][0] > floor)
+        }
+        wanted = [group.group_id for group in groups if group.has_payload or group.group_id in self.needed]
+        self._found: dict[GroupId, bytes | memoryview | None] | None
+        try:
+            self._found = dict(zip(wanted, tx.payloads.get_many(self._run_id, wanted), strict=True))
+        except StoreFaultError:
+            self._found = None  # one of them is damaged: read each separately
+
+    def get(self, group: GroupRecord) -> bytes | None:
+        """Raises `StoreFaultError` if it is damaged."""
+        if self._found is not None:
+            body = self._found.get(group.group_id)
+            return None if body is None else bytes(body)
+        if group.has_payload or group.group_id in self.needed:
+            return self._tx.payloads.get(self._run_id, group.group_id)
+        return None
+
+
+def _histories(tx: Transaction, run_id: RunId) -> Iterator[tuple[GroupId, list[MoveRecord]]]:
+    for group_id, moves in groupby(tx.history.each(run_id), key=lambda move: move.group_id):
+        yield group_id, list(moves)
+
+
+def _check_history(group: GroupRecord, moves: list[MoveRecord], findings: Findings) -> None:
+    """The moves are a legal chain from the opening to the state of the row."""
+    findings.num_histories += 1
+    state: GroupState | None = None
+    for move in moves:
+        is_new_attempt = move.from_state is move.to_state is GroupState.DISPATCHED
+        if state is None:
+            # An external group may be opened in the queued state.
+            first = {GroupState.DISPATCHED} | ({GroupState.QUEUED} if group.origin is Origin.EXTERNAL else set())
+            is_legal = move.from_state is None and move.to_state in first
+        else:
+            is_legal = move.from_state is state and (is_new_attempt or move.to_state in MOVES[state])
+        if not is_legal:
+            findings.add(f"group {group.group_id} moved from {move.from_state} to {move.to_state} when it was {state}")
+        state = move.to_state
+    findings.expect(f"group {group.group_id}: state by its history", state, group.state)
+    findings.expect(f"group {group.group_id}: time of opening", moves[0].at, group.opened_at)
+    if state is not None:
+        findings.histories[state] += 1
+
+
+def _check_row(
+    group: GroupRecord,
+    batched: tuple[int, BatchEntry] | tuple[None, None],
+    payloads: _Payloads,
+    findings: Findings,
+) -> None:
+    run = findings.run
+    batched_in, entry = batched
+    findings.count(group)
+    is_batched = group.state in (GroupState.BATCHED, GroupState.TRAINED, GroupState.DURABLE)
+    findings.expect(
+        f"group {group.group_id} is {group.state}: its batch", batched_in, group.step if is_batched else None
+    )
+    if batched_in is not None:
+        wanted = GroupState.BATCHED
+        if batched_in <= run.last_acknowledged:
+            wanted = GroupState.DURABLE if batched_in <= run.durable_step else GroupState.TRAINED
+        findings.expect(f"group {group.group_id} of batch {batched_in}: state", group.state, wanted)
+    if entry is not None and batched_in is not None:
+        _check_entry(group, batched_in, entry, findings)
+    for sentence in wrong_versions(group, findings.publications):
+        findings.add(f"group {group.group_id} {sentence}")
+    try:
+        payload = payloads.get(group)
+    except StoreFaultError as error:
+        findings.add(f"group {group.group_id}: {error}")
+        return
+    if payload is None:
+        if group.has_payload or group.group_id in payloads.needed:
+            findings.add(f"group {group.group_id} is {group.state} and its payload is missing")
+    elif payload_digest(payload) != group.payload_digest:
+        findings.add(f"group {group.group_id}: its payload does not match its digest {group.payload_digest}")
+    else:
+        findings.expect(f"group {group.group_id}: bytes of its payload", len(payload), group.payload_bytes)
+        _check_payload(payload, group, findings)
+
+
+def _check_entry(group: GroupRecord, step: int, entry: BatchEntry, findings: Findings) -> None:
+    # With masked tokens, the oldest version of the entry is that of the remaining ones.
+    oldest = entry.oldest_version if entry.masked else group.oldest_version
+    stated = (entry.payload_digest, entry.sequence, entry.oldest_version)
+    found = (group.payload_digest or "", group.sequence, oldest)
+    findings.expect(f"group {group.group_id}: digest, sequence and oldest version in its batch", stated, found)
+    wrong = wrong_mask(group, entry, findings.cuts[step], findings.publications)
+    if wrong is not None:
+        findings.add(f"group {group.group_id} in batch {step}: {wrong}")
+
+
+def _check_payload(payload: bytes, group: GroupRecord, findings: Findings) -> None:
+    """The row states what the payload contains, and the group is usable unless the trainer reported that it is not."""
+    try:
+        outcome = msgspec.json.decode(group.outcome or b"", type=GroupOutcome)
+    except (msgspec.MsgspecError, ValueError) as error:
+        findings.add(f"group {group.group_id}: its outcome is damaged: {error}")
+        return
+    if findings.run.settings.counts_sequences:
+        return  # groups of another dialect, for a trainer that does not report unusable groups
+    facts = obstacle = None
+    try:
+        facts = inspect_payload(payload, group.group_id)
+    except UnusableGroupError as error:
+        obstacle = str(error)
+    if facts is not None:
+        for claim in false_claims(
+            facts, task_id=group.task_id, draw=group.draw, publications=group.publications, outcome=outcome
+        ):
+            findings.add(f"group {group.group_id}: by its payload, {claim}")
+        is_external = group.origin is Origin.EXTERNAL
+        rule = findings.run.settings.rule
+        wrong = wrong_part(rule, facts, name=group.group_id, group=None if is_external else group)
+        if wrong is not None:
+            findings.add(f"group {group.group_id}: {wrong}")
+        stated = (group.num_samples, group.baseline)
+        findings.expect(f"group {group.group_id}: samples and baseline", stated, (facts.num_samples, facts.baseline))
+        obstacle = find_obstacle(facts, findings.run.settings.limits)
+    if group.state in (GroupState.TRAINED, GroupState.DURABLE):
+        if (group.unusable is None) is not (obstacle is None):
+            findings.add(f"group {group.group_id}: recorded as unusable: {group.unusable}, by its payload: {obstacle}")
+    elif group.state is not GroupState.DROPPED and obstacle is not None:
+        findings.add(f"group {group.group_id} is {group.state} and cannot be trained: {obstacle}")
