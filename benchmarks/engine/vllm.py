@@ -1,4 +1,8 @@
-"""Run by vLLM's Python: reads model and requests from stdin, prints tokens per second of each round. Does not import rollbook."""
+"""Run by vLLM's Python. Does not import rollbook.
+
+Reads model and requests from the first line of stdin and replies with the seconds until vLLM is compiled and warmed up. For each
+further line it runs all requests once and replies with tokens per second.
+"""
 
 import json
 import sys
@@ -6,13 +10,15 @@ import time
 
 from vllm import LLM, SamplingParams  # installed in a separate virtual environment
 
+REPLY = "seconds or tokens/s: "
+
 
 def main() -> None:
-    settings = json.load(sys.stdin)
+    started = time.perf_counter()
+    settings = json.loads(sys.stdin.readline())
     llm = LLM(
         model=settings["model"],
         dtype="float32",
-        enforce_eager=True,
         skip_tokenizer_init=True,
         max_num_seqs=settings["slots"],
         max_num_batched_tokens=65536,
@@ -24,14 +30,13 @@ def main() -> None:
         SamplingParams(max_tokens=max_tokens, temperature=1.0, ignore_eos=True, detokenize=False, logprobs=0)
         for _, max_tokens in settings["requests"]
     ]
-    rates = []
-    llm.generate(prompts[: settings["slots"]], samplings[: settings["slots"]], use_tqdm=False)
-    for _ in range(settings["rounds"]):
+    llm.generate(prompts, samplings, use_tqdm=False)
+    print(f"{REPLY}{time.perf_counter() - started}", flush=True)
+    for _ in sys.stdin:
         started = time.perf_counter()
         outputs = llm.generate(prompts, samplings, use_tqdm=False)
         tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-        rates.append(tokens / (time.perf_counter() - started))
-    print(json.dumps(rates))
+        print(f"{REPLY}{tokens / (time.perf_counter() - started)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ from typing import Any
 from benchmarks.report import print_status
 
 
-def plot(
-    out: Path, runs: Sequence[Mapping[str, Any]], *, mark: float, naive: tuple[float, float] | None
-) -> Path | None:
+def plot(out: Path, runs: Sequence[Mapping[str, Any]], *, mark: float) -> Path | None:
     """Plot held-out accuracy over seconds of training, one line for each run."""
     if importlib.util.find_spec("matplotlib") is None:
         print_status("no plot: matplotlib is not installed; plot later with python -m benchmarks.learning.curves")
@@ -34,8 +32,6 @@ def plot(
             marker=".",
             label=run["name"],
         )
-    if naive is not None:
-        axes.plot([naive[0]], [naive[1]], "x", color="#b3382c", markersize=9, label="naive synchronous loop")
     axes.axhline(mark, color="#dddddd", zorder=0)
     axes.set_xlabel("seconds of training")
     axes.set_ylabel("greedy accuracy on held-out questions")
@@ -50,7 +46,7 @@ def plot(
 def main() -> int:
     source = Path(sys.argv[1])
     saved = json.loads(source.read_text(encoding="utf-8"))
-    plot(source.parent, saved["runs"], mark=saved["mark"], naive=(saved["naive_s"], saved["mark"]))
+    plot(source.parent, saved["runs"], mark=saved["mark"])
     return 0
 
 

@@ -67,6 +67,10 @@ class LearningRun:
         """Step and training seconds of the first evaluation at or above the mark."""
         return next(((step, at_s) for step, at_s, solved in self.curve if solved >= mark), None)
 
+    def wall_s(self, step: int) -> float:
+        """Seconds from the command to this step, start and compilation included."""
+        return self.start_s + self.raw_s - float(self.steps[-1]["time"] - self.steps[step - 1]["time"])
+
     def mean_of(self, metric: str, *, skip: int = 3) -> float:
         values = [row[metric] for row in self.steps[skip:] if row.get(metric) is not None]
         return statistics.fmean(values) if values else float("nan")

@@ -53,7 +53,7 @@ def measure(directory: Path, *, has_template: bool) -> Start:
         while not _has_trained(run):
             if process.poll() is not None or time.monotonic() > began + LIMIT_S:
                 raise RuntimeError(f"the demo trained no step:\n{(directory / 'output.txt').read_text()[-2000:]}")
-            used.update(_used(psutil.Process(process.pid)))
+            used.update(cpu_by_process(psutil.Process(process.pid)))
             time.sleep(POLL_S)
         wall_s = time.monotonic() - began
     finally:
@@ -73,7 +73,7 @@ def _has_trained(run: Path) -> bool:
     return any(row.get("step", 0) >= 1 for row in read_metrics(run / "metrics.jsonl", process="trainer"))
 
 
-def _used(supervisor: psutil.Process) -> dict[int, tuple[str, float]]:
+def cpu_by_process(supervisor: psutil.Process) -> dict[int, tuple[str, float]]:
     """CPU seconds of all processes of a run so far, with the name of each."""
     found = {}
     for process in (supervisor, *supervisor.children(recursive=True)):

@@ -5,6 +5,7 @@
 
 Lengths are spread evenly up to the longest, so padding to the longest wastes half of the tokens. Both train the same tokens with
 the same loss, float32 weights and AdamW. The plain loop computes under autocast and pads every pass to the longest of the batch.
+`sorted` is that loop with rows ordered by length, each pass padded to its own longest row.
 """
 
 import argparse
@@ -146,17 +147,21 @@ def new_model(case: Case, device: str) -> Any:
 class PlainLoop:
     """The obvious implementation: pad to the longest, autocast, full logits, the clipped ratio, AdamW."""
 
-    def __init__(self, case: Case, config: TrainerConfig, batch: TrainingBatch) -> None:
+    def __init__(self, case: Case, config: TrainerConfig, batch: TrainingBatch, *, is_sorted: bool = False) -> None:
         self._case, self._config = case, config
         self._model = new_model(case, config.device).float().train()
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=config.lr, fused=True)
         rows = flatten(batch, config)
         self._total = sum(row.num_trained for row in rows)
-        width = max(len(row) for row in rows)
+        if is_sorted:
+            rows = sorted(rows, key=len, reverse=True)
+        longest = max(len(row) for row in rows)
         self._passes = []
-        each = max(1, case.tokens_per_pass // width)
-        for start in range(0, len(rows), each):
-            part = rows[start : start + each]
+        start = 0
+        while start < len(rows):
+            width = len(rows[start]) if is_sorted else longest
+            part = rows[start : start + max(1, case.tokens_per_pass // width)]
+            start += len(part)
             ids, targets = np.zeros((len(part), width), np.int64), np.zeros((len(part), width), np.int64)
             mask, weight = np.zeros((len(part), width), np.int64), np.zeros((len(part), width), np.float32)
             for line, row in enumerate(part):
@@ -304,6 +309,7 @@ def compare(case: Case, device: str) -> list[Figure]:
     sides: dict[str, Callable[[], Callable[[], float]]] = {
         "packed": lambda: OurStep(case, config, batch),
         "plain": lambda: PlainLoop(case, config, batch),
+        "sorted": lambda: PlainLoop(case, config, batch, is_sorted=True),
         "ours_padded": lambda: OurStep(case, settings(case, device, packing="padded", pass_cost_tokens=10**9), batch),
         "recomputing": lambda: OurStep(case, settings(case, device, gradient_checkpointing=True), batch),
     }
@@ -349,6 +355,7 @@ def compare(case: Case, device: str) -> list[Figure]:
             floor=1.8 if device == "cuda" and share > 0.45 else None,
             more={
                 "padding_share_of_peer": round(share, 3),
+                "ratio_to_sorted": round(seconds["sorted"] / seconds["packed"], 3) if "sorted" in seconds else None,
                 "tokens_a_step": tokens,
                 "mfu": round(flops / seconds["packed"] / peak, 4) if peak else None,
                 "mfu_peer": round(flops / seconds["plain"] / peak, 4) if peak else None,

@@ -113,7 +113,7 @@ export interface Config {
   resumes: { at: N; changed: Record<string, [unknown, unknown]> }[];
 }
 export interface Compare { runs: RunRow[]; series: Record<string, Record<string, Points>>; config: Record<string, Record<string, unknown>> }
-export interface ActionState { paused: boolean; draining: boolean; checkpoint_requested: N; quarantined: string[]; count: number }
+export interface ActionState { gate: string | null; paused: boolean; draining: boolean; checkpoint_requested: N; quarantined: string[]; count: number }
 export interface ActionRow { number: number; kind: string; author: string; at: number; target: string; sample: N; note: string }
 export interface Actions extends ActionState { actions: ActionRow[] }
 

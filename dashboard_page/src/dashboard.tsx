@@ -68,6 +68,8 @@ function App() {
   const run = useResource<Overview>(apiPath("run"), tick);
   const page = PAGES[route.page];
   const name = run.data?.name;
+  // On a narrow screen the navigation is one line that scrolls.
+  useEffect(() => document.querySelector(".nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" }), [route.page]);
   useEffect(() => {
     document.title = [page?.title ?? "Not found", name, "Rollbook"].filter(Boolean).join(" · ");
   }, [page, name]);

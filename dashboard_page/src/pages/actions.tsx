@@ -4,10 +4,11 @@ import { type ActionRow, type Actions, type Runs, apiPath, useResource } from ".
 import { dateTime, plural } from "../format";
 import { useTick } from "../live";
 import { AuthorInput, Confirm, OperatorLogin, type Wanted, useAuthor, useOperator } from "../parts/act";
-import { Badge, Empty, Loaded, Notice, Page, Panel } from "../parts/basic";
+import { Badge, Empty, Loaded, Notice, Page, Panel, type Tone } from "../parts/basic";
 import { href, setFilters, useRoute } from "../router";
 import { visible } from "../text";
 
+const GATES: Record<string, [text: string, tone: Tone]> = { open: ["groups are admitted", "good"], full: ["groups are admitted as places become free", "good"], no_policy: ["waits for the first weights", "info"], paused: ["admission paused", "warn"], draining: ["draining", "warn"], ended: ["the run is over", "info"] };
 const PAUSE: Wanted = { kind: "pause", title: "Pause admission", effect: "No group starts until admission is resumed. Groups that are being played finish, and full batches are trained." };
 const RESUME: Wanted = { kind: "resume", title: "Resume admission", effect: "Groups start again. A pause or a drain ends." };
 const DRAIN: Wanted = { kind: "drain", title: "Drain the run", effect: "No new draw starts. When what was started is trained, the run stops with a checkpoint. The command that started it continues it.", isDangerous: true };
@@ -31,7 +32,7 @@ export function ActionsPage({ runs }: { runs: Runs }) {
           <>
             <Panel title="Now">
               <div class="row">
-                <Badge tone={data.draining || data.paused ? "warn" : "good"}>{data.draining ? "draining" : data.paused ? "admission paused" : "groups are admitted"}</Badge>
+                <Badge tone={GATES[data.gate ?? ""]?.[1] ?? ""}>{GATES[data.gate ?? ""]?.[0] ?? "unknown"}</Badge>
                 {data.checkpoint_requested === null ? null : <Badge tone="info">a checkpoint of step {data.checkpoint_requested} or later is requested</Badge>}
                 <span class="muted">{data.quarantined.length ? `${plural(data.quarantined.length, "task")} in quarantine` : "no task in quarantine"}</span>
               </div>
@@ -40,6 +41,8 @@ export function ActionsPage({ runs }: { runs: Runs }) {
               <Notice tone="info">
                 This dashboard only shows runs. Start it with <code>--allow-actions</code> to act on them, or use <code>rollbook act RUN</code>.
               </Notice>
+            ) : data.gate === "ended" ? (
+              <Notice tone="info">The run is over. Notes about its rollouts can still be added, on the page of a rollout.</Notice>
             ) : operator.isOperator ? (
               <Act data={data} onDone={actions.reload} />
             ) : (
@@ -143,7 +146,7 @@ function History({ rows }: { rows: ActionRow[] }) {
               <td>
                 <b>{row.kind}</b>
               </td>
-              <td class="mono">
+              <td class="mono nowrap">
                 {row.target ? (
                   <a href={row.kind === "annotate" ? href("rollout", [row.target, row.sample ?? 0]) : href("rollouts", [], { task: row.target })}>{visible(row.target)}</a>
                 ) : (

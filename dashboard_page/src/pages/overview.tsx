@@ -27,7 +27,7 @@ export function OverviewPage({ run }: { run: Overview }) {
         {evaluation ? (
           <Stat label="Held-out tasks" value={percent(evaluation.solved)} unit={`step ${evaluation.step}`} note={`95% interval ${percent(evaluation.low)} to ${percent(evaluation.high)}, ${plural(evaluation.tasks, "task")}`} />
         ) : (
-          <Stat label="Held-out tasks" value="–" note="not evaluated; set evaluation.every_steps" />
+          <Stat label="Held-out tasks" value="–" note={<span title="Set evaluation.every_steps to evaluate held-out tasks during the run.">not evaluated</span>} />
         )}
         <Stat label="Progress" value={count(progress.step ?? 0)} unit={progress.total_steps ? `of ${count(progress.total_steps)}` : "steps"} note={pace(run)} link={href("steps")}>
           {progress.total_steps ? <Meter share={(progress.step ?? 0) / progress.total_steps} label="Steps done" /> : null}

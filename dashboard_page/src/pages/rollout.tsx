@@ -176,7 +176,7 @@ export function Fate({ data }: { data: GroupAnswer }) {
               <li key={at}>
                 <time>{clock(move.at)}</time> <State state={move.to_state} />
                 {move.note ? <span class="muted"> {visible(move.note)}</span> : null}
-                {move.by ? <span class="muted"> by {visible(move.by)}</span> : null}
+                {move.by && move.by !== move.note ? <span class="muted"> by {visible(move.by)}</span> : null}
               </li>
             ))}
           </ol>

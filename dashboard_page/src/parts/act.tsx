@@ -31,7 +31,7 @@ export function useAuthor(): [string, (name: string) => void] {
 
 export function AuthorInput({ author, onChange }: { author: string; onChange: (name: string) => void }) {
   return (
-    <label class="field">
+    <label class="form-field">
       <span>Your name</span>
       <input type="text" value={author} maxLength={128} placeholder="recorded with every action" onInput={(event) => onChange((event.target as HTMLInputElement).value)} />
     </label>
@@ -91,7 +91,7 @@ export function Confirm({ wanted, author, onClose }: { wanted: Wanted; author: s
       <p>
         <b>{wanted.title}?</b> {wanted.effect}
       </p>
-      <label class="field">
+      <label class="form-field">
         <span>Why (optional)</span>
         <input type="text" value={note} maxLength={2000} onInput={(event) => setNote((event.target as HTMLInputElement).value)} />
       </label>
@@ -146,7 +146,7 @@ export function Notes({ group, sample, operator }: { group: string; sample: numb
         {operator.isOperator ? (
           <form class="stack" onSubmit={submit}>
             <AuthorInput author={author} onChange={setAuthor} />
-            <label class="field">
+            <label class="form-field">
               <span>Note about sample {sample}</span>
               <textarea rows={2} maxLength={10_000} value={note} onInput={(event) => setNote((event.target as HTMLTextAreaElement).value)} />
             </label>

@@ -32,6 +32,7 @@ async def list_actions(view: RunView, request: web.Request) -> dict[str, Any]:
 def action_state(status: LedgerStatus | None) -> dict[str, Any]:
     """What actions of operators hold of the run now."""
     return {
+        "gate": None if status is None else status.gate,
         "paused": status is not None and status.gate is GateState.PAUSED,
         "draining": status is not None and status.gate is GateState.DRAINING,
         "checkpoint_requested": None if status is None else status.checkpoint_requested,

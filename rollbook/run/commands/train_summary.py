@@ -20,6 +20,8 @@ from rollbook.telemetry.metrics import read_metrics
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
+BUSY_ENOUGH = 0.7
+"""Below this utilisation of the trainer, the summary says how to find better settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +153,14 @@ def _lines(report: TrainReport) -> list[tuple[str, str]]:
                 f"at most {figures.max_lag} of {bound} allowed    trainer busy  {_utilisation(figures.trainer_utilisation)}",
             ),
         ]
+    if figures.trainer_utilisation is not None and figures.trainer_utilisation < BUSY_ENOUGH:
+        path = report.directory.path
+        lines.append(
+            (
+                "faster",
+                escape(f"rollbook simulate {path / 'config.toml'} --trace {path} (recommends sizes, batch policy)"),
+            )
+        )
     lines += [("problem", f"[yellow]{escape(problem)}[/]") for problem in figures.problems]
     if report.outcome.restarts or totals.worker_deaths:
         lines.append(

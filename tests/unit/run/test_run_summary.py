@@ -1,6 +1,7 @@
 """The summary at the end of a run says what happened, and offers only what can work."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,12 @@ def test_shares_and_deaths_are_part_of_the_summary(tmp_path: Path) -> None:
     assert "truncated 10% at the end; unscorable 25% of 8 episodes" in text
     assert "entropy    1.99 → 1.97    KL to the start of each step 0.001" in text
     assert "3 of workers" in text
+
+
+def test_a_run_whose_trainer_waited_names_the_command_that_recommends_settings(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=3)
+    command = f"rollbook simulate {tmp_path}/config.toml --trace {tmp_path}"
+    busy = report(tmp_path)
+    waiting = replace(busy, summary=replace(busy.summary, trainer_utilisation=0.4))
+    assert command in waiting.verdict
+    assert command not in replace(busy, summary=replace(busy.summary, trainer_utilisation=0.9)).verdict

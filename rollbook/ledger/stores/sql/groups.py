@@ -9,7 +9,7 @@ from rollbook.ledger.records import GroupRecord, MoveRecord, Origin
 from rollbook.ledger.stores.sql.tables import GROUPS, MOVES
 from rollbook.ledger.stores.sql.write_buffer import PayloadRows, SqlSession
 
-# Small results are ordered by `+sequence`: the plus keeps the planner from scanning the whole run in order to save a sort.
+# Small results are ordered by `+sequence, +part`: the plus keeps the planner from scanning the whole run in order to save a sort.
 IDS_PER_QUERY = 16
 SOME_GROUPS = f"WHERE run_id = ? AND group_id IN ({', '.join('?' * IDS_PER_QUERY)})"
 
@@ -86,7 +86,7 @@ class SqlGroups:
         return found[0] if found else None
 
     def queued(self, run_id: RunId) -> list[GroupRecord]:
-        return self._where("state = 'queued' ORDER BY +sequence, part", run_id)
+        return self._where("state = 'queued' ORDER BY +sequence, +part", run_id)
 
     def queued_by_sequence(
         self, run_id: RunId, limit: int, *, origin: Origin, producer: str | None = None

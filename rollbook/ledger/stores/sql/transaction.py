@@ -77,10 +77,10 @@ class SqlTransaction:
     def _damage_of(self, run_id: RunId, only: ChangedRows) -> Iterator[str]:
         select = self.session.stream
         for table in CHECKED:
-            if table in (GROUPS, MOVES, ENTRIES):
+            if table in (GROUPS, MOVES):
                 for ids in padded(only.group_ids):
                     yield from table.damaged(select(table.select_checked + SOME_GROUPS, (run_id, *ids)))
-            elif table in (BATCHES, STEPS):
+            elif table in (BATCHES, ENTRIES, STEPS):
                 where = "WHERE run_id = ? AND step > ?"
                 yield from table.damaged(select(table.select_checked + where, (run_id, only.after_step)))
             elif table is PUBLICATIONS:
