@@ -83,6 +83,9 @@ bench-twin: $(STAMP) ## predictions of `rollbook simulate` against 20 settings o
 bench-loop: $(STAMP) ## the whole loop against the engine alone and the trainer alone: make bench-loop DEVICE=cuda
 	$(BIN)/python -m benchmarks.loop.speed --device $(DEVICE)
 
+bench-episodes: $(STAMP) ## 1,000, 4,000 and 10,000 concurrent episodes with the scripted engine: turns, memory and loop lag of the workers
+	$(BIN)/python -m benchmarks.loop.episodes
+
 bench-envs: $(STAMP) ## environments: parallel against serial, AWS commands against subprocesses, 256 sessions, pools
 	$(BIN)/python -m benchmarks.envs.all
 
@@ -120,8 +123,9 @@ test-openenv: $(STAMP) ## with the openenv package, in a separate virtual enviro
 	PYTHON=$(PYTHON) sh scripts/openenv_venv.sh
 	$(BIN)/python -m pytest tests/services/test_envs_openenv_package.py
 
-bench-cluster: $(STAMP) ## the pull transport to 8 replicas on 3 machines in network namespaces: copies sent by the trainer, time of a joining replica
+bench-cluster: $(STAMP) ## 8 replicas on 3 machines in network namespaces: copies sent by the trainer, time of a joining replica; groups/s of 1, 3 and 1 dispatchers; Ray and PostgreSQL against local processes and SQLite
 	$(BIN)/python -m benchmarks.cluster.weights
+	$(BIN)/python -m benchmarks.cluster.runs
 
 test-cluster: $(STAMP) ## a run on a Ray cluster of three machines in network namespaces that lose a node and the head; processes that join a run
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cluster]'
@@ -156,8 +160,9 @@ bench-ledger: $(STAMP) .venvs/atropos/.installed ## our ledger against the origi
 bench-history: $(STAMP) ## cost of each ledger verb after 1,000, 20,000 and 200,000 groups
 	$(BIN)/python -m benchmarks.ledger.history
 
-bench-dashboard: $(STAMP) ## the view index: indexing rate, memory, filtered queries against scanning the ledger (GROUPS=1000000)
-	$(BIN)/python -m benchmarks.dashboard.index --groups $(or $(GROUPS),1000000)
+bench-dashboard: $(STAMP) ## the view index at a million groups (GROUPS=), what ten open pages cost the ledger, and pages in Chromium against TensorBoard (on a quiet machine)
+	@sh scripts/chromium.sh
+	$(BIN)/python -m benchmarks.dashboard.index --groups $(or $(GROUPS),1000000); $(BIN)/python -m benchmarks.dashboard.pages; $(BIN)/python -m benchmarks.dashboard.browser
 
 test-atropos: $(STAMP) .venvs/atropos/.installed ## the real atroposlib, environments and trainer, with our server
 	$(BIN)/python -m pytest tests/compatibility

@@ -52,7 +52,7 @@ def config_table(episodes: int, workers: int) -> dict[str, Any]:
     groups = episodes // SAMPLES
     workload = {"vocabulary": 64, "prompt": 8, "turns": TURNS, "shortest": 2, "longest": 2, "observation": 2}
     return {
-        "run": {"name": "episodes", "seed": 0, "process_template": False},
+        "run": {"name": "episodes", "seed": 0, "silence_s": LIMIT_S},
         "model": {
             "build": {
                 "hidden_size": 16,

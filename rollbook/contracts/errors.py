@@ -23,6 +23,7 @@ from rollbook.contracts.user_errors import describe_error
 MACHINE_FAULTS = {
     errno.ENOSPC: "the disk is full: free some space",
     errno.EDQUOT: "the disk quota is used up: free some space",
+    errno.EFBIG: "a file has reached the largest size that is allowed: raise the limit (ulimit -f)",
     errno.EROFS: "the file system is read-only: make it writable",
     errno.EIO: "the disk reports an error: check it",
     errno.ESTALE: "the file system is no longer mounted: mount it",

@@ -37,9 +37,7 @@ from rollbook.trainer.model.weights import digest_of, to_host
 from rollbook.trainer.publish import Publisher
 from rollbook.trainer.staleness import LagReport, check_lag
 from rollbook.trainer.step import LearnerSnapshot, StepReport, TrainStep
-from rollbook.trainer.team import RemoteRanks, StoppedBeforeAssemblyError, Team
-
-Learner = TrainStep | Team
+from rollbook.trainer.team import Learner, RemoteRanks, StoppedBeforeAssemblyError, restored_learner
 
 LONG_POLL_S = 20.0
 """How long the ledger may hold a request for a batch before it responds that there is none yet."""
@@ -255,9 +253,6 @@ class TrainerLoop:
         return learner
 
     def _load_learner(self, checkpoint: Checkpoint | None) -> Learner:
-        """A learner in this process, or a team of ranks that shard the model."""
-        if self._config.ranks == 1:
-            return self._checkpoints.restore(checkpoint)
         remote = None
         if self._remote_ranks > 0:
             remote = RemoteRanks(
@@ -267,9 +262,7 @@ class TrainerLoop:
                 is_stopping=self._stopping.is_set,
                 doing=self._doing,
             )
-        return Team.assemble(
-            self._checkpoints, checkpoint, size=self._config.ranks, device=self._config.device, remote=remote
-        )
+        return restored_learner(self._checkpoints, checkpoint, self._config, remote=remote)
 
     async def _take_role(self, learner: Learner) -> TrainerRole:
         """Become the trainer. Raises `RunError` when the checkpoint and the ledger contradict each other."""

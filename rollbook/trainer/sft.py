@@ -20,8 +20,9 @@ from rollbook.telemetry.metrics import Metric, MetricRecorder, Reduction
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import TrainRow
+from rollbook.trainer.model.weights import digest_of
 from rollbook.trainer.sft_config import SftConfig, sft_trainer
-from rollbook.trainer.step import TrainStep
+from rollbook.trainer.team import Learner, restored_learner
 
 SFT_METRICS = (
     Metric("train/loss", "nats", "mean negative log-probability of the assistant's tokens in the step"),
@@ -105,6 +106,7 @@ class SftLoop:
         self._log = log
         self._on_metrics = on_metrics
         self._is_stopping = False
+        self._saved: Checkpoint | None = None
 
     @property
     def total_steps(self) -> int:
@@ -115,8 +117,15 @@ class SftLoop:
         self._is_stopping = True
 
     def run(self) -> SftOutcome:
-        latest = self._checkpoints.latest()
-        learner = self._checkpoints.restore(latest)
+        self._checkpoints.clean()
+        self._saved = self._checkpoints.latest()
+        learner = restored_learner(self._checkpoints, self._saved, self._trainer)
+        try:
+            return self._train(learner)
+        finally:
+            learner.close()
+
+    def _train(self, learner: Learner) -> SftOutcome:
         self._log.info("sft.started", step=learner.step, of=self._total, demonstrations=len(self._rows))
         before = measured = self._measure(learner)
         losses: list[float] = []
@@ -150,7 +159,7 @@ class SftLoop:
         enough, is_judged = self._config.enough_loss, step % self._config.evaluate_every == 0
         return is_judged and enough is not None and measured is not None and measured <= enough
 
-    def _step(self, learner: TrainStep) -> float:
+    def _step(self, learner: Learner) -> float:
         step = learner.step + 1
         began = time.perf_counter()
         numbers = numbers_of_step(step, len(self._rows), self._config, seed=self._trainer.seed)
@@ -164,7 +173,7 @@ class SftLoop:
         self._metrics.add("perf/tokens_per_s", report.num_tokens / seconds)
         return float("nan") if loss is None else loss
 
-    def _measure(self, learner: TrainStep) -> float | None:
+    def _measure(self, learner: Learner) -> float | None:
         """The validation loss."""
         if not self._validation:
             return None
@@ -173,8 +182,13 @@ class SftLoop:
         self._log.info("sft.evaluated", step=learner.step, loss=loss)
         return loss
 
-    def _save(self, learner: TrainStep) -> Checkpoint:
-        saved = self._checkpoints.save(learner, weights_digest=learner.model.digest())
+    def _save(self, learner: Learner) -> Checkpoint:
+        if self._saved is not None and self._saved.step == learner.step:
+            return self._saved
+        weights = learner.snapshot()
+        self._saved = saved = self._checkpoints.write(
+            learner.state_snapshot(weights), weights_digest=digest_of(weights)
+        )
         self._log.info("sft.checkpointed", step=saved.step, digest=saved.weights_digest)
         return saved
 

@@ -31,6 +31,8 @@ READ_BY_SFT = frozenset(
         "packing",
         "max_logits_mb",
         "lora",
+        "ranks",
+        "shards_path",
         "max_skipped_steps",
         "skip_grad_norm_above",
     }

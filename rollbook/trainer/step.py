@@ -172,12 +172,11 @@ class TrainStep:
         return self.train(self.plan_batch(batch), step=batch.step)
 
     def plan_batch(self, batch: TrainingBatch) -> list[Minibatch]:
-        """Split the batch of the next step into passes."""
-        return self._plan(flatten(batch, self._config), step=batch.step)
+        return self.plan_rows(flatten(batch, self._config), step=batch.step)
 
     def train_rows(self, rows: Sequence[TrainRow], *, step: int) -> StepReport:
         """Train these rows as step `step`."""
-        return self.train(self._plan(rows, step=step), step=step)
+        return self.train(self.plan_rows(rows, step=step), step=step)
 
     def train(self, minibatches: Sequence[Minibatch], *, step: int) -> StepReport:
         """Train the passes of this rank, and report about all of them."""
@@ -198,7 +197,8 @@ class TrainStep:
         self.step = step
         return tally
 
-    def _plan(self, rows: Sequence[TrainRow], *, step: int) -> list[Minibatch]:
+    def plan_rows(self, rows: Sequence[TrainRow], *, step: int) -> list[Minibatch]:
+        """Split the rows of the next step into passes."""
         if step != self.step + 1:
             raise RunError(f"the model is at step {self.step} and received batch {step}; batches are trained in order")
         self._check_vocabulary(rows, step)

@@ -10,7 +10,7 @@ import pickle
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +27,8 @@ from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.weights import AdapterKind
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.data.minibatches import Minibatch, TrainRow
 from rollbook.trainer.distributed.links import Invitation, Link, RankListener, connect, end_process, interface_of
 from rollbook.trainer.distributed.ranks import Ranks
 from rollbook.trainer.step import LearnerSnapshot, StepReport, TrainStep
@@ -177,13 +179,24 @@ class Team:
         return self._learner.vocabulary_size
 
     def run(self, batch: TrainingBatch) -> StepReport:
-        """Split the batch into passes, send each rank its own, and train."""
-        minibatches = self._learner.plan_batch(batch)
+        return self._train(self._learner.plan_batch(batch), step=batch.step)
+
+    def train_rows(self, rows: Sequence[TrainRow], *, step: int) -> StepReport:
+        return self._train(self._learner.plan_rows(rows, step=step), step=step)
+
+    def mean_logprob(self, rows: Sequence[TrainRow]) -> float:
+        """Every rank computes all passes: layers are gathered by all ranks together."""
+        for rank in range(1, len(self._links) + 1):
+            self._send(rank, "mean_logprob", rows)
+        return self._learner.mean_logprob(rows)
+
+    def _train(self, minibatches: Sequence[Minibatch], *, step: int) -> StepReport:
+        """Send each rank its own passes, and train."""
         size = len(self._links) + 1
         for rank in range(1, size):
             ranks = Ranks(rank=rank, size=size)
-            self._send(rank, "run", (batch.step, [ranks.own_passes(part.microbatches) for part in minibatches]))
-        return self._learner.train(minibatches, step=batch.step)
+            self._send(rank, "train", (step, [ranks.own_passes(part.microbatches) for part in minibatches]))
+        return self._learner.train(minibatches, step=step)
 
     def publish_adapters(self) -> AdapterKind:
         return self._learner.publish_adapters()
@@ -218,6 +231,22 @@ class Team:
             self._links[rank - 1].send(pickle.dumps((method, argument)))
         except OSError as error:
             raise ChildProcessError(f"trainer rank {rank} is lost ({error}); the trainer is restarted") from error
+
+
+Learner = TrainStep | Team
+
+
+def restored_learner(
+    checkpoints: Checkpoints,
+    checkpoint: Checkpoint | None,
+    config: TrainerConfig,
+    *,
+    remote: RemoteRanks | None = None,
+) -> Learner:
+    """A learner in this process, or a team of ranks that shard the model."""
+    if config.ranks == 1:
+        return checkpoints.restore(checkpoint)
+    return Team.assemble(checkpoints, checkpoint, size=config.ranks, device=config.device, remote=remote)
 
 
 def _lost(who: str) -> Callable[[str], None]:
@@ -262,8 +291,10 @@ def follow(
     writing = threading.Thread()
     while True:
         match pickle.loads(link.receive()):
-            case ("run", (step, passes)):
+            case ("train", (step, passes)):
                 learner.train_passes(passes, step=step)
+            case ("mean_logprob", rows):
+                learner.mean_logprob(rows)
             case ("snapshot", _):
                 learner.snapshot()
             case ("state_snapshot", _):
@@ -290,7 +321,8 @@ def main(channel_fd: int, invitation_file: Path, gpu: int) -> None:
     invitation = Invitation.read(invitation_file)
     if invitation is None:
         os._exit(1)  # rank 0 is gone
-    follow(join_team(invitation), gpu=gpu)
+    # On loopback, gloo chooses the interface itself, as at rank 0.
+    follow(join_team(invitation), gpu=gpu, host=None if invitation.host == LOCAL else invitation.host)
 
 
 if __name__ == "__main__":

@@ -99,6 +99,24 @@ class Rig:
             while await self.load() != count:
                 pass
 
+    async def request_in_progress(self, prompt: list[int], max_tokens: int) -> asyncio.Task[Completion]:
+        """A request that the server has started. One that ended before its load was seen is replaced."""
+        while True:
+            running = asyncio.create_task(self.client.complete(prompt, SamplingParams(max_tokens=max_tokens)))
+            while not running.done():
+                if await self.load() == 1:
+                    return running
+
+    async def held_request(self, prompt: list[int], max_tokens: int) -> asyncio.Task[Completion]:
+        """A request that a pause holds."""
+        while True:
+            running = await self.request_in_progress(prompt, max_tokens)
+            await self.weights.pause("keep")
+            if await self.load() == 1:
+                return running
+            await self.weights.resume()
+            await running
+
     async def load(self) -> int:
         (replica,) = self.client.fleet.replicas
         return (await self.client.fleet.protocol.status(replica.connection)).load
@@ -234,9 +252,7 @@ async def test_an_invalid_prompt_is_refused_and_other_requests_are_not_affected(
 
 async def test_pause_keep_holds_all_requests_and_resume_completes_them(rig: Rig) -> None:
     await rig.publish()
-    running = asyncio.create_task(rig.client.complete([1, 2], SamplingParams(max_tokens=400)))
-    await rig.wait_for_load(1)
-    await rig.weights.pause("keep")
+    running = await rig.held_request([1, 2], max_tokens=400)
     queued = asyncio.create_task(rig.client.complete([3], SamplingParams(max_tokens=4)))
     await rig.wait_for_load(2)
     loads = {await rig.load() for _ in range(50)}
@@ -249,8 +265,7 @@ async def test_pause_keep_holds_all_requests_and_resume_completes_them(rig: Rig)
 async def test_weights_that_arrive_during_a_request_appear_in_its_versions(rig: Rig) -> None:
     first = await rig.publish()
     for _ in range(12):
-        running = asyncio.create_task(rig.client.complete([1, 2, 3], SamplingParams(max_tokens=450)))
-        await rig.wait_for_load(1)
+        running = await rig.request_in_progress([1, 2, 3], max_tokens=450)
         second = await rig.publish()
         completion = await running
         assert len(completion.token_ids) == 450

@@ -148,7 +148,7 @@ def section() -> str:
             "From `make chaos`: the time from a fault until the process is ready again. Simulators, command lines and reward",
             "processes count when their replacement has started; faults of the whole run, when the next step is trained.",
             "",
-            f"{row['kills']} kills in {row['faults']} faults; {row['runs']} runs at the same time on {row['cores']} cores,",
+            f"{row['kills']} kills in {row['faults']} faults of {row['runs']} runs ({row['env']}) on {row['cores']} cores,",
             f"load average {row['load']} (seed {row['seed']}, {row['date']}). {row['losses']} lost, {row['duplicates']} trained",
             f"twice, audit {'; '.join(row['violations']) or 'ok'}, replay",
             f"{'gives the same bits' if row['replayed'] else 'DIFFERS'}.",

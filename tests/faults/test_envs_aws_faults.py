@@ -14,6 +14,7 @@ import pytest
 
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import EpisodeError
+from rollbook.envs.builtin.awscli.cloud.simulator import KEEP_ALIVE_S
 from rollbook.envs.builtin.awscli.cloud.worker import ApiCall
 from rollbook.envs.sandboxes.orphans import sweep_orphans
 from rollbook.envs.sandboxes.process import DIRECTORY_PREFIX
@@ -22,6 +23,8 @@ from rollbook.telemetry.events import read_json_lines
 from tests.parts.envs.aws import LONG_S, aws_pool, bucket_task, ministack_pool, one_environment, play
 from tests.parts.envs.environments import until
 
+MAX_DESCRIPTORS = 64
+"""Of a simulator or command line that has served a hundred sessions."""
 ROOT = Path(__file__).parents[2]
 OWNER = """
 import asyncio, sys
@@ -180,6 +183,9 @@ async def test_two_hundred_sessions_leak_no_process_port_file_or_memory() -> Non
         assert len(list(Path("/proc/self/fd").iterdir())) <= fds + 2
         assert pool.memory_bytes < memory * 1.25 + 8 * 2**20
         assert pool.replaced == 0
+        async with asyncio.timeout(KEEP_ALIVE_S + LONG_S):
+            while max(psutil.Process(pid).num_fds() for pid in children) > MAX_DESCRIPTORS:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(1)
     assert our_children() & children == set()
     assert our_directories() == set()
 

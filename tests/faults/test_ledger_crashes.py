@@ -39,12 +39,12 @@ def test_with_process_crash_durability_a_killed_process_loses_nothing(tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_a_ledger_on_sqlite_survives_two_hundred_kills(tmp_path: Path) -> None:
     assert_nothing_is_missing(crash_sqlite(tmp_path, kills=200, seed=1), kills=200)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_replicas_and_their_postgresql_survive_fifty_kills(server: PostgresServer) -> None:
     assert_nothing_is_missing(crash_postgresql(server, kills=50, seed=1), kills=50)

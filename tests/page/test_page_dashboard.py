@@ -13,11 +13,15 @@ from urllib.request import urlopen
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from benchmarks.dashboard.index import RUN as LARGE_RUN
+from benchmarks.dashboard.index import write_ledger
+from rollbook.run.config.run import RunConfig, dump_toml
 from rollbook.run.directory import RunDirectory
 from tests.page.conftest import Watched, run_elsewhere, running_server, serious_findings
 from tests.parts.dashboard.recorded_run import PER_STEP, STEPS, record_run
 
 MEGABYTES = 10
+MANY_GROUPS = 1_000_000
 MESSAGES: tuple[dict[str, Any], ...] = (
     {
         "role": "assistant",
@@ -343,6 +347,35 @@ def test_a_killed_ledger_is_reported_and_the_last_values_stay(browser: Browser, 
         expect(alert).to_contain_text("cannot be read", timeout=90_000)
         expect(alert).to_contain_text("no response")
         expect(page.get_by_role("main")).to_contain_text("Flow of groups")
+        page.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_page_works_on_a_run_with_a_million_groups(browser: Browser, watched: Watched, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.prepare()
+    sections = {"run": {"name": LARGE_RUN}, "model": {"path": "model"}, "tasks": {"source": "tasks.jsonl"}}
+    run.config_file.write_text(dump_toml(RunConfig.model_validate(sections)), encoding="utf-8")
+    run.write_manifest(name=LARGE_RUN, source_dir=run.path)
+    run.ledger.mkdir(exist_ok=True)
+    write_ledger(run.ledger, MANY_GROUPS)
+    with running_server(tmp_path, "dashboard", str(run.path)) as (url, _):
+        page = watched.follow(browser.new_page())
+        page.goto(f"{url}/rollouts?state=durable&reward=0.7:")
+        main = page.get_by_role("main")
+        while json.loads(urlopen(f"{url}/api/groups?limit=1").read())["index"]["indexed"] < MANY_GROUPS:
+            page.wait_for_timeout(1000)
+        page.reload()
+        expect(main).to_contain_text(f"of {MANY_GROUPS:,}")
+        expect(page.locator("tbody tr").first).to_contain_text("durable")
+        page.keyboard.press("j")
+        page.keyboard.press("Enter")
+        expect(main).to_contain_text("What became of this group")
+        for path in ("/", "/law", "/tasks", "/freshness", "/steps", "/timeline", "/fleet", "/health"):
+            page.goto(f"{url}{path}")
+            expect(page.locator("main h1").first).to_be_visible()
+            expect(page.locator(".loading")).to_have_count(0)
         page.close()
 
 

@@ -8,12 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rollbook.telemetry.events import EventLog
+from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.trainer.checkpoints.checkpoints import Checkpoints
 from rollbook.trainer.loop import LoopEnd
 from rollbook.trainer.model.weights import digest_of
+from rollbook.trainer.sft import SFT_METRICS, SftLoop
+from rollbook.trainer.sft_config import SftConfig
 from rollbook.trainer.team import Team
 from tests.parts.concurrency.processes import descendants_running
-from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
+from tests.parts.trainer.batches import quick, recorded_batch, row, tiny_model_dir
 from tests.parts.trainer.ledger import FakeReplicas, TinyLoop, open_trainer_ledger
 
 CLOSE = 2e-5
@@ -60,6 +64,29 @@ def test_two_ranks_learn_what_one_does_and_resume_to_the_bit_or_within_rounding(
     assert {**first, **second} == whole_digests, "a resume with as many ranks is exact"
     fewer, _ = train(tmp_path, "fewer", steps=4, ranks=1)
     require_close(fewer, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_fine_tuning_with_two_ranks_gives_the_losses_of_one(tmp_path: Path) -> None:
+    demonstrations = [row([1, 5, 6, 7, 2], [3, 4]), row([1, 8, 9, 2], [2, 3]), row([1, 4, 4, 4, 4, 2], [4, 5])]
+    losses = []
+    for ranks in (1, 2):
+        directory = tmp_path / str(ranks)
+        directory.mkdir()
+        outcome = SftLoop(
+            config=SftConfig(data="unused", examples_per_step=3, epochs=3),
+            trainer=quick(ranks=ranks),
+            model_dir=tiny_model_dir(tmp_path / "model"),
+            directory=directory,
+            demonstrations=demonstrations,
+            validation=demonstrations[:1],
+            metrics=MetricRecorder("sft", SFT_METRICS, None),
+            log=EventLog("sft"),
+        ).run()
+        assert (outcome.is_finished, outcome.steps, outcome.checkpoint.step) == (True, 3, 3)
+        losses.append((outcome.first_loss, outcome.last_loss, outcome.eval_loss))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 @pytest.mark.timeout(600)

@@ -23,5 +23,6 @@ def check(
     loaded = load_config(config, override or ())
     if preflight:
         print_preflight(check_run(loaded, override or ()), stderr_console())
-    stderr_console().print(f"{config}: ok", markup=False, style="green")
     result(dump_toml(loaded.config, masks_secrets=True).rstrip())
+    # Last: the configuration has hundreds of lines, and the verdict would scroll away.
+    stderr_console().print(f"{config}: ok", markup=False, style="green")

@@ -5,6 +5,7 @@ Started by `handle.py`. It ends on a stop message, on SIGTERM, and when its pare
 
 import asyncio
 import dataclasses
+import gc
 import os
 import pickle
 import signal
@@ -50,6 +51,8 @@ from rollbook.rollout.workers.spec import WorkerSpec
 
 EXIT_FAILED = 3
 """Exit status after a failure that was reported to the parent."""
+YOUNG_OBJECTS = 20_000
+"""New objects between two collections of garbage."""
 
 Builder = Callable[[dict[str, Any]], AbstractAsyncContextManager[RolloutSetup]]
 
@@ -174,6 +177,9 @@ async def _serve(spec: WorkerSpec, parent: Frames) -> None:
         on_failure = None if spec.failures is None else FailedEpisodes(Path(spec.failures)).add
         assembler = GroupAssembler(rollout, config, filters=filters, score=score, on_failure=on_failure)
         transcripts = TranscriptLog(setup.log, decode=setup.tokenizer.decode)
+        # Objects of waiting episodes live long. By default the collector would search them after every 700 new objects.
+        gc.freeze()
+        gc.set_threshold(YOUNG_OBJECTS, 10, 10)
         await WorkerLoop(assembler, parent, continued=lambda: setup.policy.continued, on_finished=transcripts.add).run()
 
 

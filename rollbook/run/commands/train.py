@@ -47,6 +47,7 @@ from rollbook.run.user_objects import user_search_path
 from rollbook.telemetry.events import EventLog
 
 VIEW_TICK_S = 0.25
+AUDIT_EVERY_S = 60.0
 # A process of a small run opens about 60 files; connections of workers and environments come on top.
 MIN_OPEN_FILES = 256
 
@@ -190,7 +191,7 @@ def _train(loaded: LoadedConfig, directory: RunDirectory, console: Console, *, h
         if directory.operator_token_file.exists():
             console.print(f"operators act on the run with the token in {directory.operator_token_file}", soft_wrap=True)
     outcome = run_blocking(
-        _run_with_view(supervisor, loaded.config, directory, console), on_interrupt=supervisor.interrupt
+        _run_with_view(supervisor, loaded.config, directory, console, log), on_interrupt=supervisor.interrupt
     )
     log.info("run.ended", how=outcome.end, message=outcome.message, seconds=round(outcome.seconds, 2))
     # About 1 ms a group: half a minute for a long run.
@@ -215,10 +216,36 @@ def write_or_check_config(loaded: LoadedConfig, directory: RunDirectory, console
 
 
 async def _run_with_view(
-    supervisor: Supervisor, config: RunConfig, directory: RunDirectory, console: Console
+    supervisor: Supervisor, config: RunConfig, directory: RunDirectory, console: Console, log: EventLog
 ) -> RunOutcome:
-    async with _view(supervisor, config, directory, console):
+    async with _view(supervisor, config, directory, console), audits(directory, log):
         return await supervisor.run()
+
+
+@asynccontextmanager
+async def audits(directory: RunDirectory, log: EventLog, *, every_s: float = AUDIT_EVERY_S) -> AsyncIterator[None]:
+    """Audit the run while it lasts. Each audit reads what changed since the last one, so the one at the end has little to read."""
+
+    async def keep_auditing() -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                report = await asyncio.to_thread(audit, directory.path)
+            except Exception as error:
+                # The ledger may be restarting, and no error here may stop the run. The audit at the end decides.
+                log.info("run.audit_failed", cause=f"{type(error).__name__}: {error}")
+                continue
+            log.info("run.audited", groups=report.opened, known=report.known)
+            for violation in report.violations:
+                log.warning("run.audit_violated", violation=violation)
+
+    task = asyncio.create_task(keep_auditing(), name="run.audits")
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 @asynccontextmanager

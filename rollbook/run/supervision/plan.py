@@ -72,7 +72,8 @@ def plan_run(
 
 def environment_of(config: RunConfig, name: str, role: str) -> dict[str, str]:
     """The number of threads and the GPUs of a process. GPUs are assigned to the processes of the plan only."""
-    threads = {"policy": config.inference.threads, "vllm": config.inference.threads, "trainer": config.trainer.threads}
+    inference, trainer = config.inference.threads, config.trainer.threads
+    threads = {"policy": inference, "vllm": inference, "trainer": trainer, "rank": trainer}
     policies = replica_names(config.inference)
     gpus = tuple[int, ...]()
     if name in policies:

@@ -1,6 +1,7 @@
 """Atomic file writes that survive power loss: sync the contents, rename, then sync the directory."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,9 +9,11 @@ from pathlib import Path
 import xxhash
 from safetensors import SafetensorError
 
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import RunError, machine_fault
 
 CHUNK_BYTES = 1 << 20
+FULL_BYTES = 1 << 20
+"""A disk with less free space is full."""
 
 
 @contextmanager
@@ -19,10 +22,17 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
+        cause = machine_fault(error) or ("the disk is full" if _is_full(path) else f"{type(error).__name__}: {error}")
         raise RunError(
-            f"{path} could not be written ({type(error).__name__}: {error}). No partial file is left under that name."
+            f"{path} could not be written ({cause}). No partial file is left under that name."
             " Free disk space or fix permissions, then start the run again: it resumes."
         ) from error
+
+
+def _is_full(path: Path) -> bool:
+    """For errors of libraries that do not say so, such as `unexpected pos 64 vs 0` of torch."""
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    return shutil.disk_usage(parent).free < FULL_BYTES
 
 
 def sync_file(path: Path) -> None:

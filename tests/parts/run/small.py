@@ -77,6 +77,8 @@ class SmallRun:
         self.has_dashboard = False
         self.environment: dict[str, str] = {}
         """Additional environment variables of the run's processes."""
+        self.options: list[str] = []
+        """Further options of `rollbook train`."""
         self.machine: Machine | None = None
         """Where `rollbook train` is started; None: on this machine."""
         self._config = directory / "run.toml"
@@ -103,6 +105,7 @@ class SmallRun:
         ]
         for override in self.overrides:
             command += ["--set", override]
+        command += self.options
         if self.machine is not None:
             command = self.machine.command(*command)
         # Files, not pipes: a long run would block when a pipe is full.

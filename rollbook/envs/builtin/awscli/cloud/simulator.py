@@ -21,6 +21,9 @@ START_S = 60.0
 # Long enough for an overloaded machine: replacing a healthy simulator would only add load.
 HEALTH_S = 5.0
 RESET_S = 10.0
+KEEP_ALIVE_S = 60.0
+"""For this time the server also keeps the socket of a connection that its client has closed: one for each service that a session
+used."""
 # Pending connections: one worker and the pool's health checks, with a margin.
 BACKLOG = 64
 ENVIRONMENT = {
@@ -53,7 +56,7 @@ class Simulator:
             try:
                 child = await start_sandbox_process(
                     MODULE,
-                    settings={"socket_fd": listener.fileno()},
+                    settings={"socket_fd": listener.fileno(), "keep_alive_s": KEEP_ALIVE_S},
                     directory=directory,
                     environment={**ENVIRONMENT, "GATEWAY_PORT": str(port), TOKEN_VARIABLE: token},
                     inherited_fds=(listener.fileno(),),

@@ -28,7 +28,7 @@ def main() -> None:
     limit_resources(memory_bytes=MEMORY_BYTES, file_bytes=FILE_BYTES)
     config = Config()
     config.bind = [f"fd://{settings['socket_fd']}"]
-    config.keep_alive_timeout = 3600.0
+    config.keep_alive_timeout = settings["keep_alive_s"]
     config.loglevel = "WARNING"
     config.accesslog = None
     token = os.environ.pop(TOKEN_VARIABLE)
