@@ -35,7 +35,7 @@ SETTLE_S = 10.0
 
 @contextmanager
 def running(settings: Sequence[str], options: Sequence[str] = ()) -> Iterator[SmallRun]:
-    with tempfile.TemporaryDirectory(prefix="rollbook-bench-") as name:
+    with tempfile.TemporaryDirectory(prefix="rollbook-bench-", ignore_cleanup_errors=True) as name:
         run = SmallRun(Path(name), [*SETTINGS, *settings])
         run.options = list(options)
         run.start()

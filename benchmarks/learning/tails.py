@@ -17,6 +17,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,8 @@ EVALUATION_EPISODES = 64
 """Of each secret."""
 START_S = 30.0
 """Expected time to start and stop a run and to evaluate its policy."""
+_loading = threading.Lock()
+"""transformers cannot load two models at the same time in one process."""
 PARTS_OF_RUN = 10
 """Learning curves are compared in this many equal parts of the samples that all runs have trained."""
 
@@ -116,7 +119,9 @@ def plain_solve_rate(run: LearningRun, table: Mapping[str, Any]) -> float:
     """
     models = RunDirectory(run.directory).checkpoint_models()
     directory = models[max(models)]
-    model, tokenizer = PolicyModel.load(directory).module.eval(), ModelTokenizer.from_directory(directory)
+    with _loading:
+        model = PolicyModel.load(directory).module.eval()
+    tokenizer = ModelTokenizer.from_directory(directory)
     game = {name: value for name, value in table["env"]["args"].items() if name not in ("mean_s", "shape")}
     playing: list[tuple[NumberGuessing, list[int]]] = []
     tasks = number_guessing_tasks(**table["tasks"]["args"], copies=EVALUATION_EPISODES)

@@ -50,6 +50,7 @@ class Joined:
         self._output = output
         self.machine = machine
         self._process: subprocess.Popen[bytes] | None = None
+        self._began_at = 0
 
     def keep(self) -> None:
         """Start it unless it runs. Without a running run there is nothing to join."""
@@ -57,13 +58,15 @@ class Joined:
             return
         command = [sys.executable, "-m", "rollbook", "join", str(self._run_dir), "--role", self._role]
         command += ["--host", self.machine.address]
+        self._began_at = self._output.stat().st_size if self._output.exists() else 0
         with self._output.open("ab") as output:
             self._process = subprocess.Popen(
                 self.machine.command(*command), stdout=output, stderr=output, cwd=REPOSITORY, start_new_session=True
             )
 
-    def times_joined(self) -> int:
-        return self._output.read_bytes().count(b"has joined") if self._output.exists() else 0
+    def has_joined(self) -> bool:
+        self.keep()
+        return self._output.exists() and b"has joined" in self._output.read_bytes()[self._began_at :]
 
     def stop(self) -> None:
         if self._process is not None:
@@ -118,6 +121,7 @@ class ClusterChaos(Chaos):
         return len(self.report.faults) < self._events
 
     def _one_fault(self) -> None:
+        self.run.until(self._have_all_joined, what="all members have joined", within_s=self._heal_s)
         kind = self._rng.choices(self._kinds, [WEIGHTS[kind] for kind in self._kinds])[0]
         node = self._rng.choice(self._nodes)
         match kind:
@@ -148,13 +152,17 @@ class ClusterChaos(Chaos):
             case Kind.DISK:
                 self._fill_disk()
 
+    def _have_all_joined(self) -> bool:
+        joined = [member.has_joined() for member in self._members]  # each is started again if it has ended
+        return all(joined)
+
     def _lose_node(self, member: Joined) -> None:
-        fault, began, before = Fault(Kind.NODE, self._name(member.machine)), time.monotonic(), member.times_joined()
+        fault, began = Fault(Kind.NODE, self._name(member.machine)), time.monotonic()
         fault.kills = len(member.machine.pids())
         self.report.faults.append(fault)
         member.machine.kill_all()
         trains = self._next_step()
-        self._await(fault, lambda: member.times_joined() > before and trains(), began)
+        self._await(fault, lambda: member.has_joined() and trains(), began)
 
     @contextmanager
     def _during(self, fault: Fault) -> Iterator[None]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import SamplingParams
 from rollbook.inference.client.client import PolicyClient, open_policy_client
@@ -150,6 +151,24 @@ async def test_a_draining_replica_finishes_its_requests_and_gets_no_new_ones(tin
         assert len(later) == 20
         assert all(len(completion.token_ids) == 200 for completion in await asyncio.gather(*running))
         assert services[0].engine.stats().requests <= started
+
+
+async def test_a_publication_does_not_wait_for_a_replica_whose_lease_has_ended(tiny: TinyModel) -> None:
+    published, path = tiny.weights(2)
+    async with two_replicas(tiny, published=(1, 1)) as (_, (first, _)):
+        with listening_socket("127.0.0.1", 0) as closed:
+            lost = url_of(closed)
+        lists = iter([[first, lost], [first, lost]])
+
+        async def source() -> list[str]:
+            return next(lists, [first])
+
+        # Without the list, the lost replica would be quarantined an hour after the other one has the weights.
+        async with WeightTransferClient([first, lost], request_s=3600, source=source) as weights:
+            async with asyncio.timeout(120):
+                await weights.receive(published, str(path))
+            assert weights.quarantined == ()
+            assert list(await weights.reported()) == [published]
 
 
 async def test_requests_and_weights_follow_replicas_that_join_leave_and_return(tiny: TinyModel) -> None:

@@ -87,6 +87,8 @@ class WeightTransferClient:
         self._quarantined: set[int] = set()
         self._gone: set[int] = set()
         """Replicas that are no longer in the list. They keep their index, and may return."""
+        self._following = asyncio.Lock()
+        """Retries at several replicas read the list at the same time."""
         self._dtypes: dict[str, str | None] = {}
         self._adapters: dict[str, AdapterInfo] = {}
         self._has_warned = False
@@ -193,17 +195,18 @@ class WeightTransferClient:
         """Connect to replicas that joined: the publisher finds them without the current publication, and pushes it."""
         if self._source is None:
             return
-        try:
-            urls = {url.rstrip("/") for url in await self._source()}
-        except TransientError as error:
-            if self._log is not None:
-                self._log.warning("policy.replica_list_unknown", cause=str(error))
-            return
-        for url in sorted(urls - set(self._urls)):
-            self._urls.append(url)
-            await self._connect(url)
-        self._gone = {index for index, url in enumerate(self._urls) if url not in urls}
-        self._quarantined -= self._gone
+        async with self._following:
+            try:
+                urls = {url.rstrip("/") for url in await self._source()}
+            except TransientError as error:
+                if self._log is not None:
+                    self._log.warning("policy.replica_list_unknown", cause=str(error))
+                return
+            for url in sorted(urls - set(self._urls)):
+                self._urls.append(url)
+                await self._connect(url)
+            self._gone = {index for index, url in enumerate(self._urls) if url not in urls}
+            self._quarantined -= self._gone
 
     async def _responds(self, index: int) -> bool:
         try:
@@ -289,7 +292,18 @@ class WeightTransferClient:
 
         Raises if all fail, or if an error is not transient.
         """
-        tasks = [asyncio.create_task(self._with_retry(operation, index, name, deadline)) for index in replicas]
+        tried: set[int] = set()
+
+        async def unless_gone(index: int) -> None:
+            """A server that is lost leaves the list when its lease ends. Do not wait for it any longer."""
+            if index in tried:
+                await self._follow_source()
+                if index in self._gone:
+                    return
+            tried.add(index)
+            await operation(index)
+
+        tasks = [asyncio.create_task(self._with_retry(unless_gone, index, name, deadline)) for index in replicas]
         try:
             await self._wait_for_stragglers(tasks)
         finally:
