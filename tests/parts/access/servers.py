@@ -151,8 +151,11 @@ async def dashboard(directory: Path) -> AsyncIterator[Running]:
 @asynccontextmanager
 async def weights(directory: Path) -> AsyncIterator[Running]:
     transport = open_transport("pull", TransportOptions(directory=str(directory), token=TOKEN))
-    async with _serve(transport.app()) as running:
-        yield replace(running, is_read_only=True)
+    try:
+        async with _serve(transport.app()) as running:
+            yield replace(running, is_read_only=True)
+    finally:
+        await transport.close()
 
 
 SERVERS: dict[str, Open] = {
