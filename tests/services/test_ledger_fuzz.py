@@ -150,6 +150,7 @@ async def test_an_invalid_value_in_any_field_never_causes_a_server_error(target:
         "unusable": {},
     }
     base |= {"name": "m", "role": "policy", "node": "n", "address": "", "lease_s": 15.0, "load": 0.0}
+    base |= {"kind": "annotate", "author": "a", "target": "a", "sample": 0, "note": "n"}
     for method, path, schema in target.operations():
         if schema is None:
             continue
