@@ -17,6 +17,7 @@ from rollbook.ledger.records import GroupRecord
 from rollbook.ledger.service import Ledger
 from rollbook.ledger.tools.audit import audit_run
 from rollbook.telemetry.events import EventLog
+from tests.parts.concurrency.until import until
 from tests.parts.ledger.service import serving
 from tests.parts.rollout.dispatching import Dispatching, dispatching
 
@@ -127,11 +128,12 @@ async def test_after_the_death_of_a_worker_only_the_missing_samples_are_played_a
         (run.directory / "dying.go").touch()
         after = await run.until(lambda parts: is_stored(parts, 4))
         await run.require_complete(samples=4)
+        # Spans are recorded after the ledger has stored the group.
+        await until(lambda: len(play.spans("rollout.episode")) >= 4)
     assert [part.payload_digest for part in after[: len(before) - 1]] == [p.payload_digest for p in before[:-1]]
     assert (after[-1].attempt, after[-1].num_samples) == (2, 1)
     assert after[-1].baseline == after[0].baseline
-    episodes = play.spans("rollout.episode")
-    assert len(episodes) == 4, "one of them in the second attempt"
+    assert len(play.spans("rollout.episode")) == 4, "one of them in the second attempt"
     (released,) = play.events("rollout.group_released")
     assert released["group_id"] == after[-1].group_id
 
@@ -146,6 +148,8 @@ async def test_a_dispatcher_that_replaces_another_continues_with_the_missing_sam
     async with playing(second):
         parts = await run.until(lambda found: is_stored(found, 4))
         await run.require_complete(samples=4)
+        # The span is recorded after the ledger has stored the group.
+        await until(lambda: len(second.spans("rollout.episode")) > 0)
     assert (parts[-1].attempt, parts[-1].num_samples) == (2, 1)
     assert len(second.spans("rollout.episode")) == 1
     past = await run.client.outcomes(after=-1, limit=10)
