@@ -388,7 +388,7 @@ class TrainerLoop:
         self._checkpoint_step = learner.step
         began = self._clock.now()
         await self._checkpointing.wait()
-        if learner.step <= self._durable_step:
+        if 0 < learner.step <= self._durable_step:
             return
         snapshot = await asyncio.to_thread(learner.state_snapshot, self._weights)
         self._metrics.add("perf/checkpoint_wait_time", self._clock.now() - began)
