@@ -195,7 +195,7 @@ async def test_the_responses_api_continues_exact_tokens_by_items_and_by_previous
                 await client.completions.create(model="policy", prompt="x")
             assert (await client.models.retrieve("policy")).id == "policy"
         sample = session.build(reward=1.0)
-    # The last request is a conversation of its own.
+    # The last request is a separate conversation.
     assert [turn.sequence for turn in sample.turns] == [0, 0, 0, 1], sample.facts
     assert_matches_engine(sample, record)
 

@@ -1,11 +1,12 @@
 """`/api/actions`: what operators did to a run, and, for operators, doing it."""
 
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from rollbook.contracts.admission import MAX_AUTHOR, MAX_NOTE, Action, ActionKind, GateState, LedgerStatus
+from rollbook.contracts.admission import MAX_AUTHOR, MAX_NOTE, ActionKind, GateState, LedgerStatus
 from rollbook.dashboard.run_view import RunView
 from rollbook.dashboard.server.request import BadRequestError, ForbiddenError
 
@@ -26,7 +27,7 @@ async def list_actions(view: RunView, request: web.Request) -> dict[str, Any]:
     status = await view.ledger.status()
     start = max(0, status.actions - LISTED) if target is None else 0
     found = await view.ledger.actions(start=start, limit=LISTED, target=target)
-    return {"actions": [action_reply(action) for action in reversed(found)], **action_state(status)}
+    return {"actions": [asdict(action) for action in reversed(found)], **action_state(status)}
 
 
 def action_state(status: LedgerStatus | None) -> dict[str, Any]:
@@ -38,18 +39,6 @@ def action_state(status: LedgerStatus | None) -> dict[str, Any]:
         "checkpoint_requested": None if status is None else status.checkpoint_requested,
         "quarantined": () if status is None else status.quarantined,
         "count": 0 if status is None else status.actions,
-    }
-
-
-def action_reply(action: Action) -> dict[str, Any]:
-    return {
-        "number": action.number,
-        "kind": action.kind,
-        "author": action.author,
-        "at": action.at,
-        "target": action.target,
-        "sample": action.sample,
-        "note": action.note,
     }
 
 
@@ -69,4 +58,4 @@ async def act(view: RunView, request: web.Request) -> dict[str, Any]:
     done = await view.run.act(
         wanted.kind, author=wanted.author, target=wanted.target, sample=wanted.sample, note=wanted.note
     )
-    return action_reply(done)
+    return asdict(done)

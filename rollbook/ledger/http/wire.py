@@ -130,7 +130,7 @@ class HeartbeatMember(Message, frozen=True, kw_only=True):
 
 class HeartbeatReply(Message, frozen=True, kw_only=True):
     time: float
-    """The ledger's clock, in seconds since 1970: a member on another machine measures the offset of its own clock."""
+    """The ledger's clock, in seconds since 1970: a member on another machine measures the offset of its clock."""
 
 
 class Act(Message, frozen=True, kw_only=True):

@@ -194,7 +194,7 @@ def _train(loaded: LoadedConfig, directory: RunDirectory, console: Console, *, h
         _run_with_view(supervisor, loaded.config, directory, console, log), on_interrupt=supervisor.interrupt
     )
     log.info("run.ended", how=outcome.end, message=outcome.message, seconds=round(outcome.seconds, 2))
-    # About 1 ms a group: half a minute for a long run.
+    # It reads the groups since the last audit, and all of them if there was none.
     console.print("auditing the ledger")
     return dataclasses.replace(_report(loaded.config, directory, outcome, log), steps_before=steps_before)
 
