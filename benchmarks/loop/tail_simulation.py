@@ -1,8 +1,8 @@
 """Simulates the four batch policies with episodes of log-normal duration: how fast can the loop be, and what does each policy cost?
 
 The model is a loop without overhead. A step of P groups of n episodes takes 1 to train (more if the batch holds more samples, less
-for samples whose tokens are all masked: they are not trained), weights are updated in flight, and at most (O + 1) P n episodes run. The gate is the real one. An event is the end of an
-episode or of a training step.
+for samples whose tokens are all masked: they are not trained), weights are updated in flight, and at most (O + 1) P n episodes run.
+The gate is the real one. An event is the end of an episode or of a training step.
 """
 
 import heapq
