@@ -36,7 +36,9 @@ class Recipe:
 
     def run(self) -> dict[str, Any]:
         warm = self._out / "sft" / "final"
-        self._evaluate("base", self._args.model)
+        stages = STAGES[1:] if self._args.without_base else STAGES
+        if "base" in stages:
+            self._evaluate("base", self._args.model)
         if not warm.is_dir():
             self._stage(
                 "sft",
@@ -52,7 +54,7 @@ class Recipe:
         if not (self._out / "trained.json").is_file():
             self._train(run_dir, warm)
         self._evaluate("trained", run_dir)
-        results = {name: json.loads((self._out / f"{name}.json").read_text(encoding="utf-8")) for name in STAGES}
+        results = {name: json.loads((self._out / f"{name}.json").read_text(encoding="utf-8")) for name in stages}
         steps = read_metrics(run_dir / "metrics.jsonl", process="trainer")
         report = {
             "example": self._args.example.name,
@@ -125,7 +127,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     by_label = {name: {row["label"]: row for row in found["results"]} for name, found in results.items()}
     lines = ["| | tasks × episodes | before | after the warm start | after training |", "|---|---|---|---|---|"]
     for label, last in by_label["trained"].items():
-        cells = [_share(by_label[name].get(label)) for name in STAGES]
+        cells = [_share(by_label.get(name, {}).get(label)) for name in STAGES]
         warm = by_label["warm"].get(label)
         if warm and warm["solved"] and last["solved"] and last["solved"]["low"] > warm["solved"]["high"]:
             cells[-1] = f"**{cells[-1]}**"
@@ -147,6 +149,7 @@ def main() -> int:
     parser.add_argument("example", type=Path, help="a folder with sft.toml and run.toml")
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
     parser.add_argument("--minutes", type=float, default=10.0, help="time limit of all stages")
+    parser.add_argument("--without-base", action="store_true", help="do not evaluate the given model, which takes time")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="of run.toml")

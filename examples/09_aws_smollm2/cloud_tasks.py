@@ -45,7 +45,11 @@ WORDS = re.findall(
 )
 OUTPUT_CHARS = 400
 """The visible part of a command's output."""
-NOISE = re.compile(r"date|time|etag|digest|metadata|checksum", re.IGNORECASE)
+NOISE = re.compile(r"(date|time|timestamp|modified)$|etag|digest|checksum|sha256|revisionid", re.IGNORECASE)
+CHOICES = re.compile(r"(Invalid choice), valid choices are:.*", re.DOTALL)
+"""The command line lists all operations of a service, of which only the first ones would be visible."""
+MAX_ERRORS = 3
+"""An episode ends with its third failed command. In transcripts of earlier runs no such episode was solved."""
 
 
 def kinds(*, is_held_out: bool) -> list[str]:
@@ -103,14 +107,19 @@ def task_of(row: dict[str, Any]) -> dict[str, Any]:
 
 def seen_by_agent(text: str) -> str:
     """One line, without dates and checksums."""
-    return one_line(text, max_chars=OUTPUT_CHARS, ignored=NOISE) or "ok"
+    return one_line(CHOICES.sub(r"\1", text), max_chars=OUTPUT_CHARS, ignored=NOISE) or "ok"
+
+
+def is_error(text: str) -> bool:
+    """The command was refused or failed."""
+    return text.startswith("error:") or "(exit code " in text
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:
     async def rollout(row: dict[str, Any]) -> RolloutSample | None:
         chat = MessageTrajectoryAssembler(setup.tokenizer, setup.sampling)
         chat.add_message("system", SYSTEM)
-        end, reward = EndReason.MAX_TURNS, 0.0
+        end, reward, errors = EndReason.MAX_TURNS, 0.0, 0
         async with setup.open_environment() as env:
             seen = await env.reset(task_of(row))
             chat.add_message("user", goal_of(seen.text))
@@ -125,7 +134,8 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
                     raise EpisodeError(f"the policy server aborted turn {chat.num_turns + 1}")
                 seen = await env.step(chat.add_completion(reply))
                 reward += seen.reward
-                if seen.done:
+                errors += is_error(seen.text)
+                if seen.done or errors == MAX_ERRORS:
                     end = EndReason.DONE
                     break
                 chat.add_message("user", seen_by_agent(seen.text))

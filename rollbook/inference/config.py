@@ -39,8 +39,8 @@ class ScriptedConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 class VllmConfig(BaseModel, frozen=True, extra="forbid"):
-    """vLLM as the engine. Its servers need `VLLM_SERVER_DEV_MODE=1`, `--enable-scale-out` and `--logprobs-mode
-    processed_logprobs`; a run sets these for the servers that it starts."""
+    """vLLM as the engine. Its servers need `VLLM_SERVER_DEV_MODE=1`, `--enable-scale-out`, `--logprobs-mode processed_logprobs`
+    and, if there are several, `--enable-server-load-tracking`; a run sets these for the servers that it starts."""
 
     python: str | None = None
     """A Python interpreter with vLLM installed: the run starts `inference.replicas` servers with it. Unset: `inference.urls` are

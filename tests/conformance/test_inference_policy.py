@@ -101,11 +101,12 @@ class Rig:
 
     async def request_in_progress(self, prompt: list[int], max_tokens: int) -> asyncio.Task[Completion]:
         """A request that the server has started. One that ended before its load was seen is replaced."""
-        while True:
-            running = asyncio.create_task(self.client.complete(prompt, SamplingParams(max_tokens=max_tokens)))
-            while not running.done():
-                if await self.load() == 1:
-                    return running
+        async with asyncio.timeout(REQUEST_S):
+            while True:
+                running = asyncio.create_task(self.client.complete(prompt, SamplingParams(max_tokens=max_tokens)))
+                while not running.done():
+                    if await self.load() == 1:
+                        return running
 
     async def held_request(self, prompt: list[int], max_tokens: int) -> asyncio.Task[Completion]:
         """A request that a pause holds."""

@@ -1,5 +1,6 @@
 """The examples for real models (09 and 10): their tasks, splits and scores; and all stages with a tiny model on a CPU."""
 
+import asyncio
 import json
 import random
 import subprocess
@@ -44,9 +45,14 @@ ON_A_CPU = (
 
 
 @pytest.fixture(scope="module")
-def cloud_tasks() -> Iterator[ModuleType]:
-    with modules_of(AWS, ("cloud_tasks",)) as found:
-        yield found["cloud_tasks"]
+def aws_modules() -> Iterator[dict[str, ModuleType]]:
+    with modules_of(AWS, ("cloud_tasks", "prepare_clouds")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def cloud_tasks(aws_modules: dict[str, ModuleType]) -> ModuleType:
+    return aws_modules["cloud_tasks"]
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +93,28 @@ def test_an_observation_is_short_and_keeps_ids(cloud_tasks: ModuleType) -> None:
     assert cloud_tasks.seen_by_agent(output) == "Name=a Ids=x Ids=y"
     key = json.dumps({"KeyMetadata": {"KeyId": "1a2b", "CreationDate": 17.5}})
     assert cloud_tasks.seen_by_agent(key) == "KeyId=1a2b"
+    queue = json.dumps({"Attributes": {"VisibilityTimeout": "90", "CreatedTimestamp": "17", "LastModified": "2026"}})
+    assert cloud_tasks.seen_by_agent(queue) == "VisibilityTimeout=90"
+    choices = "usage: aws\nerror: argument operation: Invalid choice, valid choices are:\n\nlist-keys\n(exit code 2)"
+    assert cloud_tasks.seen_by_agent(choices) == "error: argument operation: Invalid choice"
+    options = "usage: aws [options] <command>\n\nUnknown options: --size, 1\n(exit code 255)"
+    assert cloud_tasks.seen_by_agent(options) == "error: Unknown options: --size, 1 (exit code 255)"
     assert cloud_tasks.seen_by_agent("") == "ok"
     assert len(cloud_tasks.seen_by_agent("z" * 5000)) == cloud_tasks.OUTPUT_CHARS
+
+
+def test_a_demonstration_uses_only_what_the_agent_was_shown(
+    aws_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cloud_tasks = aws_modules["cloud_tasks"]
+    # Too short for the id of the new key, which the second command of the encryption task needs.
+    monkeypatch.setattr(cloud_tasks, "OUTPUT_CHARS", 10)
+    needs_id, needs_none = cloud_tasks.tasks("train", 1, only=["s3-default-encryption", "s3-create-bucket"])
+    chats = asyncio.run(aws_modules["prepare_clouds"].play([needs_id, needs_none], clouds=1))
+    assert list(chats) == [needs_none["id"]]
+    printed = capsys.readouterr().err
+    assert f"{needs_id['id']} is left out" in printed
+    assert "1 of 2 solutions use a value that the agent was not shown" in printed
 
 
 def test_no_held_out_question_is_trained_in_any_level(puzzles: ModuleType) -> None:
@@ -134,6 +160,8 @@ def test_the_table_marks_a_gain_whose_intervals_are_apart() -> None:
     apart = table({"base": measured(0.1), "warm": measured(0.3), "trained": measured(0.6)})[-1]
     assert apart == "| all | 8 × 2 | 10.0% [0%–20%] | 30.0% [20%–40%] | **60.0% [50%–70%]** |"
     assert "**" not in table({"base": measured(0.1), "warm": measured(0.3), "trained": measured(0.4)})[-1]
+    without_base = table({"warm": measured(0.3), "trained": measured(0.4)})[-1]
+    assert without_base == "| all | 8 × 2 | – | 30.0% [20%–40%] | 40.0% [30%–50%] |"
 
 
 def tiny_model(directory: Path) -> Path:

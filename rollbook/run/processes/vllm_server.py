@@ -20,7 +20,7 @@ from rollbook.run.supervision.child_main import RoleContext
 POLL_S = 0.5
 END_S = 6.0
 """From SIGTERM to SIGKILL. Short: vLLM has nothing to save, and the supervisor kills this process soon after."""
-REQUIRED_FLAGS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
+REQUIRED_FLAGS = ("--enable-scale-out", "--enable-server-load-tracking", "--logprobs-mode", "processed_logprobs")
 LORA_FLAGS = ("--enable-lora", "--max-loras", "4", "--max-cpu-loras", "16")
 """Requests of several versions run concurrently while the older ones finish."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

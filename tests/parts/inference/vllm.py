@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rollbook.access.tokens import read_token
 from rollbook.run.directory import RunDirectory
-from rollbook.run.processes.vllm_server import GUARD_FLAGS, server_environment
+from rollbook.run.processes.vllm_server import GUARD_FLAGS, REQUIRED_FLAGS, server_environment
 
 PYTHON = Path(__file__).parents[3] / ".venvs" / "vllm" / "bin" / "python"
 WANTED = "ROLLBOOK_TEST_VLLM"
@@ -35,8 +35,8 @@ def vllm_server(model_dir: Path, log: Path, *, has_adapters: bool = False) -> It
     url = f"http://127.0.0.1:{port}"
     command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--served-model-name", "policy", "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-num-batched-tokens", "65536", "--max-model-len", "512", "--enable-scale-out"]
-    command += ["--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "rollbook"}']
+    command += ["--max-num-batched-tokens", "65536", "--max-model-len", "512", *REQUIRED_FLAGS]
+    command += ["--weight-transfer-config", '{"backend": "rollbook"}']
     directory = RunDirectory(log.parent / "run")
     directory.prepare()
     env = {**server_environment(directory), "OMP_NUM_THREADS": "1"}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 TASK = re.compile(r"Task: (.*)\nMoves: \d+", re.DOTALL)
-USAGE = re.compile(r"usage: .*?error: ", re.DOTALL)
+USAGE = re.compile(r"usage: .*?(?:error: |(?=Unknown options))", re.DOTALL)
 """The command line prints its usage before the error."""
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from string import Template
 from typing import Any
 
 from rollbook.contracts.environment import Observation
@@ -31,6 +32,8 @@ class ReferencePolicy:
         ]
         self._variables = chosen_variant(task, seed)
         self._next = 0
+        self.filled_in: list[str] = []
+        """The names and ids in the last line that differ between episodes: an agent must read them in the goal or in an output."""
 
     def next_line(self, observation: Observation) -> str | None:
         """The next command, or None at the end. Raises `ValueError` if the previous one printed no usable output."""
@@ -40,6 +43,9 @@ class ReferencePolicy:
             return None
         step = self._steps[self._next]
         self._next += 1
+        self.filled_in = [
+            self._variables[name] for name in Template(step.run).get_identifiers() if name in self._variables
+        ]
         return str(fill(step.run, self._variables))
 
 
