@@ -54,6 +54,7 @@ REWARD_MODULE = "def brief(case):\n    return -float(case.num_sampled)\n"
 SETTINGS = [
     "run.most_quick_deaths=1000",
     "run.silence_s=12.0",
+    "run.ready_s=300.0",
     "trainer.max_steps=1000000",
     "trainer.checkpoint_every=5",
     "gate.max_attempts=1000",
