@@ -50,6 +50,10 @@ test-page: $(STAMP) ## the dashboard and the playground in Debian's Chromium
 	sh scripts/chromium.sh
 	$(BIN)/python -m pytest tests/page
 
+pictures: $(STAMP) ## draw the pictures of docs/dashboard.md from a demo run
+	sh scripts/chromium.sh
+	ROLLBOOK_PICTURES=docs/dashboard $(BIN)/python -m pytest tests/page -k real_run
+
 format: $(STAMP) ## format the sources
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .

@@ -39,6 +39,8 @@ from rollbook.run.dashboard.ledger_sources import StoreSource
 RUN = RunId("synthetic")
 PER_STEP = 16
 TASKS = 5_000
+OUTCOMES = 20_000
+"""Different outcomes. Each group has one of them: computing a million would take minutes."""
 PAGE = 50
 BATCH = 20_000
 REPEATS = 5
@@ -68,10 +70,10 @@ SCANS = (
 )
 
 
-def groups(count: int) -> Iterator[GroupRecord]:
+def outcomes(count: int) -> list[bytes]:
     rng = random.Random(0)
+    found = []
     for number in range(count):
-        is_filtered, step = number % 16 == 15, number // PER_STEP + 1
         rewards = [round(rng.random(), 3) for _ in range(8)]
         tokens = rng.randrange(20, 400)
         ends = [EndReason.MAX_TOKENS if rng.random() < 0.02 else EndReason.DONE for _ in rewards]
@@ -90,6 +92,15 @@ def groups(count: int) -> Iterator[GroupRecord]:
                 for reward, end in zip(rewards, ends, strict=True)
             ),
         )
+        found.append(msgspec.json.encode(outcome))
+    return found
+
+
+def groups(count: int) -> Iterator[GroupRecord]:
+    rng = random.Random(1)
+    pool = outcomes(min(count, OUTCOMES))
+    for number in range(count):
+        is_filtered, step = number % 16 == 15, number // PER_STEP + 1
         task = f"t{number % TASKS}"
         yield GroupRecord(
             run_id=RUN,
@@ -107,7 +118,7 @@ def groups(count: int) -> Iterator[GroupRecord]:
             oldest_version=max(0, step - 1 - number % 3),
             step=None if is_filtered else step,
             drop_reason="filtered: all rewards are equal" if is_filtered else None,
-            outcome=msgspec.json.encode(outcome),
+            outcome=rng.choice(pool),
             payload_digest="0" * 32,
             payload_bytes=4096,
         )

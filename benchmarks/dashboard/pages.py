@@ -1,12 +1,16 @@
-"""What ten open pages cost the ledger: CPU time for the same work with ten pages open and without.
+"""What ten open pages cost a run: CPU time of the ledger, and steps a second of the trainer, with ten pages open and without.
 
-`python -m benchmarks.dashboard.pages` stores and trains groups in the ledger of a run directory, in turns with a dashboard whose
-pages follow the run as browsers do, and without one. CPU time, not wall time: a page competes for the processors like any other
-program, and the question is whether it makes the ledger work harder.
+`python -m benchmarks.dashboard.pages` stores and trains groups in the ledger of a run directory, alternately with a dashboard whose
+pages follow the run as browsers do, and without one. The figure is CPU time: it shows whether pages make the ledger work harder.
+
+Then it trains the demo, with pages open and closed alternately, and compares the steps a second. On a machine without an idle
+core, the dashboard takes its CPU time from the trainer; `dashboard_cores` says how much that is.
 """
 
 import argparse
 import asyncio
+import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -14,10 +18,12 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import aiohttp
 import numpy as np
+import psutil
 
 from benchmarks.report import Figure, print_figures, print_status
 from rollbook.concurrency.clock import SystemClock
@@ -28,6 +34,7 @@ from rollbook.contracts.group_codec import encode_group
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
+from rollbook.dashboard.process_files import read_processes
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.service import Ledger
@@ -38,10 +45,18 @@ from rollbook.telemetry.events import EventLog
 
 RUN = RunId("run")
 PAGES = ("run", "law", "groups", "tasks", "steps", "freshness", "timeline", "fleet", "health", "series")
-REFRESH_S = 3.0
-"""How often a page fetches its data while the run goes on."""
+REFRESH_S = 2.0
+"""How often a page fetches its data while the run goes on. Pages with large replies wait longer."""
 PER_STEP = 8
 MIN_RATIO = 0.98
+WARM_STEPS = 20
+# Every step is the same work: the policy hardly changes.
+SETTINGS = (
+    "trainer.max_steps=100000",
+    "trainer.lr=1e-7",
+    "trainer.checkpoint_every=100000",
+    "evaluation.every_steps=0",
+)
 
 
 def submissions(count: int) -> list[Submission]:
@@ -91,22 +106,37 @@ async def _open_pages(folder: Path, count: int) -> AsyncIterator[None]:
     if not count:
         yield
         return
+    async with _dashboard(folder) as (url, _), _visitors(url, count):
+        yield
+
+
+@asynccontextmanager
+async def _dashboard(folder: Path) -> AsyncIterator[tuple[str, psutil.Process]]:
     with listening_socket("127.0.0.1", 0) as sock:
         port = int(sock.getsockname()[1])
     serve = ("-m", "rollbook", "dashboard", str(folder), "--port", str(port))
-    # The pages are another process: their own CPU time is not that of the ledger.
-    follow = ("-m", "benchmarks.dashboard.pages", "--visit", f"http://127.0.0.1:{port}", "--pages", str(count))
-    run = asyncio.create_subprocess_exec
-    server = await run(sys.executable, *serve, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    visitors = await run(sys.executable, *follow, stdout=subprocess.PIPE)
+    server = await asyncio.create_subprocess_exec(
+        sys.executable, *serve, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        yield f"http://127.0.0.1:{port}", psutil.Process(server.pid)
+    finally:
+        server.terminate()
+        await server.wait()
+
+
+@asynccontextmanager
+async def _visitors(url: str, count: int) -> AsyncIterator[None]:
+    """Pages in another process: their CPU time is not that of the ledger."""
+    follow = ("-m", "benchmarks.dashboard.pages", "--visit", url, "--pages", str(count))
+    visitors = await asyncio.create_subprocess_exec(sys.executable, *follow, stdout=subprocess.PIPE)
     try:
         assert visitors.stdout is not None
         await visitors.stdout.readline()
         yield
     finally:
-        for process in (visitors, server):
-            process.terminate()
-            await process.wait()
+        visitors.terminate()
+        await visitors.wait()
 
 
 async def visit(url: str, count: int) -> None:
@@ -133,12 +163,75 @@ async def visit(url: str, count: int) -> None:
         await asyncio.gather(*(page(session, PAGES[number % len(PAGES)]) for number in range(count)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """The trainer during some seconds."""
+
+    steps_per_s: float
+    trainer_cpu_s: float
+    """For each step."""
+    dashboard_cores: float
+
+
+async def train(folder: Path, *, pages: int, rounds: int, seconds: float) -> dict[int, list[Pace]]:
+    """The demo with no page and with `pages` pages. In each round a drift of the pace counts on both sides."""
+    directory = RunDirectory(folder)
+    settings = [part for setting in SETTINGS for part in ("--set", setting)]
+    command = ("-m", "rollbook", "demo", "--run-dir", str(folder), "--no-dashboard", *settings)
+    demo = await asyncio.create_subprocess_exec(
+        sys.executable, *command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    found: dict[int, list[Pace]] = {0: [], pages: []}
+    try:
+        while len(_step_times(directory.metrics_file)) < WARM_STEPS:
+            assert demo.returncode is None, "the demo ended"
+            await asyncio.sleep(0.5)
+        async with _dashboard(folder) as (url, server):
+            async with _visitors(url, 1):
+                pass  # the dashboard has started
+            for count in (0, pages, pages, 0) * rounds:
+                if count:
+                    async with _visitors(url, count):
+                        pace = await _pace(directory, server, seconds)
+                else:
+                    pace = await _pace(directory, server, seconds)
+                found[count].append(pace)
+                print_status(f"{count} pages: {pace}")
+    finally:
+        demo.send_signal(signal.SIGTERM)
+        await demo.wait()
+    return found
+
+
+async def _pace(directory: RunDirectory, server: psutil.Process, seconds: float) -> Pace:
+    trainer = next(process.pid for process in read_processes(directory.path) if process.name == "trainer")
+    watched = (psutil.Process(trainer), server)
+    begin, before = time.time(), [sum(process.cpu_times()[:2]) for process in watched]
+    await asyncio.sleep(seconds)
+    used = [sum(process.cpu_times()[:2]) - was for process, was in zip(watched, before, strict=True)]
+    times = [at for at in _step_times(directory.metrics_file) if at >= begin]
+    return Pace(
+        steps_per_s=(len(times) - 1) / (times[-1] - times[0]),
+        trainer_cpu_s=used[0] / len(times),
+        dashboard_cores=used[1] / seconds,
+    )
+
+
+def _step_times(metrics: Path) -> list[float]:
+    if not metrics.exists():
+        return []
+    rows = map(json.loads, metrics.read_text(encoding="utf-8").splitlines(keepends=False))
+    return [row["time"] for row in rows if row["process"] == "trainer" and "step" in row]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=2_000)
     parser.add_argument("--pages", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--pace-s", type=float, default=0.05)
+    parser.add_argument("--rounds", type=int, default=3, help="of four measurements of the trainer")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each measurement of the trainer")
     parser.add_argument("--visit", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.visit is not None:
@@ -161,7 +254,21 @@ def main() -> int:
         floor=MIN_RATIO,
         more={"seconds": {str(pages): times for pages, times in found.items()}},
     )
-    return print_figures([figure], groups=args.groups, pages=args.pages)
+    with tempfile.TemporaryDirectory(prefix="rollbook-bench-") as name:
+        paces = asyncio.run(train(Path(name) / "run", pages=args.pages, rounds=args.rounds, seconds=args.seconds))
+    rates = {count: [pace.steps_per_s for pace in of_count] for count, of_count in paces.items()}
+    trainer = Figure(
+        name="trainer_with_pages",
+        ours=statistics.mean(rates[args.pages]),
+        peer=statistics.mean(rates[0]),
+        unit="steps/s",
+        ratio=statistics.mean(rates[args.pages]) / statistics.mean(rates[0]),
+        floor=MIN_RATIO,
+        more={
+            "paces": {str(count): [asdict(pace) for pace in of_count] for count, of_count in paces.items()},
+        },
+    )
+    return print_figures([figure, trainer], groups=args.groups, pages=args.pages)
 
 
 if __name__ == "__main__":

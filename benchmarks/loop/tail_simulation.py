@@ -1,8 +1,8 @@
 """Simulates the four batch policies with episodes of log-normal duration: how fast can the loop be, and what does each policy cost?
 
-The model is a loop without overhead. A step of P groups of n episodes takes 1 to train (more if the batch holds more samples),
-weights are updated in flight, and at most (O + 1) P n episodes run. The gate is the real one. An event is the end of an
-episode or of a training step.
+The model is a loop without overhead. A step of P groups of n episodes takes 1 to train (more if the batch holds more samples, less
+for samples whose tokens are all masked: they are not trained), weights are updated in flight, and at most (O + 1) P n episodes run.
+The gate is the real one. An event is the end of an episode or of a training step.
 """
 
 import heapq
@@ -129,7 +129,7 @@ class Simulation:
 
     def _run_until(self, steps: int) -> None:
         while self._version < steps:
-            if self._training_ends is None and (samples := self._decide()):
+            if self._training_ends is None and (samples := self._decide()) is not None:
                 self._training_ends = self._now + samples / self._load.samples_per_step
             elif self._training_ends is not None and (not self._running or self._training_ends <= self._running[0][0]):
                 self._now, self._training_ends = self._training_ends, None
@@ -176,8 +176,8 @@ class Simulation:
         if group.running == 0:
             del self._open[sequence]
 
-    def _decide(self) -> int:
-        """Form the next batch. Returns its number of samples, or 0."""
+    def _decide(self) -> int | None:
+        """Form the next batch. Returns how many of its samples have a token to train. None: there is no batch yet."""
         oldest = self._decided - self._load.max_head_offpolicy_versions
         cut = self._published_at[oldest] if oldest > 0 else 0.0
         if self._policy is not BatchPolicy.WAIT:
@@ -191,14 +191,15 @@ class Simulation:
         sizes = itertools.accumulate(len(part.episodes) for part in order)
         count = next((n for n, total in enumerate(sizes, 1) if total >= self._load.samples_per_step), None)
         if count is None:
-            return 0
+            return None
         batch = [episode for part in order[:count] for episode in part.episodes]
         for part in order[:count]:
             self._queue.remove(part)
-        self._masked += sum(self._masked_share(start, end, cut) for start, end in batch)
+        masked = [self._masked_share(start, end, cut) for start, end in batch]
+        self._masked += sum(masked)
         self._trained += len(batch)
         self._decided += 1
-        return len(batch)
+        return sum(share < 1 for share in masked)
 
     def _masked_share(self, start: float, end: float, cut: float) -> float:
         """Share of the turns whose tokens were sampled before the cut."""

@@ -1,18 +1,22 @@
 """The dashboard in a real browser, on a run with hostile messages."""
 
 import json
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 from urllib.request import urlopen
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from benchmarks.dashboard.index import PER_STEP as LARGE_STEP
 from benchmarks.dashboard.index import RUN as LARGE_RUN
 from benchmarks.dashboard.index import write_ledger
 from rollbook.run.config.run import RunConfig, dump_toml
@@ -34,25 +38,41 @@ MESSAGES: tuple[dict[str, Any], ...] = (
     {"role": "tool", "tool_call_id": "1", "content": '<a href="https://elsewhere.example">a link</a> caf\ufffd\ufffd'},
     {"role": "user", "content": "x" * (MEGABYTES * 1_000_000)},
 )
-PAGES = {
-    "/": "Is it learning?",
-    "/metrics": "rollout/reward",
-    "/steps": "Grad norm",
-    f"/steps/{STEPS - 1}": "Batch anatomy",
-    "/timeline": "1.0 s of 1.0 s",
-    "/freshness": "Trained groups by step and lag",
-    "/law": "Flow of groups",
-    "/rollouts": "Mean reward of the group",
-    "/rollout/task0%400/1": "What became of this group",
-    "/rollout/task0%400/1?view=tokens&colour=version": "version",
-    "/group/task0%400": "Sample 1",
-    "/tasks": "Never solved",
-    "/fleet": "Processes",
-    "/health": "Restarts",
-    "/actions": "Who did what",
-    "/config": "gate.groups_per_step",
-    "/compare": "Settings that differ",
+SIZE = {"width": 1280, "height": 760}
+PICTURES = {
+    "overview": ("/", "light"),
+    "rollouts": ("/rollouts?solved=some", "light"),
+    "rollout": ("/rollout/{group}/0?view=tokens&colour=logprob", "dark"),
+    "step": ("/steps/{step}", "light"),
+    "timeline": ("/timeline", "dark"),
 }
+"""The pictures of docs/dashboard.md, and their colour schemes."""
+
+
+def pages_of(group: str, step: int) -> dict[str, str]:
+    """Every page, and a text on it."""
+    return {
+        "/": "Is it learning?",
+        "/metrics": "rollout/reward",
+        "/steps": "Grad norm",
+        f"/steps/{step}": "Batch anatomy",
+        "/timeline": "Timeline",
+        "/freshness": "Trained groups by step and lag",
+        "/law": "Flow of groups",
+        "/rollouts": "Mean reward of the group",
+        f"/rollout/{quote(group, safe='')}/1": "What became of this group",
+        f"/rollout/{quote(group, safe='')}/1?view=tokens&colour=version": "version",
+        f"/group/{quote(group, safe='')}": "Sample 1",
+        "/tasks": "Never solved",
+        "/fleet": "Processes",
+        "/health": "Restarts",
+        "/actions": "Who did what",
+        "/config": "gate.groups_per_step",
+        "/compare": "Settings that differ",
+    }
+
+
+PAGES = pages_of("task0@0", STEPS - 1)
 
 
 @dataclass(frozen=True)
@@ -350,6 +370,14 @@ def test_a_killed_ledger_is_reported_and_the_last_values_stay(browser: Browser, 
         page.close()
 
 
+def open_every_page(page: Page, url: str, pages: Mapping[str, str]) -> None:
+    for path, text in pages.items():
+        page.goto(url + path)
+        expect(page.get_by_role("main")).to_contain_text(text)
+        expect(page.locator(".loading")).to_have_count(0)
+        assert page.locator("main [role=alert]").count() == 0, path
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_page_works_on_a_run_with_a_million_groups(browser: Browser, watched: Watched, tmp_path: Path) -> None:
@@ -360,43 +388,81 @@ def test_every_page_works_on_a_run_with_a_million_groups(browser: Browser, watch
     run.write_manifest(name=LARGE_RUN, source_dir=run.path)
     run.ledger.mkdir(exist_ok=True)
     write_ledger(run.ledger, MANY_GROUPS)
+    with run.metrics_file.open("w") as metrics:
+        for step in range(1, MANY_GROUPS // LARGE_STEP + 1):
+            row = {
+                "time": 1.7e9 + step,
+                "process": "trainer",
+                "step": step,
+                "rollout/reward": 0.5,
+                "train/grad_norm": 1.0,
+            }
+            metrics.write(json.dumps(row) + "\n")
     with running_server(tmp_path, "dashboard", str(run.path)) as (url, _):
         page = watched.follow(browser.new_page())
         page.goto(f"{url}/rollouts?state=durable&reward=0.7:")
-        main = page.get_by_role("main")
+        main, heading = page.get_by_role("main"), page.get_by_role("heading", level=1)
         while json.loads(urlopen(f"{url}/api/groups?limit=1").read())["index"]["indexed"] < MANY_GROUPS:
             page.wait_for_timeout(1000)
         page.reload()
         expect(main).to_contain_text(f"of {MANY_GROUPS:,}")
         expect(page.locator("tbody tr").first).to_contain_text("durable")
+        listed = json.loads(urlopen(f"{url}/api/groups?state=durable&reward=0.7:&limit=3").read())["groups"]
         page.keyboard.press("j")
         page.keyboard.press("Enter")
+        for key, at in (("", 0), ("j", 1), ("j", 2), ("k", 1)):
+            if key:
+                page.keyboard.press(key)
+            expect(heading).to_have_text(listed[at]["group_id"])
         expect(main).to_contain_text("What became of this group")
-        for path in ("/", "/law", "/tasks", "/freshness", "/steps", "/timeline", "/fleet", "/health"):
-            page.goto(f"{url}{path}")
-            expect(page.locator("main h1").first).to_be_visible()
-            expect(page.locator(".loading")).to_have_count(0)
+        copied = watched.follow(browser.new_page())
+        copied.goto(page.url)
+        expect(copied.get_by_role("heading", level=1)).to_have_text(listed[1]["group_id"])
+        copied.close()
+        pages = pages_of(listed[0]["group_id"], listed[0]["step"])
+        # The run has no payloads and no decided batches.
+        without = re.compile("steps/|view=tokens|^/group")
+        open_every_page(page, url, {path: text for path, text in pages.items() if not without.search(path)})
         page.close()
 
 
 @pytest.mark.slow
-def test_values_move_while_a_real_run_trains_and_stay_when_it_has_finished(
+def test_every_page_works_while_a_real_run_trains_and_when_it_has_finished(
     browser: Browser, watched: Watched, tmp_path: Path
 ) -> None:
+    """With `ROLLBOOK_PICTURES=FOLDER` it draws the pictures of docs/dashboard.md: `make pictures`."""
     run = tmp_path / "demo"
-    command = ["-m", "rollbook", "demo", "--run-dir", str(run), "--set", "trainer.max_steps=40"]
+    # The pictures show a whole demo, and the test needs only some steps.
+    pictures = os.environ.get("ROLLBOOK_PICTURES")
+    steps = [] if pictures else ["--set", "trainer.max_steps=60"]
+    command = ["-m", "rollbook", "demo", "--run-dir", str(run), *steps]
     with subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as training:
-        page = watched.follow(browser.new_page())
+        page = watched.follow(browser.new_page(viewport=SIZE))  # type: ignore[arg-type]
         while not (run / "metrics.jsonl").exists():
             assert training.poll() is None
+            time.sleep(0.1)
         with running_server(tmp_path, "dashboard", str(run)) as (url, _):
             page.goto(url)
             step = page.locator(".bar-progress b")
             for _ in range(3):
                 expect(step).not_to_have_text(step.inner_text(), timeout=200_000)
+            query = f"{url}/api/groups?state=durable,trained&solved=some&order=-tokens&limit=1"
+            group = json.loads(urlopen(query).read())["groups"][0]["group_id"]
+            open_every_page(page, url, pages_of(group, 2))
             assert training.wait() == 0
             expect(page.locator(".bar")).to_contain_text("finished")
-            for path in ("/timeline", "/steps/20", "/freshness", "/law", "/fleet", "/health", "/tasks"):
-                page.goto(f"{url}{path}")
-                expect(page.locator(".loading")).to_have_count(0)
+            open_every_page(page, url, pages_of(group, 20))
+            if pictures is not None:
+                draw_pictures(browser, url, group, Path(pictures))
             page.close()
+
+
+def draw_pictures(browser: Browser, url: str, group: str, folder: Path) -> None:
+    for name, (path, scheme) in PICTURES.items():
+        page = browser.new_page(viewport=SIZE, color_scheme="dark" if scheme == "dark" else "light")  # type: ignore[arg-type]
+        page.goto(url + path.format(group=quote(group, safe=""), step=40))
+        expect(page.locator("main h1").first).to_be_visible()
+        expect(page.locator(".loading")).to_have_count(0)
+        page.wait_for_timeout(1500)  # the charts are drawn after their data arrived
+        page.screenshot(path=folder / f"{name}.png")
+        page.close()

@@ -150,16 +150,19 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
 }
 
 
-def mask_of(
+def masks_of(
     wanted: GroupFilter,
     columns: GroupColumns,
     *,
     tasks: Numbering,
     producers: Numbering,
     tier_of: Mapping[str, str] | None = None,
-    with_reward: bool = True,
-) -> NDArray[np.bool_]:
-    """Which groups the filter selects, apart from its text. `with_reward=False` leaves out the condition on the reward."""
+    solved: NDArray[np.uint8] | None = None,
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which groups the filter selects, apart from its text, and which it would select without its condition on the reward.
+
+    `solved`: the result of `solved_class`, if it is known.
+    """
     mask = np.ones(columns.size, dtype=np.bool_)
     if wanted.state:
         mask &= np.isin(columns.state, [STATES.index(state) for state in wanted.state])
@@ -169,11 +172,10 @@ def mask_of(
         mask &= columns.task == tasks.find(wanted.task)
     if wanted.task_like is not None:
         part = wanted.task_like.lower()
-        mask &= np.isin(columns.task, [number for number, text in enumerate(tasks.texts) if part in text.lower()])
+        mask &= np.array([part in text.lower() for text in tasks.texts], dtype=np.bool_)[columns.task]
     if wanted.tier is not None:
         tiers = tier_of or {}
-        in_tier = np.array([tiers.get(text) == wanted.tier for text in tasks.texts], dtype=np.bool_)
-        mask &= in_tier[columns.task]
+        mask &= np.array([tiers.get(text) == wanted.tier for text in tasks.texts], dtype=np.bool_)[columns.task]
     if wanted.origin is not None:
         mask &= columns.origin == ORIGINS.index(wanted.origin)
     if wanted.producer is not None:
@@ -181,15 +183,27 @@ def mask_of(
     if wanted.end is not None:
         mask &= (columns.ends & (1 << ENDS.index(wanted.end))) != 0
     if wanted.solved is not None:
-        mask &= solved_class(columns) == SOLVED.index(wanted.solved)
-    for name in ("step", "lag", "tokens", "turns", "seconds", *(["reward"] if with_reward else [])):
+        mask &= (solved_class(columns) if solved is None else solved) == SOLVED.index(wanted.solved)
+    for name in ("step", "lag", "tokens", "turns", "seconds"):
         limits: Range | None = getattr(wanted, name)
         if limits is not None:
             values = getattr(columns, name)
-            mask &= (values >= limits.low) & (values <= limits.high)
+            mask &= _within(values, limits)
             if name in ("step", "lag"):
                 mask &= values >= 0
-    return mask
+    return mask if wanted.reward is None else mask & _within(columns.reward, wanted.reward), mask
+
+
+def _within(values: NDArray[Any], limits: Range) -> NDArray[np.bool_]:
+    """NaN is outside of every range."""
+    found: NDArray[np.bool_]
+    if limits.low == -math.inf:
+        found = values <= limits.high
+    elif limits.high == math.inf:
+        found = values >= limits.low
+    else:
+        found = (values >= limits.low) & (values <= limits.high)
+    return found
 
 
 def solved_class(columns: GroupColumns) -> NDArray[np.uint8]:

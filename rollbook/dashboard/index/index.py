@@ -6,25 +6,26 @@ temporary file. All methods are called from one thread.
 """
 
 import fcntl
+import math
 import sqlite3
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.dashboard.index.columns import DROPS, ENDS, FACTS, STATES, GroupColumns, Numbering, row_values
-from rollbook.dashboard.index.filters import SOLVED, GroupFilter, mask_of, ordered, solved_class
+from rollbook.dashboard.index.filters import SOLVED, GroupFilter, masks_of, ordered, solved_class
 from rollbook.dashboard.source import GroupRow
 
 FORMAT = "2"
 SCHEMA = (Path(__file__).parent / "schema.sql").read_text(encoding="utf-8")
 HISTOGRAM_BINS = 40
+KINDS = (len(STATES), len(DROPS), len(SOLVED))
 CACHED_LISTS = 8
 """Ordered lists that are kept until the index changes: moving through a filter needs the same one again and again."""
 ADD = "INSERT INTO groups (place, group_id, facts, body) VALUES (?, ?, ?, ?)"
@@ -52,6 +53,39 @@ class Position:
     """The number of the last change that was read. Set when the snapshot begins."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Codes:
+    """Small numbers for each group, so that counting the groups of a filter is one pass over one array."""
+
+    solved: NDArray[np.uint8]
+    """Position in `SOLVED`."""
+    kind: NDArray[np.uint16]
+    """State, drop kind and solved class: an index into an array of the shape `KINDS`."""
+    reward_bin: NDArray[np.uint8]
+    """Of the histogram; `HISTOGRAM_BINS` without a reward."""
+    edges: NDArray[np.float64]
+    """Of the bins. Empty if no group has a reward."""
+    rewards: NDArray[np.int64]
+    """Groups in each bin."""
+
+    @classmethod
+    def of(cls, columns: GroupColumns) -> "_Codes":
+        solved = solved_class(columns)
+        kind = (columns.state.astype(np.uint16) * len(DROPS) + columns.drop_kind) * len(SOLVED) + solved
+        rewards = columns.reward
+        known = np.isfinite(rewards)
+        bins, edges = np.full(columns.size, HISTOGRAM_BINS, dtype=np.uint8), np.zeros(0)
+        if known.any():
+            low, high = float(rewards[known].min()), float(rewards[known].max())
+            if low == high:
+                low, high = low - 0.5, high + 0.5
+            edges = np.linspace(low, high, HISTOGRAM_BINS + 1)
+            width = (high - low) / HISTOGRAM_BINS
+            bins[known] = np.minimum((rewards[known] - low) / width, HISTOGRAM_BINS - 1).astype(np.uint8)
+        counts = np.bincount(bins, minlength=HISTOGRAM_BINS)[:HISTOGRAM_BINS]
+        return cls(solved=solved, kind=kind, reward_bin=bins, edges=edges, rewards=counts)
+
+
 class ViewIndex:
     """Opened by `open_index`."""
 
@@ -65,6 +99,9 @@ class ViewIndex:
         """The tier of each task, if the run has tiers."""
         self.position = self._read_position()
         self._lists: dict[GroupFilter, NDArray[np.int64]] = {}
+        self._masks: tuple[GroupFilter, NDArray[np.bool_], NDArray[np.bool_]] | None = None
+        """Of the last filter: a page needs them for the list, the histogram and the counts."""
+        self._codes: _Codes | None = None
         cursor = db.execute(LOAD)
         while rows := cursor.fetchmany(LOADED_ROWS):
             self.columns.put([row[0] for row in rows], np.frombuffer(b"".join(row[1] for row in rows), FACTS))
@@ -74,7 +111,12 @@ class ViewIndex:
 
     def set_tiers(self, tier_of: Mapping[str, str]) -> None:
         self.tier_of = tier_of
+        self._forget_results()
+
+    def _forget_results(self) -> None:
+        """What was computed from the groups is out of date."""
         self._lists.clear()
+        self._masks = self._codes = None
 
     @property
     def num_groups(self) -> int:
@@ -118,7 +160,7 @@ class ViewIndex:
         self._newest = max(self._newest, max((row.sequence for row in rows), default=-1))
         self.position = position
         if rows:
-            self._lists.clear()
+            self._forget_results()
 
     def clear(self) -> None:
         """Forget everything."""
@@ -130,7 +172,7 @@ class ViewIndex:
         self.columns, self.tasks, self.producers = GroupColumns(), Numbering(), Numbering()
         self._stored = {"tasks": 0, "producers": 0}
         self.position, self._newest = Position(), -1
-        self._lists.clear()
+        self._forget_results()
 
     def _places(self, rows: Sequence[GroupRow]) -> list[int]:
         """Where each group is stored. New groups are appended."""
@@ -177,42 +219,49 @@ class ViewIndex:
             del self._lists[next(iter(self._lists))]
         return found
 
-    def mask(self, wanted: GroupFilter, *, with_reward: bool = True) -> NDArray[np.bool_]:
-        return mask_of(
-            wanted,
-            self.columns,
-            tasks=self.tasks,
-            tier_of=self.tier_of,
-            producers=self.producers,
-            with_reward=with_reward,
-        )
+    def mask(self, wanted: GroupFilter) -> NDArray[np.bool_]:
+        """Which groups the filter selects, apart from its text."""
+        return self._masks_of(wanted)[0]
+
+    def _masks_of(self, wanted: GroupFilter) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        if self._masks is None or self._masks[0] != wanted:
+            found = masks_of(
+                wanted,
+                self.columns,
+                tasks=self.tasks,
+                producers=self.producers,
+                tier_of=self.tier_of,
+                solved=self.codes.solved,
+            )
+            self._masks = (wanted, *found)
+        return self._masks[1:]
+
+    @property
+    def codes(self) -> "_Codes":
+        if self._codes is None:
+            self._codes = _Codes.of(self.columns)
+        return self._codes
 
     def reward_histogram(self, wanted: GroupFilter) -> dict[str, list[float]]:
         """Mean rewards within the filter, apart from its condition on the reward, and of all groups, in the same bins."""
-        rewards = self.columns.reward
-        known = np.isfinite(rewards)
-        if not known.any():
+        codes = self.codes
+        if not len(codes.edges):
             return {"edges": [], "counts": [], "all": []}
-        low, high = float(rewards[known].min()), float(rewards[known].max())
-        if low == high:
-            low, high = low - 0.5, high + 0.5
-        selected = rewards[known & self.mask(wanted, with_reward=False)]
-        counts, edges = np.histogram(selected, bins=HISTOGRAM_BINS, range=(low, high))
-        everything, _ = np.histogram(rewards[known], bins=HISTOGRAM_BINS, range=(low, high))
-        return {"edges": edges.tolist(), "counts": counts.tolist(), "all": everything.tolist()}
+        _, without_reward = self._masks_of(wanted)
+        counts = np.bincount(codes.reward_bin[without_reward], minlength=HISTOGRAM_BINS)[:HISTOGRAM_BINS]
+        return {"edges": codes.edges.tolist(), "counts": counts.tolist(), "all": codes.rewards.tolist()}
 
     def facets(self, wanted: GroupFilter) -> dict[str, dict[str, int]]:
         """How many of the selected groups have each state, drop kind, solved class and end of a sample."""
-        mask, columns = self.mask(wanted), self.columns
-        ends = columns.ends[mask]
+        mask = self.mask(wanted)
+        kinds = np.bincount(self.codes.kind[mask], minlength=math.prod(KINDS)).reshape(KINDS)
+        ends = np.bincount(self.columns.ends[mask], minlength=256)
         return {
-            "state": _counts(columns.state[mask], STATES),
-            "drop": _counts(columns.drop_kind[mask], DROPS),
-            "solved": _counts(solved_class(columns)[mask], SOLVED),
+            "state": _named(STATES, kinds.sum(axis=(1, 2))),
+            "drop": _named(DROPS, kinds.sum(axis=(0, 2))),
+            "solved": _named(SOLVED, kinds.sum(axis=(0, 1))),
             "tier": self._tier_counts(mask),
-            "end": {
-                name: count for bit, name in enumerate(ENDS) if (count := int(np.count_nonzero(ends & (1 << bit))))
-            },
+            "end": _named(ENDS, [ends[np.arange(256) & (1 << bit) != 0].sum() for bit in range(len(ENDS))]),
         }
 
     def _tier_counts(self, mask: NDArray[np.bool_]) -> dict[str, int]:
@@ -221,7 +270,7 @@ class ViewIndex:
         names = sorted(set(self.tier_of.values()))
         codes = {name: code for code, name in enumerate(["", *names])}
         by_task = np.array([codes[self.tier_of.get(task, "")] for task in self.tasks.texts], dtype=np.int64)
-        return _counts(by_task[self.columns.task[mask]], ["", *names])
+        return _named(["", *names], np.bincount(by_task[self.columns.task[mask]], minlength=len(names) + 1))
 
     def close(self) -> None:
         self._db.close()
@@ -288,9 +337,8 @@ def _texts(db: sqlite3.Connection, sql: str) -> list[str]:
     return [str(row[0]) for row in db.execute(sql)]
 
 
-def _counts(codes: NDArray[Any], names: Sequence[str]) -> dict[str, int]:
-    found = np.bincount(codes, minlength=len(names)).tolist()
-    return {name: count for name, count in zip(names, found, strict=False) if name and count}
+def _named(names: Sequence[str], counts: Iterable[int]) -> dict[str, int]:
+    return {name: int(count) for name, count in zip(names, counts, strict=False) if name and count}
 
 
 _ENCODER = msgspec.msgpack.Encoder()
