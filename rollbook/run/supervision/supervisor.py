@@ -349,6 +349,8 @@ class Supervisor:
             )
             if not done:
                 stack = await process.stack()
+                if process.was_ready:
+                    return  # meanwhile
                 self._fail(
                     f"{process.name} was not ready after {self._settings.ready_s:g} s (run.ready_s). Its stacks:\n{stack}"
                 )
