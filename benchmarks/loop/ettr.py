@@ -1,9 +1,10 @@
 """Effective training time: steps done with one kill every 30 s over steps done without, in all and by process killed.
 
 One run: a quarter of `--minutes` without kills, then `--minutes` with a kill every 30 s, then a quarter without. The peer is the
-rate of the two quiet parts, so that other load on the machine matters less. The processes are killed in rounds, in random order;
-the figure of a process counts the 30 s after each of its kills. Steps count once: those that a restarted trainer trains again are
-no progress. The parts of an outage show where the time goes:
+rate of the two quiet parts, so that other load on the machine matters less. The policy does not learn: otherwise its episodes would
+get shorter, and the second quiet part would be faster than the first. The processes are killed in rounds, in random order; the
+figure of a process counts the 30 s after each of its kills. Steps count once: those that a restarted trainer trains again are no
+progress. The parts of an outage show where the time goes:
 
     start      from the kill to the first log line of the new process: the supervisor's wait, and the fork or the start of Python
     ready      from there until it is ready: imports, the model, the checkpoint
@@ -32,6 +33,7 @@ SETTINGS = [
     "run.most_quick_deaths=1000",
     "trainer.max_steps=10000000",
     "trainer.checkpoint_every=10",
+    "trainer.lr=1e-12",
     "gate.max_attempts=1000",
     "rollout.retry_budget=32",
 ]

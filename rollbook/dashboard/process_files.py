@@ -82,7 +82,10 @@ def read_events(run_dir: Path, *, levels: Iterable[str] = LEVELS) -> list[dict[s
     """The newest events of these levels of all processes, newest first."""
     wanted = frozenset(levels)
     found = [
-        row for path in _logs(run_dir, "*.jsonl") for row in _json_lines(_tail(path)) if row.get("level") in wanted
+        row
+        for path in _logs(run_dir, "*.jsonl")
+        for row in _json_lines(_tail(path).splitlines())
+        if row.get("level") in wanted
     ]
     found.sort(key=lambda row: row["time"], reverse=True)
     return found[:MAX_EVENTS]
@@ -92,8 +95,9 @@ def last_events(run_dir: Path) -> dict[str, dict[str, Any]]:
     """The newest event of each process."""
     found: dict[str, dict[str, Any]] = {}
     for path in _logs(run_dir, "*.jsonl"):
-        for row in _json_lines(_tail(path)):
-            found[path.stem] = row
+        newest = next(_json_lines(reversed(_tail(path).splitlines())), None)
+        if newest is not None:
+            found[path.stem] = newest
     return found
 
 
@@ -132,12 +136,12 @@ def _tail(path: Path) -> bytes:
         return b""
 
 
-def _json_lines(text: bytes) -> Iterator[dict[str, Any]]:
+def _json_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """Events with a time. Lines that are cut or damaged are skipped."""
-    for line in text.splitlines():
+    for line in lines:
         try:
-            row = json.loads(line)
-        except ValueError:
+            row = msgspec.json.decode(line)
+        except msgspec.DecodeError:
             continue
         if isinstance(row, dict) and isinstance(row.get("time"), int | float) and isinstance(row.get("event"), str):
             yield row

@@ -49,11 +49,15 @@ async def open_ledger_service(
     clock: Clock | None = None,
     keys: Keys | None = None,
     dialects: Sequence[Dialect] = (),
+    wait_s: float = 0.0,
 ) -> AsyncIterator[LedgerService]:
-    """Opens the store and the ledger on it. The caller then serves it with `LedgerService.serving`."""
+    """Opens the store and the ledger on it. The caller then serves it with `LedgerService.serving`.
+
+    A SQLite store that another process uses for longer than `wait_s` is refused.
+    """
     allow_many_connections()
     keep_memory_for_bodies()
-    with only_service(store_url):
+    with only_service(store_url, wait_s=wait_s):
         async with (
             open_store(store_url, durability=config.durability) as store,
             ledger_service_on(store, config, log=log, clock=clock, keys=keys, dialects=dialects) as service,

@@ -37,6 +37,10 @@ class StoreFaultError(RunError):
     """The store cannot work (disk full, not writable, corrupt); an operator must act."""
 
 
+class StoreInUseError(StoreFaultError):
+    """Another service uses the store, which admits only one."""
+
+
 class ChangedRows(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of some groups, of the steps after one, and of the publications from one on."""
 

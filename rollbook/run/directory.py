@@ -281,6 +281,8 @@ class RunDirectory:
                 ) from error
             lock.seek(0)
             lock.truncate()
+            # A killed supervisor leaves its addresses behind. This process writes its own when it has opened them.
+            self.addresses_file.unlink(missing_ok=True)
             lock.write(str(os.getpid()))
             lock.flush()
             yield

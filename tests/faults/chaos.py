@@ -54,6 +54,7 @@ REWARD_MODULE = "def brief(case):\n    return -float(case.num_sampled)\n"
 SETTINGS = [
     "run.most_quick_deaths=1000",
     "run.silence_s=12.0",
+    "run.ready_s=300.0",
     "trainer.max_steps=1000000",
     "trainer.checkpoint_every=5",
     "gate.max_attempts=1000",
@@ -419,7 +420,7 @@ class Chaos:
         unexplained = audit["opened"] - sum(law.values())
         report.losses = abs(unexplained) + len(set(range(1, report.steps + 1)) - acknowledged)
         replayed = rollbook("replay", str(self.run.directory), "--verify")
-        report.is_replayed = replayed.returncode == 0
+        report.replays = int(replayed.returncode == 0)
 
 
 def _rows_after(path: Path, size: int) -> list[dict[str, Any]]:
@@ -528,7 +529,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_line(report.table())
     row = report.row()
     if args.write:
-        RESULTS.write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
+        RESULTS.write_text(json.dumps([row], indent=2) + "\n", encoding="utf-8")
     write_line(json.dumps(row))
     return 0 if report.ok else 1
 

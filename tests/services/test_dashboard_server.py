@@ -181,7 +181,9 @@ async def test_groups_and_tasks_are_filtered_by_tier(directory: RunDirectory) ->
         assert (await get(client, "/api/groups?tier=none"))["total"] == 0
 
 
-async def test_open_pages_are_told_when_the_run_changes(directory: RunDirectory, client: DashboardClient) -> None:
+async def test_open_pages_are_notified_when_the_run_changes_and_then_get_its_new_values(
+    directory: RunDirectory, client: DashboardClient
+) -> None:
     async with client.session.get(f"{client.url}/api/events") as response:
         assert response.headers["Content-Type"] == "text/event-stream"
 
@@ -193,10 +195,12 @@ async def test_open_pages_are_told_when_the_run_changes(directory: RunDirectory,
             raise AssertionError("the stream ended")
 
         assert (await next_event())["step"] == STEPS
+        assert (await get(client, "/api/run"))["learning"]["reward"]["last"] == pytest.approx(0.3)
         row = {"time": 2000.0, "process": "trainer", "step": STEPS + 1, "rollout/reward": 0.9}
         with directory.metrics_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         assert (await next_event())["last"]["rollout/reward"] == 0.9
+        assert (await get(client, "/api/run"))["learning"]["reward"]["last"] == 0.9
 
 
 async def test_several_runs_of_a_folder_are_listed_and_compared(tmp_path: Path) -> None:

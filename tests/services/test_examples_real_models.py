@@ -6,7 +6,9 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,12 +16,16 @@ from typing import Any
 import pytest
 
 from benchmarks.learning.recipe import table
+from rollbook.contracts.environment import Observation
+from rollbook.contracts.trajectory import EndReason
 from rollbook.envs.builtin.awscli.tasks.task_bank import task_bank
+from rollbook.rollout.settings import EpisodeLimits
 from rollbook.run.config.run import load_config
 from rollbook.run.config.sft import load_sft_config
 from rollbook.run.config.study import load_study
 from rollbook.trainer.config import ModelBuildConfig, ModelConfig
 from rollbook.trainer.model.model_directory import prepare_model_directory
+from tests.parts.rollout.guessing import GuessingEnvironment, setup_of
 from tests.parts.run.examples import modules_of
 from tests.parts.run.small import REPOSITORY
 
@@ -115,6 +121,38 @@ def test_a_demonstration_uses_only_what_the_agent_was_shown(
     printed = capsys.readouterr().err
     assert f"{needs_id['id']} is left out" in printed
     assert "1 of 2 solutions use a value that the agent was not shown" in printed
+
+
+class RepeatingCloud(GuessingEnvironment):
+    """Every command has the same output, and none solves the task."""
+
+    def __init__(self, output: str) -> None:
+        super().__init__()
+        self._output = output
+
+    async def step(self, action: str) -> Observation:
+        return Observation(text=self._output, solved=False)
+
+
+@pytest.mark.parametrize(
+    ("output", "num_turns", "end"),
+    [
+        ("error: argument command: Invalid choice", 3, EndReason.DONE),
+        ("The bucket does not exist\n(exit code 254)", 3, EndReason.DONE),
+        ("(no output)", 5, EndReason.MAX_TURNS),
+    ],
+)
+async def test_an_episode_ends_after_three_failed_commands(
+    cloud_tasks: ModuleType, output: str, num_turns: int, end: EndReason
+) -> None:
+    @asynccontextmanager
+    async def open_environment() -> AsyncIterator[RepeatingCloud]:
+        yield RepeatingCloud(output)
+
+    setup, _ = setup_of(limits=EpisodeLimits(max_turns=5))
+    rollout = cloud_tasks.make_rollout(replace(setup, open_environment=open_environment))
+    sample = await rollout({"id": "sts-account--train-0-0", "secret": 1})
+    assert (len(sample.turns), sample.finish_reason, sample.solved) == (num_turns, end, False)
 
 
 def test_no_held_out_question_is_trained_in_any_level(puzzles: ModuleType) -> None:

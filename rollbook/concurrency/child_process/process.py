@@ -149,9 +149,10 @@ class ChildProcess:
 
     @classmethod
     async def start(cls, spec: ChildSpec, *, fork: Fork | None = None) -> Self:
-        """Raises `OSError` when the process cannot be started."""
+        """Raises `OSError` when the process cannot be started. A start that is cancelled leaves no process behind."""
         fork = fork or (cls.own_fork if spec.may_fork else None)
         ours, theirs = socket.socketpair()
+        process: RunningProcess | None = None
         try:
             with theirs, _opened(spec.output) as output:
                 process = None if fork is None else await fork(spec, theirs, output)
@@ -162,6 +163,10 @@ class ChildProcess:
             return cls(process, await Frames.open(ours), spec)
         except BaseException:
             ours.close()
+            if process is not None:
+                with suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGKILL)
+                await process.wait()
             raise
 
     @property

@@ -14,10 +14,18 @@ from aiohttp import web
 
 from rollbook.access.guard import REFUSE, Problem
 from rollbook.contracts.errors import NotFoundError, RollbookError, RunError, UsageError
+from rollbook.dashboard.run_view import RunView
 from rollbook.dashboard.server import actions, charts, fleet, groups, overview, steps, tasks
 from rollbook.dashboard.server.access import DashboardAccess, Role
 from rollbook.dashboard.server.events import Events
-from rollbook.dashboard.server.request import BadRequestError, BusyError, ForbiddenError, error_reply, reply
+from rollbook.dashboard.server.request import (
+    BadRequestError,
+    BusyError,
+    ForbiddenError,
+    SharedReplies,
+    error_reply,
+    reply,
+)
 from rollbook.dashboard.server.runs import OpenRuns
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -41,15 +49,32 @@ MISSING_PAGE = (
 OPEN_PATHS = frozenset({"/api/login", "/api/session"})
 """Usable without a token, apart from the page itself."""
 
+SHARED_ROUTES: dict[str, Callable[[RunView, web.Request], Awaitable[Any]]] = {
+    "/api/run": overview.overview,
+    "/api/law": overview.law,
+    "/api/series": charts.series,
+    "/api/freshness": charts.freshness,
+    "/api/timeline": charts.timeline,
+    "/api/steps": steps.list_steps,
+    "/api/groups": groups.list_groups,
+    "/api/tasks": tasks.list_tasks,
+    "/api/fleet": fleet.fleet,
+    "/api/health": fleet.health,
+    "/api/config": fleet.config,
+}
+"""What pages request again and again while a run goes on. One reply serves all of them."""
+
 
 class Login(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     token: str
 
 
 def build_app(runs: OpenRuns, access: DashboardAccess, *, static: Path = STATIC) -> web.Application:
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_headers, _errors, _require_role(access)])
+    shared = SharedReplies()
+    checks = [_headers, _errors, _require_role(access), shared.clear_after_post]
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=checks)
     app[REFUSE] = _refuse
-    events = Events(runs)
+    events = Events(runs, on_change=shared.clear)
     app.cleanup_ctx.append(events.running)
 
     async def login(request: web.Request) -> web.StreamResponse:
@@ -70,9 +95,12 @@ def build_app(runs: OpenRuns, access: DashboardAccess, *, static: Path = STATIC)
             return web.Response(status=503, text=MISSING_PAGE)
         return web.FileResponse(index)
 
-    def on_run(view: Callable[[Any, web.Request], Awaitable[Any]]) -> Handler:
+    def on_run(view: Callable[[Any, web.Request], Awaitable[Any]], *, is_shared: bool = False) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
-            return reply(await view(await runs.find(request.query.get("run")), request))
+            async def compute() -> Any:
+                return await view(await runs.find(request.query.get("run")), request)
+
+            return await shared.reply(request.path_qs, compute) if is_shared else reply(await compute())
 
         return handle
 
@@ -85,31 +113,22 @@ def build_app(runs: OpenRuns, access: DashboardAccess, *, static: Path = STATIC)
 
     def on_all(view: Callable[[OpenRuns, web.Request], Awaitable[Any]]) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
-            return reply(await view(runs, request))
+            return await shared.reply(request.path_qs, lambda: view(runs, request))
 
         return handle
 
     app.router.add_post("/api/login", login)
     app.router.add_get("/api/session", session)
     app.router.add_get("/api/runs", on_all(overview.list_runs))
-    app.router.add_get("/api/run", on_run(overview.overview))
-    app.router.add_get("/api/law", on_run(overview.law))
+    for path, view in SHARED_ROUTES.items():
+        app.router.add_get(path, on_run(view, is_shared=True))
     app.router.add_post("/api/audit", on_run(overview.audit))
     app.router.add_get("/api/actions", on_run(actions.list_actions))
     app.router.add_post("/api/actions", act)
-    app.router.add_get("/api/series", on_run(charts.series))
-    app.router.add_get("/api/freshness", on_run(charts.freshness))
-    app.router.add_get("/api/timeline", on_run(charts.timeline))
     app.router.add_get("/api/compare", on_all(charts.compare))
-    app.router.add_get("/api/steps", on_run(steps.list_steps))
     app.router.add_get("/api/steps/{step}", on_run(steps.anatomy))
-    app.router.add_get("/api/groups", on_run(groups.list_groups))
     app.router.add_get("/api/groups/{group}/tokens", on_run(groups.tokens))
     app.router.add_get("/api/groups/{group}", on_run(groups.show_group))
-    app.router.add_get("/api/tasks", on_run(tasks.list_tasks))
-    app.router.add_get("/api/fleet", on_run(fleet.fleet))
-    app.router.add_get("/api/health", on_run(fleet.health))
-    app.router.add_get("/api/config", on_run(fleet.config))
     app.router.add_get("/api/events", events.stream)
     app.router.add_route("*", "/api/{rest:.*}", _unknown)
     if static.is_dir():

@@ -1,7 +1,7 @@
 """`/api/events`: tells open pages that a run changed. One reader per run serves all pages; without pages nothing is read."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -20,8 +20,10 @@ HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-
 
 
 class Events:
-    def __init__(self, runs: OpenRuns) -> None:
+    def __init__(self, runs: OpenRuns, *, on_change: Callable[[], None]) -> None:
+        """`on_change` is called before the pages learn of a change."""
         self._runs = runs
+        self._on_change = on_change
         self._readers: dict[str, _Reader] = {}
         self._streams: set[asyncio.Task[Any]] = set()
 
@@ -35,7 +37,7 @@ class Events:
         view = await self._runs.find(request.query.get("run"))
         response = web.StreamResponse(headers=HEADERS)
         await response.prepare(request)
-        reader = self._readers.setdefault(view.details.key, _Reader(view))
+        reader = self._readers.setdefault(view.details.key, _Reader(view, self._on_change))
         task = asyncio.current_task()
         assert task is not None
         self._streams.add(task)
@@ -52,8 +54,9 @@ class Events:
 class _Reader:
     """Reads a run while at least one page follows it."""
 
-    def __init__(self, view: RunView) -> None:
+    def __init__(self, view: RunView, on_change: Callable[[], None]) -> None:
         self._view = view
+        self._on_change = on_change
         self._latest = b""
         self._changed = asyncio.Event()
         self._pages = 0
@@ -91,6 +94,7 @@ class _Reader:
             message = await self._read()
             if message != self._latest:
                 self._latest = message
+                self._on_change()
                 self._changed.set()
                 self._changed = asyncio.Event()
             await asyncio.sleep(POLL_S)

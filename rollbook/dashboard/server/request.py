@@ -1,7 +1,11 @@
 """Reading parameters of requests, and writing replies."""
 
+import asyncio
 import math
+import time
+from collections.abc import Awaitable, Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 from aiohttp import web
@@ -9,6 +13,9 @@ from aiohttp import web
 from rollbook.contracts.errors import RollbookError
 
 LARGEST = 2**53 - 1
+SHARED_S = 1.0
+"""For this time a reply is sent again to other pages that request it."""
+MAX_SHARED = 32
 
 
 class BadRequestError(RollbookError):
@@ -23,9 +30,52 @@ class BusyError(RollbookError):
     """The same work is already being done."""
 
 
+class SharedReplies:
+    """Computes a reply once for all pages that request it at about the same time, so that many open pages cost as much as one."""
+
+    def __init__(self) -> None:
+        self._replies: dict[str, tuple[float, bytes]] = {}
+        """By address: when it was computed, and its body."""
+        self._computing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._changes = 0
+
+    async def reply(self, address: str, compute: Callable[[], Awaitable[Any]]) -> web.Response:
+        lock = self._computing.setdefault(address, asyncio.Lock())
+        async with lock:
+            at, body = self._replies.get(address, (-math.inf, b""))
+            if time.monotonic() - at >= SHARED_S:
+                changes = self._changes
+                body = _ENCODER.encode(await compute())
+                if changes == self._changes:
+                    self._replies.pop(address, None)
+                    self._replies[address] = (time.monotonic(), body)
+                    if len(self._replies) > MAX_SHARED:
+                        del self._replies[next(iter(self._replies))]
+        return _json(body)
+
+    def clear(self) -> None:
+        """A run has changed: the next replies show it."""
+        self._changes += 1
+        self._replies.clear()
+
+    @web.middleware
+    async def clear_after_post(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        finally:
+            if request.method == "POST":
+                self.clear()
+
+
 def reply(value: Any) -> web.Response:
     """NaN and infinity become null."""
-    return web.Response(body=_ENCODER.encode(value), content_type="application/json")
+    return _json(_ENCODER.encode(value))
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")
 
 
 def error_reply(status: int, kind: str, message: str) -> web.Response:

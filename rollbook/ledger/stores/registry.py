@@ -36,9 +36,12 @@ def open_store(url: str, *, durability: Durability = Durability.POWER_LOSS) -> A
     return _postgres(url).open_postgres_store(url, durability=durability)
 
 
-def only_service(url: str) -> AbstractContextManager[None]:
-    """Held by a service while it uses the store. SQLite: a second service is refused. PostgreSQL: services share a database."""
-    return sqlite.only_service(_directory(url)) if url.startswith(SQLITE) else nullcontext()
+def only_service(url: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
+    """Held by a service while it uses the store. PostgreSQL: services share a database.
+
+    SQLite: a second service is refused if the first has not ended after `wait_s`.
+    """
+    return sqlite.only_service(_directory(url), wait_s=wait_s) if url.startswith(SQLITE) else nullcontext()
 
 
 def open_reader(url: str) -> AbstractContextManager[Reader]:

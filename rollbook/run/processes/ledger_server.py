@@ -13,6 +13,9 @@ from rollbook.run.atropos_feed import posts_run
 from rollbook.run.ledger_clients import ledger_keys, run_settings, store_url
 from rollbook.run.supervision.child_main import RoleContext
 
+STORE_WAIT_S = 10.0
+"""The ledger process of a killed run ends within seconds, and an action on a stopped run uses the store for a moment."""
+
 
 async def main(context: RoleContext) -> str:
     config, sock = context.loaded.config, context.listening()
@@ -23,7 +26,12 @@ async def main(context: RoleContext) -> str:
         dialects.append(atropos_dialect(posts, trainable=settings.limits))
     url = store_url(config.ledger, context.directory)
     async with open_ledger_service(
-        url, config.ledger, log=context.log, keys=ledger_keys(config, context.directory), dialects=dialects
+        url,
+        config.ledger,
+        log=context.log,
+        keys=ledger_keys(config, context.directory),
+        dialects=dialects,
+        wait_s=STORE_WAIT_S,
     ) as service:
         for warning in await asyncio.to_thread(store_warnings, url):
             context.log.warning("ledger.store", warning=warning)

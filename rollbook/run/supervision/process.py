@@ -53,8 +53,10 @@ class SupervisedProcess:
         self.was_ready = False
         """At least one incarnation became ready."""
         self.ready = asyncio.Event()
-        self._ended = asyncio.Event()
-        self._ended.set()
+        """This incarnation is ready."""
+        self.ended = asyncio.Event()
+        """There is no incarnation at the moment: it has exited, and its successor was not started yet."""
+        self.ended.set()
         self._on_change = on_change
         self._child: HostedProcess | None = None
         self._starting: asyncio.Task[HostedProcess] | None = None
@@ -87,7 +89,7 @@ class SupervisedProcess:
     async def run(self) -> int:
         """Run one incarnation, from start to exit. Returns its exit code (negative: the signal that ended it)."""
         self.ready.clear()
-        self._ended.clear()
+        self.ended.clear()
         self.has_ended = self.was_stopped = False
         self.move(ProcessState.STARTING)
         self._starting = asyncio.create_task(self._host.start(self._start), name=f"run.start.{self.name}")
@@ -95,13 +97,15 @@ class SupervisedProcess:
             # A wait, not an await of the task: `kill` and `stop` may cancel the start.
             await asyncio.wait({self._starting})
             if self._starting.cancelled():
-                self._ended.set()
+                self.ended.set()
                 return -signal.SIGKILL
             self._child = child = self._starting.result()
         except BaseException:
-            if not self._starting.cancel() and self._starting.exception() is None:
+            self._cancel_start()
+            await asyncio.wait({self._starting})
+            if not self._starting.cancelled() and self._starting.exception() is None:
                 self._starting.result().send_kill()  # it was started at the moment of the cancellation
-            self._ended.set()
+            self.ended.set()
             raise
         finally:
             self._starting = None
@@ -116,7 +120,8 @@ class SupervisedProcess:
         finally:
             receiving.cancel()
             await child.kill()
-            self._ended.set()
+            self.ready.clear()
+            self.ended.set()
 
     def request_stop(self) -> None:
         if self._child is not None:
@@ -135,23 +140,26 @@ class SupervisedProcess:
 
     async def stop(self) -> bool:
         """SIGTERM, then SIGKILL. Returns when it has ended; False when it had to be killed."""
-        if self._starting is not None:
-            self._starting.cancel()
+        self._cancel_start()
         is_graceful = self._child is None or await self._child.stop(grace_s=STOP_GRACE_S)
-        await self._ended.wait()
+        await self.ended.wait()
         return is_graceful
 
     async def ends_within(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._ended.wait()
+                await self.ended.wait()
 
     def kill(self) -> None:
         """SIGKILL to the whole process group, without waiting. A start that is not complete is cancelled."""
-        if self._starting is not None:
-            self._starting.cancel()
+        self._cancel_start()
         if self._child is not None:
             self._child.send_kill()
+
+    def _cancel_start(self) -> None:
+        # Once: a second cancellation would interrupt the wait for the end of a process that is just being started.
+        if self._starting is not None and not self._starting.cancelling():
+            self._starting.cancel()
 
     async def stack(self) -> str:
         return await self._child.stack() if self._child is not None else "it is not running"

@@ -26,7 +26,7 @@ from rollbook.run.directory import RunDirectory, existing_model, write_json
 from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.run.supervision.autoscaler import open_autoscaler
 from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
-from rollbook.run.supervision.drain import until_drained
+from rollbook.run.supervision.drain import record_drained, until_drained
 from rollbook.run.supervision.extra_processes import ExtraProcesses
 from rollbook.run.supervision.host import LocalHost, ProcessHost, ProcessStart
 from rollbook.run.supervision.membership import machine_id, member_lease
@@ -69,6 +69,7 @@ class Supervisor:
         rule: RestartRule | None = None,
         say: Callable[[str], None] = lambda text: None,
         has_trainer: bool = True,
+        host: ProcessHost | None = None,
         open_host: Callable[[], AbstractAsyncContextManager[ProcessHost]] | None = None,
         dashboard: socket.socket | None = None,
         until_over: Callable[[Mapping[str, str]], Awaitable[None]] | None = None,
@@ -76,7 +77,8 @@ class Supervisor:
         """`dashboard` is the listening socket of the run's dashboard; without one there is none.
 
         `until_over` is called with the addresses and awaited when the last process has ended, before the servers stop.
-        `open_host` opens the host of the additional processes of `[cluster]`; by default they are started on this machine.
+        `host` starts the processes of the run; by default on this machine. `open_host` opens the host of the additional processes
+        of `[cluster]`; by default it is the same.
         """
         self._directory = directory
         self._directory_id = directory.file_id()
@@ -89,6 +91,8 @@ class Supervisor:
         self._failure: str | None = None
         self._over = asyncio.Event()
         self._drained = False
+        """A signal or an operator has stopped the run."""
+        self._is_operator_drain = False
         self._until_over = until_over
         self._is_ledger_shared = config.ledger.is_shared
         self._final_evaluation_s = config.evaluation.final_wait_s
@@ -96,8 +100,7 @@ class Supervisor:
         self.addresses = dict(self._plan.addresses)
         self._config = config
         self._template = self._process_template(template_modules(config, has_trainer=has_trainer))
-        host = LocalHost(self._template)
-        self._host = host
+        self._host = host = host or LocalHost(self._template)
         self.processes = [
             SupervisedProcess(start, host=host, on_change=self._write_processes) for start in self._plan.starts
         ]
@@ -196,6 +199,10 @@ class Supervisor:
                     for task in (readiness, watch, extras, drain):
                         task.cancel()
                     await asyncio.wait({extras})
+                if self._is_operator_drain and self._end() is RunEnd.DRAINED:
+                    await record_drained(
+                        load_resolved_config(self._directory), self._directory, self.addresses["ledger"], log=self._log
+                    )
                 await self._stop_others()
             await self._stop(*ledger)
             for keeper in keepers:
@@ -285,8 +292,8 @@ class Supervisor:
                         await self._until_over(self.addresses)
                     self._over.set()
                 return
-            if process is self._last and self._drained:
-                # Its successor would not know that the run drains. The same command resumes from the last checkpoint.
+            if process is self._last and self._drained and not self._is_operator_drain:
+                # A person waits for the end. The same command resumes from the last checkpoint.
                 process.move(ProcessState.STOPPED)
                 self._log.warning("run.drain_aborted", process=process.name, code=code)
                 self._over.set()
@@ -342,6 +349,8 @@ class Supervisor:
             )
             if not done:
                 stack = await process.stack()
+                if process.was_ready:
+                    return  # meanwhile
                 self._fail(
                     f"{process.name} was not ready after {self._settings.ready_s:g} s (run.ready_s). Its stacks:\n{stack}"
                 )
@@ -395,10 +404,20 @@ class Supervisor:
                 await process.ends_within(STOP_GRACE_S)
 
     async def _drain_on_request(self) -> None:
-        """Stop the run, as after the first Ctrl-C, when an operator has drained it."""
+        """Stop the run when an operator has drained it.
+
+        Takes:  the state of the gate and the counts of the ledger.
+        Gives:  a request to stop, to the trainer. After a resume it may still start, and it may die while it stops: then the
+                request goes to its successor.
+        Ends:   when the run is over.
+        """
         loaded = load_resolved_config(self._directory)
         await until_drained(loaded, self._directory, self.addresses["ledger"], log=self._log, say=self._say)
-        self.interrupt()
+        self._is_operator_drain = self._drained = True
+        while True:
+            await self._last.ready.wait()
+            self._last.request_stop()
+            await self._last.ended.wait()
 
     async def _stop_others(self) -> None:
         """Stop all processes but the ledger, clients before the servers they use."""
@@ -466,16 +485,18 @@ class Supervisor:
                 process.kill()
 
     def _outcome(self, seconds: float) -> RunOutcome:
-        restarts = sum(p.restarts for p in self.processes)
+        end, last = self._end(), self._last
+        message = self._failure or last.end_message
+        if end is RunEnd.INTERRUPTED:
+            message = message or "stopped at once"
+        return RunOutcome(end=end, message=message, seconds=seconds, restarts=sum(p.restarts for p in self.processes))
+
+    def _end(self) -> RunEnd:
         if self._failure is not None:
-            return RunOutcome(end=RunEnd.FAILED, message=self._failure, seconds=seconds, restarts=restarts)
-        last = self._last
-        if self._drained:
-            end = RunEnd.DRAINED if last.state is ProcessState.ENDED else RunEnd.INTERRUPTED
-            return RunOutcome(
-                end=end, message=last.end_message or "stopped at once", seconds=seconds, restarts=restarts
-            )
-        return RunOutcome(end=RunEnd.FINISHED, message=last.end_message, seconds=seconds, restarts=restarts)
+            return RunEnd.FAILED
+        if not self._drained:
+            return RunEnd.FINISHED
+        return RunEnd.DRAINED if self._last.state is ProcessState.ENDED else RunEnd.INTERRUPTED
 
     def _write_processes(self) -> None:
         rows = {

@@ -21,6 +21,8 @@ EXAMPLE = REPOSITORY / "rollbook" / "demo"
 STEPS = 30
 LONG_S = 500.0
 """Limit for a whole run on a busy machine, below the limit of a test."""
+END_S = 60.0
+"""Limit for the processes of a killed supervisor, which force their exit after 5 s. A busy machine needs longer."""
 
 CONFIG = f"""
 [run]
@@ -182,9 +184,13 @@ class SmallRun:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def stop(self) -> None:
+        """SIGKILL to the supervisor. Returns when its processes have ended too: until then they write to the run directory."""
         if self._process is not None and self._process.poll() is None:
+            processes = self.descendants()
             self._process.kill()
             self._process.wait()
+            _, alive = psutil.wait_procs(processes, timeout=END_S)
+            assert alive == [], f"still alive {END_S:g} s after the supervisor was killed: {alive}"
 
     def _output(self, name: str) -> Path:
         return self._config.with_name(name)

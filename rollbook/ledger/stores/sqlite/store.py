@@ -13,16 +13,17 @@ import fcntl
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.config import Durability
-from rollbook.ledger.store import StoreFaultError, Transaction
+from rollbook.ledger.store import StoreFaultError, StoreInUseError, Transaction
 from rollbook.ledger.stores.sql.committer import Committer
 from rollbook.ledger.stores.sql.transaction import SqlTransaction
 from rollbook.ledger.stores.sql.write_buffer import SqlSession
@@ -44,6 +45,7 @@ from rollbook.ledger.stores.sqlite.writer import SqliteWriter
 T = TypeVar("T")
 
 LOCK_FILE = "service.lock"
+LOCK_POLL_S = 0.05
 READERS = 3
 """Two may be encoding a batch; a third serves status requests meanwhile."""
 
@@ -167,27 +169,37 @@ def _require_directory(directory: Path) -> None:
         raise StoreFaultError(f"ledger directory {directory} cannot be made: {error.strerror}") from error
 
 
+def _is_locked(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 @contextmanager
-def only_service(directory: Path) -> Iterator[None]:
+def only_service(directory: Path, *, wait_s: float = 0.0) -> Iterator[None]:
     """Lock the directory against a second service, which would not be notified of the changes of the first.
 
-    The kernel releases the lock when this process ends.
+    The kernel releases the lock when this process ends. If another process has the lock for longer than `wait_s`, this one is
+    refused.
     """
     _require_directory(directory)
     try:
         lock = (directory / LOCK_FILE).open("a+", encoding="ascii")
     except OSError as error:
         raise StoreFaultError(f"ledger directory {directory} cannot be written: {error.strerror}") from error
+    until = time.monotonic() + wait_s
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read().strip() or "unknown"
-            raise StoreFaultError(
-                f"the ledger in {directory} is in use by another service (pid {holder}). Stop that one, or use a PostgreSQL "
-                "store, which several services can share"
-            ) from None
+        while not _is_locked(lock):
+            if time.monotonic() > until:
+                lock.seek(0)
+                holder = lock.read().strip() or "unknown"
+                raise StoreInUseError(
+                    f"the ledger in {directory} is in use by another service (pid {holder}). Stop that one, or use a "
+                    "PostgreSQL store, which several services can share"
+                )
+            time.sleep(LOCK_POLL_S)
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()

@@ -1,0 +1,42 @@
+"""A role of a run that does nothing until it is stopped. It is ready when the file `ready-ROLE` is in the run directory.
+
+With the file `dies-ROLE`, it dies when it should stop; the file is removed, so that its successor stops.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent
+from rollbook.concurrency.child_process.frames import BlockingFrames
+from rollbook.run.supervision.channel import Channel
+
+
+def main() -> int:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    parser = argparse.ArgumentParser()
+    parser.add_argument("channel_fd", type=int)
+    parser.add_argument("--role")
+    parser.add_argument("--run-dir", type=Path)
+    args, _ = parser.parse_known_args()
+    parent = connect_to_parent(args.channel_fd)
+    die_with_parent(parent.fileno(), grace_s=0.2)
+    channel = Channel(BlockingFrames(parent))
+    is_ready = is_stopped = False
+    while not is_stopped:
+        if not is_ready and (args.run_dir / f"ready-{args.role}").exists():
+            is_ready = True
+            channel.ready()
+        is_stopped = signal.sigtimedwait({signal.SIGTERM}, 0.05) is not None
+    dies = args.run_dir / f"dies-{args.role}"
+    if dies.exists():
+        dies.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    channel.stopped("stopped")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

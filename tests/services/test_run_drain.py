@@ -1,0 +1,172 @@
+"""Drains, signals and actions while a run starts. The supervisor and the ledger are real, the other roles are scripted."""
+
+import asyncio
+import dataclasses
+import io
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from rollbook.contracts.admission import ActionKind, GateState, LedgerStatus
+from rollbook.ledger.rules import runs
+from rollbook.ledger.stores.registry import only_service, open_reader, sqlite_url
+from rollbook.run.actions import act
+from rollbook.run.commands.train import resolve_run, write_or_check_config
+from rollbook.run.config.run import RunConfig
+from rollbook.run.directory import RunDirectory
+from rollbook.run.supervision import drain
+from rollbook.run.supervision.host import HostedProcess, LocalHost, ProcessStart
+from rollbook.run.supervision.supervisor import RunEnd, RunOutcome, Supervisor
+from rollbook.telemetry.events import EventLog
+from tests.parts.run.small import EXAMPLE
+
+
+class ScriptedHost:
+    """Satisfies `ProcessHost`."""
+
+    async def start(self, process: ProcessStart) -> HostedProcess:
+        if process.role != "ledger":
+            process = dataclasses.replace(process, module="tests.parts.run.scripted_role")
+        return await LocalHost().start(process)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"vocab_size": 14}), encoding="utf-8")
+    loaded, directory = resolve_run(EXAMPLE / "run.toml", tmp_path / "run", ["run.process_template=false"])
+    directory.prepare()
+    directory.record_model(model)
+    write_or_check_config(loaded, directory, Console(file=io.StringIO()))
+    return loaded.config
+
+
+@pytest.fixture
+def directory(config: RunConfig, tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")
+
+
+@pytest.fixture(autouse=True)
+def _quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain, "POLL_S", 0.05)
+
+
+def make_ready(directory: RunDirectory, *roles: str) -> None:
+    for role in roles:
+        (directory.path / f"ready-{role}").touch()
+
+
+def status(directory: RunDirectory) -> LedgerStatus:
+    with open_reader(sqlite_url(directory.ledger)) as reader:
+        return reader.read_now(lambda tx: runs.status(tx, tx.runs.ids()[0]))
+
+
+def kinds(directory: RunDirectory) -> list[str]:
+    with open_reader(sqlite_url(directory.ledger)) as reader:
+        found = reader.read_now(lambda tx: tx.actions.page(tx.runs.ids()[0], limit=10))
+    return [str(action.kind) for action in found]
+
+
+@asynccontextmanager
+async def supervised(
+    config: RunConfig, directory: RunDirectory, say: Callable[[str], None] = lambda text: None
+) -> AsyncIterator[tuple[Supervisor, asyncio.Task[RunOutcome]]]:
+    """A run that starts. Its addresses are known; it is stopped at once in the end."""
+    with directory.locked():
+        supervisor = Supervisor(config, directory, log=EventLog("test"), host=ScriptedHost(), say=say)
+        running = asyncio.create_task(supervisor.run())
+        await until(directory.addresses_file.exists)
+        try:
+            yield supervisor, running
+        finally:
+            supervisor.interrupt()
+            supervisor.interrupt()
+            await running
+
+
+def files_of(supervisor: Supervisor, role: str) -> list[str]:
+    """The files that the process has opened."""
+    pid = next(process.pid for process in supervisor.processes if process.role == role)
+    with suppress(psutil.Error):
+        return [] if pid is None else [file.path for file in psutil.Process(pid).open_files()]
+    return []
+
+
+async def until(is_reached: Callable[[], bool]) -> None:
+    while not is_reached():  # noqa: ASYNC110  # states of other processes have no event
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["once", "and the trainer dies while it stops"])
+async def test_a_drain_that_is_complete_before_the_trainer_is_ready_is_a_drain(
+    config: RunConfig, directory: RunDirectory, dies: bool
+) -> None:
+    make_ready(directory, "policy", "rollout")
+    if dies:
+        (directory.path / "dies-trainer").touch()
+    async with supervised(config, directory, lambda text: make_ready(directory, "trainer")) as (_, running):
+        await act(str(directory.path), ActionKind.DRAIN, author="Ada")  # waits until the ledger serves
+        outcome = await running
+    assert (outcome.end, outcome.message, outcome.restarts) == (RunEnd.DRAINED, "stopped", int(dies))
+    assert kinds(directory) == ["drain", "drained"]
+    if not dies:
+        async with supervised(config, directory):
+            await until(lambda: status(directory).gate is not GateState.DRAINING)
+
+
+async def test_the_next_supervisor_completes_a_drain_when_the_trainer_did_not_stop(
+    config: RunConfig, directory: RunDirectory
+) -> None:
+    make_ready(directory, "policy", "rollout")
+    noticed = asyncio.Event()
+    async with supervised(config, directory, lambda text: noticed.set()) as (_, running):
+        await act(str(directory.path), ActionKind.DRAIN, author="Ada")
+        await noticed.wait()
+    assert (await running).end is RunEnd.INTERRUPTED
+    assert kinds(directory) == ["drain"]
+    async with supervised(config, directory, lambda text: make_ready(directory, "trainer")) as (_, running):
+        assert (await running).end is RunEnd.DRAINED
+    assert kinds(directory) == ["drain", "drained"]
+
+
+async def test_an_interrupt_before_the_trainer_is_ready_stops_the_run_at_once(
+    config: RunConfig, directory: RunDirectory
+) -> None:
+    async with supervised(config, directory) as (supervisor, running):
+        supervisor.interrupt()
+        outcome = await running
+    assert (outcome.end, outcome.message) == (RunEnd.INTERRUPTED, "stopped at once")
+
+
+async def test_a_run_starts_when_an_action_or_the_ledger_of_a_killed_run_has_released_the_store(
+    config: RunConfig, directory: RunDirectory
+) -> None:
+    with ExitStack() as held:
+        held.enter_context(only_service(sqlite_url(directory.ledger)))
+        async with supervised(config, directory) as (supervisor, running):
+            lock = str(directory.ledger / "service.lock")
+            await until(lambda: running.done() or lock in files_of(supervisor, "ledger"))
+            held.close()
+            await act(str(directory.path), ActionKind.PAUSE, author="Ada")
+            assert status(directory).gate is GateState.PAUSED
+
+
+async def test_an_action_waits_until_the_ledger_of_a_killed_run_has_ended(
+    config: RunConfig, directory: RunDirectory
+) -> None:
+    async with supervised(config, directory):
+        await act(str(directory.path), ActionKind.PAUSE, author="Ada")
+        addresses = directory.addresses_file.read_bytes()
+    # A killed supervisor leaves its addresses behind.
+    directory.addresses_file.write_bytes(addresses)
+    with directory.locked(), only_service(sqlite_url(directory.ledger)):
+        acting = asyncio.create_task(act(str(directory.path), ActionKind.RESUME, author="Ada"))
+        await asyncio.sleep(0)
+    assert (await acting).number == 1
+    assert kinds(directory) == ["pause", "resume"]
