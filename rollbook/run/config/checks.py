@@ -72,8 +72,8 @@ def _parts_have_a_quorum(parts: Parts) -> Faults:
             if rollout.oversample:
                 yield (
                     "rollout.oversample",
-                    "works with whole groups only, and with gate.batch_policy = 'parts' no sample waits for a slow one; remove it, or "
-                    "set gate.batch_policy to 'wait'",
+                    "works with whole groups only, and with gate.batch_policy = 'parts' no sample waits for a slow one; "
+                    "remove it, or set gate.batch_policy to 'wait'",
                 )
             if rollout.min_samples > rollout.quorum_size:
                 yield (
