@@ -49,7 +49,7 @@ WINDOW = {"width": 1600, "height": 16_000}
 REPEATS = 3
 MAX_OPEN_S = 1.0
 MIN_SPEEDUP = 3.0
-START_S = 900.0
+START_S = 3600.0
 DRAWN = "[...document.querySelectorAll('canvas')].filter(one => one.width > 100 && one.height > 50).length"
 
 

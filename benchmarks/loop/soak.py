@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--env", choices=sorted(ENVIRONMENTS), default="guessing")
     parser.add_argument("--series", type=Path, help="write every sample to this JSON file")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="rollbook-soak-", ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(prefix="rollbook-soak-") as name:
         directory = Path(name)
         (directory / "soak_rewards.py").write_text(REWARD_MODULE, encoding="utf-8")
         config = (AWS / "run.toml").read_text(encoding="utf-8") if args.env == "aws" else CONFIG

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 CHUNK_BYTES = 1 << 20
 """Files are read in chunks, so that gigabytes of history need little memory."""
 MAX_LINE_BYTES = 16 << 20
@@ -53,12 +55,20 @@ class JsonTail:
         if not line.strip():
             return None
         try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
+            row = msgspec.json.decode(line)
+        except msgspec.DecodeError:
+            row = _slowly(line)
         if isinstance(row, dict):
             return row
         self.skipped += 1
+        return None
+
+
+def _slowly(line: bytes) -> Any:
+    """NaN and infinity are no JSON, but Python writes and reads them."""
+    try:
+        return json.loads(line)
+    except ValueError:
         return None
 
 

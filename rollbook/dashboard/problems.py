@@ -35,6 +35,7 @@ class Facts:
     metrics: RunMetrics
     details: RunDetails
     processes: Sequence[Process]
+    quarantined_replicas: Sequence[str]
     problem: str | None
     audit: Audit | None
     notes: Sequence[str]
@@ -45,7 +46,8 @@ class Facts:
 def find_problems(facts: Facts) -> list[FoundProblem]:
     """The worst first."""
     order = {"error": 0, "warning": 1, "info": 2}
-    found = [*_state(facts), *_integrity(facts), *_processes(facts), *_samples(facts), *_freshness(facts)]
+    parts = (_state, _integrity, _processes, _learning, _samples, _freshness)
+    found = [problem for part in parts for problem in part(facts)]
     return sorted(found, key=lambda problem: order[problem.severity])
 
 
@@ -117,6 +119,12 @@ def _processes(facts: Facts) -> Iterator[FoundProblem]:
             yield FoundProblem(
                 severity="warning", kind="silent", text=f"The process {process.name} does not run.", link="/health"
             )
+    if facts.state == "running" and facts.quarantined_replicas:
+        urls = ", ".join(facts.quarantined_replicas)
+        text = (
+            f"Policy servers in quarantine: {urls}. They did not confirm new weights and get no requests until they do."
+        )
+        yield FoundProblem(severity="warning", kind="replicas", text=text, link="/fleet")
     restarts = [f"{process.name} {process.restarts}" for process in facts.processes if process.restarts]
     if restarts:
         yield FoundProblem(
@@ -130,6 +138,11 @@ def _processes(facts: Facts) -> Iterator[FoundProblem]:
             text=f"{deaths:.0f} workers died. Their groups were played again.",
             link="/health",
         )
+
+
+def _learning(facts: Facts) -> Iterator[FoundProblem]:
+    for text in facts.metrics.problems:
+        yield FoundProblem(severity="warning", kind="learning", text=f"{text[:1].upper()}{text[1:]}.", link="/metrics")
 
 
 def _samples(facts: Facts) -> Iterator[FoundProblem]:

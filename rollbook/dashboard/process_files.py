@@ -78,14 +78,14 @@ def _usage(pid: int) -> tuple[int | None, float | None]:
     return int(fields[21]) * os.sysconf("SC_PAGE_SIZE"), (int(fields[11]) + int(fields[12])) / ticks
 
 
-def read_events(run_dir: Path, *, levels: Iterable[str] = LEVELS) -> list[dict[str, Any]]:
-    """The newest events of these levels of all processes, newest first."""
+def read_events(run_dir: Path, *, levels: Iterable[str] = LEVELS, name: str | None = None) -> list[dict[str, Any]]:
+    """The newest events of these levels of all processes, or those of one name, newest first."""
     wanted = frozenset(levels)
     found = [
         row
         for path in _logs(run_dir, "*.jsonl")
         for row in _json_lines(_tail(path).splitlines())
-        if row.get("level") in wanted
+        if row.get("level") in wanted and name in (None, row["event"])
     ]
     found.sort(key=lambda row: row["time"], reverse=True)
     return found[:MAX_EVENTS]
@@ -99,6 +99,16 @@ def last_events(run_dir: Path) -> dict[str, dict[str, Any]]:
         if newest is not None:
             found[path.stem] = newest
     return found
+
+
+def quarantined_replicas(run_dir: Path) -> list[str]:
+    """Addresses of the policy servers that the trainer stopped sending weights to, and that did not come back."""
+    is_quarantined: dict[str, bool] = {}
+    for path in _logs(run_dir, "trainer*.jsonl"):
+        for row in _json_lines(line for line in _tail(path).splitlines() if b'"policy.replica_' in line):
+            if row["event"] in ("policy.replica_quarantined", "policy.replica_back"):
+                is_quarantined[str(row.get("url"))] = row["event"] == "policy.replica_quarantined"
+    return [url for url, is_out in is_quarantined.items() if is_out]
 
 
 def described(row: dict[str, Any]) -> Event:

@@ -87,6 +87,8 @@ class OpenedRun:
     directory: Path | None = None
     act: Act | None = None
     """Acts on the run, in its ledger."""
+    audited_at: Callable[[], float | None] = lambda: None
+    """When the run's processes or a command last audited it without a violation."""
     is_running: Callable[[], bool] = lambda: False
     """Whether a live process trains the run."""
     config: Callable[[], tuple[list[ConfigSection], str]] = lambda: ([], "")

@@ -57,7 +57,8 @@ class _Rows:
                 column = self.columns.get(name)
                 if column is None:
                     column = self.columns[name] = array("f")
-                column.extend([NAN] * (at - len(column)))
+                if len(column) < at:
+                    column.extend([NAN] * (at - len(column)))
                 column.append(value)
 
     def values(self, name: str) -> NDArray[np.float32]:

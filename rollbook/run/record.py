@@ -62,6 +62,14 @@ class RunRecordReader(Protocol):
         """Batches `first` to `until` as they were decided."""
 
 
+def last_audit(directory: RunDirectory) -> AuditMark | None:
+    """The last audit of a run, if it found no violation."""
+    try:
+        return msgspec.json.decode(directory.audit_file.read_bytes(), type=AuditMark)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class StoredRun:
     """Reads the store. Satisfies `RunRecordReader`."""
@@ -75,7 +83,7 @@ class StoredRun:
         return RunId(self.config.run.name)
 
     def audit(self, *, full: bool = False) -> AuditReport:
-        before = None if full else self._last_audit()
+        before = None if full else last_audit(self.directory)
         report, mark = self.reader.read_now(lambda tx: audit_since(tx, self.run_id, before))
         # Nothing is lost if it cannot be written: the next audit reads more.
         with suppress(OSError):
@@ -84,12 +92,6 @@ class StoredRun:
             else:
                 write_json(self.directory.audit_file, msgspec.to_builtins(mark))
         return report
-
-    def _last_audit(self) -> AuditMark | None:
-        try:
-            return msgspec.json.decode(self.directory.audit_file.read_bytes(), type=AuditMark)
-        except (OSError, msgspec.MsgspecError):
-            return None
 
     def status(self) -> LedgerStatus:
         return self.reader.read_now(lambda tx: status(tx, self.run_id))

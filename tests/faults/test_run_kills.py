@@ -16,6 +16,7 @@ import pytest
 
 from rollbook.contracts.errors import RunError
 from rollbook.run.record import open_run
+from tests.parts.concurrency.processes import require_end
 from tests.parts.run.small import CONFIG, REPOSITORY, STEPS, SmallRun, rollbook
 
 
@@ -145,8 +146,7 @@ def kill_supervisor(run: SmallRun) -> None:
     assert len(processes) >= 5
     run.process.send_signal(signal.SIGKILL)
     run.process.communicate()
-    _, alive = psutil.wait_procs(processes, timeout=20)
-    assert alive == []
+    require_end(processes, within_s=20)
 
 
 # The chaos test kills every process several times; these name the process that does not recover.

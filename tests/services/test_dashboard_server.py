@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rollbook.dashboard.server.access import COOKIE, DashboardAccess
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.run.directory import RunDirectory
+from rollbook.run.record import audit
 from rollbook.telemetry.token_records import TokenArrays, TokenRecordWriter
 from tests.parts.dashboard.recorded_run import HOSTILE, STEPS, DashboardClient, record_run, serving_dashboard
 from tests.parts.ledger.groups import RUN
@@ -152,6 +153,14 @@ async def test_an_audit_runs_on_request_and_is_remembered(client: DashboardClien
     async with client.session.post(f"{client.url}/api/audit", json={}) as response:
         assert (await response.json())["ok"]
     assert (await get(client, "/api/run"))["audit"]["ok"]
+
+
+async def test_an_audit_of_the_run_itself_is_shown(directory: RunDirectory, client: DashboardClient) -> None:
+    assert (await get(client, "/api/run"))["audit"] is None
+    assert audit(directory.path).ok
+    found = (await get(client, "/api/law"))["audit"]
+    assert found["ok"]
+    assert found["at"] > 0
 
 
 async def test_series_heat_map_and_tasks_are_counted(client: DashboardClient) -> None:

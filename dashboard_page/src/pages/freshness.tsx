@@ -48,7 +48,7 @@ export function FreshnessPage() {
                 const points = data.series[metric];
                 if (!points?.x.length) return null;
                 return (
-                  <Panel span={6} key={metric}>
+                  <Panel span={4} key={metric}>
                     <Chart title={title} x={points.x} series={[{ label, values: points.y, fill: true }]} height={150} sync="freshness" range={[0, null]} format={format} />
                   </Panel>
                 );

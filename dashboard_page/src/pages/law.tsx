@@ -136,7 +136,7 @@ function AuditPanel({ last, onDone }: { last: Audit | null; onDone: () => void }
               {shown.steps === undefined ? "" : `: ${plural(shown.opened ?? 0, "group")}, ${plural(shown.steps, "step")}, largest lag ${number(shown.max_lag)}, in ${duration(shown.seconds)}`}
             </span>
           ) : (
-            <span class="muted">This run was not audited from here yet.</span>
+            <span class="muted">This run was not audited yet.</span>
           )}
         </div>
         {error ? <Notice tone="bad">{error}</Notice> : null}

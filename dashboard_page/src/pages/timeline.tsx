@@ -126,7 +126,7 @@ function TimelineChart({ data, asked }: { data: TimelineAnswer; asked: [number, 
       <div class="panel-head">
         <span class="muted">
           {duration(to - from)} of {duration(data.end - data.begin)}
-          {data.is_complete ? "" : "; spans of this window are still being read"}
+          {data.is_complete ? "" : "; a sample of the spans, zoom in to see all"}
         </span>
         <span class="row">
           <button class="button small" onClick={() => zoom(0.5)} aria-label="Zoom in (+)">

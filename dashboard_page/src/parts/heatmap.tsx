@@ -51,7 +51,10 @@ export function HeatMap({ steps, stepSize, lags, counts, bound, onPick }: HeatPr
       pen.textAlign = "center";
       const every = roundUp((60 / cell) * stepSize);
       steps.forEach((step, bucket) => {
-        if (bucket === 0 || Math.floor(step / every) > Math.floor(steps[bucket - 1]! / every)) pen.fillText(String(step), GUTTER + (bucket + 0.5) * cell, height - 8);
+        if (bucket === 0 || Math.floor(step / every) > Math.floor(steps[bucket - 1]! / every)) {
+          const half = pen.measureText(String(step)).width / 2;
+          pen.fillText(String(step), Math.min(GUTTER + (bucket + 0.5) * cell, width - half), height - 8);
+        }
       });
     },
     [steps, lags, counts, bound, height],

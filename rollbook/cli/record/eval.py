@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from rollbook.cli.arguments import AsJson, Overrides
@@ -42,7 +43,10 @@ def eval_command(
         overrides=override or (),
         out=out,
     ).row()
-    shown = Table(title=f"step {result['step']} of {target}", title_justify="left")
+    # This frame fits into 80 columns.
+    shown = Table(
+        title=f"step {result['step']} of {target}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for number, heading in enumerate(HEADINGS):
         shown.add_column(heading, justify="left" if number == 0 else "right", no_wrap=True)
     for line in table(result):

@@ -56,8 +56,8 @@ def _fleet(run_dir: Path) -> dict[str, Any]:
             }
         )
     workers: dict[Any, dict[str, Any]] = {}
-    for event in read_events(run_dir, levels=("info", "warning", "error")):
-        if event["event"] == "rollout.worker_ready" and event.get("worker") not in workers:
+    for event in read_events(run_dir, levels=("info",), name="rollout.worker_ready"):
+        if event.get("worker") not in workers:
             pid = event.get("pid")
             workers[event.get("worker")] = {
                 "worker": event.get("worker"),

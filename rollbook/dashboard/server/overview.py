@@ -11,7 +11,7 @@ from rollbook import __version__
 from rollbook.contracts.admission import LedgerStatus
 from rollbook.contracts.errors import RollbookError
 from rollbook.dashboard.problems import Facts, find_problems
-from rollbook.dashboard.process_files import read_processes
+from rollbook.dashboard.process_files import Process, quarantined_replicas, read_processes
 from rollbook.dashboard.run_metrics import Change, RunMetrics, StepMetrics
 from rollbook.dashboard.run_view import RunPlace, RunView
 from rollbook.dashboard.series import MetricSeries
@@ -83,7 +83,11 @@ async def overview(view: RunView, _: web.Request) -> dict[str, Any]:
         status, state, problem = None, "running" if view.run.is_running() else "unreadable", str(error)
     metrics = await view.metrics()
     series = await view.series()
-    processes = [] if view.directory is None else await asyncio.to_thread(read_processes, view.directory)
+    processes: list[Process] = []
+    replicas: list[str] = []
+    if view.directory is not None:
+        processes = await asyncio.to_thread(read_processes, view.directory)
+        replicas = await asyncio.to_thread(quarantined_replicas, view.directory)
     now = time.time()
     facts = Facts(
         state=state,
@@ -91,6 +95,7 @@ async def overview(view: RunView, _: web.Request) -> dict[str, Any]:
         metrics=metrics,
         details=details,
         processes=processes,
+        quarantined_replicas=replicas,
         problem=problem,
         audit=None if view.audit is None else view.audit[2],
         notes=view.run.notes,
@@ -233,6 +238,10 @@ async def audit(view: RunView, _: web.Request) -> dict[str, Any] | None:
 
 
 def audit_reply(view: RunView) -> dict[str, Any] | None:
+    """The last audit: of this dashboard, or one that the run recorded."""
+    recorded_at = view.run.audited_at()
+    if recorded_at is not None and (view.audit is None or view.audit[0] < recorded_at):
+        return {"at": recorded_at, "ok": True, "violations": []}
     if view.audit is None:
         return None
     at, seconds, found = view.audit

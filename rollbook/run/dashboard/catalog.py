@@ -31,6 +31,7 @@ from rollbook.run.dashboard.ledger_sources import HttpSource, StoreSource
 from rollbook.run.dashboard.settings import config_view
 from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import external_token, store_url
+from rollbook.run.record import last_audit
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.advantages import BATCH_NORMALISED
 from rollbook.trainer.data.minibatches import sample_advantages
@@ -164,6 +165,7 @@ async def _open_directory(place: RunPlace) -> AsyncIterator[OpenedRun]:
             act=partial(act_on_directory, directory),
             index_file=directory.path / INDEX_FILE,
             directory=directory.path,
+            audited_at=lambda: None if (audit := last_audit(directory)) is None else audit.at,
             is_running=directory.is_running,
             config=lambda: ([], "") if config is None else config_view(config),
             tokens=lambda: _load_tokens(directory),

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +22,16 @@ def descendants_running(module: str, *, of: int | None = None) -> list[psutil.Pr
                 if module in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
     return found
+
+
+def require_end(processes: Iterable[psutil.Process], *, within_s: float) -> None:
+    """Wait until these processes have ended. In a container they may stay as zombies."""
+    until = time.monotonic() + within_s
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < until, f"{process} is alive after {within_s:g} s"
+                time.sleep(0.02)
 
 
 def require_end_of_child(program: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from rollbook.dashboard.json_tail import JsonTail
-from tests.parts.concurrency.processes import descendants_running
+from tests.parts.concurrency.processes import descendants_running, require_end
 from tests.parts.run.network import Machine
 
 REPOSITORY = Path(__file__).parents[3]
@@ -189,8 +189,7 @@ class SmallRun:
             processes = self.descendants()
             self._process.kill()
             self._process.wait()
-            _, alive = psutil.wait_procs(processes, timeout=END_S)
-            assert alive == [], f"still alive {END_S:g} s after the supervisor was killed: {alive}"
+            require_end(processes, within_s=END_S)
 
     def _output(self, name: str) -> Path:
         return self._config.with_name(name)
