@@ -32,10 +32,11 @@ class GateConfig(BaseModel, frozen=True, extra="forbid"):
     """O: the staleness bound, in steps. No trained token is older than this; 0 is strictly synchronous.
     Fixed for the whole run."""
 
-    batch_policy: BatchPolicy = BatchPolicy.WAIT
+    batch_policy: BatchPolicy = BatchPolicy.PARTS
     """`wait`: in order of admission, so slow tasks are trained too; the trainer waits for them. `drop`: in order of arrival; stale
     groups are dropped. `trim`: what has arrived, in order of admission; stale tokens are masked. `parts`: as `trim`, but a group
-    arrives in parts as its samples finish, so no sample waits for a slower one. See docs/staleness.md. Fixed for the whole run."""
+    arrives in parts as its samples finish, so no sample waits for a slower one. Where groups arrive whole (an Atropos source,
+    `rollout.oversample`), the default is `wait`. See docs/staleness.md. Fixed for the whole run."""
 
     admission_share: AdmissionShare = AdmissionShare.HALF
     """With batch policy `wait` and a staleness bound above 2: how much of the bound admission uses. `half`: younger groups may

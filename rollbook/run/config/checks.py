@@ -72,7 +72,8 @@ def _parts_have_a_quorum(parts: Parts) -> Faults:
             if rollout.oversample:
                 yield (
                     "rollout.oversample",
-                    "works with whole groups only: with gate.batch_policy = 'parts' no sample waits for a slow one; remove it",
+                    "works with whole groups only, and with gate.batch_policy = 'parts' no sample waits for a slow one; "
+                    "remove it, or set gate.batch_policy to 'wait'",
                 )
             if rollout.min_samples > rollout.quorum_size:
                 yield (
@@ -214,6 +215,15 @@ def _atropos_source_needs_no_rollout(parts: Parts) -> Faults:
                     )
 
 
+def _posted_groups_are_whole(parts: Parts) -> Faults:
+    match parts.get("tasks"), parts.get("gate"):
+        case TasksConfig(is_posted=True), GateConfig(batch_policy=BatchPolicy.PARTS):
+            yield (
+                "gate.batch_policy",
+                "'parts' is not possible: environments post whole groups; use 'wait', 'trim' or 'drop'",
+            )
+
+
 def _posts_reach_the_ledger(parts: Parts) -> Faults:
     match parts.get("tasks"), parts.get("ledger"):
         case TasksConfig(is_posted=True) as tasks, RunLedgerConfig(url=str()) if tasks.atropos.url is None:
@@ -284,6 +294,7 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _adapters_can_be_published,
     _evaluation_has_a_policy,
     _checkpoints_are_as_frequent_as_evaluations,
+    _posted_groups_are_whole,
     _posts_reach_the_ledger,
     _gpus_fit_replicas_and_ranks,
     _ranks_of_other_machines_are_ranks,

@@ -32,7 +32,7 @@ from rollbook.run.config.evaluation import EvaluationConfig
 from rollbook.run.config.resources import ResourcesConfig
 from rollbook.run.config.toml_lines import key_lines, line_of
 from rollbook.run.directory import RunDirectory
-from rollbook.tasks.config import TasksConfig
+from rollbook.tasks.config import ATROPOS, TasksConfig
 from rollbook.telemetry.config import TelemetryConfig
 from rollbook.trainer.config import ModelConfig, TrainerConfig
 
@@ -211,7 +211,7 @@ def validate_table(
     """Validate every section separately, then check them together."""
     faults: list[ConfigFault] = []
     parts: dict[str, BaseModel] = {}
-    table = _with_seeds(table)
+    table = _with_batch_policy(_with_seeds(table))
     for name in table.keys() - RunConfig.model_fields.keys():
         known = RunConfig.model_fields
         advice = did_you_mean(name, known) or f"; known are {', '.join(known)}"
@@ -253,6 +253,16 @@ def _with_seeds(table: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(section := seeded.get(name, {}), Mapping):
             seeded[name] = {"seed": seed, **section}
     return seeded
+
+
+def _with_batch_policy(table: dict[str, Any]) -> dict[str, Any]:
+    """Where groups arrive whole, `wait` is the default."""
+    tasks, rollout, gate = (table.get(name, {}) for name in ("tasks", "rollout", "gate"))
+    if not all(isinstance(section, Mapping) for section in (tasks, rollout, gate)):
+        return table
+    if tasks.get("source") != ATROPOS and not rollout.get("oversample"):
+        return table
+    return {**table, "gate": {"batch_policy": str(BatchPolicy.WAIT), **gate}}
 
 
 def dump_toml(config: RunConfig, *, masks_secrets: bool = False) -> str:

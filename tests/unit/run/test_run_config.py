@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.freshness import BatchPolicy
 from rollbook.run.commands.host import host
 from rollbook.run.config.run import ConfigError, changed_fields, dump_toml, load_config, load_resolved_config
 from rollbook.run.directory import RunDirectory
@@ -97,6 +98,17 @@ def test_settings_that_can_never_work_are_rejected(tmp_path: Path) -> None:
     assert "lease" in faults_of(tmp_path, GOOD, ("gate.group_deadline_s=1",))["rollout.max_seconds"]
     assert "rollout.max_total_tokens" in faults_of(tmp_path, GOOD, ("inference.max_model_len=16",))
     assert "trainer.ppo_n_minibatches" in faults_of(tmp_path, GOOD, ("trainer.ppo_n_minibatches=100000",))
+
+
+def test_parts_is_the_default_except_where_groups_arrive_whole(tmp_path: Path) -> None:
+    def policy(*overrides: str) -> BatchPolicy:
+        return load_config(write_config(tmp_path, GOOD), overrides).config.gate.batch_policy
+
+    assert policy() is BatchPolicy.PARTS
+    assert policy("rollout.oversample=1") is BatchPolicy.WAIT
+    assert policy("rollout.oversample=1", "gate.batch_policy=trim") is BatchPolicy.TRIM
+    assert load_config(write_config(tmp_path, ATROPOS)).config.gate.batch_policy is BatchPolicy.WAIT
+    assert "post whole groups" in faults_of(tmp_path, ATROPOS, ("gate.batch_policy=parts",))["gate.batch_policy"]
 
 
 def test_a_quorum_needs_parts_and_parts_need_a_quorum_that_fits(tmp_path: Path) -> None:
