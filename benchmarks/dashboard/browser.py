@@ -2,7 +2,8 @@
 
 `python -m benchmarks.dashboard.browser` records a run with 100,000 steps of 60 metrics and a rollout of 32,000 tokens, and the same
 metrics as an event file. Both servers have read their files before a page is opened, and both pages run in the same Chromium with a
-window that is high enough for all charts. A page is complete when every chart has drawn its line.
+window that is high enough for all charts. Our page is complete when every chart has drawn its line. TensorBoard shows twelve charts
+of a group at a time, so its page is complete with twelve.
 """
 
 import argparse
@@ -46,6 +47,7 @@ from rollbook.telemetry.events import EventLog
 RUN = RunId("long")
 TOKENS = 32_000
 WINDOW = {"width": 1600, "height": 16_000}
+BOARD_CHARTS = 12
 REPEATS = 3
 MAX_OPEN_S = 1.0
 MIN_SPEEDUP = 3.0
@@ -193,7 +195,10 @@ def measure(folder: Path, *, steps: int, metrics: int) -> list[Figure]:
             browser, f"{page}/metrics?like=bench/", lambda one: int(one.evaluate(DRAWN)) >= metrics, window=WINDOW
         )
         boards = opening_s(
-            browser, f"{board}/#timeseries", lambda one: int(one.evaluate(DRAWN)) >= metrics, window=WINDOW
+            browser,
+            f"{board}/#timeseries",
+            lambda one: int(one.evaluate(DRAWN)) >= min(metrics, BOARD_CHARTS),
+            window=WINDOW,
         )
         browser.close()
     middle = statistics.median

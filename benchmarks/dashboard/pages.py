@@ -55,7 +55,6 @@ SETTINGS = (
     "trainer.max_steps=100000",
     "trainer.lr=1e-7",
     "trainer.checkpoint_every=100000",
-    "evaluation.every_steps=0",
 )
 
 
@@ -81,7 +80,7 @@ async def work(folder: Path, groups: list[Submission], *, pages: int, pace_s: fl
     directory = RunDirectory(folder)
     directory.prepare()
     sections = {"run": {"name": RUN}, "model": {"path": "model"}, "tasks": {"source": "tasks.jsonl"}}
-    config = RunConfig.model_validate({**sections, "gate": {"groups_per_step": PER_STEP}})
+    config = RunConfig.model_validate({**sections, "gate": {"groups_per_step": PER_STEP, "batch_policy": "wait"}})
     directory.config_file.write_text(dump_toml(config), encoding="utf-8")
     directory.write_manifest(name=RUN, source_dir=folder)
     async with open_sqlite_store(directory.ledger) as store:
@@ -198,8 +197,9 @@ async def train(folder: Path, *, pages: int, rounds: int, seconds: float) -> dic
                 found[count].append(pace)
                 print_status(f"{count} pages: {pace}")
     finally:
-        demo.send_signal(signal.SIGTERM)
-        await demo.wait()
+        if demo.returncode is None:
+            demo.send_signal(signal.SIGTERM)
+            await demo.wait()
     return found
 
 
