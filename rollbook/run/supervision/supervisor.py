@@ -350,7 +350,7 @@ class Supervisor:
             if not done:
                 stack = await process.stack()
                 if process.was_ready:
-                    return  # meanwhile
+                    return  # it became ready while its stacks were read
                 self._fail(
                     f"{process.name} was not ready after {self._settings.ready_s:g} s (run.ready_s). Its stacks:\n{stack}"
                 )
@@ -471,7 +471,10 @@ class Supervisor:
         return (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
 
     def interrupt(self) -> None:
-        """First signal: the trainer finishes its step and writes a checkpoint. Second signal: stop at once."""
+        """First signal: the trainer finishes its step and writes a checkpoint. Second signal: stop at once.
+
+        A trainer that is not ready has nothing to finish: then the first signal stops at once.
+        """
         self._interrupts += 1
         last = self._last
         if self._interrupts == 1 and last.pid is not None and last.ready.is_set():
