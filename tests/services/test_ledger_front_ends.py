@@ -120,6 +120,15 @@ async def test_a_server_that_was_stopped_while_it_sent_a_batch_does_not_complete
     require_audit(url)
 
 
+def test_run_api_prints_its_address_and_its_store_without_the_password(capfd: pytest.CaptureFixture[str]) -> None:
+    with running_api("mysql://me:secret@host/groups") as api:
+        assert api.wait() == EXIT_CANNOT_SERVE
+    printed = capfd.readouterr().err
+    assert f"run-api: {api.url}  store mysql://me:***@host/groups  run atropos\n" in printed
+    assert "a store of scheme 'mysql' is unknown" in printed
+    assert "secret" not in printed
+
+
 @pytest.mark.slow
 def test_a_second_server_of_a_sqlite_store_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     store = sqlite_url(tmp_path / "ledger")

@@ -251,12 +251,14 @@ async def test_a_weight_client_talks_to_a_policy_server(policy_server: str) -> N
 
 async def test_a_blocking_trainer_pushes_weights(policy_server: str) -> None:
     def train() -> list[int]:
-        with rollbook.SyncWeightTransferClient([policy_server]) as weights:
-            versions = []
-            for number in range(2):
-                weights.pause()
-                versions.append(weights.update({"w": torch.full((2, 2), float(number))}))
-                weights.resume()
+        weights = rollbook.SyncWeightTransferClient([policy_server])
+        weights.init()
+        versions = []
+        for number in range(2):
+            weights.pause()
+            versions.append(weights.update({"w": torch.full((2, 2), float(number))}))
+            weights.resume()
+        weights.destroy()
         with pytest.raises(rollbook.RollbookError, match="not connected"):
             weights.pause()
         return versions

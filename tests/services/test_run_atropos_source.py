@@ -1,5 +1,6 @@
 """The trainer trains groups posted by Atropos environments: by a client that imitates atroposlib, and by atroposlib itself."""
 
+import asyncio
 import gzip
 import json
 import os
@@ -16,8 +17,17 @@ from typing import Any
 
 import pytest
 
+from rollbook.contracts.admission import RunId
+from rollbook.contracts.batch import EndOfRun, TrainingBatch
+from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import GroupState
+from rollbook.ledger.client.client import open_ledger_client
+from rollbook.run.atropos_feed import AtroposFeed
 from rollbook.run.record import open_run
+from rollbook.tasks.config import AtroposSourceConfig
+from rollbook.telemetry.events import EventLog
+from tests.parts.ledger.atropos import dialect, scored
+from tests.parts.ledger.groups import settings
 from tests.parts.run.small import SmallRun
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +121,45 @@ def test_the_trainer_trains_groups_posted_by_an_atropos_environment(tmp_path: Pa
     assert summary["steps"] == STEPS
     assert len(posted) >= STEPS * 4
     assert_trained_from_posts(tmp_path / "run")
+
+
+async def test_the_lag_of_a_posted_group_is_judged_by_its_policy_version(tmp_path: Path) -> None:
+    log, rule = EventLog("feed"), settings(per_step=1, policy=BatchPolicy.DROP, staleness_bound=0)
+    async with (
+        asyncio.timeout(60),
+        dialect(tmp_path) as server,
+        open_ledger_client(server.url, RunId("trained"), request_s=20.0, log=log) as trainer,
+    ):
+
+        async def train(step: int) -> int:
+            """Train the batch of this step and publish; the group in the batch."""
+            batch = await trainer.batch(step, wait_s=30.0)
+            assert isinstance(batch, TrainingBatch)
+            await trainer.acknowledge(step, f"w{step}")
+            await trainer.confirm(await trainer.register(step, f"w{step}"))
+            return int(batch.groups[0].samples[0].sequences[0].token_ids[0])
+
+        await trainer.create_run(rule)
+        await trainer.take_role(restored_step=0)
+        await trainer.confirm(await trainer.register(0, "w0"))
+        config = AtroposSourceConfig(batch_sequences=2)
+        feed = AtroposFeed(trainer, url=server.url, config=config, max_queued=9, num_steps=None, log=log)
+        feeding = asyncio.create_task(feed.run())
+        await server.post("/scored_data", scored(10, policy_version=0))
+        assert await train(1) == 10
+        for name, version in (
+            (20, {"policy_version": 0}),
+            (30, {"policy_version": 99}),
+            (40, {"policy_version": 1}),
+            (50, {}),
+        ):
+            await server.post("/scored_data", scored(name, **version))
+        assert [await train(2), await train(3)] == [40, 50]
+        await trainer.finish(EndOfRun.STOPPED)
+        await feeding
+        dropped = [group.drop_reason for group in await trainer.groups() if group.state == "dropped"]
+        assert dropped == ["stale: its oldest version is 0, batch 2 takes 1 and newer"]
+        assert (await trainer.audit()).ok
 
 
 @pytest.mark.slow

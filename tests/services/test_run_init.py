@@ -16,6 +16,7 @@ from rollbook.cli.main import app
 from rollbook.contracts.errors import UsageError
 from rollbook.run.commands.init import TEMPLATES_DIR, init_project, template_names
 from rollbook.run.config.run import load_config
+from rollbook.run.record import open_run
 from tests.parts.run.small import REPOSITORY
 
 TEMPLATES = ("agent_proxy", "atropos", "multi_turn", "single_turn", "tools")
@@ -101,8 +102,9 @@ def test_a_wrong_argument_is_explained_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def train(project: Path, *overrides: str, port: int | None = None) -> dict[str, Any]:
+def train(project: Path, *overrides: str, port: int | None = None, max_rows: int | None = None) -> dict[str, Any]:
     arguments = ["train", "run.toml", "--run-dir", "runs/first", "--json"]
+    arguments += [] if max_rows is None else ["--max-rows", str(max_rows)]
     arguments += [part for text in overrides for part in ("--set", text)]
     player = None
     if (project / "environment.py").exists() and port is not None:
@@ -120,11 +122,14 @@ def train(project: Path, *overrides: str, port: int | None = None) -> dict[str, 
     return summary
 
 
-def test_a_new_project_trains(tmp_path: Path) -> None:
-    init_project(tmp_path / "game", template="tools", model=None)
-    summary = train(tmp_path / "game", "trainer.max_steps=2", "gate.groups_per_step=4")
+def test_a_new_project_trains_on_the_first_rows_if_max_rows_is_given(tmp_path: Path) -> None:
+    project = tmp_path / "game"
+    init_project(project, template="tools", model=None)
+    summary = train(project, "trainer.max_steps=2", "gate.groups_per_step=4", max_rows=3)
     assert summary["steps"] == 2
     assert summary["audit"] == "ok"
+    with open_run(project / "runs" / "first") as record:
+        assert {group.task_id for group in record.groups(state=None, limit=100)} == {"Oslo-1", "Oslo-2", "Oslo-3"}
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from rollbook.contracts.errors import RunError, UsageError
 from rollbook.run.commands.push import push
 from rollbook.run.config.run import dump_toml, load_config
 from rollbook.run.directory import RunDirectory
-from tests.parts.run.small import REPOSITORY
+from tests.parts.run.small import REPOSITORY, rollbook
 
 
 class LocalHub:
@@ -120,9 +120,13 @@ def load_name(run: Path) -> str:
     return str(next(line for line in (run / "config.toml").read_text().splitlines() if line.startswith("name"))[8:-1])
 
 
-def test_an_earlier_step_goes_to_a_branch(run: Path, hub: LocalHub) -> None:
-    done = push(run, "hf:me/maths", step=5, revision="early", endpoint=hub.url)
-    assert done.step == 5
+def test_the_command_line_pushes_an_earlier_step_to_a_branch(
+    run: Path, hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    done = rollbook("push", str(run), "--to", "hf:me/maths", "--step", "5", "--revision", "early", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["step"] == 5
     assert hub.commits[0]["branch"] == "early"
     assert hub.files["model.safetensors"] == bytes([5]) * 100
     assert "| rollout/raw_reward | 0.5 |" in hub.files["README.md"].decode()

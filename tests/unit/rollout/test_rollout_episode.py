@@ -17,7 +17,7 @@ from rollbook.rollout.episodes.chat import make_rollout
 from rollbook.rollout.episodes.env_calls import EnvironmentTimeoutError, with_timeouts
 from rollbook.rollout.policy import EpisodeContext, enter_episode
 from rollbook.rollout.settings import EpisodeLimits
-from tests.parts.rollout.guessing import GuessingEnvironment, open_guessing, setup_of
+from tests.parts.rollout.guessing import CHATML, GuessingEnvironment, open_guessing, setup_of
 
 
 class PayingEnvironment(GuessingEnvironment):
@@ -59,6 +59,19 @@ async def test_an_episode_has_exactly_the_tokens_that_the_policy_processed() -> 
     assert sample.messages is not None
     assert [message["role"] for message in sample.messages] == ["user", "assistant"] * len(sample.turns)
     assert sample.facts == {"turns": len(sample.turns)}
+
+
+async def test_tools_and_template_arguments_of_the_settings_reach_the_chat_template() -> None:
+    template = "{{ tools[0].function.name }} {{ enable_thinking }} {{ mood }}\n" + CHATML
+    settings = {
+        "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
+        "template": {"enable_thinking": "off", "mood": "calm"},
+    }
+    setup, policy = setup_of(settings=settings, template=template)
+    await make_rollout(setup)({"secret": 4})
+    assert policy.requests
+    for prompt, _, _ in policy.requests:
+        assert setup.tokenizer.decode(prompt, skip_special_tokens=False).startswith("add off calm\n<|im_start|>user")
 
 
 async def test_the_turn_limit_ends_an_episode_as_truncated_with_its_reward() -> None:

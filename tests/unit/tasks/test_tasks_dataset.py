@@ -4,14 +4,13 @@ import csv
 import json
 from pathlib import Path
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
 from pydantic import ValidationError
 
 from rollbook.contracts.errors import RunError
-from rollbook.tasks.config import HubConfig, TasksConfig
+from rollbook.tasks.config import TasksConfig
 from rollbook.tasks.dataset import content_digest, load_tasks
 
 
@@ -134,48 +133,3 @@ def test_columns_choose_and_rename_and_the_limit_takes_the_first_rows(tmp_path: 
     ]
     with pytest.raises(RunError, match=r"no column 'problems' .* did you mean 'problem'"):
         load_tasks(TasksConfig(source="t.jsonl", columns={"question": "problems"}), base_dir=tmp_path)
-
-
-def dataset_directory(path: Path) -> None:
-    """A dataset as on the hub: one folder for each subset, one file for each split."""
-    for subset, count in (("main", 5), ("small", 1)):
-        (path / subset).mkdir(parents=True)
-        for split in ("train", "test"):
-            rows = [{**row, "split_is": split} for row in ROWS[:count]]
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path / subset / f"{split}.parquet")
-    (path / "README.md").write_text(
-        "---\nconfigs:\n"
-        + "".join(
-            f"- config_name: {subset}\n  data_files:\n"
-            + "".join(f"  - split: {split}\n    path: {subset}/{split}.parquet\n" for split in ("train", "test"))
-            for subset in ("main", "small")
-        )
-        + "---\n"
-    )
-
-
-@pytest.mark.parametrize("is_streaming", [False, True])
-def test_a_dataset_directory_is_read_by_subset_and_split(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_streaming: bool
-) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    dataset_directory(tmp_path / "maths")
-    hub = HubConfig(subset="main", streaming=is_streaming)
-    tasks = load_tasks(TasksConfig(source="hf:maths", split="test", hub=hub, limit=3), base_dir=tmp_path)
-    assert [task.row for task in tasks] == [{**row, "split_is": "test"} for row in ROWS[:3]]
-    small = TasksConfig(source="hf:maths", hub=HubConfig(subset="small", streaming=is_streaming))
-    assert [task.row["split_is"] for task in load_tasks(small, base_dir=tmp_path)] == ["train"]
-    with pytest.raises(RunError, match=r"hf:maths .split validation. cannot be read"):
-        load_tasks(TasksConfig(source="hf:maths", split="validation", hub=hub), base_dir=tmp_path)
-
-
-def test_a_dataset_saved_to_disk_is_read_by_split(tmp_path: Path) -> None:
-    parts = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:2])}
-    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
-    tasks = load_tasks(TasksConfig(source="hf:saved", split="test"), base_dir=tmp_path)
-    assert [task.row for task in tasks] == ROWS[:2]
-
-
-def test_hub_settings_need_a_dataset_as_the_source() -> None:
-    with pytest.raises(ValidationError, match="hub is read only with source"):
-        TasksConfig(source="t.jsonl", hub=HubConfig(subset="main"))

@@ -133,9 +133,10 @@ def test_wandb_honours_its_variables_keeps_every_step_and_continues_the_same_run
     for name, value in variables.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     config = TelemetryConfig(sinks=("wandb",))
-    for step in (1, 2):
-        record_losses(tmp_path / "metrics.jsonl", [3.0], first=step)
-        record_rollouts(tmp_path, step, f"answer {step}")
+    for steps in ((1, 2), (3,)):
+        for step in steps:
+            record_losses(tmp_path / "metrics.jsonl", [3.0], first=step)
+            record_rollouts(tmp_path, step, f"answer {step}")
         sinks = open_sinks(config, directory=tmp_path, run_name="r", settings={"lr": 1})
         run = sinks["wandb"]._run  # type: ignore[attr-defined]  # what the library made of the settings
         assert (run.project, run.group, run.tags, run.name) == ("mine", "sweep", ("a", "b"), "r")
@@ -148,11 +149,16 @@ def test_wandb_honours_its_variables_keeps_every_step_and_continues_the_same_run
     assert len(kept) == len(list((tmp_path / "wandb").glob("offline-run-*")))
     # A separate process of wandb writes the files, a moment later.
     until = time.monotonic() + 60
-    while len(tables := [*(tmp_path / "wandb").rglob("*.table.json")]) < 2 and time.monotonic() < until:
+    while len(tables := [*(tmp_path / "wandb").rglob("*.table.json")]) < 3 and time.monotonic() < until:
         time.sleep(0.1)
-    texts = "".join(table.read_text() for table in tables)
-    assert "answer 1" in texts
-    assert "answer 2" in texts
+    kept_rows = [
+        dict(zip(table["columns"], row, strict=True))
+        for file in tables
+        for table in [json.loads(file.read_text())]
+        for row in table["data"]
+    ]
+    shown = sorted((row["step"], row["text"], row["reward"], row["advantage"]) for row in kept_rows)
+    assert shown == [(step, f"answer {step}", 1.0, 0.5) for step in (1, 2, 3)]
     assert any(b"train/loss" in file.read_bytes() for file in (tmp_path / "wandb").rglob("*.wandb"))
 
 
