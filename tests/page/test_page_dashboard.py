@@ -67,8 +67,8 @@ def pages_of(group: str, step: int) -> dict[str, str]:
         "/fleet": "Processes",
         "/health": "Restarts",
         "/actions": "Who did what",
-        "/config": "gate.groups_per_step",
-        "/compare": "Settings that differ",
+        "/config": "Different from the defaults",
+        "/compare": "Up to eight runs",
     }
 
 
@@ -427,6 +427,7 @@ def test_every_page_works_on_a_run_with_a_million_groups(browser: Browser, watch
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_page_works_while_a_real_run_trains_and_when_it_has_finished(
     browser: Browser, watched: Watched, tmp_path: Path
 ) -> None:
