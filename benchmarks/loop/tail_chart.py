@@ -38,7 +38,7 @@ def draw(path: Path, cells: list[Cell]) -> None:
             )
         axes.set_title(f"staleness bound {bound}", loc="left", fontsize=10)
         axes.set_xlabel("shape of the episode times")
-        axes.set_ylim(0, 1.08)
+        axes.set_ylim(0, 1.4)
         axes.grid(color="#dddddd", linewidth=0.6)
     chart.axes[0].set_ylabel("speed (1: the ideal loop)")
     chart.axes[0].legend(loc="lower left", frameon=False, fontsize=9)

@@ -169,7 +169,7 @@ def _require_directory(directory: Path) -> None:
         raise StoreFaultError(f"ledger directory {directory} cannot be made: {error.strerror}") from error
 
 
-def _is_locked(lock: IO[str]) -> bool:
+def _try_lock(lock: IO[str]) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -191,7 +191,7 @@ def only_service(directory: Path, *, wait_s: float = 0.0) -> Iterator[None]:
         raise StoreFaultError(f"ledger directory {directory} cannot be written: {error.strerror}") from error
     until = time.monotonic() + wait_s
     with lock:
-        while not _is_locked(lock):
+        while not _try_lock(lock):
             if time.monotonic() > until:
                 lock.seek(0)
                 holder = lock.read().strip() or "unknown"
