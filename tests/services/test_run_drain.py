@@ -1,4 +1,4 @@
-"""Drains, signals and actions while a run starts. The supervisor and the ledger are real, the other roles are scripted."""
+"""Drains, signals, deaths and actions while a run starts. The supervisor and the ledger are real, the other roles are scripted."""
 
 import asyncio
 import dataclasses
@@ -170,3 +170,20 @@ async def test_an_action_waits_until_the_ledger_of_a_killed_run_has_ended(
         await asyncio.sleep(0)
     assert (await acting).number == 1
     assert kinds(directory) == ["pause", "resume"]
+
+
+async def test_a_process_that_keeps_crashing_after_a_long_start_is_reported_and_stops_the_run(
+    config: RunConfig, directory: RunDirectory
+) -> None:
+    make_ready(directory, "policy")
+    (directory.path / "crashes-policy").write_text("OutOfMemoryError: too large\nmore", encoding="utf-8")
+    settings = config.run.model_copy(update={"most_quick_deaths": 1})
+    config = config.model_copy(update={"run": settings})
+    said: list[str] = []
+    async with supervised(config, directory, said.append) as (supervisor, running):
+        outcome = await running
+    assert said == ["policy exited with status 1: OutOfMemoryError: too large; it is started again"]
+    assert outcome.end is RunEnd.FAILED
+    assert "policy exited with status 1; it died 2 times in a row within 15 s of being ready" in outcome.message
+    (policy,) = (process for process in supervisor.processes if process.role == "policy")
+    assert len(policy.lifetimes_s) == 2

@@ -221,6 +221,7 @@ def exit_code_of(error: BaseException, channel: Channel, log: EventLog) -> int:
         channel.fault(f"{fault}. Then start the run again: it resumes")
         return EXIT_STOP_RUN
     log.error("process.crashed", cause=f"{type(cause).__name__}: {cause}")
+    channel.fault(f"{type(cause).__name__}: {cause}")
     traceback.print_exception(error, file=sys.stderr)
     return EXIT_CRASHED
 

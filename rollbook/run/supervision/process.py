@@ -49,6 +49,7 @@ class SupervisedProcess:
         """This incarnation ended early because of SIGTERM, from the supervisor or from another program."""
         self.fault: str | None = None
         self.lifetimes_s: list[float] = []
+        """How long each incarnation was ready. 0: it died while it started."""
         """How long each incarnation that has ended was alive."""
         self.was_ready = False
         """At least one incarnation became ready."""
@@ -61,6 +62,7 @@ class SupervisedProcess:
         self._child: HostedProcess | None = None
         self._starting: asyncio.Task[HostedProcess] | None = None
         self._since = time.monotonic()
+        self._ready_at: float | None = None
         self._start = start
         self._host = host or LocalHost()
 
@@ -91,6 +93,7 @@ class SupervisedProcess:
         self.ready.clear()
         self.ended.clear()
         self.has_ended = self.was_stopped = False
+        self._ready_at = self.fault = None
         self.move(ProcessState.STARTING)
         self._starting = asyncio.create_task(self._host.start(self._start), name=f"run.start.{self.name}")
         try:
@@ -109,13 +112,13 @@ class SupervisedProcess:
             raise
         finally:
             self._starting = None
-        started = time.monotonic()
         self._on_change()
         receiving = asyncio.create_task(self._receive_reports(child), name=f"run.reports.{self.name}")
         try:
             code = await child.ended()
-            self.lifetimes_s.append(time.monotonic() - started)
+            ended_at = time.monotonic()
             await asyncio.wait({receiving}, timeout=EXIT_S)
+            self.lifetimes_s.append(0.0 if self._ready_at is None else ended_at - self._ready_at)
             return code
         finally:
             receiving.cancel()
@@ -189,6 +192,7 @@ class SupervisedProcess:
             case ReportKind.READY:
                 self.ready.set()
                 self.was_ready = True
+                self._ready_at = time.monotonic()
                 self.move(ProcessState.RUNNING, report.message)
             case ReportKind.DOING:
                 self.doing, self._since = report.message, time.monotonic()

@@ -15,10 +15,10 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartRule:
-    """Restart with growing waits; give up on a process that repeatedly dies soon after its start.
+    """Restart with growing waits; give up on a process that repeatedly dies while it starts or soon after it is ready.
 
-    An incarnation that lives `healthy_s` or longer resets the count, so a process that dies every few minutes is restarted for
-    ever, and one that cannot start stops the run with its cause.
+    An incarnation that is ready for `healthy_s` or longer resets the count, so a process that dies every few minutes is restarted
+    for ever, and one that cannot start stops the run with its cause.
     """
 
     most_quick_deaths: int = 6
@@ -29,7 +29,7 @@ class RestartRule:
     most_wait_s: float = 5.0
 
     def decide(self, lifetimes_s: list[float], *, was_ready: bool = True) -> Restart | GiveUp:
-        """`lifetimes_s`: how long each incarnation lived, oldest first; the last one has just died."""
+        """`lifetimes_s`: how long each incarnation was ready, oldest first; the last one has just died."""
         if not was_ready and len(lifetimes_s) > self.most_failed_starts:
             return GiveUp(f"it died {len(lifetimes_s)} times before it was ready")
         quick = 0
@@ -38,5 +38,5 @@ class RestartRule:
                 break
             quick += 1
         if quick > self.most_quick_deaths:
-            return GiveUp(f"it died {quick} times in a row within {self.healthy_s:g} s of its start")
+            return GiveUp(f"it died {quick} times in a row within {self.healthy_s:g} s of being ready")
         return Restart(min(self.most_wait_s, self.first_wait_s * 2 ** max(0, quick - 1)))

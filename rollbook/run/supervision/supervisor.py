@@ -325,6 +325,8 @@ class Supervisor:
             self._log.warning(
                 "run.process_died", process=process.name, code=code, restart_in_s=round(verdict.after_s, 2)
             )
+            cause = f": {process.fault.splitlines()[0]}" if process.fault else ""
+            self._say(f"{process.name} {reason}{cause}; it is started again")
             process.move(ProcessState.RESTARTING, reason)
             await asyncio.sleep(verdict.after_s)
         process.move(ProcessState.STOPPED)

@@ -1,6 +1,7 @@
 """A role of a run that does nothing until it is stopped. It is ready when the file `ready-ROLE` is in the run directory.
 
-With the file `dies-ROLE`, it dies when it should stop; the file is removed, so that its successor stops.
+With the file `dies-ROLE`, it dies when it should stop; the file is removed, so that its successor stops. With the file
+`crashes-ROLE`, it reports the text of the file as its error and exits, once it is ready.
 """
 
 import argparse
@@ -29,6 +30,10 @@ def main() -> int:
         if not is_ready and (args.run_dir / f"ready-{args.role}").exists():
             is_ready = True
             channel.ready()
+        crashes = args.run_dir / f"crashes-{args.role}"
+        if is_ready and crashes.exists():
+            channel.fault(crashes.read_text(encoding="utf-8"))
+            return 1
         is_stopped = signal.sigtimedwait({signal.SIGTERM}, 0.05) is not None
     dies = args.run_dir / f"dies-{args.role}"
     if dies.exists():

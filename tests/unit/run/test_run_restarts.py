@@ -12,7 +12,7 @@ def test_the_first_restart_is_almost_immediate_and_waits_grow() -> None:
     assert waits == [Restart(0.2), Restart(0.4), Restart(0.8), Restart(1.0)]
 
 
-def test_a_process_that_repeatedly_dies_soon_after_its_start_is_given_up() -> None:
+def test_a_process_that_repeatedly_dies_soon_after_it_is_ready_is_given_up() -> None:
     decision = RestartRule(most_quick_deaths=4, healthy_s=10).decide([1.0] * 5)
     assert isinstance(decision, GiveUp)
     assert "5 times in a row" in decision.reason
