@@ -90,10 +90,7 @@ class SupervisedProcess:
 
     async def run(self) -> int:
         """Run one incarnation, from start to exit. Returns its exit code (negative: the signal that ended it)."""
-        self.ready.clear()
-        self.ended.clear()
-        self.has_ended = self.was_stopped = False
-        self._ready_at = self.fault = None
+        self._forget_incarnation()
         self.move(ProcessState.STARTING)
         self._starting = asyncio.create_task(self._host.start(self._start), name=f"run.start.{self.name}")
         try:
@@ -125,6 +122,12 @@ class SupervisedProcess:
             await child.kill()
             self.ready.clear()
             self.ended.set()
+
+    def _forget_incarnation(self) -> None:
+        self.ready.clear()
+        self.ended.clear()
+        self.has_ended = self.was_stopped = False
+        self._ready_at = self.fault = None
 
     def request_stop(self) -> None:
         if self._child is not None:
