@@ -44,7 +44,9 @@ def base(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("venv")
     venv.create(directory, with_pip=True)
     command = [str(directory / "bin" / "python"), "-m", "pip", "install", "--quiet", str(wheel)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # With the repository on its path, pip would find the package installed already.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
         pytest.skip(f"the dependencies cannot be installed here: {done.stderr[-300:]}")
     return directory / "bin"
