@@ -172,7 +172,7 @@ async def test_an_action_waits_until_the_ledger_of_a_killed_run_has_ended(
     assert kinds(directory) == ["pause", "resume"]
 
 
-async def test_a_process_that_keeps_crashing_after_a_long_start_is_reported_and_stops_the_run(
+async def test_a_process_that_keeps_crashing_is_reported_and_stops_the_run(
     config: RunConfig, directory: RunDirectory
 ) -> None:
     make_ready(directory, "policy")
@@ -187,3 +187,14 @@ async def test_a_process_that_keeps_crashing_after_a_long_start_is_reported_and_
     assert "policy exited with status 1; it died 2 times in a row within 15 s of being ready" in outcome.message
     (policy,) = (process for process in supervisor.processes if process.role == "policy")
     assert len(policy.lifetimes_s) == 2
+
+
+async def test_the_time_that_a_process_takes_to_start_is_not_part_of_its_life(
+    config: RunConfig, directory: RunDirectory
+) -> None:
+    async with supervised(config, directory) as (supervisor, _):
+        (policy,) = (process for process in supervisor.processes if process.role == "policy")
+        await until(lambda: policy.pid is not None)
+        policy.kill()
+        await until(lambda: bool(policy.lifetimes_s))
+        assert policy.lifetimes_s[0] == 0.0
