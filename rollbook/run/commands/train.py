@@ -219,10 +219,11 @@ def write_or_check_config(loaded: LoadedConfig, directory: RunDirectory, console
 async def _run_with_view(
     supervisor: Supervisor, config: RunConfig, directory: RunDirectory, console: Console, log: EventLog
 ) -> RunOutcome:
-    def has_trainer_started() -> bool:
-        return any(p.role == "trainer" and p.state is ProcessState.RUNNING for p in supervisor.processes)
+    def has_begun() -> bool:
+        # The trainer waits for the ledger.
+        return any(p.role == "trainer" and p.state is not ProcessState.WAITING for p in supervisor.processes)
 
-    async with _view(supervisor, config, directory, console), audits(directory, log, has_begun=has_trainer_started):
+    async with _view(supervisor, config, directory, console), audits(directory, log, has_begun=has_begun):
         return await supervisor.run()
 
 
@@ -236,10 +237,10 @@ async def audits(
     """
 
     async def keep_auditing() -> None:
-        while not has_begun():
-            await asyncio.sleep(every_s)
         while True:
             await asyncio.sleep(every_s)
+            if not has_begun():
+                continue
             try:
                 report = await asyncio.to_thread(audit, directory.path)
             except Exception as error:
