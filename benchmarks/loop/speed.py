@@ -179,7 +179,9 @@ class CpuByProcess:
         used: dict[str, float] = defaultdict(float)
         for name, seconds in cpu_by_process(psutil.Process(supervisor)).values():
             used[name] += seconds
-        if not self._readings or used.keys() >= self._readings[0][1].keys():  # at the end of the run processes are missing
+        if (
+            not self._readings or used.keys() >= self._readings[0][1].keys()
+        ):  # at the end of the run processes are missing
             self._readings.append((steps, dict(used)))
 
     def per_step(self) -> dict[str, float]:

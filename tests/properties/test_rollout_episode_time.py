@@ -71,7 +71,8 @@ async def test_a_timeout_that_moves_later_sets_no_new_timer_and_one_that_moves_e
                     left_s += 1.0
                     move()
                 assert len(timers) == 1
-                for left_s in (0.01, 0.05):
+                for seconds in (0.01, 0.05):
+                    left_s = seconds
                     move()
                 moved_at = loop.time()
                 try:
