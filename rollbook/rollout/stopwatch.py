@@ -82,6 +82,7 @@ def movable_timeout(timeout: asyncio.Timeout, left_s: Callable[[], float]) -> It
     """
     loop = asyncio.get_running_loop()
     until = loop.time() + left_s()
+    timer: asyncio.TimerHandle
 
     def fire() -> None:
         nonlocal timer
