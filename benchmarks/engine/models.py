@@ -33,6 +33,7 @@ SMOLLM2_135M = Shape(layers=30, hidden=576, heads=9, kv_heads=3, ffn=1536, vocab
 QWEN_1_5B = Shape(layers=28, hidden=1536, heads=12, kv_heads=2, ffn=8960, vocab=151_936, max_len=4096)
 ONE_MILLION = Shape(layers=4, hidden=128, heads=4, kv_heads=2, ffn=384, vocab=1024, max_len=1024)
 SMALL = Shape(layers=2, hidden=96, heads=6, kv_heads=2, ffn=256, vocab=512, max_len=1024)
+TINY = Shape(layers=1, hidden=16, heads=2, kv_heads=1, ffn=32, vocab=512, max_len=1024)
 
 
 def llama_config(shape: Shape) -> LlamaConfig:

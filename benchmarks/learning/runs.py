@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -101,7 +101,11 @@ class LearningRun:
         }
 
 
-def train(name: str, table: Mapping[str, Any], home: Path, stop: Stop) -> LearningRun:
+OnPoll = Callable[[int, int], None]
+"""Called about once a second with the pid of the supervisor and the number of trained steps."""
+
+
+def train(name: str, table: Mapping[str, Any], home: Path, stop: Stop, *, on_poll: OnPoll | None = None) -> LearningRun:
     """Write the config, start the run, wait for the stop condition, stop it and read its results."""
     source = home / f"{name}.toml"
     source.write_text(tomli_w.dumps(dict(table)), encoding="utf-8")
@@ -112,7 +116,7 @@ def train(name: str, table: Mapping[str, Any], home: Path, stop: Stop) -> Learni
     with (home / f"{name}.out").open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=dict(os.environ))
         try:
-            _wait_for_stop(process, directory, stop, name)
+            _wait_for_stop(process, directory, stop, name, on_poll)
         finally:
             interrupt(process, directory, needs_checkpoint=stop.needs_checkpoint)
     if not read_metrics(directory / "metrics.jsonl", process="trainer"):
@@ -125,7 +129,9 @@ def train_command(source: Path, directory: Path) -> list[str]:
     return [sys.executable, "-m", "rollbook", "train", *options, str(source)]
 
 
-def _wait_for_stop(process: subprocess.Popen[bytes], directory: Path, stop: Stop, name: str) -> None:
+def _wait_for_stop(
+    process: subprocess.Popen[bytes], directory: Path, stop: Stop, name: str, on_poll: OnPoll | None
+) -> None:
     began = reported = time.monotonic()
     num_printed = 0
     first: float | None = None
@@ -133,6 +139,8 @@ def _wait_for_stop(process: subprocess.Popen[bytes], directory: Path, stop: Stop
         time.sleep(POLL_S)
         rows = read_metrics(directory / "metrics.jsonl")
         trained = [row for row in rows if row["process"] == "trainer"]
+        if on_poll is not None:
+            on_poll(process.pid, len(trained))
         elapsed = time.monotonic() - began
         if time.monotonic() - reported > PROGRESS_S:
             reported = time.monotonic()

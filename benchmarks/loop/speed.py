@@ -2,10 +2,12 @@
 
     python -m benchmarks.loop.speed --device cuda            135M and 1.5B models with random weights, engine and trainer on one GPU
     python -m benchmarks.loop.speed --cases cpu              the same script with a small model
+    python -m benchmarks.loop.speed --cases scripted         the work of 135m-single without a model: CPU seconds a step, by process
     python -m benchmarks.loop.speed --device cuda --cases 135m-single --seconds 100
 
 `loop_share_of_engine`: tokens sampled a second by `rollbook train` over those of the engine in this process, which plays the same
 episodes in a closed loop. `step_to_step_mfu`: model FLOPs of a step over the time from one step to the next, everything included.
+`training_share_of_cpu`: CPU seconds of the training step over those of all processes, per step.
 Figures are printed as soon as they are known. `--seconds` stops each run early enough that a case takes about that long.
 """
 
@@ -16,16 +18,19 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
-from benchmarks.engine.models import QWEN_1_5B, SMALL, SMOLLM2_135M, Shape, build, opened, publish
+from benchmarks.engine.models import QWEN_1_5B, SMALL, SMOLLM2_135M, TINY, Shape, build, opened, publish
 from benchmarks.learning.runs import Stop, train
+from benchmarks.loop.startup import cpu_by_process
 from benchmarks.loop.token_rollout import tasks
 from benchmarks.report import Figure, print_figures, print_status
 from rollbook.contracts.policy import SamplingParams
@@ -53,6 +58,7 @@ class Case:
     longest: int = 48
     observation: int = 0
     checkpoint_every: int = 10
+    engine: str = "transformers"
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -73,6 +79,7 @@ class Case:
 
 CASES = {
     "cpu": Case(shape=SMALL, groups=4, steps=8),
+    "scripted": Case(shape=TINY, groups=64, steps=30, engine="scripted"),
     "135m-single": Case(shape=SMOLLM2_135M, groups=64, steps=30),
     "135m-turns": Case(shape=SMOLLM2_135M, groups=64, steps=10, turns=6, prompt=200, observation=60),
     "1.5b-single": Case(shape=QWEN_1_5B, groups=64, steps=14, checkpoint_every=100),
@@ -119,6 +126,8 @@ def config_table(case: Case, model: Path, *, device: str) -> dict[str, Any]:
 
 def inference_settings(case: Case, *, device: str) -> dict[str, Any]:
     is_gpu = device == "cuda"
+    if case.engine == "scripted":
+        return {"engine": "scripted", "scripted": {"vocab_size": case.shape.vocab}, "max_running": 1024}
     return {
         "device": device,
         "dtype": "bfloat16" if is_gpu else "float32",
@@ -158,6 +167,28 @@ async def _play(engine: TransformersEngine, episodes: Sequence[Mapping[str, Any]
     return sampled
 
 
+class CpuByProcess:
+    """CPU seconds of the processes of a run, from the first reading after the warm-up to the last one."""
+
+    def __init__(self) -> None:
+        self._readings: list[tuple[int, dict[str, float]]] = []
+
+    def read(self, supervisor: int, steps: int) -> None:
+        if steps < WARM_UP_STEPS:
+            return
+        used: dict[str, float] = defaultdict(float)
+        for name, seconds in cpu_by_process(psutil.Process(supervisor)).values():
+            used[name] += seconds
+        if (
+            not self._readings or used.keys() >= self._readings[0][1].keys()
+        ):  # at the end of the run processes are missing
+            self._readings.append((steps, dict(used)))
+
+    def per_step(self) -> dict[str, float]:
+        (first, before), (last, after) = self._readings[0], self._readings[-1]
+        return {name: round((after[name] - before.get(name, 0.0)) / max(1, last - first), 4) for name in sorted(after)}
+
+
 def measure(name: str, case: Case, home: Path, *, device: str, workers: int | None, seconds: float) -> Iterator[Figure]:
     began = time.monotonic()
     model_dir = home / f"model-{name}"
@@ -172,7 +203,8 @@ def measure(name: str, case: Case, home: Path, *, device: str, workers: int | No
     table = config_table(case, model_dir, device=device)
     if workers is not None:
         table["rollout"]["workers"] = workers
-    run = train(name, table, home, Stop(total_s=began + seconds - ENGINE_ALONE_S - time.monotonic()))
+    cpu = CpuByProcess()
+    run = train(name, table, home, Stop(total_s=began + seconds - ENGINE_ALONE_S - time.monotonic()), on_poll=cpu.read)
     if len(run.steps) <= WARM_UP_STEPS + 1:
         raise RuntimeError(f"only {len(run.steps)} steps within {seconds:.0f} s: give it more --seconds")
     steady = run.steps[WARM_UP_STEPS:]
@@ -198,6 +230,7 @@ def measure(name: str, case: Case, home: Path, *, device: str, workers: int | No
         "first_train_s": [round(row["perf/train_time"], 2) for row in run.steps[:WARM_UP_STEPS]],
         "tokens_per_step": round(tokens),
         "memory_gb": max(row["perf/memory_gb"] for row in steady),
+        "cpu_s_per_step": cpu.per_step(),
         "audit_ok": run.audit_ok,
         "max_lag": run.max_lag,
     }
@@ -214,6 +247,19 @@ def measure(name: str, case: Case, home: Path, *, device: str, workers: int | No
             floor=FLOOR_MFU if name == "1.5b-long" else None,
             more=more,
         )
+    if case.engine == "scripted":
+        shutil.rmtree(model_dir)
+        used = sum(cpu.per_step().values())
+        # The trainer has one thread and computes on the CPU, but it may wait for a core.
+        yield Figure(
+            name="training_share_of_cpu",
+            ours=used,
+            peer=more["train_s"],
+            unit="CPU s",
+            ratio=more["train_s"] / used,
+            more=more,
+        )
+        return
     print_status(f"{name}: {tokens / step_s:,.0f} sampled tokens/s; now the engine alone")
     alone = asyncio.run(engine_alone(case, model_dir, (publication, home / "weights.safetensors"), device=device))
     shutil.rmtree(model_dir)

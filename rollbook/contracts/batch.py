@@ -43,6 +43,8 @@ class BatchEntry:
 
     def is_masked(self, row: TokenRow) -> NDArray[np.bool_]:
         """For each token of a sequence of this group: whether it would be trained and is masked."""
+        if not self.masked:
+            return np.zeros(len(row), dtype=np.bool_)
         return row.loss_mask & np.isin(row.versions, self.masked)
 
 

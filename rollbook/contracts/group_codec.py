@@ -62,16 +62,21 @@ class RowFrame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         token_ids = np.frombuffer(self.token_ids, "<i4").astype(np.int32)
         runs = np.frombuffer(self.runs, "<i4").astype(np.int32).reshape(-1, RUN_FIELDS)
         lengths = runs[:, 0]
+        num_tokens = len(token_ids)
         # Checked before `np.repeat`: a damaged length could allocate all memory.
-        if len(runs) == 0 or lengths.min() < 1 or int(lengths.sum(dtype=np.int64)) != len(token_ids):
-            raise ValueError(f"the runs of a sequence do not cover its {len(token_ids)} tokens")
+        if (
+            len(runs) == 0
+            or np.minimum.reduce(lengths) < 1
+            or int(np.add.reduce(lengths, dtype=np.int64)) != num_tokens
+        ):
+            raise ValueError(f"the runs of a sequence do not cover its {num_tokens} tokens")
         if columns and not columns.keys() <= set(COLUMNS):
             raise ValueError(f"a sequence has the unknown arrays {sorted(columns.keys() - set(COLUMNS))}")
         return TokenRow(
             token_ids=token_ids,
             logprobs=np.frombuffer(self.logprobs, "<f4").astype(np.float32),
-            loss_mask=np.repeat(runs[:, 2] == 1, lengths),
-            versions=np.repeat(runs[:, 1], lengths),
+            loss_mask=(runs[:, 2] == 1).repeat(lengths),
+            versions=runs[:, 1].repeat(lengths),
             **{name: np.frombuffer(raw, "<f4").astype(np.float32) for name, raw in (columns or {}).items()},
         )
 
@@ -209,12 +214,15 @@ def _raw(array: NDArray[Any], dtype: str) -> bytes:
 
 
 def _runs_of(versions: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> bytes:
-    changes = np.flatnonzero((versions[1:] != versions[:-1]) | (loss_mask[1:] != loss_mask[:-1])) + 1
-    starts = np.concatenate(([0], changes))
-    runs = np.empty((len(starts), RUN_FIELDS), dtype="<i4")
-    runs[:, 0] = np.diff(starts, append=len(versions))
-    runs[:, 1] = versions[starts]
-    runs[:, 2] = loss_mask[starts]
+    (ends,) = ((versions[1:] != versions[:-1]) | (loss_mask[1:] != loss_mask[:-1])).nonzero()
+    # The last token of each run.
+    last = np.append(ends, len(versions) - 1)
+    runs = np.empty((len(last), RUN_FIELDS), dtype="<i4")
+    runs[:, 0] = last
+    runs[1:, 0] -= last[:-1].astype(np.int32)
+    runs[0, 0] += 1
+    runs[:, 1] = versions[last]
+    runs[:, 2] = loss_mask[last]
     return runs.tobytes()
 
 

@@ -114,10 +114,10 @@ class EpisodePolicy:
         `on_tokens` receives the first tokens of the completion while the others are sampled; with a grammar, none of them.
         """
         params = sampling or self._sampling
-        if max_tokens is not None and max_tokens != params.max_tokens:
-            params = dataclasses.replace(params, max_tokens=max_tokens)
-        if stop_token_ids is not None:
-            params = dataclasses.replace(params, stop_token_ids=tuple(stop_token_ids))
+        max_tokens = params.max_tokens if max_tokens is None else max_tokens
+        stops = params.stop_token_ids if stop_token_ids is None else tuple(stop_token_ids)
+        if max_tokens != params.max_tokens or stops != params.stop_token_ids:
+            params = dataclasses.replace(params, max_tokens=max_tokens, stop_token_ids=stops)
         if params.grammar is not None:
             on_tokens = None  # an aborted request with a grammar starts again
         started = self._clock.now()

@@ -4,6 +4,7 @@ Waiting in a queue (for an engine slot, a free sandbox, a server that restarts) 
 limiting an episode by it would teach the policy about our hardware.
 """
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -71,3 +72,34 @@ class EpisodeTime:
                 took_s = self._clock.now() - self._wait_started
                 self._waited_s += max(0.0, took_s - self._wait.charged_s)
             self.changed()
+
+
+@contextmanager
+def movable_timeout(timeout: asyncio.Timeout, left_s: Callable[[], float]) -> Iterator[Callable[[], None]]:
+    """Expire `timeout` after `left_s` seconds. The block gets a function that reads `left_s` again and counts from then.
+
+    A move to a later time is applied when the timer fires: an episode usually sets one timer for all its requests.
+    """
+    loop = asyncio.get_running_loop()
+    until = loop.time() + left_s()
+    timer: asyncio.TimerHandle
+
+    def fire() -> None:
+        nonlocal timer
+        if loop.time() < until:
+            timer = loop.call_at(until, fire)
+        else:
+            timeout.reschedule(until)
+
+    def move() -> None:
+        nonlocal timer, until
+        until = loop.time() + left_s()
+        if until < timer.when():
+            timer.cancel()
+            timer = loop.call_at(until, fire)
+
+    timer = loop.call_at(until, fire)
+    try:
+        yield move
+    finally:
+        timer.cancel()

@@ -1,8 +1,11 @@
 """Settings of external metric sinks."""
 
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
+
+from rollbook.access.guard import is_loopback
 
 
 class TelemetryConfig(BaseModel, frozen=True, extra="forbid"):
@@ -43,3 +46,15 @@ class TelemetryConfig(BaseModel, frozen=True, extra="forbid"):
 
     prometheus_port: int = Field(default=9464, ge=0, le=65535)
     """Port that the `prometheus` sink listens on. 0 chooses a free one."""
+
+    prometheus_token_file: Path | None = None
+    """File with the token that Prometheus must send (`authorization.credentials_file` of its scrape configuration), relative to the
+    run directory. Created if missing. Required if `prometheus_host` is not a loopback address."""
+
+    @model_validator(mode="after")
+    def _check_prometheus_token(self) -> Self:
+        if not is_loopback(self.prometheus_host) and self.prometheus_token_file is None:
+            raise ValueError(
+                f"prometheus_host {self.prometheus_host} can be reached from other machines: set prometheus_token_file"
+            )
+        return self

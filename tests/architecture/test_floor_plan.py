@@ -15,7 +15,7 @@ ROOMS = {"tasks", "envs", "inference", "rollout", "ledger", "trainer"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contracts": set(),
     "concurrency": set(),
-    "telemetry": {"concurrency"},
+    "telemetry": {"concurrency", "access"},
     "access": {"contracts", "concurrency"},
     **dict.fromkeys(ROOMS, GROUND),
     "dashboard": GROUND,
@@ -162,7 +162,7 @@ def test_heavy_libraries_are_imported_in_their_own_places_only() -> None:
 
 def test_http_servers_are_started_behind_the_guard_only() -> None:
     """A server started elsewhere would skip the checks of `access/guard.py`."""
-    starters = ("AppRunner", "ServerRunner", "run_app", "TCPSite", "SockSite", "UnixSite", "HTTPServer", "start_server")
+    starters = ("AppRunner", "ServerRunner", "run_app", "TCPSite", "SockSite", "UnixSite", "start_server")
     found = {
         path.relative_to(PACKAGE).as_posix()
         for path in sources()
@@ -171,6 +171,30 @@ def test_http_servers_are_started_behind_the_guard_only() -> None:
         or (isinstance(node, ast.Name) and node.id in starters)
     }
     assert found == {"access/server.py"}
+
+
+def test_http_is_parsed_and_written_by_libraries_only() -> None:
+    """A parser or a writer of our own would have to be fuzzed against that of aiohttp, split at every byte (decision 0010)."""
+    libraries = {"http.server", "http.client", "socketserver", "h11", "httptools"}
+    parts = {"aiohttp.http_parser", "aiohttp.http_writer"}
+    found = set()
+    for path in sources():
+        name = path.relative_to(PACKAGE).as_posix()
+        found |= {f"{name}:{line} imports {module}" for module, line in imports_of(path) if module in libraries | parts}
+        for node in nodes_of(path):
+            match node:
+                case ast.Constant(value=str() | bytes() as value):
+                    text = value if isinstance(value, str) else value.decode("latin-1")
+                    # The exception reads line ends in the text of a policy.
+                    if "HTTP/1" in text or ("\r\n" in text and name != "envs/builtin/awscli/commands.py"):
+                        found.add(f"{name}:{node.lineno} writes or parses a head or a chunk")
+                case ast.FunctionDef(name="data_received" | "buffer_updated"):
+                    found.add(f"{name}:{node.lineno} receives bytes of a connection")
+                case ast.Attribute(
+                    attr="write" | "writelines", value=ast.Name(id="transport") | ast.Attribute(attr="transport")
+                ):
+                    found.add(f"{name}:{node.lineno} writes to a connection past its HTTP library")
+    assert found == set()
 
 
 def test_imports_are_at_the_top_of_the_file() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollbook.contracts.freshness import BatchPolicy
-from tests.faults.chaos import QUICK, Chaos
+from tests.faults.chaos import QUICK, WEIGHTS, Chaos
 from tests.faults.chaos_report import Kind
 
 
@@ -46,4 +46,4 @@ def test_twenty_random_kills_lose_nothing_of_a_run_that_masks_tokens(tmp_path: P
 @pytest.mark.timeout(1800)
 def test_twenty_random_kills_of_a_run_in_the_cloud_environment_lose_nothing(tmp_path: Path) -> None:
     pytest.importorskip("ministack")
-    require_ok(tmp_path, seed=3, kills=20, env="aws", kinds=tuple(Kind))
+    require_ok(tmp_path, seed=3, kills=20, env="aws", kinds=tuple(WEIGHTS))

@@ -5,6 +5,7 @@ of this package, and destruction in place of a solution.
 import shlex
 from collections.abc import AsyncIterator, Iterable, Sequence
 
+import aiohttp
 import pytest
 import pytest_asyncio
 from hypothesis import given, settings
@@ -164,6 +165,34 @@ async def test_no_command_reaches_the_admin_requests_of_the_simulator(cloud: Sim
     assert not (cloud.scratch / "out").exists() or "services" not in (cloud.scratch / "out").read_text()
     assert "witness" in (await cloud.run(["s3api", "list-buckets"])).stdout
     await cloud.clean()
+
+
+PAGES = [
+    {"Origin": "https://evil.example"},
+    {"Origin": "null"},
+    {"Sec-Fetch-Site": "cross-site"},
+    {"Host": "evil.example"},
+    {"Host": "127.0.0.1.evil.example:80"},
+    {"Host": "localhost.evil.example:80"},
+    {"User-Agent": "Mozilla/5.0 (an old browser, which sends neither Origin nor Sec-Fetch-Site with an image)"},
+]
+
+
+@pytest.mark.parametrize("headers", PAGES, ids=str)
+async def test_no_web_page_changes_the_simulated_cloud(cloud: SimulatedCloud, headers: dict[str, str]) -> None:
+    url = f"http://127.0.0.1:{cloud.port}/"
+    create = {"Action": "CreateQueue", "QueueName": f"page-{PAGES.index(headers)}", "Version": "2012-11-05"}
+    queues = {"Action": "ListQueues", "Version": "2012-11-05"}
+    async with aiohttp.ClientSession() as session:
+        async with session.post(url, data=create, headers=headers) as response:
+            assert response.status == 403
+        async with session.get(url, params=create, headers=headers) as response:
+            assert response.status == 403
+        async with session.post(url, data=queues) as response:
+            assert create["QueueName"] not in await response.text()
+        # The same form without the marks of a browser is executed.
+        async with session.post(url, data=create) as response:
+            assert create["QueueName"] in await response.text()
 
 
 # Where the commands below store what they read.

@@ -57,7 +57,7 @@ async def deliver_batch(request: web.Request, service: AtroposService, handed: H
         async with asyncio.timeout(service.config.serve_s):
             await answer.prepare(request)
             async with aclosing(_pieces(service, ids, is_compressed=is_compressed)) as pieces:
-                last = await _send(answer, request, pieces, is_compressed=is_compressed)
+                last = await _send(answer, pieces, is_compressed=is_compressed)
             # Without its end the body is not complete: no other front end may have sent the batch meanwhile.
             await service.renew_serving(handed)
             await answer.write(last)
@@ -73,31 +73,17 @@ async def deliver_batch(request: web.Request, service: AtroposService, handed: H
     return answer
 
 
-async def _send(
-    answer: web.StreamResponse, request: web.Request, pieces: AsyncIterator[Piece], *, is_compressed: bool
-) -> bytes:
+async def _send(answer: web.StreamResponse, pieces: AsyncIterator[Piece], *, is_compressed: bool) -> bytes:
     """Everything but the last bytes of the body, which are returned."""
     crc, size = 0, 0
     await answer.write(GZIP_HEADER if is_compressed else OPENING)
     async for piece in pieces:
         for part in piece.parts:
-            await _write(answer, request, part)
+            await answer.write(part)
         if is_compressed:
             crc = isal_zlib.crc32_combine(crc, piece.crc, piece.size)
             size += piece.size
     return struct.pack("<II", crc, size & 0xFFFFFFFF) if is_compressed else CLOSING
-
-
-async def _write(answer: web.StreamResponse, request: web.Request, part: bytes | memoryview) -> None:
-    """Like `StreamResponse.write`, without copying the part, and with the same back-pressure for a slow client."""
-    transport = request.transport
-    if not answer.chunked or transport is None or transport.is_closing():
-        await answer.write(part)
-        return
-    transport.write(b"%x\r\n" % len(part))
-    transport.write(part)
-    transport.write(b"\r\n")
-    await request.protocol._drain_helper()
 
 
 async def _pieces(

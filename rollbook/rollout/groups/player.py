@@ -39,7 +39,7 @@ from rollbook.rollout.groups.filters import FilterError, GroupFilter, load_filte
 from rollbook.rollout.groups.parts import GroupParts
 from rollbook.rollout.groups.results import CAUSE_CHARS, GroupResult, GroupTally, times_of
 from rollbook.rollout.policy import EpisodeContext, current_episode, enter_episode
-from rollbook.rollout.stopwatch import EpisodeTime
+from rollbook.rollout.stopwatch import EpisodeTime, movable_timeout
 
 LATE_S = 2.0
 """The dispatcher cancels a late group within this time."""
@@ -274,7 +274,6 @@ class GroupAssembler:
 
     async def _episode(self, order: GroupOrder, task: Task, tally: GroupTally) -> object:
         """Call the rollout function once, within the time of the episode and of the lease."""
-        loop = asyncio.get_running_loop()
         stopwatch = EpisodeTime(min(self._config.max_seconds, tally.until - self._clock.now()), clock=self._clock)
         enter_episode(
             EpisodeContext(
@@ -284,15 +283,14 @@ class GroupAssembler:
         try:
             async with asyncio.timeout(None) as limit:
 
-                def reschedule() -> None:
+                def left_s() -> float:
                     lease_s = tally.until - self._clock.now()
-                    left_s = lease_s if stopwatch.is_stopped else min(lease_s, stopwatch.left_s)
-                    if not limit.expired():
-                        limit.reschedule(loop.time() + max(0.0, left_s) + self._config.grace_s)
+                    seconds = lease_s if stopwatch.is_stopped else min(lease_s, stopwatch.left_s)
+                    return max(0.0, seconds) + self._config.grace_s
 
-                stopwatch.changed = reschedule
-                reschedule()
-                return await self._rollout(task.row_copy())
+                with movable_timeout(limit, left_s) as move:
+                    stopwatch.changed = move
+                    return await self._rollout(task.row_copy())
         except TimeoutError as error:
             if not limit.expired():
                 raise

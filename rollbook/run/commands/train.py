@@ -41,6 +41,7 @@ from rollbook.run.dashboard.address import open_socket
 from rollbook.run.directory import RunDirectory
 from rollbook.run.preflight import check_run, print_preflight
 from rollbook.run.record import audit
+from rollbook.run.supervision.process import ProcessState
 from rollbook.run.supervision.resume import check_resume
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome, Supervisor, require_posix
 from rollbook.run.user_objects import user_search_path
@@ -218,17 +219,28 @@ def write_or_check_config(loaded: LoadedConfig, directory: RunDirectory, console
 async def _run_with_view(
     supervisor: Supervisor, config: RunConfig, directory: RunDirectory, console: Console, log: EventLog
 ) -> RunOutcome:
-    async with _view(supervisor, config, directory, console), audits(directory, log):
+    def has_begun() -> bool:
+        # The trainer waits for the ledger.
+        return any(p.role == "trainer" and p.state is not ProcessState.WAITING for p in supervisor.processes)
+
+    async with _view(supervisor, config, directory, console), audits(directory, log, has_begun=has_begun):
         return await supervisor.run()
 
 
 @asynccontextmanager
-async def audits(directory: RunDirectory, log: EventLog, *, every_s: float = AUDIT_EVERY_S) -> AsyncIterator[None]:
-    """Audit the run while it lasts. Each audit reads what changed since the last one, so the one at the end has little to read."""
+async def audits(
+    directory: RunDirectory, log: EventLog, *, has_begun: Callable[[], bool], every_s: float = AUDIT_EVERY_S
+) -> AsyncIterator[None]:
+    """Audit the run while it lasts. Each audit reads what changed since the last one, so the one at the end has little to read.
+
+    `has_begun`: whether the run is in the ledger. Before that there is nothing to audit.
+    """
 
     async def keep_auditing() -> None:
         while True:
             await asyncio.sleep(every_s)
+            if not has_begun():
+                continue
             try:
                 report = await asyncio.to_thread(audit, directory.path)
             except Exception as error:

@@ -1,59 +1,90 @@
-"""Serves the latest value of every metric for Prometheus at `/metrics`. Needs no library."""
+"""Serves the latest value of every metric for Prometheus at `/metrics`. Needs no further library."""
 
+import asyncio
 import re
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from aiohttp import hdrs, web
+
+from rollbook.access.server import serve_app
+from rollbook.access.tokens import Secret, bearer_token, read_or_create_token
+from rollbook.concurrency.sockets import listening_socket
 from rollbook.telemetry.config import TelemetryConfig
-from rollbook.telemetry.prometheus import CONTENT_TYPE, Family, Kind, Sample, exposition
+from rollbook.telemetry.prometheus import Family, Kind, Sample, metrics_response
 from rollbook.telemetry.sinks.sink import Sink
 
 
-class PrometheusSink(Sink):
-    def __init__(self, host: str, port: int, *, run_name: str) -> None:
+class LatestValues:
+    """The latest value of every metric of a run. Written by one thread and served by another."""
+
+    def __init__(self, run_name: str) -> None:
         self._run_name = run_name
-        self._latest: dict[str, Sample] = {}
+        self._samples: dict[str, Sample] = {}
         self._lock = threading.Lock()
-        sink = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                is_known = self.path.partition("?")[0] == "/metrics"
-                body = sink.text().encode() if is_known else b"the metrics are at /metrics\n"
-                self.send_response(200 if is_known else 404)
-                self.send_header("Content-Type", CONTENT_TYPE if is_known else "text/plain")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+    def update(self, values: dict[str, float], *, process: str, step: int) -> None:
+        labels = {"run": self._run_name, "process": process}
+        with self._lock:
+            self._samples.update({metric_name(name): Sample(value, labels) for name, value in values.items()})
+            self._samples["rollbook_trainer_step"] = Sample(step, {"run": self._run_name, "process": "trainer"})
 
-            def log_message(self, *_: Any) -> None:
-                """Requests are not logged."""
+    def families(self) -> list[Family]:
+        with self._lock:
+            samples = sorted(self._samples.items())
+        return [Family(name, "the latest value", Kind.GAUGE, [sample]) for name, sample in samples]
 
+
+def metrics_app(values: LatestValues, *, token: str | None = None) -> web.Application:
+    """With a token, only requests that send it are answered."""
+    secret = None if token is None else Secret(token)
+
+    async def metrics(request: web.Request) -> web.Response:
+        if secret is not None and not secret.matches(bearer_token(request.headers.get(hdrs.AUTHORIZATION))):
+            message = "send the token in telemetry.prometheus_token_file: 'Authorization: Bearer …'\n"
+            return web.Response(text=message, status=401, headers={hdrs.WWW_AUTHENTICATE: "Bearer"})
+        body, headers = metrics_response(values.families(), request.headers.get(hdrs.ACCEPT, ""))
+        return web.Response(body=body, headers=headers)
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    return app
+
+
+class PrometheusSink(Sink):
+    """The server runs in its own thread, with its own event loop, until the sink is closed."""
+
+    def __init__(self, host: str, port: int, *, run_name: str, token: str | None = None) -> None:
+        self._values = LatestValues(run_name)
+        self._app = metrics_app(self._values, token=token)
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
+            sock = listening_socket(host, port)
         except OSError as error:
             raise OSError(
                 f"telemetry.prometheus_port {port} on {host} cannot be used ({error}); choose another one"
             ) from error
-        self.port = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
+        self.port = int(sock.getsockname()[1])
+        self._loop = asyncio.new_event_loop()
+        self._ending = asyncio.Event()
+
+        async def serve() -> None:
+            async with serve_app(self._app, sock):
+                await self._ending.wait()
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(serve())
+
+        self._thread = threading.Thread(target=run, name="prometheus", daemon=True)
+        self._thread.start()
 
     def write(self, values: dict[str, float], *, process: str, step: int, at: float) -> None:
-        labels = {"run": self._run_name, "process": process}
-        with self._lock:
-            self._latest.update({metric_name(name): Sample(value, labels) for name, value in values.items()})
-            self._latest["rollbook_trainer_step"] = Sample(step, {"run": self._run_name, "process": "trainer"})
-
-    def text(self) -> str:
-        with self._lock:
-            latest = sorted(self._latest.items())
-        return exposition(Family(name, "the latest value", Kind.GAUGE, [sample]) for name, sample in latest)
+        self._values.update(values, process=process, step=step)
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._loop.call_soon_threadsafe(self._ending.set)
+        self._thread.join()
 
 
 def metric_name(name: str) -> str:
@@ -62,4 +93,6 @@ def metric_name(name: str) -> str:
 
 
 def open_sink(config: TelemetryConfig, *, directory: Path, run_name: str, settings: dict[str, Any]) -> PrometheusSink:
-    return PrometheusSink(config.prometheus_host, config.prometheus_port, run_name=run_name)
+    file = config.prometheus_token_file
+    token = None if file is None else read_or_create_token(directory / file.expanduser())
+    return PrometheusSink(config.prometheus_host, config.prometheus_port, run_name=run_name, token=token)

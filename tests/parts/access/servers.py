@@ -37,6 +37,7 @@ from rollbook.run.commands.serve_policy import adopt_directory_weights
 from rollbook.run.commands.serve_proxy import ProxyOptions, RecordingProxy
 from rollbook.run.dashboard.catalog import open_catalog
 from rollbook.telemetry.events import EventLog
+from rollbook.telemetry.sinks.prometheus import LatestValues, metrics_app
 from tests.parts.dashboard.recorded_run import record_run
 from tests.parts.rollout.agents import word_tokenizer
 
@@ -158,6 +159,13 @@ async def weights(directory: Path) -> AsyncIterator[Running]:
         await transport.close()
 
 
+@asynccontextmanager
+async def metrics(_: Path) -> AsyncIterator[Running]:
+    """As the sink `prometheus` serves it."""
+    async with _serve(metrics_app(LatestValues("run"), token=TOKEN)) as running:
+        yield replace(running, is_read_only=True)
+
+
 SERVERS: dict[str, Open] = {
     "ledger": ledger,
     "policy": policy,
@@ -166,6 +174,7 @@ SERVERS: dict[str, Open] = {
     "rollout_service": rollout_service,
     "dashboard": dashboard,
     "weights": weights,
+    "metrics": metrics,
 }
 STARTED_IN = {
     "ledger/http/app.py",
@@ -174,6 +183,7 @@ STARTED_IN = {
     "envs/server/run.py",
     "rollout/agents/server.py",
     "rollout/remote/server.py",
+    "telemetry/sinks/prometheus.py",
     # These serve an application of the modules above, or that of `dashboard/server/app.py`.
     "run/dashboard/serve.py",
     "run/processes/dashboard.py",

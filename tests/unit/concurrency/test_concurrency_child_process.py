@@ -9,16 +9,20 @@ import subprocess
 import sys
 import textwrap
 import time
+from bisect import bisect_right
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollbook.concurrency.child_process.child import HEARTBEAT_S, heartbeat
-from rollbook.concurrency.child_process.frames import LENGTH_BYTES, BlockingFrames, Frames, frame
+from rollbook.concurrency.child_process.frames import LENGTH_BYTES, BlockingFrames, Frames, frame, read_frame
 from rollbook.concurrency.child_process.process import (
     BlockingChild,
     ChildEndedError,
@@ -225,6 +229,45 @@ def test_a_frame_of_impossible_length_counts_as_the_end() -> None:
     with ours, theirs:
         theirs.sendall(b"\xff" * LENGTH_BYTES + b"garbage")
         assert BlockingFrames(ours).receive() is None
+
+
+class OneByteSocket(socket.socket):
+    """Receives one byte at a time, so that a message is split at every byte."""
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        return super().recv_into(buffer, 1, flags)
+
+
+@given(payloads=st.lists(st.binary(max_size=30), max_size=5), data=st.data())
+async def test_messages_that_arrive_byte_by_byte_and_end_anywhere_are_read_whole_or_not_at_all(
+    payloads: list[bytes], data: st.DataObject
+) -> None:
+    stream = b"".join(frame(payload) for payload in payloads)
+    received = stream[: data.draw(st.integers(0, len(stream)), label="bytes received")]
+    ends = list(accumulate(LENGTH_BYTES + len(payload) for payload in payloads))
+    expected = [*payloads[: bisect_right(ends, len(received))], None]
+
+    reader = asyncio.StreamReader()
+    reading = asyncio.create_task(_all_frames(reader))
+    for byte in received:
+        reader.feed_data(bytes([byte]))
+        await asyncio.sleep(0)
+    reader.feed_eof()
+    assert await reading == expected
+
+    ours, theirs = socket.socketpair()
+    with OneByteSocket(fileno=ours.detach()) as slow, theirs:
+        theirs.sendall(received)
+        theirs.shutdown(socket.SHUT_WR)
+        blocking = BlockingFrames(slow)
+        assert [blocking.receive() for _ in expected] == expected
+
+
+async def _all_frames(reader: asyncio.StreamReader) -> list[bytes | None]:
+    found: list[bytes | None] = [b""]
+    while found[-1] is not None:
+        found.append(await read_frame(reader))
+    return found[1:]
 
 
 async def test_both_kinds_of_frames_understand_each_other() -> None:

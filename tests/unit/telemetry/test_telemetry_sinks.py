@@ -177,6 +177,8 @@ def test_prometheus_scrapes_the_latest_values(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="prometheus_port"):
         PrometheusSink("127.0.0.1", sink.port, run_name="other")
     sink.close()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{sink.port}/metrics")
 
 
 def test_every_episode_is_a_trace_with_its_turns(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypercorn.config import Config
 from ministack.app import app  # type: ignore[import-untyped]  # the package ships no types
 
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent
-from rollbook.envs.builtin.awscli.cloud.admin_requests import TOKEN_VARIABLE, with_admin_token
+from rollbook.envs.builtin.awscli.cloud.simulator_guard import TOKEN_VARIABLE, guarded
 from rollbook.envs.sandboxes.confinement import Permissions, confine, interpreter_roots, limit_resources, package_root
 
 MEMORY_BYTES = 4 * 2**30
@@ -39,7 +39,7 @@ def main() -> None:
             hidden=(package_root(),),
         )
     )
-    asyncio.run(serve(with_admin_token(app, token), config))
+    asyncio.run(serve(guarded(app, token), config))
 
 
 if __name__ == "__main__":
