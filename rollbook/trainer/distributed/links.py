@@ -4,6 +4,7 @@ A rank that is killed closes its connection at once; one whose machine or networ
 notices it, because a collective would wait for the lost rank for minutes. The run then resumes from its last checkpoint.
 """
 
+import errno
 import fcntl
 import hmac
 import json
@@ -27,6 +28,9 @@ BEAT_S = 1.0
 SILENCE_S = 15
 """After this time without a heartbeat a rank is lost. The leases of members have the same length."""
 HELLO_S = 10.0
+MAX_UNKNOWN = 64
+"""Connections that have not sent the token yet. Others are closed at once, so that a flood of them costs few threads."""
+ACCEPT_PAUSE_S = 0.1
 COLLECTIVE_FAILS_S = 3.0
 """A collective usually notices a killed rank itself, with a better message than this module has."""
 BEAT = b""
@@ -125,6 +129,7 @@ class RankListener:
         self._token = secrets.token_hex(32)
         self._file = invitation_file
         self._joined: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._unknown = threading.BoundedSemaphore(MAX_UNKNOWN)
         Invitation(host=host, port=self._socket.getsockname()[1], token=self._token).write(invitation_file)
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -141,22 +146,34 @@ class RankListener:
         self._socket.close()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
+        while True:
+            try:
                 sock, _ = self._socket.accept()
+            except OSError as error:
+                if error.errno in (errno.EBADF, errno.EINVAL):  # closed
+                    return
+                time.sleep(ACCEPT_PAUSE_S)  # too many open files, or the client is gone
+                continue
+            if self._unknown.acquire(blocking=False):
                 threading.Thread(target=self._greet, args=[sock], daemon=True).start()
+            else:
+                sock.close()
 
     def _greet(self, sock: socket.socket) -> None:
-        expected = self._token.encode()
+        expected, until = self._token.encode(), time.monotonic() + HELLO_S
         found = b""
-        with suppress(OSError):
-            sock.settimeout(HELLO_S)
-            while len(found) < len(expected) and (part := sock.recv(len(expected) - len(found))):
+        with suppress(OSError, ValueError):  # ValueError: the time is over
+            while len(found) < len(expected):
+                sock.settimeout(until - time.monotonic())
+                part = sock.recv(len(expected) - len(found))
+                if not part:
+                    break
                 found += part
         if hmac.compare_digest(found, expected):
             self._joined.put(sock)
         else:
             sock.close()
+        self._unknown.release()
 
 
 def connect(invitation: Invitation, on_lost: Callable[[str], None]) -> Link:

@@ -2,16 +2,21 @@
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import TransientError
+from rollbook.contracts.group import GroupId
 from rollbook.contracts.group_checks import TrainingLimits
+from rollbook.contracts.group_codec import decode_payload
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.models import InvalidBodyError, Registration
 from rollbook.ledger.atropos.posts import Incoming, Post, forget_unconfirmed
@@ -244,3 +249,55 @@ async def test_a_run_of_a_native_trainer_refuses_a_post_outside_of_its_limits() 
                 await post(service, Incoming(reader_of(body_of(-1))))
             await post(service, Incoming(reader_of(body_of(7))))
             assert await num_queued(store) == 1
+
+
+VOCABULARY_SIZE = 8
+ODD_NUMBERS = st.sampled_from([0.0, -0.5, 1.0, 1e-9, -1e30, 1e39, float("nan"), float("inf"), float("-inf")])
+ODD_IDS = st.sampled_from([0, 7, 8, 99, -1, -100, 2**31, 2**32 + 3, 2**63, -(2**63)])
+
+
+@st.composite
+def odd_posts(draw: st.DrawFn) -> dict[str, Any]:
+    """A group that nearly fits the run: each field is mostly right, and sometimes not."""
+    rows = draw(st.lists(st.lists(st.integers(0, VOCABULARY_SIZE - 1) | ODD_IDS, max_size=4), max_size=3))
+    marks = [[draw(st.sampled_from([token, -100, token, 1])) for token in row] for row in rows]
+    group: dict[str, Any] = {
+        "tokens": rows,
+        "masks": marks[: draw(st.sampled_from([3, 3, 3, 1]))],
+        "scores": draw(st.lists(st.floats(-1, 1) | ODD_NUMBERS, min_size=max(0, len(rows) - 1), max_size=len(rows))),
+    }
+    if draw(st.booleans()):
+        logprobs = [[draw(st.floats(-9, 0) | ODD_NUMBERS) for _ in row] for row in rows]
+        group["inference_logprobs"] = [row[: draw(st.sampled_from([4, 4, 1]))] for row in logprobs]
+    return group
+
+
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@given(groups=st.lists(odd_posts(), min_size=10, max_size=20), needs_logprobs=st.booleans())
+async def test_whatever_is_posted_to_a_run_of_a_native_trainer_is_refused_or_can_be_trained(
+    groups: list[dict[str, Any]], needs_logprobs: bool
+) -> None:
+    limits = TrainingLimits(vocabulary_size=VOCABULARY_SIZE, needs_logprobs=needs_logprobs)
+    usable = {"tokens": [[1, 7]], "masks": [[-100, 7]], "scores": [0.5], "inference_logprobs": [[0.0, -0.5]]}
+    async with open_memory_store() as store, open_atropos_service(service_on(store, trainable=limits)) as service:
+        for group in (usable, *groups):
+            before = await num_queued(store)
+            try:
+                await post(service, Incoming(reader_of(json.dumps(group).encode())))
+            except InvalidBodyError:
+                assert group is not usable
+                assert await num_queued(store) == before
+        payloads = await store.read(
+            lambda tx: [tx.payloads.get(RUN, queued.group_id) for queued in tx.groups.queued(RUN)]
+        )
+        for payload in payloads:
+            assert payload is not None
+            samples = decode_payload(payload, GroupId("post@0")).samples
+            assert all(math.isfinite(sample.reward) for sample in samples if sample.reward is not None)
+            rows = [row for sample in samples for row in sample.sequences]
+            assert all(0 <= token < VOCABULARY_SIZE for row in rows for token in row.token_ids.tolist())
+            trained = [row.logprobs[row.loss_mask] for row in rows]
+            assert sum(len(logprobs) for logprobs in trained) > 0
+            known = [value for logprobs in trained for value in logprobs.tolist() if not math.isnan(value)]
+            assert all(math.isfinite(value) and value < 1e-3 for value in known)
+            assert not needs_logprobs or len(known) == sum(len(logprobs) for logprobs in trained)
