@@ -203,7 +203,7 @@ def measure(folder: Path, *, steps: int, metrics: int) -> list[Figure]:
         rollout = opening_s(
             browser,
             f"{page}/rollout/long%400/0?view=tokens",
-            lambda one: one.get_by_text("Point at a token").count() > 0,
+            lambda one: one.locator(".tokens span[data-at]").count() > 0,
             window=screen,
         )
         charts = opening_s(

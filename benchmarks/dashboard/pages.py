@@ -23,7 +23,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from itertools import count, islice
+from itertools import count, cycle, islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,9 +51,22 @@ from rollbook.telemetry.events import EventLog
 
 T = TypeVar("T")
 RUN = RunId("run")
-PAGES = ("run", "law", "groups", "tasks", "steps", "freshness", "timeline", "fleet", "health", "series")
-REFRESH_S = 2.0
-"""How often a page fetches its data while the run goes on. Pages with large replies wait longer."""
+LEARNING = "series?metrics=rollout/reward,rollout/accuracy&points=600"
+PAGES = {
+    LEARNING: 4.0,
+    "law": 2.0,
+    "groups": 3.0,
+    "tasks": 5.0,
+    "steps?limit=100": 3.0,
+    "freshness": 4.0,
+    "timeline": 4.0,
+    "fleet": 3.0,
+    "health": 4.0,
+    "actions": 3.0,
+}
+"""What each page fetches while the run goes on, and how often in seconds: as in dashboard_page/src/pages."""
+BAR_S = 2.0
+"""How often every page fetches the state of the run."""
 PER_STEP = 8
 MIN_RATIO = 0.98
 WARM_STEPS = 20
@@ -179,17 +192,18 @@ async def _visitors(url: str, count: int) -> AsyncIterator[None]:
         await visitors.wait()
 
 
-async def visit(url: str, count: int) -> None:
-    """Follow the run as `count` pages do: a stream of changes and a request for the page's data now and then."""
+async def visit(url: str, number: int) -> None:
+    """Follow the run as so many pages do: a stream of changes and a request for the page's data now and then."""
+
+    async def fetch(session: aiohttp.ClientSession, path: str, every_s: float) -> None:
+        while True:
+            async with session.get(f"{url}/api/{path}") as response:
+                await response.read()
+            await asyncio.sleep(every_s)
 
     async def page(session: aiohttp.ClientSession, path: str) -> None:
         async with session.get(f"{url}/api/events") as stream:
-            await stream.content.readline()
-            while True:
-                for one in ("run", path):
-                    async with session.get(f"{url}/api/{one}") as response:
-                        await response.read()
-                await asyncio.sleep(REFRESH_S)
+            await asyncio.gather(stream.read(), fetch(session, "run", BAR_S), fetch(session, path, PAGES[path]))
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         while True:
@@ -200,7 +214,7 @@ async def visit(url: str, count: int) -> None:
             except aiohttp.ClientConnectionError:
                 await asyncio.sleep(0.1)
         print("ready", flush=True)
-        await asyncio.gather(*(page(session, PAGES[number % len(PAGES)]) for number in range(count)))
+        await asyncio.gather(*(page(session, path) for path in islice(cycle(PAGES), number)))
 
 
 async def train(folder: Path, *, pages: int, rounds: int, seconds: float) -> dict[int, list[Pace]]:
