@@ -1,10 +1,14 @@
 """What ten open pages cost a run: CPU time of the ledger, and steps a second of the trainer, with ten pages open and without.
 
-`python -m benchmarks.dashboard.pages` stores and trains groups in the ledger of a run directory, alternately with a dashboard whose
-pages follow the run as browsers do, and without one. The figure is CPU time: it shows whether pages make the ledger work harder.
+`python -m benchmarks.dashboard.pages` stores and trains groups in the ledger of a run directory, which a dashboard serves. In the
+second and third of every four measurements, pages are open and follow the run as browsers do. The figure is the CPU time of the
+ledger for each group: it shows whether pages make the ledger work harder.
 
-Then it trains the demo, with pages open and closed alternately, and compares the steps a second. On a machine without an idle
-core, the dashboard takes its CPU time from the trainer; `dashboard_cores` says how much that is.
+Then it trains the demo and compares its steps a second in the same order of measurements. On a machine without an idle core, the
+dashboard takes its CPU time from the trainer; `dashboard_cores` says how much that is.
+
+The ratio of a round comes from its four measurements, so a steady drift counts on both sides. The figure is the median of the
+rounds.
 """
 
 import argparse
@@ -16,10 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
+from itertools import count, cycle, islice
 from pathlib import Path
+from typing import TypeVar
 
 import aiohttp
 import numpy as np
@@ -43,10 +49,24 @@ from rollbook.run.config.run import RunConfig, dump_toml
 from rollbook.run.directory import RunDirectory
 from rollbook.telemetry.events import EventLog
 
+T = TypeVar("T")
 RUN = RunId("run")
-PAGES = ("run", "law", "groups", "tasks", "steps", "freshness", "timeline", "fleet", "health", "series")
-REFRESH_S = 2.0
-"""How often a page fetches its data while the run goes on. Pages with large replies wait longer."""
+LEARNING = "series?metrics=rollout/reward,rollout/accuracy&points=600"
+PAGES = {
+    LEARNING: 4.0,
+    "law": 2.0,
+    "groups": 3.0,
+    "tasks": 5.0,
+    "steps?limit=100": 3.0,
+    "freshness": 4.0,
+    "timeline": 4.0,
+    "fleet": 3.0,
+    "health": 4.0,
+    "actions": 3.0,
+}
+"""What each page fetches while the run goes on, and how often in seconds: as in dashboard_page/src/pages."""
+BAR_S = 2.0
+"""How often every page fetches the state of the run."""
 PER_STEP = 8
 MIN_RATIO = 0.98
 WARM_STEPS = 20
@@ -56,6 +76,23 @@ SETTINGS = (
     "trainer.lr=1e-7",
     "trainer.checkpoint_every=100000",
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """CPU time of the ledger."""
+
+    us_per_group: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """The trainer during some seconds."""
+
+    steps_per_s: float
+    trainer_cpu_s: float
+    """For each step."""
+    dashboard_cores: float
 
 
 def submissions(count: int) -> list[Submission]:
@@ -75,8 +112,25 @@ def submissions(count: int) -> list[Submission]:
     return found
 
 
-async def work(folder: Path, groups: list[Submission], *, pages: int, pace_s: float) -> float:
-    """Store and train the groups, a step every `pace_s`. Returns the CPU seconds of the ledger."""
+async def alternate(
+    folder: Path, *, pages: int, rounds: int, measure: Callable[[psutil.Process], Awaitable[T]]
+) -> dict[int, list[T]]:
+    """What was measured with no page and with `pages` pages, two measurements of each in a round."""
+    found: dict[int, list[T]] = {0: [], pages: []}
+    async with _dashboard(folder) as (url, server):
+        async with _visitors(url, 1):
+            pass  # the dashboard has started
+        for number in (0, pages, pages, 0) * rounds:
+            async with _visitors(url, number):
+                found[number].append(await measure(server))
+            print_status(f"{number} pages: {found[number][-1]}")
+    return found
+
+
+async def store_and_train(
+    folder: Path, *, pages: int, rounds: int, groups: int, pace_s: float
+) -> dict[int, list[Cost]]:
+    """Store and train so many groups in each measurement, a step every `pace_s`."""
     directory = RunDirectory(folder)
     directory.prepare()
     sections = {"run": {"name": RUN}, "model": {"path": "model"}, "tasks": {"source": "tasks.jsonl"}}
@@ -87,26 +141,23 @@ async def work(folder: Path, groups: list[Submission], *, pages: int, pace_s: fl
         ledger = Ledger(store=store, config=LedgerConfig(), clock=SystemClock(), log=EventLog("benchmark"))
         await ledger.create_run(RUN, config.ledger_settings())
         role = await ledger.take_role(RUN, restored_step=0)
-        async with _open_pages(folder, pages):
+        waiting = iter(submissions((4 * rounds + 1) * groups))
+        steps = count(1)
+
+        async def measure(_: psutil.Process) -> Cost:
             used = 0.0
-            for step, start in enumerate(range(0, len(groups), PER_STEP), start=1):
+            for step in islice(steps, groups // PER_STEP):
                 began = time.process_time()
-                for submission in groups[start : start + PER_STEP]:
+                for submission in islice(waiting, PER_STEP):
                     await ledger.submit(RUN, submission)
                 await ledger.decide(RUN, step, epoch=role.epoch, wait_s=0)
                 await ledger.acknowledge(RUN, step, f"weights-{step}", epoch=role.epoch)
                 used += time.process_time() - began
                 await asyncio.sleep(pace_s)
-    return used
+            return Cost(us_per_group=1e6 * used / groups)
 
-
-@asynccontextmanager
-async def _open_pages(folder: Path, count: int) -> AsyncIterator[None]:
-    if not count:
-        yield
-        return
-    async with _dashboard(folder) as (url, _), _visitors(url, count):
-        yield
+        await measure(psutil.Process())  # to warm up
+        return await alternate(folder, pages=pages, rounds=rounds, measure=measure)
 
 
 @asynccontextmanager
@@ -127,6 +178,9 @@ async def _dashboard(folder: Path) -> AsyncIterator[tuple[str, psutil.Process]]:
 @asynccontextmanager
 async def _visitors(url: str, count: int) -> AsyncIterator[None]:
     """Pages in another process: their CPU time is not that of the ledger."""
+    if not count:
+        yield
+        return
     follow = ("-m", "benchmarks.dashboard.pages", "--visit", url, "--pages", str(count))
     visitors = await asyncio.create_subprocess_exec(sys.executable, *follow, stdout=subprocess.PIPE)
     try:
@@ -138,17 +192,18 @@ async def _visitors(url: str, count: int) -> AsyncIterator[None]:
         await visitors.wait()
 
 
-async def visit(url: str, count: int) -> None:
-    """Follow the run as `count` pages do: a stream of changes and a request for the page's data now and then."""
+async def visit(url: str, number: int) -> None:
+    """Follow the run as so many pages do: a stream of changes and a request for the page's data now and then."""
+
+    async def fetch(session: aiohttp.ClientSession, path: str, every_s: float) -> None:
+        while True:
+            async with session.get(f"{url}/api/{path}") as response:
+                await response.read()
+            await asyncio.sleep(every_s)
 
     async def page(session: aiohttp.ClientSession, path: str) -> None:
         async with session.get(f"{url}/api/events") as stream:
-            await stream.content.readline()
-            while True:
-                for one in ("run", path):
-                    async with session.get(f"{url}/api/{one}") as response:
-                        await response.read()
-                await asyncio.sleep(REFRESH_S)
+            await asyncio.gather(stream.read(), fetch(session, "run", BAR_S), fetch(session, path, PAGES[path]))
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         while True:
@@ -159,48 +214,27 @@ async def visit(url: str, count: int) -> None:
             except aiohttp.ClientConnectionError:
                 await asyncio.sleep(0.1)
         print("ready", flush=True)
-        await asyncio.gather(*(page(session, PAGES[number % len(PAGES)]) for number in range(count)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """The trainer during some seconds."""
-
-    steps_per_s: float
-    trainer_cpu_s: float
-    """For each step."""
-    dashboard_cores: float
+        await asyncio.gather(*(page(session, path) for path in islice(cycle(PAGES), number)))
 
 
 async def train(folder: Path, *, pages: int, rounds: int, seconds: float) -> dict[int, list[Pace]]:
-    """The demo with no page and with `pages` pages. In each round a drift of the pace counts on both sides."""
     directory = RunDirectory(folder)
     settings = [part for setting in SETTINGS for part in ("--set", setting)]
     command = ("-m", "rollbook", "demo", "--run-dir", str(folder), "--no-dashboard", *settings)
     demo = await asyncio.create_subprocess_exec(
         sys.executable, *command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    found: dict[int, list[Pace]] = {0: [], pages: []}
     try:
         while len(_step_times(directory.metrics_file)) < WARM_STEPS:
             assert demo.returncode is None, "the demo ended"
             await asyncio.sleep(0.5)
-        async with _dashboard(folder) as (url, server):
-            async with _visitors(url, 1):
-                pass  # the dashboard has started
-            for count in (0, pages, pages, 0) * rounds:
-                if count:
-                    async with _visitors(url, count):
-                        pace = await _pace(directory, server, seconds)
-                else:
-                    pace = await _pace(directory, server, seconds)
-                found[count].append(pace)
-                print_status(f"{count} pages: {pace}")
+        return await alternate(
+            folder, pages=pages, rounds=rounds, measure=lambda server: _pace(directory, server, seconds)
+        )
     finally:
         if demo.returncode is None:
             demo.send_signal(signal.SIGTERM)
             await demo.wait()
-    return found
 
 
 async def _pace(directory: RunDirectory, server: psutil.Process, seconds: float) -> Pace:
@@ -224,51 +258,55 @@ def _step_times(metrics: Path) -> list[float]:
     return [row["time"] for row in rows if row["process"] == "trainer" and "step" in row]
 
 
+def ratios(alone: list[float], watched: list[float]) -> list[float]:
+    """The ratio of each round, which has two measurements of each kind."""
+    return [
+        statistics.mean(watched[at : at + 2]) / statistics.mean(alone[at : at + 2]) for at in range(0, len(alone), 2)
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=2_000)
     parser.add_argument("--pages", type=int, default=10)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--pace-s", type=float, default=0.05)
-    parser.add_argument("--rounds", type=int, default=3, help="of four measurements of the trainer")
+    parser.add_argument("--rounds", type=int, default=5, help="of four measurements")
+    parser.add_argument("--groups", type=int, default=800, help="in each measurement of the ledger")
+    parser.add_argument("--pace-s", type=float, default=0.05, help="between two steps of the ledger")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each measurement of the trainer")
     parser.add_argument("--visit", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.visit is not None:
         asyncio.run(visit(args.visit, args.pages))
         return 0
-    groups = submissions(args.groups)
-    found: dict[int, list[float]] = {0: [], args.pages: []}
-    for _ in range(args.repeats):
-        for pages, times in found.items():
-            with tempfile.TemporaryDirectory(prefix="rollbook-bench-") as name:
-                times.append(asyncio.run(work(Path(name) / "run", groups, pages=pages, pace_s=args.pace_s)))
-            print_status(f"{pages} pages: {1e6 * times[-1] / args.groups:.0f} µs of CPU time a group")
-    alone, watched = (1e6 * statistics.median(times) / args.groups for times in found.values())
-    figure = Figure(
-        name="ledger_with_pages",
-        ours=watched,
-        peer=alone,
-        unit="µs/group",
-        ratio=alone / watched,
-        floor=MIN_RATIO,
-        more={"seconds": {str(pages): times for pages, times in found.items()}},
-    )
+    both = {"pages": args.pages, "rounds": args.rounds}
     with tempfile.TemporaryDirectory(prefix="rollbook-bench-") as name:
-        paces = asyncio.run(train(Path(name) / "run", pages=args.pages, rounds=args.rounds, seconds=args.seconds))
-    rates = {count: [pace.steps_per_s for pace in of_count] for count, of_count in paces.items()}
-    trainer = Figure(
-        name="trainer_with_pages",
-        ours=statistics.mean(rates[args.pages]),
-        peer=statistics.mean(rates[0]),
-        unit="steps/s",
-        ratio=statistics.mean(rates[args.pages]) / statistics.mean(rates[0]),
-        floor=MIN_RATIO,
-        more={
-            "paces": {str(count): [asdict(pace) for pace in of_count] for count, of_count in paces.items()},
-        },
-    )
-    return print_figures([figure, trainer], groups=args.groups, pages=args.pages)
+        stored = asyncio.run(
+            store_and_train(Path(name) / "run", groups=args.groups // PER_STEP * PER_STEP, pace_s=args.pace_s, **both)
+        )
+    with tempfile.TemporaryDirectory(prefix="rollbook-bench-") as name:
+        trained = asyncio.run(train(Path(name) / "run", seconds=args.seconds, **both))
+    costs = {pages: [cost.us_per_group for cost in found] for pages, found in stored.items()}
+    rates = {pages: [pace.steps_per_s for pace in found] for pages, found in trained.items()}
+    # A cost that grows is a throughput that falls.
+    of_ledger, of_trainer = ratios(costs[args.pages], costs[0]), ratios(rates[0], rates[args.pages])
+    figures = [
+        Figure(
+            name=name,
+            ours=statistics.median(found[args.pages]),
+            peer=statistics.median(found[0]),
+            unit=unit,
+            ratio=statistics.median(of_rounds),
+            floor=MIN_RATIO,
+            more={
+                "ratios": of_rounds,
+                "measured": {str(pages): [asdict(one) for one in all_] for pages, all_ in raw.items()},
+            },
+        )
+        for name, unit, found, of_rounds, raw in (
+            ("ledger_with_pages", "µs/group", costs, of_ledger, stored),
+            ("trainer_with_pages", "steps/s", rates, of_trainer, trained),
+        )
+    ]
+    return print_figures(figures, groups=args.groups, **both)
 
 
 if __name__ == "__main__":

@@ -119,9 +119,20 @@ def train(name: str, table: Mapping[str, Any], home: Path, stop: Stop, *, on_pol
             _wait_for_stop(process, directory, stop, name, on_poll)
         finally:
             interrupt(process, directory, needs_checkpoint=stop.needs_checkpoint)
+    _print_deaths(name, (home / f"{name}.out").read_text(), directory)
     if not read_metrics(directory / "metrics.jsonl", process="trainer"):
         raise RuntimeError(f"{name}: no step was trained\n{(home / f'{name}.out').read_text()[-3000:]}")
     return _read(name, directory, began)
+
+
+def _print_deaths(name: str, output: str, directory: Path) -> None:
+    """Why processes of the run died: what the run printed, and the end of what they wrote to stderr."""
+    deaths = [line for line in output.splitlines() if "it is started again" in line or "died" in line]
+    for line in deaths:
+        print_status(f"  {name}: {line}")
+    for path in sorted((directory / "logs").glob("*.stderr")) if deaths else ():
+        if written := path.read_text(errors="replace").strip():
+            print_status(f"  {name}: the end of {path.name}:\n{written[-2000:]}")
 
 
 def train_command(source: Path, directory: Path) -> list[str]:

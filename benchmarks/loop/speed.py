@@ -66,6 +66,13 @@ class Case:
         return self.prompt + self.turns * (self.longest + self.observation)
 
     @property
+    def kv_memory_mb(self) -> int:
+        """Keys and values (bfloat16) of all episodes in flight at their longest, and a quarter more."""
+        shape = self.shape
+        bytes_per_token = 2 * 2 * shape.layers * shape.kv_heads * shape.hidden // shape.heads
+        return max(2_000, round(1.25e-6 * 16 * self.groups * self.max_len * bytes_per_token))
+
+    @property
     def workload(self) -> dict[str, int]:
         return {
             "vocabulary": self.shape.vocab,
@@ -133,7 +140,7 @@ def inference_settings(case: Case, *, device: str) -> dict[str, Any]:
         "dtype": "bfloat16" if is_gpu else "float32",
         "max_running": 1024 if is_gpu else 64,
         "max_model_len": case.max_len + 8,
-        **({"kv_memory_mb": 24_000, "max_connections": 512} if is_gpu else {}),
+        **({"kv_memory_mb": case.kv_memory_mb, "max_connections": 512} if is_gpu else {}),
     }
 
 

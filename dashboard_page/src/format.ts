@@ -18,12 +18,12 @@ export function fixed(value: Maybe, decimals: number): string {
   return value === null || value === undefined || !Number.isFinite(value) ? NONE : value.toFixed(decimals);
 }
 
+/** Exact up to ten million, so that the terms of the conservation law visibly add up. */
 export function count(value: Maybe): string {
   if (value === null || value === undefined || !Number.isFinite(value)) return NONE;
   const size = Math.abs(value);
   if (size >= 1e9) return `${trim(value / 1e9)}B`;
-  if (size >= 1e6) return `${trim(value / 1e6)}M`;
-  if (size >= 1e5) return `${trim(value / 1e3)}k`;
+  if (size >= 1e7) return `${trim(value / 1e6)}M`;
   return Math.round(value).toLocaleString("en");
 }
 

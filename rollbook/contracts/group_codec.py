@@ -216,10 +216,12 @@ def _raw(array: NDArray[Any], dtype: str) -> bytes:
 def _runs_of(versions: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> bytes:
     (ends,) = ((versions[1:] != versions[:-1]) | (loss_mask[1:] != loss_mask[:-1])).nonzero()
     # The last token of each run.
-    last = np.append(ends, len(versions) - 1)
+    last = np.empty(len(ends) + 1, dtype=np.int32)
+    last[:-1] = ends
+    last[-1] = len(versions) - 1
     runs = np.empty((len(last), RUN_FIELDS), dtype="<i4")
     runs[:, 0] = last
-    runs[1:, 0] -= last[:-1].astype(np.int32)
+    runs[1:, 0] -= last[:-1]
     runs[0, 0] += 1
     runs[:, 1] = versions[last]
     runs[:, 2] = loss_mask[last]

@@ -207,6 +207,8 @@ def _listed(values: NDArray[Any]) -> list[float]:
 
 def _last_of_each_step(steps: NDArray[np.float64]) -> NDArray[np.int64]:
     """Positions of the last row of each step, by step: a step that was trained again after a crash counts once."""
+    if (steps[1:] > steps[:-1]).all():
+        return np.arange(len(steps))
     _, last = np.unique(steps[::-1], return_index=True)
     found: NDArray[np.int64] = len(steps) - 1 - last
     return found

@@ -195,8 +195,8 @@ class History(Protocol):
     def last_number(self) -> int:
         """The number of the last move; 0 if there is none."""
 
-    def each(self, run_id: RunId) -> Iterator[MoveRecord]:
-        """All moves, by group id and then in order."""
+    def each(self, run_id: RunId) -> Iterator[tuple[GroupId, float, str | None, str]]:
+        """All moves, by group id and then in order: group, time, state before and after, as stored."""
 
 
 class Batches(Protocol):

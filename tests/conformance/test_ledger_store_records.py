@@ -131,7 +131,7 @@ async def test_history_keeps_its_order(store: Store) -> None:
         return MoveRecord(
             run_id=RUN,
             group_id=GroupId(name),
-            at=1.0,
+            at=float(note),
             from_state=was,
             to_state=GroupState.DISPATCHED,
             note=note,
@@ -146,7 +146,8 @@ async def test_history_keeps_its_order(store: Store) -> None:
 
     await store.write(write)
     assert await store.read(lambda tx: tx.history.of_group(RUN, GroupId("b"))) == [moves[0], moves[2]]
-    assert [m.note for m in await store.read(lambda tx: list(tx.history.each(RUN)))] == ["2", "4", "1", "3"]
+    found = await store.read(lambda tx: [tuple(move) for move in tx.history.each(RUN)])
+    assert found == [(m.group_id, m.at, m.from_state, m.to_state) for m in (moves[1], moves[3], moves[0], moves[2])]
 
 
 async def test_moves_of_all_runs_are_numbered_together_and_read_in_pages(store: Store) -> None:

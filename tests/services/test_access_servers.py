@@ -1,13 +1,20 @@
 """No web page in a browser can reach a server: every route of every server is attacked."""
 
 import ast
+import socket
+import threading
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import aiohttp
+import httpx
 import pytest
 
-from tests.parts.access.servers import SERVERS, STARTED_IN, Running
+from rollbook.telemetry.config import TelemetryConfig
+from rollbook.telemetry.sinks.forwarder import open_sinks
+from rollbook.telemetry.sinks.prometheus import PrometheusSink
+from tests.parts.access.servers import SERVERS, STARTED_IN, TOKEN, Running
 
 PACKAGE = Path(__file__).parents[2] / "rollbook"
 SIMPLE_TYPES = [
@@ -90,6 +97,44 @@ async def test_a_body_without_a_content_type_changes_nothing(session: aiohttp.Cl
                 assert response.status in (415, 422), (method, path)
 
 
+# What every process of this machine may request without a token: producing, reading and playing.
+OPEN_ON_LOOPBACK = {
+    "ledger": {
+        *(f"/v1/runs/some/{verb}" for verb in ("open", "heartbeat", "submit", "submit_many", "close", "release")),
+        "/v1/runs/some/producers/some",
+        *(
+            f"{prefix}/{verb}"
+            for prefix in ("", "/atropos/some")
+            for verb in ("register", "register-env", "disconnect-env", "scored_data", "scored_data_list")
+        ),
+    },
+    "policy": {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/inference/v1/generate",
+        "/tokenize",
+        "/detokenize",
+        "/abort_requests",
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPEN_ON_LOOPBACK)
+async def test_every_request_that_steers_a_run_needs_the_token(
+    session: aiohttp.ClientSession, tmp_path: Path, name: str
+) -> None:
+    """A route that is not listed as open must refuse, so that a new one cannot be forgotten."""
+    async with SERVERS[name](tmp_path) as server:
+        for token in ({}, {"Authorization": "Bearer 0123456789abcdef0123"}, {"Authorization": f"Basic {TOKEN}"}):
+            found = await statuses(session, server, {"Content-Type": "application/json", **token}, b"{}")
+            changing = {path: status for (method, path), status in found.items() if method != "GET"}
+            assert {path for path, status in changing.items() if status != 401} == OPEN_ON_LOOPBACK[name]
+        right = await statuses(
+            session, server, {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}, b"{}"
+        )
+        assert 401 not in right.values()
+
+
 async def test_a_refusal_says_what_is_wrong_and_what_to_do(session: aiohttp.ClientSession, server: Running) -> None:
     for headers, word in (({"Host": "evil.example"}, "--allow-host"), ({"Origin": "http://x"}, "--allow-origin")):
         async with session.get(server.url + "/health", headers=headers) as response:
@@ -109,3 +154,36 @@ async def test_a_client_on_this_machine_is_served(session: aiohttp.ClientSession
             }
             # Two GETs of the Atropos API change data and are refused to every browser.
             assert all(headers and path.endswith(("/batch", "/reset_data")) for path in refused), (sent, refused)
+
+
+def test_on_an_address_that_other_machines_reach_prometheus_sends_the_token_in_its_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="set prometheus_token_file"):
+        TelemetryConfig(sinks=("prometheus",), prometheus_host="0.0.0.0")
+    config = TelemetryConfig(
+        sinks=("prometheus",), prometheus_host="0.0.0.0", prometheus_port=0, prometheus_token_file=Path("scrape-token")
+    )
+    sink = open_sinks(config, directory=tmp_path, run_name="run", settings={})["prometheus"]
+    assert isinstance(sink, PrometheusSink)
+    sink.write({"train/loss": 2.5}, process="trainer", step=1, at=0.0)
+    url = f"http://127.0.0.1:{sink.port}/metrics"
+    token = (tmp_path / "scrape-token").read_text().strip()
+    assert (tmp_path / "scrape-token").stat().st_mode & 0o777 == 0o600
+    for wrong in ({}, {"Authorization": "Bearer 0123456789abcdef"}, {"Authorization": f"Basic {token}"}):
+        refused = httpx.get(url, headers=wrong)
+        assert (refused.status_code, "train_loss" in refused.text) == (401, False)
+    assert "rollbook_train_loss" in httpx.get(url, headers={"Authorization": f"Bearer {token}"}).text
+    sink.close()
+
+
+def test_connections_to_the_prometheus_sink_that_send_nothing_start_no_thread(tmp_path: Path) -> None:
+    config = TelemetryConfig(sinks=("prometheus",), prometheus_port=0)
+    sink = open_sinks(config, directory=tmp_path, run_name="run", settings={})["prometheus"]
+    assert isinstance(sink, PrometheusSink)
+    before = threading.active_count()
+    with ExitStack() as idle:
+        for _ in range(50):
+            idle.enter_context(socket.create_connection(("127.0.0.1", sink.port)))
+        # A response shows that the server has accepted the earlier connections.
+        assert httpx.get(f"http://127.0.0.1:{sink.port}/metrics").status_code == 200
+        assert threading.active_count() == before
+    sink.close()

@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.dashboard.index.columns import DROPS, ENDS, FACTS, STATES, GroupColumns, Numbering, row_values
+from rollbook.dashboard.index.columns import DROPS, ENDS, FACTS, STATES, GroupColumns, Numbering, id_hash, row_values
 from rollbook.dashboard.index.filters import SOLVED, GroupFilter, masks_of, ordered, solved_class
 from rollbook.dashboard.source import GroupRow
 
-FORMAT = "2"
+FORMAT = "3"
 SCHEMA = (Path(__file__).parent / "schema.sql").read_text(encoding="utf-8")
 HISTOGRAM_BINS = 40
 KINDS = (len(STATES), len(DROPS), len(SOLVED))
@@ -30,15 +30,13 @@ CACHED_LISTS = 8
 """Ordered lists that are kept until the index changes: moving through a filter needs the same one again and again."""
 ADD = "INSERT INTO groups (place, group_id, facts, body) VALUES (?, ?, ?, ?)"
 PUT = ADD.replace("INSERT", "INSERT OR REPLACE")
-FIND = "SELECT group_id, place FROM groups WHERE group_id IN (SELECT value FROM json_each(?))"
+FIND = "SELECT group_id, place FROM groups WHERE place IN (SELECT value FROM json_each(?))"
 LOAD = "SELECT place, facts FROM groups"
 LOADED_ROWS = 50_000
 PAGE_BYTES = 16_384
 """A row has about 800 bytes; pages of 4 KB would waste a part of each."""
-CHECKPOINT_PAGES = 2_000
-"""Pages of the log before they are moved to the file. Ids are inserted in random order, so the same pages change repeatedly."""
-CACHE_KB = 48_000
-"""The ids of a million groups fit: they are inserted in random order."""
+CACHE_KB = 8_000
+"""Groups are appended, and a page of the list reads a few of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,13 +136,12 @@ class ViewIndex:
         packed = facts.tobytes()
         self._db.execute("BEGIN")
         try:
-            self._db.executemany(
-                ADD if min(places, default=0) >= self.columns.size else PUT,
-                [
-                    (place, row.group_id, packed[at : at + FACTS.itemsize], _ENCODER.encode(row))
-                    for place, row, at in zip(places, rows, range(0, len(packed), FACTS.itemsize), strict=True)
-                ],
-            )
+            stored = [
+                (place, row.group_id, packed[at : at + FACTS.itemsize], _ENCODER.encode(row))
+                for place, row, at in zip(places, rows, range(0, len(packed), FACTS.itemsize), strict=True)
+            ]
+            self._db.executemany(PUT, [one for one in stored if one[0] < self.columns.size])
+            self._db.executemany(ADD, [one for one in stored if one[0] >= self.columns.size])
             self._store_texts("tasks", "task_id", self.tasks)
             self._store_texts("producers", "name", self.producers)
             self._db.execute(
@@ -177,14 +174,24 @@ class ViewIndex:
     def _places(self, rows: Sequence[GroupRow]) -> list[int]:
         """Where each group is stored. New groups are appended."""
         newest, after = self._newest, self.columns.size
-        # Groups with higher numbers are certainly new.
-        ids = msgspec.json.encode([row.group_id for row in rows if row.sequence <= newest]).decode()
-        known: dict[str, int] = dict(self._db.execute(FIND, (ids,)))
+        # Groups with higher numbers are certainly new, and those with lower numbers have been appended before.
+        known = {}
+        if old := [row for row in rows if row.sequence <= newest]:
+            first = int(np.argmax(self.columns.sequence >= min(row.sequence for row in old)))
+            known = self._find([row.group_id for row in old], first=first)
         for row in rows:
             if row.group_id not in known:
                 known[row.group_id] = after
                 after += 1
         return [known[row.group_id] for row in rows]
+
+    def _find(self, ids: Sequence[str], *, first: int = 0) -> dict[str, int]:
+        """The places of these groups, if they are indexed at or after the place `first`."""
+        is_candidate = np.isin(self.columns.id_hash[first:], [id_hash(group_id) for group_id in ids])
+        candidates = (first + np.flatnonzero(is_candidate)).tolist()
+        wanted = frozenset(ids)
+        found: Iterable[tuple[str, int]] = self._db.execute(FIND, (msgspec.json.encode(candidates).decode(),))
+        return {group_id: place for group_id, place in found if group_id in wanted}
 
     def _store_texts(self, table: str, column: str, numbering: Numbering) -> None:
         first = self._stored[table]
@@ -206,8 +213,7 @@ class ViewIndex:
         return [_DECODER.decode(row[0]) for row in found if row is not None]
 
     def place_of(self, group_id: str) -> int | None:
-        row = self._db.execute("SELECT place FROM groups WHERE group_id = ?", (group_id,)).fetchone()
-        return None if row is None else int(row[0])
+        return self._find([group_id]).get(group_id)
 
     def list_of(self, wanted: GroupFilter) -> NDArray[np.int64]:
         """The places of the groups that the filter selects, in its order."""
@@ -300,7 +306,7 @@ def open_index(path: Path, run: str) -> Iterator[ViewIndex]:
 
 
 def discard(path: Path) -> None:
-    for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
+    for name in (path.name, f"{path.name}-journal", f"{path.name}-wal", f"{path.name}-shm"):
         path.with_name(name).unlink(missing_ok=True)
 
 
@@ -316,8 +322,8 @@ def _connect(path: Path, run: str) -> sqlite3.Connection:
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
         db.execute(f"PRAGMA page_size = {PAGE_BYTES}")  # of a new file
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+        # Groups are appended: a rollback journal has nothing to copy, and a write-ahead log would write them twice.
+        db.execute("PRAGMA journal_mode = DELETE")
         # The file can be derived again, so a commit need not wait for the disk.
         db.execute("PRAGMA synchronous = OFF")
         db.execute(f"PRAGMA cache_size = -{CACHE_KB}")

@@ -17,7 +17,7 @@ CREATE TABLE producers (
 
 CREATE TABLE groups (
     place    INTEGER PRIMARY KEY,   -- in the arrays: groups are numbered as they are indexed, nearly in order of admission
-    group_id TEXT NOT NULL UNIQUE,
+    group_id TEXT NOT NULL,
     facts    BLOB NOT NULL,         -- the columns of columns.py, packed
     body     BLOB NOT NULL          -- the whole row as MessagePack
 );

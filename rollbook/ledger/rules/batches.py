@@ -53,6 +53,9 @@ def decide(run_tx: RunTransaction, step: int, *, epoch: int) -> Decision:
             "not decided yet"
         )
     num_stale = _drop_stale(run_tx, step)
+    if _num_queued(run_tx) < run_tx.run.settings.rule.batch_size and not _is_data_over(run_tx):
+        # A waiting trainer gets here after every commit: the counters answer without reading the queue.
+        return Decision(num_stale=num_stale)
     choice = _choose(run_tx, step)
     if choice.size >= run_tx.run.settings.rule.batch_size:
         return Decision(manifest=_record(run_tx, step, choice, is_last=False), is_new=True, num_stale=num_stale)
@@ -202,6 +205,12 @@ def _choose_by_policy(run_tx: RunTransaction, step: int) -> list[GroupRecord]:
         step=step,
     )
     return [by_id[candidate.group_id] for candidate in chosen]
+
+
+def _num_queued(run_tx: RunTransaction) -> int:
+    """In groups, or in samples with policy `parts`. No batch is larger."""
+    run = run_tx.run
+    return run.queued_samples if run.settings.rule.policy is BatchPolicy.PARTS else run.num_queued
 
 
 def _is_data_over(run_tx: RunTransaction) -> bool:

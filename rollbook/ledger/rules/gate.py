@@ -165,7 +165,7 @@ def _revoke_leases(run_tx: RunTransaction, owner: OwnerRecord, *, note: str) -> 
 def _grant_again(run_tx: RunTransaction, owner: OwnerRecord, limit: int) -> list[Grant]:
     """Grant waiting groups. They are admitted already and only need a slot."""
     run = run_tx.run
-    if run.is_over or run.version is None or run.is_paused or run.is_drained:
+    if not run.num_waiting or run.is_over or run.version is None or run.is_paused or run.is_drained:
         return []
     room = run.settings.rule.retry_capacity(run.counts)
     grants: list[Grant] = []

@@ -93,8 +93,14 @@ def part_receipt(run_tx: RunTransaction, name: GroupId, receipt: Receipt) -> Par
     """The receipt, with the part that the group lacks now."""
     if run_tx.field("settings").rule.policy is not BatchPolicy.PARTS:
         return PartReceipt(receipt=receipt)
-    group = run_tx.tx.groups.get(run_tx.run_id, GroupId(PART_SUFFIX.sub("", name)))
-    last = None if group is None else run_tx.tx.groups.last_part(run_tx.run_id, group.sequence)
+    root = GroupId(PART_SUFFIX.sub("", name))
+    if receipt is Receipt.STORED:
+        # The stored part was the last one, so the next one is open if it exists.
+        number = 1 if name == root else int(name[len(root) + 1 :])
+        last = run_tx.tx.groups.get(run_tx.run_id, part_id(root, number + 1))
+    else:
+        group = run_tx.tx.groups.get(run_tx.run_id, root)
+        last = None if group is None else run_tx.tx.groups.last_part(run_tx.run_id, group.sequence)
     is_open = last is not None and last.state is GroupState.DISPATCHED
     return PartReceipt(receipt=receipt, next_part=open_part(last) if last is not None and is_open else None)
 

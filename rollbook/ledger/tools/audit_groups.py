@@ -1,7 +1,9 @@
 """The audit of groups: rows, histories, payloads, and the batches that name them."""
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import groupby, islice
+from operator import itemgetter
 
 import msgspec
 
@@ -11,7 +13,7 @@ from rollbook.contracts.group import MOVES, GroupId, GroupOutcome, GroupState
 from rollbook.contracts.group_checks import UnusableGroupError, false_claims, find_obstacle, inspect_payload
 from rollbook.contracts.group_codec import payload_digest
 from rollbook.contracts.policy import PublicationId
-from rollbook.ledger.records import GroupRecord, MoveRecord, Origin
+from rollbook.ledger.records import GroupRecord, Origin
 from rollbook.ledger.rules.parts import wrong_part
 from rollbook.ledger.rules.publications import admission_of
 from rollbook.ledger.rules.run_transaction import SETTLED
@@ -22,7 +24,11 @@ from rollbook.ledger.tools.audit_samples import wrong_mask, wrong_versions
 GROUPS_PER_READ = 256
 """Payloads are read together."""
 PAGE = 1000
-Found = tuple[GroupRecord, list[MoveRecord]]
+Chain = tuple[tuple[str | None, str], ...]
+"""The states before and after each move of a group."""
+History = tuple[float, Chain]
+"""The time of the first move, and the moves."""
+Found = tuple[GroupRecord, History | None]
 
 
 def changed_groups(tx: Transaction, findings: Findings) -> list[GroupId]:
@@ -50,11 +56,11 @@ def check_groups(tx: Transaction, findings: Findings, changed: list[GroupId] | N
     for chunk in _chunks(found):
         _load_publications(tx, findings, chunk)
         payloads = _Payloads(tx, findings, [group for group, _ in chunk])
-        for group, moves in chunk:
-            if moves:
-                _check_history(group, moves, findings)
-            else:
+        for group, history in chunk:
+            if history is None:
                 findings.add(f"group {group.group_id} has no history")
+            else:
+                _check_history(group, *history, findings)
             if group.task_id in findings.quarantined and group.state not in SETTLED:
                 findings.add(f"group {group.group_id} is {group.state}, and its task {group.task_id} is in quarantine")
             _check_row(group, remaining.pop(group.group_id, (None, None)), payloads, findings)
@@ -77,7 +83,7 @@ def _all_groups(tx: Transaction, findings: Findings) -> Iterator[Found]:
             yield group, history[1]
             history = next(histories, None)
         else:
-            yield group, []
+            yield group, None
     while history is not None:
         findings.add(f"group {history[0]} has a history but no row")
         history = next(histories, None)
@@ -90,7 +96,9 @@ def _some_groups(tx: Transaction, findings: Findings, group_ids: list[GroupId]) 
         rows, histories = tx.groups.find(run_id, ids), tx.history.find(run_id, ids)
         for group_id in ids:
             if group_id in rows:
-                yield rows[group_id], histories.get(group_id, [])
+                moves = histories.get(group_id)
+                chain = tuple((move.from_state, move.to_state) for move in moves or ())
+                yield rows[group_id], (moves[0].at, chain) if moves else None
             else:
                 findings.add(f"group {group_id} has a history but no row")
 
@@ -143,30 +151,40 @@ class _Payloads:
         return None
 
 
-def _histories(tx: Transaction, run_id: RunId) -> Iterator[tuple[GroupId, list[MoveRecord]]]:
-    for group_id, moves in groupby(tx.history.each(run_id), key=lambda move: move.group_id):
-        yield group_id, list(moves)
+def _histories(tx: Transaction, run_id: RunId) -> Iterator[tuple[GroupId, History]]:
+    for group_id, moves in groupby(tx.history.each(run_id), key=itemgetter(0)):
+        found = list(moves)
+        yield group_id, (found[0][1], tuple([move[2:] for move in found]))
 
 
-def _check_history(group: GroupRecord, moves: list[MoveRecord], findings: Findings) -> None:
+def _check_history(group: GroupRecord, opened_at: float, chain: Chain, findings: Findings) -> None:
     """The moves are a legal chain from the opening to the state of the row."""
     findings.num_histories += 1
-    state: GroupState | None = None
-    for move in moves:
-        is_new_attempt = move.from_state is move.to_state is GroupState.DISPATCHED
+    for sentence in _illegal_moves(chain, is_external=group.origin is Origin.EXTERNAL):
+        findings.add(f"group {group.group_id} {sentence}")
+    state = chain[-1][1]
+    findings.expect(f"group {group.group_id}: state by its history", state, group.state)
+    findings.expect(f"group {group.group_id}: time of opening", opened_at, group.opened_at)
+    findings.histories[state] += 1
+
+
+@lru_cache(maxsize=1024)
+def _illegal_moves(chain: Chain, *, is_external: bool) -> tuple[str, ...]:
+    """Nearly all groups of a run have one of a few chains, so that most are checked once."""
+    illegal: list[str] = []
+    state: str | None = None
+    for before, after in chain:
         if state is None:
             # An external group may be opened in the queued state.
-            first = {GroupState.DISPATCHED} | ({GroupState.QUEUED} if group.origin is Origin.EXTERNAL else set())
-            is_legal = move.from_state is None and move.to_state in first
+            first = {GroupState.DISPATCHED} | ({GroupState.QUEUED} if is_external else set())
+            is_legal = before is None and after in first
         else:
-            is_legal = move.from_state is state and (is_new_attempt or move.to_state in MOVES[state])
+            is_new_attempt = before == after == GroupState.DISPATCHED
+            is_legal = before == state and (is_new_attempt or after in MOVES.get(state, ()))  # type: ignore[call-overload]  # a StrEnum is its text
         if not is_legal:
-            findings.add(f"group {group.group_id} moved from {move.from_state} to {move.to_state} when it was {state}")
-        state = move.to_state
-    findings.expect(f"group {group.group_id}: state by its history", state, group.state)
-    findings.expect(f"group {group.group_id}: time of opening", moves[0].at, group.opened_at)
-    if state is not None:
-        findings.histories[state] += 1
+            illegal.append(f"moved from {before} to {after} when it was {state}")
+        state = after
+    return tuple(illegal)
 
 
 def _check_row(

@@ -143,8 +143,14 @@ class GroupAssembler:
         ended: asyncio.Queue[RolloutSample | None] = asyncio.Queue(maxsize=part.num_samples)
         task = Task(id=order.task_id, row=order.row)
 
+        playing, all_ended = part.num_samples, asyncio.Event()
+
         async def play_one() -> None:
+            nonlocal playing
             ended.put_nowait(await self._sample(order, task, tally))
+            playing -= 1
+            if playing == 0:
+                all_ended.set()
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -152,7 +158,11 @@ class GroupAssembler:
                     group.create_task(play_one(), name=f"{episode_task_name(order.group_id)}.{i}")
                 running = part.num_samples
                 while running:
-                    found = await self._ended_together(ended, running)
+                    found = [await ended.get()]
+                    if not all_ended.is_set():
+                        await self._wait_a_moment(group, all_ended)
+                    while not ended.empty():
+                        found.append(ended.get_nowait())
                     running -= len(found)
                     for sample in found:
                         if sample is not None:
@@ -164,16 +174,17 @@ class GroupAssembler:
         except BaseExceptionGroup as errors:
             raise first_error(errors) from errors
 
-    async def _ended_together(
-        self, ended: "asyncio.Queue[RolloutSample | None]", running: int
-    ) -> list[RolloutSample | None]:
-        """What the episodes that end in the same moment returned. Waits for the first one."""
-        found = [await ended.get()]
-        if running > 1:
-            await self._clock.sleep(SAME_MOMENT_S)
-        while not ended.empty():
-            found.append(ended.get_nowait())
-        return found
+    async def _wait_a_moment(self, group: asyncio.TaskGroup, all_ended: asyncio.Event) -> None:
+        """Wait for more samples of the same part, but no longer than there are some."""
+        waits = (
+            group.create_task(self._clock.sleep(SAME_MOMENT_S), name="rollout.same_moment"),
+            group.create_task(all_ended.wait(), name="rollout.all_ended"),
+        )
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     def _next_part(self, parts: GroupParts, tally: GroupTally, *, seconds: float, is_last: bool) -> GroupResult | None:
         """The result to report now; None: the quorum is not reached."""

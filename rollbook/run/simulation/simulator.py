@@ -249,7 +249,7 @@ class Simulation:
         if self._setting.rule.policy is not BatchPolicy.PARTS:
             if group.running == 0:
                 self._submit(group)
-        elif group.running == 0 and not group.is_flushing:
+        elif group.running == 0:
             self._submit(group)
         elif not group.is_flushing:
             # The samples that end in the same moment are submitted together.

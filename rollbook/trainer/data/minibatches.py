@@ -300,6 +300,9 @@ def pack(
 
 def _per_token(values: Sequence[tuple[ArrayLike, TrainRow]]) -> NDArray[np.float32]:
     """For each target of the rows, in order: the row's own value, or the value that all its targets share."""
+    if not any(isinstance(value, np.ndarray) for value, _ in values):
+        shared = np.array([value for value, _ in values], dtype=np.float32)
+        return shared.repeat([row.num_trained for _, row in values])
     return np.concatenate([np.broadcast_to(np.asarray(value, np.float32), row.num_trained) for value, row in values])
 
 

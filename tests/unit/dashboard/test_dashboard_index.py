@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from rollbook.contracts.group import DropKind, GroupOutcome, GroupState, SampleOutcome
 from rollbook.contracts.trajectory import EndReason
+from rollbook.dashboard.index import columns as columns_module
+from rollbook.dashboard.index import index as index_module
 from rollbook.dashboard.index.filters import SOLVED, FilterError, GroupFilter, Order, Range
 from rollbook.dashboard.index.index import Position, ViewIndex, open_index
 from rollbook.dashboard.source import GroupRow
@@ -174,6 +176,35 @@ def test_a_changed_group_replaces_its_row_and_parts_of_a_group_have_their_own(tm
         index.put([one_row(GroupState.BATCHED), msgspec.structs.replace(one_row(), group_id="t@0/2")], Position())
         assert index.num_groups == 2
         assert index.facets(GroupFilter())["state"] == {"batched": 1, "queued": 1}
+
+
+@pytest.mark.parametrize("hashes", ["different", "equal"])
+@settings(max_examples=20)
+@given(rows=group_rows(), data=st.data())
+def test_each_group_has_one_row_with_its_last_values_however_changes_are_split(
+    hashes: str, rows: list[GroupRow], data: st.DataObject
+) -> None:
+    some_rows = st.sampled_from(rows) if rows else st.nothing()
+    changes = data.draw(st.lists(st.lists(some_rows, unique_by=lambda row: row.group_id), max_size=4))
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        if hashes == "equal":
+            patch.setattr(columns_module, "id_hash", lambda group_id: 7)
+            patch.setattr(index_module, "id_hash", lambda group_id: 7)
+        last = {row.group_id: row for row in rows}
+        with open_index(Path(folder) / "index.sqlite", "run") as index:
+            half = len(rows) // 2
+            index.put(rows[: half + 1], Position())
+            index.put(rows[half:], Position())
+            for attempt, changed in enumerate(changes, start=2):
+                newer = [msgspec.structs.replace(row, attempt=attempt) for row in changed]
+                last.update({row.group_id: row for row in newer})
+                index.put(newer, Position())
+            assert index.num_groups == len(rows)
+            assert index.place_of("unknown@0") is None
+            for group_id, row in last.items():
+                place = index.place_of(group_id)
+                assert place is not None
+                assert index.rows([place]) == [row]
 
 
 def test_a_second_dashboard_of_a_run_has_an_index_of_its_own(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollbook.concurrency.clock import Clock, ManualClock
 from rollbook.contracts.admission import OpenPart
 from rollbook.contracts.group import DropKind, GroupId, PromptGroup
 from rollbook.contracts.task import TaskId
@@ -24,7 +25,8 @@ WHOLE = OpenPart(group_id=GroupId("t@0"), number=1, num_samples=4)
 class Stage:
     """Episodes that end when the test says so, in the order of the test."""
 
-    def __init__(self, part: OpenPart = WHOLE, **settings: Any) -> None:
+    def __init__(self, part: OpenPart = WHOLE, *, clock: Clock | None = None, **settings: Any) -> None:
+        self._clock = clock or HurriedClock()
         self.results: list[GroupResult] = []
         self._ends: list[asyncio.Future[Any]] = []
         self._have_started = asyncio.Event()
@@ -34,7 +36,7 @@ class Stage:
         )
 
     async def __aenter__(self) -> "Stage":
-        assembler = GroupAssembler(self._rollout, self._config, clock=HurriedClock())
+        assembler = GroupAssembler(self._rollout, self._config, clock=self._clock)
         order = GroupOrder(
             group_id=self._part.group_id,
             attempt=1,
@@ -100,6 +102,16 @@ async def test_the_first_part_waits_for_the_quorum_and_the_others_for_nothing() 
 async def test_samples_of_one_moment_are_one_part() -> None:
     async with Stage() as stage:
         await stage.end(e0=sample(1.0), e1=sample(0.0), e2=sample(0.5), e3=sample(0.25))
+        assert stage.parts == [("t@0", [1.0, 0.0, 0.5, 0.25], (1.0, 0.0))]
+        assert stage.results[0].is_last
+
+
+async def test_a_group_whose_episodes_have_all_ended_is_not_kept_for_more_samples() -> None:
+    clock = ManualClock()  # nothing that sleeps wakes
+    async with Stage(clock=clock) as stage:
+        await stage.end(e0=sample(1.0), e1=sample(0.0), e2=sample(0.5))
+        assert stage.parts == [], "the fourth sample may come in the same moment"
+        await stage.end(e3=sample(0.25))
         assert stage.parts == [("t@0", [1.0, 0.0, 0.5, 0.25], (1.0, 0.0))]
         assert stage.results[0].is_last
 

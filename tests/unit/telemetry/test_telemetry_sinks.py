@@ -2,12 +2,10 @@
 
 import json
 import os
-import socket
 import subprocess
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -181,39 +179,6 @@ def test_prometheus_scrapes_the_latest_values(tmp_path: Path) -> None:
     sink.close()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{sink.port}/metrics")
-
-
-def test_on_an_address_that_other_machines_reach_prometheus_sends_the_token_in_its_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="set prometheus_token_file"):
-        TelemetryConfig(sinks=("prometheus",), prometheus_host="0.0.0.0")
-    config = TelemetryConfig(
-        sinks=("prometheus",), prometheus_host="0.0.0.0", prometheus_port=0, prometheus_token_file=Path("scrape-token")
-    )
-    sink = open_sinks(config, directory=tmp_path, run_name="run", settings={})["prometheus"]
-    assert isinstance(sink, PrometheusSink)
-    sink.write({"train/loss": 2.5}, process="trainer", step=1, at=0.0)
-    url = f"http://127.0.0.1:{sink.port}/metrics"
-    token = (tmp_path / "scrape-token").read_text().strip()
-    assert (tmp_path / "scrape-token").stat().st_mode & 0o777 == 0o600
-    for wrong in ({}, {"Authorization": "Bearer 0123456789abcdef"}, {"Authorization": f"Basic {token}"}):
-        refused = httpx.get(url, headers=wrong)
-        assert (refused.status_code, "train_loss" in refused.text) == (401, False)
-    assert "rollbook_train_loss" in httpx.get(url, headers={"Authorization": f"Bearer {token}"}).text
-    sink.close()
-
-
-def test_connections_to_the_prometheus_sink_that_send_nothing_start_no_thread(tmp_path: Path) -> None:
-    config = TelemetryConfig(sinks=("prometheus",), prometheus_port=0)
-    sink = open_sinks(config, directory=tmp_path, run_name="run", settings={})["prometheus"]
-    assert isinstance(sink, PrometheusSink)
-    before = threading.active_count()
-    with ExitStack() as idle:
-        for _ in range(50):
-            idle.enter_context(socket.create_connection(("127.0.0.1", sink.port)))
-        # A response shows that the server has accepted the earlier connections.
-        assert httpx.get(f"http://127.0.0.1:{sink.port}/metrics").status_code == 200
-        assert threading.active_count() == before
-    sink.close()
 
 
 def test_every_episode_is_a_trace_with_its_turns(tmp_path: Path) -> None:

@@ -179,9 +179,9 @@ class SqlHistory:
         row = self._session.select_flushed("SELECT id FROM history ORDER BY id DESC LIMIT 1").fetchone()
         return 0 if row is None else int(row[0])
 
-    def each(self, run_id: RunId) -> Iterator[MoveRecord]:
-        rows = self._session.stream(MOVES.select + "WHERE run_id = ? ORDER BY group_id, id", (run_id,))
-        return (MOVES.record(row) for row in rows)
+    def each(self, run_id: RunId) -> Iterator[tuple[GroupId, float, str | None, str]]:
+        sql = "SELECT group_id, at, from_state, to_state FROM history WHERE run_id = ? ORDER BY group_id, id"
+        return iter(self._session.stream(sql, (run_id,)))
 
 
 class SqlPayloads:
