@@ -154,6 +154,10 @@ test-trl: $(STAMP) ## TRL with our workers, gate and ledger, in a separate virtu
 bench-trainer: $(STAMP) ## the training step against a plain padded loop, and TRL's if .venvs/trl exists (DEVICE=cuda: 135M and 1.5B models)
 	$(BIN)/python -m benchmarks.trainer.step --device $(DEVICE)
 
+learning-trl: $(STAMP) ## the same model, tasks and seeds through TRL's GRPO and ours without lag: are the learning curves the same?
+	PYTHON=$(PYTHON) sh scripts/trl_venv.sh
+	$(BIN)/python -m benchmarks.learning.trl_comparison --out docs/results/learning/trl.json
+
 test-trl-losses: $(STAMP) ## the losses that TRL also has, compared by value and gradient, in a separate virtual environment
 	PYTHON=$(PYTHON) sh scripts/trl_venv.sh
 	$(BIN)/python -m pytest tests/compatibility/test_trainer_trl_losses.py

@@ -51,6 +51,7 @@ KB_PER_STEP = {
     "ledger": 25.0,
     "metrics.jsonl": 8.0,
     "rollouts.jsonl": 8.0,
+    "mastery.jsonl": 1.0,
     "tokens": 1.0,
     # Until their files have reached 32 MiB: then the older half is replaced.
     "logs": 25.0,

@@ -12,7 +12,7 @@ from rollbook.contracts.admission import MemberRole, RunSettings
 from rollbook.contracts.group_checks import TrainingLimits
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import RunLedgerConfig
-from rollbook.ledger.http.auth import Keys, Role, steering_keys
+from rollbook.ledger.http.auth import OPEN_WITHOUT_TOKEN, Keys, Role
 from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.run.config.run import LoadedConfig, RunConfig
 from rollbook.run.directory import RunDirectory
@@ -79,21 +79,22 @@ def client_token(config: RunConfig, directory: RunDirectory) -> str | None:
 
 def ledger_keys(config: RunConfig, directory: RunDirectory) -> Keys:
     """The tokens that the run's own ledger accepts."""
-    steering, playing = read_token(directory.token_file), client_token(config, directory)
-    if playing is None:
-        return steering_keys(steering)
-    return Keys({Role.TRAINER: [steering], Role.PRODUCER: [steering, playing], Role.VIEWER: [steering, playing]})
+    steering, playing = read_token(directory.token_file), read_token(directory.client_token_file)
+    return Keys(
+        {Role.TRAINER: [steering], Role.PRODUCER: [steering, playing], Role.VIEWER: [steering, playing]},
+        open_roles=OPEN_WITHOUT_TOKEN if is_loopback(config.cluster.host) else frozenset(),
+    )
 
 
 def open_run_ledger(
     loaded: LoadedConfig, directory: RunDirectory, address: str, *, log: EventLog, is_trainer: bool = False
 ) -> AbstractAsyncContextManager[LedgerClient]:
-    """A client of the run's ledger. On the run's own ledger, on loopback, only requests of the trainer need a token."""
+    """A client of the run's ledger. The token of a trainer opens more requests of the run's own ledger."""
     config = loaded.config
     if config.ledger.url is not None:
         token = external_token(loaded)
     else:
-        token = read_token(directory.token_file) if is_trainer else client_token(config, directory)
+        token = read_token(directory.token_file if is_trainer else directory.client_token_file)
     return open_ledger_client(address, config.run.name, request_s=config.ledger.request_s, log=log, token=token)
 
 

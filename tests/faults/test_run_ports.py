@@ -47,6 +47,8 @@ for port in ports:
                 connection.close()
                 print(json.dumps([port, method, path, "Authorization" in headers, status]), flush=True)
 """
+METRICS_PORT = 9464
+TOKEN_FILES = ("token", "client-token", "scrape-token")
 REFUSED = {401, 403}
 UNKNOWN = {404, 405, "RemoteDisconnected", "ConnectionResetError", "BadStatusLine"}
 """Another server's path, or no HTTP server."""
@@ -60,7 +62,15 @@ def pair() -> Iterator[Sequence[Machine]]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, pair: Sequence[Machine]) -> Iterator[SmallRun]:
-    settings = [f"cluster.host={json.dumps(pair[0].address)}", "cluster.allow_join=true", "env.pool_size=32"]
+    settings = [
+        f"cluster.host={json.dumps(pair[0].address)}",
+        "cluster.allow_join=true",
+        "env.pool_size=32",
+        'telemetry.sinks=["prometheus"]',
+        f"telemetry.prometheus_host={json.dumps(pair[0].address)}",
+        f"telemetry.prometheus_port={METRICS_PORT}",
+        'telemetry.prometheus_token_file="scrape-token"',
+    ]
     run = SmallRun(tmp_path_factory.mktemp("ports"), [*settings, "trainer.max_steps=10_000"])
     run.machine = pair[0]
     run.start()
@@ -73,6 +83,7 @@ def test_no_port_of_a_run_answers_without_a_token(run: SmallRun, pair: Sequence[
     ports = pair[0].listening_ports()
     addresses = json.loads((run.directory / "addresses.json").read_text())
     known = {int(url.rpartition(":")[2]) for role in ("ledger", "policy", "env") for url in addresses[role].split(",")}
+    known.add(METRICS_PORT)
     assert known <= set(ports), "the servers of the run are reachable"
     command = [sys.executable, "-c", PROBE, pair[0].address, json.dumps(ports), json.dumps(PATHS)]
     probed = subprocess.run(pair[1].command(*command), capture_output=True, text=True, check=True, cwd=REPOSITORY)
@@ -84,7 +95,7 @@ def test_no_port_of_a_run_answers_without_a_token(run: SmallRun, pair: Sequence[
 
 
 def test_no_token_is_in_arguments_environments_or_files_that_others_read(run: SmallRun) -> None:
-    tokens = [read_token(run.directory / name) for name in ("token", "client-token")]
+    tokens = [read_token(run.directory / name) for name in TOKEN_FILES]
     supervisor = psutil.Process(run.process.pid)
     for process in [supervisor, *supervisor.children(recursive=True)]:
         seen = [*process.cmdline(), *process.environ().values()]
@@ -94,7 +105,7 @@ def test_no_token_is_in_arguments_environments_or_files_that_others_read(run: Sm
     leaks = [
         str(path)
         for path in [*run.directory.rglob("*"), *run.directory.parent.glob("std*")]
-        if path.is_file() and path.name not in ("token", "client-token")
+        if path.is_file() and path.name not in TOKEN_FILES
         for token in tokens
         if token.encode() in path.read_bytes()
     ]

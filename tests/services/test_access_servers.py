@@ -14,7 +14,7 @@ import pytest
 from rollbook.telemetry.config import TelemetryConfig
 from rollbook.telemetry.sinks.forwarder import open_sinks
 from rollbook.telemetry.sinks.prometheus import PrometheusSink
-from tests.parts.access.servers import SERVERS, STARTED_IN, Running
+from tests.parts.access.servers import SERVERS, STARTED_IN, TOKEN, Running
 
 PACKAGE = Path(__file__).parents[2] / "rollbook"
 SIMPLE_TYPES = [
@@ -95,6 +95,44 @@ async def test_a_body_without_a_content_type_changes_nothing(session: aiohttp.Cl
                 method, server.url + path, data=b"{}", skip_auto_headers=("Content-Type",)
             ) as response:
                 assert response.status in (415, 422), (method, path)
+
+
+# What every process of this machine may request without a token: producing, reading and playing.
+OPEN_ON_LOOPBACK = {
+    "ledger": {
+        *(f"/v1/runs/some/{verb}" for verb in ("open", "heartbeat", "submit", "submit_many", "close", "release")),
+        "/v1/runs/some/producers/some",
+        *(
+            f"{prefix}/{verb}"
+            for prefix in ("", "/atropos/some")
+            for verb in ("register", "register-env", "disconnect-env", "scored_data", "scored_data_list")
+        ),
+    },
+    "policy": {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/inference/v1/generate",
+        "/tokenize",
+        "/detokenize",
+        "/abort_requests",
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPEN_ON_LOOPBACK)
+async def test_every_request_that_steers_a_run_needs_the_token(
+    session: aiohttp.ClientSession, tmp_path: Path, name: str
+) -> None:
+    """A route that is not listed as open must refuse, so that a new one cannot be forgotten."""
+    async with SERVERS[name](tmp_path) as server:
+        for token in ({}, {"Authorization": "Bearer 0123456789abcdef0123"}, {"Authorization": f"Basic {TOKEN}"}):
+            found = await statuses(session, server, {"Content-Type": "application/json", **token}, b"{}")
+            changing = {path: status for (method, path), status in found.items() if method != "GET"}
+            assert {path for path, status in changing.items() if status != 401} == OPEN_ON_LOOPBACK[name]
+        right = await statuses(
+            session, server, {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}, b"{}"
+        )
+        assert 401 not in right.values()
 
 
 async def test_a_refusal_says_what_is_wrong_and_what_to_do(session: aiohttp.ClientSession, server: Running) -> None:

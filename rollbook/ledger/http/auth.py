@@ -45,9 +45,12 @@ class Keys:
         """Takes the same time for every token: it is compared with all known tokens, also after a match."""
         return frozenset([role for secret, role in self._secrets if secret.matches(token)])
 
-    def require(self, authorization: str | None, allowed: frozenset[Role]) -> None:
-        """Raise unless the `Authorization` header carries a token of one of the allowed roles, or one of them is open."""
-        if not self._secrets or allowed & self.open_roles:
+    def require(self, authorization: str | None, allowed: frozenset[Role], *, is_steering: bool = False) -> None:
+        """Raise unless the `Authorization` header carries a token of one of the allowed roles, or one of them is open.
+
+        A request that steers a run needs a token also if its role is open.
+        """
+        if not self._secrets or (allowed & self.open_roles and not is_steering):
             return
         token = bearer_token(authorization)
         if not token:
@@ -66,7 +69,7 @@ OPEN_WITHOUT_TOKEN = frozenset({Role.PRODUCER, Role.VIEWER})
 
 
 def steering_keys(token: str) -> Keys:
-    """One token for all requests; only those of the trainer require it."""
+    """One token for all requests; only those that steer a run require it."""
     return Keys({role: [token] for role in Role}, open_roles=OPEN_WITHOUT_TOKEN)
 
 

@@ -89,7 +89,7 @@ class LedgerHandlers:
             status = HTTPStatus.INTERNAL_SERVER_ERROR.value
             try:
                 if verb.roles is not None:
-                    keys.require(request.headers.get("Authorization"), verb.roles)
+                    keys.require(request.headers.get("Authorization"), verb.roles, is_steering=verb.is_steering)
                 response = await call(request)
                 status = response.status
                 return response

@@ -69,6 +69,8 @@ def _verb(verb: Verb[Any, Any]) -> str:
     roles = (
         "any client, without a token" if verb.roles is None else ", ".join(f"`{role}`" for role in sorted(verb.roles))
     )
+    if verb.is_steering:
+        roles += "; it needs a token also on loopback"
     lines = [f"### {verb.method} {verb.path}\n", f"{verb.summary}\n", f"- role: {roles}"]
     for name, schema in query_parameters(verb).items():
         default = msgspec.json.encode(schema["default"]).decode()

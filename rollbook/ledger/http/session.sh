@@ -19,7 +19,7 @@ get --json "{\"epoch\": $EPOCH, \"publication\": $(cat publication.json)}" -H "$
 get "$LEDGER/v1/runs/demo/publications?from=0&limit=10"
 
 # A dispatcher joins and opens three groups: three draws of its tasks.
-OWNER=$(get --json '{"owner_name": "dispatcher", "nonce": "n1"}' $LEDGER/v1/runs/demo/join | field owner)
+OWNER=$(get --json '{"owner_name": "dispatcher", "nonce": "n1"}' -H "$TOKEN" $LEDGER/v1/runs/demo/join | field owner)
 get --json "{\"owner\": \"$OWNER\", \"limit\": 3, \"wait_s\": 0, \"request_id\": \"r1\", \"draws\": [
   {\"task_id\": \"a\", \"number\": 0, \"position\": 0}, {\"task_id\": \"b\", \"number\": 0, \"position\": 1},
   {\"task_id\": \"c\", \"number\": 0, \"position\": 2}]}" $LEDGER/v1/runs/demo/open
@@ -46,7 +46,7 @@ get --json @group.json $LEDGER/v1/runs/demo/submit
 get --json "{\"groups\": [$(cat group.json)]}" $LEDGER/v1/runs/demo/submit_many     # again: stored once
 get --json '{"group_id": "b@0", "reason": "filtered"}' $LEDGER/v1/runs/demo/close
 get --json '{"group_id": "c@0", "attempt": 1, "cause": "the worker died"}' $LEDGER/v1/runs/demo/release
-get --json '{}' $LEDGER/v1/runs/demo/exhausted
+get --json '{}' -H "$TOKEN" $LEDGER/v1/runs/demo/exhausted
 
 # The trainer trains the first batch.
 get --json "{\"step\": 1, \"epoch\": $EPOCH, \"wait_s\": 5}" -H "$TOKEN" $LEDGER/v1/runs/demo/batch

@@ -50,6 +50,8 @@ class Verb(Generic[Q, R]):
     """The body of a POST or PUT; the query parameters of a GET."""
     response: type[R]
     form: Form = Form.MESSAGE
+    is_steering: bool = False
+    """It can end a run, so it needs a token also where its role needs none."""
 
     @property
     def has_body(self) -> bool:
@@ -69,6 +71,7 @@ def _verb(  # noqa: PLR0917 - the columns of the table
     summary: str,
     *,
     form: Form = Form.MESSAGE,
+    is_steering: bool = False,
 ) -> Verb[Q, R]:
     method, path = route.split(" ")
     verb = Verb(
@@ -80,6 +83,7 @@ def _verb(  # noqa: PLR0917 - the columns of the table
         request=request,
         response=response,
         form=form,
+        is_steering=is_steering,
     )
     VERBS.append(verb)
     return verb
@@ -274,6 +278,7 @@ JOIN = _verb(
     wire.Join,
     wire.JoinReply,
     "Join as a dispatcher. An earlier dispatcher of the same name is superseded.",
+    is_steering=True,
 )
 OPEN = _verb(
     "open",
@@ -330,6 +335,7 @@ EXHAUSTED = _verb(
     wire.Empty,
     wire.Empty,
     "Report that there are no further draws.",
+    is_steering=True,
 )
 TAKE_ROLE = _verb(
     "take_role",

@@ -56,7 +56,18 @@ class Running:
         for route in self.app.router.routes():
             if route.method != "HEAD" and route.resource is not None:
                 path = route.resource.canonical
-                for name in ("run", "group", "producer", "session", "reservation", "id", "name", "rest", "filename"):
+                for name in (
+                    "run",
+                    "group",
+                    "producer",
+                    "session",
+                    "reservation",
+                    "id",
+                    "name",
+                    "rest",
+                    "filename",
+                    "member",
+                ):
                     path = path.replace(f"{{{name}}}", "some")
                 # Without a run, it is an endless stream of the newest one.
                 path = path.replace("/api/events", "/api/events?run=some")

@@ -1,6 +1,9 @@
 """Parsing the agent's reply into a command or a refusal."""
 
+import os
 import shlex
+import subprocess
+import sys
 
 import pytest
 from awscli.clidriver import create_clidriver  # type: ignore[import-untyped]  # the package ships no types
@@ -204,3 +207,27 @@ def test_a_very_long_line_is_refused() -> None:
 )
 def test_only_commands_that_surely_change_nothing_are_read_only(line: str, is_read_only: bool) -> None:
     assert parsed(line).is_read_only is is_read_only
+
+
+# The skeleton of an operation needs no server.
+OUTPUTS_KEPT = """
+import gc
+from rollbook.envs.builtin.awscli.cloud.warm_cli import Bounded, WarmCli
+cli = WarmCli(endpoint="http://127.0.0.1:9", max_output_bytes=1000, read_s=1)
+for _ in range(5):
+    assert cli.run(["s3api", "list-buckets", "--generate-cli-skeleton"])["rc"] == 0
+gc.collect()
+print(sum(type(found) is Bounded for found in gc.get_objects()))
+"""
+
+
+def test_a_warm_command_line_keeps_no_output_of_earlier_commands() -> None:
+    credentials = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
+    printed = subprocess.run(
+        [sys.executable, "-c", OUTPUTS_KEPT],
+        env={**os.environ, **credentials},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert printed == "0\n"

@@ -7,6 +7,7 @@ fresh driver in a fork of this process.
 """
 
 import io
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -166,10 +167,21 @@ class WarmCli:
             io.TextIOWrapper(out, encoding="utf-8", write_through=True) as out_text,
             io.TextIOWrapper(err, encoding="utf-8", write_through=True) as err_text,
         ):
-            with redirect_stdout(out_text), redirect_stderr(err_text):
+            with redirect_stdout(out_text), redirect_stderr(err_text), _same_log_handlers():
                 rc = _exit_code(driver, argv)
             texts = {"stdout": out.text(), "stderr": _without_notice(err.text())}
         return {"rc": rc, **texts, "dropped_bytes": out.dropped + err.dropped}
+
+
+@contextmanager
+def _same_log_handlers() -> Iterator[None]:
+    """Remove the log handler that the CLI adds for each command. It would keep the output of the command for ever."""
+    logger = logging.getLogger("awscli")
+    before = list(logger.handlers)
+    try:
+        yield
+    finally:
+        logger.handlers[:] = before
 
 
 def _exit_code(driver: Any, argv: list[str]) -> int:
