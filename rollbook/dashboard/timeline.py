@@ -15,9 +15,11 @@ import numpy as np
 
 from rollbook.dashboard.intervals import Intervals
 
-READ_BYTES = 4 << 20
-"""Read of one file for one window: about 10,000 spans. More than can be shown one by one."""
+READ_BYTES = 2 << 20
+"""Read of one file for one window: about 5,000 spans. More than can be shown one by one."""
 PART_BYTES = 1 << 16
+LINE_BYTES = 1 << 12
+"""More than most lines have."""
 MAX_LINE_BYTES = 1 << 20
 MAX_SPANS = 4000
 """Exact spans in one response."""
@@ -190,12 +192,20 @@ def _offsets_around(file: BinaryIO, size: int, time: float) -> tuple[int, int]:
     low, high = 0, size
     while high - low > PART_BYTES:
         middle = (low + high) // 2
-        span = next(_spans_between(file, middle, min(size, middle + MAX_LINE_BYTES)), None)
+        span = _next_span(file, middle, size)
         if span is None or span.end >= time:
             high = middle
         else:
             low = middle
     return low, high
+
+
+def _next_span(file: BinaryIO, offset: int, size: int) -> _Line | None:
+    """The first span whose line begins after an offset. Lines are short, so little is read unless it holds no span."""
+    for read_bytes in (LINE_BYTES, MAX_LINE_BYTES):
+        for span in _spans_between(file, offset, min(size, offset + read_bytes)):
+            return span
+    return None
 
 
 def _spans_between(file: BinaryIO, first: int, last: int) -> Iterator[_Line]:
