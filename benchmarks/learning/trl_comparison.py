@@ -97,8 +97,8 @@ def train_theirs(model: Path, home: Path, *, seed: int, steps: int) -> tuple[lis
     )
     if done.returncode:
         raise RuntimeError(f"{name} failed:\n{done.stderr[-3000:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    return found["reward"], held_out(home / name, home, name)
+    reward: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return reward, held_out(home / name, home, name)
 
 
 def held_out(model: Path, home: Path, name: str) -> float:
@@ -148,7 +148,7 @@ def figures(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[Fi
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--out", type=Path, help="write the curves to this JSON file")
     args = parser.parse_args()
     if not TRL.exists():

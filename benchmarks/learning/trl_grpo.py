@@ -64,17 +64,8 @@ def main() -> int:
     )
     trainer.train()
     trainer.save_model(str(args.out))
-    history = [row for row in trainer.state.log_history if "reward" in row]
-    sys.stdout.write(
-        json.dumps(
-            {
-                "reward": [row["reward"] for row in history],
-                "entropy": [row["entropy"] for row in history],
-                "seconds": trainer.state.log_history[-1]["train_runtime"],
-            }
-        )
-        + "\n"
-    )
+    rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
+    sys.stdout.write(json.dumps(rewards) + "\n")
     return 0
 
 

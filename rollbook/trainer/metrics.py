@@ -112,7 +112,7 @@ class MaskReport:
             _SampleMask(
                 task_id=group.task_id,
                 trainable=sample.num_trained,
-                masked=sum(int(entry.is_masked(row).sum()) for row in sample.sequences) if entry.masked else 0,
+                masked=sum(int(entry.is_masked(row).sum()) for row in sample.sequences),
                 lag=None if entry.oldest_version is None else lag(step=batch.step, oldest_version=entry.oldest_version),
             )
             for entry, group in batch.entries()

@@ -49,8 +49,7 @@ class SupervisedProcess:
         """This incarnation ended early because of SIGTERM, from the supervisor or from another program."""
         self.fault: str | None = None
         self.lifetimes_s: list[float] = []
-        """How long each incarnation was ready. 0: it died while it started."""
-        """How long each incarnation that has ended was alive."""
+        """How long each incarnation that has ended was ready. 0: it died while it started."""
         self.was_ready = False
         """At least one incarnation became ready."""
         self.ready = asyncio.Event()

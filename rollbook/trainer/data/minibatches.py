@@ -131,7 +131,7 @@ def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
             if not sample.is_scorable or (config.mask_truncated and sample.finish_reason.is_truncated):
                 continue
             for sequence, row in enumerate(sample.sequences):
-                trained = np.flatnonzero(row.loss_mask & ~entry.is_masked(row) if entry.masked else row.loss_mask)
+                trained = np.flatnonzero(row.loss_mask & ~entry.is_masked(row))
                 if len(trained) == 0:
                     continue
                 rows.append(
