@@ -131,7 +131,7 @@ class Study:
         if not rows:
             raise SystemExit("no calibration run was trained; give --turn-s")
         generation, training = (statistics.fmean(row[name] for row in rows) for name in ("generation_s", "training_s"))
-        turn_s = (self._args.balance * training - generation) / self._args.rounds
+        turn_s: float = (self._args.balance * training - generation) / self._args.rounds
         chosen = round(min(MOST_TURN_S, max(LEAST_TURN_S, turn_s)), 3)
         print_status(f"alone: generation {generation:.3f} s, training {training:.3f} s; a tool takes {chosen:.3f} s")
         return chosen
