@@ -276,6 +276,7 @@ def _shape(module: Any) -> ModelShape:
         head_parameters=head.numel(),
         layers=config.num_hidden_layers,
         attention_width=heads * width,
+        width=config.hidden_size,
     )
 
 
