@@ -80,8 +80,8 @@ CLUSTER_FAULTS: tuple[tuple[str, str, str], ...] = (
     ("a link is cut for less than 15 s", "requests wait and are repeated", "when the link is back"),
     (
         "a link is cut for longer",
-        "as a lost machine. When it returns, its processes join again as new members. Groups that they finished meanwhile are stored "
-        "once, or reported as settled. A trainer that was replaced is refused by the ledger and by every policy server",
+        "as a lost machine. When it returns, its processes join again as new members. Groups that they finished meanwhile are "
+        "stored once, or reported as settled. A trainer that was replaced is refused by the ledger and by every policy server",
         "15 s",
     ),
     ("a link is slow or loses packets", "the run continues, more slowly", "-"),
