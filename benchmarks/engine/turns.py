@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from benchmarks.engine.models import opened
 from benchmarks.report import Figure, print_status
 from rollbook.contracts.policy import Publication, SamplingParams
@@ -54,12 +57,14 @@ async def play(engine: TransformersEngine, episodes: Episodes, *, seed: int) -> 
         return [rng.randrange(3, episodes.vocab) for _ in range(number)]
 
     # Drawn before the clock starts: the time of the episodes is the engine's.
-    starts: list[list[int]] = []
-    observations: list[list[list[int]]] = []
+    starts: list[NDArray[np.int32]] = []
+    observations: list[list[NDArray[np.int32]]] = []
     for number in range(episodes.count):
         rng = random.Random(seed * 10_007 + number)
-        starts.append([*system, *drawn(rng, 8)])
-        observations.append([drawn(rng, episodes.observation_tokens) for _ in range(episodes.turns)])
+        starts.append(np.array([*system, *drawn(rng, 8)], dtype=np.int32))
+        observations.append(
+            [np.array(drawn(rng, episodes.observation_tokens), dtype=np.int32) for _ in range(episodes.turns)]
+        )
 
     async def one(number: int) -> None:
         prompt = starts[number]
@@ -70,7 +75,7 @@ async def play(engine: TransformersEngine, episodes: Episodes, *, seed: int) -> 
                 prompts.append(len(prompt))
                 cached.append(completion.cached_tokens)
                 sampled.append(len(completion.token_ids))
-                prompt = [*prompt, *completion.token_ids.tolist(), *observations[number][turn]]
+                prompt = np.concatenate([prompt, completion.token_ids, observations[number][turn]])
 
     wall, cpu = time.perf_counter(), time.process_time()
     await asyncio.gather(*(one(number) for number in range(episodes.count)))

@@ -6,9 +6,13 @@
 There are 200 problems; a step has 8 problems with 8 episodes each. Groups with a constant reward are filtered. Phase 1: staleness
 bound 1, one minibatch. Phase 2: staleness bound 2, two minibatches. `--short`: the same processes for a few steps; trend and speed
 are not checked.
+
+`--seeds 100 101 102` makes the whole proof with each of these seeds, several at once on two cores each, and counts those that pass.
+`--verify` also trains the recorded batches of both phases again (`rollbook replay --verify`): a further criterion.
 """
 
 import argparse
+import functools
 import json
 import math
 import shutil
@@ -25,6 +29,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.learning.proof_criteria import Criterion, Phase, judge_first, judge_second
+from benchmarks.pinned_jobs import run_pinned
 from benchmarks.report import machine, print_status
 from rollbook.ledger.stores.sqlite.store import open_readonly
 from rollbook.run.record import open_run
@@ -50,8 +55,9 @@ class Proof:
         print_status("warm start of a new model")
         count = 9_600 if not self._args.short else 1_200
         script = [sys.executable, str(self._home / "prepare_data.py"), "sums", "--to", str(self._home / "data")]
-        subprocess.run([*script, "--count", str(count)], check=True)
-        done = self._rollbook("sft", str(self._home / "sft.toml"), "--out", str(self._home / "sft"))
+        subprocess.run([*script, "--count", str(count), "--seed", str(self._args.seed)], check=True)
+        seed = ("--set", f"run.seed={self._args.seed}")
+        done = self._rollbook("sft", str(self._home / "sft.toml"), "--out", str(self._home / "sft"), *seed)
         if done.returncode != 0:
             raise SystemExit(done.stderr)
         report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -67,6 +73,7 @@ class Proof:
         table = tomllib.loads((self._home / "run.toml").read_text(encoding="utf-8"))
         # An evaluation would compete for the machine.
         del table["evaluation"]
+        table["run"]["seed"] = self._args.seed
         table["model"] = {"path": str(model)}
         table["gate"] |= {
             "max_head_offpolicy_versions": max_head_offpolicy_versions,
@@ -106,7 +113,12 @@ class Proof:
             checkpoint_fault=checkpoint_fault(last),
             checkpoint_every=self._args.checkpoint_every,
             ended="unknown" if record is None else str(record.ended),
+            replay=self._replay(directory) if self._args.verify else None,
         )
+
+    def _replay(self, directory: Path) -> str:
+        done = self._rollbook("replay", str(directory), "--verify")
+        return "the same bits" if done.returncode == 0 else (done.stderr or done.stdout).strip()[-300:]
 
     def _use_real_model(self, table: dict[str, Any]) -> None:
         """Settings for a real model: problems in sentences, longer replies, the device, a smaller learning rate."""
@@ -164,6 +176,37 @@ def prove(args: argparse.Namespace) -> int:
     return 0 if all(c.ok for c in criteria) else 1
 
 
+def prove_seeds(args: argparse.Namespace) -> int:
+    """Prove with each seed in a process, on two cores each. Prints one line per seed; the last line counts those that pass."""
+    until = time.monotonic() + 60 * args.minutes
+    options = ["--device", args.device, "--steps", str(args.steps), *(["--model", args.model] if args.model else [])]
+    options += [f"--{name}" for name in ("short", "verify") if getattr(args, name)]
+
+    def prove_one(seed: int) -> dict[str, Any]:
+        command = [sys.executable, "-m", "benchmarks.learning.proof", "--seed", str(seed), *options]
+        left_s = max(0.0, until - time.monotonic())
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=left_s)
+        except subprocess.TimeoutExpired:
+            return {"seed": seed, "ok": False, "failed": ["not finished in time"]}
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if not lines:
+            return {"seed": seed, "ok": False, "failed": [done.stderr[-1000:]]}
+        found = json.loads(lines[-1])
+        failed = [c for c in found["criteria"] if not c["ok"]]
+        values = {f"{c['phase']} {c['name']}": c["value"] for c in found["criteria"]}
+        return {"seed": seed, "ok": found["ok"], "failed": failed, "values": values}
+
+    rows = []
+    for job in run_pinned([functools.partial(prove_one, seed) for seed in args.seeds], cores_each=args.cores):
+        row = job.result()
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    passed = sum(row["ok"] for row in rows)
+    print(json.dumps({"seeds": len(rows), "passed": passed, "machine": machine()}))
+    return 0 if passed == len(rows) else 1
+
+
 def save_results(folder: Path, criteria: list[Criterion], first: Phase, second: Phase, *, home: Path) -> None:
     """Write the table, the values of the curves, and the plots of both runs."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -203,12 +246,17 @@ def main(argv: list[str] | None = None) -> int:
         help="batches of each phase, filtered groups included; default 150, 60 with --model, 6 with --short",
     )
     parser.add_argument("--short", action="store_true")
+    parser.add_argument("--seed", type=int, default=0, help="of the data order, the warm start and the samples")
+    parser.add_argument("--verify", action="store_true", help="replay both phases and compare the weights to the bit")
+    parser.add_argument("--seeds", type=int, nargs="+", help="make the proof with each of these seeds")
+    parser.add_argument("--cores", type=int, default=2, help="with --seeds: cores of a proof")
+    parser.add_argument("--minutes", type=float, default=600.0, help="with --seeds: time limit of the whole command")
     parser.add_argument("--out", type=Path, help="write table, curves and plots to this directory (docs/results)")
     args = parser.parse_args(argv)
     # After about 80 batches a real model knows the 200 problems; then nearly all groups have a constant reward and are filtered.
     args.steps = args.steps or (6 if args.short else 150 if args.model is None else 60)
     args.checkpoint_every = max(1, args.steps // 6)
-    return prove(args)
+    return prove_seeds(args) if args.seeds else prove(args)
 
 
 if __name__ == "__main__":

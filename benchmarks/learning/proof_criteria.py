@@ -28,6 +28,8 @@ class Phase:
     checkpoint_every: int
     ended: str
     """Why the ledger ended the run."""
+    replay: str | None = None
+    """What `rollbook replay --verify` says; None if it was not asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +101,7 @@ def judge_first(phase: Phase, *, max_head_offpolicy_versions: int, is_trend_requ
         _reward(1, phase, is_trend_required=is_trend_required),
         _clean_end(1, phase),
         _usable(1, phase),
+        *_replay(1, phase),
     ]
 
 
@@ -152,6 +155,7 @@ def judge_second(
         _reward(2, phase, is_trend_required=not is_short),
         _clean_end(2, phase),
         _usable(2, phase),
+        *_replay(2, phase),
     ]
 
 
@@ -182,6 +186,13 @@ def _has_cadence(phase: Phase) -> bool:
     last = len(phase.trainer)
     expected = sorted({*range(phase.checkpoint_every, last + 1, phase.checkpoint_every), last})
     return list(phase.checkpoints) == expected
+
+
+def _replay(number: int, phase: Phase) -> list[Criterion]:
+    if phase.replay is None:
+        return []
+    ok = phase.replay == "the same bits"
+    return [Criterion(phase=number, name="replay --verify", value=phase.replay, demand="the same bits", ok=ok)]
 
 
 def _usable(number: int, phase: Phase) -> Criterion:

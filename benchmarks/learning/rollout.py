@@ -3,6 +3,7 @@
 `make_rounds_rollout` poses several questions one after the other, so that episodes have very different lengths.
 """
 
+import asyncio
 import math
 import random
 import re
@@ -39,15 +40,25 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
 
 
 def make_rounds_rollout(setup: RolloutSetup) -> RolloutFn:
-    """One turn for each question of the row. The reward is the fraction of right answers."""
+    """One turn for each question of the row. The reward is the fraction of right answers.
+
+    `rollout.settings.turn_s`: each turn also waits for a tool, a log-normal duration of this mean and a shape of 0.3.
+    `rollout.settings.system_prompt`: a first message with the role `system`.
+    """
+    turn_s = float(setup.settings.get("turn_s", 0.0))
+    system_prompt = setup.settings.get("system_prompt")
 
     async def rollout(row: dict[str, Any]) -> RolloutSample | None:
         chat = MessageTrajectoryAssembler(setup.tokenizer, setup.sampling)
         num_right, end = 0, EndReason.DONE
+        if system_prompt:
+            chat.add_message("system", system_prompt)
         for question, answer in row["rounds"]:
             chat.add_message("user", question)
             reply = await setup.policy.complete(chat.next_prompt())
             num_right += last_number(chat.add_completion(reply)) == answer
+            if turn_s > 0:
+                await asyncio.sleep(random.lognormvariate(math.log(turn_s) - 0.3**2 / 2, 0.3))
             if reply.finish_reason is FinishReason.LENGTH:
                 end = EndReason.MAX_TOKENS
         return chat.build(
@@ -79,13 +90,24 @@ def tasks(count: int, seed: int, *, held_out: int = 0, **shape: Any) -> Iterator
 
 
 def tasks_in_rounds(
-    count: int, seed: int, *, held_out: int = 0, mean_rounds: float = 4.0, most_rounds: int = 16, **shape: Any
+    count: int,
+    seed: int,
+    *,
+    held_out: int = 0,
+    mean_rounds: float = 4.0,
+    most_rounds: int = 16,
+    rounds_shape: float = 1.0,
+    **shape: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Tasks of several questions. The number of rounds is log-normal with shape 1. The held-out tasks have one round."""
+    """Tasks of several questions. The number of rounds is log-normal with shape `rounds_shape`; 0: all tasks have `mean_rounds`.
+
+    The held-out tasks have one round.
+    """
     single = list(tasks(count, seed, held_out=held_out, **shape))
     rng = random.Random(seed)
     for task in single:
-        rounds = min(most_rounds, max(1, round(rng.lognormvariate(math.log(mean_rounds) - 0.5, 1.0)))) if seed else 1
+        drawn = rng.lognormvariate(math.log(mean_rounds) - rounds_shape**2 / 2, rounds_shape)
+        rounds = min(most_rounds, max(1, round(drawn))) if seed else 1
         asked = [task, *rng.sample(single, rounds - 1)]
         yield {"id": task["id"], "rounds": [[one["question"], one["answer"]] for one in asked]}
 

@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -32,10 +32,11 @@ END_S = 90.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """When a run is stopped: at a held-out accuracy of `mark`, after `limit_s` or `steps` of training, or `total_s` after its
-    command. It may end earlier."""
+    """When a run is stopped: after `in_a_row` evaluations at or above a held-out accuracy of `mark`, after `limit_s` or `steps` of
+    training, or `total_s` after its command. It may end earlier."""
 
     mark: float | None = None
+    in_a_row: int = 1
     limit_s: float = 1e9
     steps: int = 1_000_000
     total_s: float = 1e9
@@ -63,9 +64,10 @@ class LearningRun:
     dropped: float
     """Share of the groups that became stale."""
 
-    def at_mark(self, mark: float) -> tuple[int, float] | None:
-        """Step and training seconds of the first evaluation at or above the mark."""
-        return next(((step, at_s) for step, at_s, solved in self.curve if solved >= mark), None)
+    def at_mark(self, mark: float, *, in_a_row: int = 1) -> tuple[int, float] | None:
+        """Step and training seconds of the first evaluation at or above the mark, if the next ones confirm it."""
+        first = first_in_a_row([solved for _, _, solved in self.curve], mark, in_a_row)
+        return None if first is None else self.curve[first][:2]
 
     def wall_s(self, step: int) -> float:
         """Seconds from the command to this step, start and compilation included."""
@@ -99,6 +101,14 @@ class LearningRun:
                 )
             },
         }
+
+
+def first_in_a_row(values: Sequence[float], mark: float, count: int) -> int | None:
+    """Index of the first of `count` successive values at or above the mark."""
+    for first in range(len(values) - count + 1):
+        if all(value >= mark for value in values[first : first + count]):
+            return first
+    return None
 
 
 OnPoll = Callable[[int, int], None]
@@ -168,7 +178,8 @@ def _wait_for_stop(
                 f"  {name}: step {row['step']:4d}  held-out {row['eval/solved']:.1%}  {after_s:.1f} s after step 1"
             )
         num_printed = len(evaluated)
-        if stop.mark is not None and any(row["eval/solved"] >= stop.mark for row in evaluated):
+        solved = [row["eval/solved"] for row in evaluated]
+        if stop.mark is not None and first_in_a_row(solved, stop.mark, stop.in_a_row) is not None:
             return
         if time.monotonic() - first > stop.limit_s or len(trained) >= stop.steps:
             return

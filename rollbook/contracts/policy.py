@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PublicationId = NewType("PublicationId", int)
+TokenIds: TypeAlias = Sequence[int] | NDArray[np.int32]
 
 NOT_SAMPLED = -1
 """The version of a token that the policy did not sample (prompt, observation) or whose publication is unknown."""

@@ -6,7 +6,7 @@ logits. Cancelling the future of `submit` frees the request's slot before the ne
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.plugin import load_on_demand
-from rollbook.contracts.policy import Completion, OnTokens, Publication, SamplingParams, TopLogprobs
+from rollbook.contracts.policy import Completion, OnTokens, Publication, SamplingParams, TokenIds, TopLogprobs
 from rollbook.contracts.weights import Adapter, RawTensor
 from rollbook.inference.config import InferenceConfig, KvAfterUpdate
 from rollbook.inference.pause import PauseMode
@@ -118,7 +118,7 @@ class Engine(Protocol):
 
     def submit(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: TokenIds,
         sampling: SamplingParams,
         *,
         on_tokens: OnTokens | None = None,
@@ -126,9 +126,9 @@ class Engine(Protocol):
     ) -> asyncio.Future[Completion]:
         """Queue a request. Raises `BadRequestError`, `QueueFullError` or `UnpublishedError` at once. Cancel the future to abort."""
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion: ...
+    async def generate(self, prompt_ids: TokenIds, sampling: SamplingParams) -> Completion: ...
 
-    async def score(self, prompt_ids: Sequence[int], *, top_logprobs: int = 0) -> PromptScores:
+    async def score(self, prompt_ids: TokenIds, *, top_logprobs: int = 0) -> PromptScores:
         """Logprobs of a prompt's tokens under the weights in use. Nothing is sampled. Raises as `submit`."""
 
     async def load_weights(self, publication: Publication, path: Path, *, adapter: Adapter | None = None) -> None:

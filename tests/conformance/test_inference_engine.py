@@ -57,7 +57,13 @@ async def test_a_completion_ends_where_the_models_length_ends(tiny: TinyModel, n
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([], "empty"), ([1] * MAX_LEN, "max_model_len"), ([1, VOCAB], "position 1"), ([-1], "vocabulary")],
+    [
+        ([], "empty"),
+        ([1] * MAX_LEN, "max_model_len"),
+        ([1, VOCAB], "position 1"),
+        ([1, 2**40], "position 1"),
+        ([-1], "vocabulary"),
+    ],
 )
 async def test_an_invalid_prompt_is_refused_at_once(
     tiny: TinyModel, name: str, prompt: list[int], message: str

@@ -18,7 +18,15 @@ import numpy as np
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import load_plugin
-from rollbook.contracts.policy import Completion, FinishReason, OnTokens, Publication, SamplingParams, TopLogprobs
+from rollbook.contracts.policy import (
+    Completion,
+    FinishReason,
+    OnTokens,
+    Publication,
+    SamplingParams,
+    TokenIds,
+    TopLogprobs,
+)
 from rollbook.contracts.weights import Adapter
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import (
@@ -140,7 +148,7 @@ class ScriptedEngine:
 
     def submit(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: TokenIds,
         sampling: SamplingParams,
         *,
         on_tokens: OnTokens | None = None,
@@ -167,10 +175,10 @@ class ScriptedEngine:
         self._woken.set()
         return future
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(self, prompt_ids: TokenIds, sampling: SamplingParams) -> Completion:
         return await self.submit(prompt_ids, sampling)
 
-    async def score(self, prompt_ids: Sequence[int], *, top_logprobs: int = 0) -> PromptScores:
+    async def score(self, prompt_ids: TokenIds, *, top_logprobs: int = 0) -> PromptScores:
         """All tokens of a prompt are equally likely."""
         if self._publication is None:
             raise UnpublishedError("no weights were published to this engine yet, so it does not score")
@@ -330,16 +338,19 @@ class ScriptedEngine:
     def _start(self, request: Request) -> None:
         """A script is user code: its exception, or an invalid reply, fails its own request only."""
         try:
-            reply = self._reply(request.prompt)
+            reply = self._reply(request)
         except Exception as error:
-            failure = GenerationError(f"the script failed on prompt {request.prompt}: {type(error).__name__}: {error}")
+            failure = GenerationError(
+                f"the script failed on prompt {request.prompt.tolist()}: {type(error).__name__}: {error}"
+            )
             request.future.set_exception(failure)
             return
         self._running.append((request, reply))
 
-    def _reply(self, prompt: list[int]) -> Reply | None:
+    def _reply(self, request: Request) -> Reply | None:
         if self._script is None:
             return None
+        prompt = request.prompt.tolist()
         reply = self._script(prompt) if callable(self._script) else self._script[tuple(prompt)]
         if not reply or not all(0 <= token < self.vocab_size for token in reply):
             raise ValueError(f"its reply {list(reply)} is empty or outside the vocabulary of {self.vocab_size}")

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from rollbook.contracts.errors import RollbookError, TransientError
 from rollbook.contracts.plugin import MissingExtraError, load_on_demand
-from rollbook.contracts.policy import Completion, OnTokens, SamplingParams
+from rollbook.contracts.policy import Completion, OnTokens, SamplingParams, TokenIds
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import Engine, QueueFullError, TokenConstraint
 from rollbook.inference.request import BadRequestError
@@ -113,7 +113,7 @@ class PolicyService:
 
     def submit(
         self,
-        prompt: Sequence[int],
+        prompt: TokenIds,
         sampling: SamplingParams,
         *,
         min_publication: int,

@@ -9,6 +9,7 @@ from typing import Self
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TokenChunk
 from rollbook.inference.wire.completions import TokenCompletion
@@ -56,9 +57,8 @@ class StreamedRequest(msgspec.Struct, array_like=True, frozen=True):
             is_streamed,
         )
 
-    def prompt_ids(self) -> list[int]:
-        ids: list[int] = np.frombuffer(self.prompt, dtype=np.int32).tolist()
-        return ids
+    def prompt_ids(self) -> NDArray[np.int32]:
+        return np.frombuffer(self.prompt, dtype=np.int32)
 
     def sampling(self) -> SamplingParams:
         """Raises `ValueError` naming the invalid field."""

@@ -78,6 +78,7 @@ def test_two_good_phases_pass_every_criterion() -> None:
         ({"exit_code": 1}, "end"),
         ({"audit_ok": False}, "end"),
         ({"checkpoint_fault": "OSError: gone"}, "final checkpoint"),
+        ({"replay": "batch 3 differs"}, "replay --verify"),
     ],
 )
 def test_each_criterion_of_the_first_phase_can_fail(changed: dict[str, Any], name: str) -> None:

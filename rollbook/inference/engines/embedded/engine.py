@@ -4,19 +4,20 @@ One thread (`thread.py`) owns model and cache and runs rounds; the event loop on
 """
 
 import asyncio
+import gc
 import random
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.policy import Completion, OnTokens, Publication, SamplingParams
+from rollbook.contracts.policy import Completion, OnTokens, Publication, SamplingParams, TokenIds
 from rollbook.contracts.weights import Adapter, RawTensor, weights_digest
 from rollbook.inference.config import InferenceConfig, KvAfterUpdate
 from rollbook.inference.engine import (
@@ -45,6 +46,8 @@ FLUSH_AT = 32
 """Requests submitted together are passed to the engine's thread in parts of this size, so that it starts before the last one."""
 GPU_SWITCH_S = 0.0005
 """Thread switch interval of the interpreter when a GPU is used: a tenth of Python's default."""
+GPU_YOUNG_OBJECTS = 20_000
+"""New objects between two collections of garbage when a GPU is used: Python's default is 700."""
 
 
 @asynccontextmanager
@@ -63,19 +66,32 @@ async def open_engine(
     parts = await asyncio.to_thread(build_parts, config, model_dir, capture=capture)
     engine = TransformersEngine(parts, config, loop=asyncio.get_running_loop(), spans=spans)
     thread = threading.Thread(target=engine.thread.run, name="policy-engine", daemon=True)
-    switch_s = sys.getswitchinterval()
-    if parts.model.device.type == "cuda":
-        # The thread that launches GPU work must not wait long for the interpreter while HTTP is parsed.
-        sys.setswitchinterval(GPU_SWITCH_S)
     thread.start()
     try:
         await engine.warm_up()
         engine.opening_s = time.perf_counter() - started
-        yield engine
+        with _tuned_interpreter() if parts.model.device.type == "cuda" else nullcontext():
+            yield engine
     finally:
         engine.close()
         await asyncio.to_thread(thread.join)
+
+
+@contextmanager
+def _tuned_interpreter() -> Iterator[None]:
+    """The thread that launches GPU work must not wait long, neither for the interpreter while HTTP is parsed, nor for a collection
+    of garbage, which would search all objects of the loaded libraries."""
+    switch_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(GPU_SWITCH_S)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GPU_YOUNG_OBJECTS, 10, 10)
+    try:
+        yield
+    finally:
         sys.setswitchinterval(switch_s)
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 class TransformersEngine:
@@ -139,7 +155,7 @@ class TransformersEngine:
 
     def submit(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: TokenIds,
         sampling: SamplingParams,
         *,
         on_tokens: OnTokens | None = None,
@@ -181,10 +197,10 @@ class TransformersEngine:
         if self._config.publish == "adapter":
             await self._loop.run_in_executor(self._stager, self.parts.weights.warm_up_adapters)
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(self, prompt_ids: TokenIds, sampling: SamplingParams) -> Completion:
         return await self.submit(prompt_ids, sampling)
 
-    async def score(self, prompt_ids: Sequence[int], *, top_logprobs: int = 0) -> PromptScores:
+    async def score(self, prompt_ids: TokenIds, *, top_logprobs: int = 0) -> PromptScores:
         self._require_weights()
         prompt = checked_prompt(prompt_ids, vocab_size=self.vocab_size, max_length=self.max_model_len)
         scores: list[PromptScores] = []

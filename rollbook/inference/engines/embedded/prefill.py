@@ -81,7 +81,7 @@ class Prefiller:
         """Each request must already own a row."""
         leaders: dict[tuple[int, ...], Prefill] = {}
         for request in requests:
-            tokens = (*request.prompt, *request.tokens)
+            tokens = (*request.prompt.tolist(), *request.tokens)
             leader = leaders.get(tokens)
             if leader is not None:
                 leader.siblings.append(request)

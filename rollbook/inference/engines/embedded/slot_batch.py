@@ -98,7 +98,7 @@ class SlotBatch:
             length = len(request.prompt) + len(request.tokens) - 1
             request.cached_kv = self.prefixes.copy_out(request.row, length, weights_generation=generation)
         if request.cached_kv is not None:
-            tokens = [*request.prompt, *request.tokens[:-1]]
+            tokens = [*request.prompt.tolist(), *request.tokens[:-1]]
             self.prefixes.add(tokens, request.cached_kv, weights_generation=generation)
 
     def remove(self, request: Request) -> None:
@@ -120,7 +120,7 @@ class SlotBatch:
 
     def recompute(self, decoding: Sequence[Request]) -> None:
         # Without the last token: its keys are written by the decode step that consumes it.
-        self._prefiller.recompute([(r, [*r.prompt, *r.tokens[:-1]]) for r in decoding])
+        self._prefiller.recompute([(r, [*r.prompt.tolist(), *r.tokens[:-1]]) for r in decoding])
         self._prefiller.restart()
         for request in self.table.requests():
             request.weights_generation = self.prefixes.weights_generation

@@ -2,10 +2,11 @@
 
 # T tokens of the prompt, C tokens of a forward, V vocabulary, K most likely tokens
 
-from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from rollbook.contracts.policy import TopLogprobs
@@ -15,7 +16,7 @@ FORWARD_TOKENS = 256
 """Tokens of one forward: logits of all positions of a long prompt would need gigabytes."""
 
 
-def score_prompt(module: Any, prompt: Sequence[int], top_logprobs: int) -> PromptScores:
+def score_prompt(module: Any, prompt: NDArray[np.int32], top_logprobs: int) -> PromptScores:
     """Scores with a separate cache, so running requests keep theirs."""
     device = next(module.parameters()).device
     tokens_T = torch.tensor(prompt, dtype=torch.long, device=device)

@@ -4,7 +4,6 @@ A row gets blocks for its prompt when its prefill starts, and one more whenever 
 same tokens share blocks, also with rows of the same forward: each layer writes all keys before any token reads them.
 """
 
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +16,7 @@ from rollbook.inference.engines.embedded.paged.runner import PackedRunner
 from rollbook.inference.engines.embedded.paged.step_input import Piece
 from rollbook.inference.engines.embedded.row_table import RowTable
 from rollbook.inference.engines.embedded.runner import PendingResults
-from rollbook.inference.request import Request
+from rollbook.inference.request import Request, token_array
 
 GATHER_ROUNDS, GATHER_PROMPTS = 4, 16
 """While others decode, new prompts wait for at most this many rounds, or until there are this many of them."""
@@ -104,8 +103,8 @@ class PagedBatch:
         if row is not None:
             # Without the last token, whose keys were never written.
             start = row.num_known * self.pool.size - len(request.prompt)
-            new = request.tokens[start:-1] if start >= 0 else [*request.prompt[start:], *request.tokens[:-1]]
-            self.pool.register(row, _as_array(new))
+            new = token_array(request.tokens[max(0, start) : -1])
+            self.pool.register(row, new if start >= 0 else np.concatenate([request.prompt[start:], new]))
 
     def remove(self, request: Request) -> None:
         if request.cached_kv is not None:
@@ -197,7 +196,8 @@ class PagedBatch:
     def _start(self, prefill: _Prefill) -> bool:
         """Give a row its blocks: first those that others computed, then new ones. False if there are not enough."""
         request, pool = prefill.request, self.pool
-        prefill.tokens = _as_array([*request.prompt, *request.tokens])
+        sampled = request.tokens
+        prefill.tokens = np.concatenate([request.prompt, token_array(sampled)]) if sampled else request.prompt
         row: RowBlocks = pool.match(prefill.tokens)
         needed = self._needed(len(prefill.tokens)) - len(row.blocks)
         self._ensure_free(needed)
@@ -211,8 +211,7 @@ class PagedBatch:
         request.cached_tokens = min(prefill.done, len(request.prompt))
         self.cached_tokens += prefill.done
         self._room[request.row] = len(row.blocks) * pool.size
-        at = np.arange(len(row.blocks))
-        self._cache.set_blocks(np.full(len(at), request.row), at, np.array(row.blocks))
+        self._cache.set_row(request.row, row.blocks)
         return True
 
     def _ensure_free(self, number: int) -> None:
@@ -231,8 +230,3 @@ class PagedBatch:
 
 def _length(request: Request) -> int:
     return len(request.prompt) + len(request.tokens)
-
-
-def _as_array(tokens: list[int]) -> NDArray[np.int32]:
-    # Several times faster than `np.array` of a list.
-    return np.frombuffer(array("i", tokens), dtype=np.int32)

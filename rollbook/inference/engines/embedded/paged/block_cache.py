@@ -5,6 +5,8 @@ The tensors grow on demand. `generation` changes whenever their memory moves, so
 
 # S rows, P blocks a row, B tokens a block, H key/value heads, D head size
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -61,6 +63,12 @@ class BlockCache:
         """Block `blocks[i]` becomes number `at[i]` of row `rows[i]`. Reaches the device with `take_changes`."""
         self.host_tables_SP[rows, at] = blocks
         self._changed.append(rows * self.host_tables_SP.shape[1] + at)
+
+    def set_row(self, row: int, blocks: Sequence[int]) -> None:
+        """The first blocks of a row."""
+        start = row * self.host_tables_SP.shape[1]
+        self.host_tables_SP[row, : len(blocks)] = blocks
+        self._changed.append(np.arange(start, start + len(blocks)))
 
     def take_changes(self, most: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Places in the flat table that changed, and their blocks, to be written by the next step. More than `most` are uploaded

@@ -2,15 +2,15 @@
 
 A block holds the keys and values of `size` consecutive tokens. A full block can be *registered*: then it is found by its tokens and
 all tokens before them, so siblings of a group and later turns of an episode share it without a copy. A registered block that no row
-uses stays cached until its space is needed and no other was used less recently. The key of a block contains its tokens and the
-identity of the block before it, so a match is exact and needs no comparison. New weights forget all registrations.
+uses stays cached until its space is needed and no other was used less recently. Registered blocks form a tree, in which each block
+finds those that continue it by their tokens, so a match is exact. New weights forget all registrations.
 """
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +20,24 @@ SCRATCH = 0
 
 
 @dataclass(slots=True, eq=False)
-class RowBlocks:
-    """The blocks of one row, in order. The first `num_known` hold registered content; `parent` identifies the last of them."""
+class _Node:
+    """A registered block in the tree, or its root."""
 
+    block: int = SCRATCH
+    tokens: bytes = b""
+    siblings: "dict[bytes, _Node]" = field(default_factory=dict)
+    """The children of its parent, this one included."""
+    children: "dict[bytes, _Node]" = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class RowBlocks:
+    """The blocks of one row, in order. The first `num_known` hold registered content; `node` is the last of them in the tree."""
+
+    node: _Node
+    weights_generation: int
     blocks: list[int] = field(default_factory=list)
     num_known: int = 0
-    parent: int = -1
-    weights_generation: int = -1
 
 
 class BlockPool:
@@ -50,15 +61,14 @@ class BlockPool:
         self._pin_s = pin_s
         self._clock = clock
         self._free: list[int] = []
-        self._uses: dict[int, int] = {}
+        self._uses = [0]
+        """Rows that use each block."""
+        self._nodes: list[_Node | None] = [None]
+        """The place of each block in the tree, if it is registered."""
         # Not a dict: finding its first entry takes longer the more entries were removed before it.
         self._cached: OrderedDict[int, float] = OrderedDict()
         """Registered blocks without a row, least recently used first, and when they were released."""
-        self._registered: dict[tuple[int, bytes], int] = {}
-        self._keys: dict[int, tuple[int, bytes]] = {}
-        self._identities: dict[int, int] = {}
-        self._new_identity = count()
-        self._root = next(self._new_identity)
+        self._root = _Node()
 
     @property
     def num_free(self) -> int:
@@ -70,7 +80,7 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        return len(self._uses)
+        return self.capacity - 1 - len(self._free) - len(self._cached)
 
     def num_available(self, *, are_pins_kept: bool = False) -> int:
         """Blocks that rows could still get, growth and eviction included."""
@@ -83,23 +93,27 @@ class BlockPool:
     def grow(self, capacity: int) -> None:
         """Add blocks up to `capacity` in all."""
         self._free.extend(range(capacity - 1, self.capacity - 1, -1))
+        self._uses += [0] * (capacity - self.capacity)
+        self._nodes += [None] * (capacity - self.capacity)
         self.capacity = capacity
 
     def match(self, tokens: NDArray[np.int32]) -> RowBlocks:
         """A row that starts with the longest registered prefix of `tokens`, without the last token: its logits must be computed."""
-        row = RowBlocks(parent=self._root, weights_generation=self.weights_generation)
+        node, blocks = self._root, []
         size = self.size * tokens.itemsize
         raw = tokens.tobytes()
         for start in range(0, (len(tokens) - 1) // self.size * size, size):
-            block = self._registered.get((row.parent, raw[start : start + size]))
-            if block is None:
+            child = node.children.get(raw[start : start + size])
+            if child is None:
                 break
-            row.blocks.append(block)
-            row.parent = self._identities[block]
-            self._cached.pop(block, None)
-            self._uses[block] = self._uses.get(block, 0) + 1
-        row.num_known = len(row.blocks)
-        return row
+            node = child
+            blocks.append(child.block)
+        uses = self._uses
+        for block in blocks:
+            if not uses[block]:
+                del self._cached[block]
+            uses[block] += 1
+        return RowBlocks(node, self.weights_generation, blocks, num_known=len(blocks))
 
     def allocate(self, number: int, *, are_pins_kept: bool = False) -> list[int] | None:
         """Blocks for one row each, evicting the least recently used. None, and no change, if there are not enough."""
@@ -114,7 +128,8 @@ class BlockPool:
             self._evict()
         blocks = self._free[len(self._free) - number :][::-1]
         del self._free[len(self._free) - number :]
-        self._uses.update(dict.fromkeys(blocks, 1))
+        for block in blocks:
+            self._uses[block] = 1
         return blocks
 
     def register(self, row: RowBlocks, tokens: NDArray[np.int32]) -> None:
@@ -124,33 +139,32 @@ class BlockPool:
         """
         if row.weights_generation != self.weights_generation or not self._max_cached:
             return
+        node = row.node
         size = self.size * tokens.itemsize
         raw = tokens.tobytes()
         for start in range(0, len(tokens) // self.size * size, size):
-            key = (row.parent, raw[start : start + size])
-            block = self._registered.get(key)
-            if block is None:
+            content = raw[start : start + size]
+            child = node.children.get(content)
+            if child is None:
                 # If another row registered the same tokens before, this row keeps its copy for itself.
                 block = row.blocks[row.num_known]
-                self._registered[key] = block
-                self._keys[block] = key
-                self._identities[block] = next(self._new_identity)
-            row.parent = self._identities[block]
+                child = _Node(block, content, siblings=node.children)
+                node.children[content] = self._nodes[block] = child
+            node = child
             row.num_known += 1
+        row.node = node
 
     def release(self, blocks: Sequence[int]) -> None:
         """A row no longer uses these blocks. Registered ones stay cached, the end of a sequence is evicted before its start."""
-        now = self._clock()
+        now, uses = self._clock(), self._uses
         for block in reversed(blocks):
-            uses = self._uses[block] - 1
-            if uses:
-                self._uses[block] = uses
+            uses[block] -= 1
+            if uses[block]:
                 continue
-            del self._uses[block]
-            if block in self._keys:
-                self._cached[block] = now
-            else:
+            if self._nodes[block] is None:
                 self._free.append(block)
+            else:
+                self._cached[block] = now
         while len(self._cached) > self._max_cached:
             self._evict()
 
@@ -159,13 +173,17 @@ class BlockPool:
         self.weights_generation += 1
         self._free.extend(self._cached)
         self._cached.clear()
-        self._registered.clear()
-        self._keys.clear()
-        self._identities.clear()
-        self._root = next(self._new_identity)
+        for node in self._nodes:
+            if node is not None:
+                # Without it the tree is a circle of references, which only the garbage collector frees.
+                node.siblings = {}
+        self._nodes = [None] * self.capacity
+        self._root = _Node()
 
     def _evict(self) -> None:
         block, _ = self._cached.popitem(last=False)
-        del self._registered[self._keys.pop(block)]
-        del self._identities[block]
+        node = self._nodes[block]
+        assert node is not None, "only registered blocks are cached"
+        del node.siblings[node.tokens]
+        self._nodes[block] = None
         self._free.append(block)
