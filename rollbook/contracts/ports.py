@@ -25,10 +25,11 @@ class TaskSource(Protocol):
 
     @property
     def needs_history(self) -> bool:
-        """Whether `recall` must be called with all past draws."""
+        """Whether `recall` must be called with all draws."""
 
     def recall(self, past: Sequence[PastDraw]) -> None:
-        """Past draws in order of admission, page by page. Called after `rebuild`, only if `needs_history`."""
+        """Draws that this dispatcher does not play, only if `needs_history`: after `rebuild` all past ones, in order of admission,
+        page by page; later those of other dispatchers, when they are opened and once more when they are settled."""
 
     def propose(self, count: int) -> Sequence[Draw]:
         """Up to `count` next draws. Returns the same ones until `taken` is called. Empty: exhausted."""

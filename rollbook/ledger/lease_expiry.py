@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 TICK_S = 0.5
 """Interval between checks; small compared with deadlines of many seconds."""
+STALL_S = 5.0
+"""A check that takes longer shows that the store did not respond. Members send a heartbeat every 5 s and have a lease of 15 s."""
 
 
 class LeaseExpiry:
@@ -26,31 +28,43 @@ class LeaseExpiry:
     async def recover(self) -> None:
         """After a start: drop groups whose payload was lost, and extend leases, since no heartbeat could arrive meanwhile."""
         for run_id in await self._store.write(lambda tx: [run for run in tx.runs.ids() if tx.payloads.lost(run)]):
-            num_lost = await self._write(run_id, groups.drop_lost)
+            num_lost = await self._write(run_id, groups.drop_lost, self._clock.wall())
             self._log.warning("ledger.payloads_lost", run=run_id, groups=num_lost)
-        for run_id in await self._store.read(lambda tx: tx.runs.with_leases()):
-            await self._write(run_id, gate.extend_leases)
-            await self._write(run_id, members.extend_leases)
+        await self._extend_leases()
 
     async def run(self) -> None:
-        """Expire leases at every tick until cancelled. A failing store is logged and tried again."""
+        """Expire leases at every tick until cancelled. A failing store is logged and tried again.
+
+        While the store does not respond (a database that restarts or fails over), heartbeats cannot be stored. Leases are extended
+        afterwards.
+        """
+        has_stalled = False
         while True:
             await self._clock.sleep(TICK_S)
+            began, now = self._clock.now(), self._clock.wall()
             try:
+                if has_stalled:
+                    await self._extend_leases()
+                    self._log.warning("ledger.leases_extended", cause="the store did not respond")
                 for run_id in await self._store.read(lambda tx: tx.runs.with_leases()):
-                    for member in await self._write(run_id, members.expire):
+                    for member in await self._write(run_id, members.expire, now):
                         self._log.warning(
                             "ledger.member_expired", run=run_id, member=member.member_id, name=member.name
                         )
-                    moved = await self._write(run_id, gate.expire)
+                    moved = await self._write(run_id, gate.expire, now)
                     if moved:
                         self._log.warning("ledger.leases_expired", run=run_id, groups=moved)
+                has_stalled = self._clock.now() - began > STALL_S
             except RollbookError as error:
+                has_stalled = True
                 self._log.error("ledger.expiry_failed", error=str(error))
 
-    async def _write(self, run_id: RunId, rule: Callable[[RunTransaction], T]) -> T:
-        now = self._clock.wall()
+    async def _extend_leases(self) -> None:
+        for run_id in await self._store.read(lambda tx: tx.runs.with_leases()):
+            await self._write(run_id, gate.extend_leases, self._clock.wall())
+            await self._write(run_id, members.extend_leases, self._clock.wall())
 
+    async def _write(self, run_id: RunId, rule: Callable[[RunTransaction], T], now: float) -> T:
         def work(tx: Transaction) -> T:
             with run_transaction(tx, run_id, now) as run_tx:
                 return rule(run_tx)

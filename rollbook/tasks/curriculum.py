@@ -1,11 +1,12 @@
 """`Curriculum`: chooses the next tasks by the outcomes of earlier draws.
 
-Nothing is saved. At a start the ledger provides the past draws with their outcomes (`rebuild`, then `recall`); after that only
-`record_result` changes mastery. The next proposal is a function of dataset, settings, seed and recorded draws, so it is the same
-after a restart. A draw's position counts all earlier draws, its number counts those of its task; both only grow, so no group id is
-used twice.
+Nothing is saved. At a start the ledger provides the past draws with their outcomes (`rebuild`, then `recall`). After that mastery
+changes by `record_result`, for draws of this dispatcher, and by `recall`, for those of others. The next proposal is a function of
+dataset, settings, seed and recorded draws, so it is the same after a restart. A draw's position counts all earlier draws, its
+number counts those of its task; both only grow, so no group id is used twice.
 
-With several dispatchers in one run, each learns the results of the others when it starts.
+With several dispatchers in one run, each has its own curriculum, and the outcomes of the others reach it within seconds. Draws that
+two of them choose at the same moment may share a position.
 """
 
 from collections.abc import Sequence
@@ -56,7 +57,10 @@ class Curriculum:
         self._queue.rebuild(progress)
 
     def recall(self, past: Sequence[PastDraw]) -> None:
-        """Count past draws. Ignores tasks that the dataset no longer has, and groups that were submitted without a draw."""
+        """Count past draws, and draws of other dispatchers.
+
+        Ignores tasks that the dataset no longer has, and groups that were submitted without a draw.
+        """
         for draw in past:
             task = self._table.index.get(draw.task_id)
             if task is None or draw.position is None:
@@ -65,7 +69,9 @@ class Curriculum:
             self._record.add_draw(task, draw.number, draw.position)
             if draw.state is GroupState.DISPATCHED:
                 self._unsettled[draw.group_id] = draw.position
-            elif draw.outcome is not None:
+                continue
+            self._unsettled.pop(draw.group_id, None)
+            if draw.outcome is not None:
                 self._add_result(Draw(task_id=draw.task_id, number=draw.number, position=draw.position), draw.outcome)
         # Fold page by page, so that a long history is never in memory; a little behind, because pages overlap in position.
         last = max((draw.position for draw in past if draw.position is not None), default=0)

@@ -226,8 +226,6 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
             )
         if self.shards_path is not None and not self.shards_path.startswith(("s3://", "/")):
             raise ValueError(f"shards_path {self.shards_path!r} must be an absolute path or s3://bucket/prefix")
-        if self.ranks > 1 and self.lora is not None:
-            raise ValueError("lora needs ranks = 1: adapters are small enough for one process")
         return self
 
     def _check_loss(self) -> None:

@@ -52,6 +52,8 @@ class Setup:
     tiny: TinyModel
     token: str
     unreachable: set[int]
+    refusing: set[int]
+    """These respond, and cannot store the weights."""
     requests: list[tuple[int, str]]
     """Replica and path of every request."""
 
@@ -69,7 +71,7 @@ class Setup:
 async def two_replicas(
     tiny: TinyModel, name: str, tmp_path: Path, *, engine: str = "transformers", **settings: Any
 ) -> AsyncIterator[Setup]:
-    unreachable, requests = set[int](), list[tuple[int, str]]()
+    unreachable, refusing, requests = set[int](), set[int](), list[tuple[int, str]]()
     token = secrets.token_hex(16)
     async with AsyncExitStack() as stack:
         engines, urls = [], []
@@ -78,7 +80,7 @@ async def two_replicas(
             @web.middleware
             async def record(request: web.Request, handler: Handler, number: int = number) -> web.StreamResponse:
                 requests.append((number, request.path))
-                if number in unreachable:
+                if number in unreachable or (number in refusing and request.path == "/update_weights"):
                     return web.Response(status=502)
                 return await handler(request)
 
@@ -101,6 +103,7 @@ async def two_replicas(
             tiny=tiny,
             token=token,
             unreachable=unreachable,
+            refusing=refusing,
             requests=requests,
         )
 
@@ -177,6 +180,23 @@ async def test_a_replica_that_cannot_be_reached_is_quarantined_and_updated_later
         assert setup.client.quarantined == ()
         await setup.push(3)
         assert list(await setup.client.reported()) == [third, third]
+
+
+async def test_a_replica_that_cannot_store_weights_delays_one_publication_and_not_all(
+    tiny: TinyModel, tmp_path: Path
+) -> None:
+    async with two_replicas(tiny, "pull", tmp_path, engine="scripted", confirm_s=2.0) as setup:
+        await setup.push(1)
+        setup.refusing.add(1)
+        await setup.push(2)
+        assert list(setup.client.quarantined) == [setup.urls[1]]
+        setup.client._confirm_s = 3600.0
+        await setup.push(3)
+        assert list(setup.client.quarantined) == [setup.urls[1]]
+        setup.refusing.clear()
+        fourth = await setup.push(4)
+        assert list(await setup.client.reported()) == [fourth, fourth]
+        assert setup.client.quarantined == ()
 
 
 async def test_if_no_replica_can_be_reached_the_push_fails_and_none_is_quarantined(

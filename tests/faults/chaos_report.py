@@ -40,6 +40,8 @@ class Kind(StrEnum):
     SLOW_LINK = "200 ms latency and 5 % loss"
     DATABASE = "database restarted"
     DATABASE_KILL = "database killed"
+    FAIL_OVER = "database lost, fail-over to its standby"
+    NODE_DISK = "full disk of one machine"
 
 
 @dataclass
@@ -192,10 +194,10 @@ def _cluster_section() -> Sequence[str]:
     return [
         "### On several machines",
         "",
-        "From `make chaos-cluster`: three machines in network namespaces, the ledger in PostgreSQL, and a policy server and a",
-        "dispatcher that joined from other machines. The time counts from the end of a fault of links, database or head until the",
-        "next step is trained; for a lost machine, until its process has joined again; for a single process, until its",
-        "replacement is ready.",
+        "From `make chaos-cluster`: three machines in network namespaces, the ledger in PostgreSQL with a synchronous standby, and",
+        "a policy server and a dispatcher that joined from other machines. The time counts from the end of a fault of links,",
+        "disks, database or head until the next step is trained; for a lost machine, until its process has joined again; for a",
+        "single process, until its replacement is ready.",
         "",
         f"{row['faults']} faults in {row['seconds']} s on {row['cores']} cores, load average {row['load']}",
         f"(seed {row['seed']}, {row['date']}). {row['losses']} lost, {row['duplicates']} trained twice,",

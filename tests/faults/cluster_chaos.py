@@ -1,9 +1,10 @@
 """Faults of machines and networks during a run on three machines in network namespaces: `make chaos-cluster SEED=1 EVENTS=100`.
 
-The first machine runs `rollbook train`, with its ledger in PostgreSQL. A policy server and a dispatcher join from the other two. A
-seed decides the faults: machines and single processes killed, processes stopped, links cut for less or more than a lease, slow
-links that lose packets, the database restarted or killed, a full disk, and the head killed and started again. Then the run is
-drained, resumed, finished, audited and replayed. The last line of the output is JSON.
+The first machine runs `rollbook train`, with its ledger in PostgreSQL, which has a synchronous standby. A policy server and a
+dispatcher join from the other two. A seed decides the faults: machines and single processes killed, processes stopped, links cut
+for less or more than a lease, slow links that lose packets, the database restarted, killed, or lost so that its standby is
+promoted, a full disk of one machine or of the run, and the head killed and started again. Then the run is drained, resumed,
+finished, audited and replayed. The last line of the output is JSON.
 """
 
 import argparse
@@ -31,12 +32,16 @@ WEIGHTS = {
     Kind.STOP: 5,
     Kind.DATABASE: 10,
     Kind.DATABASE_KILL: 5,
+    Kind.FAIL_OVER: 8,
     Kind.HEAD: 6,
     Kind.DISK: 4,
+    Kind.NODE_DISK: 6,
 }
 CUT_S = (2.0, 30.0)
 """Leases are 15 s long."""
-SLOW = ("netem", "delay", "200ms", "loss", "5%")
+DELAY_S, LOSS = 0.2, 0.05
+PROMOTE_S = (0.0, 30.0)
+"""From the loss of a primary until its standby is promoted."""
 HEAL_S = 600.0
 MEMBERS = ("policy", "rollout")
 
@@ -83,7 +88,7 @@ class ClusterChaos(Chaos):
         self,
         directory: Path,
         nodes: Sequence[Machine],
-        database: PostgresServer,
+        databases: Sequence[PostgresServer],
         *,
         seed: int,
         events: int,
@@ -96,12 +101,15 @@ class ClusterChaos(Chaos):
         )
         self._events = events
         self._nodes = list(nodes)
-        self._database = database
+        self._primary, self._standby = databases
         head, *others = nodes
         self.run.machine = head
-        store = f"postgresql://tester@/postgres?host={database.directory}&port={database.port}"
+        # Reached through sockets in the file system, from all machines.
+        hosts, ports = (
+            ",".join(map(str, part)) for part in zip(*((d.directory, d.port) for d in databases), strict=True)
+        )
         self.run.overrides += [
-            f"ledger.store={json.dumps(store)}",
+            f"ledger.store={json.dumps(f'postgresql://tester@/postgres?host={hosts}&port={ports}')}",
             f"cluster.host={json.dumps(head.address)}",
             "cluster.allow_join=true",
         ]
@@ -131,19 +139,29 @@ class ClusterChaos(Chaos):
                 self._lose_node(self._rng.choice(self._members))
             case Kind.LINK:
                 with self._during(Fault(kind, self._name(node))):
-                    self._on(node, "ip", "link", "set", "eth0", "down")
+                    node.set_link("down")
                     time.sleep(self._rng.uniform(*CUT_S))
-                    self._on(node, "ip", "link", "set", "eth0", "up")
+                    node.set_link("up")
             case Kind.SLOW_LINK:
-                with self._during(Fault(kind, self._name(node))):
-                    self._on(node, "tc", "qdisc", "add", "dev", "eth0", "root", *SLOW)
+                with self._during(Fault(kind, self._name(node))), node.slow_link(delay_s=DELAY_S, loss=LOSS):
                     self.run.until(self._next_step(), what="a step over a slow link", within_s=self._heal_s)
-                    self._on(node, "tc", "qdisc", "del", "dev", "eth0", "root")
+            case Kind.NODE_DISK:
+                node = self._rng.choice(self._members).machine
+                with self._during(Fault(kind, self._name(node))), node.full_disk():
+                    for _ in range(2):  # the second one needs a publication that this machine cannot store
+                        self.run.until(self._next_step(), what="a step with a full disk", within_s=self._heal_s)
             case Kind.DATABASE | Kind.DATABASE_KILL:
                 with self._during(Fault(kind, "database")):
-                    (self._database.stop if kind is Kind.DATABASE else self._database.kill)()
+                    (self._primary.stop if kind is Kind.DATABASE else self._primary.kill)()
                     time.sleep(self._rng.uniform(0.0, 5.0))
-                    start_database(self._database)
+                    start_database(self._primary)
+            case Kind.FAIL_OVER:
+                with self._during(Fault(kind, "database")):
+                    self._primary.kill()
+                    time.sleep(self._rng.uniform(*PROMOTE_S))
+                    self._standby.promote()
+                    self._primary, self._standby = self._standby, self._primary
+                self._standby.follow(self._primary, **socket_settings(self._standby))
             case Kind.HEAD:
                 with self._during(Fault(kind, "head", kills=len(self._nodes[0].pids()))):
                     self._nodes[0].kill_all()
@@ -182,42 +200,38 @@ class ClusterChaos(Chaos):
     def _name(self, node: Machine) -> str:
         return ("head", "machine of the policy server", "machine of the dispatcher")[self._nodes.index(node)]
 
-    def _on(self, node: Machine, *command: str) -> None:
-        subprocess.run(node.command(*command), check=True, capture_output=True)
-
 
 def start_database(server: PostgresServer) -> None:
-    """Reached through a socket in the file system, by all machines."""
-    server.start(unix_socket_directories=str(server.directory))
+    server.start(**socket_settings(server))
 
 
-def can_slow_links(node: Machine) -> bool:
-    """Whether the kernel has netem. The qdisc is removed again."""
-    command = ["tc", "qdisc", "add", "dev", "lo", "root", *SLOW]
-    if subprocess.run(node.command(*command), check=False, capture_output=True).returncode != 0:
-        return False
-    subprocess.run(node.command("tc", "qdisc", "del", "dev", "lo", "root"), check=True, capture_output=True)
-    return True
+def socket_settings(server: PostgresServer) -> dict[str, str]:
+    return {"unix_socket_directories": str(server.directory)}
+
+
+def primary_and_standby() -> tuple[PostgresServer, PostgresServer]:
+    primary, standby = own_server(), own_server()
+    for server in (primary, standby):
+        server.stop()
+        server.directory.chmod(0o755)
+    start_database(primary)
+    standby.follow(primary, **socket_settings(standby))
+    return primary, standby
 
 
 def run_chaos(*, seed: int, events: int, seconds: float, kinds: Sequence[Kind]) -> Report:
-    database = own_server()
-    database.stop()
-    database.directory.chmod(0o755)
-    start_database(database)
+    databases = primary_and_standby()
     with machines(3) as nodes, tempfile.TemporaryDirectory(prefix="rollbook-chaos-") as name:
-        if Kind.SLOW_LINK in kinds and not can_slow_links(nodes[0]):
-            write_line(f"left out, because the kernel has no netem: {Kind.SLOW_LINK}")
-            kinds = [kind for kind in kinds if kind is not Kind.SLOW_LINK]
         chaos = ClusterChaos(
-            Path(name), nodes, database, seed=seed, events=events, seconds=seconds, kinds=kinds, log=write_line
+            Path(name), nodes, databases, seed=seed, events=events, seconds=seconds, kinds=kinds, log=write_line
         )
         try:
             chaos.run_all()
         except Exception as error:
             write_line(f"failed: {''.join(traceback.format_exception(error))}")
             chaos.report.violations.append(f"the run failed: {str(error).partition(chr(10))[0]}")
-    database.stop()
+    for server in databases:
+        server.kill()
     return chaos.report
 
 

@@ -1,14 +1,17 @@
 """Outcomes of past draws over HTTP, and a curriculum that is rebuilt from them."""
 
+import asyncio
+import random
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from rollbook.contracts.admission import OwnerId
+from rollbook.contracts.admission import Grant, OwnerId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
 from rollbook.contracts.group_codec import encode_group
@@ -16,6 +19,8 @@ from rollbook.contracts.task import Draw
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.http import wire
 from rollbook.ledger.service import Ledger
+from rollbook.rollout.dispatch import outcome_follower
+from rollbook.rollout.dispatch.outcome_follower import OutcomeFollower
 from rollbook.tasks.curriculum import Curriculum
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.groups import RUN, draws, group_of, outcome_of, settings
@@ -31,7 +36,8 @@ class Service:
 
 
 @pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[Service]:
+async def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
+    monkeypatch.setattr(outcome_follower, "PAGE", 7)
     async with AsyncExitStack() as stack:
         url, ledger = await stack.enter_async_context(serving(tmp_path))
         await ledger.create_run(RUN, settings(per_step=100, in_flight=50))
@@ -139,14 +145,78 @@ async def test_a_curriculum_is_rebuilt_from_the_ledger(service: Service) -> None
 
     again = Curriculum(tasks, chosen, seed=5)
     again.rebuild(await service.client.progress())
-    after = -1
-    while past := await service.client.outcomes(after=after, limit=7):
-        again.recall(past)
-        after = past[-1].sequence
+    await OutcomeFollower(again, service.client).update()
     assert again.view() == live.view()
     assert [tier.is_open for tier in again.view().tiers] == [True, True]
     assert again.propose(10) == live.propose(10)
     assert [d.position for d in again.propose(1)] == [60]
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_the_curricula_of_two_dispatchers_count_every_outcome_of_both_once(service: Service, seed: int) -> None:
+    """Each opens, releases and settles draws at random moments, and follows the other at random moments."""
+    rng = random.Random(seed)
+    tasks, chosen = tiered(3, 3), rules(promote_tries=4, task_window=100)
+    sides = [await Side.open(service.client, name, Curriculum(tasks, chosen, seed=5)) for name in ("a", "b")]
+    for _ in range(60):
+        side = rng.choice(sides)
+        await side.propose(rng.choice((1, 2)))
+        for _ in range(rng.choice((0, 1, 2))):
+            if side.playing:
+                grant = side.playing.pop(rng.randrange(len(side.playing)))
+                await (side.release(grant) if rng.random() < 0.2 else side.settle(grant, rng.choice((0.0, 1.0, None))))
+        if rng.random() < 0.3:
+            await side.follower.update()
+    for side in sides:
+        while side.playing:
+            await side.settle(side.playing.pop(), 1.0)
+    await asyncio.gather(*(side.follower.update() for side in sides))
+
+    again = Curriculum(tasks, chosen, seed=5)
+    again.rebuild(await service.client.progress())
+    await OutcomeFollower(again, service.client).update()
+    for task in tasks:
+        expected = sorted(again.mastery(task.id).results)
+        assert [sorted(side.curriculum.mastery(task.id).results) for side in sides] == [expected, expected]
+    assert sum(len(again.mastery(task.id).results) for task in tasks) > 30
+
+
+@dataclass
+class Side:
+    """A dispatcher, as far as its curriculum is concerned."""
+
+    client: LedgerClient
+    owner: OwnerId
+    curriculum: Curriculum
+    follower: OutcomeFollower
+    playing: list[Grant] = field(default_factory=list)
+
+    @classmethod
+    async def open(cls, client: LedgerClient, name: str, curriculum: Curriculum) -> "Side":
+        owner = await client.join(name)
+        curriculum.rebuild(await client.progress())
+        return cls(client, owner, curriculum, OutcomeFollower(curriculum, client))
+
+    async def propose(self, count: int) -> None:
+        proposed = self.curriculum.propose(count)
+        reply = await self.client.open(self.owner, proposed, limit=count)
+        self.curriculum.taken(reply.taken)
+        granted = {grant.group_id for grant in reply.grants}
+        for draw in proposed[: reply.taken]:
+            if (name := GroupId(f"{draw.task_id}@{draw.number}")) not in granted:
+                self.curriculum.observe(name, draw.position, None)
+        for grant in reply.grants:
+            self.follower.started(grant.group_id)
+        self.playing += reply.grants
+
+    async def release(self, grant: Grant) -> None:
+        await self.client.release(grant.group_id, attempt=grant.attempt, cause="its worker died")
+        self.follower.released(grant.group_id)
+
+    async def settle(self, grant: Grant, success: float | None) -> None:
+        result = None if success is None else outcome(success)
+        await self.client.close(grant.group_id, DropReason(DropKind.FILTERED, "all alike"), outcome=result)
+        self.curriculum.observe(grant.group_id, grant.position, result)
 
 
 async def opened(client: LedgerClient, owner: OwnerId, curriculum: Curriculum, count: int) -> list[Draw]:

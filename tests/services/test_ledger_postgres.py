@@ -8,13 +8,14 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psycopg
 import pytest
 
-from rollbook.concurrency.clock import SystemClock
-from rollbook.contracts.admission import Grant, Receipt, RunId
+from rollbook.concurrency.clock import ManualClock, SystemClock
+from rollbook.contracts.admission import Grant, MemberRole, Receipt, RunId
 from rollbook.contracts.batch import BatchManifest
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.group import GroupId
@@ -23,6 +24,7 @@ from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.store import StoreFaultError, Transaction
+from rollbook.ledger.stores.postgres import store as postgres_store
 from rollbook.ledger.stores.postgres import writer as postgres_writer
 from rollbook.ledger.stores.postgres.store import open_postgres_store
 from rollbook.ledger.stores.registry import open_reader, open_store
@@ -30,7 +32,7 @@ from rollbook.ledger.tools.audit import audit, audit_run
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.atropos import dialect_on, scored
 from tests.parts.ledger.groups import RUN, draws, group_of, outcome_of, settings, submission_of
-from tests.parts.ledger.postgres import PostgresServer, own_server, shared_server
+from tests.parts.ledger.postgres import PostgresServer, both_url, own_server, shared_server
 from tests.parts.ledger.replica import Replica
 
 LOG = EventLog("test", echo=sys.stdout)
@@ -212,6 +214,71 @@ async def test_callers_wait_while_the_database_restarts(server: PostgresServer) 
         assert audit(reader, RUN).violations == ()
 
 
+async def test_no_acknowledged_group_is_lost_in_a_fail_over_to_a_synchronous_standby(server: PostgresServer) -> None:
+    standby = own_server()
+    standby.stop()
+    standby.follow(server)
+    url = both_url(server, standby)
+    async with replica(url) as ledger:
+        await started(ledger, per_step=30)
+        acknowledged: set[str] = set()
+
+        async def produce(lane: int) -> None:
+            for number in range(10):
+                await submit(ledger, f"{lane}-{number}")
+                acknowledged.add(f"{lane}-{number}")
+
+        producing = [asyncio.ensure_future(produce(lane)) for lane in range(3)]
+        while len(acknowledged) < 5:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(server.kill)
+        before = len(acknowledged)
+        await asyncio.to_thread(standby.promote)
+        await asyncio.gather(*producing)
+        assert before < len(acknowledged) == 30
+        # The servers change their roles and fail over again.
+        await asyncio.to_thread(server.follow, standby)
+        await submit(ledger, "with a standby again")
+        await asyncio.to_thread(standby.kill)
+        await asyncio.to_thread(server.promote)
+        assert (await ledger.status(RUN)).opened == 31
+    with open_reader(url) as reader:
+        assert audit(reader, RUN).violations == ()
+        for name in (*acknowledged, "with a standby again"):
+            assert reader.read_now(partial(_payload, group_of(name, (-1,)).id)), name
+
+
+async def test_a_commit_waits_until_the_standby_has_what_a_killed_primary_shows_again(server: PostgresServer) -> None:
+    """The response of the first commit is lost with the primary, before the standby has it."""
+    standby = own_server()
+    standby.stop()
+    standby.follow(server)
+    url = both_url(server, standby)
+    async with open_postgres_store(url) as store:
+        await store.write(lambda tx: tx.runs.count_drop(RUN, "stale"))
+        standby.kill()
+        writing = asyncio.ensure_future(store.write(lambda tx: tx.runs.count_drop(RUN, "stale")))
+        await asyncio.to_thread(_until_a_commit_waits, server)
+        await asyncio.to_thread(server.kill)
+        server.start()
+        reading = asyncio.ensure_future(store.read(lambda tx: tx.runs.drops(RUN)))
+        await asyncio.to_thread(_until_a_commit_waits, server)
+        assert (writing.done(), reading.done()) == (False, False)
+        standby.start()
+        await writing
+        assert await reading == {"stale": 2}
+
+
+def _payload(group: GroupId, tx: Transaction) -> bytes | None:
+    return tx.payloads.get(RUN, group)
+
+
+def _until_a_commit_waits(server: PostgresServer) -> None:
+    with psycopg.connect(server.url, autocommit=True) as db:
+        while db.execute("SELECT 1 FROM pg_stat_activity WHERE wait_event = 'SyncRep'").fetchone() is None:
+            time.sleep(0.02)
+
+
 async def test_a_database_that_stays_away_is_told_as_try_again(
     server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +290,40 @@ async def test_a_database_that_stays_away_is_told_as_try_again(
         server.start()
         await store.write(lambda tx: tx.payloads.put(RUN, GroupId("a"), b"body"))
         assert await store.read(lambda tx: tx.payloads.get(RUN, GroupId("a"))) == b"body"
+
+
+async def test_no_lease_ends_because_the_database_did_not_respond(
+    server: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (postgres_writer, postgres_store):
+        monkeypatch.setattr(module, "RECONNECT_S", 0.2)
+    clock, log_file = ManualClock(), tmp_path / "log"
+    log = EventLog("test", log_file, echo=sys.stdout)
+
+    async def until_logged(event: str) -> None:
+        while event not in log_file.read_text(encoding="utf-8"):
+            await clock.advance(0.5)
+            await asyncio.sleep(0.02)
+
+    async with (
+        open_store(server.fresh_url()) as store,
+        open_ledger(store, LedgerConfig(), clock=clock, log=log) as ledger,
+    ):
+        await started(ledger)
+        await ledger.open(RUN, await ledger.join(RUN, "rollout"), draws(0, 2), limit=2)
+        reply = await ledger.join_member(
+            RUN, name="a", role=MemberRole.SUPERVISOR, node="n", address="", lease_s=15, nonce="n"
+        )
+        assert reply.member is not None
+        server.stop()
+        await until_logged("ledger.expiry_failed")
+        clock.jump(3600)
+        server.start()
+        await until_logged("ledger.leases_extended")
+        await ledger.heartbeat_member(RUN, reply.member, publication=None, load=0.0)
+        assert (await ledger.status(RUN)).counts.waiting == 0
+        await until_logged("ledger.member_expired")
+    log.close()
 
 
 class CuttingProxy:

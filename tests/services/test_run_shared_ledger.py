@@ -13,11 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rollbook.contracts.admission import LEASE_S
 from rollbook.contracts.errors import RunError
 from rollbook.ledger.client.client import open_ledger_client
 from rollbook.run.record import open_run
 from tests.parts.ledger.groups import settings
-from tests.parts.ledger.postgres import shared_server
+from tests.parts.ledger.postgres import both_url, own_server, shared_server
 from tests.parts.run.small import REPOSITORY, SmallRun, rollbook
 
 STEPS = 8
@@ -107,6 +108,23 @@ def test_a_run_on_postgresql_resumes_after_a_kill_and_every_reading_command_work
     assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, STEPS, "ok"), summary["stderr"]
     assert list((run.directory / "ledger").iterdir()) == []
     require_complete(run)
+
+
+@pytest.mark.slow
+def test_a_run_continues_at_a_synchronous_standby_when_its_database_is_lost(run: SmallRun) -> None:
+    primary, standby = own_server(), own_server()
+    standby.stop()
+    standby.follow(primary)
+    run.overrides.append(f"ledger.store={json.dumps(both_url(primary, standby))}")
+    run.start()
+    run.until(lambda: run.step() >= 3, what="step 3")
+    primary.kill()
+    time.sleep(2 * LEASE_S)  # as a manager of fail-overs that waits before it promotes
+    standby.promote()
+    summary = run.wait()
+    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, STEPS, "ok"), summary["stderr"]
+    require_complete(run)
+    standby.kill()
 
 
 @pytest.mark.slow

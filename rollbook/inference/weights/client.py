@@ -6,6 +6,7 @@ harmless.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ CONNECTIONS = 4
 """To each replica: one update and a few status requests at a time."""
 QUARANTINE_TRY_S = 2.0
 """How long a status request to a quarantined replica may take. It must not delay the others."""
+PROBATION_S, PROBATION_FACTOR = 1.0, 4.0
+"""A replica on probation gets this time, and this multiple of the longest successful update so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +88,13 @@ class WeightTransferClient:
         self._stack = AsyncExitStack()
         self._replicas: list[PolicyConnection] = []
         self._quarantined: set[int] = set()
+        self._on_probation: set[int] = set()
+        """Replicas that were quarantined and have not loaded a publication since. A push does not wait long for them."""
         self._gone: set[int] = set()
         """Replicas that are no longer in the list. They keep their index, and may return."""
         self._following = asyncio.Lock()
         """Retries at several replicas read the list at the same time."""
+        self._longest_update_s = 0.0
         self._dtypes: dict[str, str | None] = {}
         self._adapters: dict[str, AdapterInfo] = {}
         self._has_warned = False
@@ -222,8 +228,6 @@ class WeightTransferClient:
         for index, is_back in zip(quarantined, await asyncio.gather(*map(self._responds, quarantined)), strict=True):
             if is_back:
                 self._quarantined.discard(index)
-                if self._log is not None:
-                    self._log.info("policy.replica_back", url=self._urls[index])
 
     async def _push_paused(self, serving: Sequence[int], push: _Push) -> None:
         """Pause all replicas, push, then resume all of them, also after a failure."""
@@ -252,12 +256,18 @@ class WeightTransferClient:
         dtype = self._dtypes.get(location) if self._check_digest and info.backend == "cuda_ipc" else None
 
         async def update(index: int) -> None:
+            began = time.monotonic()
             if self._group is None:
                 await push.check_fence()
                 await self._server_api.update(self._replicas[index], info)
             await self._server_api.require(self._replicas[index], publication, dtype=dtype)
             if isinstance(self._transport, SharingTransport):
                 self._transport.add_copy(location, self._urls[index])
+            self._longest_update_s = max(self._longest_update_s, time.monotonic() - began)
+            if index in self._on_probation:
+                self._on_probation.discard(index)
+                if self._log is not None:
+                    self._log.info("policy.replica_back", url=self._urls[index])
 
         if self._group is not None:
             serving = await self._send_to_group(self._group, serving, info, push)
@@ -304,8 +314,9 @@ class WeightTransferClient:
             await operation(index)
 
         tasks = [asyncio.create_task(self._with_retry(unless_gone, index, name, deadline)) for index in replicas]
+        on_probation = {task for task, index in zip(tasks, replicas, strict=True) if index in self._on_probation}
         try:
-            await self._wait_for_stragglers(tasks)
+            await self._wait_for_stragglers(tasks, on_probation)
         finally:
             for task in tasks:
                 task.cancel()
@@ -313,7 +324,7 @@ class WeightTransferClient:
         failed: dict[int, TransientError] = {}
         for index, outcome in zip(replicas, outcomes, strict=True):
             if isinstance(outcome, asyncio.CancelledError):
-                late = f"{name} at {self._urls[index]}: another replica finished {self._confirm_s:g} s ago"
+                late = f"{name} at {self._urls[index]} took too long: another replica has finished"
                 failed[index] = TransientError(late)
             elif isinstance(outcome, TransientError):
                 failed[index] = outcome
@@ -325,14 +336,23 @@ class WeightTransferClient:
             self._quarantine({index}, str(error))
         return [index for index in replicas if index not in failed]
 
-    async def _wait_for_stragglers(self, tasks: Collection["asyncio.Task[Any]"]) -> None:
-        """Wait until all have ended, or `confirm_s` after the first success. Before that, no single replica is at fault."""
+    async def _wait_for_stragglers(
+        self, tasks: Collection["asyncio.Task[Any]"], on_probation: Collection["asyncio.Task[Any]"]
+    ) -> None:
+        """Wait until all have ended, or `confirm_s` after the first success. Before that, no single replica is at fault.
+
+        Replicas on probation get less time: a machine with a full disk must not delay every publication by `confirm_s`, and one
+        that was restarted needs about as long as the others.
+        """
         ended, waiting = set[asyncio.Task[Any]](), set(tasks)
         while waiting and all(isinstance(task.exception(), TransientError) for task in ended):
             more, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             ended |= more
-        if waiting:
-            await asyncio.wait(waiting, timeout=self._confirm_s)
+        if waiting - set(on_probation):
+            await asyncio.wait(waiting - set(on_probation), timeout=self._confirm_s)
+        if waiting & set(on_probation):
+            allowed_s = PROBATION_S + PROBATION_FACTOR * self._longest_update_s
+            await asyncio.wait(waiting & set(on_probation), timeout=min(allowed_s, self._confirm_s))
 
     async def _at_all(self, replicas: Sequence[int], operation: Operation[T], name: str) -> list[T]:
         """Run at every replica concurrently, within one deadline. Raises the first error after all have ended."""
@@ -369,7 +389,9 @@ class WeightTransferClient:
     def _quarantine(self, replicas: Collection[int], cause: str) -> None:
         for index in replicas:
             self._quarantined.add(index)
-            if self._log is not None:
+            is_new = index not in self._on_probation
+            self._on_probation.add(index)
+            if self._log is not None and is_new:
                 self._log.warning("policy.replica_quarantined", url=self._urls[index], cause=cause)
 
     def _log_retry(self, error: Exception, wait_s: float) -> None:

@@ -25,6 +25,7 @@ from rollbook.contracts.task import Draw
 from rollbook.rollout.dispatch.attempts import Attempt, Lost
 from rollbook.rollout.dispatch.failure_breaker import FailureBreaker
 from rollbook.rollout.dispatch.monitor import DispatchMonitor
+from rollbook.rollout.dispatch.outcome_follower import OutcomeFollower
 from rollbook.rollout.dispatch.reporter import GroupReporter
 from rollbook.rollout.dispatch.slots import StalenessController
 from rollbook.rollout.groups.player import GroupOrder
@@ -45,8 +46,6 @@ MAX_EMPTY_PAUSE_S = 5.0
 TICK_S = 1.0
 SUBMITTERS = 8
 """Concurrent submissions: enough to hide the ledger's latency, few enough not to overload it."""
-HISTORY_PAGE = 1000
-"""Past draws in one response: some hundred kilobytes."""
 FINAL_WAIT_S = 2.0
 """When the run is over: how long to wait for submissions in progress, so that they are counted."""
 
@@ -101,6 +100,7 @@ class Dispatcher:
         self._until_served = until_served
         self._is_served = until_served is None
         """False: no group is opened before `until_served` returns."""
+        self._follower = OutcomeFollower(tasks, sink)
         self._failed_attempts: Counter[GroupId] = Counter()
         self._is_run_over = False
         self._is_leaving = False
@@ -130,7 +130,7 @@ class Dispatcher:
         owner = await self._sink.join(self._name)
         self._tasks.rebuild(await self._sink.progress())
         if self._tasks.needs_history:
-            await self._replay_history()
+            await self._follower.update()
         try:
             async with asyncio.TaskGroup() as group:
                 background = [
@@ -159,13 +159,6 @@ class Dispatcher:
             for attempt in self._attempts.values():
                 attempt.timer.cancel()
             self._record_metrics()
-
-    async def _replay_history(self) -> None:
-        """Pass past draws to the task source page by page, so that a long history is never in memory at once."""
-        after = -1
-        while past := await self._sink.outcomes(after=after, limit=HISTORY_PAGE):
-            self._tasks.recall(past)
-            after = past[-1].sequence
 
     async def _keep_groups_in_flight(self, owner: OwnerId) -> None:
         """Open groups whenever a slot is free.
@@ -233,6 +226,7 @@ class Dispatcher:
             timer=asyncio.get_running_loop().call_later(grant.deadline_s, self._expire, grant),
         )
         self._attempts[attempt.key] = attempt
+        self._follower.started(draw_id)
         self._pool.play(
             GroupOrder(
                 group_id=grant.group_id,
@@ -308,6 +302,8 @@ class Dispatcher:
             # The ledger has dropped it and sends no message about it; the cursor would wait for it forever.
             self._tasks.observe(attempt.draw_id, grant.position, attempt.outcome)
             del self._failed_attempts[attempt.draw_id]
+        else:
+            self._follower.released(attempt.draw_id)
 
     async def _settle(self, attempt: Attempt, result: Finished) -> None:
         result = await self._store(attempt.grant, result)
@@ -362,6 +358,7 @@ class Dispatcher:
         if reply.next_part is None:
             self._tasks.observe(attempt.draw_id, grant.position, attempt.outcome)
         else:
+            self._follower.released(attempt.draw_id)
             # Without effect if the open part belongs to the other attempt.
             await self._sink.release(
                 reply.next_part.group_id, attempt=grant.attempt, cause="another attempt was stored first"
@@ -423,6 +420,8 @@ class Dispatcher:
             status = await self._sink.status()
             self._slots.update(status)
             await self._monitor.audit_selection(self._sink, status)
+            if self._tasks.needs_history:
+                await self._follower.update()
             if status.ended:
                 self._is_run_over = True
                 self._slot_freed.set()

@@ -71,6 +71,39 @@ MACHINE_FAULTS: tuple[tuple[str, str], ...] = (
     ),
 )
 
+CLUSTER_FAULTS: tuple[tuple[str, str, str], ...] = (
+    (
+        "a machine with processes that joined is lost",
+        "requests to its policy server move to others at once; its groups get another attempt",
+        "15 s (its leases end)",
+    ),
+    ("a link is cut for less than 15 s", "requests wait and are repeated", "when the link is back"),
+    (
+        "a link is cut for longer",
+        "as a lost machine. When it returns, its processes join again as new members. Groups that they finished meanwhile are "
+        "stored once, or reported as settled. A trainer that was replaced is refused by the ledger and by every policy server",
+        "15 s",
+    ),
+    ("a link is slow or loses packets", "the run continues, more slowly", "-"),
+    (
+        "the disk of a machine that joined is full",
+        "a policy server that cannot store weights is quarantined and gets no requests; it is used again once it has loaded a "
+        "publication. A dispatcher continues",
+        "`inference.confirm_s`",
+    ),
+    ("the database restarts or is killed", "requests wait, at most `ledger.request_s`", "when it accepts connections"),
+    (
+        "the database fails over to a standby",
+        "the same. With a synchronous standby nothing is lost; otherwise see [several machines](several-machines.md)",
+        "when the standby is promoted",
+    ),
+    (
+        "the machine of `rollbook train` is lost",
+        "the same command resumes the run from the last checkpoint, also on another machine that sees the run directory",
+        "at most 15 s after its start (the lease of the lost one ends)",
+    ),
+)
+
 
 def page() -> str:
     return "\n".join(
@@ -125,6 +158,12 @@ def page() -> str:
             "| fault | what happens |",
             "|---|---|",
             *(f"| {fault} | {then} |" for fault, then in MACHINE_FAULTS),
+            "",
+            "## Faults of several machines",
+            "",
+            "| fault | what happens | how soon |",
+            "|---|---|---|",
+            *(f"| {fault} | {then} | {soon} |" for fault, then, soon in CLUSTER_FAULTS),
             "",
         ]
     )

@@ -33,7 +33,8 @@ async def main(context: RoleContext) -> str:
     tasks = build_source(
         config.tasks,
         load_tasks(config.tasks, base_dir=context.loaded.source_dir),
-        mastery_file=context.directory.mastery_file,
+        # Dispatchers that joined know the same outcomes; one log is enough.
+        mastery_file=None if context.is_member else context.directory.mastery_file,
     )
     async with (
         open_run_ledger(context.loaded, context.directory, context.addresses["ledger"], log=context.log) as ledger,

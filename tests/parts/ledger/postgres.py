@@ -80,6 +80,24 @@ class PostgresServer:
             db.execute(f"CREATE SCHEMA {schema}".encode())
         return f"{self.url}?options=-csearch_path%3D{schema}"
 
+    def follow(self, primary: "PostgresServer", **settings: str) -> None:
+        """Become a synchronous standby of another server, with a copy of its data. From then on its commits wait for this one."""
+        shutil.rmtree(self.directory / "data")
+        self._run("pg_basebackup", "-D", str(self.directory / "data"), "-d", primary.url, "-c", "fast", "-R", "-N")
+        self.start(**settings)
+        with psycopg.connect(primary.url, autocommit=True) as db:
+            until = time.monotonic() + START_S
+            while db.execute("SELECT 1 FROM pg_stat_replication WHERE state = 'streaming'").fetchone() is None:
+                assert time.monotonic() < until, "the standby does not stream"
+                time.sleep(0.05)
+            db.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
+            db.execute("SELECT pg_reload_conf()")
+
+    def promote(self) -> None:
+        """From a standby to a primary. It has no standby then."""
+        with psycopg.connect(self.url, autocommit=True) as db:
+            assert db.execute("SELECT pg_promote()").fetchone() == (True,)
+
     def _end(self, how: signal.Signals) -> None:
         if self._process is not None:
             self._process.send_signal(how)
@@ -173,6 +191,11 @@ def own_server() -> PostgresServer:
     """One that a test may kill."""
     shared_server()
     return make_server()
+
+
+def both_url(one: PostgresServer, other: PostgresServer) -> str:
+    """The URL of a primary and its standby. They may change their roles."""
+    return f"postgresql://tester@127.0.0.1:{one.port},127.0.0.1:{other.port}/postgres"
 
 
 def _or_skip(server: PostgresServer | Exception) -> PostgresServer:

@@ -7,14 +7,18 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 RAY_DIRECTORY = Path("/tmp/ray")
+SHARED = "/dev/shm"
+SLOW_LINK = Path(__file__).with_name("slow_link.py")
 LISTENING, LOOPBACK = "0A", "0100007F"
 """As in /proc/net/tcp."""
 USER_FLAGS = [] if os.getuid() == 0 else ["--user", "--preserve-credentials"]
@@ -68,6 +72,34 @@ class Machine:
                 if (entry / "ns" / "net").readlink() == own and int(entry.name) != self.pid:
                     found.append(int(entry.name))
         return found
+
+    @contextmanager
+    def slow_link(self, *, delay_s: float, loss: float) -> Iterator[None]:
+        """What leaves this machine arrives late, and some packets are lost. Needs root, and no netem in the kernel."""
+        command = self.command(sys.executable, str(SLOW_LINK), self.address, str(delay_s), str(loss))
+        relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert relay.stdout is not None
+        assert relay.stdout.readline(), "the link cannot be slowed"
+        try:
+            yield
+        finally:
+            relay.communicate()
+
+    @contextmanager
+    def full_disk(self) -> Iterator[None]:
+        """No space is left on the disk of this machine: its shared memory, where a policy server keeps copies of the weights."""
+        # A size of 0 would mean no limit.
+        self._run(f"mount -o remount,size=$(( $(df --output=used -k {SHARED} | tail -1) + 4 ))k {SHARED}")
+        try:
+            yield
+        finally:
+            self._run(f"mount -o remount,size=50% {SHARED}")
+
+    def set_link(self, state: Literal["up", "down"]) -> None:
+        self._run(f"ip link set eth0 {state}")
+
+    def _run(self, script: str) -> None:
+        subprocess.run(self.command("sh", "-ec", script), check=True, capture_output=True)
 
     def kill_all(self) -> None:
         """As a power failure: every process at once."""

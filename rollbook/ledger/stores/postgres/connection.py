@@ -32,6 +32,8 @@ DEFAULTS: dict[str, Any] = {
     "keepalives_count": 3,
     "tcp_user_timeout": 15_000,
 }
+# A URL with several hosts is that of a primary and its standbys.
+PRIMARY_ONLY = {"target_session_attrs": "read-write"}
 LOST_CLASSES = ("08", "57P", "25P03")
 """Connection errors, a server that shuts down or starts, and sessions ended because they were idle."""
 RERUN = frozenset({"40001", "40P01"})
@@ -42,7 +44,7 @@ ADVICE = {
     "53100": "the disk of the database is full: free some space and start again; no acknowledged data is lost",
     "53200": "the database is out of memory: see its log",
     "42501": "the role lacks a privilege: grant it CREATE on the schema, or make the role its owner",
-    "25006": "the database is read-only (a standby?): use the primary, or add target_session_attrs=read-write",
+    "25006": "the database is read-only (a standby?): use the primary, or list the hosts of both in the URL",
     "3F000": "there is no schema to create tables in: create it, or correct search_path",
     "42P01": "a table of the ledger is missing: restore the schema from a backup",
     "XX001": "the database reports damaged data: restore it from a backup",
@@ -151,20 +153,36 @@ def transaction(db: PostgresConnection, where: str) -> SqlTransaction:
     return SqlTransaction(SqlSession(db, stream=db.stream), f"ledger in {where}", translate=to_postgres)
 
 
-def connect(url: str, settings: dict[str, str] | None = None) -> PostgresConnection:
-    """A new session with these session settings. Raises as `explained` describes."""
+def connect(url: str, settings: dict[str, str] | None = None, *, waits_for_standby: bool = False) -> PostgresConnection:
+    """A new session with these session settings. Raises as `explained` describes.
+
+    `waits_for_standby`: the session is not used before `await_standby`.
+    """
     with explained(described(url)):
         given = conninfo_to_dict(url)
-        missing = {name: value for name, value in DEFAULTS.items() if name not in given}
+        defaults = DEFAULTS | (PRIMARY_ONLY if "," in str(given.get("host", "")) else {})
+        missing = {name: value for name, value in defaults.items() if name not in given}
         raw = psycopg.connect(url, autocommit=True, **missing)
         raw.adapters.register_dumper(bool, _BoolAsNumber)
+        db = PostgresConnection(raw)
         try:
             for name, value in (settings or {}).items():
                 raw.execute("SELECT set_config(%s, %s, false)", (name, value))
+            if waits_for_standby:
+                await_standby(db)
         except BaseException:
             raw.close()
             raise
-        return PostgresConnection(raw)
+        return db
+
+
+def await_standby(db: PostgresConnection) -> None:
+    """Wait until the synchronous standby has every commit that is visible now. Without a standby: one flush.
+
+    A primary that was killed shows commits after its restart that its standby may not have: a fail-over would lose them. A commit
+    waits for everything before it in the log.
+    """
+    db.execute("SELECT pg_logical_emit_message(true, 'rollbook', '')")
 
 
 def read_snapshot(db: PostgresConnection, work: Callable[[Transaction], T], where: str) -> T:

@@ -66,7 +66,7 @@ class _Readers:
                 db.close()
                 db = self._local.db = None
             if db is None:
-                db = self._local.db = connect(self._url)
+                db = self._local.db = connect(self._url, waits_for_standby=True)
                 self._open.append(db)
             return read_snapshot(db, work, self._where)
 

@@ -20,6 +20,7 @@ from rollbook.ledger.stores.postgres.connection import (
     RETRY_AFTER_S,
     LostConnectionError,
     PostgresConnection,
+    await_standby,
     connect,
     described,
     explained,
@@ -46,6 +47,8 @@ SETTINGS = {
     # A replica that hangs while it holds the lock must not block the others forever.
     "idle_in_transaction_session_timeout": "30s",
     "lock_timeout": "15s",
+    # A timeout would end the wait for a synchronous standby and report the commit as complete.
+    "statement_timeout": "0",
 }
 
 
@@ -150,7 +153,7 @@ class PostgresWriter:
     def _connected(self) -> PostgresConnection:
         if self._db is None or self._db.is_lost:
             self.close()
-            self._db = connect(self._url, SETTINGS)
+            self._db = connect(self._url, SETTINGS, waits_for_standby=True)
         return self._db
 
     def _begin(self, db: PostgresConnection, runs: Collection[RunId] | None) -> None:
@@ -237,5 +240,6 @@ class PostgresWriter:
             db = self._connected()
             self._begin(db, runs)
             row = db.execute("SELECT number FROM replica_commits WHERE replica = ?", (self._replica,)).fetchone()
+            await_standby(db)
             db.execute("COMMIT")
         return row is not None and int(row[0]) == self._num_commits

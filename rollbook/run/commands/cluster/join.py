@@ -73,10 +73,8 @@ def _require_joinable(loaded: LoadedConfig, role: JoinRole, host: str) -> None:
             f"the run listens on {config.cluster.host} (cluster.host) and this process would listen on {host}: one could not "
             "reach the other. Set both to addresses of the same network"
         )
-    if role == "rollout" and (config.tasks.is_posted or config.tasks.order != "cursor"):
-        raise UsageError(
-            'only a run with tasks.order = "cursor" can have several dispatchers: a curriculum decides in one process'
-        )
+    if role == "rollout" and config.tasks.is_posted:
+        raise UsageError("this run has no dispatchers: its groups are posted by Atropos environments")
     if role == "env" and config.env.pool_size is None:
         raise UsageError(
             "only a run with env.pool_size has environment servers; in this one, workers create environments"

@@ -28,10 +28,8 @@ def scale(run_dir: Path, requests: Sequence[str], *, say: Callable[[str], None])
                 f"{request!r} must look like policy=3, rollout=2 or env=1 (additional processes, 0 or more)"
             )
         scale = replace(scale, **{role: int(number)})
-    if scale.rollout and config.tasks.order != "cursor":
-        raise UsageError(
-            'only a run with tasks.order = "cursor" can have several dispatchers: a curriculum decides in one process'
-        )
+    if scale.rollout and config.tasks.is_posted:
+        raise UsageError("this run has no dispatchers: its groups are posted by Atropos environments")
     if scale.env and config.env.pool_size is None:
         raise UsageError(
             "only a run with env.pool_size has environment servers; in this one, workers create environments"
