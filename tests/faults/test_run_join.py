@@ -13,7 +13,9 @@ import pytest
 
 from rollbook.contracts.admission import Member, MemberRole
 from rollbook.ledger.client.blocking import open_sync_ledger_client
+from rollbook.run.directory import RunDirectory
 from rollbook.run.record import open_run
+from rollbook.telemetry.events import read_json_lines
 from tests.parts.run.small import REPOSITORY, SmallRun, rollbook
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -67,11 +69,31 @@ def served(run: SmallRun, name: str) -> int:
     return file.read_text(encoding="utf-8").count("\n") if file.exists() else 0
 
 
+def require_telemetry(run: SmallRun) -> None:
+    """What the processes wrote on their own machine is in the run directory, and the views of the run show them."""
+    for name in ("extra-policy", "extra-rollout"):
+        local = RunDirectory(run.directory).on_this_machine(name).log_file(name)
+        assert local.parent != run.directory / "logs"
+        started = local.read_bytes().splitlines()[0]
+        run.until(lambda started=started, name=name: started in _log(run, name), what=f"the log of {name} arrived")
+    metrics = run.directory / "metrics-extra-rollout.jsonl"
+    run.until(lambda: "rollout/groups_finished" in (read_json_lines(metrics) or [{}])[-1], what="its metrics arrived")
+    shown = rollbook("top", str(run.directory), "--once").stdout
+    assert "extra-policy" in shown
+    assert "extra-rollout" in shown
+
+
+def _log(run: SmallRun, name: str) -> bytes:
+    file = run.directory / "logs" / f"{name}.jsonl"
+    return file.read_bytes() if file.exists() else b""
+
+
 def test_a_policy_server_and_a_dispatcher_join_serve_and_are_killed(run: SmallRun) -> None:
     with joined(run, "policy") as policy, joined(run, "rollout") as rollout:
         run.until(lambda: members(run).keys() >= {MemberRole.POLICY, MemberRole.ROLLOUT}, what="both are in service")
         run.until(lambda: groups_of(run, "dispatcher-extra-rollout"), what="the dispatcher played a group")
         run.until(lambda: served(run, "extra-policy"), what="the policy server generated tokens")
+        require_telemetry(run)
         for process in (policy, rollout):
             for child in psutil.Process(process.pid).children(recursive=True):
                 child.kill()

@@ -1,20 +1,26 @@
 """The dispatcher with real worker processes over a ledger in memory."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from rollbook.contracts.admission import OpenReply, OwnerId
 from rollbook.contracts.errors import FencedError, RunError, TransientError
-from rollbook.contracts.group import GroupId
+from rollbook.contracts.group import GroupId, group_id
+from rollbook.contracts.task import Draw, Task, TaskId
 from rollbook.rollout.dispatch.failure_breaker import RolloutsFailingError
 from rollbook.rollout.workers.pool import WorkersDyingError
+from rollbook.tasks.cursor import CursorDataLoader
 from rollbook.telemetry.metrics import read_metrics
 from tests.parts.concurrency.processes import descendants_running
 from tests.parts.rollout.dispatching import dispatching
-from tests.parts.rollout.sink import MemorySink
+from tests.parts.rollout.sink import MemorySink, Row
+
+TASKS = [Task(id=TaskId(f"t{number}"), row={}) for number in range(8)]
 
 
 def living_children() -> list[psutil.Process]:
@@ -53,6 +59,28 @@ async def test_two_dispatchers_share_a_source_and_every_draw_is_played_once(tmp_
     assert [one.tasks.state().unsettled for one in (first, second)] == [0, 0], (
         "draws of the other dispatcher are not waited for"
     )
+
+
+class SinkOfOthers(MemorySink):
+    """Before the first request of this dispatcher, others have opened and settled 200 draws."""
+
+    num_requests = 0
+
+    async def open(self, owner: OwnerId, draws: Sequence[Draw], *, limit: int, wait_s: float = 0.0) -> OpenReply:
+        self.num_requests += 1
+        if self.num_requests == 1:
+            for draw in CursorDataLoader(TASKS, epochs=None, shuffle=False).propose(200):
+                row = Row(draw, sequence=draw.position, owner=OwnerId("other#1"), state="dropped")
+                self.rows[group_id(draw.task_id, draw.number)] = row
+        return await super().open(owner, draws, limit=limit, wait_s=wait_s)
+
+
+async def test_a_dispatcher_that_is_behind_the_others_continues_where_they_are(tmp_path: Path) -> None:
+    sink = SinkOfOthers(capacity=4, wanted=201)
+    play = dispatching(tmp_path, [{}] * len(TASKS), sink=sink, epochs=None)
+    await play.run(within_s=60)
+    assert min(row.draw.position for row in sink.rows.values() if row.state == "queued") == 200
+    assert sink.num_requests < 10, "one request for each few draws would take 50"
 
 
 async def test_only_the_groups_of_a_killed_worker_are_played_again(tmp_path: Path) -> None:
