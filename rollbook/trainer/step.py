@@ -192,8 +192,16 @@ class TrainStep:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         tally = _Tally()
-        for passes, old in zip(minibatches, self._old_logprobs(minibatches), strict=True):
-            self._train_minibatch(passes, old, tally, step=step)
+        try:
+            for passes, old in zip(minibatches, self._old_logprobs(minibatches), strict=True):
+                self._train_minibatch(passes, old, tally, step=step)
+        except torch.OutOfMemoryError as error:
+            tokens = self._config.tokens_per_pass
+            raise RunError(
+                f"step {step} does not fit into the memory of {self.model.device}, with up to {tokens} tokens a pass. Set"
+                f" trainer.max_tokens_per_microbatch = {max(1, tokens // 2)}, or give a policy server on the same device less"
+                f" (inference.kv_memory_mb), and start the run again: it resumes. {error}"
+            ) from error
         tally.statistics.sum_over(self.ranks, self.model.device)
         self.step = step
         return tally

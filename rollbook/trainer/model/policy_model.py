@@ -134,13 +134,16 @@ class PolicyModel:
         # As in a step: compiled code is only valid for the number of threads it was compiled with.
         torch.set_num_threads(config.threads)
         few, many = PROBED_TOKENS
-        self._memory_of_pass(few)  # compiles, and allocates what all passes share
-        bytes_per_token = max(1.0, (self._memory_of_pass(many) - self._memory_of_pass(few)) / (many - few))
+        self._memory_of_forward(few)  # compiles, and allocates what all passes share
+        bytes_per_token = max(1.0, (self._memory_of_forward(many) - self._memory_of_forward(few)) / (many - few))
         budget = MEMORY_SHARE_OF_PASS * torch.cuda.get_device_properties(self.device).total_memory
         return min(max(int(budget / bytes_per_token) // few * few, few), MAX_TOKENS_PER_PASS)
 
-    def _memory_of_pass(self, num_tokens: int) -> int:
-        """Peak memory of a forward and backward pass over one sequence, in bytes."""
+    def _memory_of_forward(self, num_tokens: int) -> int:
+        """Peak memory of the forward pass over one sequence, in bytes: what the backward pass needs, and the logits.
+
+        The peak of both passes would be that of the gradients, whose size does not depend on the tokens.
+        """
         ids_T = torch.arange(num_tokens, device=self.device) % self.vocabulary_size
         packing = Packing.of((num_tokens,), self.device, kernel=self.attention_kernel) if self.is_packed else None
         torch.cuda.reset_peak_memory_stats()
@@ -151,10 +154,11 @@ class PolicyModel:
             targets_N=ids_T,
             temperatures_N=None,
         )
+        peak = torch.cuda.max_memory_allocated()
         logprobs_T.sum().backward()
         for parameter in self.parameters():
             parameter.grad = None
-        return torch.cuda.max_memory_allocated()
+        return peak
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
