@@ -150,7 +150,7 @@ class PlainLoop:
     def __init__(self, case: Case, config: TrainerConfig, batch: TrainingBatch, *, is_sorted: bool = False) -> None:
         self._case, self._config = case, config
         self._model = new_model(case, config.device).float().train()
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=config.lr, fused=True)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=config.lr or 1e-6, fused=True)
         rows = flatten(batch, config)
         self._total = sum(row.num_trained for row in rows)
         if is_sorted:

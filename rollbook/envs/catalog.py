@@ -11,6 +11,7 @@ from rollbook.contracts.plugin import load_plugin
 from rollbook.envs.builtin.arithmetic import Arithmetic
 from rollbook.envs.builtin.maths import Maths
 from rollbook.envs.builtin.number_guessing import DelayedNumberGuessing, NumberGuessing
+from rollbook.envs.builtin.question import Question
 from rollbook.envs.builtin.terminal.environment import Terminal
 from rollbook.envs.config import EnvConfig
 from rollbook.envs.daemon_threads import DaemonThreads
@@ -21,6 +22,7 @@ CATALOG: dict[str, type] = {
     "delayed_number_guessing": DelayedNumberGuessing,
     "maths": Maths,
     "number_guessing": NumberGuessing,
+    "question": Question,
     "terminal": Terminal,
 }
 # Environments that need an optional package, imported only if they are chosen.

@@ -9,7 +9,8 @@ class EnvConfig(BaseModel, frozen=True, extra="forbid"):
     """The section `[env]` of a run."""
 
     name: str = Field(default="number_guessing", min_length=1)
-    """The environment: a name of the catalog, or `module:Class` for your own."""
+    """The environment: a name of the catalog, or `module:Class` for your own. Where the run has reward functions and no rollout
+    function, the default is `question`: each task asks its `question`, and the reply is scored."""
 
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment's class, the same for every episode. Values that differ by episode belong in the

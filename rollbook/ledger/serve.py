@@ -61,7 +61,7 @@ async def open_ledger_service(
     keep_memory_for_bodies()
     with only_service(store_url, wait_s=wait_s):
         async with (
-            open_store(store_url, durability=config.durability) as store,
+            open_store(store_url, durability=config.durability, payloads=config.payloads) as store,
             ledger_service_on(
                 store, config, log=log, clock=clock, keys=keys, dialects=dialects, run_directory=run_directory
             ) as service,

@@ -44,8 +44,9 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     max_steps: int | None = Field(default=None, ge=1)
     """End the run after this many steps; None: train to the end of the data. The linear and cosine schedules need it."""
 
-    lr: float = Field(default=1e-6, gt=0)
-    """Learning rate after warm-up."""
+    lr: float | None = Field(default=None, gt=0)
+    """Learning rate after warm-up. Unset: from the width of the model, 1e-6 × (4096 / width)^1.5, at least 1e-6; ten times as much
+    with LoRA. That is 5e-4 for a width of 64, 1.9e-5 for 576 (SmolLM2-135M), 4e-6 for 1536 and 1e-6 from 4096 on."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW: decay of the running mean of the gradient and of its square."""
@@ -225,8 +226,6 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
             )
         if self.shards_path is not None and not self.shards_path.startswith(("s3://", "/")):
             raise ValueError(f"shards_path {self.shards_path!r} must be an absolute path or s3://bucket/prefix")
-        if self.ranks > 1 and self.lora is not None:
-            raise ValueError("lora needs ranks = 1: adapters are small enough for one process")
         return self
 
     def _check_loss(self) -> None:

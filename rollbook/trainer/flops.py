@@ -28,7 +28,7 @@ PEAK_FLOPS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The dimensions of a model that decide its number of operations."""
+    """The dimensions of a model that decide its number of operations and its learning rate."""
 
     body_parameters: int
     """Parameters used by every token: all but the embeddings."""
@@ -37,6 +37,8 @@ class ModelShape:
     layers: int
     attention_width: int
     """Number of heads times head width."""
+    width: int
+    """Of the residual stream."""
 
 
 def training_flops(passes: Sequence[Microbatch], shape: ModelShape) -> float:

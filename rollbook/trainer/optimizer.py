@@ -10,20 +10,33 @@ from rollbook.contracts.errors import RunError
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.distributed.sharding import gathered
 
+RATE_OF_WIDE_MODELS, WIDE = 1e-6, 4096
+"""Reinforcement learning of models with 7 billion parameters commonly uses this rate; they have this width."""
+LORA_FACTOR = 10.0
 
-def learning_rate(config: TrainerConfig, step: int) -> float:
-    """Rate for batch `step` (1, 2, ...): linear warm-up, then constant or decaying to 0 just after the last step.
+
+def peak_rate(config: TrainerConfig, *, width: int) -> float:
+    """`trainer.lr`, or a rate that suits the width of the model (decision 0031)."""
+    if config.lr is not None:
+        return config.lr
+    rate = RATE_OF_WIDE_MODELS * max(1.0, (WIDE / width) ** 1.5)
+    # Two digits, so that the rate in reports is the rate that is used.
+    return float(f"{rate * (1.0 if config.lora is None else LORA_FACTOR):.1e}")
+
+
+def learning_rate(config: TrainerConfig, step: int, *, peak: float) -> float:
+    """Rate for batch `step` (1, 2, ...): linear warm-up to `peak`, then constant or decaying to 0 just after the last step.
 
     A pure function of the step: there is no scheduler state to restore.
     """
     if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
+        return peak * step / config.warmup_steps
     if config.schedule == "constant" or config.max_steps is None:
-        return config.lr
+        return peak
     progress = min(1.0, (step - 1 - config.warmup_steps) / (config.max_steps - config.warmup_steps))
     if config.schedule == "linear":
-        return config.lr * (1.0 - progress)
-    return config.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
+        return peak * (1.0 - progress)
+    return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def clip_large_gradient(gradients: Sequence[Tensor], max_norm: float) -> float:

@@ -34,7 +34,7 @@ from rollbook.trainer.losses.registry import loss_named
 from rollbook.trainer.losses.statistics import TokenStatistics
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.weights import snapshot_of
-from rollbook.trainer.optimizer import GradientGuard, clip_large_gradient, learning_rate
+from rollbook.trainer.optimizer import GradientGuard, clip_large_gradient, learning_rate, peak_rate
 
 MIN_SAMPLED_LOGPROB = -20.0
 """Less likely tokens are sampled about once in 500 million."""
@@ -98,6 +98,7 @@ class TrainStep:
         self._cpu_mesh = cpu_mesh() if self.ranks.size > 1 else None
         self.guard = GradientGuard(max_in_a_row=config.max_skipped_steps, max_norm=config.skip_grad_norm_above)
         self._config = config.model_copy(update={"max_tokens_per_microbatch": model.tokens_per_pass(config)})
+        self._peak_rate = peak_rate(config, width=model.shape.width)
         self._recipe = config.recipe
         self._reference = reference
         self._loss = loss_named(config.loss)
@@ -111,7 +112,7 @@ class TrainStep:
                 {"params": matrices, "weight_decay": config.weight_decay},
                 {"params": vectors, "weight_decay": 0.0},
             ],
-            lr=config.lr,
+            lr=self._peak_rate,
             betas=config.betas,
             eps=config.eps,
             fused=True,
@@ -187,12 +188,20 @@ class TrainStep:
         """Train the passes of one rank, for each minibatch of step `step`. All ranks must call it."""
         # Set in the computing thread: other threads do not inherit it, and it decides the last bits of sums.
         torch.set_num_threads(self._config.threads)
-        rate = learning_rate(self._config, step)
+        rate = learning_rate(self._config, step, peak=self._peak_rate)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         tally = _Tally()
-        for passes, old in zip(minibatches, self._old_logprobs(minibatches), strict=True):
-            self._train_minibatch(passes, old, tally, step=step)
+        try:
+            for passes, old in zip(minibatches, self._old_logprobs(minibatches), strict=True):
+                self._train_minibatch(passes, old, tally, step=step)
+        except torch.OutOfMemoryError as error:
+            tokens = self._config.tokens_per_pass
+            raise RunError(
+                f"step {step} does not fit into the memory of {self.model.device}, with up to {tokens} tokens a pass. Set"
+                f" trainer.max_tokens_per_microbatch = {max(1, tokens // 2)}, or give a policy server on the same device less"
+                f" (inference.kv_memory_mb), and start the run again: it resumes. {error}"
+            ) from error
         tally.statistics.sum_over(self.ranks, self.model.device)
         self.step = step
         return tally
@@ -378,7 +387,7 @@ class TrainStep:
             **tally.statistics.metrics(),
             "train/loss": tally.loss / taken if taken else None,
             "train/grad_norm": sum(tally.grad_norms) / taken if taken else None,
-            "train/lr": learning_rate(self._config, step),
+            "train/lr": learning_rate(self._config, step, peak=self._peak_rate),
             "train/optimizer_steps": taken,
             "train/skipped_steps": tally.skipped,
             "train/tokens": num_tokens,

@@ -199,6 +199,7 @@ class Team:
         return self._learner.train(minibatches, step=step)
 
     def publish_adapters(self) -> AdapterKind:
+        self._send_all("publish_adapters")
         return self._learner.publish_adapters()
 
     def snapshot(self) -> dict[str, Tensor]:
@@ -296,7 +297,9 @@ def follow(
             case ("mean_logprob", rows):
                 learner.mean_logprob(rows)
             case ("snapshot", _):
-                learner.snapshot()
+                learner.model.send_weights()
+            case ("publish_adapters", _):
+                learner.publish_adapters()
             case ("state_snapshot", _):
                 # Rank 0 writes one checkpoint at a time, so the one before is complete.
                 writing = threading.Thread(target=checkpoints.write_shard, args=[learner.state_snapshot({})])

@@ -14,9 +14,10 @@ from tests.parts.run.small import REPOSITORY, SmallRun
 STEPS = 12
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[SmallRun]:
-    run = SmallRun(tmp_path, ["trainer.ranks=2", f"trainer.max_steps={STEPS}", 'telemetry.sinks=["tensorboard"]'])
+@pytest.fixture(params=[[], ["trainer.lora.rank=4"]], ids=["all weights", "adapters"])
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SmallRun]:
+    settings = ["trainer.ranks=2", f"trainer.max_steps={STEPS}", 'telemetry.sinks=["tensorboard"]', *request.param]
+    run = SmallRun(tmp_path, settings)
     yield run
     run.stop()
 

@@ -17,9 +17,9 @@ ENDS_WITHIN_S = 300
 """On a busy machine. A collective would wait for 600 s."""
 
 
-def start(machine: Machine | None, part: str, directory: Path, steps: int) -> "subprocess.Popen[str]":
+def start(machine: Machine | None, part: str, directory: Path, steps: int, *options: str) -> "subprocess.Popen[str]":
     host = "" if machine is None else machine.address
-    command = [sys.executable, "-m", "tests.parts.trainer.rank_main", part, str(directory), host, str(steps)]
+    command = [sys.executable, "-m", "tests.parts.trainer.rank_main", part, str(directory), host, str(steps), *options]
     return subprocess.Popen(
         command if machine is None else machine.command(*command),
         stdout=subprocess.PIPE,
@@ -36,11 +36,14 @@ def pair() -> Iterator[Sequence[Machine]]:
         yield made
 
 
-def test_two_ranks_on_two_machines_end_with_the_bits_of_two_local_ones(pair: Sequence[Machine], tmp_path: Path) -> None:
+@pytest.mark.parametrize("trained", ["all weights", "adapters"])
+def test_two_ranks_on_two_machines_end_with_the_bits_of_two_local_ones(
+    pair: Sequence[Machine], tmp_path: Path, trained: str
+) -> None:
     digests = []
     for name, places in (("local", (None, None)), ("remote", pair)):
         (tmp_path / name).mkdir()
-        lead = start(places[0], "lead", tmp_path / name, STEPS)
+        lead = start(places[0], "lead", tmp_path / name, STEPS, trained)
         rank = start(places[1], "follow", tmp_path / name, STEPS) if places[1] is not None else None
         out, errors = lead.communicate()
         assert lead.returncode == 0, errors

@@ -3,14 +3,18 @@
 import copy
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.trainer.checkpoints.checkpoints import Checkpoints
+from rollbook.trainer.config import LoraSettings
 from rollbook.trainer.loop import LoopEnd
 from rollbook.trainer.model.weights import digest_of
 from rollbook.trainer.sft import SFT_METRICS, SftLoop
@@ -24,9 +28,11 @@ CLOSE = 2e-5
 """Sums over ranks have another order than in one process; after four steps with lr 1e-2 weights agree to this."""
 
 
-def train(tmp_path: Path, name: str, *, steps: int, ranks: int) -> tuple[dict[str, torch.Tensor], dict[int, str]]:
+def train(
+    tmp_path: Path, name: str, *, steps: int, ranks: int, publishes_adapters: bool = False, **settings: object
+) -> tuple[dict[str, torch.Tensor], dict[int, str]]:
     """Train in a directory from its last checkpoint; returns the weights and their digest at every step."""
-    config = quick(ranks=ranks, ppo_n_minibatches=2, max_tokens_per_microbatch=60)
+    config = quick(ranks=ranks, ppo_n_minibatches=2, max_tokens_per_microbatch=60, **settings)
     checkpoints = Checkpoints(tmp_path / name, model_dir=tiny_model_dir(tmp_path / "model"), config=config)
     latest = checkpoints.latest()
     learner = (
@@ -36,6 +42,8 @@ def train(tmp_path: Path, name: str, *, steps: int, ranks: int) -> tuple[dict[st
     )
     try:
         digests = {}
+        if publishes_adapters:
+            learner.publish_adapters()
         while learner.step < steps:
             learner.run(recorded_batch(learner.step + 1))
             digests[learner.step] = digest_of(learner.snapshot())
@@ -64,6 +72,34 @@ def test_two_ranks_learn_what_one_does_and_resume_to_the_bit_or_within_rounding(
     assert {**first, **second} == whole_digests, "a resume with as many ranks is exact"
     fewer, _ = train(tmp_path, "fewer", steps=4, ranks=1)
     require_close(fewer, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("publishes_adapters", [True, False], ids=["adapters published", "merged weights published"])
+def test_two_ranks_learn_the_adapters_of_one_and_resume_from_its_checkpoint(
+    tmp_path: Path, publishes_adapters: bool
+) -> None:
+    lora: dict[str, Any] = {
+        "lora": LoraSettings(rank=4, alpha=8),
+        "kl_coef": 0.1,
+        "publishes_adapters": publishes_adapters,
+    }
+    train(tmp_path, "alone", steps=2, ranks=1, **lora)
+    expected, _ = train(tmp_path, "whole", steps=4, ranks=1, **lora)
+    _, digests = train(tmp_path, "pair", steps=4, ranks=2, **lora)
+    _, first = train(tmp_path, "halves", steps=2, ranks=2, **lora)
+    shutil.copytree(tmp_path / "halves", tmp_path / "fewer")
+    pair, second = train(tmp_path, "halves", steps=4, ranks=2, **lora)
+    assert {**first, **second} == digests, "a resume with as many ranks is exact"
+    require_close(pair, expected)
+    for name, ranks in (("fewer", 1), ("alone", 2)):
+        resumed, _ = train(tmp_path, name, steps=4, ranks=ranks, **lora)
+        require_close(resumed, expected)
+    saved: Any = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model"), str(tmp_path / "pair" / "step-000004" / "model")
+    )
+    assert saved.peft_config["default"].r == 4
 
 
 @pytest.mark.slow

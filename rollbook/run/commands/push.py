@@ -77,7 +77,7 @@ def model_card(config: RunConfig, repository: str, *, step: int, metrics: Mappin
         "step": step,
         "loss": trainer.loss,
         "advantage": trainer.recipe.advantage,
-        "learning rate": trainer.lr,
+        "learning rate": trainer.lr or "from the width of the model",
         "groups per step": config.gate.groups_per_step,
         "completions per prompt": config.rollout.completions_per_prompt,
         "staleness bound": config.gate.max_head_offpolicy_versions,

@@ -211,7 +211,7 @@ def validate_table(
     """Validate every section separately, then check them together."""
     faults: list[ConfigFault] = []
     parts: dict[str, BaseModel] = {}
-    table = _with_batch_policy(_with_seeds(table))
+    table = _with_environment(_with_batch_policy(_with_seeds(table)))
     for name in table.keys() - RunConfig.model_fields.keys():
         known = RunConfig.model_fields
         advice = did_you_mean(name, known) or f"; known are {', '.join(known)}"
@@ -263,6 +263,18 @@ def _with_batch_policy(table: dict[str, Any]) -> dict[str, Any]:
     if tasks.get("source") != ATROPOS and not rollout.get("oversample"):
         return table
     return {**table, "gate": {"batch_policy": str(BatchPolicy.WAIT), **gate}}
+
+
+def _with_environment(table: dict[str, Any]) -> dict[str, Any]:
+    """A model, tasks and reward functions are enough: then each task is one question."""
+    rollout, env = (table.get(name, {}) for name in ("rollout", "env"))
+    if not isinstance(rollout, Mapping) or not isinstance(env, Mapping):
+        return table
+    rewards = rollout.get("rewards", {})
+    has_rewards = isinstance(rewards, Mapping) and rewards.get("functions")
+    if not has_rewards or "function" in rollout or "name" in env or "url" in env:
+        return table
+    return {**table, "env": {"name": "question", **env}}
 
 
 def dump_toml(config: RunConfig, *, masks_secrets: bool = False) -> str:

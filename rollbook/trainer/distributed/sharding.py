@@ -20,7 +20,7 @@ def shard(network: nn.Module, *, device: str, is_mixed: bool) -> None:
     # Weights stay float32. With bfloat16 passes each layer is cast when it is gathered, and gradients are summed in float32.
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if is_mixed else None
     options: dict[str, Any] = {"mesh": mesh} if policy is None else {"mesh": mesh, "mp_policy": policy}
-    for layer in _layers(network):
+    for layer in layers_of(network):
         fully_shard(layer, **options)
     fully_shard(network, **options)
 
@@ -65,7 +65,27 @@ def _own_shard(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
     return DTensor.from_local(local, mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride())
 
 
-def _layers(network: nn.Module) -> list[nn.Module]:
+def own_rows(parameter: DTensor) -> slice:
+    """The rows of a sharded parameter that this rank holds."""
+    num_rows, mesh = parameter.shape[0], parameter.device_mesh
+    per_rank = -(-num_rows // mesh.size())
+    first = min(mesh.get_local_rank() * per_rank, num_rows)
+    return slice(first, min(first + per_rank, num_rows))
+
+
+def from_own_rows(rows: Tensor, parameter: DTensor) -> DTensor:
+    """A tensor that is sharded like the parameter, of which this rank holds `rows`."""
+    return DTensor.from_local(
+        rows,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def layers_of(network: nn.Module) -> nn.ModuleList:
     """The layers of the model: its longest module list."""
-    lists = [list(part) for part in network.modules() if isinstance(part, nn.ModuleList)]
-    return max(lists, key=len, default=[])
+    lists = [part for part in network.modules() if isinstance(part, nn.ModuleList)]
+    return max(lists, key=len, default=nn.ModuleList())

@@ -5,7 +5,7 @@ publishes the adapters where the engines support them, else the merged weights u
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,15 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from rollbook.trainer.config import LoraSettings
-from rollbook.trainer.model.weights import named_weights
+from rollbook.trainer.distributed.sharding import gathered
+from rollbook.trainer.model.weights import base_name, is_adapter, named_weights
 
 NAME = "default"
 CONFIG_FILE = "adapter_config.json"
-PREFIX = "base_model.model."
-BASE = ".base_layer"
 
 
 def with_adapters(base: Any, settings: LoraSettings, *, base_dir: Path, seed: int, saved: Path | None) -> Any:
@@ -51,22 +50,47 @@ def merged_module(directory: Path) -> Any:
     return merged
 
 
-@torch.no_grad()
-def merged_weights(model: Any) -> dict[str, Tensor]:
-    """The merged weights, under the names of the base model."""
-    learned = {
-        name.removeprefix(PREFIX) + ".weight": part
-        for name, part in model.named_modules()
-        if hasattr(part, "get_delta_weight")
-    }
-    merged = {}
-    for name, weight in named_weights(model).items():
-        if ".lora_" in name:
-            continue
-        plain = name.removeprefix(PREFIX).replace(BASE, "")
-        part = learned.get(plain)
-        merged[plain] = weight if part is None else weight + part.get_delta_weight(NAME)
-    return merged
+class MergedWeights(Mapping[str, Tensor]):
+    """The merged weights, under the names of the base model. Each is computed when it is read.
+
+    With several ranks, reading is a collective: all ranks must read the same weights in the same order.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._weights = base_weights(model)
+        self._deltas = {
+            f"{base_name(name)}.weight": _Delta(part)
+            for name, part in model.named_modules()
+            if hasattr(part, "get_delta_weight")
+        }
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        weight, delta = gathered(self._weights[name]), self._deltas.get(name)
+        if delta is None:
+            return weight
+        # Whole matrices are multiplied, so the bits do not depend on the number of ranks.
+        whole = {key: gathered(held.detach()) for key, held in delta.named_parameters() if is_adapter(key)}
+        added: Tensor = torch.func.functional_call(delta, whole, ())
+        return weight + added
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+class _Delta(nn.Module):
+    """What the adapter of one layer adds to its weight."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self) -> Tensor:
+        delta: Tensor = self.layer.get_delta_weight(NAME)
+        return delta
 
 
 def adapter_weights(model: Any) -> dict[str, Tensor]:
@@ -77,11 +101,7 @@ def adapter_weights(model: Any) -> dict[str, Tensor]:
 
 def base_weights(model: Any) -> dict[str, Tensor]:
     """The weights of the base model, under its own names."""
-    return {
-        name.removeprefix(PREFIX).replace(BASE, ""): weight
-        for name, weight in named_weights(model).items()
-        if ".lora_" not in name
-    }
+    return {base_name(name): weight for name, weight in named_weights(model).items() if not is_adapter(name)}
 
 
 def settings_of(model: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ step is cheaper than casting in every layer, and the shadow computes like a bflo
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.weights import AdapterKind
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import Microbatch
-from rollbook.trainer.distributed.sharding import shard
+from rollbook.trainer.distributed.sharding import gathered, shard
 from rollbook.trainer.flops import ModelShape
 from rollbook.trainer.model.network import PolicyNetwork, fuse_norms, has_plain_head, make_packable
+from rollbook.trainer.model.packed_attention import NAME as PACKED_ATTENTION
 from rollbook.trainer.model.packed_attention import Packing, fastest_kernel
+from rollbook.trainer.model.skeleton import WeightFiles, fill, first_layers, skeleton, with_adapters
 from rollbook.trainer.model.weights import digest_of, named_weights, snapshot_of, to_host
 
 ADAPTER_FILE = "adapter_config.json"
@@ -41,7 +44,8 @@ MAX_TOKENS_PER_PASS = 131_072
 class PolicyModel:
     """A causal language model with float32 weights on one device."""
 
-    def __init__(self, module: Any, config: TrainerConfig | None = None) -> None:
+    def __init__(self, module: Any, config: TrainerConfig | None = None, *, files: WeightFiles | None = None) -> None:
+        """`files`: set if the module is a skeleton. Each rank fills its shards from them."""
         config = config or TrainerConfig()
         if config.ranks > 1 and not dist.is_initialized():
             raise RunError(
@@ -52,16 +56,16 @@ class PolicyModel:
         self.publishes_adapters = False
         """Whether publications and digests cover the adapters only. Set by `publish_adapters`."""
         self.device = config.device
-        self.module: nn.Module = module.to(device=config.device, dtype=torch.float32)
+        self.module: nn.Module = module if files is not None else _aligned(module, config.device)
         _without_dropout(self.module)
-        for parameter in self.module.parameters():
-            # Matrix kernels choose their order of summation by memory alignment, and tensors read from a file may be unaligned.
-            # A clone is aligned the same way in every process, so equal weights give equal bits.
-            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
         self._module: Any = self.module
         self.config: Any = module.config
-        is_plain = has_plain_head(self._module)
-        self.is_packed = config.packing != "padded" and make_packable(self._module)
+        probed = self._module if files is None else first_layers(self._module, files, device=config.device)
+        is_plain = has_plain_head(probed)
+        self.is_packed = config.packing != "padded" and make_packable(probed)
+        if self.is_packed and files is not None:
+            self._module.set_attn_implementation(PACKED_ATTENTION)
+        del probed
         if config.packing == "packed" and not self.is_packed:
             raise RunError(
                 f"trainer.packing = 'packed': a model of type {self.config.model_type!r} computes other numbers with packed"
@@ -88,6 +92,8 @@ class PolicyModel:
         """The attention kernel for packed sequences. All kernels give the same numbers."""
         if is_sharded:
             shard(self.network, device=config.device, is_mixed=config.compute_dtype == "bfloat16")
+        if files is not None:
+            fill(self._module, files, device=config.device)
 
     @classmethod
     def load(
@@ -99,18 +105,24 @@ class PolicyModel:
         """
         # Progress bars would disturb the run's live view.
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        files = WeightFiles.of(directory) if config is not None and config.ranks > 1 else None
         try:
-            if (directory / ADAPTER_FILE).is_file():
-                module = _adapters_module().merged_module(directory)
-            else:
-                module = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+            module = None if files is None else skeleton(directory, files)
+            if module is None:
+                files = None
+                module = _whole(directory)
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise RunError(f"cannot load a model from {directory}: {type(error).__name__}: {error}") from error
         if config is not None and config.lora is not None:
-            module = _adapters_module().with_adapters(
-                module, config.lora, base_dir=directory, seed=config.seed, saved=adapters
+            add = partial(
+                _adapters_module().with_adapters,
+                settings=config.lora,
+                base_dir=directory,
+                seed=config.seed,
+                saved=adapters,
             )
-        return cls(module, config)
+            module = add(module) if files is None else with_adapters(module, add)
+        return cls(module, config, files=files)
 
     def tokens_per_pass(self, config: TrainerConfig) -> int:
         """`max_tokens_per_microbatch`, or as many tokens as take a quarter of the GPU's memory.
@@ -122,13 +134,16 @@ class PolicyModel:
         # As in a step: compiled code is only valid for the number of threads it was compiled with.
         torch.set_num_threads(config.threads)
         few, many = PROBED_TOKENS
-        self._memory_of_pass(few)  # compiles, and allocates what all passes share
-        bytes_per_token = max(1.0, (self._memory_of_pass(many) - self._memory_of_pass(few)) / (many - few))
+        self._memory_of_forward(few)  # compiles, and allocates what all passes share
+        bytes_per_token = max(1.0, (self._memory_of_forward(many) - self._memory_of_forward(few)) / (many - few))
         budget = MEMORY_SHARE_OF_PASS * torch.cuda.get_device_properties(self.device).total_memory
         return min(max(int(budget / bytes_per_token) // few * few, few), MAX_TOKENS_PER_PASS)
 
-    def _memory_of_pass(self, num_tokens: int) -> int:
-        """Peak memory of a forward and backward pass over one sequence, in bytes."""
+    def _memory_of_forward(self, num_tokens: int) -> int:
+        """Peak memory of the forward pass over one sequence, in bytes: what the backward pass needs, and the logits.
+
+        The peak of both passes would be that of the gradients, whose size does not depend on the tokens.
+        """
         ids_T = torch.arange(num_tokens, device=self.device) % self.vocabulary_size
         packing = Packing.of((num_tokens,), self.device, kernel=self.attention_kernel) if self.is_packed else None
         torch.cuda.reset_peak_memory_stats()
@@ -139,10 +154,11 @@ class PolicyModel:
             targets_N=ids_T,
             temperatures_N=None,
         )
+        peak = torch.cuda.max_memory_allocated()
         logprobs_T.sum().backward()
         for parameter in self.parameters():
             parameter.grad = None
-        return torch.cuda.max_memory_allocated()
+        return peak
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
@@ -180,7 +196,7 @@ class PolicyModel:
             masters, shadows = zip(*updated, strict=True)
             torch._foreach_copy_(shadows, masters)
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Mapping[str, Tensor]:
         """The live weights that publications and digests cover, by name; tied weights once.
 
         With LoRA: the adapters only, or the merged weights, see `publishes_adapters`.
@@ -189,7 +205,7 @@ class PolicyModel:
             alone: dict[str, Tensor] = self._adapters.adapter_weights(self.module)
             return alone
         if self._adapters is not None:
-            merged: dict[str, Tensor] = self._adapters.merged_weights(self.module)
+            merged: Mapping[str, Tensor] = self._adapters.MergedWeights(self.module)
             return merged
         return named_weights(self.module)
 
@@ -224,12 +240,17 @@ class PolicyModel:
             return False
         return digest in (
             digest_of(self._adapters.adapter_weights(self.module)),
-            digest_of(self._adapters.merged_weights(self.module)),
+            digest_of(self._adapters.MergedWeights(self.module)),
         )
 
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of the weights, on their device if there is room. Training does not change it."""
-        return snapshot_of(self.weights())
+        return dict(snapshot_of(self.weights()))
+
+    def send_weights(self) -> None:
+        """At a rank other than 0, while rank 0 makes a snapshot: take part in gathering each weight, and keep none of them."""
+        for weight in self.weights().values():
+            gathered(weight)
 
     def digest(self) -> str:
         return digest_of(self.weights())
@@ -254,6 +275,22 @@ def _adapters_module() -> Any:
     return load_on_demand("rollbook.trainer.model.lora")
 
 
+def _whole(directory: Path) -> Any:
+    """All weights of a Hugging Face directory, or of a PEFT directory with its adapter merged into the base."""
+    if (directory / ADAPTER_FILE).is_file():
+        return _adapters_module().merged_module(directory)
+    return AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+
+
+def _aligned(module: Any, device: str) -> Any:
+    """The module in float32 on its device. Equal weights give equal bits: kernels choose their order of summation by memory
+    alignment, tensors read from a file may be unaligned, and a clone is aligned the same way in every process."""
+    moved = module.to(device=device, dtype=torch.float32)
+    for parameter in moved.parameters():
+        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+    return moved
+
+
 def _attention_kernel(architecture: Any, config: TrainerConfig) -> str:
     heads = architecture.num_attention_heads
     return fastest_kernel(
@@ -276,6 +313,7 @@ def _shape(module: Any) -> ModelShape:
         head_parameters=head.numel(),
         layers=config.num_hidden_layers,
         attention_width=heads * width,
+        width=config.hidden_size,
     )
 
 

@@ -18,6 +18,9 @@ T = TypeVar("T")
 
 NAMES: dict[torch.dtype, str] = {getattr(torch, name): spelled for name, spelled in DTYPE_NAMES.items()}
 
+PEFT_PREFIX = "base_model.model."
+PEFT_BASE = ".base_layer"
+
 
 @dataclass(frozen=True, slots=True)
 class _Bytes:
@@ -31,6 +34,15 @@ def named_weights(module: nn.Module) -> dict[str, Tensor]:
     """The tensors of `state_dict`, each once: tied weights appear under their first name, and receivers tie them again."""
     first_names = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
     return {name: tensor.detach() for name, tensor in module.state_dict().items() if name in first_names}
+
+
+def base_name(name: str) -> str:
+    """The name that a weight has in the base model. PEFT adds a prefix to all, and a suffix to the layers with adapters."""
+    return name.removeprefix(PEFT_PREFIX).replace(PEFT_BASE, "")
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_" in name
 
 
 def snapshot_of(tree: T) -> T:
@@ -74,7 +86,7 @@ def _mapped(tree: T, change: Callable[[Tensor], Tensor]) -> T:
     changed: Any = tree
     if isinstance(tree, Tensor):
         changed = change(tree.detach())
-    elif isinstance(tree, dict):
+    elif isinstance(tree, Mapping):
         changed = {key: _mapped(value, change) for key, value in tree.items()}
     elif isinstance(tree, (list, tuple)):
         changed = type(tree)(_mapped(value, change) for value in tree)

@@ -12,6 +12,7 @@ from rollbook.contracts.environment import Observation
 from rollbook.envs.builtin.arithmetic import SIGNS, Arithmetic, arithmetic_tasks
 from rollbook.envs.builtin.maths import Maths
 from rollbook.envs.builtin.maths_answers import as_number, final_answer, is_same_answer
+from rollbook.envs.builtin.question import Question
 from rollbook.envs.builtin.terminal.commands import COMMANDS, run_line
 from rollbook.envs.builtin.terminal.environment import MAX_OUTPUT_CHARS, TASKS, Terminal, command_of
 from rollbook.envs.builtin.terminal.files import MAX_BYTES, CommandError, FileTree
@@ -320,3 +321,12 @@ def test_any_line_of_an_agent_is_answered(words: list[str], command: str) -> Non
 )
 def test_the_command_is_found_in_the_text_of_an_agent(action: str, command: str) -> None:
     assert command_of(action) == command
+
+
+def test_a_question_is_the_text_of_the_task_and_the_reply_ends_the_episode() -> None:
+    env = Question()
+    assert env.reset({"id": "a", "question": "2 + 3?"}).text == "2 + 3?"
+    assert env.step("5").done
+    assert env.reset({"id": "b", "prompt": "Name a colour."}).text == "Name a colour."
+    with pytest.raises(ValueError, match="its fields are id, problem"):
+        env.reset({"id": "c", "problem": "2 + 3?"})

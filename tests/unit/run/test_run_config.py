@@ -47,6 +47,20 @@ def test_a_small_config_is_enough(tmp_path: Path) -> None:
     assert loaded.source_dir == tmp_path.resolve()
 
 
+def test_a_model_tasks_and_a_reward_are_enough(tmp_path: Path) -> None:
+    (tmp_path / "scores.py").write_text("def length(case): return 0.0\n", encoding="utf-8")
+    scored = GOOD.replace('[rollout]\nfunction = "rollbook.rollout.episodes.chat"\n', "")
+    scored += '[rollout.rewards.functions.length]\npath = "scores:length"\n'
+
+    def environment(text: str, *overrides: str) -> str:
+        return load_config(write_config(tmp_path, text), overrides).config.env.name
+
+    assert environment(scored) == "question"
+    assert environment(scored, "env.name=maths") == "maths"
+    assert environment(GOOD) == "number_guessing"
+    assert environment(scored, "rollout.function=rollbook.rollout.episodes.chat") == "number_guessing"
+
+
 def test_five_mistakes_in_five_sections_are_listed_as_five(tmp_path: Path) -> None:
     faults = faults_of(
         tmp_path,

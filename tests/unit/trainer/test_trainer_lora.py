@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def test_a_full_copy_is_the_reference_of_a_fully_trained_model(model_dir: Path) 
     assert (reports[-1].metrics["train/reference_kl"] or 0.0) > 0.0
     start = PolicyModel.load(model_dir).weights()
 
-    def distance(weights: dict[str, torch.Tensor]) -> float:
+    def distance(weights: Mapping[str, torch.Tensor]) -> float:
         return sum(float((weights[name] - start[name]).square().sum()) for name in start)
 
     assert penalised.model.digest() != free.model.digest()

@@ -11,7 +11,7 @@ from rollbook.trainer.checkpoints.checkpoints import Checkpoints, initial_learne
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
 from rollbook.trainer.losses.registry import LOSSES
-from rollbook.trainer.optimizer import GradientGuard, learning_rate
+from rollbook.trainer.optimizer import GradientGuard, learning_rate, peak_rate
 from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
 
 
@@ -64,4 +64,15 @@ def test_the_gradient_guard_counts_consecutive_skips_across_a_checkpoint(tmp_pat
 )
 def test_the_learning_rate_is_a_function_of_the_step(schedule: str, expected: list[float]) -> None:
     config = TrainerConfig.model_validate({"lr": 1.0, "warmup_steps": 2, "max_steps": 6, "schedule": schedule})
-    assert [learning_rate(config, step) for step in range(1, 7)] == pytest.approx(expected)
+    assert [learning_rate(config, step, peak=peak_rate(config, width=64)) for step in range(1, 7)] == pytest.approx(
+        expected
+    )
+
+
+def test_without_lr_the_rate_follows_the_width_of_the_model() -> None:
+    config = TrainerConfig()
+    rates = [peak_rate(config, width=width) for width in (64, 576, 1536, 4096, 8192)]
+    assert rates == pytest.approx([5.1e-4, 1.9e-5, 4.4e-6, 1e-6, 1e-6])
+    with_lora = TrainerConfig.model_validate({"lora": {"rank": 4}})
+    assert peak_rate(with_lora, width=4096) == pytest.approx(1e-5)
+    assert peak_rate(TrainerConfig(lr=3e-5), width=64) == 3e-5
