@@ -6,15 +6,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from rollbook.contracts.admission import Member, MemberRole
+from rollbook.dashboard.process_files import read_processes
 from rollbook.ledger.client.blocking import open_sync_ledger_client
 from rollbook.run.directory import RunDirectory
 from rollbook.run.record import open_run
+from rollbook.run.supervision.membership import node_name
 from rollbook.telemetry.events import read_json_lines
 from tests.parts.run.small import REPOSITORY, SmallRun, rollbook
 
@@ -75,17 +78,16 @@ def require_telemetry(run: SmallRun) -> None:
         local = RunDirectory(run.directory).on_this_machine(name).log_file(name)
         assert local.parent != run.directory / "logs"
         started = local.read_bytes().splitlines()[0]
-        run.until(lambda started=started, name=name: started in _log(run, name), what=f"the log of {name} arrived")
+        run.until(partial(_has_line, run, name, started), what=f"the log of {name} arrived")
     metrics = run.directory / "metrics-extra-rollout.jsonl"
     run.until(lambda: "rollout/groups_finished" in (read_json_lines(metrics) or [{}])[-1], what="its metrics arrived")
-    shown = rollbook("top", str(run.directory), "--once").stdout
-    assert "extra-policy" in shown
-    assert "extra-rollout" in shown
+    listed = {process.name: (process.node, process.alive) for process in read_processes(run.directory)}
+    assert listed["extra-policy"] == listed["extra-rollout"] == (node_name(), True)
 
 
-def _log(run: SmallRun, name: str) -> bytes:
+def _has_line(run: SmallRun, name: str, line: bytes) -> bool:
     file = run.directory / "logs" / f"{name}.jsonl"
-    return file.read_bytes() if file.exists() else b""
+    return file.exists() and line in file.read_bytes()
 
 
 def test_a_policy_server_and_a_dispatcher_join_serve_and_are_killed(run: SmallRun) -> None:
