@@ -119,6 +119,10 @@ class LedgerConfig(BaseModel, frozen=True, extra="forbid"):
     keep_payloads: bool = True
     """Keep the tokens of trained groups for replay and browsing. Otherwise they are deleted when no kept checkpoint needs them."""
 
+    payloads: str | None = Field(default=None, pattern=r"^(/|s3://[^/])")
+    """With a PostgreSQL store: where the tokens of groups are stored, with their digests in the rows: a directory that all replicas
+    of the ledger see, or `s3://bucket/prefix` (`pip install 'rollbook[s3]'`). None: in the database."""
+
     @model_validator(mode="after")
     def _check_receiving_limit(self) -> Self:
         if self.max_receiving_mb < self.max_body_mb:
@@ -159,6 +163,8 @@ class RunLedgerConfig(LedgerConfig, frozen=True, extra="forbid"):
             raise ValueError("store and url exclude each other: the service at url has its own store; remove one")
         if self.url is None and self.token_file is not None:
             raise ValueError("token_file is read with url only; the run's own ledger uses the token of the run")
+        if self.payloads is not None and not self.is_shared:
+            raise ValueError("payloads needs a PostgreSQL store: set store, or remove payloads")
         unread = [name for name in SERVICE_SETTINGS if getattr(self, name) != LedgerConfig.model_fields[name].default]
         if self.url is not None and unread:
             raise ValueError(f"{', '.join(unread)}: not read with url; set it where the service is started")
@@ -179,6 +185,7 @@ SERVICE_SETTINGS = (
     "max_body_mb",
     "max_receiving_mb",
     "body_s",
+    "payloads",
 )
 """Settings that the process of the ledger reads."""
 

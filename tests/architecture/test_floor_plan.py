@@ -43,7 +43,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "sqlite3": ("rollbook/ledger/stores/sqlite/", "rollbook/dashboard/index/"),
     "ray": ("rollbook/run/supervision/ray_host.py", "rollbook/run/supervision/ray_nodes.py"),
     "psycopg": ("rollbook/ledger/stores/postgres/connection.py",),
-    "boto3": ("rollbook/trainer/checkpoints/s3.py",),
+    "boto3": ("rollbook/trainer/checkpoints/s3.py", "rollbook/ledger/stores/s3.py"),
     "huggingface_hub": ("rollbook/run/hub.py", "rollbook/trainer/"),
     "datasets": ("rollbook/tasks/hub.py",),
     "pyarrow": (

@@ -39,7 +39,13 @@ async def postgres(_: Path) -> AsyncIterator[Store]:
         yield store
 
 
-@pytest.fixture(params=[memory, sqlite_power_loss, sqlite_process_crash, postgres])
+@asynccontextmanager
+async def postgres_with_objects(directory: Path) -> AsyncIterator[Store]:
+    async with open_postgres_store(shared_server().fresh_url(), payloads=str(directory)) as store:
+        yield store
+
+
+@pytest.fixture(params=[memory, sqlite_power_loss, sqlite_process_crash, postgres, postgres_with_objects])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
     opener: Opener = request.param
     async with opener(tmp_path) as opened:

@@ -8,10 +8,13 @@ from typing import Any
 import psutil
 import pytest
 
+from rollbook.contracts.admission import OpenReply
 from rollbook.contracts.errors import FencedError, RunError, TransientError
-from rollbook.contracts.group import GroupId
+from rollbook.contracts.group import DropKind, DropReason, GroupId
+from rollbook.contracts.task import Task, TaskId
 from rollbook.rollout.dispatch.failure_breaker import RolloutsFailingError
 from rollbook.rollout.workers.pool import WorkersDyingError
+from rollbook.tasks.cursor import CursorDataLoader
 from rollbook.telemetry.metrics import read_metrics
 from tests.parts.concurrency.processes import descendants_running
 from tests.parts.rollout.dispatching import dispatching
@@ -61,6 +64,37 @@ async def test_two_dispatchers_share_a_source_and_every_draw_is_played_once(tmp_
     assert [one.tasks.state().unsettled for one in (first, second)] == [0, 0], (
         "draws of the other dispatcher are not waited for"
     )
+
+
+async def test_a_dispatcher_that_is_behind_the_others_continues_where_they_are(
+    tmp_path: Path, sink: LedgerSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first request of this dispatcher, another one has opened and settled 200 draws."""
+    sink.limit(capacity=4, wanted=201)
+    num_requests = 0
+    open_groups = sink.open
+
+    async def settle_draws_of_another() -> None:
+        other = await sink.join("other")
+        tasks = CursorDataLoader([Task(id=TaskId(f"t{at}"), row={}) for at in range(8)], epochs=None, shuffle=False)
+        for _ in range(50):
+            opened = await open_groups(other, tasks.propose(4), limit=4)
+            tasks.taken(opened.taken)
+            for grant in opened.grants:
+                await sink.close(grant.group_id, DropReason(DropKind.INVALID, "of another dispatcher"))
+
+    async def open_and_count(*args: Any, **kwargs: Any) -> OpenReply:
+        nonlocal num_requests
+        num_requests += 1
+        if num_requests == 1:
+            await settle_draws_of_another()
+        reply: OpenReply = await open_groups(*args, **kwargs)
+        return reply
+
+    monkeypatch.setattr(sink, "open", open_and_count, raising=False)
+    await dispatching(tmp_path, [{}] * 8, sink=sink, epochs=None).run(within_s=60)
+    assert min(row.position or 0 for row in sink.rows.values() if row.state == "queued") == 200
+    assert num_requests < 10, "one request for each few draws would take 50"
 
 
 async def test_only_the_groups_of_a_killed_worker_are_played_again(tmp_path: Path, sink: LedgerSink) -> None:

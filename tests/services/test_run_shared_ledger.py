@@ -96,7 +96,9 @@ def require_complete(run: SmallRun) -> None:
 
 def test_a_run_on_postgresql_resumes_after_a_kill_and_every_reading_command_works(run: SmallRun) -> None:
     store = shared_server().fresh_url()
-    run.overrides.append(f"ledger.store={json.dumps(store)}")
+    payloads = run.directory.parent / "payloads"
+    payloads.mkdir()
+    run.overrides += [f"ledger.store={json.dumps(store)}", f"ledger.payloads={json.dumps(str(payloads))}"]
     run.start()
     run.until(lambda: run.step() >= 3, what="step 3")
     processes = run.descendants()

@@ -1,8 +1,6 @@
 """Sharded checkpoints: in a directory and in a bucket, restored with other numbers of ranks, incomplete ones ignored."""
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,13 +8,13 @@ import boto3  # type: ignore[import-untyped]  # the package ships no types
 import pytest
 from transformers import AutoModelForCausalLM
 
-from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.checkpoints import s3
 from rollbook.trainer.checkpoints.checkpoints import Checkpoints
 from rollbook.trainer.model.weights import digest_of, named_weights
 from rollbook.trainer.step import TrainStep
 from rollbook.trainer.team import Team
+from tests.parts.bucket import bucket_of_ministack
 from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
 
 
@@ -36,40 +34,11 @@ def trained(store: Checkpoints, *, to: int) -> TrainStep:
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A bucket of MiniStack."""
-    with listening_socket("127.0.0.1", 0) as sock:
-        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        server = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "hypercorn",
-                "ministack.app:app",
-                "--workers",
-                "0",
-                "--bind",
-                f"fd://{sock.fileno()}",
-            ],
-            pass_fds=[sock.fileno()],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-    for name, value in (
-        ("AWS_ENDPOINT_URL", url),
-        ("AWS_ACCESS_KEY_ID", "test"),
-        ("AWS_SECRET_ACCESS_KEY", "test"),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-    ):
-        monkeypatch.setenv(name, value)
+def bucket() -> Iterator[str]:
     s3._client.cache_clear()
-    try:
-        boto3.client("s3").create_bucket(Bucket="checkpoints")
+    with bucket_of_ministack("checkpoints"):
         yield "s3://checkpoints/runs/a"
-    finally:
-        server.kill()
-        server.wait()
-        s3._client.cache_clear()
+    s3._client.cache_clear()
 
 
 def keys() -> list[str]:

@@ -22,6 +22,12 @@ def serve_command(  # noqa: PLR0917 - a command line is a list of flags
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 lets the kernel choose a port.")] = 8000,
     durability: Annotated[str, typer.Option("--durability", help="power_loss or process_crash.")] = "power_loss",
+    payloads: Annotated[
+        str | None,
+        typer.Option(
+            "--payloads", help="With PostgreSQL: directory or s3://bucket/prefix of payloads. Default: in the database."
+        ),
+    ] = None,
     ready_file: Annotated[
         Path | None, typer.Option("--ready-file", help="Written with the address once the server is ready.")
     ] = None,
@@ -43,6 +49,7 @@ def serve_command(  # noqa: PLR0917 - a command line is a list of flags
         host=host,
         port=port,
         durability=durability,
+        payloads=payloads,
         token_file=token_file,
         allowed_hosts=allow_host or (),
         allowed_origins=allow_origin or (),

@@ -19,7 +19,9 @@ POSTGRES_MODULE = "rollbook.ledger.stores.postgres.store"
 
 
 class _PostgresModule(Protocol):
-    def open_postgres_store(self, url: str, *, durability: Durability) -> AbstractAsyncContextManager[Store]: ...
+    def open_postgres_store(
+        self, url: str, *, durability: Durability, payloads: str | None
+    ) -> AbstractAsyncContextManager[Store]: ...
     def open_readonly(self, url: str) -> AbstractContextManager[Reader]: ...
     def reclaim(self, url: str) -> tuple[int, int]: ...
     def warnings(self, url: str) -> list[str]: ...
@@ -30,10 +32,17 @@ def sqlite_url(directory: Path) -> str:
     return f"{SQLITE}{directory}"
 
 
-def open_store(url: str, *, durability: Durability = Durability.POWER_LOSS) -> AbstractAsyncContextManager[Store]:
+def open_store(
+    url: str, *, durability: Durability = Durability.POWER_LOSS, payloads: str | None = None
+) -> AbstractAsyncContextManager[Store]:
+    """`payloads`: the directory or bucket of new payloads, for PostgreSQL; None: in the store."""
     if url.startswith(SQLITE):
+        if payloads is not None:
+            raise RunError(
+                "ledger.payloads needs a PostgreSQL store: SQLite keeps payloads in files next to it; remove it"
+            )
         return sqlite.open_sqlite_store(_directory(url), durability=durability)
-    return _postgres(url).open_postgres_store(url, durability=durability)
+    return _postgres(url).open_postgres_store(url, durability=durability, payloads=payloads)
 
 
 def only_service(url: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:

@@ -12,6 +12,8 @@ from psycopg.types.numeric import Int4Dumper
 
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.ledger.store import StoreFaultError, Transaction
+from rollbook.ledger.stores.objects import Objects
+from rollbook.ledger.stores.postgres.payloads import PostgresPayloads
 from rollbook.ledger.stores.postgres.schema import to_postgres
 from rollbook.ledger.stores.sql.transaction import SqlTransaction
 from rollbook.ledger.stores.sql.write_buffer import Cursor, SqlSession
@@ -149,8 +151,11 @@ class PostgresConnection:
         self.raw.close()
 
 
-def transaction(db: PostgresConnection, where: str) -> SqlTransaction:
-    return SqlTransaction(SqlSession(db, stream=db.stream), f"ledger in {where}", translate=to_postgres)
+def transaction(db: PostgresConnection, where: str, objects: Objects | None = None) -> SqlTransaction:
+    """`objects`: where new payloads are stored; None: in the database."""
+    session = SqlSession(db, stream=db.stream)
+    payloads = PostgresPayloads(session, objects)
+    return SqlTransaction(session, f"ledger in {where}", payloads=payloads, translate=to_postgres)
 
 
 def connect(url: str, settings: dict[str, str] | None = None, *, waits_for_standby: bool = False) -> PostgresConnection:

@@ -21,6 +21,7 @@ from rollbook.concurrency.retry import backoff
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.config import Durability
 from rollbook.ledger.store import StoreFaultError, Transaction
+from rollbook.ledger.stores.objects import objects_at
 from rollbook.ledger.stores.postgres.connection import (
     LostConnectionError,
     PostgresConnection,
@@ -29,6 +30,7 @@ from rollbook.ledger.stores.postgres.connection import (
     explained,
     read_snapshot,
 )
+from rollbook.ledger.stores.postgres.object_sweeper import ObjectSweeper, delete_unused
 from rollbook.ledger.stores.postgres.schema import require_tables
 from rollbook.ledger.stores.postgres.writer import RECONNECT_S, PostgresWriter, require_durability, retry_connection
 from rollbook.ledger.stores.sql.committer import Committer
@@ -122,12 +124,15 @@ class PostgresStore:
 
     is_shared = True
 
-    def __init__(self, url: str, writer: PostgresWriter, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, url: str, writer: PostgresWriter, loop: asyncio.AbstractEventLoop, *, has_objects: bool = False
+    ) -> None:
         self._loop = loop
         self._writer = writer
         self._committer = Committer(writer.commit, loop)
         self._readers = _Readers(url)
         self._listener = _Listener(url, writer, self._committer.announce)
+        self._sweeper = ObjectSweeper(lambda: connect(url)) if has_objects else None
 
     async def write(
         self,
@@ -145,6 +150,8 @@ class PostgresStore:
         self._committer.listen(on_change)
 
     def close(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.close()
         self._committer.close()
         self._listener.close()
         self._writer.close()
@@ -153,17 +160,17 @@ class PostgresStore:
 
 @asynccontextmanager
 async def open_postgres_store(
-    url: str, *, durability: Durability = Durability.POWER_LOSS
+    url: str, *, durability: Durability = Durability.POWER_LOSS, payloads: str | None = None
 ) -> AsyncIterator[PostgresStore]:
-    """Both durability modes flush every commit."""
+    """Both durability modes flush every commit. `payloads`: the directory or bucket of new payloads; None: in the database."""
     del durability
-    writer = PostgresWriter(url)
+    writer = PostgresWriter(url, None if payloads is None else objects_at(payloads))
     try:
         await asyncio.to_thread(retry_connection, writer.prepare, within_s=OPEN_WITHIN_S, where=writer.where)
     except BaseException:
         writer.close()
         raise
-    store = PostgresStore(url, writer, asyncio.get_running_loop())
+    store = PostgresStore(url, writer, asyncio.get_running_loop(), has_objects=payloads is not None)
     try:
         yield store
     finally:
@@ -227,8 +234,12 @@ def _session(url: str) -> Iterator[PostgresConnection]:
 
 
 def reclaim(url: str) -> tuple[int, int]:
-    """Rewrite the payloads' table without its holes; readers and writers wait. Returns the bytes before and after."""
+    """Rewrite the payloads' table without its holes; readers and writers wait. Returns the bytes before and after.
+
+    Also deletes objects that no row names.
+    """
     with _session(url) as db:
+        delete_unused(db)
         before = int(db.execute(TOTAL_BYTES).fetchone()[0])
         db.execute("VACUUM (FULL) payloads")
         for table in ("groups", "history"):

@@ -16,6 +16,7 @@ from rollbook.concurrency.retry import backoff
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import TransientError
 from rollbook.ledger.store import StoreFaultError
+from rollbook.ledger.stores.objects import Objects
 from rollbook.ledger.stores.postgres.connection import (
     RETRY_AFTER_S,
     LostConnectionError,
@@ -86,8 +87,9 @@ def _lock_key(name: str) -> int:
 class PostgresWriter:
     """The writing session. Once the store is open, only the committer's thread uses it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, objects: Objects | None = None) -> None:
         self._url = url
+        self._objects = objects
         self.where = described(url)
         self._db: PostgresConnection | None = None
         self._schema = ""
@@ -101,6 +103,8 @@ class PostgresWriter:
 
     def prepare(self) -> None:
         """Refuse a database that cannot guarantee durability; create the tables."""
+        if self._objects is not None:
+            self._objects.require()
         with explained(self.where):
             db = self._connected()
             schema = db.execute("SELECT current_schema()").fetchone()[0]
@@ -198,7 +202,7 @@ class PostgresWriter:
 
         False: there is nothing to commit.
         """
-        tx = transaction(db, self.where)
+        tx = transaction(db, self.where, self._objects)
         for operation in operations:
             tx.begin()
             try:
