@@ -100,7 +100,8 @@ def observe(run: SmallRun, seconds: float) -> tuple[Series, Series, int]:
             by_time[name].append((now, value))
             by_step[name].append((step, value))
         if run.process.poll() is not None:
-            raise SystemExit(f"the run ended with {run.process.returncode}")
+            ended = run.wait()
+            raise SystemExit(f"the run ended after {now:.0f} s with {ended['exit_code']}:\n{ended['stderr'][-4000:]}")
         time.sleep(INTERVAL_S)
     return by_time, by_step, run.step() - first_step
 
