@@ -118,11 +118,11 @@ async def test_failed_groups_are_dropped_with_their_causes_and_the_run_continues
     await play.run()
     dropped = {gid: row.drop_reason or "" for gid, row in sink.rows.items() if row.drop_reason is not None}
     assert sorted(dropped) == ["t4@0", "t5@0", "t6@0"]
-    told = list(dropped.values())
-    assert told[0].startswith("invalid: ")
-    assert "4 x rollout raised ValueError: row is malformed" in told[0]
-    assert "4 x rollout returned a int" in told[1]
-    assert told[2].startswith("filtered: declined")
+    reasons = list(dropped.values())
+    assert reasons[0].startswith("invalid: ")
+    assert "4 x rollout raised ValueError: row is malformed" in reasons[0]
+    assert "4 x rollout returned a int" in reasons[1]
+    assert reasons[2].startswith("filtered: declined")
     assert len(play.events("rollout.group_failed")) == 3
 
 
