@@ -165,8 +165,8 @@ test-trl-losses: $(STAMP) ## the losses that TRL also has, compared by value and
 bench-ledger: $(STAMP) .venvs/atropos/.installed ## our ledger against the original Atropos server
 	$(BIN)/python -m benchmarks.ledger.atropos_comparison
 
-bench-history: $(STAMP) ## cost of each ledger verb after 1,000, 20,000 and 200,000 groups
-	$(BIN)/python -m benchmarks.ledger.history
+bench-history: $(STAMP) ## cost of each ledger verb after 1,000, 20,000 and 200,000 groups: make bench-history STORE=postgresql SIZES="1000 20000"
+	$(BIN)/python -m benchmarks.ledger.history --store $(or $(STORE),sqlite) $(if $(SIZES),--sizes $(SIZES))
 
 bench-dashboard: $(STAMP) ## the view index at a million groups (GROUPS=), what ten open pages cost the ledger, and pages in Chromium against TensorBoard (on a quiet machine)
 	@sh scripts/chromium.sh

@@ -269,7 +269,7 @@ def main() -> int:
     rows = [
         {"name": f.name, "ours": f.ours, "peer": f.peer, "ratio": f.ratio, "floor": f.floor, "ok": f.ok} for f in checks
     ]
-    print(json.dumps({"figures": rows, "machine": machine(), "told": found}, default=str), flush=True)
+    print(json.dumps({"figures": rows, "machine": machine(), "checks": found}, default=str), flush=True)
     return 0 if all(figure.ok for figure in checks) and not any("failed" in one for one in found.values()) else 1
 
 

@@ -14,11 +14,11 @@ from typing import Any
 from benchmarks.report import print_status
 
 
-def plot(out: Path, runs: Sequence[Mapping[str, Any]], *, mark: float) -> Path | None:
-    """Plot held-out accuracy over seconds of training, one line for each run."""
+def plot(path: Path, runs: Sequence[Mapping[str, Any]], *, mark: float, x_label: str = "seconds of training") -> None:
+    """Plot held-out accuracy over time, one line for each run. Synchronous runs are dashed."""
     if importlib.util.find_spec("matplotlib") is None:
         print_status("no plot: matplotlib is not installed; plot later with python -m benchmarks.learning.curves")
-        return None
+        return
     canvas = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(9, 4.6), layout="constrained")
     canvas(figure)
@@ -33,20 +33,18 @@ def plot(out: Path, runs: Sequence[Mapping[str, Any]], *, mark: float) -> Path |
             label=run["name"],
         )
     axes.axhline(mark, color="#dddddd", zorder=0)
-    axes.set_xlabel("seconds of training")
+    axes.set_xlabel(x_label)
     axes.set_ylabel("greedy accuracy on held-out questions")
     axes.set_ylim(0, 1)
     axes.legend(frameon=False)
-    path = out / "learning.png"
-    out.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)
-    return path
 
 
 def main() -> int:
     source = Path(sys.argv[1])
     saved = json.loads(source.read_text(encoding="utf-8"))
-    plot(source.parent, saved["runs"], mark=saved["mark"])
+    plot(source.parent / "learning.png", saved["runs"], mark=saved["mark"])
     return 0
 
 

@@ -33,10 +33,10 @@ GENERATORS: dict[str, dict[str, Any]] = {
     "gcd": {"min_numbers": 2, "max_numbers": 2, "max_value": 20},
     "chain_sum": {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1},
 }
-MAX_TASKS, NUM_HELD_OUT = 1500, 50
+MAX_TASKS = 1500
 NUM_DEMONSTRATIONS, RIGHT = 4800, 0.4
 SEEDS = list(range(200, 210))
-STEPS = 150
+STEPS = 100
 
 
 def arithmetic() -> Iterator[tuple[str, str]]:
@@ -56,22 +56,20 @@ def generated(name: str) -> Iterator[tuple[str, str]]:
 
 
 def prepare(folder: Path, pairs: list[tuple[str, str]]) -> None:
-    """Write tasks, held-out tasks, demonstrations and a warm-started model."""
+    """Write tasks, demonstrations and a warm-started model."""
     name = folder.name
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
     rng.shuffle(pairs)
-    pairs = pairs[: MAX_TASKS + NUM_HELD_OUT]
+    pairs = pairs[:MAX_TASKS]
     rows = [{"id": f"{name}-{n}", "question": question, "answer": answer} for n, (question, answer) in enumerate(pairs)]
-    num_held_out = min(NUM_HELD_OUT, len(rows) // 5)
-    held_out, train = rows[:num_held_out], rows[num_held_out:]
     answers = [answer for _, answer in pairs]
     chats = []
     for _ in range(NUM_DEMONSTRATIONS):
-        row = rng.choice(train)
+        row = rng.choice(rows)
         said = row["answer"] if rng.random() < RIGHT else rng.choice(answers)
         chats.append({"messages": [_message("user", row["question"]), _message("assistant", said)]})
-    for file, lines in (("train", train), ("held_out", held_out), ("demonstrations", chats)):
+    for file, lines in (("tasks", rows), ("demonstrations", chats)):
         (folder / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     words = dict.fromkeys(word for question, answer in pairs for word in (*question.split(), answer))
     build = {
@@ -93,7 +91,7 @@ def prepare(folder: Path, pairs: list[tuple[str, str]]) -> None:
     (folder / "sft.toml").write_text(tomli_w.dumps(sft), encoding="utf-8")
     command = [sys.executable, "-m", "rollbook", "sft", str(folder / "sft.toml"), "--out", str(folder / "warm")]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    print_status(f"{name}: {len(train)} tasks, {len(held_out)} held out, {len(words)} words")
+    print_status(f"{name}: {len(rows)} tasks, {len(words)} words")
 
 
 def _message(role: str, content: str) -> dict[str, str]:
@@ -101,14 +99,13 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 
 def write_study(folder: Path, *, steps: int) -> None:
-    """A model, tasks, a reward and the number of steps; the evaluation only measures."""
+    """The whole configuration: a model, tasks, a reward and the number of steps."""
     shutil.copy(HERE / "scoring.py", folder)
     run = {
         "model": {"path": "warm/final"},
-        "tasks": {"source": "train.jsonl"},
+        "tasks": {"source": "tasks.jsonl"},
         "rollout": {"rewards": {"functions": {"correct": {"path": "scoring:correct"}}}},
         "trainer": {"max_steps": steps},
-        "evaluation": {"source": "held_out.jsonl", "every_steps": max(20, steps // 3), "greedy": False, "episodes": 8},
     }
     (folder / "run.toml").write_text(tomli_w.dumps(run), encoding="utf-8")
     study = {"study": {"name": folder.name, "config": "run.toml", "seeds": SEEDS, "measure": "reward"}}

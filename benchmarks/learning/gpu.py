@@ -174,7 +174,7 @@ def measure(args: argparse.Namespace, home: Path) -> int:
             stop=stop,
             **args.harder,
         )
-    plot(args.out, [run.row() for run in runs], mark=args.mark)
+    plot(args.out / "learning.png", [run.row() for run in runs], mark=args.mark)
     return print_figures(_figures(args, asynchronous, synchronous, harder), runs=[run.row() for run in runs])
 
 

@@ -28,7 +28,7 @@ import tomli_w
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.learning.proof_criteria import Criterion, Phase, judge_first, judge_second
+from benchmarks.learning.proof_criteria import SAME_BITS, Criterion, Phase, judge_first, judge_second
 from benchmarks.pinned_jobs import run_pinned
 from benchmarks.report import machine, print_status
 from rollbook.ledger.stores.sqlite.store import open_readonly
@@ -73,7 +73,8 @@ class Proof:
         table = tomllib.loads((self._home / "run.toml").read_text(encoding="utf-8"))
         # An evaluation would compete for the machine.
         del table["evaluation"]
-        table["run"]["seed"] = self._args.seed
+        # Proofs with several seeds may share a busy machine; how fast a run starts is no criterion.
+        table["run"] |= {"seed": self._args.seed, "ready_s": 600.0}
         table["model"] = {"path": str(model)}
         table["gate"] |= {
             "max_head_offpolicy_versions": max_head_offpolicy_versions,
@@ -100,6 +101,8 @@ class Proof:
         if not lines:
             raise SystemExit(f"phase {number} did not run:\n{done.stderr[-3000:]}")
         summary: dict[str, Any] = json.loads(lines[-1])
+        if not summary["steps"]:
+            raise SystemExit(f"phase {number} trained no step:\n{done.stderr[-3000:]}")
         checkpoints = sorted(int(path.name.split("-")[1]) for path in (directory / "checkpoints").glob("step-*"))
         last = directory / "checkpoints" / f"step-{checkpoints[-1]:06d}" / "model" if checkpoints else directory
         with open_run(directory) as run, open_readonly(directory / "ledger") as ledger:
@@ -117,8 +120,9 @@ class Proof:
         )
 
     def _replay(self, directory: Path) -> str:
+        """Train all recorded batches again: SAME_BITS, or what differs."""
         done = self._rollbook("replay", str(directory), "--verify")
-        return "the same bits" if done.returncode == 0 else (done.stderr or done.stdout).strip()[-300:]
+        return SAME_BITS if done.returncode == 0 else (done.stderr or done.stdout).strip()[-300:]
 
     def _use_real_model(self, table: dict[str, Any]) -> None:
         """Settings for a real model: problems in sentences, longer replies, the device, a smaller learning rate."""

@@ -13,6 +13,8 @@ MAX_MEAN_KL = 0.05
 NO_DRIFT = 1e-6
 """With one minibatch the trained policy is the one at the start of the step, so only rounding is left."""
 
+SAME_BITS = "the same bits"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
@@ -29,7 +31,7 @@ class Phase:
     ended: str
     """Why the ledger ended the run."""
     replay: str | None = None
-    """What `rollbook replay --verify` says; None if it was not asked."""
+    """`SAME_BITS`, or what a replay of all steps found instead; None: there was no replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +193,8 @@ def _has_cadence(phase: Phase) -> bool:
 def _replay(number: int, phase: Phase) -> list[Criterion]:
     if phase.replay is None:
         return []
-    ok = phase.replay == "the same bits"
-    return [Criterion(phase=number, name="replay --verify", value=phase.replay, demand="the same bits", ok=ok)]
+    ok = phase.replay == SAME_BITS
+    return [Criterion(phase=number, name="replay --verify", value=phase.replay, demand=SAME_BITS, ok=ok)]
 
 
 def _usable(number: int, phase: Phase) -> Criterion:

@@ -109,6 +109,8 @@ class OpenReply:
     taken: int
     gate: GateState
     capacity: int
+    quarantined: int = 0
+    """Of the taken draws, those that were dropped because their task is in quarantine."""
 
 
 class Receipt(StrEnum):

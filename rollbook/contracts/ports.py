@@ -23,6 +23,9 @@ class TaskSource(Protocol):
     def rebuild(self, progress: DrawProgress) -> None:
         """Restore the position from the ledger. Called once, before the first `propose`."""
 
+    def catch_up(self, progress: DrawProgress) -> None:
+        """Other dispatchers are ahead: propose the draws that follow theirs."""
+
     @property
     def needs_history(self) -> bool:
         """Whether `recall` must be called with all draws."""

@@ -73,12 +73,13 @@ def _slowly(line: bytes) -> Any:
 
 
 class FolderTail:
-    """Tails all `*.jsonl` files of a folder, including files created later."""
+    """Tails all files of a folder whose names match a pattern, including files created later."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, pattern: str = "*.jsonl") -> None:
         self.folder = folder
+        self._pattern = pattern
         self._tails: dict[Path, JsonTail] = {}
 
     def poll(self) -> Iterator[dict[str, Any]]:
-        for path in sorted(self.folder.glob("*.jsonl")):
+        for path in sorted(self.folder.glob(self._pattern)):
             yield from self._tails.setdefault(path, JsonTail(path)).poll()

@@ -27,6 +27,9 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     alive: bool
     memory_bytes: int | None = None
     cpu_s: float | None = None
+    node: str | None = None
+    """The machine of a process that joined the run."""
+    address: str | None = None
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,13 +41,31 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_processes(run_dir: Path) -> list[Process]:
-    """As the supervisor last recorded them, with what the kernel says about them now."""
+    """As the supervisor last recorded them, with what the kernel says about them now. Then those that joined the run."""
     try:
         recorded = json.loads((run_dir / "processes.json").read_text(encoding="utf-8"))
         rows = recorded["processes"].items()
+        members = recorded.get("members", {}).items()
+        is_current = isinstance(recorded.get("supervisor"), int) and _usage(recorded["supervisor"])[0] is not None
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return []
-    return [_process(str(name), row) for name, row in rows if isinstance(row, dict)]
+    found = [_process(str(name), row) for name, row in rows if isinstance(row, dict)]
+    return found + [_member(str(name), row, is_current) for name, row in members if isinstance(row, dict)]
+
+
+def _member(name: str, row: dict[str, Any], is_current: bool) -> Process:
+    """`is_current`: the supervisor that recorded it is running."""
+    return Process(
+        name=name,
+        role=str(row.get("role")),
+        pid=None,
+        state="running" if is_current else "unknown",
+        restarts=0,
+        ready=bool(row.get("in_service")),
+        alive=is_current,
+        node=str(row.get("node")),
+        address=str(row.get("address") or "") or None,
+    )
 
 
 def _process(name: str, row: dict[str, Any]) -> Process:

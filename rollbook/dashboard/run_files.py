@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from rollbook.dashboard.json_tail import JsonTail
+from rollbook.dashboard.json_tail import FolderTail, JsonTail
 from rollbook.dashboard.learning_problems import LearningMonitor, learning_problems
 from rollbook.dashboard.run_metrics import (
     EvaluationPoint,
@@ -28,6 +28,8 @@ from rollbook.dashboard.run_metrics import (
 )
 
 METRICS_FILE = "metrics.jsonl"
+JOINED_METRICS = "metrics-*.jsonl"
+"""Of dispatchers that joined the run."""
 MASTERY_FILE = "mastery.jsonl"
 TIERS_FILE = "tiers.json"
 WORKER_LOG = Path("logs") / "rollout-worker.jsonl"
@@ -42,6 +44,7 @@ class RunReader:
 
     def __init__(self, run_dir: Path, *, kept_steps: int = KEPT_STEPS) -> None:
         self._rows = JsonTail(run_dir / METRICS_FILE)
+        self._joined_rows = FolderTail(run_dir, JOINED_METRICS)
         self._worker_events = JsonTail(run_dir / WORKER_LOG)
         self._history = _History()
         self._transcript: Transcript | None = None
@@ -61,6 +64,8 @@ class RunReader:
             step = self._history.take(row, measured)
             if step is not None:
                 self._add(step)
+        for row in self._joined_rows.poll():
+            self._history.add_played(_measured(row))
         for event in self._worker_events.poll():
             self._transcript = _transcript(event) or self._transcript
         return RunMetrics(
@@ -104,7 +109,7 @@ class _History:
         """Add a row with its measured values. Returns the step that a row of the trainer reports."""
         match row.get("process"):
             case "rollout":
-                self.totals, self._since_step = self.totals.plus(measured), self._since_step.plus(measured)
+                self.add_played(measured)
             case "evaluation" if (point := _evaluation_point(row, measured)) is not None:
                 # A resumed run may evaluate a step again.
                 self.evaluations = [*(one for one in self.evaluations if one.step < point.step), point]
@@ -112,6 +117,9 @@ class _History:
                 self._since_step = RolloutTotals()
                 return step
         return None
+
+    def add_played(self, measured: Mapping[str, float]) -> None:
+        self.totals, self._since_step = self.totals.plus(measured), self._since_step.plus(measured)
 
 
 def read_steps(run_dir: Path) -> list[StepMetrics]:
@@ -127,6 +135,8 @@ def _read(run_dir: Path) -> tuple[list[StepMetrics], _History]:
     history = _History()
     found = (history.take(row, _measured(row)) for row in JsonTail(run_dir / METRICS_FILE).poll())
     by_step = {step.step: step for step in found if step is not None}
+    for row in FolderTail(run_dir, JOINED_METRICS).poll():
+        history.add_played(_measured(row))
     return [by_step[step] for step in sorted(by_step)], history
 
 

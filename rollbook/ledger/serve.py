@@ -50,17 +50,21 @@ async def open_ledger_service(
     keys: Keys | None = None,
     dialects: Sequence[Dialect] = (),
     wait_s: float = 0.0,
+    run_directory: Path | None = None,
 ) -> AsyncIterator[LedgerService]:
     """Opens the store and the ledger on it. The caller then serves it with `LedgerService.serving`.
 
-    A SQLite store that another process uses for longer than `wait_s` is refused.
+    A SQLite store that another process uses for longer than `wait_s` is refused. `run_directory`: where telemetry of processes on
+    other machines is stored.
     """
     allow_many_connections()
     keep_memory_for_bodies()
     with only_service(store_url, wait_s=wait_s):
         async with (
             open_store(store_url, durability=config.durability, payloads=config.payloads) as store,
-            ledger_service_on(store, config, log=log, clock=clock, keys=keys, dialects=dialects) as service,
+            ledger_service_on(
+                store, config, log=log, clock=clock, keys=keys, dialects=dialects, run_directory=run_directory
+            ) as service,
         ):
             yield service
 
@@ -74,10 +78,13 @@ async def ledger_service_on(
     clock: Clock | None = None,
     keys: Keys | None = None,
     dialects: Sequence[Dialect] = (),
+    run_directory: Path | None = None,
 ) -> AsyncIterator[LedgerService]:
     clock = clock or SystemClock()
     async with open_ledger(store, config, clock=clock, log=log) as ledger:
-        yield build_service(ledger, store, config, clock=clock, log=log, keys=keys, dialects=dialects)
+        yield build_service(
+            ledger, store, config, clock=clock, log=log, keys=keys, dialects=dialects, run_directory=run_directory
+        )
 
 
 async def serve_ledger(

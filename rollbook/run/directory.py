@@ -21,15 +21,17 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rollbook import __version__
+from rollbook.access.private_files import make_private_directory
 from rollbook.access.tokens import read_or_create_token
 from rollbook.contracts.errors import UsageError
 from rollbook.trainer.model_config import ModelConfig
@@ -47,6 +49,8 @@ class RunDirectoryError(UsageError):
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     path: Path
+    local: Path | None = None
+    """Where a process on another machine writes its events, spans, metrics and output. They are sent to the run directory."""
 
     @property
     def config_file(self) -> Path:
@@ -112,7 +116,7 @@ class RunDirectory:
 
     def metrics_of(self, process: str) -> Path:
         """The metrics of a dispatcher: those of one that joined the run are in a separate file."""
-        return self.metrics_file if process == "rollout" else self.path / f"metrics-{process}.jsonl"
+        return self.metrics_file if process == "rollout" else self._written / f"metrics-{process}.jsonl"
 
     @property
     def mastery_file(self) -> Path:
@@ -204,13 +208,25 @@ class RunDirectory:
         return self.path / "operator_token"
 
     def log_file(self, process: str) -> Path:
-        return self.path / "logs" / f"{process}.jsonl"
+        return self._written / "logs" / f"{process}.jsonl"
 
     def stderr_file(self, process: str) -> Path:
-        return self.path / "logs" / f"{process}.stderr"
+        return self._written / "logs" / f"{process}.stderr"
 
     def span_file(self, process: str) -> Path:
-        return self.path / "spans" / f"{process}.jsonl"
+        return self._written / "spans" / f"{process}.jsonl"
+
+    @property
+    def _written(self) -> Path:
+        return self.local or self.path
+
+    def on_this_machine(self, name: str) -> "RunDirectory":
+        """The same run, for a process of this name that writes its telemetry to a directory of this machine."""
+        parent = Path(tempfile.gettempdir()) / f"rollbook-{os.geteuid()}"
+        local = parent / f"{self.id}-{name}"
+        for folder in (parent, local, local / "logs"):
+            make_private_directory(folder)
+        return replace(self, local=local)
 
     def file_id(self) -> tuple[int, int] | None:
         """Identifies the directory itself, not its name. None if it does not exist."""

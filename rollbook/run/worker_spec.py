@@ -20,7 +20,7 @@ def worker_spec(context: RoleContext) -> WorkerSpec:
             "inference": config.inference.model_dump(mode="json"),
             "env": _envs(context),
             "rollout": config.rollout.model_dump(mode="json"),
-            "log_file": str(context.directory.log_file("rollout-worker")),
+            "log_file": str(context.directory.log_file(f"{context.name}-worker")),
             **_access(context),
         },
         search_path=tuple(map(str, context.loaded.search_path)),

@@ -56,6 +56,9 @@ class Curriculum:
     def rebuild(self, progress: DrawProgress) -> None:
         self._queue.rebuild(progress)
 
+    def catch_up(self, progress: DrawProgress) -> None:
+        self._queue.rebuild(progress)
+
     def recall(self, past: Sequence[PastDraw]) -> None:
         """Count past draws, and draws of other dispatchers.
 

@@ -55,6 +55,9 @@ class CursorDataLoader:
         opened = (*range(progress.settled_below, progress.opened_below), *progress.opened_beyond)
         self._unsettled = {p for p in opened if p not in settled and p >= progress.settled_below}
 
+    def catch_up(self, progress: DrawProgress) -> None:
+        self._queue.rebuild(progress)
+
     @property
     def needs_history(self) -> bool:
         return False

@@ -33,7 +33,7 @@ from tests.parts.concurrency.processes import descendants_running
 from tests.parts.concurrency.until import until
 from tests.parts.inference.engines import TinyModel
 from tests.parts.rollout.dispatching import dispatching
-from tests.parts.rollout.sink import MemorySink
+from tests.parts.rollout.sink import LedgerSink, open_sink
 from tests.parts.run.small import SmallRun
 from tests.parts.trainer.batches import quick
 from tests.parts.trainer.ledger import TinyLoop, open_trainer_ledger
@@ -41,6 +41,12 @@ from tests.parts.trainer.ledger import TinyLoop, open_trainer_ledger
 STEPS = 12
 """More than the groups that are ready when a process stops at step 4 suffice for."""
 QUIET = EventLog("test", echo=io.StringIO())
+
+
+@pytest.fixture
+async def sink(tmp_path: Path) -> AsyncIterator[LedgerSink]:
+    async with open_sink(tmp_path) as opened:
+        yield opened
 
 
 @asynccontextmanager
@@ -68,38 +74,42 @@ def exit_code_after(error: BaseException) -> int:
     return exit_code_of(error, Channel(None), QUIET)
 
 
-async def test_a_rollout_that_never_returns_is_cancelled_and_its_group_dropped_with_its_stack(tmp_path: Path) -> None:
-    play = dispatching(tmp_path, [{"action": "hang"}, {}, {}], max_seconds=2.0, grace_s=0.1)
+async def test_a_rollout_that_never_returns_is_cancelled_and_its_group_dropped_with_its_stack(
+    tmp_path: Path, sink: LedgerSink
+) -> None:
+    play = dispatching(tmp_path, [{"action": "hang"}, {}, {}], max_seconds=2.0, grace_s=0.1, sink=sink)
     await play.run()
-    dropped = play.sink.rows[GroupId("t0@0")]
-    assert dropped.drop is not None
-    assert "4 x rollout did not end within 2 s (max_seconds) and was cancelled in" in dropped.drop
-    assert "rollout (functions.py:" in dropped.drop
-    assert [play.sink.rows[GroupId(f"t{i}@0")].state for i in (1, 2)] == ["queued", "queued"]
+    dropped = sink.rows[GroupId("t0@0")]
+    assert dropped.drop_reason is not None
+    assert "4 x rollout did not end within 2 s (max_seconds) and was cancelled in" in dropped.drop_reason
+    assert "rollout (functions.py:" in dropped.drop_reason
+    assert [sink.rows[GroupId(f"t{i}@0")].state for i in (1, 2)] == ["queued", "queued"]
 
 
-async def test_an_engine_that_never_responds_stops_the_run_with_its_address(tmp_path: Path) -> None:
+async def test_an_engine_that_never_responds_stops_the_run_with_its_address(tmp_path: Path, sink: LedgerSink) -> None:
     async with silent_server() as url:
         worker = {"policy_url": url, "request_s": 0.3}
-        play = dispatching(tmp_path, [{}] * 8, worker=worker, max_seconds=0.3)
+        play = dispatching(tmp_path, [{}] * 8, worker=worker, max_seconds=0.3, sink=sink)
         with pytest.raises(RolloutsFailingError, match="5 groups in a row failed") as stopped:
             await play.run()
     assert f"policy request to {url} was not completed within 0.3 s" in str(stopped.value)
     assert exit_code_after(stopped.value) == EXIT_STOP_RUN
 
 
-async def test_an_environment_that_stops_in_mid_step_is_named_and_survived(tmp_path: Path) -> None:
-    play = dispatching(tmp_path, [{"hangs_at": 1}, {}, {}], step_s=2.0)
+async def test_an_environment_that_stops_in_mid_step_is_named_and_survived(tmp_path: Path, sink: LedgerSink) -> None:
+    play = dispatching(tmp_path, [{"hangs_at": 1}, {}, {}], step_s=2.0, sink=sink)
     await play.run()
-    dropped = play.sink.rows[GroupId("t0@0")]
+    dropped = sink.rows[GroupId("t0@0")]
     assert "step 1 of the environment GuessingEnvironment did not return within 2 s (rollout.step_s)" in str(
-        dropped.drop
+        dropped.drop_reason
     )
-    assert play.sink.rows[GroupId("t1@0")].state == "queued"
+    assert sink.rows[GroupId("t1@0")].state == "queued"
 
 
-async def test_a_sandbox_that_never_becomes_ready_stops_the_run_with_the_exceeded_limit(tmp_path: Path) -> None:
-    play = dispatching(tmp_path, [{}] * 8, worker={"sandbox": "never_ready"}, open_s=0.3)
+async def test_a_sandbox_that_never_becomes_ready_stops_the_run_with_the_exceeded_limit(
+    tmp_path: Path, sink: LedgerSink
+) -> None:
+    play = dispatching(tmp_path, [{}] * 8, worker={"sandbox": "never_ready"}, open_s=0.3, sink=sink)
     with pytest.raises(RolloutsFailingError, match=r"no environment was ready within 0.3 s \(rollout.open_s\)"):
         await play.run()
 
@@ -138,17 +148,19 @@ async def test_a_ledger_that_never_responds_ends_the_dispatcher_with_the_exit_co
     assert exit_code_after(ended.value) == EXIT_CRASHED
 
 
-async def test_a_stopped_worker_is_reported_and_replaced_and_its_groups_are_played_again(tmp_path: Path) -> None:
+async def test_a_stopped_worker_is_reported_and_replaced_and_its_groups_are_played_again(
+    tmp_path: Path, sink: LedgerSink
+) -> None:
     marker = tmp_path / "hangs"
     rows = [{"action": "hang_once", "marker": str(marker)}, {}]
-    play = dispatching(tmp_path, rows, worker_silence_s=2.0, worker_stop_s=0.2)
+    play = dispatching(tmp_path, rows, worker_silence_s=2.0, worker_stop_s=0.2, sink=sink)
     running = asyncio.create_task(play.run())
-    await play.sink.until(lambda: any(row.state == "queued" for row in play.sink.rows.values()))
+    await sink.until(lambda: any(row.state == "queued" for row in sink.rows.values()))
     await until(marker.exists)
     (worker,) = descendants_running("rollbook.rollout.workers.main")
     worker.suspend()
     await running
-    assert {row.state for row in play.sink.rows.values()} == {"queued"}
+    assert {row.state for row in sink.rows.values()} == {"queued"}
     (stalled,) = play.events("rollout.worker_stalled")
     assert (stalled["pid"], stalled["age_s"], stalled["in_flight"]) == (worker.pid, 2.0, 1)
     assert "stopped by a signal" in stalled["stack"]
@@ -157,8 +169,9 @@ async def test_a_stopped_worker_is_reported_and_replaced_and_its_groups_are_play
 
 async def test_the_stack_of_a_worker_that_blocks_its_event_loop_is_reported_before_it_is_replaced(
     tmp_path: Path,
+    sink: LedgerSink,
 ) -> None:
-    sink = MemorySink(capacity=8, max_attempts=1)
+    sink.limit(capacity=8, max_attempts=1)
     play = dispatching(tmp_path, [{"action": "block"}], sink=sink, worker_silence_s=2.0, worker_stop_s=0.2)
     await play.run()
     (stalled,) = play.events("rollout.worker_stalled")

@@ -226,7 +226,7 @@ async def test_a_queue_that_stays_full_answers_503_and_never_drops(tmp_path: Pat
 async def test_nothing_is_lost_or_served_twice_when_the_server_is_killed_among_requests(
     tmp_path: Path, num_kills: int
 ) -> None:
-    """The whole command: the socket outlives the server, so nobody meets a refused connection."""
+    """The whole command: the socket stays open when the server ends, so no connection is refused."""
     acknowledged: list[str] = []
     delivered: list[str] = []
     with running_api(f"sqlite:///{tmp_path}") as api:

@@ -6,14 +6,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from rollbook.contracts.admission import Member, MemberRole
+from rollbook.dashboard.process_files import read_processes
 from rollbook.ledger.client.blocking import open_sync_ledger_client
+from rollbook.run.directory import RunDirectory
 from rollbook.run.record import open_run
+from rollbook.run.supervision.membership import node_name
+from rollbook.telemetry.events import read_json_lines
 from tests.parts.run.small import REPOSITORY, SmallRun, rollbook
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -67,11 +72,30 @@ def served(run: SmallRun, name: str) -> int:
     return file.read_text(encoding="utf-8").count("\n") if file.exists() else 0
 
 
+def require_telemetry(run: SmallRun) -> None:
+    """What the processes wrote on their own machine is in the run directory, and the views of the run show them."""
+    for name in ("extra-policy", "extra-rollout"):
+        local = RunDirectory(run.directory).on_this_machine(name).log_file(name)
+        assert local.parent != run.directory / "logs"
+        started = local.read_bytes().splitlines()[0]
+        run.until(partial(_has_line, run, name, started), what=f"the log of {name} arrived")
+    metrics = run.directory / "metrics-extra-rollout.jsonl"
+    run.until(lambda: "rollout/groups_finished" in (read_json_lines(metrics) or [{}])[-1], what="its metrics arrived")
+    listed = {process.name: (process.node, process.alive) for process in read_processes(run.directory)}
+    assert listed["extra-policy"] == listed["extra-rollout"] == (node_name(), True)
+
+
+def _has_line(run: SmallRun, name: str, line: bytes) -> bool:
+    file = run.directory / "logs" / f"{name}.jsonl"
+    return file.exists() and line in file.read_bytes()
+
+
 def test_a_policy_server_and_a_dispatcher_join_serve_and_are_killed(run: SmallRun) -> None:
     with joined(run, "policy") as policy, joined(run, "rollout") as rollout:
         run.until(lambda: members(run).keys() >= {MemberRole.POLICY, MemberRole.ROLLOUT}, what="both are in service")
         run.until(lambda: groups_of(run, "dispatcher-extra-rollout"), what="the dispatcher played a group")
         run.until(lambda: served(run, "extra-policy"), what="the policy server generated tokens")
+        require_telemetry(run)
         for process in (policy, rollout):
             for child in psutil.Process(process.pid).children(recursive=True):
                 child.kill()

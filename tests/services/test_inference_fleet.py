@@ -169,6 +169,9 @@ async def test_a_publication_does_not_wait_for_a_replica_whose_lease_has_ended(t
                 await weights.receive(published, str(path))
             assert weights.quarantined == ()
             assert list(await weights.reported()) == [published]
+            lists = iter([[first, lost], [first, lost]])
+            async with asyncio.timeout(120):
+                assert list(await weights.reported()) == [published], "nor does a report of all replicas"
 
 
 async def test_requests_and_weights_follow_replicas_that_join_leave_and_return(tiny: TinyModel) -> None:

@@ -335,7 +335,7 @@ class CuttingProxy:
         self.is_armed = False
         self.num_cut = 0
         self.lets_in = threading.Event()
-        """Whoever comes is kept waiting while it is not set."""
+        """Clients wait while it is not set."""
         self.lets_in.set()
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listening.getsockname()[1])
@@ -457,10 +457,10 @@ async def test_a_database_that_does_not_sync_is_refused(server: PostgresServer) 
 
 async def test_a_wrong_database_is_a_fault_at_once_and_tells_no_password(url: str) -> None:
     wrong = url.replace("tester@", "tester:s3cret@").replace("/postgres?", "/nowhere?")
-    with pytest.raises(StoreFaultError, match=r'database nowhere at 127\.0\.0\.1.*"nowhere" does not exist') as told:
+    with pytest.raises(StoreFaultError, match=r'database nowhere at 127\.0\.0\.1.*"nowhere" does not exist') as refused:
         async with open_store(wrong):
             pass
-    assert "s3cret" not in str(told.value)
+    assert "s3cret" not in str(refused.value)
 
 
 async def test_a_value_that_the_database_cannot_keep_is_refused_and_harms_nobody(url: str) -> None:

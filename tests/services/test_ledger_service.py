@@ -269,6 +269,26 @@ async def test_long_polls_are_answered_when_the_service_stops(tmp_path: Path) ->
         assert await waiting is None
 
 
+async def test_telemetry_of_another_machine_is_appended_to_the_run_directory_once(tmp_path: Path) -> None:
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    log = EventLog("test", echo=sys.stdout)
+    async with AsyncExitStack() as stack:
+        url, ledger = await stack.enter_async_context(serving(tmp_path / "a", run_directory=tmp_path / "run"))
+        await ledger.create_run(RUN, settings())
+        client = await stack.enter_async_context(open_ledger_client(url, RUN, log=log))
+        for _ in range(2):
+            await client.ship_telemetry("logs/b.jsonl", b"one\n", stream="s", start=0)
+        await client.ship_telemetry("logs/b.jsonl", b"two\n", stream="s", start=4)
+        assert (tmp_path / "run" / "logs" / "b.jsonl").read_text() == "one\ntwo\n"
+        with pytest.raises(RunError, match="not the name of a telemetry file"):
+            await client.ship_telemetry("../token", b"x", stream="s", start=0)
+        other, ledger = await stack.enter_async_context(serving(tmp_path / "b"))
+        await ledger.create_run(RUN, settings())
+        client = await stack.enter_async_context(open_ledger_client(other, RUN, log=log))
+        with pytest.raises(RunError, match="has no run directory"):
+            await client.ship_telemetry("logs/b.jsonl", b"one\n", stream="s", start=0)
+
+
 async def test_leases_of_a_silent_dispatcher_expire() -> None:
     clock = ManualClock()
     async with open_memory_ledger(clock=clock) as ledger:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.group import GroupId
 from rollbook.rollout.rewards.messages import RewardCase
 from rollbook.rollout.rewards.pool import RewardPool, open_reward_pool
 from rollbook.rollout.settings import RewardFunction, RewardRules
@@ -21,6 +22,7 @@ from rollbook.telemetry.metrics import read_metrics
 from tests.parts.concurrency.processes import descendants_running, require_end_of_child
 from tests.parts.rollout.dispatching import REPOSITORY, dispatching
 from tests.parts.rollout.rewards import BAIT
+from tests.parts.rollout.sink import LedgerSink, open_sink
 
 PARTS = "tests.parts.rollout.rewards"
 
@@ -35,6 +37,12 @@ async def pool_of(*names: str, **changed: Any) -> AsyncIterator[RewardPool]:
     log = EventLog("test", echo=io.StringIO())
     async with open_reward_pool(rules(*names, **changed), search_path=(REPOSITORY,), log=log) as pool:
         yield pool
+
+
+@pytest.fixture
+async def sink(tmp_path: Path) -> AsyncIterator[LedgerSink]:
+    async with open_sink(tmp_path) as opened:
+        yield opened
 
 
 def case(response: str, **row: Any) -> RewardCase:
@@ -174,15 +182,17 @@ def test_an_endless_function_ends_when_its_parent_is_killed(tmp_path: Path) -> N
     require_end_of_child(parent)
 
 
-async def test_a_group_is_scored_by_weighted_functions_and_all_of_them_are_recorded(tmp_path: Path) -> None:
+async def test_a_group_is_scored_by_weighted_functions_and_all_of_them_are_recorded(
+    tmp_path: Path, sink: LedgerSink
+) -> None:
     functions = {
         "brief": {"path": f"{PARTS}:brief", "weight": 0.5},
         "judge": {"path": f"{PARTS}:judge", "weight": 2.0},
         "crash": {"path": f"{PARTS}:crash", "weight": 0.0},
     }
-    play = dispatching(tmp_path, [{}] * 3, rewards={"functions": functions, "environment_weight": 1.0})
+    play = dispatching(tmp_path, [{}] * 3, rewards={"functions": functions, "environment_weight": 1.0}, sink=sink)
     await play.run()
-    groups = [row.group for row in play.sink.rows.values() if row.group is not None]
+    groups = [one.group for one in sink.submitted.values()]
     assert len(groups) == 3
     for sample in (sample for group in groups for sample in group.samples):
         metrics = sample.metrics
@@ -195,17 +205,17 @@ async def test_a_group_is_scored_by_weighted_functions_and_all_of_them_are_recor
     assert any(row["reward/seconds_max"] is not None for row in rows)
 
 
-async def test_samples_that_cannot_be_scored_are_kept_counted_and_not_played_again(tmp_path: Path) -> None:
+async def test_samples_that_cannot_be_scored_are_kept_counted_and_not_played_again(
+    tmp_path: Path, sink: LedgerSink
+) -> None:
     functions = {"endless": {"path": f"{PARTS}:endless"}}
     rewards = {"functions": functions, "timeout_s": 1.5, "processes": 2}
-    play = dispatching(tmp_path, [{"action": "say_loop"}, {}], rewards=rewards, retry_budget=4)
+    play = dispatching(tmp_path, [{"action": "say_loop"}, {}], rewards=rewards, retry_budget=4, sink=sink)
     await play.run()
-    dropped = play.sink.rows[next(iter(play.sink.rows))]
-    assert dropped.drop is not None
-    assert dropped.drop.startswith("invalid: 0 of 4 samples scorable")
-    assert "4 x reward endless: did not end within 1.5 s" in dropped.drop
-    assert dropped.group is not None
-    assert [sample.reward for sample in dropped.group.samples] == [None] * 4
-    assert dropped.outcome is not None
-    assert dropped.outcome.retried_samples == 0
+    dropped, submitted = sink.rows[GroupId("t0@0")], sink.submitted[GroupId("t0@0")]
+    assert dropped.drop_reason is not None
+    assert dropped.drop_reason.startswith("invalid: 0 of 4 samples scorable")
+    assert "4 x reward endless: did not end within 1.5 s" in dropped.drop_reason
+    assert [sample.reward for sample in submitted.group.samples] == [None] * 4
+    assert submitted.outcome.retried_samples == 0
     assert sum(row["reward/endless_unscored"] for row in read_metrics(tmp_path / "metrics.jsonl")) == 4

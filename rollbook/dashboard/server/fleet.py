@@ -52,6 +52,7 @@ def _fleet(run_dir: Path) -> dict[str, Any]:
                 "alive": process.alive,
                 "memory_bytes": process.memory_bytes,
                 "cpu_s": process.cpu_s,
+                "node": process.node,
                 "last_event": None if event is None else {"time": event["time"], "event": event["event"]},
             }
         )
@@ -68,7 +69,7 @@ def _fleet(run_dir: Path) -> dict[str, Any]:
     addresses = _addresses(run_dir)
     return {
         "processes": rows,
-        "replicas": _replicas(run_dir, addresses),
+        "replicas": _replicas(run_dir, addresses, {process.name: process.address for process in processes}),
         "workers": sorted(workers.values(), key=lambda worker: str(worker["worker"])),
         "addresses": addresses,
     }
@@ -82,8 +83,8 @@ def _addresses(run_dir: Path) -> dict[str, str]:
     return {str(name): str(url) for name, url in found.items()} if isinstance(found, dict) else {}
 
 
-def _replicas(run_dir: Path, addresses: dict[str, str]) -> list[dict[str, Any]]:
-    """What each policy server did in the last minute of the record."""
+def _replicas(run_dir: Path, addresses: dict[str, str], joined: dict[str, str | None]) -> list[dict[str, Any]]:
+    """What each policy server did in the last minute of the record. `joined`: addresses of those that joined the run."""
     limits = bounds(run_dir)
     if limits is None:
         return []
@@ -101,7 +102,7 @@ def _replicas(run_dir: Path, addresses: dict[str, str]) -> list[dict[str, Any]]:
         found.append(
             {
                 "name": lane.id,
-                "url": urls[number] if number < len(urls) else None,
+                "url": joined.get(lane.id) or (urls[number] if number < len(urls) else None),
                 "publication": max((p for p in publications if isinstance(p, int)), default=None),
                 "busy_share": min(1.0, busy_s / whole_s) if generating else None,
                 "tokens_per_s": tokens / whole_s if generating else None,

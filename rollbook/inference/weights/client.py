@@ -174,7 +174,9 @@ class WeightTransferClient:
         async def publication(index: int) -> Publication | None:
             return await self._server_api.publication(self._replicas[index])
 
-        return await self._at_all(self._serving(), publication, "weight_info")
+        serving = self._serving()
+        found = await self._at_all(serving, self._unless_gone(publication), "weight_info")
+        return [one for index, one in zip(serving, found, strict=True) if index not in self._gone]
 
     async def pause(self, mode: str = "keep") -> None:
         """`keep` suspends running requests, `wait` lets them finish, `abort` ends them."""
@@ -302,17 +304,7 @@ class WeightTransferClient:
 
         Raises if all fail, or if an error is not transient.
         """
-        tried: set[int] = set()
-
-        async def unless_gone(index: int) -> None:
-            """A server that is lost leaves the list when its lease ends. Do not wait for it any longer."""
-            if index in tried:
-                await self._follow_source()
-                if index in self._gone:
-                    return
-            tried.add(index)
-            await operation(index)
-
+        unless_gone = self._unless_gone(operation)
         tasks = [asyncio.create_task(self._with_retry(unless_gone, index, name, deadline)) for index in replicas]
         on_probation = {task for task, index in zip(tasks, replicas, strict=True) if index in self._on_probation}
         try:
@@ -335,6 +327,20 @@ class WeightTransferClient:
         for index, error in failed.items():
             self._quarantine({index}, str(error))
         return [index for index in replicas if index not in failed]
+
+    def _unless_gone(self, operation: Operation[T]) -> Operation[T | None]:
+        """A server that is lost leaves the list when its lease ends. Do not wait for it any longer: the result is None."""
+        tried: set[int] = set()
+
+        async def attempt(index: int) -> T | None:
+            if index in tried:
+                await self._follow_source()
+                if index in self._gone:
+                    return None
+            tried.add(index)
+            return await operation(index)
+
+        return attempt
 
     async def _wait_for_stragglers(
         self, tasks: Collection["asyncio.Task[Any]"], on_probation: Collection["asyncio.Task[Any]"]

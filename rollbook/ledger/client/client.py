@@ -220,6 +220,11 @@ class LedgerClient:
     async def leave_member(self, member: MemberId) -> None:
         await self._call(verbs.LEAVE_MEMBER, NOTHING, member=member)
 
+    async def ship_telemetry(self, file: str, data: bytes, *, stream: str, start: int) -> None:
+        """Append to a telemetry file of the run directory. `start`: bytes of the file that this stream has sent before."""
+        request = wire.TelemetryBatch(file=file, data=data, stream=stream, start=start)
+        await self._call(verbs.SHIP_TELEMETRY, request)
+
     # ------------------------------------------------------------------ dispatchers
 
     async def join(self, owner_name: str) -> OwnerId:

@@ -5,6 +5,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -22,6 +23,7 @@ from rollbook.ledger.http.verbs import PRODUCER, TRAINER, VERBS
 from rollbook.ledger.service import Ledger
 from rollbook.ledger.store import Store
 from rollbook.telemetry.events import EventLog
+from rollbook.telemetry.shipping import ReceivedFiles
 
 READ_BUFFER_BYTES = 1 << 20
 """Unread bytes of one connection. With aiohttp's default of 64 KB, reading would pause several times per body."""
@@ -63,14 +65,19 @@ def build_service(
     log: EventLog,
     keys: Keys | None = None,
     dialects: Sequence[Dialect] = (),
+    run_directory: Path | None = None,
 ) -> LedgerService:
-    """Without `keys` no request requires a token: for tests, and for a ledger inside another service."""
+    """Without `keys` no request requires a token: for tests, and for a ledger inside another service.
+
+    `run_directory`: where telemetry of processes on other machines is stored.
+    """
     keys = keys or Keys({})
     bodies = BodyReader(config)
     # `bodies` limits the size of a body. This limit only guards against handlers that do not use it.
     app = web.Application(client_max_size=bodies.max_bytes)
     app[REFUSE] = refuse
-    handlers = LedgerHandlers(ledger, bodies)
+    telemetry = None if run_directory is None else ReceivedFiles(run_directory)
+    handlers = LedgerHandlers(ledger, bodies, telemetry=telemetry)
     # aiohttp tries routes in order: `submit`, the most frequent request, goes first.
     for verb in sorted(VERBS, key=lambda verb: not verb.name.startswith("submit")):
         app.router.add_route(verb.method, verb.path, handlers.handler(verb, keys))

@@ -46,6 +46,7 @@ from rollbook.ledger.tools.audit import audit_since
 from rollbook.ledger.tools.audit_findings import AuditMark
 from rollbook.ledger.tools.explain import explain_group
 from rollbook.telemetry.prometheus import LoopLag, metrics_response
+from rollbook.telemetry.shipping import ReceivedFiles
 
 M = TypeVar("M", bound=wire.Message)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -61,8 +62,9 @@ class LedgerHandlers:
     A method of a verb whose response is not a message takes the `web.Request` instead and returns a `web.StreamResponse`.
     """
 
-    def __init__(self, ledger: Ledger, bodies: BodyReader) -> None:
+    def __init__(self, ledger: Ledger, bodies: BodyReader, *, telemetry: ReceivedFiles | None = None) -> None:
         self._ledger = ledger
+        self._telemetry = telemetry
         self._bodies = bodies
         self.requests = RequestMetrics()
         self._clock = SystemClock()
@@ -220,6 +222,17 @@ class LedgerHandlers:
 
     async def leave_member(self, _: wire.Empty, run: RunId, member: MemberId) -> wire.Empty:
         await self._ledger.leave_member(run, member)
+        return wire.Empty()
+
+    async def ship_telemetry(self, request: wire.TelemetryBatch, run: RunId) -> wire.Empty:
+        if self._telemetry is None:
+            raise RunError("this ledger service has no run directory: write telemetry to that of the run")
+        await self._ledger.status(run)  # refuses a run that does not exist
+        try:
+            # In the event loop: batches of one file stay in order, and 256 KB take less than a millisecond.
+            self._telemetry.append(request.file, request.data, stream=request.stream, start=request.start)
+        except (OSError, ValueError) as error:
+            raise RunError(f"telemetry was not stored: {error}") from error
         return wire.Empty()
 
     async def join(self, request: wire.Join, run: RunId) -> wire.JoinReply:

@@ -271,6 +271,14 @@ LEAVE_MEMBER = _verb(
     wire.Empty,
     "End the lease of a member.",
 )
+SHIP_TELEMETRY = _verb(
+    "ship_telemetry",
+    "POST /v1/runs/{run}/telemetry",
+    TRAINER,
+    wire.TelemetryBatch,
+    wire.Empty,
+    "Append to a telemetry file of the run directory, for a process on another machine. A repeated batch is appended once.",
+)
 JOIN = _verb(
     "join",
     "POST /v1/runs/{run}/join",

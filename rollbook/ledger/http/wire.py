@@ -133,6 +133,18 @@ class HeartbeatReply(Message, frozen=True, kw_only=True):
     """The ledger's clock, in seconds since 1970: a member on another machine measures the offset of its clock."""
 
 
+class TelemetryBatch(Message, frozen=True, kw_only=True):
+    """Bytes that a process on another machine added to a telemetry file."""
+
+    file: Annotated[str, msgspec.Meta(max_length=256)]
+    """Such as `logs/policy-a.jsonl`."""
+    data: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+    stream: Annotated[str, msgspec.Meta(max_length=64)]
+    """Identifies the sender; a sender that starts again at 0 has another one."""
+    start: Count
+    """Bytes of this file that the sender has sent before."""
+
+
 class Act(Message, frozen=True, kw_only=True):
     kind: ActionKind
     author: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_AUTHOR)]

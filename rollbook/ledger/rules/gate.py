@@ -71,7 +71,7 @@ def open_groups(
     # Groups that were just granted have the current version, so this number stays the same below.
     aged = count_aged(run_tx.tx, run_tx.run)
     quarantined = run_tx.tx.actions.quarantined(run_tx.run_id) if run_tx.run.num_quarantined else frozenset()
-    taken = 0
+    taken = num_dropped = 0
     for draw in draws:
         if run_tx.tx.groups.get(run_tx.run_id, group_id(draw.task_id, draw.number)) is None:
             if len(grants) >= limit or gate_of(run_tx.run, aged=aged)[1] < 1:
@@ -79,11 +79,12 @@ def open_groups(
             group = _open_new(run_tx, owner, draw)
             if draw.task_id in quarantined:
                 run_tx.drop(group, DropReason(DropKind.QUARANTINED), by="gate")
+                num_dropped += 1
             else:
                 grants.append(_grant(run_tx, group))
         taken += 1
     gate, capacity = gate_of(run_tx.run, aged=aged)
-    reply = OpenReply(grants=tuple(grants), taken=taken, gate=gate, capacity=capacity)
+    reply = OpenReply(grants=tuple(grants), taken=taken, gate=gate, capacity=capacity, quarantined=num_dropped)
     if grants:
         # If the response is lost, a repetition of this request must return the same grants.
         run_tx.tx.owners.put(owner.changed(request_id=request_id, reply=msgspec.msgpack.encode(reply)))

@@ -192,9 +192,12 @@ class Dispatcher:
             if reply.grants:
                 pause_s = EMPTY_PAUSE_S
                 continue
+            if reply.taken > reply.quarantined:
+                # Other dispatchers have opened these draws. Continue where they are: a dispatcher that joins a long run, or
+                # is slower than the others, would never get there draw by draw.
+                self._tasks.catch_up(await self._sink.progress())
             await self._clock.sleep(pause_s)
-            # Draws without a grant: their tasks are in quarantine, or other dispatchers have them.
-            pause_s = min(2 * pause_s, MAX_EMPTY_PAUSE_S) if reply.taken else EMPTY_PAUSE_S
+            pause_s = min(2 * pause_s, MAX_EMPTY_PAUSE_S) if reply.quarantined else EMPTY_PAUSE_S
 
     @property
     def _is_ending(self) -> bool:

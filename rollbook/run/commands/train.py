@@ -281,6 +281,12 @@ async def _view(
                 )
                 for p in supervisor.processes
             ]
+            started = {line.name for line in lines}
+            lines += [
+                ProcessStatus(name=member.name, pid=None, state="running", doing=f"on {member.node}")
+                for member in supervisor.members
+                if member.name not in started
+            ]
             update(reader.poll(), lines)
 
         async def keep_showing() -> None:

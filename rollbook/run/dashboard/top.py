@@ -46,7 +46,13 @@ def _ticks(directory: RunDirectory, *, once: bool) -> Iterator[None]:
 
 def _processes(directory: RunDirectory) -> list[ProcessStatus]:
     return [
-        ProcessStatus(name=process.name, pid=process.pid, state=process.state, restarts=process.restarts)
+        ProcessStatus(
+            name=process.name,
+            pid=process.pid,
+            state=process.state,
+            restarts=process.restarts,
+            doing="" if process.node is None else f"on {process.node}",
+        )
         for process in read_processes(directory.path)
     ]
 

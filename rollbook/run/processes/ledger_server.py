@@ -32,6 +32,7 @@ async def main(context: RoleContext) -> str:
         keys=ledger_keys(config, context.directory),
         dialects=dialects,
         wait_s=STORE_WAIT_S,
+        run_directory=context.directory.path,
     ) as service:
         for warning in await asyncio.to_thread(store_warnings, url):
             context.log.warning("ledger.store", warning=warning)

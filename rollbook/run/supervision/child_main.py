@@ -126,13 +126,15 @@ def main(argv: list[str] | None = None) -> int:
     die_with_parent(parent.fileno())
     if args.template_fd is not None:
         use_own_template(args.template_fd)
-    directory = RunDirectory(Path(args.run_dir))
+    directory = RunDirectory(Path(args.run_dir), None if args.local_dir is None else Path(args.local_dir))
     channel = Channel(BlockingFrames(parent))
     try:
         log = EventLog(args.name, directory.log_file(args.name))
         spans = SpanRecorder(args.name, directory.span_file(args.name))
     except OSError as error:
-        channel.fault(f"its log in {directory.path} cannot be written: {machine_fault(error) or error}")
+        channel.fault(
+            f"its log in {directory.local or directory.path} cannot be written: {machine_fault(error) or error}"
+        )
         return EXIT_STOP_RUN
     log.info("process.started", pid=os.getpid(), role=args.role)
     try:
@@ -232,6 +234,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--role", required=True, choices=sorted(ROLES))
     parser.add_argument("--name", required=True)
     parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--local-dir", help="where this process writes its telemetry, instead of the run directory")
     parser.add_argument("--addresses", default="{}")
     parser.add_argument("--socket-fd", type=int)
     parser.add_argument(

@@ -7,7 +7,7 @@ import json
 import signal
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from rollbook.concurrency.child_process.process import ChildProcess, ChildSpec, python_environment
@@ -18,6 +18,8 @@ IMPORT_TORCH = frozenset({"prepare", "policy", "trainer", "evaluation"})
 """Roles whose modules take seconds to import: their start waits for a template that still imports the same modules."""
 HAVE_CHILDREN = frozenset({"rollout", "evaluation"})
 """Roles that start workers or policy servers."""
+MEMBER_ROLES = frozenset({"policy", "rollout", "env"})
+"""Roles of which a run may have additional processes, on any machine."""
 TEMPLATE_WAIT_S = 100.0
 """Less than the default of `run.ready_s`. Without the template, the process would import the modules itself."""
 
@@ -37,11 +39,21 @@ class ProcessStart:
     """Set for a process that joins a run: it is a member, and a server opens its own socket on this address."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that are added to those of the host."""
+    ships_telemetry: bool = False
+    """On another machine than that of the supervisor, it writes its telemetry there and sends it to the ledger."""
     module: str = "rollbook.run.supervision.child_main"
+
+    def on_another_machine(self) -> "ProcessStart":
+        """Called on the machine where the process will run."""
+        if not self.ships_telemetry:
+            return self
+        return replace(self, directory=self.directory.on_this_machine(self.name))
 
     def arguments(self) -> list[str]:
         found = ["--role", self.role, "--name", self.name, "--run-dir", str(self.directory.path)]
         found += ["--addresses", json.dumps(dict(self.addresses))]
+        if self.directory.local is not None:
+            found += ["--local-dir", str(self.directory.local)]
         if self.listening is not None:
             found += ["--socket-fd", str(self.listening.fileno())]
         if self.bind is not None:

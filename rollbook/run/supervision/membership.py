@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from rollbook.contracts.admission import BEATS_PER_LEASE, LEASE_S, Member, MemberId, MemberRole
@@ -13,6 +14,7 @@ from rollbook.ledger.client.client import LedgerClient
 from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.events import EventLog
+from rollbook.telemetry.shipping import Shipper
 from rollbook.telemetry.wall_clock import CLOCK
 
 JOIN_POLL_S = 0.5
@@ -20,6 +22,7 @@ CHECKS_PER_BEAT = 8
 NOTICE_S = 3.0
 """How long clients may take to notice that a server has left: they read the list of members every one or two seconds."""
 UNUSED_POLL_S = 0.1
+WATCH_S = 2.0
 LEAVE_S = 3.0
 """A ledger that does not respond when a process stops must not delay it: the lease expires."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -119,6 +122,23 @@ async def _join(
         await asyncio.sleep(JOIN_POLL_S)
 
 
+async def watch_members(ledger: LedgerClient, on_change: Callable[[list[Member]], None]) -> None:
+    """Report the processes that joined the run, now and after each change.
+
+    Takes:  the list of the ledger, every `WATCH_S`.
+    Ends:   on cancellation. While the ledger does not respond, the last list stays.
+    """
+    known: list[Member] | None = None
+    while True:
+        with suppress(RollbookError):
+            found = [member for member in await ledger.members() if member.role is not MemberRole.SUPERVISOR]
+            # Each heartbeat changes the time of the last one.
+            if [replace(member, last_seen=0.0) for member in found] != known:
+                known = [replace(member, last_seen=0.0) for member in found]
+                on_change(found)
+        await asyncio.sleep(WATCH_S)
+
+
 async def until_unused(context: RoleContext, load: Callable[[], float]) -> None:
     """For a server that leaves: its clients use others from now on; wait until it serves none. SIGTERM ends the wait."""
     if not context.leaving.is_set():
@@ -147,5 +167,28 @@ async def membership(
     async with (
         open_run_ledger(context.loaded, context.directory, url, log=context.log, is_trainer=True) as ledger,
         member_lease(ledger, name=context.name, role=role, address=address, report=report, log=context.log),
+        _telemetry_shipped(context, ledger),
     ):
         yield
+
+
+@asynccontextmanager
+async def _telemetry_shipped(context: RoleContext, ledger: LedgerClient) -> AsyncIterator[None]:
+    """Send the telemetry that this process writes on its machine while the block runs. A failure never stops the process."""
+    if context.directory.local is None:
+        yield
+        return
+
+    def on_shed(file: str, num_bytes: int) -> None:
+        context.log.warning("run.telemetry_shed", file=file, bytes=num_bytes)
+
+    shipper = Shipper(context.directory.local, ledger.ship_telemetry, on_shed=on_shed)
+    shipping = asyncio.create_task(shipper.run(RollbookError), name=f"run.telemetry.{context.name}")
+    try:
+        yield
+    finally:
+        shipping.cancel()
+        await asyncio.gather(shipping, return_exceptions=True)
+        with suppress(RollbookError, TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await shipper.ship()

@@ -56,7 +56,7 @@ class _ProcessActor:
         return {"versions": versions(), "ip": ray.util.get_node_ip_address(), "node": platform.node()}
 
     async def start(self, process: ProcessStart) -> int:
-        self._child = await LocalHost().start(process)
+        self._child = await LocalHost().start(process.on_another_machine())
         return self._child.pid
 
     async def receive(self) -> list[bytes] | None:

@@ -19,7 +19,7 @@ from enum import StrEnum
 from rollbook.concurrency.child_process.process import exit_reason
 from rollbook.concurrency.child_process.template import ProcessTemplate
 from rollbook.concurrency.exception_groups import first_error
-from rollbook.contracts.admission import MemberRole
+from rollbook.contracts.admission import Member, MemberRole
 from rollbook.contracts.errors import RunError, TransientError, machine_fault
 from rollbook.run.config.run import RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory, existing_model, write_json
@@ -29,7 +29,7 @@ from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STO
 from rollbook.run.supervision.drain import record_drained, until_drained
 from rollbook.run.supervision.extra_processes import ExtraProcesses
 from rollbook.run.supervision.host import LocalHost, ProcessHost, ProcessStart
-from rollbook.run.supervision.membership import machine_id, member_lease
+from rollbook.run.supervision.membership import machine_id, member_lease, watch_members
 from rollbook.run.supervision.plan import plan_run, template_modules
 from rollbook.run.supervision.process import STOP_GRACE_S, ProcessState, SupervisedProcess
 from rollbook.run.supervision.restarts import GiveUp, RestartRule
@@ -104,6 +104,8 @@ class Supervisor:
         self.processes = [
             SupervisedProcess(start, host=host, on_change=self._write_processes) for start in self._plan.starts
         ]
+        self.members: list[Member] = []
+        """Processes that joined the run."""
         self._open_host = open_host or (lambda: nullcontext(host))
         # Without a trainer, the run is over when the dispatcher ends.
         self._last = next(p for p in self.processes if p.role == ("trainer" if has_trainer else "rollout"))
@@ -226,10 +228,22 @@ class Supervisor:
                 )
                 async with asyncio.TaskGroup() as group:
                     group.create_task(extras.run(), name="run.extra_processes")
+                    group.create_task(self._list_members(), name="run.list_members")
                     if self._config.cluster.autoscale.is_on:
                         group.create_task(self._autoscale(), name="run.autoscale")
         except* RunError as error:
             self._fail(str(first_error(error)))
+
+    async def _list_members(self) -> None:
+        """For `top` and the dashboard. Processes that this supervisor started are listed anyway."""
+
+        def on_change(members: list[Member]) -> None:
+            self.members = members
+            self._write_processes()
+
+        loaded = load_resolved_config(self._directory)
+        async with open_run_ledger(loaded, self._directory, self.addresses["ledger"], log=self._log) as ledger:
+            await watch_members(ledger, on_change)
 
     async def _autoscale(self) -> None:
         loaded = load_resolved_config(self._directory)
@@ -510,7 +524,19 @@ class Supervisor:
         }
         with contextlib.suppress(OSError):
             template = None if self._template is None else self._template.pid
-            found = {"supervisor": os.getpid(), "template": template, "processes": rows}
+            members = {
+                member.name: {
+                    "role": member.role,
+                    "node": member.node,
+                    "address": member.address,
+                    "in_service": member.in_service,
+                    "publication": member.publication,
+                    "load": member.load,
+                }
+                for member in self.members
+                if member.name not in rows
+            }
+            found = {"supervisor": os.getpid(), "template": template, "processes": rows, "members": members}
             write_json(self._directory.processes_file, found)
 
 

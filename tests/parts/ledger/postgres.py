@@ -1,6 +1,6 @@
-"""A PostgreSQL server of the tests' own: Debian's packages, a free port, a directory of its own, never run as root.
+"""A PostgreSQL server for tests: Debian's packages, a free port, a new directory, never run as root.
 
-Where it cannot be had the tests that need it are skipped and say so; with CI=true they fail instead.
+If it cannot be installed, the tests that need it are skipped with the reason; with CI=true they fail instead.
 """
 
 import atexit
@@ -53,10 +53,10 @@ class PostgresServer:
         )
 
     def start(self, **settings: str) -> None:
-        told = [f"-c{name}={value}" for name, value in {**SETTINGS, **settings}.items()]
+        options = [f"-c{name}={value}" for name, value in {**SETTINGS, **settings}.items()]
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [self._binaries / "postgres", "-D", self.directory / "data", "-p", str(self.port), *told],
+                [self._binaries / "postgres", "-D", self.directory / "data", "-p", str(self.port), *options],
                 stdout=log,
                 stderr=log,
                 cwd=self.directory,
@@ -66,15 +66,15 @@ class PostgresServer:
         self._await_ready()
 
     def kill(self) -> None:
-        """Power off, as far as a process can tell: every backend at once, no farewell."""
+        """As in a power failure: every backend ends at once, without a checkpoint."""
         self._end(signal.SIGQUIT)
 
     def stop(self) -> None:
-        """As an operator restarts it: sessions are ended, open transactions rolled back."""
+        """As an operator restarts it: sessions end, open transactions are rolled back."""
         self._end(signal.SIGINT)
 
     def fresh_url(self) -> str:
-        """A schema that nobody has used."""
+        """The URL of a new schema."""
         schema = f"t_{secrets.token_hex(6)}"
         with psycopg.connect(self.url, autocommit=True) as db:
             db.execute(f"CREATE SCHEMA {schema}".encode())
@@ -154,7 +154,7 @@ def _install() -> None:
 
 
 def make_server() -> PostgresServer:
-    """A new server, running. Raises when there is none to be had."""
+    """A new server, running. Raises if PostgreSQL cannot be installed."""
     if _binaries() is None:
         _install()
     binaries = _binaries()
@@ -200,8 +200,8 @@ def both_url(one: PostgresServer, other: PostgresServer) -> str:
 
 def _or_skip(server: PostgresServer | Exception) -> PostgresServer:
     if isinstance(server, Exception):
-        sentence = f"no PostgreSQL to test with: {server}"
+        reason = f"there is no PostgreSQL for the tests: {server}"
         if os.environ.get("CI") == "true":
-            pytest.fail(sentence)
-        pytest.skip(sentence)
+            pytest.fail(reason)
+        pytest.skip(reason)
     return server

@@ -37,12 +37,19 @@ async def open_memory_ledger(
 
 @asynccontextmanager
 async def serving(
-    directory: Path, *, config: LedgerConfig | None = None, clock: Clock | None = None, port: int = 0
+    directory: Path,
+    *,
+    config: LedgerConfig | None = None,
+    clock: Clock | None = None,
+    port: int = 0,
+    run_directory: Path | None = None,
 ) -> AsyncIterator[tuple[str, Ledger]]:
     log = EventLog("ledger", echo=sys.stdout)
     with listening_socket("127.0.0.1", port) as sock:
         async with (
-            open_ledger_service(sqlite_url(directory), config or LedgerConfig(), log=log, clock=clock) as service,
+            open_ledger_service(
+                sqlite_url(directory), config or LedgerConfig(), log=log, clock=clock, run_directory=run_directory
+            ) as service,
             service.serving(sock.dup(), drain_s=5),
         ):
             yield url_of(sock), service.ledger

@@ -1,4 +1,4 @@
-"""A dispatcher with a ledger in memory and real worker processes."""
+"""A dispatcher with a real ledger and real worker processes."""
 
 import asyncio
 import io
@@ -18,7 +18,7 @@ from rollbook.tasks.cursor import CursorDataLoader
 from rollbook.telemetry.events import EventLog, read_json_lines
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import Span, SpanRecorder, read_spans
-from tests.parts.rollout.sink import MemorySink
+from tests.parts.rollout.sink import PUBLICATION, LedgerSink
 
 REPOSITORY = str(Path(__file__).parents[3])
 
@@ -51,7 +51,6 @@ class Dispatching:
     dispatcher: Dispatcher
     tasks: CursorDataLoader
     sink: Any
-    """A `MemorySink`, unless the test passes another sink."""
     directory: Path
     log: EventLog
     recorder: SpanRecorder
@@ -75,7 +74,7 @@ def dispatching(
     directory: Path,
     rows: list[dict[str, Any]],
     *,
-    sink: MemorySink | GroupSink | None = None,
+    sink: LedgerSink | GroupSink,
     epochs: int | None = 1,
     name: str = "rollout",
     worker: dict[str, Any] | None = None,
@@ -91,19 +90,18 @@ def dispatching(
         epochs=epochs,
         shuffle=False,
     )
-    sink = sink or MemorySink(capacity=8)
     log = EventLog("rollout", directory / "events.jsonl", echo=io.StringIO())
     recorder = SpanRecorder("rollout", directory / "spans.jsonl")
     dispatcher = Dispatcher(
         name=name,
         tasks=source or tasks,
         sink=sink,
-        spec=spec_of(settings, **(worker or {})),
+        spec=spec_of(settings, **{"publication": PUBLICATION, **(worker or {})}),
         rule=rule or FreshnessRule(groups_per_step=4, max_in_flight=8, max_head_offpolicy_versions=1),
         log=log,
         metrics=MetricRecorder("rollout", rollout_metrics(settings), directory / "metrics.jsonl"),
         spans=recorder,
-        max_attempts=sink.max_attempts if isinstance(sink, MemorySink) else None,
+        max_attempts=sink.max_attempts if isinstance(sink, LedgerSink) else None,
         until_served=until_served,
     )
     return Dispatching(dispatcher, tasks, sink, directory, log, recorder)

@@ -1,239 +1,149 @@
-"""A `GroupSink` in memory: grants, attempts, receipts, end of data."""
+"""A run on a real ledger, as the sink of dispatchers. It ends when all its draws are settled, or when the test ends it."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
-from rollbook.contracts.admission import (
-    DrawProgress,
-    GateState,
-    Grant,
-    LedgerStatus,
-    OpenReply,
-    OwnerId,
-    PartReceipt,
-    PastDraw,
-    Receipt,
-    RunId,
-)
-from rollbook.contracts.freshness import GateCounts
-from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState, PromptGroup, group_id
+from rollbook.contracts.admission import OwnerId, PartReceipt, Receipt, RunId, RunSettings
+from rollbook.contracts.batch import EndOfRun
+from rollbook.contracts.freshness import FreshnessRule
+from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState, PromptGroup
 from rollbook.contracts.group_codec import EncodedGroup, decode_group
 from rollbook.contracts.policy import PublicationId
-from rollbook.contracts.task import Draw
+from rollbook.ledger.client.client import LedgerClient, open_ledger_client
+from rollbook.ledger.records import GroupRecord
+from rollbook.ledger.service import Ledger
+from rollbook.telemetry.events import EventLog
+from tests.parts.ledger.service import serving
+
+RUN = RunId("dispatched")
+PUBLICATION = PublicationId(0)
+"""The weights that sample."""
 
 
-@dataclass
-class Row:
-    draw: Draw
-    sequence: int
-    owner: OwnerId
-    attempt: int = 1
-    state: str = "leased"
-    group: PromptGroup | None = None
-    outcome: GroupOutcome | None = None
-    drop: str | None = None
+class Submitted(NamedTuple):
+    group: PromptGroup
+    outcome: GroupOutcome
 
 
-@dataclass
-class MemorySink:
-    capacity: int
-    """Maximum number of leased groups."""
-    wanted: int | None = None
-    """The run ends when this many groups are settled."""
-    deadline_s: float = 60.0
-    max_attempts: int = 5
-    rows: dict[GroupId, Row] = field(default_factory=dict)
-    released: list[tuple[GroupId, int, str]] = field(default_factory=list)
-    beats: int = 0
-    was_exhausted: bool = False
-    fail_next: list[Exception] = field(default_factory=list)
-    _moved: asyncio.Condition = field(default_factory=asyncio.Condition)
-    _joined: int = 0
+class LedgerSink:
+    """Implements `GroupSink` with a client of the ledger. Weights are published, so the gate is open up to the run's limits."""
+
+    def __init__(self, ledger: Ledger, client: LedgerClient) -> None:
+        self._ledger = ledger
+        self._client = client
+        self._beginning = asyncio.Lock()
+        self._has_begun = self._is_ended = False
+        self.limit()
+        self.rows: dict[GroupId, GroupRecord] = {}
+        """The groups as they were when one was last settled, and before the end of the run dropped the open ones."""
+        self.submitted: dict[GroupId, Submitted] = {}
+        self.released: list[tuple[GroupId, int, str]] = []
+        self.was_exhausted = False
+        self.fail_next: list[Exception] = []
+        """Raised by the next calls."""
+
+    def limit(
+        self, *, capacity: int = 8, wanted: int | None = None, deadline_s: float = 60.0, max_attempts: int = 5
+    ) -> Self:
+        """`capacity`: open groups. `wanted`: the run ends when this many are settled. Call it before the run has begun."""
+        self._wanted = wanted
+        self.max_attempts = max_attempts
+        rule = FreshnessRule(groups_per_step=10_000, max_in_flight=capacity, max_head_offpolicy_versions=1)
+        self._settings = RunSettings(rule=rule, group_deadline_s=deadline_s, max_attempts=max_attempts)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
 
     async def join(self, owner_name: str) -> OwnerId:
-        self._trip()
-        self._joined += 1
-        for row in self.rows.values():
-            if row.state == "leased" and row.owner.startswith(f"{owner_name}#"):
-                row.state = "waiting"
-        return OwnerId(f"{owner_name}#{self._joined}")
+        self._raise_planned()
+        async with self._beginning:
+            if not self._has_begun:
+                await self._begin()
+                self._has_begun = True
+        return await self._client.join(owner_name)
 
-    async def open(self, owner: OwnerId, draws: Sequence[Draw], *, limit: int, wait_s: float = 0.0) -> OpenReply:
-        self._trip()
-        loop = asyncio.get_running_loop()
-        until = loop.time() + wait_s
-        async with self._moved:
-            while not (self.is_ended or self._grantable(draws)) and loop.time() < until:
-                try:
-                    async with asyncio.timeout(until - loop.time()):
-                        await self._moved.wait()
-                except TimeoutError:
-                    break
-            reply = self._grant(owner, draws, limit)
-            self._moved.notify_all()
-            return reply
-
-    def _grantable(self, draws: Sequence[Draw]) -> bool:
-        has_waiting = any(row.state == "waiting" for row in self.rows.values())
-        has_known = any(group_id(draw.task_id, draw.number) in self.rows for draw in draws)
-        return has_known or ((bool(draws) or has_waiting) and self._leased() < self.capacity)
-
-    def _grant(self, owner: OwnerId, draws: Sequence[Draw], limit: int) -> OpenReply:
-        grants: list[Grant] = []
-        taken = 0
-        if not self.is_ended:
-            room = min(limit, self.capacity - self._leased())
-            for row in [row for row in self.rows.values() if row.state == "waiting"][:room]:
-                row.state, row.attempt, row.owner = "leased", row.attempt + 1, owner
-                grants.append(self._granted(row))
-            for draw in draws:
-                gid = group_id(draw.task_id, draw.number)
-                if gid not in self.rows:
-                    if len(grants) >= room:
-                        break
-                    self.rows[gid] = Row(draw, sequence=len(self.rows), owner=owner)
-                    grants.append(self._granted(self.rows[gid]))
-                taken += 1
-        return OpenReply(grants=tuple(grants), taken=taken, gate=self.gate, capacity=self.capacity - self._leased())
-
-    def _granted(self, row: Row) -> Grant:
-        return Grant(
-            group_id=group_id(row.draw.task_id, row.draw.number),
-            task_id=row.draw.task_id,
-            draw=row.draw.number,
-            position=row.draw.position,
-            attempt=row.attempt,
-            sequence=row.sequence,
-            admission_version=0,
-            admission_publication=PublicationId(3),
-            deadline_s=self.deadline_s,
-        )
-
-    async def until(self, is_reached: Callable[[], bool]) -> None:
-        """Wait for a condition on the rows."""
-        async with self._moved:
-            await self._moved.wait_for(is_reached)
-
-    async def expire(self, group_id: GroupId) -> None:
-        """Expire the lease of a group."""
-        async with self._moved:
-            self.rows[group_id].state = "waiting"
-            self._moved.notify_all()
-
-    async def end(self) -> None:
-        """End the run."""
-        async with self._moved:
-            self.wanted = 0
-            self._moved.notify_all()
-
-    async def heartbeat(self, owner: OwnerId) -> None:
-        self.beats += 1
+    async def _begin(self) -> None:
+        await self._ledger.create_run(RUN, self._settings)
+        await self._client.take_role(restored_step=0)
+        publication = await self._client.register(0, "weights")
+        assert publication.id == PUBLICATION
+        await self._client.confirm(publication)
 
     async def submit(
         self, group: EncodedGroup, outcome: GroupOutcome, *, attempt: int, drop: DropReason | None = None
     ) -> Receipt:
-        self._trip()
-        state = "queued" if drop is None else "dropped"
-        return await self._settle(group.id, state, decode_group(group.payload), outcome, drop)
+        return (await self.submit_part(group, outcome, attempt=attempt, drop=drop)).receipt
 
     async def submit_part(
         self, part: EncodedGroup, outcome: GroupOutcome, *, attempt: int, drop: DropReason | None = None
     ) -> PartReceipt:
-        return PartReceipt(receipt=await self.submit(part, outcome, attempt=attempt, drop=drop))
+        self._raise_planned()
+        self.submitted[part.id] = Submitted(decode_group(part.payload), outcome)
+        receipt = PartReceipt(receipt=await self._client.submit(part, outcome, attempt=attempt, drop=drop))
+        await self._settled()
+        return receipt
 
     async def close(self, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None = None) -> Receipt:
-        self._trip()
-        return await self._settle(group_id, "dropped", None, outcome, reason)
-
-    async def _settle(
-        self,
-        gid: GroupId,
-        state: str,
-        group: PromptGroup | None,
-        outcome: GroupOutcome | None,
-        drop: DropReason | None,
-    ) -> Receipt:
-        async with self._moved:
-            row = self.rows[gid]
-            if row.state in ("queued", "dropped"):
-                return Receipt.ALREADY_STORED if row.state == "queued" else Receipt.ALREADY_SETTLED
-            row.state, row.group, row.outcome, row.drop = state, group, outcome, None if drop is None else str(drop)
-            self._moved.notify_all()
-        return Receipt.STORED
+        receipt = await self._client.close(group_id, reason, outcome=outcome)
+        await self._settled()
+        return receipt
 
     async def release(self, group_id: GroupId, *, attempt: int, cause: str) -> None:
-        self._trip()
         self.released.append((group_id, attempt, cause))
-        async with self._moved:
-            row = self.rows[group_id]
-            if row.state == "leased" and row.attempt == attempt:
-                row.state = "waiting" if row.attempt < self.max_attempts else "dropped"
-                row.drop = None if row.state == "waiting" else f"attempts: {cause}"
-            self._moved.notify_all()
+        await self._client.release(group_id, attempt=attempt, cause=cause)
+        await self._settled()
 
     async def exhausted(self) -> None:
-        async with self._moved:
-            self.was_exhausted = True
-            self._moved.notify_all()
+        self.was_exhausted = True
+        await self._client.exhausted()
+        await self._settled()
 
-    async def progress(self) -> DrawProgress:
-        opened = {row.draw.position for row in self.rows.values()}
-        settled = {row.draw.position for row in self.rows.values() if row.state == "dropped"}
-        opened_below = next(p for p in range(len(opened) + 1) if p not in opened)
-        settled_below = next(p for p in range(len(settled) + 1) if p not in settled)
-        return DrawProgress(
-            opened_below=opened_below,
-            opened_beyond=tuple(p for p in sorted(opened) if p >= opened_below),
-            settled_below=settled_below,
-            settled_beyond=tuple(p for p in sorted(settled) if p >= settled_below),
-            exhausted=self.was_exhausted,
-        )
+    async def until(self, is_reached: Callable[[], bool]) -> None:
+        """Wait for a condition on the rows."""
+        async with asyncio.timeout(90):
+            while not is_reached():
+                await asyncio.sleep(0.02)
+                await self._read()
 
-    async def outcomes(self, *, after: int, limit: int) -> list[PastDraw]:
-        past = [
-            PastDraw(
-                group_id=gid,
-                task_id=row.draw.task_id,
-                number=row.draw.number,
-                position=row.draw.position,
-                sequence=row.sequence,
-                state=GroupState(row.state) if row.state in ("queued", "dropped") else GroupState.DISPATCHED,
-                outcome=row.outcome,
-            )
-            for gid, row in self.rows.items()
-            if row.sequence > after
-        ]
-        return sorted(past, key=lambda draw: draw.sequence)[:limit]
+    async def expire(self, group_id: GroupId) -> None:
+        """Another attempt of a group is due, as after the end of its lease."""
+        await self._ledger.release(RUN, group_id, attempt=self.rows[group_id].attempt, cause="lease expired")
 
-    async def status(self) -> LedgerStatus:
-        counts = GateCounts(leased=self._leased(), queued=sum(row.state == "queued" for row in self.rows.values()))
-        return LedgerStatus(
-            run_id=RunId("test"),
-            gate=self.gate,
-            capacity=self.capacity - self._leased(),
-            counts=counts,
-            opened=len(self.rows),
-            version=0,
-            ended=self.is_ended,
-        )
+    async def end(self) -> None:
+        """End the run, as its trainer does."""
+        await self._read()
+        self._is_ended = True
+        await self._client.finish(EndOfRun.END_OF_DATA)
 
-    @property
-    def gate(self) -> GateState:
-        if self.is_ended:
-            return GateState.ENDED
-        return GateState.OPEN if self._leased() < self.capacity else GateState.FULL
+    async def _settled(self) -> None:
+        if self._is_ended:
+            return
+        await self._read()
+        states = [row.state for row in self.rows.values()]
+        num_settled = sum(state is not GroupState.DISPATCHED for state in states)
+        is_complete = self.was_exhausted and num_settled == len(states)
+        if is_complete or (self._wanted is not None and num_settled >= self._wanted):
+            await self.end()
 
-    @property
-    def is_ended(self) -> bool:
-        settled = sum(row.state in ("queued", "dropped") for row in self.rows.values())
-        return (self.wanted is not None and settled >= self.wanted) or (
-            self.was_exhausted and settled == len(self.rows)
-        )
+    async def _read(self) -> None:
+        if self._has_begun and not self._is_ended:
+            found = await self._ledger.groups(RUN, limit=10_000)
+            if not self._is_ended:
+                self.rows = {record.group_id: record for record in found}
 
-    def _leased(self) -> int:
-        return sum(row.state == "leased" for row in self.rows.values())
-
-    def _trip(self) -> None:
+    def _raise_planned(self) -> None:
         if self.fail_next:
             raise self.fail_next.pop(0)
+
+
+@asynccontextmanager
+async def open_sink(directory: Path) -> AsyncIterator[LedgerSink]:
+    async with (
+        serving(directory / "ledger") as (url, ledger),
+        open_ledger_client(url, RUN, request_s=30.0, log=EventLog("test")) as client,
+    ):
+        yield LedgerSink(ledger, client)

@@ -1,5 +1,6 @@
 """Reads a run directory while it is written, after a kill, and when it is empty."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.dashboard.json_tail import MAX_LINE_BYTES, FolderTail, JsonTail
+from rollbook.dashboard.process_files import read_processes
 from rollbook.dashboard.run_files import RunReader, read_steps, summarise
 from rollbook.dashboard.run_metrics import moving_average, tenth_means
 from tests.parts.dashboard.run_dir import append_rows, trainer_row, write_run
@@ -79,6 +81,33 @@ def test_evaluations_shares_and_deaths_are_read(tmp_path: Path) -> None:
     assert metrics.evaluation == summary.evaluations[-1]
     assert metrics.evaluation is not None
     assert (metrics.evaluation.solved, metrics.evaluation.low, metrics.evaluation.tasks) == (0.7, 0.6, 40)
+
+
+def test_dispatchers_that_joined_count_in_the_totals(tmp_path: Path) -> None:
+    reader = RunReader(tmp_path)
+    played = {"time": 1.0, "rollout/episodes": 8.0, "rollout/groups_finished": 2.0}
+    append_rows(tmp_path / "metrics.jsonl", {**played, "process": "rollout"})
+    append_rows(tmp_path / "metrics-rollout-b.jsonl", {**played, "process": "rollout-b"})
+    assert reader.poll().totals.groups == 4.0
+    append_rows(tmp_path / "metrics-rollout-b.jsonl", {**played, "process": "rollout-b"})
+    assert reader.poll().totals == summarise(tmp_path).totals
+    assert summarise(tmp_path).totals.groups == 6.0
+
+
+def test_processes_that_joined_are_listed_with_their_machine(tmp_path: Path) -> None:
+    member = {"role": "policy", "node": "host-2", "address": "http://10.0.0.6:1", "in_service": True}
+    started = {"pid": None, "state": "running", "restarts": 0, "ready": True}
+    recorded = {"supervisor": None, "processes": {"policy": started}, "members": {"policy-b": member}}
+    (tmp_path / "processes.json").write_text(json.dumps(recorded))
+    own, joined = read_processes(tmp_path)
+    assert (own.name, own.node) == ("policy", None)
+    assert (joined.name, joined.role, joined.node, joined.address) == (
+        "policy-b",
+        "policy",
+        "host-2",
+        "http://10.0.0.6:1",
+    )
+    assert (joined.ready, joined.alive, joined.state) == (True, False, "unknown"), "the supervisor does not run"
 
 
 def test_the_last_transcript_is_read_from_the_workers_log(tmp_path: Path) -> None:

@@ -116,13 +116,13 @@ def test_registering_again_changes_the_weight_and_keeps_the_credit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight", "min_share", "told"),
+    ("weight", "min_share", "message"),
     [(0.0, 0.0, "above 0"), (float("nan"), 0.0, "above 0"), (1.0, 1.5, "between 0 and 1"), (1.0, 0.8, "more than 1")],
 )
-def test_impossible_weights_and_shares_are_refused(weight: float, min_share: float, told: str) -> None:
+def test_impossible_weights_and_shares_are_refused(weight: float, min_share: float, message: str) -> None:
     driver = training()
     register(driver, "first", min_share=0.3)
-    with pytest.raises(RunError, match=told):
+    with pytest.raises(RunError, match=message):
         register(driver, "second", weight=weight, min_share=min_share)
 
 

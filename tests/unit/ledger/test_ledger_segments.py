@@ -293,7 +293,7 @@ async def test_a_group_whose_payload_was_lost_in_a_power_failure_is_dropped_with
         assert [group.state for group in groups] == [GroupState.QUEUED, GroupState.QUEUED, GroupState.DROPPED]
         assert groups[2].drop_reason == f"{DropKind.LOST}: its payload was lost in a power failure"
         assert (await ledger.read(lambda tx: audit_run(tx, RUN))).violations == ()
-    # Nothing is lost twice, and nobody looks again.
+    # A loss is reported once, and the file is not checked again.
     async with open_sqlite_store(tmp_path) as store:
         assert await store.write(lambda tx: tx.payloads.lost(RUN)) == []
 
@@ -304,7 +304,7 @@ async def test_after_a_process_crash_nothing_is_lost_and_the_next_start_does_not
         assert await store.write(lambda tx: tx.payloads.lost(RUN)) == []
     damage(segment_path(tmp_path, 0))
     async with open_sqlite_store(tmp_path) as store:
-        # Damage that comes later is damage of the disk: a fault for whoever reads, not a loss that is written off.
+        # Later damage is a fault of the disk: reading fails, and nothing is counted as lost.
         assert await store.write(lambda tx: tx.payloads.lost(RUN)) == []
         with pytest.raises(StoreFaultError, match="is damaged"):
             await store.read(get(group_of("a", (-1,)).id))

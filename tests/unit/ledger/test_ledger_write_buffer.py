@@ -105,10 +105,10 @@ async def test_a_failed_operation_is_rolled_back_without_affecting_the_others(
 
             return work
 
-        told = await together(store, put("a", 1), fail, put("b", 2), fail, put("c", 3))
-        assert [told[0], told[2], told[4]] == [0, 1, 2]
-        assert isinstance(told[1], LookupError)
-        assert isinstance(told[3], LookupError)
+        results = await together(store, put("a", 1), fail, put("b", 2), fail, put("c", 3))
+        assert [results[0], results[2], results[4]] == [0, 1, 2]
+        assert isinstance(results[1], LookupError)
+        assert isinstance(results[3], LookupError)
         ids, run, positions = await store.read(
             lambda tx: ([g.group_id for g in tx.groups.queued(RUN)], tx.runs.get(RUN), tx.positions.all(RUN))
         )
@@ -121,14 +121,14 @@ async def test_a_failed_operation_is_rolled_back_without_affecting_the_others(
 async def test_a_row_that_the_database_refuses_fails_only_its_own_operation(tmp_path: Path) -> None:
     async with open_sqlite_store(tmp_path) as store:
         await store.write(lambda tx: tx.runs.put(NEW_RUN))
-        told = await together(
+        results = await together(
             store,
             lambda tx: tx.groups.put(group("a", 1)),
             lambda tx: tx.groups.put(group("beyond", 2**70)),
             lambda tx: tx.groups.put(group("same sequence", 1)),
             lambda tx: tx.groups.put(group("b", 2)),
         )
-        assert [type(t).__name__ for t in told] == ["NoneType", "OverflowError", "IntegrityError", "NoneType"]
+        assert [type(t).__name__ for t in results] == ["NoneType", "OverflowError", "IntegrityError", "NoneType"]
         assert [g.group_id for g in await store.read(lambda tx: tx.groups.queued(RUN))] == ["a", "b"]
 
 
