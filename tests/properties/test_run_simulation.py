@@ -20,7 +20,7 @@ from rollbook.run.simulation.durations import (
     Turn,
 )
 from rollbook.run.simulation.ledger import SimulatedLedger
-from rollbook.run.simulation.prediction import ideal_samples_per_s, predict
+from rollbook.run.simulation.prediction import ideal_samples_per_s, predict, predict_part
 from rollbook.run.simulation.simulator import Setting, SimulatedRun, Simulation
 from tests.parts.ledger.groups import draws, part_of
 from tests.parts.ledger.groups import settings as run_settings
@@ -207,6 +207,30 @@ def test_no_simulated_token_is_trained_beyond_the_bound_and_nothing_is_lost(
         assert run.dropped.get("stale", 0) == 0
     if not rule.policy.masks_tokens:
         assert all(step.masked_tokens == 0 for step in run.steps)
+
+
+@pytest.mark.parametrize("policy", [BatchPolicy.WAIT, BatchPolicy.PARTS])
+@pytest.mark.parametrize("slower", ["trainer", "engines"])
+def test_a_part_of_a_large_run_predicts_the_whole(policy: BatchPolicy, slower: str) -> None:
+    """Settings of a run with thousands of workers are compared on a part of it."""
+    rule = FreshnessRule(
+        groups_per_step=256,
+        max_in_flight=512,
+        max_head_offpolicy_versions=3,
+        policy=policy,
+        samples_per_group=GROUP_SIZE if policy is BatchPolicy.PARTS else 1,
+        quorum=QUORUM if policy is BatchPolicy.PARTS else None,
+    )
+    setting = Setting(rule=rule, samples_per_group=GROUP_SIZE, slots=512, workers=512, replicas=4)
+    made = durations(0)
+    if slower == "engines":
+        made = replace(made, training=replace(made.training, per_sample_s=0.001))
+    whole, part = predict(setting, made, steps=16), predict_part(setting, made)
+    assert part.setting == setting
+    for name in ("steps_per_s", "samples_per_s", "tokens_per_s"):
+        assert getattr(part, name) == pytest.approx(getattr(whole, name), rel=0.07), name
+    assert part.lag_mean == pytest.approx(whole.lag_mean, abs=0.3)
+    assert part.max_load == pytest.approx(whole.max_load, rel=0.25)
 
 
 @settings(max_examples=10)

@@ -154,6 +154,6 @@ def test_a_model_tasks_and_a_reward_learn_with_the_default_settings(tmp_path: Pa
     done = rollbook("train", str(folder / "run.toml"), "--run-dir", str(tmp_path / "run"), "--no-dashboard", "--json")
     summary = json.loads(done.stdout.splitlines()[-1])
     assert (summary["end"], summary["audit"]) == ("finished", "ok")
-    # In ten seeds it rose by half or more.
+    # After 100 steps it was 1.5 to 1.7 times as high (two seeds).
     assert summary["reward_last"] > 1.2 * summary["reward_first"]
     assert rollbook("replay", str(tmp_path / "run"), "--verify").returncode == 0

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+GOLDEN = (5**0.5 - 1) / 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
@@ -96,14 +98,24 @@ class Durations:
 
 @dataclass(slots=True)
 class EpisodeSource:
-    """Draws tasks and episodes at random, by the recorded shares."""
+    """Draws tasks and episodes at random, by the recorded shares.
+
+    The recorded training and publication times are used evenly, in an order that does not depend on the episodes: two simulated
+    runs differ by their settings only, and a few steps have the recorded mean.
+    """
 
     durations: Durations
     rng: random.Random
     _cumulative: list[int] = field(init=False)
+    _spread: Sequence[float] = field(init=False)
+    _settle_s: Sequence[float] = field(init=False)
+    _trained: int = 0
+    _settled: int = 0
 
     def __post_init__(self) -> None:
         self._cumulative = list(accumulate(len(task.groups) for task in self.durations.tasks))
+        self._spread = sorted(self.durations.training.spread)
+        self._settle_s = sorted(self.durations.settle_s)
 
     def group(self, samples: int) -> tuple[Sequence[Episode], bool]:
         """The episodes of one draw, and whether the group is dropped at its end."""
@@ -112,9 +124,15 @@ class EpisodeSource:
         return task.draw(samples, self.rng), is_dropped
 
     def settle_s(self) -> float:
-        return self.rng.choice(self.durations.settle_s)
+        self._settled += 1
+        return _evenly(self._settle_s, self._settled)
 
     def training_s(self, *, samples: int, tokens: int) -> float:
-        return self.durations.training.seconds(samples=samples, tokens=tokens) * self.rng.choice(
-            self.durations.training.spread
-        )
+        self._trained += 1
+        expected = self.durations.training.seconds(samples=samples, tokens=tokens)
+        return expected * _evenly(self._spread, self._trained)
+
+
+def _evenly(ordered: Sequence[float], number: int) -> float:
+    """Multiples of the golden ratio cover the values evenly, however many are taken."""
+    return ordered[int(number * GOLDEN % 1.0 * len(ordered))]

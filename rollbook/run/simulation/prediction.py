@@ -15,6 +15,10 @@ from rollbook.run.simulation.simulator import Setting, SimulatedRun, Simulation
 MAX_EPISODES = 60_000
 """Simulated episodes of one prediction: a few seconds."""
 MIN_STEPS, MAX_STEPS = 12, 40
+LARGE_STEP = 256
+"""Groups of a step from which a comparison of settings simulates a part of the run only."""
+PART_OF_STEP = 64
+"""Groups of a step in such a part."""
 WARM_UP_SHARE = 0.25
 """The first steps fill the pipeline and are not measured."""
 SAME = 0.02
@@ -118,6 +122,52 @@ def predict(setting: Setting, durations: Durations, *, seed: int = 0, steps: int
     return measure(Simulation(setting, durations, seed=seed).run(steps or steps_for(setting)))
 
 
+def is_large(setting: Setting) -> bool:
+    return setting.rule.groups_per_step >= LARGE_STEP
+
+
+def predict_part(setting: Setting, durations: Durations, *, seed: int = 0, steps: int | None = None) -> Prediction:
+    """As `predict`, but of a large run only a part is simulated, with engines and a trainer that are slower by the same factor.
+
+    So the search for better settings of a run with 10,000 workers takes seconds. Parts of large runs behave alike.
+    """
+    rule = setting.rule
+    if not is_large(setting):
+        return predict(setting, durations, seed=seed, steps=steps)
+    factor = rule.groups_per_step / PART_OF_STEP
+    small = replace(
+        setting,
+        rule=replace(rule, groups_per_step=PART_OF_STEP, max_in_flight=max(1, round(rule.max_in_flight / factor))),
+        slots=max(1, round(setting.slots / factor)),
+    )
+    slow = replace(
+        durations, request=_slower_by_load(durations.request, factor), training=_smaller(durations.training, factor)
+    )
+    part = predict(small, slow, seed=seed, steps=steps or (MIN_STEPS + MAX_STEPS) // 2)
+    return replace(
+        part,
+        setting=setting,
+        samples_per_s=part.samples_per_s * factor,
+        tokens_per_s=part.tokens_per_s * factor,
+        max_load=round(part.max_load * factor),
+    )
+
+
+def _slower_by_load(request: RequestTime, factor: float) -> RequestTime:
+    """Each concurrent request stands for `factor` of them."""
+    return replace(
+        request,
+        per_request_s=request.per_request_s * factor,
+        per_total_s=request.per_total_s * factor,
+        per_worker_s=request.per_worker_s * factor,
+    )
+
+
+def _smaller(training: TrainingTime, factor: float) -> TrainingTime:
+    """Each trained sample and token stands for `factor` of them."""
+    return replace(training, per_sample_s=training.per_sample_s * factor, per_token_s=training.per_token_s * factor)
+
+
 def measure(run: SimulatedRun) -> Prediction:
     left_out = max(1, int(len(run.steps) * WARM_UP_SHARE))
     first, steps = run.steps[left_out - 1], run.steps[left_out:]
@@ -163,9 +213,11 @@ def ideal_samples_per_s(setting: Setting, durations: Durations) -> float:
 def what_ifs(base: Prediction, durations: Durations, *, seed: int = 0, steps: int | None = None) -> list[WhatIf]:
     """The gain of doubling each resource alone, largest first. The first one is the bottleneck."""
     setting, rule = base.setting, base.setting.rule
+    if is_large(setting):
+        base = predict_part(setting, durations, seed=seed, steps=steps)
     found = []
     for name, text, other_setting, other_durations in _changes(setting, rule, durations):
-        changed = predict(other_setting, other_durations, seed=seed, steps=steps)
+        changed = predict_part(other_setting, other_durations, seed=seed, steps=steps)
         found.append(WhatIf(name=name, text=text, gain=changed.tokens_per_s / max(base.tokens_per_s, 1e-9) - 1.0))
     return sorted(found, key=lambda one: -one.gain)
 
@@ -234,6 +286,9 @@ def with_policy(setting: Setting, policy: BatchPolicy) -> FreshnessRule:
 def recommend(base: Prediction, durations: Durations, *, seed: int = 0, steps: int | None = None) -> Prediction:
     """The best groups in flight and batch policy for the same bound and the same machines. `base` if nothing is better."""
     setting = base.setting
+    given = base
+    if is_large(setting):
+        base = predict_part(setting, durations, seed=seed, steps=steps)
     bound, per_step = setting.rule.max_head_offpolicy_versions, setting.rule.groups_per_step
     sizes = sorted({max(1, per_step // 2), *(per_step * k for k in range(1, bound + 2))})
     policies = [policy for policy in RECOMMENDED_POLICIES if policy is not setting.rule.policy]
@@ -245,7 +300,7 @@ def recommend(base: Prediction, durations: Durations, *, seed: int = 0, steps: i
         for size in sizes:
             other = replace(setting, rule=replace(rule, max_in_flight=size), slots=max(size, setting.slots))
             if other != setting:
-                found.append(predict(other, durations, seed=seed, steps=steps))
+                found.append(predict_part(other, durations, seed=seed, steps=steps))
     kept = [one for one in found if one.setting.rule.policy is setting.rule.policy]
     best_kept, best = max(one.tokens_per_s for one in kept), max(one.tokens_per_s for one in found)
     if best_kept * (1.0 + POLICY_GAIN) >= best:
@@ -254,7 +309,8 @@ def recommend(base: Prediction, durations: Durations, *, seed: int = 0, steps: i
     if base in good:
         # What it has now is as fast: change it only for less lag.
         good = [base, *(one for one in good if one.lag_mean < base.lag_mean - 0.1)]
-    return min(good, key=lambda one: (round(one.lag_mean, 1), one.setting.rule.max_in_flight))
+    chosen = min(good, key=lambda one: (round(one.lag_mean, 1), one.setting.rule.max_in_flight))
+    return given if chosen is base else chosen
 
 
 def frontier(points: Sequence[Prediction]) -> list[Prediction]:
