@@ -79,7 +79,12 @@ class Target:
 async def target(tmp_path: Path) -> AsyncIterator[Target]:
     # One step needs nearly all groups of the run, so that no generated call of `batch` waits long.
     config = LedgerConfig(max_body_mb=1, max_queued_groups=500, max_queued_mb=1)
-    async with serving(tmp_path, config=config) as (url, ledger), aiohttp.ClientSession() as session:
+    telemetry = tmp_path / "run"
+    (telemetry / "logs").mkdir(parents=True)
+    async with (
+        serving(tmp_path / "ledger", config=config, run_directory=telemetry) as (url, ledger),
+        aiohttp.ClientSession() as session,
+    ):
         await ledger.create_run(RUN, run_settings())
         await ledger.join(RUN, "w", nonce="n")
         caller = Caller(session, url)
@@ -150,6 +155,7 @@ async def test_an_invalid_value_in_any_field_never_causes_a_server_error(target:
         "unusable": {},
     }
     base |= {"name": "m", "role": "policy", "node": "n", "address": "", "lease_s": 15.0, "load": 0.0}
+    base |= {"file": "logs/policy-a.jsonl", "data": b"{}\n", "stream": "s", "start": 0}
     base |= {"kind": "annotate", "author": "a", "target": "a", "sample": 0, "note": "n"}
     for method, path, schema in target.operations():
         if schema is None:

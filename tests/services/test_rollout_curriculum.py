@@ -23,16 +23,15 @@ async def sink(tmp_path: Path) -> AsyncIterator[LedgerSink]:
 
 async def test_a_second_dispatcher_continues_the_curriculum_of_the_first(tmp_path: Path, sink: LedgerSink) -> None:
     tasks, chosen = tiered(3, 2, secret=3), rules(promote_tries=3, fast_track_tries=2)
-    sink.limit(capacity=4, wanted=30)
-    first = dispatching(
-        tmp_path / "first", [{}], sink=sink, source=Curriculum(tasks, chosen, seed=2), worker={"delay_s": 0.01}
-    )
-    running = asyncio.create_task(first.run())
-    await sink.until(lambda: sum(row.state == "queued" for row in sink.rows.values()) >= 12)
-    first.dispatcher.leave()
-    await running
-    curriculum = Curriculum(tasks, chosen, seed=2)
-    await dispatching(tmp_path / "second", [{}], sink=sink, source=curriculum, worker={"delay_s": 0.01}).run()
+    sink.limit(capacity=4)
+    for name, num_stored in (("first", 12), ("second", 30)):
+        curriculum = Curriculum(tasks, chosen, seed=2)
+        play = dispatching(tmp_path / name, [{}], sink=sink, source=curriculum, worker={"delay_s": 0.01})
+        running = asyncio.create_task(play.run())
+        await sink.until(lambda: sum(row.state == "queued" for row in sink.rows.values()) >= num_stored)  # noqa: B023
+        play.dispatcher.leave()
+        await running
+    await sink.end()
     assert len(read_metrics(tmp_path / "second" / "metrics.jsonl")) > 0
     # Each draw of a task occurs once, over both dispatchers, and positions have no gap.
     for task in tasks:

@@ -73,6 +73,8 @@ get --json '{"name": "gpu-1", "role": "policy", "node": "host-1", "nonce": "m1"}
 MEMBER=policy%230                                                                    # the id in the response, policy#0
 get --json '{"publication": 0, "load": 3}' -H "$TOKEN" $LEDGER/v1/runs/demo/members/$MEMBER/heartbeat
 get $LEDGER/v1/runs/demo/members
+get --json '{"file": "logs/gpu-1.jsonl", "data": "e30K", "stream": "m1", "start": 0}' -H "$TOKEN" $LEDGER/v1/runs/demo/telemetry \
+  || true                                                                            # only the ledger of `rollbook train` stores it
 get --json '{}' -H "$TOKEN" $LEDGER/v1/runs/demo/members/$MEMBER/leave
 
 # What operators do. Each action is recorded with its author and time.

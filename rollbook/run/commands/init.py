@@ -1,7 +1,8 @@
 """`rollbook init`: creates a project from a template, a folder of readable files in `rollbook/templates`.
 
 A template trains as it is, with a small model that is built for the run. For a real model two things change in its run file: the
-section `[model.build]` becomes `[model]` with a path, and each line with a comment `# real model: VALUE` gets that value.
+section `[model.build]` becomes `[model]` with a path, and each line with a comment `# real model: VALUE` gets that value, or is
+removed if the comment says so.
 """
 
 import json
@@ -17,6 +18,7 @@ PLACEHOLDER = "my_project"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _BUILD_SECTION = re.compile(r"(?:^#.*\n)*^\[model\.build\]\n(?:(?!\[).*\n|\[(?![a-z]).*\n)*", re.MULTILINE)
 _REAL_MODEL = re.compile(r"^(\w+) = .*  # real model: (.+)$", re.MULTILINE)
+_REMOVED = re.compile(r"^\w+ = .*  # real model: remove this line\n", re.MULTILINE)
 
 
 def template_names() -> list[str]:
@@ -50,7 +52,7 @@ def init_project(directory: Path, *, template: str, model: str | None) -> Sequen
 def with_real_model(run_file: str, model: str) -> str:
     """The run file of a template, changed for an existing model."""
     section = f"[model]\npath = {json.dumps(model)}\n\n"
-    return _REAL_MODEL.sub(r"\1 = \2", _BUILD_SECTION.sub(lambda _: section, run_file))
+    return _REAL_MODEL.sub(r"\1 = \2", _REMOVED.sub("", _BUILD_SECTION.sub(lambda _: section, run_file)))
 
 
 def _files(template: str) -> list[Path]:
