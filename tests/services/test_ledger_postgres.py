@@ -214,10 +214,15 @@ async def test_callers_wait_while_the_database_restarts(server: PostgresServer) 
         assert audit(reader, RUN).violations == ()
 
 
-async def test_no_acknowledged_group_is_lost_in_a_fail_over_to_a_synchronous_standby(server: PostgresServer) -> None:
+def standby_of(server: PostgresServer) -> PostgresServer:
     standby = own_server()
     standby.stop()
     standby.follow(server)
+    return standby
+
+
+async def test_no_acknowledged_group_is_lost_in_a_fail_over_to_a_synchronous_standby(server: PostgresServer) -> None:
+    standby = standby_of(server)
     url = both_url(server, standby)
     async with replica(url) as ledger:
         await started(ledger, per_step=30)
@@ -250,9 +255,7 @@ async def test_no_acknowledged_group_is_lost_in_a_fail_over_to_a_synchronous_sta
 
 async def test_a_commit_waits_until_the_standby_has_what_a_killed_primary_shows_again(server: PostgresServer) -> None:
     """The response of the first commit is lost with the primary, before the standby has it."""
-    standby = own_server()
-    standby.stop()
-    standby.follow(server)
+    standby = standby_of(server)
     url = both_url(server, standby)
     async with open_postgres_store(url) as store:
         await store.write(lambda tx: tx.runs.count_drop(RUN, "stale"))

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.ledger.store import StoreFaultError
+from rollbook.ledger.stores.sqlite.segments import sync_directory
 
 S3 = "s3://"
 UNFINISHED = ".tmp"
@@ -67,7 +68,7 @@ class ObjectDirectory:
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(path)
-            _sync(path.parent)
+            sync_directory(path.parent)
         except OSError as error:
             advice = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the file system"
             raise StoreFaultError(
@@ -99,7 +100,7 @@ class ObjectDirectory:
             if directory.parent != self._root:
                 self._make(directory.parent)
             directory.mkdir(exist_ok=True, mode=0o700)
-            _sync(directory.parent)
+            sync_directory(directory.parent)
 
 
 @cache
@@ -109,11 +110,3 @@ def objects_at(location: str) -> Objects:
         return ObjectDirectory(location)
     objects: Objects = load_on_demand("rollbook.ledger.stores.s3:Bucket")(location)
     return objects
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -154,7 +154,7 @@ def predict_part(setting: Setting, durations: Durations, *, seed: int = 0, steps
 
 
 def _slower_by_load(request: RequestTime, factor: float) -> RequestTime:
-    """Each concurrent request stands for `factor` of them."""
+    """Each concurrent request represents `factor` of them."""
     return replace(
         request,
         per_request_s=request.per_request_s * factor,
@@ -164,7 +164,7 @@ def _slower_by_load(request: RequestTime, factor: float) -> RequestTime:
 
 
 def _smaller(training: TrainingTime, factor: float) -> TrainingTime:
-    """Each trained sample and token stands for `factor` of them."""
+    """Each trained sample and token represents `factor` of them."""
     return replace(training, per_sample_s=training.per_sample_s * factor, per_token_s=training.per_token_s * factor)
 
 
