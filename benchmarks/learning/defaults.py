@@ -1,11 +1,11 @@
 """Do the defaults learn? Three tasks, a model that is made on the spot, and no setting but the number of steps.
 
     python -m benchmarks.learning.defaults --to runs/defaults        # data and warm starts; needs reasoning-gym
-    rollbook study runs/defaults/gcd/study.toml --jobs 4 --out runs/defaults/gcd/study --json
-    for run in runs/defaults/gcd/study/cells/*/seed-*/; do rollbook replay $run --verify; done
+    rollbook study runs/defaults/aiw/study.toml --jobs 4 --out runs/defaults/aiw/study --json
+    for run in runs/defaults/aiw/study/cells/*/seed-*/; do rollbook replay $run --verify; done
 
-The tasks are sums and differences of two one-digit numbers, and two generators of reasoning-gym: the greatest common divisor of two
-numbers up to 20, and sums of three one-digit numbers. The model has two layers of width 64; each word is a token. Its warm start
+The tasks are sums and differences of two one-digit numbers, and two generators of reasoning-gym: products of two one-digit numbers,
+and `aiw`, questions about brothers, sisters and friends. The model has two layers of width 64; each word is a token. Its warm start
 has seen demonstrations of which four in ten are right, so it knows the format of an answer and is sometimes right.
 """
 
@@ -30,8 +30,8 @@ TEMPLATE = (
     "{% else %} User: {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} Assistant: {% endif %}"
 )
 GENERATORS: dict[str, dict[str, Any]] = {
-    "gcd": {"min_numbers": 2, "max_numbers": 2, "max_value": 20},
-    "chain_sum": {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+    "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    "aiw": {},
 }
 MAX_TASKS = 1500
 NUM_DEMONSTRATIONS, RIGHT = 4800, 0.4
