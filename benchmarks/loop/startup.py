@@ -1,7 +1,11 @@
-"""Start of a run: from `rollbook train` on the demo to its first trained step, in seconds and CPU seconds, by process.
+"""Start of a run: from `rollbook train` to its first trained step, in seconds and CPU seconds, by process and by milestone.
+
+    python -m benchmarks.loop.startup                                   the demo
+    python -m benchmarks.loop.startup --config run.toml                 another run, such as one on a GPU
 
 The peer is the same run without the process template: each process imports torch itself. The two alternate, and medians are
-compared. CPU seconds are read from the kernel until the first step is recorded, so they do not depend on other load.
+compared. CPU seconds are read from the kernel until the first step is recorded, so they do not depend on other load. The first
+start on a machine compiles kernels and reads files that later ones find in caches; it is printed, and the medians are over all.
 """
 
 import argparse
@@ -20,12 +24,24 @@ from pathlib import Path
 import psutil
 
 from benchmarks.report import Figure, print_figures, print_status
+from rollbook.dashboard.process_files import read_events
 from rollbook.telemetry.metrics import read_metrics
 
 DEMO = Path(__file__).parents[2] / "rollbook" / "demo"
 POLL_S = 0.05
 LIMIT_S = 600.0
 FLOOR = 2.0
+MILESTONES = (
+    "run.started",
+    "ledger.serving",
+    "run.template.ready",
+    "policy.serving",
+    "trainer.restored",
+    "policy.weights_published",
+    "ledger.batch_decided",
+    "ledger.step_acknowledged",
+)
+"""Events whose first occurrence is reported, in seconds since the command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +49,30 @@ class Start:
     wall_s: float
     cpu_s: dict[str, float]
     """By process."""
+    reached_s: dict[str, float]
+    """By milestone."""
 
     @property
     def total_cpu_s(self) -> float:
         return sum(self.cpu_s.values())
 
 
-def measure(directory: Path, *, has_template: bool) -> Start:
-    """Start the demo, wait for its first step, and kill it."""
-    home, run = directory / "demo", directory / "run"
-    shutil.copytree(DEMO, home)
-    command = [sys.executable, "-m", "rollbook", "train", str(home / "run.toml"), "--run-dir", str(run)]
+def measure(directory: Path, config: Path | None, *, has_template: bool) -> Start:
+    """Start a run, wait for its first step, and kill it."""
+    run = directory / "run"
+    if config is None:
+        shutil.copytree(DEMO, directory / "demo")
+        config = directory / "demo" / "run.toml"
+    command = [sys.executable, "-m", "rollbook", "train", str(config), "--run-dir", str(run)]
     command += ["--no-dashboard", "--set", f"run.process_template={str(has_template).lower()}"]
-    began = time.monotonic()
+    began, clock = time.monotonic(), time.time()
     with (directory / "output.txt").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
     used: dict[int, tuple[str, float]] = {}
     try:
         while not _has_trained(run):
             if process.poll() is not None or time.monotonic() > began + LIMIT_S:
-                raise RuntimeError(f"the demo trained no step:\n{(directory / 'output.txt').read_text()[-2000:]}")
+                raise RuntimeError(f"the run trained no step:\n{(directory / 'output.txt').read_text()[-2000:]}")
             used.update(cpu_by_process(psutil.Process(process.pid)))
             time.sleep(POLL_S)
         wall_s = time.monotonic() - began
@@ -66,7 +86,10 @@ def measure(directory: Path, *, has_template: bool) -> Start:
     cpu_s: dict[str, float] = defaultdict(float)
     for name, seconds in used.values():
         cpu_s[name] += seconds
-    return Start(wall_s, dict(cpu_s))
+    first: dict[str, float] = {}
+    for event in reversed(read_events(run, levels=("info",))):
+        first.setdefault(event["event"], event["time"] - clock)
+    return Start(wall_s, dict(cpu_s), {name: round(first[name], 2) for name in MILESTONES if name in first})
 
 
 def _has_trained(run: Path) -> bool:
@@ -116,14 +139,16 @@ def _median_by_process(starts: list[Start]) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--config", type=Path, help="the run to start (default: the demo)")
     args = parser.parse_args()
     starts: dict[bool, list[Start]] = {True: [], False: []}
     for _ in range(args.repetitions):
         for has_template, found in starts.items():
             with tempfile.TemporaryDirectory(prefix="rollbook-startup-") as directory:
-                found.append(measure(Path(directory), has_template=has_template))
+                found.append(measure(Path(directory), args.config, has_template=has_template))
             start, kind = found[-1], "with template" if has_template else "without"
             print_status(f"{kind}: {start.wall_s:.1f} s, CPU {start.total_cpu_s:.1f} s {_median_by_process([start])}")
+            print_status(f"  reached: {start.reached_s}")
     ours, peer = starts[True], starts[False]
     figures = [
         _figure(
@@ -135,7 +160,14 @@ def main() -> int:
             by_process=_median_by_process(ours),
             peer_by_process=_median_by_process(peer),
         ),
-        _figure("startup_wall", "s", [start.wall_s for start in ours], [start.wall_s for start in peer], None),
+        _figure(
+            "startup_wall",
+            "s",
+            [start.wall_s for start in ours],
+            [start.wall_s for start in peer],
+            None,
+            reached=[start.reached_s for start in ours],
+        ),
     ]
     return print_figures(figures, repetitions=args.repetitions, load=os.getloadavg()[0])
 
