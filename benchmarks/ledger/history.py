@@ -27,6 +27,7 @@ from rollbook.contracts.admission import OwnerId, RunId, RunSettings
 from rollbook.contracts.freshness import FreshnessRule
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState, PromptGroup, group_id
 from rollbook.contracts.group_codec import EncodedGroup, encode_group
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import Draw, TaskId
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
@@ -42,7 +43,6 @@ from rollbook.ledger.tools.audit_findings import AuditMark
 from rollbook.ledger.tools.compaction import compact
 from rollbook.ledger.tools.explain import explain_group
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger.postgres import make_server
 
 T = TypeVar("T")
 
@@ -243,7 +243,7 @@ def main() -> int:
     is_sqlite = args.store == "sqlite"
     clock, unit = (time.process_time, "CPU") if is_sqlite else (time.perf_counter, "wall")
     found: dict[int, dict[str, float]] = {}
-    server = None if is_sqlite else make_server()
+    server = None if is_sqlite else load_on_demand("tests.parts.ledger.postgres").make_server()
     with tempfile.TemporaryDirectory() as folder:
 
         def new_url(name: str) -> str:
