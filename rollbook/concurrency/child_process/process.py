@@ -109,6 +109,15 @@ def process_state(pid: int | None) -> str:
     return STATES.get(letter[0], letter[0]) if letter else "unknown"
 
 
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal. False if that is unknown: on systems without /proc."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
 class RunningProcess(Protocol):
     """A process that was started: `asyncio.subprocess.Process`, or one that a process template forked."""
 
@@ -141,6 +150,8 @@ class ChildProcess:
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._num_lines = 0
         self._received_at = time.monotonic()
+        self._has_sent = False
+        """Whether it has sent a message, so that `connect_to_parent` has returned in it."""
         self._output_task = (
             asyncio.create_task(self._follow_output(spec.output), name=f"child.output.{process.pid}")
             if callable(spec.output)
@@ -201,7 +212,7 @@ class ChildProcess:
         if payload is None:
             await self._ends_within(EXIT_S)
             raise ChildEndedError(self.exit_reason)
-        self._received_at = time.monotonic()
+        self._received_at, self._has_sent = time.monotonic(), True
         return payload
 
     async def ended(self) -> int:
@@ -245,6 +256,9 @@ class ChildProcess:
 
     async def stack(self) -> str:
         """The stacks of its threads, written by the child itself; what the kernel says about it if it cannot write them."""
+        if not (self._has_sent or catches(self.pid, STACK_SIGNAL)):
+            # The signal would kill it.
+            return f"it has no stacks yet: it is still importing its modules ({process_state(self.pid)})"
         path = self._spec.output
         before = path.stat().st_size if isinstance(path, Path) else self._num_lines
         self.send_signal(STACK_SIGNAL)

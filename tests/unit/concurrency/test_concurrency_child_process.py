@@ -128,6 +128,24 @@ async def test_a_running_child_writes_its_stacks_on_request(tmp_path: Path, kind
         assert f"{Path(MODULE.replace('.', '/')).name}.py" in await child.stack()
 
 
+async def test_a_request_for_stacks_does_not_kill_a_child_that_is_still_importing(tmp_path: Path) -> None:
+    (tmp_path / "slow_import.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(600)\n")
+    importing = asyncio.Event()
+    child = await ChildProcess.start(
+        ChildSpec(
+            module="slow_import",
+            environment={**os.environ, "PYTHONPATH": str(tmp_path)},
+            output=lambda pid, line: importing.set(),
+        )
+    )
+    try:
+        await importing.wait()
+        assert "still importing" in await child.stack()
+        assert child.is_alive
+    finally:
+        await child.kill()
+
+
 async def test_half_a_frame_counts_as_the_end() -> None:
     async with child_of("half_a_frame") as child:
         with pytest.raises(ChildEndedError, match="exited with status 0"):
