@@ -1,6 +1,8 @@
 """Expires the leases of silent members, of silent dispatchers and of overdue attempts. Their groups get another attempt."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from rollbook.concurrency.clock import Clock
@@ -27,10 +29,11 @@ class LeaseExpiry:
 
     async def recover(self) -> None:
         """After a start: drop groups whose payload was lost, and extend leases, since no heartbeat could arrive meanwhile."""
-        for run_id in await self._store.write(lambda tx: [run for run in tx.runs.ids() if tx.payloads.lost(run)]):
-            num_lost = await self._write(run_id, groups.drop_lost, self._clock.wall())
-            self._log.warning("ledger.payloads_lost", run=run_id, groups=num_lost)
-        await self._extend_leases()
+        async with self._stall_reported():
+            for run_id in await self._store.write(lambda tx: [run for run in tx.runs.ids() if tx.payloads.lost(run)]):
+                num_lost = await self._write(run_id, groups.drop_lost, self._clock.wall())
+                self._log.warning("ledger.payloads_lost", run=run_id, groups=num_lost)
+            await self._extend_leases()
 
     async def run(self) -> None:
         """Expire leases at every tick until cancelled. A failing store is logged and tried again.
@@ -43,21 +46,43 @@ class LeaseExpiry:
             await self._clock.sleep(TICK_S)
             began, now = self._clock.now(), self._clock.wall()
             try:
-                if has_stalled:
-                    await self._extend_leases()
-                    self._log.warning("ledger.leases_extended", cause="the store did not respond")
-                for run_id in await self._store.read(lambda tx: tx.runs.with_leases()):
-                    for member in await self._write(run_id, members.expire, now):
-                        self._log.warning(
-                            "ledger.member_expired", run=run_id, member=member.member_id, name=member.name
-                        )
-                    moved = await self._write(run_id, gate.expire, now)
-                    if moved:
-                        self._log.warning("ledger.leases_expired", run=run_id, groups=moved)
+                async with self._stall_reported():
+                    if has_stalled:
+                        await self._extend_leases()
+                        self._log.warning("ledger.leases_extended", cause="the store did not respond")
+                    await self._expire(now)
                 has_stalled = self._clock.now() - began > STALL_S
             except RollbookError as error:
                 has_stalled = True
                 self._log.error("ledger.expiry_failed", error=str(error))
+
+    async def _expire(self, now: float) -> None:
+        for run_id in await self._store.read(lambda tx: tx.runs.with_leases()):
+            for member in await self._write(run_id, members.expire, now):
+                self._log.warning("ledger.member_expired", run=run_id, member=member.member_id, name=member.name)
+            moved = await self._write(run_id, gate.expire, now)
+            if moved:
+                self._log.warning("ledger.leases_expired", run=run_id, groups=moved)
+
+    @asynccontextmanager
+    async def _stall_reported(self) -> AsyncIterator[None]:
+        """Log a block that has not ended after `STALL_S`, while it still waits.
+
+        Its writes wait behind those of all requests, so it also shows that requests wait.
+        """
+        reporting = asyncio.create_task(self._report_stall(), name="ledger.stall_report")
+        try:
+            yield
+        finally:
+            reporting.cancel()
+
+    async def _report_stall(self) -> None:
+        await self._clock.sleep(STALL_S)
+        self._log.warning(
+            "ledger.store_stalled",
+            after_s=STALL_S,
+            cause="the store has not responded; requests wait. PostgreSQL: does it run, and is its synchronous standby connected?",
+        )
 
     async def _extend_leases(self) -> None:
         for run_id in await self._store.read(lambda tx: tx.runs.with_leases()):

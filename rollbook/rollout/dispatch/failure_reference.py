@@ -91,7 +91,16 @@ CLUSTER_FAULTS: tuple[tuple[str, str, str], ...] = (
         "publication. A dispatcher continues",
         "`inference.confirm_s`",
     ),
-    ("the database restarts or is killed", "requests wait, at most `ledger.request_s`", "when it accepts connections"),
+    (
+        "the database restarts or is killed",
+        "requests wait, at most `ledger.request_s`. After 5 s the event `ledger.store_stalled` says so",
+        "when it accepts connections",
+    ),
+    (
+        "the synchronous standby of the database is lost",
+        "no commit completes: the same",
+        "when the standby is back",
+    ),
     (
         "the database fails over to a standby",
         "the same. With a synchronous standby nothing is lost; otherwise see [several machines](several-machines.md)",
