@@ -37,7 +37,7 @@ from rollbook.ledger.rules import runs
 from rollbook.ledger.stores.registry import open_reader, sqlite_url
 from rollbook.run.actions import act
 from rollbook.run.record import open_run
-from tests.faults.chaos_report import RESULTS, Fault, Kind, Report, merge
+from tests.faults.chaos_report import RESULTS, Fault, Kind, Report, merge, record
 from tests.parts.run.machine import Machine
 from tests.parts.run.small import CONFIG, REPOSITORY, SmallRun, rollbook
 
@@ -529,7 +529,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_line(report.table())
     row = report.row()
     if args.write:
-        RESULTS.write_text(json.dumps([row], indent=2) + "\n", encoding="utf-8")
+        record(RESULTS, row)
     write_line(json.dumps(row))
     return 0 if report.ok else 1
 

@@ -1,7 +1,7 @@
 """The result of a chaos run: faults with their times to heal, what was trained, and the section of docs/failures.md.
 
-`make chaos` with `--write` records a result in docs/results/chaos.json; `python -m tests.faults.chaos_report` prints the section.
-The file is a list: results of other machines and commits can be added to it.
+`make chaos` with `--write` adds its result to docs/results/chaos.json, `make chaos-cluster` to cluster-chaos.json;
+`python -m tests.faults.chaos_report` prints the section. Both files are lists, newest first.
 """
 
 import itertools
@@ -147,6 +147,14 @@ def merge(reports: Sequence[Report]) -> Report:
     )
 
 
+def record(file: Path, row: Mapping[str, Any]) -> None:
+    """Add a result to a file. It replaces one of the same commit, seed and number of cores."""
+    same = ("commit", "seed", "cores")
+    rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    kept = [one for one in rows if any(one[name] != row[name] for name in same)]
+    file.write_text(json.dumps([row, *kept], indent=2) + "\n", encoding="utf-8")
+
+
 def section() -> str:
     """The section of docs/failures.md with the recorded chaos runs; empty if there are none."""
     if not RESULTS.exists():
@@ -175,9 +183,7 @@ def _session(row: Mapping[str, Any]) -> Sequence[str]:
         "",
         f"Commit {row['commit']}, {row['date']}, seed {row['seed']}, load average {row['load']}: {row['faults']} faults of",
         f"{row['runs']} runs ({row['env']}) in {row['seconds']} s.",
-        f"{row['trained_groups']} groups were trained in {row['steps']} steps, {row['losses']} lost, {row['duplicates']} twice.",
-        f"The replay of {row['replays']} of {row['runs']} runs gave the same bits.",
-        f"Violations: {'; '.join(row['violations']) or 'none'}.",
+        *_totals(row),
         "",
         *_rows("fault", row["heal_s_by_kind"]),
         "",
@@ -187,10 +193,10 @@ def _session(row: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _cluster_section() -> Sequence[str]:
-    """The last recorded chaos run on several machines."""
+    """The recorded chaos runs on several machines."""
     if not CLUSTER_RESULTS.exists():
         return []
-    row = json.loads(CLUSTER_RESULTS.read_text(encoding="utf-8"))
+    rows = json.loads(CLUSTER_RESULTS.read_text(encoding="utf-8"))
     return [
         "### On several machines",
         "",
@@ -199,13 +205,26 @@ def _cluster_section() -> Sequence[str]:
         "disks, database or head until the next step is trained; for a lost machine, until its process has joined again; for a",
         "single process, until its replacement is ready.",
         "",
-        f"{row['faults']} faults in {row['seconds']} s on {row['cores']} cores, load average {row['load']}",
-        f"(seed {row['seed']}, {row['date']}). {row['losses']} lost, {row['duplicates']} trained twice,",
-        f"audit {'; '.join(row['violations']) or 'ok'}, the replay of {row['replays']} of {row['runs']} runs gave the same bits.",
-        f"{row['trained_groups']} groups were trained in {row['steps']} steps.",
+        *itertools.chain.from_iterable(_cluster_session(row) for row in rows),
+    ]
+
+
+def _cluster_session(row: Mapping[str, Any]) -> Sequence[str]:
+    return [
+        f"Commit {row['commit']}, {row['date']}, seed {row['seed']}: {row['faults']} faults in {row['seconds']} s on",
+        f"{row['cores']} cores, load average {row['load']}.",
+        *_totals(row),
         "",
         *_rows("fault", row["heal_s_by_kind"]),
         "",
+    ]
+
+
+def _totals(row: Mapping[str, Any]) -> Sequence[str]:
+    return [
+        f"{row['trained_groups']} groups were trained in {row['steps']} steps, {row['losses']} lost, {row['duplicates']} twice.",
+        f"The replay of {row['replays']} of {row['runs']} runs gave the same bits.",
+        f"Violations: {'; '.join(row['violations']) or 'none'}.",
     ]
 
 

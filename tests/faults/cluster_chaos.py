@@ -4,11 +4,14 @@ The first machine runs `rollbook train`, with its ledger in PostgreSQL, which ha
 dispatcher join from the other two. A seed decides the faults: machines and single processes killed, processes stopped, links cut
 for less or more than a lease, slow links that lose packets, the database restarted, killed, or lost so that its standby is
 promoted, a full disk of one machine or of the run, and the head killed and started again. Then the run is drained, resumed,
-finished, audited and replayed. The last line of the output is JSON.
+finished, audited and replayed. A wait for the database that the ledger does not report is a violation. The output of the
+processes is written to a directory of its own (`--logs`), with the logs of the run if it failed. The last line of the output is
+JSON.
 """
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,8 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from rollbook.ledger.lease_expiry import STALL_S
 from tests.faults.chaos import SUPERVISED, Chaos, write_line
-from tests.faults.chaos_report import CLUSTER_RESULTS, Fault, Kind, Report
+from tests.faults.chaos_report import CLUSTER_RESULTS, Fault, Kind, Report, record
 from tests.parts.ledger.postgres import PostgresServer, own_server
 from tests.parts.run.network import Machine, machines
 from tests.parts.run.small import REPOSITORY
@@ -44,6 +48,7 @@ PROMOTE_S = (0.0, 30.0)
 """From the loss of a primary until its standby is promoted."""
 HEAL_S = 600.0
 MEMBERS = ("policy", "rollout")
+LOGS = REPOSITORY / "build" / "chaos-cluster"
 
 
 class Joined:
@@ -94,16 +99,19 @@ class ClusterChaos(Chaos):
         events: int,
         seconds: float,
         kinds: Sequence[Kind],
+        logs: Path,
         log: Callable[[str], None],
     ) -> None:
         super().__init__(
             directory, seed=seed, kills=events, env="guessing", kinds=kinds, seconds=seconds, heal_s=HEAL_S, log=log
         )
         self._events = events
+        self.unreported: list[str] = []
         self._nodes = list(nodes)
         self._primary, self._standby = databases
         head, *others = nodes
         self.run.machine = head
+        self.run.outputs = logs
         # Reached through sockets in the file system, from all machines.
         hosts, ports = (
             ",".join(map(str, part)) for part in zip(*((d.directory, d.port) for d in databases), strict=True)
@@ -114,16 +122,18 @@ class ClusterChaos(Chaos):
             "cluster.allow_join=true",
         ]
         self._members = [
-            Joined(self.run.directory, role, node, directory / f"{role}.out")
+            Joined(self.run.directory, role, node, logs / f"{role}.out")
             for role, node in zip(MEMBERS, others, strict=True)
         ]
 
     def run_all(self) -> Report:
         try:
-            return super().run_all()
+            report = super().run_all()
         finally:
             for member in self._members:
                 member.stop()
+        report.violations += self.unreported
+        return report
 
     def _is_due(self) -> bool:
         return len(self.report.faults) < self._events
@@ -156,12 +166,16 @@ class ClusterChaos(Chaos):
                     time.sleep(self._rng.uniform(0.0, 5.0))
                     start_database(self._primary)
             case Kind.FAIL_OVER:
+                is_reported = self._logged("ledger", "ledger.store_stalled")
+                lost_s = self._rng.uniform(*PROMOTE_S)
                 with self._during(Fault(kind, "database")):
                     self._primary.kill()
-                    time.sleep(self._rng.uniform(*PROMOTE_S))
+                    time.sleep(lost_s)
                     self._standby.promote()
                     self._primary, self._standby = self._standby, self._primary
                 self._standby.follow(self._primary, **socket_settings(self._standby))
+                if lost_s > 2 * STALL_S and not is_reported():
+                    self.unreported.append(f"the ledger did not report that the database was lost for {lost_s:.0f} s")
             case Kind.HEAD:
                 with self._during(Fault(kind, "head", kills=len(self._nodes[0].pids()))):
                     self._nodes[0].kill_all()
@@ -219,20 +233,39 @@ def primary_and_standby() -> tuple[PostgresServer, PostgresServer]:
     return primary, standby
 
 
-def run_chaos(*, seed: int, events: int, seconds: float, kinds: Sequence[Kind]) -> Report:
+def run_chaos(*, seed: int, events: int, seconds: float, kinds: Sequence[Kind], logs: Path) -> Report:
+    logs.mkdir(parents=True, exist_ok=True)
+    for member in MEMBERS:
+        (logs / f"{member}.out").unlink(missing_ok=True)
     databases = primary_and_standby()
     with machines(3) as nodes, tempfile.TemporaryDirectory(prefix="rollbook-chaos-") as name:
         chaos = ClusterChaos(
-            Path(name), nodes, databases, seed=seed, events=events, seconds=seconds, kinds=kinds, log=write_line
+            Path(name),
+            nodes,
+            databases,
+            seed=seed,
+            events=events,
+            seconds=seconds,
+            kinds=kinds,
+            logs=logs,
+            log=write_line,
         )
         try:
             chaos.run_all()
         except Exception as error:
             write_line(f"failed: {''.join(traceback.format_exception(error))}")
             chaos.report.violations.append(f"the run failed: {str(error).partition(chr(10))[0]}")
+        if not chaos.report.ok:
+            keep_logs(chaos.run.directory, databases, logs)
     for server in databases:
         server.kill()
     return chaos.report
+
+
+def keep_logs(run_directory: Path, databases: Sequence[PostgresServer], to: Path) -> None:
+    shutil.copytree(run_directory / "logs", to / "run", dirs_exist_ok=True)
+    for server in databases:
+        shutil.copy(server.directory / "log", to / f"database-{server.port}.log")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -241,13 +274,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--events", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=120.0, help="no new faults after this time")
     parser.add_argument("--kinds", nargs="+", type=Kind, default=list(WEIGHTS), help="only these kinds of faults")
+    parser.add_argument("--logs", type=Path, default=LOGS, help="directory for the output of the processes")
     parser.add_argument("--write", action="store_true", help=f"record the result in {CLUSTER_RESULTS.name}")
     args = parser.parse_args(argv)
-    report = run_chaos(seed=args.seed, events=args.events, seconds=60 * args.minutes, kinds=args.kinds)
+    report = run_chaos(
+        seed=args.seed, events=args.events, seconds=60 * args.minutes, kinds=args.kinds, logs=args.logs.resolve()
+    )
     write_line(report.table())
-    write_line(json.dumps(report.row()))
+    row = report.row()
+    write_line(json.dumps(row))
     if args.write:
-        CLUSTER_RESULTS.write_text(json.dumps(report.row(), indent=1) + "\n", encoding="utf-8")
+        record(CLUSTER_RESULTS, row)
     return 0 if report.ok else 1
 
 

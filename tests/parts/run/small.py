@@ -83,6 +83,8 @@ class SmallRun:
         """Further options of `rollbook train`."""
         self.machine: Machine | None = None
         """Where `rollbook train` is started; None: on this machine."""
+        self.outputs = directory
+        """Where stdout and stderr of `rollbook train` are written."""
         self._config = directory / "run.toml"
         self._config.write_text(config, encoding="utf-8")
         for module in EXAMPLE.glob("*.py"):
@@ -192,7 +194,7 @@ class SmallRun:
             require_end(processes, within_s=END_S)
 
     def _output(self, name: str) -> Path:
-        return self._config.with_name(name)
+        return self.outputs / name
 
 
 def rollbook(*arguments: str) -> subprocess.CompletedProcess[str]:
