@@ -5,7 +5,6 @@ continues the run from the ledger.
 """
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -22,7 +21,7 @@ from rollbook.concurrency.exception_groups import first_error
 from rollbook.contracts.admission import Member, MemberRole
 from rollbook.contracts.errors import RunError, TransientError, machine_fault
 from rollbook.run.config.run import RunConfig, load_resolved_config
-from rollbook.run.directory import RunDirectory, existing_model, write_json
+from rollbook.run.directory import RunDirectory, existing_model
 from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.run.supervision.autoscaler import open_autoscaler
 from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
@@ -32,6 +31,7 @@ from rollbook.run.supervision.host import LocalHost, ProcessHost, ProcessStart
 from rollbook.run.supervision.membership import machine_id, member_lease, watch_members
 from rollbook.run.supervision.plan import plan_run, template_modules
 from rollbook.run.supervision.process import STOP_GRACE_S, ProcessState, SupervisedProcess
+from rollbook.run.supervision.process_files import ProcessFiles
 from rollbook.run.supervision.restarts import GiveUp, RestartRule
 from rollbook.telemetry.events import EventLog
 
@@ -98,6 +98,7 @@ class Supervisor:
         self._final_evaluation_s = config.evaluation.final_wait_s
         self._plan = plan_run(config, directory, has_trainer=has_trainer, dashboard=dashboard)
         self.addresses = dict(self._plan.addresses)
+        self._files = ProcessFiles(directory, self.addresses)
         self._config = config
         self._template = self._process_template(template_modules(config, has_trainer=has_trainer))
         self._host = host = host or LocalHost(self._template)
@@ -113,8 +114,7 @@ class Supervisor:
     async def run(self) -> RunOutcome:
         """Run to the end. Cancelling it stops everything at once."""
         began = time.monotonic()
-        # For programs outside of the run, such as Atropos environments.
-        write_json(self._directory.addresses_file, self.addresses)
+        self._files.write_addresses()
         self._catch_signals()
         template = asyncio.create_task(self._keep_template(), name="run.template")
         try:
@@ -131,8 +131,7 @@ class Supervisor:
             template.cancel()
             await asyncio.wait({template})
             self._plan.close()
-            with contextlib.suppress(OSError):  # a disk that cannot be written must not hide why the run ended
-                self._directory.addresses_file.unlink(missing_ok=True)
+            self._files.remove_addresses()
             self._release_signals()
         return self._outcome(time.monotonic() - began)
 
@@ -518,26 +517,8 @@ class Supervisor:
         return RunEnd.DRAINED if self._last.state is ProcessState.ENDED else RunEnd.INTERRUPTED
 
     def _write_processes(self) -> None:
-        rows = {
-            p.name: {"pid": p.pid, "state": p.state, "restarts": p.restarts, "ready": p.ready.is_set()}
-            for p in self.processes
-        }
-        with contextlib.suppress(OSError):
-            template = None if self._template is None else self._template.pid
-            members = {
-                member.name: {
-                    "role": member.role,
-                    "node": member.node,
-                    "address": member.address,
-                    "in_service": member.in_service,
-                    "publication": member.publication,
-                    "load": member.load,
-                }
-                for member in self.members
-                if member.name not in rows
-            }
-            found = {"supervisor": os.getpid(), "template": template, "processes": rows, "members": members}
-            write_json(self._directory.processes_file, found)
+        template = None if self._template is None else self._template.pid
+        self._files.write_processes(self.processes, self.members, template=template)
 
 
 def require_posix() -> None:
