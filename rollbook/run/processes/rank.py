@@ -5,6 +5,7 @@ import threading
 from typing import Any
 
 from rollbook.run.supervision.child_main import RoleContext
+from rollbook.run.supervision.membership import telemetry_shipped
 from rollbook.trainer.distributed.links import Invitation
 from rollbook.trainer.team import INVITATION, follow, join_team
 
@@ -12,6 +13,11 @@ POLL_S = 0.5
 
 
 async def main(context: RoleContext) -> str:
+    async with telemetry_shipped(context):
+        return await _run(context)
+
+
+async def _run(context: RoleContext) -> str:
     context.channel.ready("waiting for the trainer")
     stopped = asyncio.create_task(context.until_stopped(), name="rank.stop")
     try:

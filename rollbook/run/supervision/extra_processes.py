@@ -11,7 +11,7 @@ from rollbook.concurrency.child_process.process import exit_reason
 from rollbook.contracts.errors import RollbookError
 from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory
-from rollbook.run.supervision.host import MEMBER_ROLES, ProcessHost, ProcessStart
+from rollbook.run.supervision.host import ProcessHost, ProcessStart
 from rollbook.run.supervision.plan import environment_of
 from rollbook.run.supervision.process import ProcessState, SupervisedProcess
 from rollbook.run.supervision.scale import Scale
@@ -21,11 +21,6 @@ POLL_S = 0.5
 FIRST_WAIT_S = 0.5
 MOST_WAIT_S = 30.0
 """Between attempts to start a process: its machine may be lost for a long time."""
-
-
-def ships_telemetry(config: RunConfig, role: str) -> bool:
-    """An external ledger service has no run directory to store telemetry in, and trainer ranks have no client of the ledger."""
-    return config.ledger.url is None and role in MEMBER_ROLES
 
 
 class ExtraProcesses:
@@ -114,7 +109,7 @@ class ExtraProcesses:
             addresses=self._addresses,
             bind=self._config.cluster.host,
             environment=environment_of(self._config, name, role),
-            ships_telemetry=ships_telemetry(self._config, role),
+            ships_telemetry=self._config.ledger.url is None,
         )
         process = SupervisedProcess(start, host=self._host, on_change=self._on_change)
         self._own[name] = process

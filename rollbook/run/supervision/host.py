@@ -18,8 +18,6 @@ IMPORT_TORCH = frozenset({"prepare", "policy", "trainer", "evaluation"})
 """Roles whose modules take seconds to import: their start waits for a template that still imports the same modules."""
 HAVE_CHILDREN = frozenset({"rollout", "evaluation"})
 """Roles that start workers or policy servers."""
-MEMBER_ROLES = frozenset({"policy", "rollout", "env"})
-"""Roles of which a run may have additional processes, on any machine."""
 TEMPLATE_WAIT_S = 100.0
 """Less than the default of `run.ready_s`. Without the template, the process would import the modules itself."""
 

@@ -167,14 +167,28 @@ async def membership(
     async with (
         open_run_ledger(context.loaded, context.directory, url, log=context.log, is_trainer=True) as ledger,
         member_lease(ledger, name=context.name, role=role, address=address, report=report, log=context.log),
-        _telemetry_shipped(context, ledger),
+        _shipped_to(ledger, context),
     ):
         yield
 
 
 @asynccontextmanager
-async def _telemetry_shipped(context: RoleContext, ledger: LedgerClient) -> AsyncIterator[None]:
-    """Send the telemetry that this process writes on its machine while the block runs. A failure never stops the process."""
+async def telemetry_shipped(context: RoleContext) -> AsyncIterator[None]:
+    """Send the telemetry that a process without a lease writes on its machine while the block runs."""
+    if context.directory.local is None:
+        yield
+        return
+    url = context.addresses["ledger"]
+    async with (
+        open_run_ledger(context.loaded, context.directory, url, log=context.log, is_trainer=True) as ledger,
+        _shipped_to(ledger, context),
+    ):
+        yield
+
+
+@asynccontextmanager
+async def _shipped_to(ledger: LedgerClient, context: RoleContext) -> AsyncIterator[None]:
+    """A failure never stops the process."""
     if context.directory.local is None:
         yield
         return

@@ -20,7 +20,6 @@ from rollbook.run.config.run import LoadedConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.run.supervision.child_main import EXIT_FENCED, EXIT_STOP_RUN
-from rollbook.run.supervision.extra_processes import ships_telemetry
 from rollbook.run.supervision.host import ProcessStart
 from rollbook.run.supervision.membership import node_name
 from rollbook.run.supervision.plan import environment_of
@@ -52,7 +51,7 @@ def join(run_dir: Path, role: JoinRole, *, host: str, name: str | None, gpus: st
             **environment_of(loaded.config, name, role),
             **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
         },
-        ships_telemetry=ships_telemetry(loaded.config, role),
+        ships_telemetry=loaded.config.ledger.url is None,
     ).on_another_machine()
     return asyncio.run(_Joiner(start, loaded, say).run())
 
