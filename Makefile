@@ -139,6 +139,9 @@ test-slurm: $(STAMP) ## deploy/slurm.sbatch on Debian's Slurm: a controller and 
 	apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge
 	$(BIN)/python -m pytest tests/faults/test_deploy_slurm.py
 
+check-deploy: ## Dockerfile, compose file, pods of the RayJob and shell scripts, with hadolint, their schemas and shellcheck
+	PYTHON=$(PYTHON) sh scripts/check_deploy.sh
+
 test-agents: $(STAMP) ## unchanged agent frameworks and lm-evaluation-harness, in a separate virtual environment
 	PYTHON=$(PYTHON) sh scripts/agents_venv.sh
 	$(BIN)/python -m pytest tests/services/test_rollout_agents_framework.py tests/services/test_rollout_agents_server.py tests/services/test_run_agent_proxy.py tests/services/openai_api

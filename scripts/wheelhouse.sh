@@ -46,7 +46,8 @@ tags=""
 for tag in "$platform" ${MORE_PLATFORMS:-manylinux_2_17_x86_64 manylinux2014_x86_64 manylinux_2_12_x86_64 manylinux1_x86_64}; do
   tags="$tags --platform $tag"
 done
-# shellcheck disable=SC2086 - one flag per tag
+# One flag per tag.
+# shellcheck disable=SC2086
 "$python" -m pip download --quiet --dest "$out" --only-binary :all: --python-version "$python_version" $tags \
   --requirement "$wanted" --constraint constraints.txt
 # Other packages may depend on torch; the target machine has its own.
