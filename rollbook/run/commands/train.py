@@ -28,6 +28,7 @@ from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_vi
 from rollbook.ledger.serve import allow_many_connections
 from rollbook.ledger.tools.audit_findings import AuditReport
 from rollbook.run.commands.train_summary import EXIT_FAILED, TrainReport, print_summary
+from rollbook.run.config.resume import check_resume
 from rollbook.run.config.run import (
     LoadedConfig,
     RunConfig,
@@ -42,7 +43,6 @@ from rollbook.run.directory import RunDirectory
 from rollbook.run.preflight import check_run, print_preflight
 from rollbook.run.record import audit
 from rollbook.run.supervision.process import ProcessState
-from rollbook.run.supervision.resume import check_resume
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome, Supervisor, require_posix
 from rollbook.run.user_objects import user_search_path
 from rollbook.telemetry.events import EventLog

@@ -9,9 +9,9 @@ from rich.console import Console
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.run.commands.host import host
+from rollbook.run.config.resume import check_resume
 from rollbook.run.config.run import ConfigError, changed_fields, dump_toml, load_config, load_resolved_config
 from rollbook.run.directory import RunDirectory
-from rollbook.run.supervision.resume import check_resume
 
 GOOD = """
 [run]
