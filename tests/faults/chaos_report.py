@@ -60,6 +60,7 @@ class Report:
     faults: list[Fault] = field(default_factory=list)
     steps: int = 0
     trained: int = 0
+    """Entries of the batches: groups, or parts of groups with batch policy `parts`. The audit checks the samples of the parts."""
     duplicates: int = 0
     losses: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
@@ -120,7 +121,7 @@ class Report:
             for key, found in sorted(self.heal_times(name).items()):
                 lines.append(f"{key:<40}{len(found):>7}{statistics.median(found):>10.2f}{max(found):>10.2f}")
         lines.append(
-            f"{self.kills} kills in {self.seconds:.0f} s, steps {self.steps}, trained groups {self.trained}, duplicates "
+            f"{self.kills} kills in {self.seconds:.0f} s, steps {self.steps}, trained groups or parts {self.trained}, duplicates "
             f"{self.duplicates}, losses {self.losses}"
         )
         lines.append(f"dropped by reason: {self.dropped}")
@@ -222,7 +223,8 @@ def _cluster_session(row: Mapping[str, Any]) -> Sequence[str]:
 
 def _totals(row: Mapping[str, Any]) -> Sequence[str]:
     return [
-        f"{row['trained_groups']} groups were trained in {row['steps']} steps, {row['losses']} lost, {row['duplicates']} twice.",
+        f"{row['trained_groups']} groups or parts of groups were trained in {row['steps']} steps, {row['losses']} lost,",
+        f"{row['duplicates']} twice.",
         f"The replay of {row['replays']} of {row['runs']} runs gave the same bits.",
         f"Violations: {'; '.join(row['violations']) or 'none'}.",
     ]
