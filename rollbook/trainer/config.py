@@ -139,12 +139,13 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     """Optimizer steps per batch."""
 
     max_tokens_per_microbatch: int | None = Field(default=None, ge=1)
-    """Tokens per forward pass, padding included; a longer sequence gets its own pass. None: on one GPU as many as take a quarter of
-    its memory, measured when the model is loaded; on a CPU and with several ranks 16384."""
+    """Computed tokens per forward pass, padding included; a longer sequence gets its own pass. None: on one GPU as many as take a
+    quarter of its memory, measured when the model is loaded; on a CPU and with several ranks 16384."""
 
     packing: Literal["auto", "packed", "padded"] = "auto"
-    """`packed`: sequences are concatenated in one row, with attention inside each sequence only, without padding. `padded`: one
-    sequence per row. `auto`: packed where the model's attention can be replaced."""
+    """`packed`: sequences are concatenated in one row, with attention inside each sequence only, without padding, and tokens that
+    they have in common at their start are computed once. `padded`: one sequence per row. `auto`: packed where the model's
+    attention can be replaced."""
 
     pass_cost_tokens: int = Field(default=192, ge=0)
     """With `padded`: the fixed cost of a forward pass, in padding tokens. Rows share a pass until their padding costs more than

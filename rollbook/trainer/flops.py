@@ -45,13 +45,18 @@ def training_flops(passes: Sequence[Microbatch], shape: ModelShape) -> float:
     """Forward and backward: 6 operations per parameter and token; causal attention 6 per pair of tokens and channel."""
     total = 0.0
     for micro in passes:
-        lengths = np.array(
-            micro.lengths if micro.lengths is not None else [micro.inputs_BT.shape[1]] * micro.inputs_BT.shape[0]
-        )
         tokens = micro.inputs_BT.size - micro.num_padding
         total += 6.0 * shape.body_parameters * tokens + 6.0 * shape.head_parameters * micro.num_trained
-        total += 6.0 * shape.layers * shape.attention_width * float(np.square(lengths, dtype=np.float64).sum())
+        total += 6.0 * shape.layers * shape.attention_width * _attention_pairs(micro)
     return total
+
+
+def _attention_pairs(micro: Microbatch) -> float:
+    """Twice the pairs of a token and an earlier one. Pairs of shared tokens count once, where they are computed."""
+    if micro.sequences is None:
+        return float(micro.inputs_BT.size * micro.inputs_BT.shape[1])
+    lengths, added = (np.array(counts, dtype=np.float64) for counts in (micro.sequences.lengths, micro.sequences.added))
+    return float((np.square(lengths) - np.square(lengths - added)).sum())
 
 
 def peak_flops(device_name: str) -> float | None:

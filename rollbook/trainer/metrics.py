@@ -34,6 +34,9 @@ TRAINER_METRICS: tuple[Metric, ...] = (
     Metric("train/sequences", "sequences", "trained sequences", Reduction.SUM),
     Metric("train/passes", "passes", "forward and backward passes through the model", Reduction.SUM),
     Metric("train/padding_share", "", "fraction of the computed tokens that was padding"),
+    Metric(
+        "train/shared_token_share", "", "fraction of the sequences' tokens that was computed with another sequence's"
+    ),
     Metric("train/computed_tokens", "tokens", "tokens that went through the model, padding included", Reduction.SUM),
     Metric(
         "train/diverged_steps", "steps", "replayed steps whose weights differ from those acknowledged", Reduction.SUM

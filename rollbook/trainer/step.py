@@ -383,6 +383,7 @@ class TrainStep:
         passes = [micro for minibatch in minibatches for micro in minibatch.microbatches]
         computed = sum(micro.inputs_BT.size for micro in passes)
         padding = sum(micro.num_padding for micro in passes)
+        shared = sum(micro.num_shared for micro in passes)
         metrics = {
             **tally.statistics.metrics(),
             "train/loss": tally.loss / taken if taken else None,
@@ -395,6 +396,7 @@ class TrainStep:
             "train/passes": len(passes),
             "train/computed_tokens": computed,
             "train/padding_share": padding / computed if computed else None,
+            "train/shared_token_share": shared / (shared + computed - padding) if computed else None,
         }
         return StepReport(
             step=step,

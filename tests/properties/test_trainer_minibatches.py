@@ -12,13 +12,13 @@ from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import (
+    Microbatch,
     Minibatch,
     TrainRow,
+    bundled,
     flatten,
-    packed_passes,
     padded_passes,
     plan,
-    shared_prefixes,
     split,
 )
 from tests.parts.trainer.batches import batch_of, quick, row, sample
@@ -64,17 +64,28 @@ def expected_tokens(rows: Sequence[TrainRow]) -> Counter[Token]:
     )
 
 
+def prefixes(micro: Microbatch) -> list[tuple[int, ...]]:
+    """For each computed position: the tokens that its attention sees."""
+    if micro.sequences is None:
+        return [tuple(map(int, line[: at + 1])) for line in micro.inputs_BT for at in range(len(line))]
+    tokens = micro.inputs_BT[0][micro.sequences.sources_F]
+    sequences = np.split(tokens, np.cumsum(micro.sequences.lengths)[:-1])
+    return [
+        tuple(map(int, sequence[: at + 1]))
+        for sequence, added in zip(sequences, micro.sequences.added, strict=True)
+        for at in range(len(sequence) - added, len(sequence))
+    ]
+
+
 def planned_tokens(minibatches: Sequence[Minibatch]) -> Counter[Token]:
     found: Counter[Token] = Counter()
     for micro in (m for minibatch in minibatches for m in minibatch.microbatches):
-        width = micro.inputs_BT.shape[1]
-        ends = np.cumsum(micro.lengths if micro.lengths is not None else [width] * len(micro.inputs_BT))
-        flat_inputs = micro.inputs_BT.reshape(-1)
-        for n, flat in enumerate(micro.predicted_at_N):
-            line = int(np.searchsorted(ends, flat, side="right"))
-            start = int(ends[line - 1]) if line else 0
-            prefix = tuple(map(int, flat_inputs[start : flat + 1]))
-            found[(prefix, int(micro.targets_N[n]), float(micro.advantages_N[n]), float(micro.temperatures_N[n]))] += 1
+        seen = prefixes(micro)
+        for at, *token in zip(
+            micro.predicted_at_N, micro.targets_N, micro.advantages_N, micro.temperatures_N, strict=True
+        ):
+            target, advantage, temperature = token
+            found[(seen[at], int(target), float(advantage), float(temperature))] += 1
     return found
 
 
@@ -89,20 +100,11 @@ def test_every_trained_token_is_in_exactly_one_pass(
     for micro in (m for minibatch in minibatches for m in minibatch.microbatches):
         assert micro.num_padding == 0 or not is_packed
         assert set(micro.row_of_N.tolist()) == set(range(micro.num_rows))
-
-
-@given(lengths=st.lists(st.integers(1, 30), max_size=40), max_tokens=st.integers(1, 100), ranks=st.integers(1, 3))
-def test_packed_passes_respect_max_tokens_and_are_balanced(lengths: list[int], max_tokens: int, ranks: int) -> None:
-    chosen = list(packed_passes(lengths, max_tokens=max_tokens, ranks=ranks))
-    assert sorted(number for numbers in chosen for number in numbers) == list(range(len(lengths)))
-    loads = [sum(lengths[n] for n in numbers) for numbers in chosen]
-    assert all(load <= max_tokens or len(numbers) == 1 for load, numbers in zip(loads, chosen, strict=True))
-    fewest = -(-sum(lengths) // (max_tokens * ranks)) * ranks
-    if len(chosen) == fewest:
-        assert max(loads, default=0) <= sum(lengths) / max(fewest, 1) + max(lengths, default=0)
-    for numbers in chosen:
-        in_order = [lengths[n] for n in numbers]
-        assert in_order == sorted(in_order, reverse=True), "equal lengths are adjacent"
+        if is_packed:
+            seen = prefixes(micro)
+            assert len(seen) == len(set(seen)) == micro.inputs_BT.size, "no prefix is computed twice"
+    computed = sum(m.inputs_BT.size - m.num_padding + m.num_shared for part in minibatches for m in part.microbatches)
+    assert computed == sum(len(r) for r in rows)
 
 
 @given(batch=batches)
@@ -160,7 +162,7 @@ def test_a_padded_pass_respects_max_tokens_and_the_cost_of_another_pass(
 @settings(max_examples=60)
 def test_all_rows_of_a_bundle_are_prefixes_of_its_first_row(batch: TrainingBatch, most: int) -> None:
     rows = flatten(batch, quick())
-    bundles = shared_prefixes(rows, max_trained=most)
+    bundles = bundled(rows, max_trained=most)
     assert sorted(n for bundle in bundles for n in bundle) == list(range(len(rows)))
     for first, *others in bundles:
         for other in others:
@@ -168,10 +170,11 @@ def test_all_rows_of_a_bundle_are_prefixes_of_its_first_row(batch: TrainingBatch
         assert not others or sum(rows[n].num_trained for n in (first, *others)) <= most
 
 
-def test_repeated_rows_go_through_the_model_once() -> None:
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_repeated_rows_go_through_the_model_once(is_packed: bool) -> None:
     long, short = row([1, 4, 5, 4, 6], [2, 4]), row([1, 4, 5], [2])
     batch = batch_of(1, [[sample(long, reward=1.0), sample(short, reward=0.0), sample(long, reward=0.0)]])
-    (minibatch,) = plan(flatten(batch, quick()), quick(), step=1, is_packed=False)
+    (minibatch,) = plan(flatten(batch, quick()), quick(), step=1, is_packed=is_packed)
     (micro,) = minibatch.microbatches
     assert micro.inputs_BT.shape == (1, 4), "one row; its last token is only predicted"
     assert micro.num_trained == 5

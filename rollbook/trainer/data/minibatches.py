@@ -4,8 +4,8 @@ Pure functions of the batch, the settings, the seed and the step, so a replayed 
 scorable sample is in exactly one microbatch, unless the manifest masks it: a masked token is context, like one of the environment.
 Losses, sequence-level ratios and length normalisation thus run over the tokens that are left.
 
-Two properties of causal models save compute. Tokens after the last trained token are not computed. A row whose inputs are a prefix
-of another row is read from that longer row, which is frequent in tasks with short answers.
+Two properties of causal models save compute. Tokens after the last trained token are not computed. Rows of a packed pass share the
+tokens that they have in common at their start (`prefixes`). In a padded pass, only a row that is a prefix of another one does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,6 +18,7 @@ from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.group import GroupId
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.advantages import advantages, overlong_penalties
+from rollbook.trainer.data.prefixes import PackedSequences, packed_passes, prefix_order, prefix_tree
 
 PAD_ID = 0
 """Any id works: padding is on the right, where causal attention does not look."""
@@ -56,15 +57,17 @@ class TrainRow:
         return len(self.targets)
 
 
-# B rows of inputs, T their length, N trained tokens. Packed: B is 1, and T counts the tokens of all concatenated sequences.
+# B rows of inputs, T their length, N trained tokens. Packed: B is 1, and T counts the computed tokens of all sequences.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Microbatch:
     """One forward pass. Token n is predicted at flat position `predicted_at_N[n]` of the B*T inputs."""
 
     inputs_BT: NDArray[np.int64]
-    lengths: tuple[int, ...] | None
-    """Lengths of the packed sequences, sorted; None where each sequence has its own row, padded to the longest."""
+    sequences: PackedSequences | None
+    """The packed sequences; None where each sequence has its own row, padded to the longest."""
     num_padding: int
+    num_shared: int
+    """Tokens of the rows that are not computed, because another row of the pass has them too."""
     predicted_at_N: NDArray[np.int64]
     targets_N: NDArray[np.int64]
     sampled_logprobs_N: NDArray[np.float32]
@@ -186,18 +189,15 @@ def token_weights(rows: Sequence[TrainRow], *, reduction: str, fixed_length: int
     raise ValueError(f"unknown reduction {reduction!r} with length {fixed_length}")
 
 
-def shared_prefixes(rows: Sequence[TrainRow], *, max_trained: int) -> list[list[int]]:
+def bundled(rows: Sequence[TrainRow], *, max_trained: int) -> list[list[int]]:
     """Row numbers in bundles that share one input row: the inputs of all other rows are prefixes of the first row of the bundle.
 
     A bundle holds at most `max_trained` trained tokens, or a single row: its logits must fit in memory.
     """
-    # Big-endian bytes sort like the ids, so the rows that a row is a prefix of are adjacent to it.
-    keys = [row.inputs.astype(">i4").tobytes() for row in rows]
-    order = sorted(range(len(rows)), key=lambda number: (keys[number], number), reverse=True)
     bundles: list[list[int]] = []
     capacity = 0
-    for number in order:
-        if bundles and rows[number].num_trained <= capacity and keys[bundles[-1][0]].startswith(keys[number]):
+    for number, common in zip(*prefix_order([row.inputs for row in rows]), strict=True):
+        if common == len(rows[number]) and rows[number].num_trained <= capacity:
             bundles[-1].append(number)
             capacity -= rows[number].num_trained
         else:
@@ -231,55 +231,68 @@ def padded_passes(
         yield chosen
 
 
-def packed_passes(lengths: Sequence[int], *, max_tokens: int, ranks: int = 1) -> Iterator[list[int]]:
-    """The inputs of each packed row, longest first, so that equal lengths are adjacent.
-
-    As few passes as `max_tokens` allows (a longer input gets its own pass), equally many per rank, with about equally many tokens.
-    """
-    total = sum(lengths)
-    count = -(-total // (max_tokens * ranks)) * ranks
-    chosen: list[int] = []
-    held = done = closed = 0
-    for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
-        # A pass is full when the passes up to it hold their share of all tokens, rounded to whole inputs.
-        is_enough = 2 * (done + held) + lengths[number] > 2 * total * (closed + 1) / count
-        if chosen and (held + lengths[number] > max_tokens or (is_enough and closed + 1 < count)):
-            yield chosen
-            chosen, held, done, closed = [], 0, done + held, closed + 1
-        chosen.append(number)
-        held += lengths[number]
-    if chosen:
-        yield chosen
+def pad(rows: Sequence[TrainRow], bundles: Sequence[Sequence[int]], weights: Sequence[float]) -> Microbatch:
+    """Pad the first rows of the bundles into one array, and index each bundle's trained tokens into it."""
+    width = max(len(rows[bundle[0]]) for bundle in bundles)
+    inputs = np.full((len(bundles), width), PAD_ID, dtype=np.int64)
+    for line, bundle in enumerate(bundles):
+        inputs[line, : len(rows[bundle[0]])] = rows[bundle[0]].inputs
+    return _microbatch(
+        rows,
+        [number for bundle in bundles for number in bundle],
+        weights,
+        inputs_BT=inputs,
+        sequences=None,
+        num_padding=inputs.size - sum(len(rows[bundle[0]]) for bundle in bundles),
+        predicted_at=[
+            rows[number].predicted_at + line * width for line, bundle in enumerate(bundles) for number in bundle
+        ],
+    )
 
 
 def pack(
-    rows: Sequence[TrainRow], bundles: Sequence[Sequence[int]], weights: Sequence[float], *, is_packed: bool
+    rows: Sequence[TrainRow], members: Sequence[int], common: Sequence[int], weights: Sequence[float]
 ) -> Microbatch:
-    """Concatenate the bundles' first rows, or pad them into one array, and index each bundle's trained tokens into it."""
-    lengths = [len(rows[bundle[0]]) for bundle in bundles]
-    width = sum(lengths) if is_packed else max(lengths)
-    inputs = np.full((1 if is_packed else len(bundles), width), PAD_ID, dtype=np.int64)
-    starts = np.cumsum([0, *lengths[:-1]]) if is_packed else np.arange(len(bundles)) * width
-    members: list[int] = []
-    offsets: list[int] = []
-    flat = inputs.reshape(-1)
-    for start, length, bundle in zip(starts.tolist(), lengths, bundles, strict=True):
-        flat[start : start + length] = rows[bundle[0]].inputs
-        members.extend(bundle)
-        offsets.extend([start] * len(bundle))
-    packed = [rows[number] for number in members]
-    counts = np.array([row.num_trained for row in packed])
+    """Concatenate the tokens that each member adds to those before it. `common`: of the members, which are in prefix order."""
+    sequences, indices = prefix_tree([len(rows[number]) for number in members], common)
+    inputs = np.empty(sequences.num_computed, dtype=np.int64)
+    for number, index in zip(members, indices, strict=True):
+        inputs[index] = rows[number].inputs
+    return _microbatch(
+        rows,
+        members,
+        weights,
+        inputs_BT=inputs[np.newaxis],
+        sequences=sequences,
+        num_padding=0,
+        predicted_at=[index[rows[number].predicted_at] for number, index in zip(members, indices, strict=True)],
+    )
+
+
+def _microbatch(
+    rows: Sequence[TrainRow],
+    members: Sequence[int],
+    weights: Sequence[float],
+    *,
+    inputs_BT: NDArray[np.int64],
+    sequences: PackedSequences | None,
+    num_padding: int,
+    predicted_at: Sequence[NDArray[np.int64]],
+) -> Microbatch:
+    chosen = [rows[number] for number in members]
+    counts = np.array([row.num_trained for row in chosen])
     return Microbatch(
-        inputs_BT=inputs,
-        lengths=tuple(lengths) if is_packed else None,
-        num_padding=inputs.size - sum(lengths),
-        predicted_at_N=np.concatenate([rows[n].predicted_at + at for n, at in zip(members, offsets, strict=True)]),
-        targets_N=np.concatenate([rows[n].targets for n in members]).astype(np.int64),
-        sampled_logprobs_N=np.concatenate([rows[n].sampled_logprobs for n in members]),
+        inputs_BT=inputs_BT,
+        sequences=sequences,
+        num_padding=num_padding,
+        num_shared=sum(len(row) for row in chosen) - (inputs_BT.size - num_padding),
+        predicted_at_N=np.concatenate(predicted_at),
+        targets_N=np.concatenate([row.targets for row in chosen]).astype(np.int64),
+        sampled_logprobs_N=np.concatenate([row.sampled_logprobs for row in chosen]),
         advantages_N=_per_token(
-            [(row.advantage if row.token_advantages is None else row.token_advantages, row) for row in packed]
+            [(row.advantage if row.token_advantages is None else row.token_advantages, row) for row in chosen]
         ),
-        temperatures_N=np.repeat(np.array([rows[n].temperature for n in members], dtype=np.float32), counts),
+        temperatures_N=np.repeat(np.array([row.temperature for row in chosen], dtype=np.float32), counts),
         weights_N=_per_token(
             [
                 (weights[n] * (1.0 if factors is None else factors), rows[n])
@@ -291,9 +304,9 @@ def pack(
         num_rows=len(members),
         members=tuple(members),
         reference_logprobs_N=_per_token(
-            [(np.nan if row.reference_logprobs is None else row.reference_logprobs, row) for row in packed]
+            [(np.nan if row.reference_logprobs is None else row.reference_logprobs, row) for row in chosen]
         )
-        if any(row.reference_logprobs is not None for row in packed)
+        if any(row.reference_logprobs is not None for row in chosen)
         else None,
     )
 
@@ -309,24 +322,37 @@ def _per_token(values: Sequence[tuple[ArrayLike, TrainRow]]) -> NDArray[np.float
 def plan_minibatch(rows: Sequence[TrainRow], config: TrainerConfig, *, is_packed: bool) -> Minibatch:
     """Split one minibatch into passes."""
     weights = token_weights(rows, reduction=config.recipe.reduction, fixed_length=config.reduction_length)
-    bundles = shared_prefixes(rows, max_trained=config.tokens_per_pass)
-    lengths = [len(rows[bundle[0]]) for bundle in bundles]
-    if is_packed:
-        chosen = packed_passes(lengths, max_tokens=config.tokens_per_pass, ranks=config.ranks)
-    else:
-        chosen = padded_passes(
-            lengths,
-            [sum(rows[number].num_trained for number in bundle) for bundle in bundles],
-            max_tokens=config.tokens_per_pass,
-            pass_cost=config.pass_cost_tokens,
-        )
+    passes = _packed if is_packed else _padded
     return Minibatch(
-        microbatches=tuple(
-            pack(rows, [bundles[number] for number in numbers], weights, is_packed=is_packed) for numbers in chosen
-        ),
+        microbatches=tuple(passes(rows, weights, config)),
         num_rows=len(rows),
         num_trained=sum(row.num_trained for row in rows),
     )
+
+
+def _packed(rows: Sequence[TrainRow], weights: Sequence[float], config: TrainerConfig) -> Iterator[Microbatch]:
+    order, common = prefix_order([row.inputs for row in rows])
+    chosen = packed_passes(
+        [len(rows[number]) for number in order],
+        common,
+        [rows[number].num_trained for number in order],
+        max_tokens=config.tokens_per_pass,
+        ranks=config.ranks,
+    )
+    for part in chosen:
+        yield pack(rows, order[part.start : part.stop], common[part.start : part.stop], weights)
+
+
+def _padded(rows: Sequence[TrainRow], weights: Sequence[float], config: TrainerConfig) -> Iterator[Microbatch]:
+    bundles = bundled(rows, max_trained=config.tokens_per_pass)
+    chosen = padded_passes(
+        [len(rows[bundle[0]]) for bundle in bundles],
+        [sum(rows[number].num_trained for number in bundle) for bundle in bundles],
+        max_tokens=config.tokens_per_pass,
+        pass_cost=config.pass_cost_tokens,
+    )
+    for numbers in chosen:
+        yield pad(rows, [bundles[number] for number in numbers], weights)
 
 
 def plan(rows: Sequence[TrainRow], config: TrainerConfig, *, step: int, is_packed: bool) -> list[Minibatch]:

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollbook.trainer.data.prefixes import prefix_tree
+from rollbook.trainer.model.gather import Gather
 from rollbook.trainer.model.packed_attention import NAME as PACKED_ATTENTION
 from rollbook.trainer.model.packed_attention import Packing
 from rollbook.trainer.model.token_head import token_head
 
-PROBE = (5, 3, 7)
-"""Lengths of the probe's sequences."""
+PROBE = (7, 6, 5)
+SHARED = (0, 4, 0)
+"""Lengths of the probe's sequences, and how many tokens each shares with the one before."""
 CLOSE = 1e-4
 
 
@@ -34,14 +37,15 @@ class PolicyNetwork(nn.Module):
         inputs_BT: Tensor,
         packing: Packing | None,
         *,
-        predicted_at_N: Tensor,
+        predictions: Gather,
         targets_N: Tensor,
         temperatures_N: Tensor | None,
         is_entropy_trained: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Log-probability of each target at its temperature, and the entropy of its distribution.
 
-        No attention mask is needed: padding comes after all tokens that are read.
+        `predictions` selects the N positions; sequences that share tokens may predict several targets from one position. No
+        attention mask is needed: padding comes after all tokens that are read.
         """
         inputs: dict[str, Any] = {"input_ids": inputs_BT, "use_cache": False}
         if packing is not None:
@@ -50,7 +54,7 @@ class PolicyNetwork(nn.Module):
             hidden_BTH: Tensor = _body(self.language_model)(**inputs).last_hidden_state
             head = self.language_model.get_output_embeddings()
             return token_head(
-                hidden_BTH.flatten(0, 1).index_select(0, predicted_at_N),
+                predictions(hidden_BTH.flatten(0, 1)),
                 head.weight,
                 head.bias,
                 targets_N,
@@ -59,7 +63,7 @@ class PolicyNetwork(nn.Module):
                 is_entropy_trained=is_entropy_trained,
             )
         logits_BTV: Tensor = self.language_model(**inputs).logits
-        logits_NV = logits_BTV.flatten(0, 1).index_select(0, predicted_at_N).float()
+        logits_NV = predictions(logits_BTV.flatten(0, 1)).float()
         if temperatures_N is not None:
             logits_NV = logits_NV / temperatures_N.unsqueeze(-1)
         logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
@@ -85,17 +89,16 @@ def make_packable(language_model: Any) -> bool:
     if not _has_full_attention(language_model.config):
         return False
     before = language_model.config._attn_implementation
-    ids_1T = _probe_ids(language_model)
-    alone = [
-        language_model(input_ids=piece, use_cache=False).logits[0] for piece in torch.split(ids_1T, list(PROBE), dim=1)
-    ]
-    packing = Packing.of(PROBE, ids_1T.device)
+    sequences, indices = prefix_tree(PROBE, SHARED)
+    ids_1T = _probe_ids(language_model)[:, : sequences.num_computed]
+    alone = [language_model(input_ids=ids_1T[:, index], use_cache=False).logits[0] for index in indices]
+    packing = Packing.of(sequences, ids_1T.device)
     try:
         language_model.set_attn_implementation(PACKED_ATTENTION)
         together = language_model(
             input_ids=ids_1T, position_ids=packing.positions_T.unsqueeze(0), packing=packing, use_cache=False
         ).logits[0]
-        if _is_close(together, torch.cat(alone)):
+        if all(_is_close(together[index], expected) for index, expected in zip(indices, alone, strict=True)):
             return True
     except (TypeError, ValueError, AttributeError):
         # Its layers do not forward unknown arguments, or need attention features that packing does not support.

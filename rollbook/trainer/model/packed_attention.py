@@ -1,5 +1,8 @@
 """Attention over sequences concatenated in one row, each attending to itself only. Registered with transformers by name.
 
+Sequences may share tokens at their start (`data/prefixes`). The model computes shared tokens once; attention copies their keys and
+values to every sequence that has them, and computes queries of the tokens that a sequence adds.
+
 Three kernels compute the same numbers. `varlen`: the variable-length kernel, in half precision on a GPU. `bucketed`: sequences of
 similar length form a bucket, padded to its longest, for the ordinary kernel; only attention sees the padding. `equal`: only equal
 lengths share a call, without padding. None of them needs a mask of tokens times tokens.
@@ -7,16 +10,21 @@ lengths share a call, without padding. None of them needs a mask of tokens times
 
 import inspect
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from rollbook.trainer.data.prefixes import PackedSequences, prefix_tree
+from rollbook.trainer.model.gather import Gather
 
 NAME = "rollbook_packed"
 HALF = (torch.bfloat16, torch.float16)
@@ -37,58 +45,33 @@ MIN_BUCKET_FILL = 0.75
 """A sequence shorter than this fraction of its bucket's longest starts a new bucket."""
 
 
+# H heads, K heads of keys and values, T computed tokens, F tokens of all sequences, D width of a head
+class Kernel(Protocol):
+    """Attention over the sequences that it was made for."""
+
+    def __call__(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float | None) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packing:
-    """Offsets of the sequences in one packed row, longest first."""
+    """The sequences of one packed row, on the model's device."""
 
-    lengths: tuple[int, ...]
     positions_T: Tensor
-    """Position of each token in its own sequence."""
-    cumulative_lengths: Tensor
-    """From 0; on the model's device."""
-    kernel: str
-    buckets: tuple[tuple[int, int], ...] = ()
-    """For `bucketed`: number of sequences and padded length of each bucket."""
-    padded_index_T: Tensor | None = None
-    """For `bucketed`: index of each token in the padded layout."""
+    """Position of each computed token in its own sequence."""
+    kernel: Kernel
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], device: str | torch.device, *, kernel: str = "equal") -> "Packing":
-        counts = np.array(lengths, dtype=np.int64)
-        ends = np.cumsum(counts)
-        positions_T = np.arange(ends[-1], dtype=np.int64) - np.repeat(ends - counts, counts)
-        cumulative = np.concatenate([[0], ends]).astype(np.int32)
-        buckets = length_buckets(lengths) if kernel == "bucketed" else ()
-        padded_index = None
-        if buckets:
-            widths = np.repeat([width for _, width in buckets], [count for count, _ in buckets])
-            starts = np.cumsum(widths) - widths
-            padded_index = torch.from_numpy(np.repeat(starts, counts) + positions_T).to(device, non_blocking=True)
+    def of(cls, sequences: PackedSequences, device: str | torch.device, *, kernel: str = "equal") -> "Packing":
+        added = np.array(sequences.added, dtype=np.int64)
+        # The added tokens are at the end of each sequence.
+        shifts = np.array(sequences.lengths, dtype=np.int64) - np.cumsum(added)
+        positions_T = np.arange(sequences.num_computed, dtype=np.int64) + np.repeat(shifts, added)
         return cls(
-            lengths=lengths,
             positions_T=torch.from_numpy(positions_T).to(device, non_blocking=True),
-            cumulative_lengths=torch.from_numpy(cumulative).to(device, non_blocking=True),
-            kernel=kernel,
-            buckets=buckets,
-            padded_index_T=padded_index,
+            kernel=KERNELS[kernel](sequences, positions_T, device),
         )
 
 
-def length_buckets(lengths: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Buckets of neighbouring sequences: number of sequences and padded length of each."""
-    buckets: list[tuple[int, int]] = []
-    count = width = 0
-    for length in lengths:
-        if count and (length < MIN_BUCKET_FILL * width or length > width):
-            buckets.append((count, width))
-            count = 0
-        if count == 0:
-            width = length
-        count += 1
-    return (*buckets, (count, width)) if count else tuple(buckets)
-
-
-# H heads, K heads of keys and values, T tokens of all sequences, D width of a head
 def packed_attention(
     module: Any,
     query_1HTD: Tensor,
@@ -109,78 +92,188 @@ def packed_attention(
             module, query_1HTD, key_1KTD, value_1KTD, attention_mask, scaling=scaling
         )
         return ordinary
-    attend = KERNELS[packing.kernel]
-    return attend(query_1HTD, key_1KTD, value_1KTD, scaling, packing), None
+    query_THD, key_TKD, value_TKD = (heads[0].transpose(0, 1) for heads in (query_1HTD, key_1KTD, value_1KTD))
+    return packing.kernel(query_THD, key_TKD, value_TKD, scaling).unsqueeze(0), None
 
 
-def _varlen(
-    query_1HTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, scaling: float | None, packing: Packing
-) -> Tensor:
-    query, key, value = (heads[0].transpose(0, 1) for heads in (query_1HTD, key_1KTD, value_1KTD))
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _KNOWN else {"is_causal": True}
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1 and "enable_gqa" in _KNOWN:
-        options["enable_gqa"] = True
-    elif groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    if scaling is not None and "scale" in _KNOWN:
-        options["scale"] = scaling
-    elif scaling is not None:
-        query = query * (scaling * query.shape[-1] ** 0.5)
-    longest = max(packing.lengths)
-    attended_THD: Any = varlen_attn(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        packing.cumulative_lengths,
-        packing.cumulative_lengths,
-        longest,
-        longest,
-        **options,
-    )
-    whole: Tensor = attended_THD.unsqueeze(0)
-    return whole
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Varlen:
+    """One call for all sequences. Queries are aligned with the end of the keys."""
 
+    keys: Gather | None
+    """Copies keys and values of shared tokens; None where nothing is shared."""
+    query_ends: Tensor
+    key_ends: Tensor
+    """Cumulative lengths, from 0."""
+    longest_query: int
+    longest_key: int
 
-def _bucketed(
-    query_1HTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, scaling: float | None, packing: Packing
-) -> Tensor:
-    assert packing.padded_index_T is not None
-    sizes = [count * width for count, width in packing.buckets]
-    bucketed = []
-    for heads in (query_1HTD, key_1KTD, value_1KTD):
-        flat_THD = heads[0].transpose(0, 1)
-        padded = flat_THD.new_zeros(sum(sizes), *flat_THD.shape[1:])
-        # Padding comes after a sequence, where causal attention does not look; the padding's output is not read.
-        bucketed.append(torch.split(padded.index_copy(0, packing.padded_index_T, flat_THD), sizes))
-    pieces = []
-    for (count, width), *parts in zip(packing.buckets, *bucketed, strict=True):
-        query, key, value = (part.view(count, width, *part.shape[1:]).transpose(1, 2) for part in parts)
-        attended = scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    @classmethod
+    def of(cls, sequences: PackedSequences, positions_T: NDArray[np.int64], device: str | torch.device) -> "_Varlen":
+        added, lengths = (np.cumsum([0, *counts]).astype(np.int32) for counts in (sequences.added, sequences.lengths))
+        return cls(
+            keys=_gather(sequences.sources_F, len(positions_T), device),
+            query_ends=torch.from_numpy(added).to(device, non_blocking=True),
+            key_ends=torch.from_numpy(lengths).to(device, non_blocking=True),
+            longest_query=max(sequences.added),
+            longest_key=max(sequences.lengths),
         )
-        pieces.append(attended.transpose(1, 2).flatten(0, 1))
-    return torch.cat(pieces).index_select(0, packing.padded_index_T).unsqueeze(0)
+
+    def __call__(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float | None) -> Tensor:
+        query, key, value = query_THD, key_TKD, value_TKD
+        if self.keys is not None:
+            key, value = self.keys(key), self.keys(value)
+        options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _KNOWN else {"is_causal": True}
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1 and "enable_gqa" in _KNOWN:
+            options["enable_gqa"] = True
+        elif groups > 1:
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        if scaling is not None and "scale" in _KNOWN:
+            options["scale"] = scaling
+        elif scaling is not None:
+            query = query * (scaling * query.shape[-1] ** 0.5)
+        attended_THD: Any = varlen_attn(
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            self.query_ends,
+            self.key_ends,
+            self.longest_query,
+            self.longest_key,
+            **options,
+        )
+        attended: Tensor = attended_THD
+        return attended
 
 
-def _equal_lengths(
-    query_1HTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, scaling: float | None, packing: Packing
-) -> Tensor:
-    runs = [(length, len(list(same))) for length, same in groupby(packing.lengths)]
-    sizes = [length * count for length, count in runs]
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Neighbouring sequences that one call computes."""
+
+    count: int
+    queries: int
+    """Of each sequence, aligned with the end of the keys."""
+    keys: int
+    """Of each sequence, padding included."""
+    mask: Tensor | None = None
+    """Which keys each query sees; None: the call is causal, with as many queries as keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Grouped:
+    """One call of the ordinary kernel for each group of sequences."""
+
+    calls: tuple[_Call, ...]
+    queries: Gather | None
+    keys: Gather | None
+    """Copy the computed tokens to the layout of the calls; None where it is the same."""
+    results_T: Tensor | None
+    """Index of the computed tokens in the layout of the queries; None where it is the same."""
+
+    @classmethod
+    def of(
+        cls,
+        calls: Sequence[_Call],
+        sequences: PackedSequences,
+        positions_T: NDArray[np.int64],
+        device: str | torch.device,
+    ) -> "_Grouped":
+        lengths, added = np.array(sequences.lengths), np.array(sequences.added)
+        counts = [call.count for call in calls]
+        num_keys = np.repeat([call.keys for call in calls], counts)
+        num_queries = np.repeat([call.queries for call in calls], counts)
+        # Padding is after a sequence, where causal attention does not look, and its output is not read. So it may hold any token:
+        # the sequence is repeated.
+        at = np.arange(num_keys.sum()) - np.repeat(np.cumsum(num_keys) - num_keys, num_keys)
+        starts = np.cumsum(lengths) - lengths
+        key_sources = sequences.sources_F[np.repeat(starts, num_keys) + at % np.repeat(lengths, num_keys)]
+        # Keys before the first query of their sequence.
+        num_before = num_keys - num_queries
+        query_sources = key_sources[at >= np.repeat(num_before, num_keys)]
+        results_T = positions_T + np.repeat(np.cumsum(num_queries) - num_queries - num_before, added)
+        queries = _gather(query_sources, len(positions_T), device)
+        return cls(
+            calls=tuple(calls),
+            queries=queries,
+            keys=_gather(key_sources, len(positions_T), device) if num_before.any() else queries,
+            results_T=None if queries is None else torch.from_numpy(results_T).to(device, non_blocking=True),
+        )
+
+    def __call__(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float | None) -> Tensor:
+        num_queries = [call.count * call.queries for call in self.calls]
+        num_keys = [call.count * call.keys for call in self.calls]
+        pieces = []
+        for call, *parts in zip(
+            self.calls,
+            _split(query_THD, self.queries, num_queries),
+            _split(key_TKD, self.keys, num_keys),
+            _split(value_TKD, self.keys, num_keys),
+            strict=True,
+        ):
+            query, key, value = (part.view(call.count, -1, *part.shape[1:]).transpose(1, 2) for part in parts)
+            attended = scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=call.mask,
+                is_causal=call.mask is None,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+            pieces.append(attended.transpose(1, 2).flatten(0, 1))
+        whole = torch.cat(pieces)
+        return whole if self.results_T is None else whole.index_select(0, self.results_T)
+
+
+def _split(heads: Tensor, gather: Gather | None, sizes: list[int]) -> tuple[Tensor, ...]:
     # Split, not sliced: the gradient of each slice would be as long as the whole row.
-    parts = [torch.split(heads[0], sizes, dim=1) for heads in (query_1HTD, key_1KTD, value_1KTD)]
-    pieces: list[Tensor] = []
-    for (length, count), *heads in zip(runs, *parts, strict=True):
-        query, key, value = (part.reshape(-1, count, length, part.shape[-1]).transpose(0, 1) for part in heads)
-        attended = scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-        )
-        pieces.append(attended.transpose(1, 2).flatten(0, 1))
-    return torch.cat(pieces).unsqueeze(0)
+    return torch.split(heads if gather is None else gather(heads), sizes)
 
 
-KERNELS = {"varlen": _varlen, "bucketed": _bucketed, "equal": _equal_lengths}
+def _gather(index: NDArray[np.int64], num_rows: int, device: str | torch.device) -> Gather | None:
+    """None where the index changes nothing."""
+    is_same = len(index) == num_rows and bool((index == np.arange(num_rows)).all())
+    return None if is_same else Gather.of(index, num_rows, device)
+
+
+def _bucketed(sequences: PackedSequences, positions_T: NDArray[np.int64], device: str | torch.device) -> _Grouped:
+    # Shared tokens have queries in each sequence: padded keys have no common end to align fewer queries with.
+    calls = [_Call(count, width, width) for count, width in length_buckets(sequences.lengths)]
+    return _Grouped.of(calls, sequences, positions_T, device)
+
+
+def _equal_lengths(sequences: PackedSequences, positions_T: NDArray[np.int64], device: str | torch.device) -> _Grouped:
+    """Sequences that share tokens are computed apart from those that do not, with as many queries as one of them adds."""
+    calls = []
+    pairs = zip(sequences.lengths, sequences.added, strict=True)
+    for (length, is_whole), same in groupby(pairs, key=lambda pair: (pair[0], pair[0] == pair[1])):
+        added = [own for _, own in same]
+        most = max(added)
+        mask = None if is_whole else torch.ones(most, length, dtype=torch.bool, device=device).tril(length - most)
+        calls.append(_Call(len(added), most, length, mask))
+    return _Grouped.of(calls, sequences, positions_T, device)
+
+
+def length_buckets(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Buckets of neighbouring sequences: number of sequences and padded length of each."""
+    buckets: list[tuple[int, int]] = []
+    count = width = 0
+    for length in lengths:
+        if count and (length < MIN_BUCKET_FILL * width or length > width):
+            buckets.append((count, width))
+            count = 0
+        if count == 0:
+            width = length
+        count += 1
+    return [*buckets, (count, width)] if count else buckets
+
+
+KERNELS: dict[str, Callable[[PackedSequences, NDArray[np.int64], str | torch.device], Kernel]] = {
+    "varlen": _Varlen.of,
+    "bucketed": _bucketed,
+    "equal": _equal_lengths,
+}
 
 
 def fastest_kernel(*, device: str, dtype: torch.dtype, heads: int, kv_heads: int, width: int) -> str:
@@ -190,18 +283,20 @@ def fastest_kernel(*, device: str, dtype: torch.dtype, heads: int, kv_heads: int
     if dtype not in HALF or not HAS_VARLEN:
         return "bucketed"
     seconds: dict[str, float] = {}
-    lengths = tuple(range(1024, 64, -32))
+    sequences = PackedSequences.unshared(range(1024, 64, -32))
     for kernel in ("varlen", "bucketed"):
-        packing = Packing.of(lengths, device, kernel=kernel)
-        shapes = [(1, count, sum(lengths), width) for count in (heads, kv_heads, kv_heads)]
+        attend = Packing.of(sequences, device, kernel=kernel).kernel
+        shapes = [(sequences.num_computed, count, width) for count in (heads, kv_heads, kv_heads)]
         query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
         started = 0.0
         try:
+            if not _aligns_with_the_end(kernel, query, key, value):
+                continue
             for number in range(4):
                 if number == 1:  # the first is a warm-up
                     torch.cuda.synchronize()
                     started = time.perf_counter()
-                attended = KERNELS[kernel](query, key, value, None, packing)
+                attended = attend(query, key, value, None)
                 attended.backward(torch.ones_like(attended))  # type: ignore[no-untyped-call]  # torch leaves it untyped
             torch.cuda.synchronize()
             seconds[kernel] = time.perf_counter() - started
@@ -209,6 +304,17 @@ def fastest_kernel(*, device: str, dtype: torch.dtype, heads: int, kv_heads: int
             # The kernel does not support this card or head width.
             continue
     return min(seconds, key=seconds.__getitem__) if seconds else "equal"
+
+
+@torch.no_grad()
+def _aligns_with_the_end(kernel: str, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> bool:
+    """Whether fewer queries than keys are the last ones. PyTorch does not document it."""
+    sequences, _ = prefix_tree([40, 33], [0, 20])
+    query, key, value = (tensor[: sequences.num_computed] for tensor in (query_THD, key_TKD, value_TKD))
+    found, expected = (
+        Packing.of(sequences, query.device, kernel=name).kernel(query, key, value, None) for name in (kernel, "equal")
+    )
+    return torch.allclose(found, expected, rtol=0.05, atol=0.05)
 
 
 AttentionInterface.register(NAME, packed_attention)

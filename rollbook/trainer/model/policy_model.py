@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,8 +24,10 @@ from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.weights import AdapterKind
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import Microbatch
+from rollbook.trainer.data.prefixes import PackedSequences
 from rollbook.trainer.distributed.sharding import gathered, shard
 from rollbook.trainer.flops import ModelShape
+from rollbook.trainer.model.gather import Gather
 from rollbook.trainer.model.network import PolicyNetwork, fuse_norms, has_plain_head, make_packable
 from rollbook.trainer.model.packed_attention import NAME as PACKED_ATTENTION
 from rollbook.trainer.model.packed_attention import Packing, fastest_kernel
@@ -145,12 +148,12 @@ class PolicyModel:
         The peak of both passes would be that of the gradients, whose size does not depend on the tokens.
         """
         ids_T = torch.arange(num_tokens, device=self.device) % self.vocabulary_size
-        packing = Packing.of((num_tokens,), self.device, kernel=self.attention_kernel) if self.is_packed else None
+        sequences = PackedSequences.unshared([num_tokens]) if self.is_packed else None
         torch.cuda.reset_peak_memory_stats()
         logprobs_T, _ = self.network(
             ids_T.unsqueeze(0),
-            packing,
-            predicted_at_N=ids_T.new_tensor(range(num_tokens)),
+            self._packing(sequences),
+            predictions=Gather.of(np.arange(num_tokens), num_tokens, self.device),
             targets_N=ids_T,
             temperatures_N=None,
         )
@@ -173,13 +176,16 @@ class PolicyModel:
         """
         result: tuple[Tensor, Tensor] = self.network(
             self.tensor(micro.inputs_BT),
-            None if micro.lengths is None else Packing.of(micro.lengths, self.device, kernel=self.attention_kernel),
-            predicted_at_N=self.tensor(micro.predicted_at_N),
+            self._packing(micro.sequences),
+            predictions=Gather.of(micro.predicted_at_N, micro.inputs_BT.size, self.device),
             targets_N=self.tensor(micro.targets_N),
             temperatures_N=None if (micro.temperatures_N == 1.0).all() else self.tensor(micro.temperatures_N),
             is_entropy_trained=is_entropy_trained,
         )
         return result
+
+    def _packing(self, sequences: PackedSequences | None) -> Packing | None:
+        return None if sequences is None else Packing.of(sequences, self.device, kernel=self.attention_kernel)
 
     def adapters_off(self) -> AbstractContextManager[Any]:
         """Compute with the base model, which is the initial policy, while the context lasts."""

@@ -117,8 +117,9 @@ def one_pass(
     ones = np.ones(count, dtype=np.float32)
     return Microbatch(
         inputs_BT=np.array(inputs, dtype=np.int64),
-        lengths=None,
+        sequences=None,
         num_padding=0,
+        num_shared=0,
         predicted_at_N=np.array(predicted_at, dtype=np.int64),
         targets_N=np.array(targets, dtype=np.int64),
         sampled_logprobs_N=-ones,

@@ -17,14 +17,16 @@ from transformers import (
     Qwen3Config,
 )
 
+from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import flatten, plan
-from rollbook.trainer.model.packed_attention import KERNELS, Packing, length_buckets
+from rollbook.trainer.model.network import make_packable
+from rollbook.trainer.model.packed_attention import length_buckets
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.step import TrainStep
-from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
+from tests.parts.trainer.batches import batch_of, quick, recorded_batch, row, sample, tiny_model_dir
 
 SMALL: dict[str, Any] = {
     "vocab_size": 32,
@@ -54,6 +56,19 @@ def new_model(config: Any) -> Any:
     return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
 
 
+def grouped_batch(step: int) -> TrainingBatch:
+    """Siblings share a prompt, or more; one is the start of another, and one is its copy."""
+    rng = np.random.default_rng((5, step))
+    groups = []
+    for _ in range(3):
+        prompt = [1, *rng.integers(4, 16, 6).tolist()]
+        replies = [rng.integers(4, 16, length).tolist() for length in (5, 5, 3, 8)]
+        replies += [replies[0][:3], replies[0], [*replies[1][:2], 9, 9, 9]]
+        samples = [row([*prompt, *reply], range(len(prompt), len(prompt) + len(reply))) for reply in replies]
+        groups.append([sample(one, reward=float(number % 3)) for number, one in enumerate(samples)])
+    return batch_of(step, groups)
+
+
 def policy_model(family: str, **settings: object) -> PolicyModel:
     torch.manual_seed(3)
     config = FAMILIES[family]()
@@ -64,26 +79,43 @@ def policy_model(family: str, **settings: object) -> PolicyModel:
 def logprobs_one_by_one(model: Any, rows: Any) -> list[torch.Tensor]:
     """The reference: each sequence through the forward method of transformers."""
     logprobs = []
-    for row in rows:
-        ids = torch.from_numpy(row.inputs.astype(np.int64))[None]
-        logits = model(input_ids=ids).logits[0].float() / row.temperature
-        at, targets = torch.from_numpy(row.predicted_at), torch.from_numpy(row.targets.astype(np.int64))
+    for one in rows:
+        ids = torch.from_numpy(one.inputs.astype(np.int64))[None]
+        logits = model(input_ids=ids).logits[0].float() / one.temperature
+        at, targets = torch.from_numpy(one.predicted_at), torch.from_numpy(one.targets.astype(np.int64))
         logprobs.append(torch.log_softmax(logits, -1)[at, targets].detach())
     return logprobs
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_pass_gives_each_sequence_the_logprobs_it_has_alone(family: str) -> None:
+@pytest.mark.parametrize("batch", [recorded_batch(1), grouped_batch(1)], ids=["random", "grouped"])
+def test_a_pass_gives_each_sequence_the_logprobs_it_has_alone(family: str, batch: TrainingBatch) -> None:
     plain = new_model(FAMILIES[family]()).eval()
     model = policy_model(family)
     plain.load_state_dict(model.module.state_dict())
-    rows = flatten(recorded_batch(1), quick())
+    rows = flatten(batch, quick())
     expected = sorted(float(x) for logprobs in logprobs_one_by_one(plain, rows) for x in logprobs)
     config = quick(max_tokens_per_microbatch=60)
     (minibatch,) = plan(rows, config, step=1, is_packed=model.is_packed)
     assert len(minibatch.microbatches) > 1
     found = sorted(float(x) for micro in minibatch.microbatches for x in model.token_logprobs(micro)[0].detach())
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_computes_other_numbers_with_shared_tokens_is_padded() -> None:
+    model = new_model(FAMILIES["llama"]())
+    original = model.forward
+
+    def counting(input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **others: Any) -> Any:
+        """Counts positions from the last position 0 on, whatever the given positions are."""
+        if position_ids is not None:
+            at = torch.arange(position_ids.shape[1])
+            position_ids = (at - torch.where(position_ids[0] == 0, at, 0).cummax(0).values).unsqueeze(0)
+        return original(input_ids=input_ids, position_ids=position_ids, **others)
+
+    assert make_packable(model)
+    model.forward = counting
+    assert not make_packable(model)
 
 
 def test_models_are_packed_if_their_attention_allows_it() -> None:
@@ -97,22 +129,46 @@ def test_models_are_packed_if_their_attention_allows_it() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_packing_and_recomputation_change_no_gradient(family: str, checkpointing: bool) -> None:
+@pytest.mark.parametrize("batch", [recorded_batch(1), grouped_batch(1)], ids=["random", "grouped"])
+def test_packing_and_recomputation_change_no_gradient(family: str, checkpointing: bool, batch: TrainingBatch) -> None:
     model = policy_model(family)
     results = []
     for settings in ({"packing": "padded"}, {"packing": "packed", "gradient_checkpointing": checkpointing}):
         config = quick(lr=1e-3, max_tokens_per_microbatch=40, entropy_bonus=0.01, **settings)
         learner = TrainStep(PolicyModel(copy.deepcopy(model.module), config), config)
-        report = learner.run(recorded_batch(1))
+        report = learner.run(batch)
         results.append(
             (report, {n: learner.optimizer.state[p]["exp_avg"] for n, p in learner.model.module.named_parameters()})
         )
     (padded, padded_means), (packed, packed_means) = results
     assert (padded.metrics["train/padding_share"] or 0) > 0
     assert packed.metrics["train/padding_share"] == 0.0
+    assert (packed.metrics["train/shared_token_share"] or 0) > (padded.metrics["train/shared_token_share"] or 0)
     assert packed.metrics["train/entropy"] == pytest.approx(padded.metrics["train/entropy"], rel=1e-5)
     for name, mean in padded_means.items():
         torch.testing.assert_close(packed_means[name], mean, rtol=1e-3, atol=1e-6)
+
+
+def test_a_metric_reports_the_share_of_tokens_that_are_not_computed() -> None:
+    replies = [
+        sample(row([1, 4, 5, 6, 7], [3, 4])),
+        sample(row([1, 4, 5, 8, 9], [3, 4])),
+        sample(row([1, 4, 5, 6], [3])),
+    ]
+    report = TrainStep(policy_model("llama"), quick()).run(batch_of(1, [replies]))
+    assert report.metrics["train/computed_tokens"] == 5, "1 4 5, 6, 8: the last token of a row is only predicted"
+    assert report.metrics["train/shared_token_share"] == pytest.approx(6 / 11)
+
+
+def test_a_step_with_shared_tokens_is_the_same_to_the_bit_in_every_run() -> None:
+    digests = set()
+    for _ in range(2):
+        config = quick(max_tokens_per_microbatch=60)
+        learner = TrainStep(policy_model("qwen2"), config)
+        for step in (1, 2):
+            learner.run(grouped_batch(step))
+        digests.add(learner.model.digest())
+    assert len(digests) == 1
 
 
 def test_passes_use_a_bfloat16_copy_and_updates_use_float32_weights(tmp_path: Path) -> None:
@@ -129,32 +185,6 @@ def test_passes_use_a_bfloat16_copy_and_updates_use_float32_weights(tmp_path: Pa
     shadow = dict(learner.model.network.language_model.named_parameters())["model.norm.weight"]
     assert shadow.dtype == torch.bfloat16
     assert torch.equal(shadow.detach(), weight.to(torch.bfloat16))
-
-
-@pytest.mark.parametrize("kernel", ["equal", "bucketed"])
-@pytest.mark.parametrize("lengths", [(7,), (9, 9, 8, 5, 5, 1), (12, 6, 3), (1, 1, 1)])
-def test_each_attention_kernel_attends_inside_each_sequence_only(kernel: str, lengths: tuple[int, ...]) -> None:
-    generator = torch.Generator().manual_seed(1)
-    total = sum(lengths)
-    query, key, value = (
-        torch.randn(1, heads, total, 8, generator=generator, dtype=torch.float64, requires_grad=True)
-        for heads in (4, 2, 2)
-    )
-    packing = Packing.of(lengths, "cpu", kernel=kernel)
-    found = KERNELS[kernel](query, key, value, 0.3, packing)
-    alone = [
-        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True).transpose(
-            1, 2
-        )
-        for q, k, v in zip(*(torch.split(x, list(lengths), dim=2) for x in (query, key, value)), strict=True)
-    ]
-    expected = torch.cat(alone, dim=1)
-    torch.testing.assert_close(found, expected)
-    weight = torch.randn(found.shape, generator=generator, dtype=torch.float64)
-    gradients = torch.autograd.grad((found * weight).sum(), (query, key, value))
-    expected_gradients = torch.autograd.grad((expected * weight).sum(), (query, key, value))
-    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(gradient, expected_gradient)
 
 
 def test_length_buckets_limit_padding() -> None:
