@@ -5,7 +5,8 @@
 
 Lengths are spread evenly up to the longest, so padding to the longest wastes half of the tokens. Both train the same tokens with
 the same loss, float32 weights and AdamW. The plain loop computes under autocast and pads every pass to the longest of the batch.
-`sorted` is that loop with rows ordered by length, each pass padded to its own longest row.
+`sorted` is that loop with rows ordered by length, each pass padded to its own longest row. Rows of the `-groups` cases share a
+prompt in groups of eight, as in GRPO; in the others nothing is shared.
 """
 
 import argparse
@@ -52,6 +53,8 @@ class Case:
     tokens_per_pass: int
     shortest: int = PROMPT_TOKENS + 1
     repeats: int = 4
+    shared_prompt: int = 0
+    """Tokens that the rows of a group start with, in addition to their lengths."""
 
 
 def llama(*, hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocabulary: int) -> Any:
@@ -96,6 +99,16 @@ CASES = {
         tokens_per_pass=2048,
         repeats=3,
     ),
+    "tiny-groups": Case(
+        name="tiny-groups",
+        config=lambda: llama(hidden=128, layers=4, heads=4, kv_heads=2, inner=352, vocabulary=1024),
+        sequences=64,
+        shortest=16,
+        longest=48,
+        shared_prompt=256,
+        tokens_per_pass=16_384,
+        repeats=3,
+    ),
     "135m": Case(
         name="135m",
         config=smollm2_135m,
@@ -107,6 +120,15 @@ CASES = {
     "135m-short": Case(
         name="135m-short", config=smollm2_135m, sequences=512, shortest=100, longest=200, tokens_per_pass=65_536
     ),
+    "135m-groups": Case(
+        name="135m-groups",
+        config=smollm2_135m,
+        sequences=512,
+        shortest=16,
+        longest=48,
+        shared_prompt=64,
+        tokens_per_pass=65_536,
+    ),
     "1.5b": Case(name="1.5b", config=qwen2_1_5b, sequences=64, longest=1024, tokens_per_pass=8192, repeats=3),
 }
 
@@ -116,10 +138,11 @@ def random_batch(case: Case, vocabulary: int) -> TrainingBatch:
     rng = np.random.default_rng(7)
     lengths = rng.permutation(np.linspace(case.shortest, case.longest, case.sequences).astype(int))
     samples = []
+    prompts = rng.integers(3, vocabulary, (case.sequences // 8, case.shared_prompt))
     for number, length in enumerate(lengths):
-        mask = np.arange(length) >= PROMPT_TOKENS
+        mask = np.arange(case.shared_prompt + length) >= case.shared_prompt + PROMPT_TOKENS
         row = TokenRow.of(
-            token_ids=rng.integers(3, vocabulary, length),
+            token_ids=np.concatenate([prompts[number // 8], rng.integers(3, vocabulary, length)]),
             logprobs=np.where(mask, -np.log(vocabulary), 0.0),
             loss_mask=mask,
             versions=np.where(mask, 0, -1),
@@ -313,7 +336,7 @@ def compare(case: Case, device: str) -> list[Figure]:
         "ours_padded": lambda: OurStep(case, settings(case, device, packing="padded", pass_cost_tokens=10**9), batch),
         "recomputing": lambda: OurStep(case, settings(case, device, gradient_checkpointing=True), batch),
     }
-    if case.name == "135m-short":
+    if case.name in ("135m-short", "135m-groups", "tiny-groups"):
         del sides["ours_padded"], sides["recomputing"]
     seconds: dict[str, float] = {}
     memory: dict[str, float | None] = {}
@@ -402,10 +425,12 @@ def compare_with_trl() -> list[Figure]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.trainer.step")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--models", default=None, help="comma-separated: tiny, 135m, 1.5b")
+    parser.add_argument("--models", default=None, help=f"comma-separated: {', '.join(CASES)}")
     args = parser.parse_args()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-    names = (args.models or ("135m,135m-short,1.5b" if args.device == "cuda" else "tiny")).split(",")
+    names = (
+        args.models or ("135m,135m-short,135m-groups,1.5b" if args.device == "cuda" else "tiny,tiny-groups")
+    ).split(",")
     figures: list[Figure] = []
     for name in names:
         figures += compare(CASES[name], args.device)

@@ -290,7 +290,7 @@ def fastest_kernel(*, device: str, dtype: torch.dtype, heads: int, kv_heads: int
         query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
         started = 0.0
         try:
-            if not _aligns_with_the_end(kernel, query, key, value):
+            if not aligns_with_the_end(kernel, query, key, value):
                 continue
             for number in range(4):
                 if number == 1:  # the first is a warm-up
@@ -306,15 +306,16 @@ def fastest_kernel(*, device: str, dtype: torch.dtype, heads: int, kv_heads: int
     return min(seconds, key=seconds.__getitem__) if seconds else "equal"
 
 
-@torch.no_grad()
-def _aligns_with_the_end(kernel: str, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> bool:
-    """Whether fewer queries than keys are the last ones. PyTorch does not document it."""
+def aligns_with_the_end(kernel: str, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> bool:
+    """Whether fewer queries than keys are the last ones, in both passes. PyTorch does not document it for `varlen`."""
     sequences, _ = prefix_tree([40, 33], [0, 20])
-    query, key, value = (tensor[: sequences.num_computed] for tensor in (query_THD, key_TKD, value_TKD))
-    found, expected = (
-        Packing.of(sequences, query.device, kernel=name).kernel(query, key, value, None) for name in (kernel, "equal")
-    )
-    return torch.allclose(found, expected, rtol=0.05, atol=0.05)
+    heads = query_THD, key_TKD, value_TKD
+    results = []
+    for name in (kernel, "equal"):
+        query, key, value = (tensor[: sequences.num_computed].detach().requires_grad_() for tensor in heads)
+        attended = Packing.of(sequences, query.device, kernel=name).kernel(query, key, value, None)
+        results.append([attended, *torch.autograd.grad(attended.sum(), (query, key, value))])
+    return all(torch.allclose(found, expected, rtol=0.05, atol=0.05) for found, expected in zip(*results, strict=True))
 
 
 AttentionInterface.register(NAME, packed_attention)

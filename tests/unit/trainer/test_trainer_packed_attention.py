@@ -1,12 +1,14 @@
 """A packed pass computes the same values as each sequence alone. Model families that cannot be packed are padded."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -22,8 +24,9 @@ from rollbook.contracts.errors import RunError
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import flatten, plan
+from rollbook.trainer.data.prefixes import PackedSequences
 from rollbook.trainer.model.network import make_packable
-from rollbook.trainer.model.packed_attention import length_buckets
+from rollbook.trainer.model.packed_attention import KERNELS, aligns_with_the_end, length_buckets
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.step import TrainStep
 from tests.parts.trainer.batches import batch_of, quick, recorded_batch, row, sample, tiny_model_dir
@@ -185,6 +188,21 @@ def test_passes_use_a_bfloat16_copy_and_updates_use_float32_weights(tmp_path: Pa
     shadow = dict(learner.model.network.language_model.named_parameters())["model.norm.weight"]
     assert shadow.dtype == torch.bfloat16
     assert torch.equal(shadow.detach(), weight.to(torch.bfloat16))
+
+
+def test_a_kernel_that_aligns_queries_with_the_first_keys_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def aligned_with_the_start(sequences: PackedSequences, positions_T: NDArray[np.int64], device: Any) -> Any:
+        kernel: Any = KERNELS["equal"](sequences, positions_T, device)
+        masks = [call.mask if call.mask is None else call.mask.tril() for call in kernel.calls]
+        return replace(
+            kernel, calls=tuple(replace(call, mask=mask) for call, mask in zip(kernel.calls, masks, strict=True))
+        )
+
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(64, heads, 8, generator=generator, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    assert aligns_with_the_end("bucketed", query, key, value)
+    monkeypatch.setitem(KERNELS, "varlen", aligned_with_the_start)
+    assert not aligns_with_the_end("varlen", query, key, value)
 
 
 def test_length_buckets_limit_padding() -> None:
