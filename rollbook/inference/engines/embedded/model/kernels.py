@@ -15,7 +15,7 @@ from rollbook.inference.engines.embedded.model.torch_ops import HeadNorms, HeadS
 from rollbook.inference.engines.embedded.sampling import RowSampling, truncated
 
 try:
-    from rollbook.inference.engines.embedded.model import triton_kernels
+    from rollbook.inference.engines.embedded.model import triton_kernels, triton_sampling
 except ImportError as error:
     kernels_missing: str | None = f"Triton cannot be imported: {error}"
 else:
@@ -55,7 +55,7 @@ class KernelOps:
 
 
 def sample_with_kernels(logits_NV: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
-    """As `sampling.sample`, with Gumbel noise for each token, drawn from the row's key, so one pass over the logits is enough."""
+    """As `sampling.sample`, with noise for each token, drawn from the row's key, so one pass over the logits is enough."""
     temperatures_N = rows.temperatures_N
     is_greedy_N = temperatures_N == 0
     if rows.is_truncated:
@@ -66,5 +66,5 @@ def sample_with_kernels(logits_NV: Tensor, rows: RowSampling) -> tuple[Tensor, T
         temperatures_N = torch.where(is_greedy_N, 0.0, 1.0)
     tokens_N = torch.empty(len(logits_NV), dtype=torch.long, device=logits_NV.device)
     logprobs_N = torch.empty(len(logits_NV), dtype=torch.float32, device=logits_NV.device)
-    triton_kernels.launch_sample(logits_NV, temperatures_N, rows.keys_N, tokens_N, logprobs_N)
+    triton_sampling.launch_sample(logits_NV, temperatures_N, rows.keys_N, tokens_N, logprobs_N)
     return tokens_N, logprobs_N

@@ -1,9 +1,9 @@
-"""The Triton kernels and their launch functions. Imported by `kernels.py` only, if Triton is installed.
+"""The Triton kernels of a forward and their launch functions. Imported by `kernels.py` only, if Triton is installed.
 
 Results are rounded to the model's dtype at the same places as in the Hugging Face modules.
 """
 
-# M tokens, N rows, H key/value heads, G query heads a key/value head, T positions, D head size, V vocabulary
+# M tokens, N rows, H key/value heads, G query heads a key/value head, T positions, D head size
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: PLR0915, PLR0917  # kernels are long and take many positional arguments
@@ -22,7 +22,6 @@ PREFILL_TILE, PREFILL_WARPS, PREFILL_STAGES = 64, 4, 3
 QUERY_LINES = 64
 """Queries (tokens times the heads that share keys) of a program of prefill attention."""
 LOG2_E = 1.4426950408889634
-SAMPLE_BLOCK = 4096
 GATE_BLOCK = 1024
 
 
@@ -332,55 +331,3 @@ def launch_gate(both_MF: Tensor, out_MF: Tensor) -> None:
     width = out_MF.shape[1]
     block = min(GATE_BLOCK, triton.next_power_of_2(width))
     _gate[(len(out_MF), triton.cdiv(width, block))](both_MF, out_MF, width, BLOCK=block, num_warps=4)
-
-
-@triton.jit
-def _sample(
-    logits_ptr, temperatures_ptr, keys_ptr, tokens_ptr, logprobs_ptr, vocab_size, BLOCK: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperatures_ptr + row)
-    is_greedy = temperature == 0.0
-    cold = tl.minimum(1.0 / tl.where(is_greedy, 1.0, temperature), 1e37)
-    key = tl.load(keys_ptr + row)
-    lanes = tl.arange(0, BLOCK)
-    # The largest logit is subtracted before scaling: a very small temperature must not overflow.
-    peaks = tl.full((BLOCK,), -float("inf"), dtype=tl.float32)
-    for start in range(0, vocab_size, BLOCK):
-        at = start + lanes
-        logits = tl.load(logits_ptr + row * vocab_size + at, mask=at < vocab_size, other=-float("inf")).to(tl.float32)
-        peaks = tl.maximum(peaks, logits)
-    peak = tl.max(peaks, axis=0)
-    totals = tl.zeros((BLOCK,), dtype=tl.float32)
-    best_scores = tl.full((BLOCK,), -float("inf"), dtype=tl.float32)
-    best_at = lanes
-    for start in range(0, vocab_size, BLOCK):
-        at = start + lanes
-        is_in = at < vocab_size
-        logits = tl.load(logits_ptr + row * vocab_size + at, mask=is_in, other=-float("inf")).to(tl.float32)
-        scaled = (logits - peak) * cold
-        totals += tl.where(is_in, tl.exp(scaled), 0.0)
-        # An exponential variate, exact for small values, because those win. The offset keeps it above zero.
-        uniform = tl.rand(key, at) + 2.3e-10
-        waiting = tl.where(uniform < 1e-3, uniform + 0.5 * uniform * uniform, -tl.log(1.0 - uniform))
-        noise = tl.where(is_greedy, 0.0, -tl.log(waiting))
-        scores = tl.where(is_in, scaled + noise, -float("inf"))
-        is_better = scores > best_scores
-        best_scores = tl.where(is_better, scores, best_scores)
-        best_at = tl.where(is_better, at, best_at)
-    winner = tl.argmax(best_scores, axis=0)
-    token = tl.sum(tl.where(lanes == winner, best_at, 0), axis=0)
-    chosen = tl.load(logits_ptr + row * vocab_size + token).to(tl.float32)
-    chosen = (chosen - peak) * cold
-    tl.store(tokens_ptr + row, token.to(tl.int64))
-    tl.store(logprobs_ptr + row, chosen - tl.log(tl.sum(totals, axis=0)))
-
-
-def launch_sample(
-    logits_NV: Tensor, temperatures_N: Tensor, keys_N: Tensor, tokens_N: Tensor, logprobs_N: Tensor
-) -> None:
-    vocab_size = logits_NV.shape[1]
-    block = min(SAMPLE_BLOCK, triton.next_power_of_2(vocab_size))
-    _sample[(len(logits_NV),)](
-        logits_NV, temperatures_N, keys_N, tokens_N, logprobs_N, vocab_size, BLOCK=block, num_warps=8
-    )

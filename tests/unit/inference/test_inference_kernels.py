@@ -1,0 +1,229 @@
+"""The Triton kernels compute what the operations in plain torch compute.
+
+They need a GPU, or Triton's interpreter: `TRITON_INTERPRET=1 pytest tests/unit/inference/test_inference_kernels.py`.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rollbook.inference.engines.embedded.model.kernels import KernelOps, kernels_missing, sample_with_kernels
+from rollbook.inference.engines.embedded.model.packed import PackedStep, PackedTorchOps
+from rollbook.inference.engines.embedded.model.torch_ops import HeadNorms, HeadShape
+from rollbook.inference.engines.embedded.paged.step_input import Piece, StepShape, layout_of
+from rollbook.inference.engines.embedded.row_table import RowTable
+from rollbook.inference.engines.embedded.sampling import RowSampling
+
+CAN_RUN = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.skipif(
+        kernels_missing is not None or not CAN_RUN, reason=kernels_missing or "no GPU, and TRITON_INTERPRET is not 1"
+    ),
+    # The interpreter computes with numpy, which warns of infinities.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+PAGE, ROWS, WIDTH = 16, 6, 8
+SHAPES = {
+    "three key heads": HeadShape(queries=9, keys=3, size=16),
+    "one key head": HeadShape(queries=5, keys=1, size=32),
+    "a size that is no power of two": HeadShape(queries=4, keys=2, size=24),
+}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Rows with random keys and values in shuffled blocks, and a step over them."""
+
+    heads: HeadShape
+    step: PackedStep
+    blocks: Tensor
+    ops: tuple[KernelOps, PackedTorchOps]
+
+    def fused(self) -> Tensor:
+        return random(len(self.step.tokens_M), self.heads.fused * self.heads.size, seed=5)
+
+
+def make_case(heads: HeadShape, *, pieces: list[Piece] | None = None, chunk: int = 1024, padding: int = 3) -> Case:
+    pieces = pieces or []
+    positions = np.array([0, 15, 16, 37, 100])
+    table = RowTable(ROWS)
+    table.positions[: len(positions)] = positions
+    angles = random(128, heads.size // 2, seed=1)
+    angles_TD = {"cosines_TD": angles.cos().repeat(1, 2), "sines_TD": angles.sin().repeat(1, 2)}
+    ops = KernelOps(heads, **angles_TD), PackedTorchOps(heads, **angles_TD)
+    is_split = chunk < 128
+    decoding = np.arange(len(positions))
+    tokens = len(positions) + sum(len(piece.tokens) for piece in pieces) + padding
+    tile = ops[0].query_tile
+    shape = (
+        StepShape.mixed(tokens, ROWS + 2, key_heads=heads.keys, query_tile=tile, is_split=is_split)
+        if pieces
+        else StepShape.decode(tokens, key_heads=heads.keys, is_split=is_split)
+    )
+    layout = layout_of(shape)
+    block = torch.empty(layout.length, dtype=torch.int32)
+    nothing = np.empty(0, dtype=np.int64)
+    layout.fill(
+        block.numpy(),
+        table,
+        decoding,
+        pieces,
+        changes=(nothing, nothing.astype(np.int32)),
+        chunk=chunk,
+        query_tile=tile,
+    )
+    tables_SP = torch.zeros(ROWS + 1, WIDTH, dtype=torch.int32)
+    shuffled = torch.randperm(ROWS * WIDTH, generator=torch.Generator().manual_seed(3)) + 1
+    tables_SP[:ROWS] = shuffled.view(ROWS, WIDTH)
+    last_tokens_S = torch.zeros(ROWS + 1, dtype=torch.int32)
+    step = layout.step(block.to(DEVICE), last_tokens_S=last_tokens_S.to(DEVICE), tables_SP=tables_SP.to(DEVICE))
+    blocks = random(ROWS * WIDTH + 1, 2, heads.keys, PAGE, heads.size, seed=4)
+    # A block may hold NaN of an earlier owner: what follows the last position of a row must not be read.
+    for row, position in enumerate(positions):
+        blocks[tables_SP[row, position // PAGE], :, :, position % PAGE + 1 :] = float("nan")
+    return Case(heads=heads, step=step, blocks=blocks, ops=ops)
+
+
+def is_real(case: Case) -> Tensor:
+    return case.step.positions_M >= 0
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("chunk", [16, 32, 1024], ids=["split by block", "split by two blocks", "not split"])
+def test_decode_attention(name: str, chunk: int) -> None:
+    case = make_case(SHAPES[name], chunk=chunk)
+    ours, expected = (ops.attend(case.fused(), case.step, case.blocks) for ops in case.ops)
+    torch.testing.assert_close(ours[is_real(case)], expected[is_real(case)], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_attention_of_prompts_and_decoding_rows_in_one_step(name: str) -> None:
+    tokens = np.arange(30, dtype=np.int32)
+    case = make_case(SHAPES[name], pieces=[Piece(5, 0, tokens, is_last=True)], chunk=32)
+    ours, expected = (ops.attend(case.fused(), case.step, case.blocks) for ops in case.ops)
+    torch.testing.assert_close(ours[is_real(case)], expected[is_real(case)], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "head norms"])
+def test_rotation_and_cache_write(name: str, has_norms: bool) -> None:
+    case = make_case(SHAPES[name], pieces=[Piece(5, 20, np.arange(14, dtype=np.int32), is_last=True)])
+    size = case.heads.size
+    norms = HeadNorms(queries_D=random(size, seed=8), keys_D=random(size, seed=9), epsilon=1e-5) if has_norms else None
+    queries, stored = [], []
+    for ops in case.ops:
+        fused_MX, blocks = case.fused(), case.blocks.clone()
+        ops.rotate_and_store(fused_MX, case.step, blocks, norms)
+        queries.append(fused_MX[is_real(case), : case.heads.queries * size])
+        stored.append(blocks)
+    torch.testing.assert_close(*queries, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*stored, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_norm_and_gate() -> None:
+    ours, expected = make_case(SHAPES["one key head"]).ops
+    x_ME, weight_E = random(21, 48), random(48, seed=2)
+    torch.testing.assert_close(
+        ours.norm(x_ME, weight_E, 1e-5), expected.norm(x_ME, weight_E, 1e-5), rtol=1e-4, atol=1e-5
+    )
+    # Wider than what one program reads.
+    both_MF = random(3, 2 * 1100)
+    torch.testing.assert_close(ours.gate(both_MF), expected.gate(both_MF), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 64 tokens, because the interpreter is slow."""
+    monkeypatch.setattr("rollbook.inference.engines.embedded.model.triton_sampling.QUARTER", 16)
+
+
+def rows_of(count: int, *, temperature: float = 1.0, **changes: Any) -> RowSampling:
+    rows = RowSampling(
+        keys_N=torch.arange(count, device=DEVICE) * 0x9E3779B9 + 12345,
+        temperatures_N=torch.full((count,), temperature, device=DEVICE),
+        top_k_N=torch.zeros(count, dtype=torch.int32, device=DEVICE),
+        top_p_N=torch.ones(count, device=DEVICE),
+        is_scaled=True,
+        is_truncated=False,
+        is_any_greedy=True,
+    )
+    return replace(rows, **changes)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1e-30])
+@pytest.mark.parametrize("vocab", [40, 64, 200])
+@pytest.mark.usefixtures("small_tiles")
+def test_sampled_tokens_have_the_logprob_of_the_softmax(vocab: int, temperature: float) -> None:
+    logits_NV = random(7, vocab) * 4
+    tokens_N, logprobs_N = sample_with_kernels(logits_NV, rows_of(7, temperature=temperature))
+    expected_NV = torch.log_softmax((logits_NV - logits_NV.amax(1, keepdim=True)) / (temperature or 1.0), dim=-1)
+    torch.testing.assert_close(logprobs_N, expected_NV.gather(1, tokens_N[:, None])[:, 0], rtol=1e-4, atol=1e-4)
+    if temperature in {0.0, 1e-30}:
+        assert tokens_N.tolist() == logits_NV.argmax(dim=1).tolist()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_samples_follow_the_distribution_across_tiles() -> None:
+    vocab, count = 70, 150
+    logits_V = torch.full((vocab,), float("-inf"), device=DEVICE)
+    # In different quarters of the first tile, and in the second tile.
+    places = [0, 18, 33, 63, 69]
+    logits_V[places] = torch.tensor([0.0, 1.0, -1.0, 0.5, 1.5], device=DEVICE)
+    tokens_N, _ = sample_with_kernels(logits_V.expand(count, vocab).contiguous(), rows_of(count))
+    frequency = torch.bincount(tokens_N.cpu(), minlength=vocab)[places] / count
+    assert int(torch.isin(tokens_N.cpu(), torch.tensor(places)).sum()) == count
+    expected = logits_V[places].softmax(0).cpu()
+    # Four standard deviations of each binomial frequency.
+    assert ((frequency - expected).abs() < 4 * (expected * (1 - expected) / count).sqrt()).all()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_a_row_draws_the_same_token_in_any_batch() -> None:
+    logits_NV = random(9, 150)
+    tokens_N, _ = sample_with_kernels(logits_NV, rows_of(9))
+    alone = rows_of(9)
+    alone = replace(alone, keys_N=alone.keys_N[4:5], temperatures_N=alone.temperatures_N[4:5])
+    assert sample_with_kernels(logits_NV[4:5].contiguous(), alone)[0].tolist() == [int(tokens_N[4])]
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_of_equal_logits_a_greedy_row_takes_the_lowest_token() -> None:
+    logits_NV = torch.zeros(2, 150, device=DEVICE)
+    logits_NV[0, [30, 20, 140]] = 3.0
+    logits_NV[1, [149, 100]] = 3.0
+    tokens_N, _ = sample_with_kernels(logits_NV, rows_of(2, temperature=0.0))
+    assert tokens_N.tolist() == [20, 100]
+
+
+@pytest.mark.parametrize("vocab", [128, 150], ids=["whole tiles", "a part of a tile"])
+@pytest.mark.usefixtures("small_tiles")
+def test_logits_that_are_not_numbers_give_a_token_of_the_vocabulary_and_no_logprob(vocab: int) -> None:
+    logits_NV = random(2, vocab)
+    logits_NV[0, 3] = float("nan")
+    logits_NV[1] = float("nan")
+    tokens_N, logprobs_N = sample_with_kernels(logits_NV, rows_of(2))
+    assert logprobs_N.isnan().all()
+    assert ((tokens_N >= 0) & (tokens_N < vocab)).all()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_truncated_rows_draw_from_the_most_likely_tokens_only() -> None:
+    logits_NV = random(16, 150)
+    rows = rows_of(16, top_k_N=torch.full((16,), 3, dtype=torch.int32, device=DEVICE), is_truncated=True)
+    tokens_N, logprobs_N = sample_with_kernels(logits_NV, rows)
+    top_NK = logits_NV.topk(3, dim=1)
+    at_N = (top_NK.indices == tokens_N[:, None]).int().argmax(dim=1)
+    assert (top_NK.indices == tokens_N[:, None]).any(dim=1).all()
+    expected_NK = torch.log_softmax(top_NK.values, dim=-1)
+    torch.testing.assert_close(logprobs_N, expected_NK.gather(1, at_N[:, None])[:, 0], rtol=1e-4, atol=1e-4)
