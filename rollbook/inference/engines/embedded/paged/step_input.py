@@ -27,6 +27,9 @@ PROGRAMS_WANTED = 528
 """Number of attention programs that fills a GPU of 132 multiprocessors four times."""
 FEWEST_POSITIONS, FEWEST_POSITIONS_OF_MANY = 128, 512
 """Rows are not split into shorter chunks than this; the second is for batches that fill the GPU without splitting."""
+ENOUGH_PROGRAMS, EVEN_POSITIONS = 256, 256
+"""So many programs reach the bandwidth of the GPU. Such a batch is not split if its longest row exceeds the mean by fewer positions
+than the second: the end of that row is read alone, at about 16 ns a position, and joining the parts of all rows takes longer."""
 TABLE_CHANGES = 256
 """Number of changes to the block tables that a step brings along."""
 LAST_SAMPLED = -1
@@ -217,7 +220,11 @@ class StepInput:
 
 
 def chunk_length(lengths: NDArray[np.int32], *, rows: int, key_heads: int) -> int:
-    """How many positions of a row one attention program covers: as few as fit into the number of items."""
+    """How many positions of a row one attention program covers: as few as fit into the number of items, or all of them."""
+    longest = int(lengths.max(initial=0))
+    is_even = len(lengths) * key_heads >= ENOUGH_PROGRAMS and longest - lengths.mean() < EVEN_POSITIONS
+    if is_even:
+        return longest
     items = _items(rows, key_heads)
     is_full = len(lengths) * key_heads >= 2 * PROGRAMS_WANTED
     chunk = FEWEST_POSITIONS_OF_MANY if is_full else FEWEST_POSITIONS
