@@ -25,8 +25,11 @@ def test_a_long_row_among_many_short_ones_is_split() -> None:
     assert chunk_length(lengths, rows=512, key_heads=3) == 512
 
 
-def test_few_long_rows_are_split() -> None:
-    assert chunk_length(np.full(8, 4000, dtype=np.int32), rows=8, key_heads=3) < 1000
+@pytest.mark.parametrize(("rows", "length"), [(1, 4000), (8, 4000), (64, 1101)])
+def test_few_long_rows_are_split_into_parts_of_similar_lengths(rows: int, length: int) -> None:
+    chunk = chunk_length(np.full(rows, length, dtype=np.int32), rows=rows, key_heads=3)
+    assert chunk < length
+    assert chunk <= 1.25 * length / -(-length // chunk)
 
 
 @given(lengths=st.lists(st.integers(1, 5000), max_size=600), key_heads=st.integers(1, 8))

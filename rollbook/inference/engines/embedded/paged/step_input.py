@@ -27,6 +27,8 @@ PROGRAMS_WANTED = 528
 """Number of attention programs that fills a GPU of 132 multiprocessors four times."""
 FEWEST_POSITIONS, FEWEST_POSITIONS_OF_MANY = 128, 512
 """Rows are not split into shorter chunks than this; the second is for batches that fill the GPU without splitting."""
+CHUNK_STEP = 64
+"""Chunks are multiples of what a program reads at once."""
 ENOUGH_PROGRAMS, EVEN_POSITIONS = 256, 256
 """So many programs reach the bandwidth of the GPU. Such a batch is not split if its longest row exceeds the mean by fewer positions
 than the second: the end of that row is read alone, at about 16 ns a position, and joining the parts of all rows takes longer."""
@@ -220,14 +222,15 @@ class StepInput:
 
 
 def chunk_length(lengths: NDArray[np.int32], *, rows: int, key_heads: int) -> int:
-    """How many positions of a row one attention program covers: as few as fit into the number of items, or all of them."""
-    longest = int(lengths.max(initial=0))
-    is_even = len(lengths) * key_heads >= ENOUGH_PROGRAMS and longest - lengths.mean() < EVEN_POSITIONS
-    if is_even:
+    """How many positions of a row one attention program covers: few enough to share the work, and all parts fit into the items."""
+    count = len(lengths)
+    if not count:
+        return FEWEST_POSITIONS
+    longest, total = int(lengths.max()), int(lengths.sum())
+    programs = count * key_heads
+    if programs >= ENOUGH_PROGRAMS and longest - total / count < EVEN_POSITIONS:
         return longest
-    items = _items(rows, key_heads)
-    is_full = len(lengths) * key_heads >= 2 * PROGRAMS_WANTED
-    chunk = FEWEST_POSITIONS_OF_MANY if is_full else FEWEST_POSITIONS
-    while len(lengths) and int((-(-lengths // chunk)).sum()) > items:
-        chunk *= 2
-    return chunk
+    fewest = FEWEST_POSITIONS_OF_MANY if programs >= 2 * PROGRAMS_WANTED else FEWEST_POSITIONS
+    # A row has at most one part that is not full, so this many positions a part are enough.
+    needed = -(-total // (_items(rows, key_heads) - count))
+    return max(fewest, -(-needed // CHUNK_STEP) * CHUNK_STEP)
