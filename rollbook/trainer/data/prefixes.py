@@ -17,8 +17,8 @@ MAX_EXPANSION = 4
 """Limit of the tokens of all sequences of a pass, as a multiple of `max_tokens`, which limits the computed tokens.
 
 Attention keeps keys and values of whole sequences for the backward pass: in bfloat16, 4 bytes per layer and channel of the key
-heads. With SmolLM2-135M that is 6 % of what a computed token keeps, with Qwen2-1.5B 1.5 %. So sharing adds at most a quarter to the
-memory of a pass there.
+heads. With SmolLM2-135M that is about 6 % of what a computed token keeps, with Qwen2-1.5B 1.5 % (estimated from the peak memory of
+their training steps). So sharing adds up to a quarter to the memory of a pass.
 """
 
 
