@@ -112,8 +112,10 @@ def _watch(process: subprocess.Popen[bytes], directory: Path, episodes: int) -> 
         memory = _worker_memory(used)
         if not opened:
             idle, before = memory, _cpu_s(used)
+        for pid, size in memory.items():
+            idle.setdefault(pid, size)
         highest = max(highest, sum(memory.values()) - sum(idle.get(pid, 0) for pid in memory))
-        if opened == episodes // SAMPLES and not dispatched:
+        if opened >= episodes // SAMPLES and not dispatched:  # parts of a group count as further groups
             spent = {name: round(seconds - before.get(name, 0.0), 2) for name, seconds in _cpu_s(used).items()}
             lags = [
                 row["rollout/worker_loop_lag"]
@@ -148,11 +150,12 @@ def _cpu_s(used: Mapping[int, tuple[str, float]]) -> dict[str, float]:
 
 
 def _worker_memory(used: Mapping[int, tuple[str, float]]) -> dict[int, int]:
+    """Memory of its own: a worker shares the modules of the process template that it was forked from."""
     found = {}
     for pid, (name, _) in used.items():
         if name == "worker":
             with suppress(psutil.Error):
-                found[pid] = psutil.Process(pid).memory_info().rss
+                found[pid] = psutil.Process(pid).memory_full_info().uss
     return found
 
 
