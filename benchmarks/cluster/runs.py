@@ -8,6 +8,7 @@ PostgreSQL. Needs `rollbook[cluster]`; without Ray this part is left out.
 import argparse
 import importlib.util
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -42,6 +43,9 @@ def running(settings: Sequence[str], options: Sequence[str] = ()) -> Iterator[Sm
         try:
             run.until(lambda: run.step() >= 3, what="step 3")
             yield run
+            # A killed run leaves agents of its Ray cluster behind, which take more than a minute to end.
+            run.process.send_signal(signal.SIGINT)
+            run.wait()
         finally:
             run.stop()
 
