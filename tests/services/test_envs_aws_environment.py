@@ -1,8 +1,11 @@
 """The AWS environment with real simulators: episodes and attacks."""
 
 import asyncio
+import random
 import re
+import socket
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -275,15 +278,26 @@ async def test_a_real_account_is_not_changed_unless_it_is_the_confirmed_one(
             pytest.fail("this account is not confirmed")
 
 
+def two_free_ports() -> int:
+    """The first of two neighbouring ports below those that the kernel gives to other programs."""
+    for first in random.sample(range(20_000, 32_000, 2), 100):
+        with (
+            suppress(OSError),
+            socket.create_server(("127.0.0.1", first)),
+            socket.create_server(("127.0.0.1", first + 1)),
+        ):
+            return first
+    raise RuntimeError("no two neighbouring ports are free")
+
+
 async def test_slots_listen_on_consecutive_ports_and_a_port_in_use_is_reported() -> None:
-    async with ministack_pool(pool_size=1) as first:
-        taken = (await first.acquire_now()).sandbox.port
-        with pytest.raises(RunError, match=rf"port {taken} .* cannot be used.*AWS_RL_ENV_MINISTACK_BASE_PORT"):
-            async with ministack_pool(pool_size=1, base_port=taken):
-                pytest.fail("the port is taken")
-    async with ministack_pool(pool_size=2, base_port=taken) as pool:
+    base = two_free_ports()
+    async with ministack_pool(pool_size=2, base_port=base) as pool:
         ports = {(await pool.acquire_now()).sandbox.port for _ in range(2)}
-    assert ports == {taken, taken + 1}
+        with pytest.raises(RunError, match=rf"port {base} .* cannot be used.*AWS_RL_ENV_MINISTACK_BASE_PORT"):
+            async with ministack_pool(pool_size=1, base_port=base):
+                pytest.fail("the port is taken")
+    assert ports == {base, base + 1}
 
 
 async def test_eight_sessions_create_a_bucket_of_the_same_name_and_none_sees_another() -> None:
