@@ -1,4 +1,4 @@
-"""Do the defaults learn? Three tasks, a model that is made on the spot, and no setting but the number of steps.
+"""Do the defaults learn? Four tasks, a model that is made on the spot, and no setting but the number of steps.
 
     python -m benchmarks.learning.defaults --to runs/defaults        # data and warm starts; needs reasoning-gym
     rollbook study runs/defaults/aiw/study.toml --jobs 4 --out runs/defaults/aiw/study --json
@@ -6,7 +6,8 @@
 
 The tasks are sums and differences of two one-digit numbers, and two generators of reasoning-gym: products of two one-digit numbers,
 and `aiw`, questions about brothers, sisters and friends. The model has two layers of width 64; each word is a token. Its warm start
-has seen demonstrations of which four in ten are right, so it knows the format of an answer and is sometimes right.
+has seen demonstrations of which four in ten are right, so it knows the format of an answer and is sometimes right. The fourth is
+the number guessing of `rollbook demo` with its model, which starts with random weights; a turn has one token.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,8 @@ GENERATORS: dict[str, dict[str, Any]] = {
 MAX_TASKS = 1500
 NUM_DEMONSTRATIONS, RIGHT = 4800, 0.4
 SEEDS = list(range(200, 210))
-STEPS = 100
+STEPS, STEPS_OF_GUESSING = 100, 300
+DEMO = HERE.parents[1] / "rollbook" / "demo"
 
 
 def arithmetic() -> Iterator[tuple[str, str]]:
@@ -107,6 +110,20 @@ def write_study(folder: Path, *, steps: int) -> None:
         "rollout": {"rewards": {"functions": {"correct": {"path": "scoring:correct"}}}},
         "trainer": {"max_steps": steps},
     }
+    _write(folder, run)
+
+
+def write_guessing(folder: Path) -> None:
+    """The demo without the settings that were chosen for it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(DEMO / "number_guessing.py", folder)
+    demo = tomllib.loads((DEMO / "run.toml").read_text(encoding="utf-8"))
+    run = {name: demo[name] for name in ("model", "tasks", "env")}
+    run["rollout"] = {"function": "number_guessing", "max_turns": 6, "sampling": {"max_tokens": 1}}
+    _write(folder, {**run, "trainer": {"max_steps": STEPS_OF_GUESSING}})
+
+
+def _write(folder: Path, run: dict[str, Any]) -> None:
     (folder / "run.toml").write_text(tomli_w.dumps(run), encoding="utf-8")
     study = {"study": {"name": folder.name, "config": "run.toml", "seeds": SEEDS, "measure": "reward"}}
     (folder / "study.toml").write_text(tomli_w.dumps(study), encoding="utf-8")
@@ -121,6 +138,7 @@ def main() -> int:
     for name, pairs in sources.items():
         prepare(args.to / name, list(pairs))
         write_study(args.to / name, steps=args.steps)
+    write_guessing(args.to / "number_guessing")
     return 0
 
 
