@@ -150,7 +150,7 @@ def _cpu_s(used: Mapping[int, tuple[str, float]]) -> dict[str, float]:
 
 
 def _worker_memory(used: Mapping[int, tuple[str, float]]) -> dict[int, int]:
-    """Memory of its own: a worker shares the modules of the process template that it was forked from."""
+    """Private memory only: a worker shares the modules of the process template that it was forked from."""
     found = {}
     for pid, (name, _) in used.items():
         if name == "worker":

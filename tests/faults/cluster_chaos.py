@@ -5,7 +5,7 @@ dispatcher join from the other two. A seed decides the faults: machines and sing
 for less or more than a lease, slow links that lose packets, the database restarted, killed, or lost so that its standby is
 promoted, a full disk of one machine or of the run, and the head killed and started again. Then the run is drained, resumed,
 finished, audited and replayed. A wait for the database that the ledger does not report is a violation. The output of the
-processes is written to a directory of its own (`--logs`), with the logs of the run if it failed. The last line of the output is
+processes is written to a separate directory (`--logs`), with the logs of the run if it failed. The last line of the output is
 JSON.
 """
 
