@@ -161,6 +161,10 @@ class BatchSource(Protocol):
 class WeightStage(Protocol):
     """Stages weights for replicas to load. Called by the trainer's publisher, implemented by `inference.weights`."""
 
+    @property
+    def takes_gpu_weights(self) -> bool:
+        """Whether weights in GPU memory are sent from there. Otherwise the caller copies them to main memory first."""
+
     async def put(self, publication: Publication, weights: Mapping[str, Any], *, adapter: Adapter | None = None) -> str:
         """Stage a copy of the weights; returns the location for replicas.
 

@@ -3,7 +3,9 @@
 Of an adapter only its matrices are published; the base model does not change.
 """
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,6 +14,11 @@ import xxhash
 from rollbook.contracts.policy import PublicationId
 
 PREFIX = "policy-v"
+PIECE_BYTES = 4 << 20
+"""Hashed at once. Part of what the digest is: another size gives other digests."""
+SHARE_BYTES = 32 << 20
+"""Hashed by one thread before it takes the next share. Less than that is hashed without threads."""
+MAX_HASH_THREADS = 8
 DTYPE_NAMES = {
     "float64": "F64",
     "float32": "F32",
@@ -43,14 +50,43 @@ class RawTensor(Protocol):
 def weights_digest(tensors: Iterable[RawTensor]) -> str:
     """Covers names, dtypes (safetensors names such as `F32`, `BF16`), shapes and bytes, independent of the order.
 
-    A fast hash, because every step is digested; it does not protect against forgery.
+    A fast hash, because every step is digested; it does not protect against forgery. It is the hash of the hashes of pieces, which
+    several threads compute: new weights are published only after they are digested, and one thread takes 0.6 s for 1.5B parameters.
     """
+    ordered = sorted(tensors, key=lambda t: t.name)
+    pieces = [_pieces(tensor.data) for tensor in ordered]
+    hashes = memoryview(_hashes([piece for of_tensor in pieces for piece in of_tensor]))
     digest = xxhash.xxh3_128()
-    for tensor in sorted(tensors, key=lambda t: t.name):
-        header = f"{tensor.name}|{tensor.dtype}|{','.join(map(str, tensor.shape))}|"
-        digest.update(header.encode())
-        digest.update(tensor.data)
+    for tensor, of_tensor in zip(ordered, pieces, strict=True):
+        digest.update(f"{tensor.name}|{tensor.dtype}|{','.join(map(str, tensor.shape))}|".encode())
+        digest.update(hashes[: digest.digest_size * len(of_tensor)])
+        hashes = hashes[digest.digest_size * len(of_tensor) :]
     return digest.hexdigest()
+
+
+def _pieces(data: bytes | memoryview) -> list[memoryview]:
+    view = memoryview(data).cast("B")
+    return [view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES)]
+
+
+def _hashes(pieces: Sequence[memoryview]) -> bytes:
+    """The hash of each piece, one after the other."""
+    shares: list[list[memoryview]] = [[]]
+    size = 0
+    for piece in pieces:
+        shares[-1].append(piece)
+        size += len(piece)
+        if size >= SHARE_BYTES:
+            shares.append([])
+            size = 0
+    if len(shares) == 1:
+        return _hashes_in_turn(pieces)
+    with ThreadPoolExecutor(min(MAX_HASH_THREADS, os.cpu_count() or 1), thread_name_prefix="digest") as pool:
+        return b"".join(pool.map(_hashes_in_turn, shares))
+
+
+def _hashes_in_turn(pieces: Sequence[memoryview]) -> bytes:
+    return b"".join(map(xxhash.xxh3_128_digest, pieces))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -151,8 +151,9 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     """With `padded`: the fixed cost of a forward pass, in padding tokens. Rows share a pass until their padding costs more than
     another pass; measured at about 150 on one CPU thread."""
 
-    max_logits_mb: int = Field(default=256, ge=1)
-    """Megabytes of float32 logits held at a time. Logits are computed in chunks, and recomputed in the backward pass."""
+    max_logits_mb: int | None = Field(default=None, ge=1)
+    """Megabytes of float32 logits held at a time (default: 256, or 2,048 on a GPU). Logits are computed in chunks, and recomputed
+    in the backward pass."""
 
     gradient_checkpointing: bool = False
     """Recompute the activations inside layers in the backward pass: less memory, a third more compute."""
@@ -296,6 +297,11 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     def is_sharded(self) -> bool:
         """Whether checkpoints have shards."""
         return self.ranks > 1 or self.shards_path is not None
+
+    @property
+    def logits_bytes(self) -> int:
+        # Each chunk adds its gradient to that of all output embeddings: few large chunks cost a GPU less memory traffic.
+        return (self.max_logits_mb or (2048 if self.device == "cuda" else 256)) << 20
 
     @property
     def tokens_per_pass(self) -> int:

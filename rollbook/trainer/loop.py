@@ -3,9 +3,9 @@
 The ledger is the write-ahead log of the optimizer. After a crash the next trainer restores the last checkpoint and trains the
 recorded batches again, so the order is fixed: train s, acknowledge s, publish s, and only then acknowledge s+1.
 
-Batch s+1 is fetched while batch s trains. Step s is settled (digest, acknowledgement, publication) and its checkpoint written while
-batch s+1 trains, both from copies of the weights. Settling s begins before the loop waits for batch s+1: with a staleness bound of
-0, no episode of batch s+1 can start without version s.
+Batch s+1 is fetched and planned while batch s trains. Step s is settled (digest, acknowledgement, publication) and its checkpoint
+written while batch s+1 trains, both from copies of the weights. Settling s begins before the loop waits for batch s+1: with a
+staleness bound of 0, no episode of batch s+1 can start without version s.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ from rollbook.trainer.checkpoints.settings_history import check_and_record
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.flops import devices_peak_flops, peak_memory_gb
 from rollbook.trainer.interruption import unless
-from rollbook.trainer.metrics import MaskReport, batch_metrics, time_metrics
-from rollbook.trainer.model.weights import digest_of, to_host
+from rollbook.trainer.metrics import time_metrics
+from rollbook.trainer.pipeline import FetchedBatch, TrainedStep, digested, train_and_copy
 from rollbook.trainer.publish import Publisher
-from rollbook.trainer.staleness import LagReport, check_lag
-from rollbook.trainer.step import LearnerSnapshot, StepReport, TrainStep
+from rollbook.trainer.staleness import check_lag
+from rollbook.trainer.step import LearnerSnapshot
 from rollbook.trainer.team import Learner, RemoteRanks, StoppedBeforeAssemblyError, restored_learner
 
 LONG_POLL_S = 20.0
@@ -193,20 +193,20 @@ class TrainerLoop:
         if self._stopping.is_set():
             return await self._stopped(learner)
         digest = await self._acknowledged
-        await self._settling.start(self._publish(learner.step, to_host(self._weights), digest))
-        await self._fetching.start(self._next_batch(learner.step + 1))
+        await self._settling.start(self._publish(learner.step, self._weights, digest))
+        await self._fetching.start(self._next_batch(learner))
         while True:
             started = self._clock.now()
             self._doing(f"waiting for batch {learner.step + 1}")
             while not await self._fetching.done_or(self._is_checkpoint_due):
                 await self._checkpoint(learner)
-            batch = await self._fetching.wait()
-            if isinstance(batch, EndOfRun):
-                return await self._ended(learner, batch)
-            if batch is None:
+            fetched = await self._fetching.wait()
+            if isinstance(fetched, EndOfRun):
+                return await self._ended(learner, fetched)
+            if fetched is None:
                 return await self._stopped(learner)
-            await self._fetching.start(self._next_batch(batch.step + 1))
-            await self._train(learner, batch, started=started)
+            await self._fetching.start(self._next_batch(learner, after=fetched.batch.step))
+            await self._train(learner, fetched, started=started)
             if self._stopping.is_set():
                 return await self._stopped(learner)
             if learner.step % self._config.checkpoint_every == 0 or self._is_checkpoint_due.is_set():
@@ -238,7 +238,7 @@ class TrainerLoop:
             if self._publishes_adapters:
                 self._adapter_kind = await asyncio.to_thread(learner.publish_adapters)
             snapshot = await asyncio.to_thread(learner.snapshot)
-            self._weights, digest = await asyncio.to_thread(_digested, snapshot)
+            self._weights, digest = await asyncio.to_thread(digested, snapshot)
             self._digest = digest
             self._acknowledged = asyncio.get_running_loop().create_future()
             self._acknowledged.set_result(digest)
@@ -297,29 +297,32 @@ class TrainerLoop:
         """Train the decided batches again. Nothing is published during replay: replicas may be ahead of the restored weights."""
         if learner.step < role.last_decided:
             self._log.info("trainer.replaying", first=learner.step + 1, last=role.last_decided)
-            await self._fetching.start(self._next_batch(learner.step + 1))
+            await self._fetching.start(self._next_batch(learner))
         while learner.step < role.last_decided and not self._stopping.is_set():
             started = self._clock.now()
             step = learner.step + 1
-            batch = await self._fetching.wait()
-            if isinstance(batch, EndOfRun):
-                raise RunError(f"batch {step} cannot be replayed: the ledger decided it, but now returns {batch}")
-            if batch is None:
+            fetched = await self._fetching.wait()
+            if isinstance(fetched, EndOfRun):
+                raise RunError(f"batch {step} cannot be replayed: the ledger decided it, but now returns {fetched}")
+            if fetched is None:
                 return
             if step < role.last_decided:
-                await self._fetching.start(self._next_batch(step + 1))
-            await self._train(learner, batch, started=started, replays=role)
+                await self._fetching.start(self._next_batch(learner, after=step))
+            await self._train(learner, fetched, started=started, replays=role)
             if step % self._config.checkpoint_every == 0 and step > role.durable_step:
                 await self._checkpoint(learner)
 
     # One step ----------------------------------------------------------------------------------------------------------------
 
-    async def _next_batch(self, step: int) -> TrainingBatch | EndOfRun | None:
-        """The batch of `step`, or why there is none; None when a stop was requested during the wait."""
+    async def _next_batch(self, learner: Learner, *, after: int | None = None) -> FetchedBatch | EndOfRun | None:
+        """The batch of the step after `after` (default: the learner's), or why there is none; None when a stop was requested during
+        the wait."""
+        step = 1 + (learner.step if after is None else after)
         if self._config.max_steps is not None and step > self._config.max_steps:
             return EndOfRun.MAX_STEPS
         with self._spans.span("trainer.wait_batch", step=step):
-            return await unless(self._stopping, self._poll_batch(step))
+            batch = await unless(self._stopping, self._poll_batch(step))
+        return FetchedBatch.of(batch, learner) if isinstance(batch, TrainingBatch) else batch
 
     async def _poll_batch(self, step: int) -> TrainingBatch | EndOfRun:
         while True:
@@ -328,16 +331,18 @@ class TrainerLoop:
                 return batch
 
     async def _train(
-        self, learner: Learner, batch: TrainingBatch, *, started: float, replays: TrainerRole | None = None
+        self, learner: Learner, fetched: FetchedBatch, *, started: float, replays: TrainerRole | None = None
     ) -> None:
         """Train, and begin to settle the step. `replays`: the role under which a decided batch is trained again."""
+        batch = fetched.batch
         waited = self._clock.now() - started
         lags = check_lag(batch.manifest, max_head_offpolicy_versions=self._max_head_offpolicy_versions)
         began = self._clock.now()
         self._doing(f"training step {batch.step}")
         with self._spans.span("trainer.train", step=batch.step, groups=len(batch.groups)):
             # In a thread, so that fetching, settling and checkpointing continue during the step.
-            report, weights = await asyncio.to_thread(_train_and_copy, learner, batch, self._token_records)
+            planned = await fetched.planning
+            report, weights = await asyncio.to_thread(train_and_copy, learner, planned, self._token_records)
         trained = self._clock.now() - began
         began = self._clock.now()
         self._doing("waiting for the policy servers to load the previous weights")
@@ -345,8 +350,8 @@ class TrainerLoop:
         self._metrics.add("perf/publish_wait_time", self._clock.now() - began)
         self._step, self._weights = learner.step, weights
         self._acknowledged = asyncio.get_running_loop().create_future()
-        trained_step = _TrainedStep(
-            batch=batch,
+        trained_step = TrainedStep(
+            planned=planned,
             lags=lags,
             report=report,
             weights=weights,
@@ -359,20 +364,21 @@ class TrainerLoop:
         self._last_trained_at = self._clock.now()
         await self._settling.start(self._settle(trained_step, self._acknowledged))
 
-    async def _settle(self, trained: "_TrainedStep", acknowledged: asyncio.Future[str]) -> None:
+    async def _settle(self, trained: TrainedStep, acknowledged: asyncio.Future[str]) -> None:
         """Acknowledge a step and publish its weights."""
-        weights, digest = await asyncio.to_thread(_digested, trained.weights)
+        weights, digest = await asyncio.to_thread(digested, trained.weights)
         self._digest = digest
-        step = trained.batch.step
-        receipt = await self._source.acknowledge(step, digest, unusable=trained.batch.unusable)
+        batch = trained.planned.batch
+        step = batch.step
+        receipt = await self._source.acknowledge(step, digest, unusable=batch.unusable)
         self._measure(trained, receipt)
         self._metrics.add("perf/step_time", self._clock.now() - trained.began)
         self._metrics.tick(step=step, replay=trained.is_repeated)
         acknowledged.set_result(digest)
         if trained.is_published and not self._stopping.is_set():
-            await self._publish(step, weights, digest)
+            await self._publish(step, trained.weights if self._publisher.takes_gpu_weights else weights, digest)
         if self._on_trained is not None:
-            await asyncio.to_thread(self._on_trained, trained.batch)
+            await asyncio.to_thread(self._on_trained, batch)
 
     async def _publish(self, step: int, weights: Mapping[str, Tensor], digest: str) -> None:
         """Push the weights to all replicas, unless a stop is requested meanwhile."""
@@ -434,14 +440,12 @@ class TrainerLoop:
 
     # Metrics -----------------------------------------------------------------------------------------------------------------
 
-    def _measure(self, trained: "_TrainedStep", receipt: AckReceipt) -> None:
-        batch, report = trained.batch, trained.report
-        masks = MaskReport.of(batch)
+    def _measure(self, trained: TrainedStep, receipt: AckReceipt) -> None:
+        batch, report, masks = trained.planned.batch, trained.report, trained.planned.masks
         measured = {
             **report.metrics,
             **trained.lags.metrics(),
-            **batch_metrics(batch),
-            **masks.metrics(),
+            **trained.planned.metrics,
             **time_metrics(
                 wait_s=trained.wait_s,
                 train_s=trained.train_s,
@@ -473,36 +477,3 @@ class TrainerLoop:
                 skipped=report.skipped_steps,
                 taken=report.optimizer_steps,
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TrainedStep:
-    """A step that is trained and not settled yet."""
-
-    batch: TrainingBatch
-    lags: LagReport
-    report: StepReport
-    weights: Mapping[str, Tensor]
-    wait_s: float
-    train_s: float
-    began: float
-    """When the step before it was trained."""
-    is_published: bool
-    """False in a replay: replicas may have newer weights."""
-    is_repeated: bool
-    """An earlier trainer acknowledged it already."""
-
-
-def _train_and_copy(
-    learner: Learner, batch: TrainingBatch, records: TokenRecordWriter | None
-) -> tuple[StepReport, dict[str, Tensor]]:
-    """One copy per step, used for the digest, the publication and the checkpoint."""
-    if records is not None and records.is_due(batch.step) and isinstance(learner, TrainStep):
-        records.write(batch.step, learner.token_values(batch))
-    return learner.run(batch), learner.snapshot()
-
-
-def _digested(weights: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], str]:
-    """The weights in main memory, and their digest."""
-    copies = to_host(weights)
-    return copies, digest_of(copies)

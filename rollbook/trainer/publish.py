@@ -30,6 +30,8 @@ class _Published:
 class FileStage:
     """Stores weights as files in the run directory; satisfies `ports.WeightStage`. Removes files of an earlier trainer."""
 
+    takes_gpu_weights = False
+
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
@@ -82,6 +84,11 @@ class Publisher:
         self._spans = spans
         self._turn = asyncio.Lock()
         self._kept: list[_Published] = []
+
+    @property
+    def takes_gpu_weights(self) -> bool:
+        """Whether weights in the memory of the trainer's GPU can be published without a copy in main memory."""
+        return self._stage.takes_gpu_weights
 
     @property
     def current(self) -> Publication | None:

@@ -173,6 +173,7 @@ class TrainStep:
         return self.train(self.plan_batch(batch), step=batch.step)
 
     def plan_batch(self, batch: TrainingBatch) -> list[Minibatch]:
+        """Split a batch into passes. It may be planned while an earlier one is trained."""
         return self.plan_rows(flatten(batch, self._config), step=batch.step)
 
     def train_rows(self, rows: Sequence[TrainRow], *, step: int) -> StepReport:
@@ -181,6 +182,8 @@ class TrainStep:
 
     def train(self, minibatches: Sequence[Minibatch], *, step: int) -> StepReport:
         """Train the passes of this rank, and report about all of them."""
+        if step != self.step + 1:
+            raise RunError(f"the model is at step {self.step} and received batch {step}; batches are trained in order")
         tally = self.train_passes([self.ranks.own_passes(part.microbatches) for part in minibatches], step=step)
         return self._report(step, minibatches, tally)
 
@@ -207,9 +210,7 @@ class TrainStep:
         return tally
 
     def plan_rows(self, rows: Sequence[TrainRow], *, step: int) -> list[Minibatch]:
-        """Split the rows of the next step into passes."""
-        if step != self.step + 1:
-            raise RunError(f"the model is at step {self.step} and received batch {step}; batches are trained in order")
+        """Split rows into passes."""
         self._check_vocabulary(rows, step)
         return plan(rows, self._config, step=step, is_packed=self.model.is_packed)
 

@@ -178,11 +178,14 @@ class Team:
     def vocabulary_size(self) -> int:
         return self._learner.vocabulary_size
 
+    def plan_batch(self, batch: TrainingBatch) -> list[Minibatch]:
+        return self._learner.plan_batch(batch)
+
     def run(self, batch: TrainingBatch) -> StepReport:
-        return self._train(self._learner.plan_batch(batch), step=batch.step)
+        return self.train(self.plan_batch(batch), step=batch.step)
 
     def train_rows(self, rows: Sequence[TrainRow], *, step: int) -> StepReport:
-        return self._train(self._learner.plan_rows(rows, step=step), step=step)
+        return self.train(self._learner.plan_rows(rows, step=step), step=step)
 
     def mean_logprob(self, rows: Sequence[TrainRow]) -> float:
         """Every rank computes all passes: layers are gathered by all ranks together."""
@@ -190,7 +193,7 @@ class Team:
             self._send(rank, "mean_logprob", rows)
         return self._learner.mean_logprob(rows)
 
-    def _train(self, minibatches: Sequence[Minibatch], *, step: int) -> StepReport:
+    def train(self, minibatches: Sequence[Minibatch], *, step: int) -> StepReport:
         """Send each rank its own passes, and train."""
         size = len(self._links) + 1
         for rank in range(1, size):

@@ -120,6 +120,10 @@ class WeightTransferClient:
     def quarantined(self) -> tuple[str, ...]:
         return tuple(self._urls[index] for index in sorted(self._quarantined))
 
+    @property
+    def takes_gpu_weights(self) -> bool:
+        return self._transport is not None and self._transport.takes_gpu_weights
+
     async def put(self, publication: Publication, weights: Mapping[str, Any], *, adapter: Adapter | None = None) -> str:
         """Store weights, or an adapter's tensors, for the replicas. Returns the location for `receive`."""
         if self._transport is None:

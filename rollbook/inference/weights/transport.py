@@ -15,6 +15,10 @@ from rollbook.inference.wire.weights import Backend, InitInfo, UpdateInfo
 
 
 class WeightTransport(Protocol):
+    @property
+    def takes_gpu_weights(self) -> bool:
+        """Whether weights in GPU memory are sent from there."""
+
     async def put(self, publication: Publication, weights: Mapping[str, Any], *, adapter: Adapter | None = None) -> str:
         """Store weights, or an adapter's tensors, for the replicas. Returns their location.
 

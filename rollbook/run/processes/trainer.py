@@ -2,9 +2,11 @@
 code."""
 
 import asyncio
+from contextlib import nullcontext
 from functools import partial
 
 from rollbook.access.guard import is_loopback
+from rollbook.concurrency.gpu_launches import prompt_launches
 from rollbook.contracts.admission import MemberRole
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.inference.client.fleet import ReplicaSource
@@ -64,7 +66,7 @@ async def main(context: RoleContext) -> str:
             ),
         )
         context.channel.ready("loading the model")
-        with _forwarder(context):
+        with _forwarder(context), prompt_launches() if config.trainer.device == "cuda" else nullcontext():
             outcome = await _run_until_drained(loop, context)
     return _exit_message(outcome)
 

@@ -90,7 +90,7 @@ class PolicyModel:
         self.vocabulary_size = int(self._module.get_input_embeddings().weight.shape[0])
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
         self.shape = _shape(self._module)
-        self.network = PolicyNetwork(computing, max_logits_bytes=config.max_logits_mb << 20, has_plain_head=is_plain)
+        self.network = PolicyNetwork(computing, max_logits_bytes=config.logits_bytes, has_plain_head=is_plain)
         self.attention_kernel = _attention_kernel(self.config, config) if self.is_packed else "none"
         """The attention kernel for packed sequences. All kernels give the same numbers."""
         if is_sharded:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from rollbook.contracts.weights import weights_digest
+from rollbook.contracts import weights as weights_module
+from rollbook.contracts.weights import PIECE_BYTES, weights_digest
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,19 @@ def test_any_difference_gives_another_digest(other: Tensor) -> None:
 
 def test_a_missing_tensor_gives_another_digest() -> None:
     assert weights_digest([EMBED]) != weights_digest([EMBED, HEAD])
+
+
+def test_the_number_of_threads_does_not_change_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = np.random.default_rng(0).integers(0, 256, 3 * PIECE_BYTES + 7, dtype=np.uint8).tobytes()
+    tensors = [EMBED, Tensor("empty", "F32", (0,), b""), Tensor("large", "U8", (len(body),), body), HEAD]
+    in_turn = weights_digest(tensors)
+    monkeypatch.setattr(weights_module, "SHARE_BYTES", PIECE_BYTES)
+    assert weights_digest(tensors) == in_turn
+
+
+@pytest.mark.parametrize("at", [0, PIECE_BYTES - 1, PIECE_BYTES, 2 * PIECE_BYTES])
+def test_one_changed_byte_anywhere_in_a_large_tensor_gives_another_digest(at: int) -> None:
+    body = bytearray(2 * PIECE_BYTES + 1)
+    before = weights_digest([Tensor("large", "U8", (len(body),), bytes(body))])
+    body[at] = 1
+    assert weights_digest([Tensor("large", "U8", (len(body),), bytes(body))]) != before

@@ -14,6 +14,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.weights import weights_digest
 from rollbook.inference.client.vllm import VllmServerApi, publication_id
 from rollbook.inference.engine import WeightsError
+from rollbook.inference.engines.embedded.upload import Upload
 from rollbook.inference.weights.shared_memory import ABANDONED_S, directory_name
 from rollbook.inference.weights.transport import TransportOptions, open_transport
 from rollbook.inference.weights.transports import files
@@ -38,6 +39,22 @@ def test_unpacked_tensors_equal_the_packed_ones(shapes: list[tuple[torch.dtype, 
         assert torch.equal(tensor, weights[name])
         assert tensor.dtype == weights[name].dtype
     assert weights_digest(unpack_bytes(packed, headers).values()) == digest_of(weights)
+
+
+@given(SHAPES, st.integers(1, 200))
+def test_uploaded_tensors_equal_those_in_main_memory(
+    shapes: list[tuple[torch.dtype, list[int]]], window_bytes: int
+) -> None:
+    weights = {
+        f"layer.{index}": torch.arange(int(torch.Size(shape).numel())).to(dtype).reshape(shape)
+        for index, (dtype, shape) in enumerate(shapes)
+    }
+    upload = Upload(torch.device("cpu"), window_bytes=window_bytes)
+    for _ in range(2):  # windows are used again
+        uploaded = upload(list(unpack_bytes(pack(weights), headers_of(weights)).values()))
+        assert {name: (t.dtype, t.tolist()) for name, t in uploaded.items()} == {
+            name: (t.dtype, t.tolist()) for name, t in weights.items()
+        }
 
 
 def test_bytes_that_do_not_fit_the_shapes_are_refused() -> None:

@@ -16,8 +16,10 @@ from rollbook.contracts.policy import Publication
 from rollbook.telemetry.events import read_json_lines
 from rollbook.telemetry.metrics import read_metrics
 from rollbook.telemetry.spans import read_spans
+from rollbook.trainer.data.minibatches import Minibatch
 from rollbook.trainer.loop import LoopEnd, LoopOutcome
 from rollbook.trainer.metrics import TRAINER_METRICS
+from rollbook.trainer.step import TrainStep
 from tests.parts.ledger.groups import RUN
 from tests.parts.trainer.batches import quick, tiny_model_dir
 from tests.parts.trainer.ledger import FakeReplicas, LedgerSource, TinyLoop, TrainerLedger, open_trainer_ledger
@@ -338,6 +340,26 @@ async def test_the_next_batch_trains_during_a_slow_publication(ledger: TrainerLe
     replicas = SlowReplicas()
     outcome = await TinyLoop(RecordingSource(ledger), replicas, tmp_path, quick()).run()
     assert (outcome.end, replicas.pushes) == (LoopEnd.ENDED, [0, 1, 2])
+
+
+async def test_a_batch_that_cannot_be_planned_stops_the_run_with_its_error_and_the_next_trainer_resumes(
+    ledger: TrainerLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await ledger.create(max_steps=3)
+    plan = TrainStep.plan_batch
+
+    def failing_plan(learner: TrainStep, batch: TrainingBatch) -> list[Minibatch]:
+        if batch.step == 2:
+            raise RunError("batch 2 has token id 99")
+        return plan(learner, batch)
+
+    monkeypatch.setattr(TrainStep, "plan_batch", failing_plan)
+    with pytest.raises(RunError, match="token id 99"):
+        await TinyLoop(ledger.source(), FakeReplicas(), tmp_path, quick()).run()
+    monkeypatch.undo()
+    outcome = await TinyLoop(ledger.source(), FakeReplicas(), tmp_path, quick()).run()
+    assert outcome.step == 3
+    assert list(await ledger.acknowledged()) == [1, 2, 3]
 
 
 async def test_a_requested_checkpoint_is_written_while_the_trainer_waits_for_a_batch(

@@ -4,18 +4,17 @@ One thread (`thread.py`) owns model and cache and runs rounds; the event loop on
 """
 
 import asyncio
-import gc
 import random
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 import torch
 
+from rollbook.concurrency.gpu_launches import prompt_launches
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Completion, OnTokens, Publication, SamplingParams, TokenIds
 from rollbook.contracts.weights import Adapter, RawTensor, weights_digest
@@ -44,10 +43,6 @@ RETRY_FULL_S = 0.2
 """Retry advice for a client when the queue is full."""
 FLUSH_AT = 32
 """Requests submitted together are passed to the engine's thread in parts of this size, so that it starts before the last one."""
-GPU_SWITCH_S = 0.0005
-"""Thread switch interval of the interpreter when a GPU is used: a tenth of Python's default."""
-GPU_YOUNG_OBJECTS = 20_000
-"""New objects between two collections of garbage when a GPU is used: Python's default is 700."""
 
 
 @asynccontextmanager
@@ -70,28 +65,11 @@ async def open_engine(
     try:
         await engine.warm_up()
         engine.opening_s = time.perf_counter() - started
-        with _tuned_interpreter() if parts.model.device.type == "cuda" else nullcontext():
+        with prompt_launches() if parts.model.device.type == "cuda" else nullcontext():
             yield engine
     finally:
         engine.close()
         await asyncio.to_thread(thread.join)
-
-
-@contextmanager
-def _tuned_interpreter() -> Iterator[None]:
-    """The thread that launches GPU work must not wait long, neither for the interpreter while HTTP is parsed, nor for a collection
-    of garbage, which would search all objects of the loaded libraries."""
-    switch_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
-    sys.setswitchinterval(GPU_SWITCH_S)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GPU_YOUNG_OBJECTS, 10, 10)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(switch_s)
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
 
 
 class TransformersEngine:

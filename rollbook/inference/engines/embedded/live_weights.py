@@ -17,9 +17,10 @@ from transformers.pytorch_utils import Conv1D
 from rollbook.contracts.weights import Adapter, RawTensor, weights_digest
 from rollbook.inference.engine import TensorSource, WeightsError
 from rollbook.inference.engines.embedded.adapter_merge import AdapterMerge
+from rollbook.inference.engines.embedded.upload import Upload
 from rollbook.inference.weights.lora import checked_settings, low_rank_pairs
 from rollbook.inference.weights.safetensors import FileTensor, is_raw
-from rollbook.inference.weights.transports.packing import DTYPES, NAMES, headers_of, layout, unpack_views
+from rollbook.inference.weights.transports.packing import DTYPES, NAMES
 
 WARM_UP_RANK = 16
 
@@ -45,7 +46,7 @@ class LiveWeights:
         self._staging = _stream(device) if device.type == "cuda" else None
         self._merge: AdapterMerge | None = None
         self._base_digest: str | None = None
-        self._pinned: Tensor | None = None
+        self._upload = Upload(device) if device.type == "cuda" else None
         self._applied: torch.cuda.Event | None = None
 
     @property
@@ -72,14 +73,16 @@ class LiveWeights:
         missing = sorted(name for name, target in self._targets.items() if target.data_ptr() not in covered)
         if missing:
             raise WeightsError(f"the weights lack tensors of this model: {_some(missing)}; nothing was loaded")
-        sources = [self._as_torch(name, tensor, self._targets[name].shape) for name, tensor in tensors.items()]
+        for name, tensor in tensors.items():
+            _require_shape(name, tensor, self._targets[name].shape)
         targets = [self._targets[name] for name in tensors]
-        if self._staging is not None:
+        if self._upload is None:
+            sources = [_host_tensor(tensor) for tensor in tensors.values()]
+        else:
             with self._staged():
-                sources = [
-                    source.to(device=self._device, non_blocking=True).to(target.dtype)
-                    for source, target in zip(sources, targets, strict=True)
-                ]
+                uploaded = self._upload([tensor for tensor in tensors.values() if is_raw(tensor)])
+                placed = [uploaded[n] if n in uploaded else _host_tensor(tensor) for n, tensor in tensors.items()]
+                sources = [s.to(device=self._device, dtype=t.dtype) for s, t in zip(placed, targets, strict=True)]
         return LoadPlan(sources=sources, targets=targets, is_new_base=True)
 
     def plan_adapter(self, adapter: Adapter, tensors: Mapping[str, TensorSource]) -> LoadPlan:
@@ -94,8 +97,9 @@ class LiveWeights:
         factors: dict[str, Tensor] = {}
         for pair in pairs:
             rows, columns = self._targets[pair.target].shape[:: -1 if pair.target in self._transposed else 1]
-            factors[pair.a] = _as_torch(pair.a, tensors[pair.a], torch.Size((pair.rank, columns)), is_pinned=False)
-            factors[pair.b] = _as_torch(pair.b, tensors[pair.b], torch.Size((rows, pair.rank)), is_pinned=False)
+            _require_shape(pair.a, tensors[pair.a], torch.Size((pair.rank, columns)))
+            _require_shape(pair.b, tensors[pair.b], torch.Size((rows, pair.rank)))
+            factors |= {name: _host_tensor(tensors[name]) for name in (pair.a, pair.b)}
         with self._staged():
             base = {
                 pair.target: old_base[pair.target] if pair.target in old_base else self._targets[pair.target].clone()
@@ -120,15 +124,9 @@ class LiveWeights:
 
     def _copied_to_device(self, factors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """A copy, because the tensors may be views into the trainer's memory. From the host as one block."""
-        if self._staging is None or any(factor.is_cuda for factor in factors.values()):
+        if self._upload is None or any(factor.is_cuda for factor in factors.values()):
             return {name: factor.to(device=self._device, copy=True) for name, factor in factors.items()}
-        headers = headers_of(factors)
-        ranges, size = layout(headers)
-        if self._pinned is None or self._pinned.numel() < size:
-            self._pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        for part, factor in zip(ranges, factors.values(), strict=True):
-            self._pinned[part.start : part.end].copy_(factor.reshape(-1).view(torch.uint8))
-        return unpack_views(self._pinned[:size].to(self._device, non_blocking=True), headers)
+        return self._upload([_host_bytes(name, factor) for name, factor in factors.items()])
 
     def warm_up_adapters(self) -> None:
         """On a GPU: load the kernels of the products in the thread that will use them, because loading blocks every stream."""
@@ -236,9 +234,6 @@ class LiveWeights:
             yield
         self._staging.synchronize()
 
-    def _as_torch(self, name: str, tensor: TensorSource, shape: torch.Size) -> Tensor:
-        return _as_torch(name, tensor, shape, is_pinned=self._device.type == "cuda")
-
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -250,7 +245,7 @@ def _host_bytes(name: str, tensor: Tensor) -> FileTensor:
     return FileTensor(name=name, dtype=NAMES[tensor.dtype], shape=tuple(tensor.shape), data=data)
 
 
-def _as_torch(name: str, tensor: TensorSource, shape: torch.Size, *, is_pinned: bool) -> Tensor:
+def _require_shape(name: str, tensor: TensorSource, shape: torch.Size) -> None:
     if not is_raw(tensor):
         if not isinstance(tensor, Tensor):
             raise WeightsError(f"tensor {name} is a {type(tensor).__name__}, not a torch tensor; nothing was loaded")
@@ -258,7 +253,7 @@ def _as_torch(name: str, tensor: TensorSource, shape: torch.Size, *, is_pinned: 
             raise WeightsError(
                 f"tensor {name} has shape {tuple(tensor.shape)}, the model's is {tuple(shape)}; nothing was loaded"
             )
-        return tensor
+        return
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
         raise WeightsError(f"tensor {name} has dtype {tensor.dtype}, which is not supported; nothing was loaded")
@@ -267,11 +262,17 @@ def _as_torch(name: str, tensor: TensorSource, shape: torch.Size, *, is_pinned: 
     count = shape.numel()
     if len(tensor.data) != count * dtype.itemsize:
         raise WeightsError(f"tensor {name} has {len(tensor.data)} bytes for {count} numbers; nothing was loaded")
-    if not count:
-        return torch.empty(tensor.shape, dtype=dtype)
-    # A copy, because the mapped file is read-only and may be removed. Pinned for a GPU, which then reads it directly.
-    host = torch.empty(tensor.shape, dtype=dtype, pin_memory=is_pinned)
-    host.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(tensor.data, dtype=np.uint8)
+
+
+def _host_tensor(tensor: TensorSource) -> Tensor:
+    """A copy of raw bytes, because a mapped file is read-only and may be removed. Tensors are returned as they are."""
+    if isinstance(tensor, Tensor):
+        return tensor
+    if not is_raw(tensor):
+        raise TypeError(f"a {type(tensor).__name__} is neither bytes nor a torch tensor")
+    host = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
+    if host.numel():
+        host.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(tensor.data, dtype=np.uint8)
     return host
 
 

@@ -59,10 +59,8 @@ def decode_handle(handle: Mapping[str, Any], *, local_gpus: Mapping[str, int]) -
 
 
 def _packed_on(device: str, weights: Mapping[str, Tensor]) -> Tensor:
-    """Pack on a separate stream, so that this does not wait for the trainer's current work."""
+    """Pack on a separate stream, so that this does not wait for the step that trains meanwhile. The weights are complete copies."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    if str(next(iter(weights.values())).device).startswith("cuda"):
-        stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         packed = pack(weights, device=device)
     # Other processes read without this stream, so the copy must be complete.
@@ -82,6 +80,8 @@ def local_gpus() -> dict[str, int]:
 class CudaIpcTransport:
     """The trainer's end. Keeps packed copies on the GPU, so that training can continue while replicas read."""
 
+    takes_gpu_weights = True
+
     def __init__(self) -> None:
         self._stored: dict[str, tuple[list[TensorHeader], Tensor]] = {}
 
@@ -89,7 +89,7 @@ class CudaIpcTransport:
         self, publication: Publication, weights: Mapping[str, Tensor], *, adapter: Adapter | None = None
     ) -> str:
         location = f"cuda_ipc:{publication.id}"
-        # The trainer passes copies in main memory, which do not change; they are uploaded as one block.
+        # Weights in main memory, as after a restart, are uploaded as one block.
         device = str(next(iter(weights.values())).device)
         packed = await asyncio.to_thread(_packed_on, device if device.startswith("cuda") else "cuda", weights)
         self._stored[location] = (headers_of(weights), packed)

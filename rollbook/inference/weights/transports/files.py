@@ -45,6 +45,8 @@ def open_transport(name: str, options: TransportOptions) -> "FileTransport":
 class FileTransport:
     """`is_temporary`: the folder holds nothing else and is removed at start and at close."""
 
+    takes_gpu_weights = False
+
     def __init__(self, backend: Backend, directory: Path, *, is_temporary: bool = False) -> None:
         self._backend: Backend = backend
         self._directory = directory

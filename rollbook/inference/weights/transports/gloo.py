@@ -67,6 +67,8 @@ def _broadcast(group: Any, packed: Tensor) -> None:  # torch's stubs do not incl
 class GlooTransport:
     """The trainer's end. Keeps the newest publications in memory, so that a replica that missed one can receive it."""
 
+    takes_gpu_weights = False
+
     def __init__(self, *, host: str, timeout_s: float) -> None:
         self._host = host
         self._timeout_s = timeout_s

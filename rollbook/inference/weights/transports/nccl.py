@@ -38,6 +38,8 @@ def open_transport(_name: str, options: TransportOptions) -> "NcclTransport":
 class NcclTransport:
     """`communicator` and `group`: vLLM's classes, or others with the same methods."""
 
+    takes_gpu_weights = False
+
     def __init__(self, *, host: str, communicator: Any, group: Any) -> None:
         self._host = host
         self._communicator = communicator

@@ -34,6 +34,8 @@ def open_transport(_name: str, options: TransportOptions) -> "PullTransport":
 class PullTransport:
     """Satisfies `SharingTransport`. The server starts with the first publication."""
 
+    takes_gpu_weights = False
+
     def __init__(self, storage: files.FileTransport, *, host: str, token: str) -> None:
         self._storage = storage
         self._host = host
