@@ -45,9 +45,9 @@ CALIBRATION_SEED = 1000
 END_S = 12.0
 """Expected time to stop a run and to audit it."""
 MAX_TOKENS = 768
-SLOWEST = 1.55
-"""A step waits for its slowest episode, whose tools take this many times the mean. Measured with 192 episodes of two turns."""
-LEAST_TURN_S, MOST_TURN_S = 0.1, 0.5
+SLOWEST = 1.92
+"""A step waits for its slowest episode, whose tools take this many times the mean, with 768 episodes of two turns."""
+LEAST_TURN_S, MOST_TURN_S = 0.05, 0.5
 """Durations of the tool that are chosen."""
 INSTRUCTIONS = """\
 You are an assistant in a small shop. You add and subtract numbers for the people who work there. Each message has one \
@@ -69,7 +69,7 @@ def config_table(args: argparse.Namespace, model: Path, *, bound: int, seed: int
     table = tomllib.loads((HERE / "tails_gpu.toml").read_text(encoding="utf-8"))
     table["run"] |= {"seed": seed}
     table["model"] = {"path": str(model)}
-    groups = 8 if args.small else 24
+    groups = 8 if args.small else args.groups
     shape = {"mean_rounds": args.rounds, "most_rounds": args.rounds, "rounds_shape": 0.0}
     numbers = {"least": 0, "most": 9, "spaced": True} if args.small else {"least": 10, "most": 99}
     held_out = 40 if args.small else 384
@@ -90,8 +90,10 @@ def config_table(args: argparse.Namespace, model: Path, *, bound: int, seed: int
         "max_head_offpolicy_versions": bound,
         "batch_policy": "wait",
     }
-    table["inference"] |= {"max_running": 1024, "max_model_len": MAX_TOKENS, "kv_memory_mb": 12_000}
-    table["trainer"] |= {"lr": args.lr, "max_tokens_per_microbatch": 8192, "threads": 1}
+    table["inference"] |= {"max_running": 2048, "max_connections": 2048, "max_model_len": MAX_TOKENS}
+    table["inference"] |= {"kv_memory_mb": 12_000}
+    # A trainer with passes of 65,536 tokens takes up to 69 GB: two of them and their policy servers do not fit into one GPU.
+    table["trainer"] |= {"lr": args.lr, "max_tokens_per_microbatch": 16_384, "threads": 1}
     table["evaluation"] |= {"every_steps": args.evaluate_every, "args": {"count": 0, "seed": 0, "held_out": held_out}}
     table["evaluation"]["args"] |= numbers
     if args.device == "cpu":
@@ -252,16 +254,17 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--bound", type=int, default=2, help="staleness bound of the asynchronous runs")
     parser.add_argument(
-        "--marks", type=float, nargs="+", default=[0.3, 0.35, 0.4], help="held-out accuracies; the highest ends a run"
+        "--marks", type=float, nargs="+", default=[0.4, 0.5, 0.6], help="held-out accuracies; the highest ends a run"
     )
+    parser.add_argument("--groups", type=int, default=96, help="groups of 8 episodes a step")
     parser.add_argument("--lr", type=float, default=2.5e-5)
     parser.add_argument("--rounds", type=int, default=2, help="questions of an episode")
     parser.add_argument("--turn-s", type=float, help="mean duration of the tool; default: measured and chosen")
     parser.add_argument(
         "--balance", type=float, default=1.25, help="generation alone over training alone, without --turn-s"
     )
-    parser.add_argument("--evaluate-every", type=int, default=4, help="steps between evaluations")
-    parser.add_argument("--workers", type=int, default=2, help="rollout worker processes of each run")
+    parser.add_argument("--evaluate-every", type=int, default=6, help="steps between evaluations")
+    parser.add_argument("--workers", type=int, default=4, help="rollout worker processes of each run")
     parser.add_argument("--lanes", type=int, default=2, help="runs at the same time")
     parser.add_argument("--minutes", type=float, default=60.0, help="time limit of the whole command")
     parser.add_argument("--limit-s", type=float, default=120.0, help="time limit of a run, from its command")
