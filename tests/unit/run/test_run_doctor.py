@@ -1,10 +1,11 @@
-"""What `rollbook doctor --cluster` concludes from the facts of a node."""
+"""What `rollbook doctor` concludes from the facts of a machine."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from rollbook.run.doctor import NodeFacts, Verdict, node_findings
+from rollbook.run.doctor import NodeFacts, Verdict, examine, node_findings
 
 OURS = {"python": "3.11.7", "torch": "2.13.0"}
 GOOD = NodeFacts(address="10.0.0.6", versions=OURS, sees_directory=True, mib_per_s=900.0)
@@ -38,3 +39,16 @@ def test_each_fault_of_a_node_is_named_with_what_to_do(changes: dict[str, object
     found = broken(NodeFacts(**facts))  # type: ignore[arg-type]
     assert list(found) == [name]
     assert found[name].startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("is_disabled", "verdict", "advice"),
+    [(False, Verdict.OK, ""), (True, Verdict.ABSENT, "unset PYTHONDONTWRITEBYTECODE: a run starts about 10 s sooner")],
+)
+def test_bytecode_that_is_not_cached_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_disabled: bool, verdict: Verdict, advice: str
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", is_disabled)
+    monkeypatch.setattr("rollbook.run.doctor._run", lambda code: (0, "1.0"))
+    (found,) = [finding for finding in examine(tmp_path) if finding.name == "bytecode"]
+    assert (found.verdict, found.advice) == (verdict, advice)
