@@ -94,5 +94,13 @@ def read_or_create_token(path: Path) -> str:
     return read_token(path)
 
 
+def write_token(path: Path, token: str) -> None:
+    """Write a token that was received from elsewhere. Only the owner of the file can read it."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(token + "\n")
+
+
 def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode(errors="surrogateescape")).digest()

@@ -222,10 +222,8 @@ class RunDirectory:
 
     def on_this_machine(self, name: str) -> "RunDirectory":
         """The same run, for a process of this name that writes its telemetry to a directory of this machine."""
-        parent = Path(tempfile.gettempdir()) / f"rollbook-{os.geteuid()}"
-        local = parent / f"{self.id}-{name}"
-        for folder in (parent, local, local / "logs"):
-            make_private_directory(folder)
+        local = machine_directory(self.id, name)
+        make_private_directory(local / "logs")
         return replace(self, local=local)
 
     def file_id(self) -> tuple[int, int] | None:
@@ -330,6 +328,15 @@ class RunDirectory:
                 f"{self.path} is not a run directory: {self.manifest_file.name} cannot be read ({error})"
             ) from error
         return manifest
+
+
+def machine_directory(run_id: str, name: str) -> Path:
+    """A private directory of this machine for one process of a run. `run_id`: that of the run directory."""
+    parent = Path(tempfile.gettempdir()) / f"rollbook-{os.geteuid()}"
+    local = parent / f"{run_id}-{name}"
+    for folder in (parent, local):
+        make_private_directory(folder)
+    return local
 
 
 def write_json(path: Path, value: object) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+from rollbook.access.guard import is_loopback
 from rollbook.access.tokens import read_token
 from rollbook.contracts.errors import RunError
 from rollbook.inference.client.client import PolicyClient, open_policy_client
@@ -18,6 +19,7 @@ from rollbook.inference.weights.server_api import RollbookServerApi, WeightServe
 from rollbook.inference.weights.shared_memory import has_shared_memory
 from rollbook.inference.weights.transport import TransportOptions, WeightTransport, open_transport
 from rollbook.rollout.policy import current_episode
+from rollbook.run.config.run import RunConfig
 from rollbook.telemetry.events import EventLog
 
 FIRST_GPU = ("cuda", "cuda:0")
@@ -108,6 +110,17 @@ def steering_token(config: InferenceConfig, *, own: str, source_dir: Path) -> st
     if not config.urls:
         return own
     return api_key(config) if config.token_file is None else read_token(source_dir / config.token_file.expanduser())
+
+
+def reachable(config: RunConfig) -> InferenceConfig:
+    """Policy servers on other machines fetch weights over the network."""
+    inference = config.inference
+    changes: dict[str, str] = {}
+    if inference.transfer_host is None:
+        changes["transfer_host"] = config.cluster.host
+    if inference.transfer == "auto" and config.cluster.has_members and not is_loopback(config.cluster.host):
+        changes["transfer"] = "pull"
+    return inference.model_copy(update=changes)
 
 
 def chosen_transfer(config: InferenceConfig, trainer_device: str, *, shares_gpu: bool = True) -> str:

@@ -34,8 +34,12 @@ def run(tmp_path: Path) -> Iterator[SmallRun]:
 
 
 @contextmanager
-def joined(run: SmallRun, role: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "rollbook", "join", str(run.directory), "--role", role, "--name", f"extra-{role}"]
+def joined(run: SmallRun, role: str, *, by_address: bool = False) -> Iterator[subprocess.Popen[str]]:
+    target = [str(run.directory)]
+    if by_address:
+        address = json.loads((run.directory / "addresses.json").read_text(encoding="utf-8"))["ledger"]
+        target = [address, "--token-file", str(run.directory / "token"), "--source", str(run.directory.parent)]
+    command = [sys.executable, "-m", "rollbook", "join", *target, "--role", role, "--name", f"extra-{role}"]
     process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     try:
         yield process
@@ -148,7 +152,7 @@ def test_an_environment_server_joins_and_leaves_when_its_episodes_have_ended(tmp
     run = SmallRun(tmp_path, [*SETTINGS, "env.pool_size=32"]).start()
     try:
         run.until(lambda: run.step() >= 1, what="step 1")
-        with joined(run, "env") as env:
+        with joined(run, "env", by_address=True) as env:
             run.until(lambda: members(run).get(MemberRole.ENV) == "extra-env", what="it is in service")
             run.until(lambda: load(run, MemberRole.ENV) > 0, what="episodes use it")
             env.send_signal(signal.SIGINT)

@@ -20,6 +20,8 @@ PATHS = (
     "/",
     "/v1/runs",
     "/v1/runs/small/status",
+    "/v1/announced",
+    "/v1/runs/small/announcement",
     "/v1/models",
     "/v1/completions",
     "/v1/chat/completions",

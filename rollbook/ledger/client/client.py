@@ -220,6 +220,18 @@ class LedgerClient:
     async def leave_member(self, member: MemberId) -> None:
         await self._call(verbs.LEAVE_MEMBER, NOTHING, member=member)
 
+    async def announce(self, announcement: wire.Announcement) -> None:
+        """Announce the run for `LEASE_S` to processes that join it without its directory."""
+        await self._call(verbs.ANNOUNCE, announcement)
+
+    async def announcement(self) -> wire.Announcement:
+        """Raises `NotFoundError` if the run is not announced."""
+        return await self._call(verbs.ANNOUNCEMENT, NOTHING)
+
+    async def announced(self) -> tuple[str, ...]:
+        """The runs of the service that processes can join now."""
+        return await self._call(verbs.ANNOUNCED, NOTHING)
+
     async def ship_telemetry(self, file: str, data: bytes, *, stream: str, start: int) -> None:
         """Append to a telemetry file of the run directory. `start`: bytes of the file that this stream has sent before."""
         request = wire.TelemetryBatch(file=file, data=data, stream=stream, start=start)

@@ -37,6 +37,7 @@ from rollbook.ledger.http.bodies import BodyReader, encode_response, wants_zstd
 from rollbook.ledger.http.errors import KNOWN_ERRORS, error_response, status_of
 from rollbook.ledger.http.metrics import RequestMetrics, ledger_metrics
 from rollbook.ledger.http.openapi import openapi_document
+from rollbook.ledger.http.relay import Relay
 from rollbook.ledger.http.streams import send_frames, send_statuses
 from rollbook.ledger.http.verbs import Form, Verb
 from rollbook.ledger.records import GroupRecord, ProducerRecord
@@ -69,6 +70,7 @@ class LedgerHandlers:
         self.requests = RequestMetrics()
         self._clock = SystemClock()
         self.lag = LoopLag(self._clock)
+        self._relay = Relay(self._clock)
         self._audited: dict[RunId, AuditMark] = {}
 
     def handler(self, verb: Verb[Any, Any], keys: Keys) -> Handler:
@@ -223,6 +225,17 @@ class LedgerHandlers:
     async def leave_member(self, _: wire.Empty, run: RunId, member: MemberId) -> wire.Empty:
         await self._ledger.leave_member(run, member)
         return wire.Empty()
+
+    async def announce(self, request: wire.Announcement, run: RunId) -> wire.Empty:
+        await self._ledger.status(run)  # refuses a run that does not exist
+        self._relay.announce(run, request)
+        return wire.Empty()
+
+    async def announcement(self, _: wire.Empty, run: RunId) -> wire.Announcement:
+        return self._relay.announcement(run)
+
+    async def announced(self, _: wire.Empty) -> list[RunId]:
+        return self._relay.announced()
 
     async def ship_telemetry(self, request: wire.TelemetryBatch, run: RunId) -> wire.Empty:
         if self._telemetry is None:

@@ -73,6 +73,10 @@ get --json '{"name": "gpu-1", "role": "policy", "node": "host-1", "nonce": "m1"}
 MEMBER=policy%230                                                                    # the id in the response, policy#0
 get --json '{"publication": 0, "load": 3}' -H "$TOKEN" $LEDGER/v1/runs/demo/members/$MEMBER/heartbeat
 get $LEDGER/v1/runs/demo/members
+get -X PUT --json '{"directory_id": "d1", "version": "0.1.0", "config": "", "addresses": {}, "tokens": {}}' \
+  -H "$TOKEN" $LEDGER/v1/runs/demo/announcement
+get -H "$TOKEN" $LEDGER/v1/announced
+get -H "$TOKEN" $LEDGER/v1/runs/demo/announcement
 get --json '{"file": "logs/gpu-1.jsonl", "data": "e30K", "stream": "m1", "start": 0}' -H "$TOKEN" $LEDGER/v1/runs/demo/telemetry \
   || true                                                                            # only the ledger of `rollbook train` stores it
 get --json '{}' -H "$TOKEN" $LEDGER/v1/runs/demo/members/$MEMBER/leave

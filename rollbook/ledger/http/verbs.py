@@ -271,6 +271,30 @@ LEAVE_MEMBER = _verb(
     wire.Empty,
     "End the lease of a member.",
 )
+ANNOUNCE = _verb(
+    "announce",
+    "PUT /v1/runs/{run}/announcement",
+    TRAINER,
+    wire.Announcement,
+    wire.Empty,
+    "Announce a running run to processes that join it without its directory. Kept in memory for 15 s; the supervisor repeats it.",
+)
+ANNOUNCEMENT = _verb(
+    "announcement",
+    "GET /v1/runs/{run}/announcement",
+    TRAINER,
+    wire.Empty,
+    wire.Announcement,
+    "What a process needs to join the run, with tokens of the run's servers.",
+)
+ANNOUNCED = _verb(
+    "announced",
+    "GET /v1/announced",
+    TRAINER,
+    wire.Empty,
+    tuple[str, ...],
+    "The ids of the runs that processes can join now.",
+)
 SHIP_TELEMETRY = _verb(
     "ship_telemetry",
     "POST /v1/runs/{run}/telemetry",

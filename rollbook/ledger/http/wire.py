@@ -133,6 +133,25 @@ class HeartbeatReply(Message, frozen=True, kw_only=True):
     """The ledger's clock, in seconds since 1970: a member on another machine measures the offset of its clock."""
 
 
+class Announcement(Message, frozen=True, kw_only=True):
+    """What a process that does not see the run directory needs to join the run."""
+
+    directory_id: Name
+    """Identifies the run directory."""
+    version: Name
+    """Of Rollbook; a process with another one does not join."""
+    config: Annotated[str, msgspec.Meta(max_length=1 << 20)]
+    """The resolved configuration as TOML, without secrets."""
+    addresses: Annotated[dict[Name, Annotated[str, msgspec.Meta(max_length=10_000)]], msgspec.Meta(max_length=16)]
+    """URLs of the run's servers by role."""
+    tokens: Annotated[dict[Name, Name], msgspec.Meta(max_length=4)]
+    """Tokens of the run's servers, by the names of their files in the run directory."""
+    tokenizer_digest: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """SHA-256 of the model's `tokenizer.json`; empty if it has none."""
+    needs_env_token: bool = False
+    """The environment server of the run requires a token that is not announced (`env.token`)."""
+
+
 class TelemetryBatch(Message, frozen=True, kw_only=True):
     """Bytes that a process on another machine added to a telemetry file."""
 

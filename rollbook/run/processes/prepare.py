@@ -15,7 +15,7 @@ async def main(context: RoleContext) -> str:
     context.directory.record_model(made)
     context.log.info("run.model_prepared", directory=str(made))
     config = context.loaded.config
-    if config.ledger.url is not None:
+    if config.ledger.url is not None and not context.is_member:
         context.channel.doing(f"creating the run in the ledger at {config.ledger.url}")
         async with open_run_ledger(
             context.loaded, context.directory, config.ledger.url, log=context.log, is_trainer=True

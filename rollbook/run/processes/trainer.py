@@ -5,17 +5,14 @@ import asyncio
 from contextlib import nullcontext
 from functools import partial
 
-from rollbook.access.guard import is_loopback
 from rollbook.concurrency.gpu_launches import prompt_launches
 from rollbook.contracts.admission import MemberRole
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.inference.client.fleet import ReplicaSource
-from rollbook.inference.config import InferenceConfig
 from rollbook.ledger.client.client import LedgerClient
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from rollbook.run.config.run import RunConfig
 from rollbook.run.ledger_clients import member_source, open_run_ledger
-from rollbook.run.policy_clients import open_weights, policy_urls, steering_token
+from rollbook.run.policy_clients import open_weights, policy_urls, reachable, steering_token
 from rollbook.run.rollout_table import RolloutTable
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.metrics import MetricRecorder
@@ -33,7 +30,7 @@ async def main(context: RoleContext) -> str:
             context.loaded, context.directory, context.addresses["ledger"], log=context.log, is_trainer=True
         ) as ledger,
         open_weights(
-            _reachable(config),
+            reachable(config),
             context.addresses["policy"],
             directory=context.directory.weights,
             trainer_device=config.trainer.device,
@@ -77,17 +74,6 @@ def _with_own_shards(context: RoleContext) -> TrainerConfig:
     if config.shards_path is None:
         return config
     return config.model_copy(update={"shards_path": f"{config.shards_path.rstrip('/')}/{context.directory.id}"})
-
-
-def _reachable(config: RunConfig) -> InferenceConfig:
-    """Policy servers on other machines fetch weights over the network."""
-    inference = config.inference
-    changes: dict[str, str] = {}
-    if inference.transfer_host is None:
-        changes["transfer_host"] = config.cluster.host
-    if inference.transfer == "auto" and config.cluster.has_members and not is_loopback(config.cluster.host):
-        changes["transfer"] = "pull"
-    return inference.model_copy(update=changes)
 
 
 def _replica_source(context: RoleContext, ledger: LedgerClient) -> ReplicaSource | None:

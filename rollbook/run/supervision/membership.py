@@ -5,7 +5,6 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 from rollbook.contracts.admission import BEATS_PER_LEASE, LEASE_S, Member, MemberId, MemberRole
@@ -22,7 +21,6 @@ CHECKS_PER_BEAT = 8
 NOTICE_S = 3.0
 """How long clients may take to notice that a server has left: they read the list of members every one or two seconds."""
 UNUSED_POLL_S = 0.1
-WATCH_S = 2.0
 LEAVE_S = 3.0
 """A ledger that does not respond when a process stops must not delay it: the lease expires."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -120,23 +118,6 @@ async def _join(
             say(f"waiting for the lease of the {role} on {holder.node} to end (at most {lease_s:g} s)")
             waiting_for = holder
         await asyncio.sleep(JOIN_POLL_S)
-
-
-async def watch_members(ledger: LedgerClient, on_change: Callable[[list[Member]], None]) -> None:
-    """Report the processes that joined the run, now and after each change.
-
-    Takes:  the list of the ledger, every `WATCH_S`.
-    Ends:   on cancellation. While the ledger does not respond, the last list stays.
-    """
-    known: list[Member] | None = None
-    while True:
-        with suppress(RollbookError):
-            found = [member for member in await ledger.members() if member.role is not MemberRole.SUPERVISOR]
-            # Each heartbeat changes the time of the last one.
-            if [replace(member, last_seen=0.0) for member in found] != known:
-                known = [replace(member, last_seen=0.0) for member in found]
-                on_change(found)
-        await asyncio.sleep(WATCH_S)
 
 
 async def until_unused(context: RoleContext, load: Callable[[], float]) -> None:

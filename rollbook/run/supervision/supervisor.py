@@ -23,12 +23,13 @@ from rollbook.contracts.errors import RunError, TransientError, machine_fault
 from rollbook.run.config.run import RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory, existing_model
 from rollbook.run.ledger_clients import open_run_ledger
+from rollbook.run.members.member_tasks import serve_members
 from rollbook.run.supervision.autoscaler import open_autoscaler
 from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
 from rollbook.run.supervision.drain import record_drained, until_drained
 from rollbook.run.supervision.extra_processes import ExtraProcesses
 from rollbook.run.supervision.host import LocalHost, ProcessHost, ProcessStart
-from rollbook.run.supervision.membership import machine_id, member_lease, watch_members
+from rollbook.run.supervision.membership import machine_id, member_lease
 from rollbook.run.supervision.plan import plan_run, template_modules
 from rollbook.run.supervision.process import STOP_GRACE_S, ProcessState, SupervisedProcess
 from rollbook.run.supervision.process_files import ProcessFiles
@@ -227,22 +228,16 @@ class Supervisor:
                 )
                 async with asyncio.TaskGroup() as group:
                     group.create_task(extras.run(), name="run.extra_processes")
-                    group.create_task(self._list_members(), name="run.list_members")
+                    members = serve_members(self._directory, self.addresses, log=self._log, on_change=self._set_members)
+                    group.create_task(members, name="run.members")
                     if self._config.cluster.autoscale.is_on:
                         group.create_task(self._autoscale(), name="run.autoscale")
         except* RunError as error:
             self._fail(str(first_error(error)))
 
-    async def _list_members(self) -> None:
-        """For `top` and the dashboard. Processes that this supervisor started are listed anyway."""
-
-        def on_change(members: list[Member]) -> None:
-            self.members = members
-            self._write_processes()
-
-        loaded = load_resolved_config(self._directory)
-        async with open_run_ledger(loaded, self._directory, self.addresses["ledger"], log=self._log) as ledger:
-            await watch_members(ledger, on_change)
+    def _set_members(self, members: list[Member]) -> None:
+        self.members = members
+        self._write_processes()
 
     async def _autoscale(self) -> None:
         loaded = load_resolved_config(self._directory)

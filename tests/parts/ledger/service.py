@@ -13,6 +13,7 @@ from pathlib import Path
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.ledger.config import LedgerConfig
+from rollbook.ledger.http.auth import Keys
 from rollbook.ledger.serve import open_ledger_service
 from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.stores.registry import sqlite_url
@@ -43,12 +44,18 @@ async def serving(
     clock: Clock | None = None,
     port: int = 0,
     run_directory: Path | None = None,
+    keys: Keys | None = None,
 ) -> AsyncIterator[tuple[str, Ledger]]:
     log = EventLog("ledger", echo=sys.stdout)
     with listening_socket("127.0.0.1", port) as sock:
         async with (
             open_ledger_service(
-                sqlite_url(directory), config or LedgerConfig(), log=log, clock=clock, run_directory=run_directory
+                sqlite_url(directory),
+                config or LedgerConfig(),
+                log=log,
+                clock=clock,
+                run_directory=run_directory,
+                keys=keys,
             ) as service,
             service.serving(sock.dup(), drain_s=5),
         ):

@@ -1,14 +1,16 @@
 """`rollbook join`: a policy server, a dispatcher, an environment server or a trainer rank for a run that is running.
 
-The run directory must be visible here: it holds the configuration, the tokens, the model and, for policy servers, the weights.
+The run is found by its directory, where this machine sees it, or through its ledger: then files of the run (modules, tasks, model)
+must be on this machine.
 """
 
 import asyncio
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,10 +18,13 @@ from rollbook.access.guard import is_loopback
 from rollbook.concurrency.child_process.process import exit_reason
 from rollbook.contracts.errors import FencedError, RunError, TransientError, UsageError
 from rollbook.contracts.plugin import require_libraries
+from rollbook.ledger.client.client import LedgerClient
 from rollbook.run.config.run import LoadedConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import open_run_ledger
-from rollbook.run.supervision.child_main import EXIT_FENCED, EXIT_STOP_RUN
+from rollbook.run.members.announced_run import AnnouncedRun, AnnouncementWatch, Place, find_run
+from rollbook.run.policy_clients import chosen_transfer, reachable
+from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
 from rollbook.run.supervision.host import ProcessStart
 from rollbook.run.supervision.membership import node_name
 from rollbook.run.supervision.plan import environment_of
@@ -30,30 +35,89 @@ from rollbook.telemetry.events import EventLog
 POLL_S = 1.0
 REQUEST_S = 10.0
 
+LOCAL_TRANSFERS = frozenset({"directory", "shared_memory", "cuda_ipc"})
+"""Transports for weights that need the memory or the files of the trainer's machine."""
+
 JoinRole = Literal["policy", "rollout", "env", "rank"]
 Say = Callable[[str], None]
+IsRunning = Callable[[LedgerClient], Awaitable[bool]]
 
 
-def join(run_dir: Path, role: JoinRole, *, host: str, name: str | None, gpus: str | None, say: Say) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinOptions:
+    role: JoinRole
+    host: str
+    """Address of this machine, on which a server listens."""
+    name: str
+    gpus: str | None = None
+
+
+def member_name(role: JoinRole) -> str:
+    return f"{role}-{node_name()}-{os.getpid()}"
+
+
+def join_directory(run_dir: Path, options: JoinOptions, *, say: Say) -> str:
     """Serve the run until it ends, stops, or a signal arrives. Returns how it ended."""
     require_libraries("torch", "transformers")
     directory = RunDirectory(run_dir.resolve())
-    loaded = load_resolved_config(directory)
-    _require_joinable(loaded, role, host)
-    name = name or f"{role}-{node_name()}-{os.getpid()}"
-    start = ProcessStart(
-        name=name,
-        role=role,
+    loaded, addresses = load_resolved_config(directory), running_addresses(directory)
+    _require_joinable(loaded, options)
+
+    async def is_running(_: LedgerClient) -> bool:
+        with suppress(UsageError):
+            return running_addresses(directory) == addresses
+        return False
+
+    return asyncio.run(_Joiner(_start(directory, loaded, addresses, options), loaded, is_running, say).run())
+
+
+def join_address(
+    address: str, options: JoinOptions, *, run: str | None, token_file: Path | None, place: Place, say: Say
+) -> str:
+    """As `join_directory`, for a machine that does not see the run directory. `address`: of the run's ledger."""
+    require_libraries("torch", "transformers")
+    if options.role == "rank":
+        raise UsageError("a trainer rank joins with the run directory, which holds checkpoints and tokens of the ranks")
+    found = find_run(address, run=run, token_file=token_file)
+    with found.directory(options.name, options.role, place) as directory:
+        loaded, addresses = load_resolved_config(directory), found.announcement.addresses
+        _require_joinable(loaded, options)
+        _require_transfer(loaded, options)
+        start = _start(directory, loaded, addresses, options)
+        ledger = loaded.config.ledger
+        watch = AnnouncementWatch(found.announcement, is_own_ledger=ledger.url is None, silent_s=ledger.request_s)
+
+        async def serve() -> str:
+            if options.role != "env":
+                await _prepare_model(found, start)
+            return await _Joiner(start, loaded, watch.is_running, say).run()
+
+        return asyncio.run(serve())
+
+
+def _start(
+    directory: RunDirectory, loaded: LoadedConfig, addresses: Mapping[str, str], options: JoinOptions
+) -> ProcessStart:
+    return ProcessStart(
+        name=options.name,
+        role=options.role,
         directory=directory,
-        addresses=running_addresses(directory),
-        bind=host,
+        addresses=addresses,
+        bind=options.host,
         environment={
-            **environment_of(loaded.config, name, role),
-            **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
+            **environment_of(loaded.config, options.name, options.role),
+            **({} if options.gpus is None else {"CUDA_VISIBLE_DEVICES": options.gpus}),
         },
         ships_telemetry=loaded.config.ledger.url is None,
     ).on_another_machine()
-    return asyncio.run(_Joiner(start, loaded, say).run())
+
+
+async def _prepare_model(found: AnnouncedRun, start: ProcessStart) -> None:
+    """Build or find the initial model on this machine."""
+    process = SupervisedProcess(replace(start, name=f"{start.name}-prepare", role="prepare"))
+    if await process.run() != EXIT_DONE:
+        raise RunError(process.fault or f"the model cannot be prepared:\n{process.last_output()}")
+    found.require_tokenizer(start.directory.initial_model)
 
 
 def running_addresses(directory: RunDirectory) -> dict[str, str]:
@@ -65,8 +129,21 @@ def running_addresses(directory: RunDirectory) -> dict[str, str]:
     return found
 
 
-def _require_joinable(loaded: LoadedConfig, role: JoinRole, host: str) -> None:
+def _require_transfer(loaded: LoadedConfig, options: JoinOptions) -> None:
+    """On loopback the trainer's memory is that of this machine, but its directory may not be visible."""
     config = loaded.config
+    inference = reachable(config)
+    transfer = chosen_transfer(inference, config.trainer.device)
+    needs_files = transfer == "directory" or (transfer in LOCAL_TRANSFERS and not is_loopback(options.host))
+    if options.role == "policy" and needs_files:
+        raise UsageError(
+            f"inference.transfer = {transfer!r} passes weights on the trainer's machine; start the run with 'pull', or join "
+            "with the run directory"
+        )
+
+
+def _require_joinable(loaded: LoadedConfig, options: JoinOptions) -> None:
+    config, role, host = loaded.config, options.role, options.host
     if not config.cluster.has_members:
         raise UsageError("this run accepts no members: start it with cluster.allow_join = true")
     if is_loopback(config.cluster.host) != is_loopback(host):
@@ -89,10 +166,12 @@ def _require_joinable(loaded: LoadedConfig, role: JoinRole, host: str) -> None:
 
 
 class _Joiner:
-    def __init__(self, start: ProcessStart, loaded: LoadedConfig, say: Say) -> None:
+    def __init__(self, start: ProcessStart, loaded: LoadedConfig, is_running: IsRunning, say: Say) -> None:
+        """`is_running`: whether the run still runs with the addresses with which this process started."""
         self._start = start
         self._directory = start.directory
         self._loaded = loaded
+        self._is_running = is_running
         self._say = say
         self._log = EventLog(start.name, self._directory.log_file(f"join-{start.name}"))
         self._process = SupervisedProcess(start)
@@ -135,18 +214,17 @@ class _Joiner:
     async def _watch_run(self) -> None:
         """Stop the process when the run has ended, or stopped: a resumed run has other addresses."""
         address = self._start.addresses["ledger"]
-        async with open_run_ledger(self._loaded, self._directory, address, log=self._log) as ledger:
+        async with open_run_ledger(self._loaded, self._directory, address, log=self._log, is_trainer=True) as ledger:
             while self._end is None:
                 await asyncio.sleep(POLL_S)
-                with suppress(UsageError):
-                    if running_addresses(self._directory) == self._start.addresses:
-                        # A ledger that stops before the addresses are removed does not respond in time.
-                        with suppress(TransientError, FencedError, TimeoutError):
-                            async with asyncio.timeout(REQUEST_S):
-                                if (await ledger.status()).ended:
-                                    self._stop("the run has ended")
-                        continue
-                self._stop("the run has stopped; join again when it is resumed")
+                if not await self._is_running(ledger):
+                    self._stop("the run has stopped; join again when it is resumed")
+                    return
+                # A ledger that stops with the run does not respond in time.
+                with suppress(TransientError, FencedError, TimeoutError):
+                    async with asyncio.timeout(REQUEST_S):
+                        if (await ledger.status()).ended:
+                            self._stop("the run has ended")
 
     def _stop(self, end: str) -> None:
         self._end = end
