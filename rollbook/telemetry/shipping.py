@@ -129,13 +129,16 @@ class ReceivedFiles:
         self._next: dict[str, tuple[str, int]] = {}
         """For each file: the stream of its last batch, and the place after it."""
 
-    def append(self, file: str, data: bytes, *, stream: str, start: int) -> None:
-        """Raises `ValueError` for a name that is not that of a telemetry file."""
-        if not NAME.fullmatch(file):
-            raise ValueError(f"{file!r} is not the name of a telemetry file, such as logs/policy-a.jsonl")
+    def append(self, file: str, data: bytes, *, stream: str, start: int) -> int:
+        """Returns the number of bytes before this batch that were sent and never arrived.
+
+        Raises `ValueError` for a name that is not that of a telemetry file.
+        """
+        check_file_name(file)
         path = self._directory / file
         end = start + len(data)
         known_stream, known_end = self._next.get(file, ("", 0))
+        num_lost = max(0, start - known_end) if known_stream == stream else 0
         if known_stream == stream:
             data = data[max(0, known_end - start) :]  # the response to an earlier batch was lost
         elif not known_stream:
@@ -147,6 +150,13 @@ class ReceivedFiles:
             with path.open("ab", buffering=0) as target:
                 target.write(data)
         self._next[file] = (stream, max(end, known_end if known_stream == stream else 0))
+        return num_lost
+
+
+def check_file_name(file: str) -> None:
+    """Raises `ValueError` unless it is the name of a telemetry file of a process on another machine."""
+    if not NAME.fullmatch(file):
+        raise ValueError(f"{file!r} is not the name of a telemetry file, such as logs/policy-a.jsonl")
 
 
 def _inode(path: Path) -> int:

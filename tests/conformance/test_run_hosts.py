@@ -70,6 +70,7 @@ async def host(request: pytest.FixtureRequest) -> AsyncIterator[ProcessHost]:
 async def started(host: ProcessHost, tmp_path: Path, role: str) -> AsyncIterator[tuple[HostedProcess, dict[str, Any]]]:
     """A process in this role, and the facts that it sent."""
     directory = RunDirectory(tmp_path)
+    directory.write_manifest(name="hosted", source_dir=tmp_path)
     directory.stderr_file("child").parent.mkdir(exist_ok=True)
     process = await host.start(
         ProcessStart(

@@ -237,6 +237,10 @@ class LedgerClient:
         request = wire.TelemetryBatch(file=file, data=data, stream=stream, start=start)
         await self._call(verbs.SHIP_TELEMETRY, request)
 
+    async def collect_telemetry(self, *, relay: str = "", after: int = 0) -> wire.TelemetryReply:
+        """Telemetry that a service without a run directory keeps for the supervisor. Deletes what was collected before."""
+        return await self._call(verbs.COLLECT_TELEMETRY, wire.CollectTelemetry(relay=relay, after=after))
+
     # ------------------------------------------------------------------ dispatchers
 
     async def join(self, owner_name: str) -> OwnerId:

@@ -9,6 +9,7 @@ from rollbook.contracts.errors import FencedError, NotFoundError, RunError, Tran
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.auth import UnknownTokenError, WrongRoleError
 from rollbook.ledger.http.bodies import BodyTooLargeError, IncompleteBodyError, SlowBodyError, UnsupportedBodyError
+from rollbook.ledger.http.relay import RelayFullError
 from rollbook.ledger.rules.groups import QueueFullError
 from rollbook.ledger.rules.run_transaction import UnknownRunError
 from rollbook.ledger.store import StoreFaultError
@@ -34,6 +35,7 @@ STATUSES: tuple[tuple[type[Exception], HTTPStatus], ...] = (
     (UnsupportedBodyError, HTTPStatus.UNSUPPORTED_MEDIA_TYPE),
     (StoreFaultError, HTTPStatus.INSUFFICIENT_STORAGE),
     (QueueFullError, HTTPStatus.TOO_MANY_REQUESTS),
+    (RelayFullError, HTTPStatus.TOO_MANY_REQUESTS),
     (TransientError, HTTPStatus.SERVICE_UNAVAILABLE),
     (RunError, HTTPStatus.UNPROCESSABLE_ENTITY),
     (msgspec.ValidationError, HTTPStatus.UNPROCESSABLE_ENTITY),

@@ -238,15 +238,20 @@ class LedgerHandlers:
         return self._relay.announced()
 
     async def ship_telemetry(self, request: wire.TelemetryBatch, run: RunId) -> wire.Empty:
-        if self._telemetry is None:
-            raise RunError("this ledger service has no run directory: write telemetry to that of the run")
         await self._ledger.status(run)  # refuses a run that does not exist
         try:
-            # In the event loop: batches of one file stay in order, and 256 KB take less than a millisecond.
-            self._telemetry.append(request.file, request.data, stream=request.stream, start=request.start)
+            if self._telemetry is None:
+                self._relay.keep(run, request)
+            else:
+                # In the event loop: batches of one file stay in order, and 256 KB take less than a millisecond.
+                self._telemetry.append(request.file, request.data, stream=request.stream, start=request.start)
         except (OSError, ValueError) as error:
             raise RunError(f"telemetry was not stored: {error}") from error
         return wire.Empty()
+
+    async def collect_telemetry(self, request: wire.CollectTelemetry, run: RunId) -> wire.TelemetryReply:
+        await self._ledger.status(run)
+        return self._relay.collect(run, request)
 
     async def join(self, request: wire.Join, run: RunId) -> wire.JoinReply:
         return wire.JoinReply(owner=await self._ledger.join(run, request.owner_name, nonce=request.nonce))

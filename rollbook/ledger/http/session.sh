@@ -77,8 +77,8 @@ get -X PUT --json '{"directory_id": "d1", "version": "0.1.0", "config": "", "add
   -H "$TOKEN" $LEDGER/v1/runs/demo/announcement
 get -H "$TOKEN" $LEDGER/v1/announced
 get -H "$TOKEN" $LEDGER/v1/runs/demo/announcement
-get --json '{"file": "logs/gpu-1.jsonl", "data": "e30K", "stream": "m1", "start": 0}' -H "$TOKEN" $LEDGER/v1/runs/demo/telemetry \
-  || true                                                                            # only the ledger of `rollbook train` stores it
+get --json '{"file": "logs/gpu-1.jsonl", "data": "e30K", "stream": "m1", "start": 0}' -H "$TOKEN" $LEDGER/v1/runs/demo/telemetry
+get --json '{}' -H "$TOKEN" $LEDGER/v1/runs/demo/telemetry/collect                    # for the supervisor of the run
 get --json '{}' -H "$TOKEN" $LEDGER/v1/runs/demo/members/$MEMBER/leave
 
 # What operators do. Each action is recorded with its author and time.

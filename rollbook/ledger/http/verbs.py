@@ -301,7 +301,18 @@ SHIP_TELEMETRY = _verb(
     TRAINER,
     wire.TelemetryBatch,
     wire.Empty,
-    "Append to a telemetry file of the run directory, for a process on another machine. A repeated batch is appended once.",
+    (
+        "Append to a telemetry file of the run directory, for a process on another machine. A repeated batch is appended once. "
+        "A service without a run directory keeps it in memory for the supervisor, up to 8 MiB a run; more is refused (429)."
+    ),
+)
+COLLECT_TELEMETRY = _verb(
+    "collect_telemetry",
+    "POST /v1/runs/{run}/telemetry/collect",
+    TRAINER,
+    wire.CollectTelemetry,
+    wire.TelemetryReply,
+    "Telemetry of the run's processes on other machines, for the supervisor, which stores it in the run directory.",
 )
 JOIN = _verb(
     "join",

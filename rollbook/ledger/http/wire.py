@@ -164,6 +164,24 @@ class TelemetryBatch(Message, frozen=True, kw_only=True):
     """Bytes of this file that the sender has sent before."""
 
 
+class RelayedTelemetry(Message, frozen=True, kw_only=True):
+    number: Count
+    batch: TelemetryBatch
+
+
+class CollectTelemetry(Message, frozen=True, kw_only=True):
+    relay: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """The id in the last response; empty at first."""
+    after: Count = 0
+    """Batches up to this number were stored; they are deleted here."""
+
+
+class TelemetryReply(Message, frozen=True, kw_only=True):
+    relay: str
+    """Changes when the service is started again: its numbers then begin at 1."""
+    batches: tuple[RelayedTelemetry, ...]
+
+
 class Act(Message, frozen=True, kw_only=True):
     kind: ActionKind
     author: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_AUTHOR)]

@@ -1,4 +1,4 @@
-"""What the supervisor does for the members of its run: lists them, and announces the run."""
+"""What the supervisor does for the members of its run: lists them, announces the run, and collects their telemetry."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -12,6 +12,7 @@ from rollbook.run.config.run import load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.run.members.announcer import announce
+from rollbook.run.members.telemetry_collector import collect_telemetry
 from rollbook.telemetry.events import EventLog
 
 WATCH_S = 2.0
@@ -32,6 +33,9 @@ async def serve_members(
     ):
         group.create_task(watch_members(ledger, on_change), name="run.list_members")
         group.create_task(announce(loaded, directory, addresses, log=log), name="run.announce")
+        if loaded.config.ledger.url is not None:
+            urls = addresses["ledger"].split(",")
+            group.create_task(collect_telemetry(loaded, directory.path, urls, log=log), name="run.collect_telemetry")
 
 
 async def watch_members(ledger: LedgerClient, on_change: Callable[[list[Member]], None]) -> None:

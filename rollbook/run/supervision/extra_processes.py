@@ -109,7 +109,6 @@ class ExtraProcesses:
             addresses=self._addresses,
             bind=self._config.cluster.host,
             environment=environment_of(self._config, name, role),
-            ships_telemetry=self._config.ledger.url is None,
         )
         process = SupervisedProcess(start, host=self._host, on_change=self._on_change)
         self._own[name] = process

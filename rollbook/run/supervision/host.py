@@ -37,14 +37,10 @@ class ProcessStart:
     """Set for a process that joins a run: it is a member, and a server opens its own socket on this address."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that are added to those of the host."""
-    ships_telemetry: bool = False
-    """On another machine than that of the supervisor, it writes its telemetry there and sends it to the ledger."""
     module: str = "rollbook.run.supervision.child_main"
 
     def on_another_machine(self) -> "ProcessStart":
-        """Called on the machine where the process will run."""
-        if not self.ships_telemetry:
-            return self
+        """Called on the machine where the process will run: it writes its telemetry there and sends it to the ledger."""
         return replace(self, directory=self.directory.on_this_machine(self.name))
 
     def arguments(self) -> list[str]:

@@ -108,7 +108,6 @@ def _start(
             **environment_of(loaded.config, options.name, options.role),
             **({} if options.gpus is None else {"CUDA_VISIBLE_DEVICES": options.gpus}),
         },
-        ships_telemetry=loaded.config.ledger.url is None,
     ).on_another_machine()
 
 
