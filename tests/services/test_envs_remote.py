@@ -1,18 +1,48 @@
 """A rollout process opens environments of a server in the same way as its own."""
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 
+import aiohttp
 import pytest
 from pydantic import ValidationError
 
-from rollbook.contracts.errors import RunError, TransientError
+from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.envs.catalog import EnvironmentSource
 from rollbook.envs.client import remote
-from rollbook.envs.client.remote import open_environments, open_remote_environments
+from rollbook.envs.client.remote import OpenEnvironment, open_environments, open_remote_environments
 from rollbook.envs.client.session import ClientOptions, ServerFullError
 from rollbook.envs.config import EnvConfig
+from rollbook.envs.server.run import RunningServer
 from tests.parts.envs.environments import GAME, Notebook, served
+
+
+@asynccontextmanager
+async def listed(*urls: str) -> AsyncIterator[OpenEnvironment]:
+    """Environments of several servers, when their list has been read."""
+    is_read = asyncio.Event()
+
+    async def servers() -> list[str]:
+        is_read.set()
+        return list(urls)
+
+    async with open_remote_environments(urls[0], source=servers) as open_environment:
+        await is_read.wait()
+        await asyncio.sleep(0)
+        yield open_environment
+
+
+async def until_waiting(number: int, *servers: RunningServer) -> None:
+    """Until each server has this number of requests in its queue. None holds a reservation that no session uses."""
+    async with aiohttp.ClientSession() as http, asyncio.timeout(20):
+        for server in servers:
+            while True:
+                async with http.get(f"{server.url}/health") as reply:
+                    found = await reply.json()
+                if (found["waiting"], found["reserved"]) == (number, 0):
+                    break
+                await asyncio.sleep(0.01)
 
 
 async def test_more_episodes_than_environments_wait_for_a_free_one() -> None:
@@ -68,10 +98,7 @@ async def test_a_server_that_does_not_respond_is_reported_with_its_address() -> 
             pass
 
 
-async def test_episodes_are_spread_over_the_listed_servers_and_avoid_those_that_are_full_or_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(remote, "TRY_S", 0.2)
+async def test_episodes_are_spread_over_the_listed_servers_and_avoid_those_that_are_full_or_gone() -> None:
     is_read = asyncio.Event()
 
     async def servers() -> list[str]:
@@ -88,3 +115,60 @@ async def test_episodes_are_spread_over_the_listed_servers_and_avoid_those_that_
         for _ in range(5):
             await episodes.enter_async_context(open_environment())
         assert (first.pool.health().busy, second.pool.health().busy) == (2, 3)
+
+
+async def test_an_episode_waits_in_the_queues_of_all_servers_and_uses_the_first_free_session() -> None:
+    async with (
+        served(Notebook, size=1) as first,
+        served(Notebook, size=1) as second,
+        listed(first.url, second.url) as open_environment,
+        AsyncExitStack() as episodes,
+    ):
+        held = AsyncExitStack()
+        for stack in (episodes, held):
+            await stack.enter_async_context(open_environment())
+        waiting = asyncio.create_task(episodes.enter_async_context(open_environment()))
+        await until_waiting(1, first, second)
+        await held.aclose()
+        await waiting
+        # It left the other queue, and holds no reservation there.
+        await until_waiting(0, first, second)
+        assert first.pool.health().busy == second.pool.health().busy == 1
+    assert first.pool.health().busy == second.pool.health().busy == 0
+
+
+async def test_a_waiting_episode_uses_a_server_that_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FOLLOW_S", 0.02)
+    urls: list[str] = []
+
+    async def servers() -> list[str]:
+        return urls
+
+    async with served(Notebook, size=1) as first, served(Notebook, size=1) as joining:
+        urls.append(first.url)
+        async with open_remote_environments(first.url, source=servers) as open_environment, open_environment():
+            waiting = asyncio.create_task(open_environment().__aenter__())
+            await until_waiting(1, first)
+            urls.append(joining.url)
+            env = await waiting
+            assert joining.pool.health().busy == 1
+            await until_waiting(0, first)
+            await env.close()
+
+
+async def test_the_places_of_a_server_that_died_are_given_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FOLLOW_S", 0.02)
+    async with served(Notebook, size=4) as living, AsyncExitStack() as episodes:
+        dying = AsyncExitStack()
+        dead = await dying.enter_async_context(served(Notebook, size=4))
+        async with listed(living.url, dead.url) as open_environment:
+            lost = [await episodes.enter_async_context(open_environment()) for _ in range(4)]
+            assert (living.pool.health().busy, dead.pool.health().busy) == (2, 2)
+            await dying.aclose()
+            failed = await asyncio.gather(*(env.reset({"owner": "a"}) for env in lost), return_exceptions=True)
+            assert sorted(isinstance(result, EpisodeError) for result in failed) == [False, False, True, True]
+            again = [await episodes.enter_async_context(open_environment()) for _ in range(2)]
+            assert living.pool.health().busy == 4
+            for env in again:
+                await env.reset({"owner": "b"})
+            await episodes.aclose()

@@ -16,6 +16,7 @@ import pytest
 from rollbook.contracts.admission import LEASE_S
 from rollbook.contracts.errors import RunError
 from rollbook.ledger.client.client import open_ledger_client
+from rollbook.run.directory import RunDirectory
 from rollbook.run.record import open_run
 from tests.parts.ledger.groups import settings
 from tests.parts.ledger.postgres import both_url, own_server, shared_server
@@ -140,6 +141,26 @@ def test_a_run_with_an_external_ledger_survives_a_kill_of_that_ledger(run: Small
     assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, STEPS, "ok"), summary["stderr"]
     assert "ledger" not in json.loads((run.directory / "processes.json").read_text())["processes"]
     require_complete(run)
+
+
+@pytest.mark.slow
+def test_a_process_that_joins_through_an_external_ledger_sends_its_telemetry(
+    run: SmallRun, service: LedgerProcess
+) -> None:
+    run.overrides += [f"ledger.url={service.url}", f"ledger.token_file={service.token_file}"]
+    run.overrides += ["cluster.allow_join=true", "trainer.max_steps=10_000", "env.pool_size=32"]
+    run.start()
+    run.until(lambda: run.step() >= 1, what="step 1")
+    command = [sys.executable, "-m", "rollbook", "join", service.url, "--token-file", str(service.token_file)]
+    command += ["--role", "env", "--name", "extra-env", "--source", str(run.directory.parent)]
+    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as env:
+        log = run.directory / "logs" / "extra-env.jsonl"
+        run.until(lambda: log.exists() and "env.serving" in log.read_text(encoding="utf-8"), what="its log arrived")
+        own = RunDirectory(run.directory).on_this_machine("extra-env").log_file("extra-env")
+        assert own.read_bytes().startswith(log.read_bytes())
+        env.send_signal(signal.SIGINT)
+        _, said = env.communicate()
+    assert "left the run" in said
 
 
 async def test_another_directory_cannot_continue_a_run_by_having_its_name(

@@ -5,14 +5,15 @@
             seen = await env.reset(row)
 
 On a server each episode holds one session and never requests a second, so episodes cannot deadlock. With several servers, an
-episode uses the one on which this process has the fewest sessions; if that one is full or gone, the next.
+episode uses the one on which this process has the fewest sessions; if that one is full or gone, the next. If all are full, it waits
+in the queues of all of them, and the first free session is used.
 """
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -23,7 +24,16 @@ from rollbook.concurrency.retry import retry
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.ports import Environment
 from rollbook.envs.catalog import EnvironmentSource
-from rollbook.envs.client.session import DEFAULTS, ClientOptions, EnvSession, close_sessions, new_http, open_sessions
+from rollbook.envs.client.session import (
+    DEFAULTS,
+    QUEUE_SHARE,
+    ClientOptions,
+    EnvSession,
+    ServerFullError,
+    close_sessions,
+    new_http,
+    open_reserved,
+)
 from rollbook.envs.config import EnvConfig
 from rollbook.envs.server.protocol import HEALTH_PATH
 
@@ -34,7 +44,9 @@ ServerSource: TypeAlias = Callable[[], Awaitable[Sequence[str]]]
 FOLLOW_S = 2.0
 """Interval at which the list of servers is read."""
 TRY_S = 2.0
-"""How long a session waits for a full server before it tries another one."""
+"""How long a server may take to respond before another one is tried."""
+AVOID_S = 5.0
+"""How long a server that did not respond is tried last. One that is lost is no longer listed after its lease."""
 ROUND_PAUSE_S = 0.2
 """After all servers were tried."""
 
@@ -82,12 +94,19 @@ class _Servers:
     def __init__(self, urls: Sequence[str]) -> None:
         self._urls = list(urls)
         self._sessions: Counter[str] = Counter()
+        self._avoided: dict[str, float] = {}
+        """Servers that did not respond, with the time until which others are tried first."""
+        self._changed = asyncio.Event()
 
     async def follow(self, source: ServerSource) -> None:
         """Read the list of servers again and again. The last one is used while it is unknown. Ends: on cancellation."""
         while True:
             with suppress(TransientError):
-                self._urls = [url.rstrip("/") for url in await source()] or self._urls
+                found = [url.rstrip("/") for url in await source()] or self._urls
+                if found != self._urls:
+                    self._urls = found
+                    self._changed.set()
+                    self._changed = asyncio.Event()
             await asyncio.sleep(FOLLOW_S)
 
     @asynccontextmanager
@@ -104,15 +123,64 @@ class _Servers:
         """Raises the error of the last server that was tried."""
         deadline = Deadline(options.connect_s, "opening an environment")
         while True:
-            urls = sorted(self._urls, key=lambda url: self._sessions[url])
-            for url in urls:
-                wait_s = options.connect_s if len(urls) == 1 else TRY_S
+            last: Exception | None = None
+            for url in self._in_order():
                 try:
-                    return url, (await open_sessions(http, url, 1, replace(options, connect_s=wait_s)))[0]
-                except (TransientError, DeadlineExceededError):
-                    if len(urls) == 1 or deadline.is_over:
-                        raise
+                    return url, await self._open_now(http, url, options, deadline)
+                except ServerFullError as error:
+                    last = error
+                except (TransientError, DeadlineExceededError) as error:
+                    last = error
+                    self._avoided[url] = time.monotonic() + AVOID_S
+            assert last is not None
+            if len(self._urls) == 1 and not isinstance(last, ServerFullError):
+                raise last
+            if (found := await self._wait_in_queues(http, options, deadline)) is not None:
+                return found
             await asyncio.sleep(ROUND_PAUSE_S)
+            if deadline.is_over:
+                raise last
+
+    async def _open_now(self, http: ClientSession, url: str, options: ClientOptions, deadline: Deadline) -> EnvSession:
+        """Without a wait. The first start of an environment may take long, so only the reservation has a short limit."""
+        respond_s = TRY_S if len(self._urls) > 1 else None
+        return (await open_reserved(http, url, 1, options, deadline=deadline, wait_s=0.0, respond_s=respond_s))[0]
+
+    def _in_order(self) -> list[str]:
+        now = time.monotonic()
+        return sorted(self._urls, key=lambda url: (self._avoided.get(url, 0.0) > now, self._sessions[url]))
+
+    async def _wait_in_queues(
+        self, http: ClientSession, options: ClientOptions, deadline: Deadline
+    ) -> tuple[str, EnvSession] | None:
+        """Wait in the queue of every server; the first free session is used. None: there was none, or the list has changed."""
+        wait_s = QUEUE_SHARE * deadline.remaining_s()
+        changed = asyncio.create_task(self._changed.wait(), name="envs.changed")
+        waits = {
+            asyncio.create_task(
+                open_reserved(http, url, 1, options, deadline=deadline, wait_s=wait_s), name=f"envs.wait {url}"
+            ): url
+            for url in self._urls
+        }
+        found: tuple[str, EnvSession] | None = None
+        try:
+            while found is None and not changed.done() and (left := {task for task in waits if not task.done()}):
+                await asyncio.wait({changed, *left}, return_when=asyncio.FIRST_COMPLETED)
+                opened = [task for task in waits if _is_open(task)]
+                if opened:
+                    found = waits[opened[0]], opened[0].result()[0]
+            return found
+        finally:
+            for task in (changed, *waits):
+                task.cancel()
+            await asyncio.gather(changed, *waits, return_exceptions=True)
+            # Another server may have granted a session at the same moment.
+            granted = [task.result()[0] for task in waits if _is_open(task)]
+            await close_sessions([s for s in granted if found is None or s is not found[1]], options)
+
+
+def _is_open(task: "asyncio.Task[list[EnvSession]]") -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 async def _check_health(http: ClientSession, url: str, *, deadline: Deadline) -> None:

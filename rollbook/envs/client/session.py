@@ -89,6 +89,8 @@ class ClientOptions:
 
 
 DEFAULTS = ClientOptions()
+QUEUE_SHARE = 0.9
+"""Of the time that is left, for the wait in a server's queue; the rest is for the connection."""
 
 
 def new_http(options: ClientOptions = DEFAULTS) -> ClientSession:
@@ -114,29 +116,48 @@ async def open_sessions(http: ClientSession, url: str, count: int, options: Clie
     deadline = Deadline(options.connect_s, f"connecting {count} sessions to {url}")
 
     async def attempt() -> list[EnvSession]:
-        reservation = await _reserve(http, url, count, deadline=deadline)
-        opened: list[EnvSession] = []
-
-        async def open_one() -> None:
-            opened.append(await connect(http, url, options, deadline=deadline, reservation=reservation))
-
-        try:
-            await all_or_first_error([open_one() for _ in range(count)])
-        except BaseException as error:
-            await close_sessions(opened, options)
-            if reservation is not None:
-                # If this fails, the server cancels the reservation when its hold time is over.
-                cancel = _cancel_reservation(http, f"{url}{RESERVATIONS_PATH}/{reservation}")
-                await finish(cancel, within_s=options.close_s, name="cancelling a reservation")
-            if isinstance(error, ServerFullError) and error.capacity is not None and error.capacity < count:
-                raise GroupTooLargeError(
-                    f"{url}: {count} sessions were requested, but this server has {error.capacity}; "
-                    f"request at most {error.capacity}, or start the server with a pool of at least {count}"
-                ) from error
-            raise
-        return opened
+        return await open_reserved(
+            http, url, count, options, deadline=deadline, wait_s=QUEUE_SHARE * deadline.remaining_s()
+        )
 
     return await retry(attempt, on=ServerFullError, deadline=deadline)
+
+
+async def open_reserved(
+    http: ClientSession,
+    url: str,
+    count: int,
+    options: ClientOptions,
+    *,
+    deadline: Deadline,
+    wait_s: float,
+    respond_s: float | None = None,
+) -> list["EnvSession"]:
+    """Open `count` sessions, all or none, after at most `wait_s` in the server's queue. Raises `ServerFullError` then.
+
+    `respond_s`: a server that does not grant or refuse the reservation within this time does not respond.
+    """
+    reservation = await _reserve(http, url, count, deadline=deadline, wait_s=wait_s, respond_s=respond_s)
+    opened: list[EnvSession] = []
+
+    async def open_one() -> None:
+        opened.append(await connect(http, url, options, deadline=deadline, reservation=reservation))
+
+    try:
+        await all_or_first_error([open_one() for _ in range(count)])
+    except BaseException as error:
+        await close_sessions(opened, options)
+        if reservation is not None:
+            # If this fails, the server cancels the reservation when its hold time is over.
+            cancel = _cancel_reservation(http, f"{url}{RESERVATIONS_PATH}/{reservation}")
+            await finish(cancel, within_s=options.close_s, name="cancelling a reservation")
+        if isinstance(error, ServerFullError) and error.capacity is not None and error.capacity < count:
+            raise GroupTooLargeError(
+                f"{url}: {count} sessions were requested, but this server has {error.capacity}; "
+                f"request at most {error.capacity}, or start the server with a pool of at least {count}"
+            ) from error
+        raise
+    return opened
 
 
 async def close_sessions(sessions: Sequence["EnvSession"], options: ClientOptions) -> None:
@@ -163,13 +184,14 @@ async def all_or_first_error(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]
     return [task.result() for task in tasks]
 
 
-async def _reserve(http: ClientSession, url: str, count: int, *, deadline: Deadline) -> str | None:
+async def _reserve(
+    http: ClientSession, url: str, count: int, *, deadline: Deadline, wait_s: float, respond_s: float | None
+) -> str | None:
     """A reservation of `count` sessions, after waiting in the server's queue; None if the server has no reservations."""
     try:
-        wait_s = deadline.require()
         async with (
-            deadline.limit(f"reserving {count} sessions"),
-            http.post(f"{url}{RESERVATIONS_PATH}", json={"sessions": count, "wait_s": 0.9 * wait_s}) as reply,
+            deadline.limit(f"reserving {count} sessions at {url}", at_most_s=respond_s),
+            http.post(f"{url}{RESERVATIONS_PATH}", json={"sessions": count, "wait_s": wait_s}) as reply,
         ):
             if reply.status in (404, 405):
                 return None
