@@ -95,7 +95,7 @@ def _has_line(run: SmallRun, name: str, line: bytes) -> bool:
 
 
 def test_a_policy_server_and_a_dispatcher_join_serve_and_are_killed(run: SmallRun) -> None:
-    with joined(run, "policy") as policy, joined(run, "rollout") as rollout:
+    with joined(run, "policy", by_address=True) as policy, joined(run, "rollout") as rollout:
         run.until(lambda: members(run).keys() >= {MemberRole.POLICY, MemberRole.ROLLOUT}, what="both are in service")
         run.until(lambda: groups_of(run, "dispatcher-extra-rollout"), what="the dispatcher played a group")
         run.until(lambda: served(run, "extra-policy"), what="the policy server generated tokens")
@@ -114,8 +114,11 @@ def test_a_policy_server_and_a_dispatcher_join_serve_and_are_killed(run: SmallRu
     assert audit["max_lag"] <= audit["max_head_offpolicy_versions"]
 
 
-def test_a_process_leaves_when_the_run_stops_and_a_run_that_is_not_running_cannot_be_joined(run: SmallRun) -> None:
-    with joined(run, "rollout") as rollout:
+@pytest.mark.parametrize("by_address", [False, True])
+def test_a_process_leaves_when_the_run_stops_and_a_run_that_is_not_running_cannot_be_joined(
+    run: SmallRun, by_address: bool
+) -> None:
+    with joined(run, "rollout", by_address=by_address) as rollout:
         run.until(lambda: MemberRole.ROLLOUT in members(run), what="the dispatcher joined")
         run.process.terminate()
         run.wait()

@@ -33,7 +33,7 @@ from rollbook.run.supervision.restarts import GiveUp, RestartRule
 from rollbook.telemetry.events import EventLog
 
 POLL_S = 1.0
-REQUEST_S = 10.0
+REQUEST_S = 3.0
 
 LOCAL_TRANSFERS = frozenset({"directory", "shared_memory", "cuda_ipc"})
 """Transports for weights that need the memory or the files of the trainer's machine."""
