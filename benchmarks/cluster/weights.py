@@ -1,7 +1,7 @@
 """The pull transport: one trainer, and 8 replicas on 3 other machines (network namespaces with their own addresses and memory).
 
-Measures the bytes that leave the trainer's machine for one publication, in copies of the weights, and how long a ninth replica
-takes to get the current publication, compared with a publication to all.
+Measures the bytes that leave the trainer's machine for one publication, in copies of the weights, and how long one more replica
+takes to get the current publication, compared with a publication to all: on a machine that has the weights, and on a new one.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def ask(trainer: "subprocess.Popen[str]", line: str) -> float:
 
 
 def measure(size: int) -> list[Figure]:
-    with machines(1 + len(REPLICAS)) as (head, *nodes), ExitStack() as stack:
+    with machines(2 + len(REPLICAS)) as (head, *nodes, new), ExitStack() as stack:
         places = [node for node, count in zip(nodes, REPLICAS, strict=True) for _ in range(count)]
         replicas = [stack.enter_context(started(node, REPLICA, node.address, TOKEN)) for node in places]
         urls = [said(replica) for replica in replicas]
@@ -107,12 +107,12 @@ def measure(size: int) -> list[Figure]:
             seconds.append(ask(trainer, "publish"))
             copies.append((head.sent_bytes() - before) / size)
             print_status(f"publication {number + 1}: {copies[-1]:.2f} copies left the trainer, {seconds[-1]:.2f} s")
-        joiner = stack.enter_context(started(nodes[-1], REPLICA, nodes[-1].address, TOKEN))
-        url, before = said(joiner), head.sent_bytes()
-        joined_s = ask(trainer, url)
-        joined_copies = (head.sent_bytes() - before) / size
-        print_status(f"a ninth replica: {joined_copies:.2f} copies left the trainer, {joined_s:.2f} s")
-    most, typical = max(copies), statistics.median(seconds)
+        typical = statistics.median(seconds)
+        joined = [
+            measure_join(stack, head, trainer, machine, place, size=size, typical_s=typical)
+            for place, machine in (("on a machine with the weights", nodes[-1]), ("on a new machine", new))
+        ]
+    most = max(copies)
     return [
         Figure(
             name="copies that leave the trainer for 8 replicas on 3 machines",
@@ -122,16 +122,38 @@ def measure(size: int) -> list[Figure]:
             ratio=MAX_COPIES / most,
             floor=1.0,
         ),
-        Figure(
-            name="a joining replica gets the current version, against a publication to all",
-            ours=joined_s,
-            peer=typical,
-            unit="s",
-            ratio=typical / joined_s,
-            floor=1.0,
-            more={"copies": joined_copies},
-        ),
+        *joined,
     ]
+
+
+def measure_join(
+    stack: ExitStack,
+    head: Machine,
+    trainer: "subprocess.Popen[str]",
+    machine: Machine,
+    place: str,
+    *,
+    size: int,
+    typical_s: float,
+) -> Figure:
+    """One more replica gets the current version."""
+    joiner = stack.enter_context(started(machine, REPLICA, machine.address, TOKEN))
+    url, sent, received = said(joiner), head.sent_bytes(), machine.received_bytes()
+    joined_s = ask(trainer, url)
+    copies = {
+        "copies_from_trainer": (head.sent_bytes() - sent) / size,
+        "copies_received": (machine.received_bytes() - received) / size,
+    }
+    print_status(f"a replica joins {place}: {joined_s:.2f} s, {copies}")
+    return Figure(
+        name=f"a replica that joins {place} gets the current version, against a publication to all",
+        ours=joined_s,
+        peer=typical_s,
+        unit="s",
+        ratio=typical_s / joined_s,
+        floor=1.0,
+        more=copies,
+    )
 
 
 def main() -> int:

@@ -116,11 +116,18 @@ class Machine:
 
     def sent_bytes(self) -> int:
         """Bytes that left this machine since it was made."""
+        return self._counter(8)
+
+    def received_bytes(self) -> int:
+        """Bytes that arrived at this machine since it was made."""
+        return self._counter(0)
+
+    def _counter(self, column: int) -> int:
         text = subprocess.run(
             self.command("cat", "/proc/self/net/dev"), capture_output=True, text=True, check=True
         ).stdout
         row = next(line for line in text.splitlines() if line.strip().startswith("eth0:"))
-        return int(row.split(":")[1].split()[8])
+        return int(row.split(":")[1].split()[column])
 
 
 @contextmanager
