@@ -26,9 +26,9 @@ LOG_FILE = "logs/policy-a.jsonl"
 
 
 @asynccontextmanager
-async def replica(directory: Path) -> AsyncIterator[LedgerClient]:
+async def replica(directory: Path, *, request_s: float = 30.0) -> AsyncIterator[LedgerClient]:
     """A ledger service without a run directory."""
-    async with serving(directory) as (url, _), open_ledger_client(url, RUN, request_s=1) as ledger:
+    async with serving(directory) as (url, _), open_ledger_client(url, RUN, request_s=request_s) as ledger:
         await ledger.create_run(settings())
         yield ledger
 
@@ -132,7 +132,7 @@ async def test_a_full_relay_refuses_and_the_sender_sheds_and_counts(
     monkeypatch.setattr("rollbook.telemetry.shipping.MAX_BACKLOG_BYTES", 2000)
     monkeypatch.setattr("rollbook.telemetry.shipping.KEPT_BYTES", 500)
     machine, head = Machine(tmp_path), Head(tmp_path)
-    async with replica(tmp_path / "ledger") as machine.ledger:
+    async with replica(tmp_path / "ledger", request_s=3.0) as machine.ledger:
         machine.write("a" * 599 + "\n")
         await machine.shipper.ship()
         machine.write(("b" * 99 + "\n") * 10)
