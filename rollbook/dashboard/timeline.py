@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from rollbook.dashboard.intervals import Intervals
+from rollbook.telemetry.cpu_time import CPU_SPAN
 
 READ_BYTES = 2 << 20
 """Read of one file for one window: about 5,000 spans. More than can be shown one by one."""
@@ -222,7 +223,7 @@ def _spans_between(file: BinaryIO, first: int, last: int) -> Iterator[_Line]:
             span = _DECODER.decode(line)
         except msgspec.MsgspecError:
             continue
-        if span.start <= span.end:
+        if span.start <= span.end and span.name != CPU_SPAN:
             yield span
 
 

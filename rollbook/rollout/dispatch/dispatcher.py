@@ -33,6 +33,7 @@ from rollbook.rollout.metrics import reward_names
 from rollbook.rollout.workers.messages import Finished
 from rollbook.rollout.workers.pool import WorkerPool
 from rollbook.rollout.workers.spec import WorkerSpec
+from rollbook.telemetry.cpu_time import record_cpu_time
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
@@ -80,6 +81,7 @@ class Dispatcher:
         self._config = config = spec.config
         self._log = log
         self._metrics = metrics
+        self._spans = spans
         self._clock = clock or SystemClock()
         self._slots = StalenessController(rule, slots=config.slots)
         self._reporter = GroupReporter(
@@ -137,6 +139,9 @@ class Dispatcher:
                     group.create_task(self._pool.run(), name="rollout.pool"),
                     group.create_task(self._heartbeat(owner), name="rollout.heartbeat"),
                     group.create_task(self._tick(), name="rollout.tick"),
+                    group.create_task(
+                        record_cpu_time(self._spans, "worker", lambda: self._pool.pids), name="rollout.cpu_time"
+                    ),
                     *(
                         group.create_task(self._settle_attempts(), name=f"rollout.submit.{i}")
                         for i in range(SUBMITTERS)

@@ -29,6 +29,7 @@ from rollbook.contracts.plugin import extend_search_path, load_on_demand
 from rollbook.run.config.run import LoadedConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision.channel import LEAVE_SIGNAL, Channel
+from rollbook.telemetry.cpu_time import record_cpu_time
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.spans import SpanRecorder
 
@@ -175,11 +176,14 @@ async def _play(module: RoleModule, context: RoleContext) -> int:
     asyncio.get_running_loop().add_signal_handler(LEAVE_SIGNAL, context.leaving.set)
     beating = asyncio.create_task(heartbeat(lambda _: context.channel.heartbeat()), name="process.heartbeat")
     watching = asyncio.create_task(_stop_without_files(context), name="process.open_files")
+    cpu = record_cpu_time(context.spans, context.role, lambda: (os.getpid(),))
+    recording = asyncio.create_task(cpu, name="process.cpu_time")
     try:
         end = await module.main(context)
     finally:
         beating.cancel()
         watching.cancel()
+        recording.cancel()
     context.log.info("process.ended", how=end)
     if context.draining.is_set():
         context.channel.stopped(end)

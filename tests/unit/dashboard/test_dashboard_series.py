@@ -115,3 +115,12 @@ def test_torn_and_foreign_lines_of_span_files_are_skipped(tmp_path: Path) -> Non
         file.write('{"name": 1, "start": "x"}\n[]\nnot json\n{"process": "trainer", "na')
     lanes, _ = read_lanes(tmp_path, BEGIN, BEGIN + 10)
     assert sum(len(lane.spans) for lane in lanes if lane.id == "trainer") == 4
+
+
+def test_a_timeline_leaves_out_measurements_of_cpu_time(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=2)
+    before = bounds(tmp_path), read_lanes(tmp_path, BEGIN, BEGIN + 10)
+    row = {"process": "trainer", "name": "process.cpu", "start": BEGIN - 5, "end": BEGIN + 9, "id": 99, "parent": None}
+    with (tmp_path / "spans" / "trainer.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    assert (bounds(tmp_path), read_lanes(tmp_path, BEGIN, BEGIN + 10)) == before
