@@ -49,6 +49,8 @@ WORKLOADS: dict[str, tuple[float, float, float]] = {
 SEEDS = 3
 START_S = 240.0
 """Time limit for the first step of a run."""
+LEAST_STEPS = 24
+"""A run with slow steps takes longer than the others, up to twice as long: a few steps with heavy tails have no stable mean."""
 MEDIAN_FLOOR, WORST_FLOOR, GAIN_FLOOR = 0.9, 0.75, 0.9
 
 
@@ -115,6 +117,8 @@ class Measured:
     lag_mean: float
     trainer_idle: float
     masked: float
+    cores: float | None
+    """That the run was allowed to use; None: not recorded."""
 
     @classmethod
     def of(cls, trace: Trace) -> "Measured":
@@ -133,6 +137,7 @@ class Measured:
             lag_mean=statistics.mean(row["async/version_offset_mean"] for row in rows),
             trainer_idle=1.0 - sum(step.end - step.start for step in steps[1:]) / seconds,
             masked=sum(row["async/masked_tokens"] for row in rows) / max(1, tokens),
+            cores=None if trace.cpu is None else trace.cpu.cores,
         )
 
 
@@ -184,6 +189,9 @@ def run(case: Case, home: Path, *, seconds: float) -> Path:
         try:
             _wait_for_steps(process, directory, folder / "output")
             time.sleep(seconds)
+            until = time.monotonic() + seconds
+            while time.monotonic() < until and _trained_steps(directory) < LEAST_STEPS:
+                time.sleep(0.5)
         finally:
             # The processes of a run end with their supervisor.
             os.kill(process.pid, signal.SIGKILL)
@@ -195,11 +203,15 @@ def run(case: Case, home: Path, *, seconds: float) -> Path:
 
 def _wait_for_steps(process: "subprocess.Popen[bytes]", directory: RunDirectory, output: Path) -> None:
     until = time.monotonic() + START_S
-    while not read_metrics(directory.metrics_file, process="trainer"):
+    while not _trained_steps(directory):
         if process.poll() is not None or time.monotonic() > until:
             shown = output.read_text(encoding="utf-8", errors="replace")[-3000:]
             raise RunFailedError(f"{directory.path} did not train a step:\n{shown}")
         time.sleep(0.5)
+
+
+def _trained_steps(directory: RunDirectory) -> int:
+    return len(read_metrics(directory.metrics_file, process="trainer"))
 
 
 def run_all(cases: Sequence[Case], home: Path, *, seconds: float) -> dict[Case, Trace]:
@@ -219,19 +231,21 @@ def run_all(cases: Sequence[Case], home: Path, *, seconds: float) -> dict[Case, 
     return found
 
 
-def predicted(case_trace: Trace, fitted: Fit) -> list[Prediction]:
-    setting = setting_of(case_trace.config)
-    return [predict(setting, fitted.durations, seed=seed, steps=60) for seed in range(SEEDS)]
+def predicted(setting: Setting, durations: Durations) -> list[Prediction]:
+    return [predict(setting, durations, seed=seed, steps=60) for seed in range(SEEDS)]
+
+
+def mean_speed(runs: Sequence[Prediction]) -> float:
+    return statistics.mean(run.samples_per_s for run in runs)
 
 
 def compare(case: Case, trace: Trace, fitted: Fit) -> Compared:
-    runs, measured = predicted(trace, fitted), Measured.of(trace)
-    speed = statistics.mean(run.samples_per_s for run in runs)
+    runs, measured = predicted(setting_of(trace.config), fitted.durations), Measured.of(trace)
     row = {
         name: round(statistics.mean(getattr(run, name) for run in runs), 4)
         for name in ("steps_per_s", "samples_per_s", "lag_mean", "trainer_idle", "masked")
     }
-    return Compared(case=case, measured=measured, predicted=row, error=speed / measured.samples_per_s - 1.0)
+    return Compared(case=case, measured=measured, predicted=row, error=mean_speed(runs) / measured.samples_per_s - 1.0)
 
 
 def figures_of(compared: Sequence[Compared], gains: Mapping[str, tuple[float, float]]) -> Iterator[Figure]:
@@ -270,8 +284,8 @@ def recommended_cases(traces: Mapping[Case, Trace], fits: Mapping[str, Fit]) -> 
         default = next(case for case in CASES if case.workload == workload)
         if default in traces and workload in fits:
             durations = fits[workload].durations
-            base = predict(setting_of(traces[default].config), durations, steps=60)
-            better = recommend(base, durations)
+            setting = setting_of(traces[default].config)
+            better = recommend(predict(setting, durations, steps=60), durations)
             rule = better.setting.rule
             case = Case(
                 workload=workload,
@@ -279,7 +293,8 @@ def recommended_cases(traces: Mapping[Case, Trace], fits: Mapping[str, Fit]) -> 
                 bound=rule.max_head_offpolicy_versions,
                 policy=str(rule.policy),
             )
-            found[case] = (default, better.samples_per_s / base.samples_per_s)
+            speeds = [mean_speed(predicted(one, durations)) for one in (setting, better.setting)]
+            found[case] = (default, speeds[1] / speeds[0])
     return found
 
 

@@ -22,6 +22,10 @@ class Intervals:
     def __len__(self) -> int:
         return len(self.starts)
 
+    @property
+    def lengths(self) -> NDArray[np.float64]:
+        return self.ends - self.starts
+
     def union(self, *, gap_s: float = 0.0) -> "Intervals":
         """The fewest intervals that cover the same time. Gaps up to `gap_s` are closed, because they are too thin to draw."""
         if not len(self):

@@ -16,6 +16,7 @@ from rollbook.telemetry.spans import SpanRecorder
 CPU_SPAN = "process.cpu"
 """The span of one period. It is a measurement, not an activity: timelines leave it out."""
 PERIOD_S = 4.0
+STAT_FILE = Path("/proc/stat")
 QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -48,14 +49,25 @@ def available_cores(quota_file: Path = QUOTA_FILE) -> float:
     return cores if quota == "max" else min(cores, int(quota) / int(period))
 
 
+def busy_core_seconds(stat_file: Path = STAT_FILE) -> float:
+    """Seconds since the start of the machine in which the cores of this process were busy, with any program."""
+    own = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    rows = [line.split() for line in stat_file.read_text(encoding="ascii").splitlines()]
+    # user, nice, system, (idle, iowait,) irq, softirq, steal
+    ticks = sum(int(value) for name, *row in rows if name in own for value in (*row[:3], *row[5:8]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 async def record_cpu_time(
     spans: SpanRecorder, role: str, pids: Callable[[], Iterable[int]], *, period_s: float = PERIOD_S
 ) -> None:
     """Record what these processes used in each period. Ends: on cancellation, or at once on another system than Linux."""
-    before, began = _times(pids()), time.time()
-    while cpu_time(os.getpid()) is not None:
+    if cpu_time(os.getpid()) is None:
+        return
+    before, busy_before, began = _times(pids()), busy_core_seconds(), time.time()
+    while True:
         await asyncio.sleep(period_s)
-        after, ended = _times(pids()), time.time()
+        after, busy_after, ended = _times(pids()), busy_core_seconds(), time.time()
         both = after.keys() & before.keys()
         spans.record(
             CPU_SPAN,
@@ -67,9 +79,10 @@ async def record_cpu_time(
             used_s=round(sum(after[pid].used_s - before[pid].used_s for pid in both), 3),
             waited_s=round(sum(max(0.0, after[pid].waited_s - before[pid].waited_s) for pid in both), 3),
             cores=available_cores(),
+            busy_s=round(busy_after - busy_before, 3),
             node=platform.node(),
         )
-        before, began = after, ended
+        before, busy_before, began = after, busy_after, ended
 
 
 def _times(pids: Iterable[int]) -> dict[int, CpuTime]:

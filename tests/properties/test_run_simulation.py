@@ -21,6 +21,7 @@ from rollbook.run.simulation.durations import (
 )
 from rollbook.run.simulation.ledger import SimulatedLedger
 from rollbook.run.simulation.prediction import ideal_samples_per_s, predict, predict_part
+from rollbook.run.simulation.processors import Processors
 from rollbook.run.simulation.simulator import Setting, SimulatedRun, Simulation
 from tests.parts.ledger.groups import draws, part_of
 from tests.parts.ledger.groups import settings as run_settings
@@ -309,6 +310,130 @@ def test_requests_of_a_replica_share_its_speed(replicas: int) -> None:
     run = Simulation(Setting(rule=rule, samples_per_group=2, slots=8, replicas=replicas), fixed).run(5)
     step_s = run.steps[-1].ended_at - run.steps[-2].ended_at
     assert step_s == pytest.approx(16 * 5 * 0.01 / replicas + 0.001, rel=1e-6)
+
+
+# Cores -----------------------------------------------------------------------------------------------------------------------
+
+
+def processors(**needs: float) -> Processors:
+    return Processors(**{"cores": 2.0, "request_s": 0.02, "worker_s": 0.01, "trainer": 1.2, **needs})
+
+
+@settings(max_examples=30)
+@given(
+    rule=rules(),
+    seed=st.integers(0, 10**6),
+    cores=st.sampled_from([0.5, 1.0, 2.0, 4.0]),
+    workers=st.integers(1, 3),
+    replicas=st.integers(1, 3),
+)
+def test_no_run_uses_more_cpu_time_than_its_cores_and_workers_have(
+    rule: FreshnessRule, seed: int, cores: float, workers: int, replicas: int
+) -> None:
+    turn = Turn(work=1.0, act_s=0.05)
+    episode = Episode(turns=(turn,) * 3, tokens=3)
+    needs = processors(cores=cores)
+    fixed = Durations(
+        tasks=(TaskDurations(groups=((episode,) * GROUP_SIZE,)),),
+        request=RequestTime(base_s=0.01, per_request_s=0.004),
+        training=TrainingTime(base_s=0.2),
+        processors=needs,
+    )
+    setting = Setting(rule=rule, samples_per_group=GROUP_SIZE, slots=100, workers=workers, replicas=replicas)
+    run = Simulation(setting, fixed, seed=seed).run(12)
+    requests = 3 * sum(step.samples for step in run.steps)
+    cpu_s = len(run.steps) * 0.2 * needs.trainer + requests * needs.request_s
+    assert cpu_s <= cores * run.seconds * (1 + 1e-9)
+    assert requests * needs.worker_s <= workers * run.seconds * (1 + 1e-9)
+
+
+@settings(max_examples=15)
+@given(rule=rules(), seed=st.integers(0, 10**6))
+def test_with_enough_cores_and_workers_a_run_is_as_fast_as_without_a_limit(rule: FreshnessRule, seed: int) -> None:
+    free = durations(seed)
+    setting = Setting(rule=rule, samples_per_group=GROUP_SIZE, slots=100, workers=10_000)
+    limited = replace(free, processors=processors(cores=10_000.0))
+    expected = Simulation(setting, free, seed=seed).run(15)
+    assert Simulation(setting, limited, seed=seed).run(15) == expected
+
+
+@pytest.mark.parametrize(
+    ("cores", "replicas", "expected"), [(1, 1, 1.0), (1, 2, 1.0), (2, 2, 0.5), (2, 4, 0.5), (4, 4, 0.25)]
+)
+def test_replicas_are_as_fast_together_as_the_cores_that_they_have(cores: int, replicas: int, expected: float) -> None:
+    """The time of a batch, relative to one replica."""
+    episode = Episode(turns=(Turn(work=1.0, act_s=0.0),) * 5)
+    fixed = Durations(
+        tasks=(TaskDurations(groups=((episode,) * 2,)),),
+        request=RequestTime(base_s=0.0, per_request_s=0.01),
+        training=TrainingTime(base_s=0.001),
+        processors=Processors(cores=cores, request_s=0.01, trainer=1.0),
+    )
+    rule = FreshnessRule(groups_per_step=8, max_in_flight=8, max_head_offpolicy_versions=0)
+    run = Simulation(Setting(rule=rule, samples_per_group=2, slots=8, replicas=replicas), fixed).run(5)
+    step_s = run.steps[-1].ended_at - run.steps[-2].ended_at
+    assert step_s == pytest.approx(16 * 5 * 0.01 * expected + 0.001, rel=1e-6)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 8])
+def test_a_worker_handles_one_request_at_a_time(workers: int) -> None:
+    episode = Episode(turns=(Turn(work=1.0, act_s=0.0),) * 5)
+    fixed = Durations(
+        tasks=(TaskDurations(groups=((episode,) * 2,)),),
+        request=RequestTime(base_s=0.0, per_request_s=0.01),
+        training=TrainingTime(base_s=0.001),
+        processors=Processors(cores=100.0, request_s=0.03, worker_s=0.03),
+    )
+    rule = FreshnessRule(groups_per_step=8, max_in_flight=8, max_head_offpolicy_versions=0)
+    run = Simulation(Setting(rule=rule, samples_per_group=2, slots=8, workers=workers), fixed).run(5)
+    step_s = run.steps[-1].ended_at - run.steps[-2].ended_at
+    assert step_s == pytest.approx(16 * 5 * max(0.01, 0.03 / workers) + 0.001, rel=1e-6)
+
+
+def test_generation_and_training_on_one_core_take_the_sum_of_their_times() -> None:
+    episode = Episode(turns=(Turn(work=1.0, act_s=0.0),))
+    fixed = Durations(
+        tasks=(TaskDurations(groups=((episode,),)),),
+        request=RequestTime(base_s=0.0, per_request_s=0.1),
+        training=TrainingTime(base_s=0.5),
+        processors=Processors(cores=1.0, request_s=0.1, trainer=1.0),
+    )
+    rule = FreshnessRule(groups_per_step=4, max_in_flight=12, max_head_offpolicy_versions=2)
+    run = Simulation(Setting(rule=rule, samples_per_group=1, slots=12), fixed).run(30)
+    step_s = (run.steps[-1].ended_at - run.steps[9].ended_at) / 20
+    assert step_s == pytest.approx(4 * 0.1 + 0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("policy", [BatchPolicy.TRIM, BatchPolicy.PARTS])
+def test_samples_of_which_every_token_is_masked_take_no_training_time(policy: BatchPolicy) -> None:
+    rng = random.Random(0)
+    groups = tuple(
+        tuple(
+            Episode(turns=(Turn(work=1.0, act_s=0.0), Turn(work=rng.lognormvariate(1, 2), act_s=0.0))) for _ in range(3)
+        )
+        for _ in range(40)
+    )
+    fixed = Durations(
+        tasks=(TaskDurations(groups=groups),),
+        request=RequestTime(base_s=0.1, per_request_s=0.0),
+        training=TrainingTime(per_sample_s=0.05),
+        submit_s=1.0,
+    )
+    rule = FreshnessRule(
+        groups_per_step=4,
+        max_in_flight=12,
+        max_head_offpolicy_versions=1,
+        policy=policy,
+        samples_per_group=GROUP_SIZE if policy is BatchPolicy.PARTS else 1,
+        quorum=QUORUM if policy is BatchPolicy.PARTS else None,
+    )
+    run = Simulation(Setting(rule=rule, samples_per_group=GROUP_SIZE, slots=12), fixed).run(40)
+    # Each episode has one token, so no more samples are left out than tokens are masked.
+    trained = [(step.trained_s / 0.05, step) for step in run.steps]
+    assert all(
+        step.samples - step.masked_tokens - 1e-6 <= computed <= step.samples + 1e-6 for computed, step in trained
+    )
+    assert any(computed < step.samples - 0.5 for computed, step in trained)
 
 
 def test_units_of_the_gate_are_samples_with_parts() -> None:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from rollbook.run.simulation.processors import UNLIMITED, Processors
+
 GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -49,7 +51,7 @@ class RequestTime:
 
     base_s: float
     per_request_s: float
-    """More for each concurrent request of the same replica. Replicas with separate devices share nothing."""
+    """More for each concurrent request on the same device: of the same replica, or of all replicas on one GPU."""
     per_total_s: float = 0.0
     """More for each concurrent request of any replica: what replicas on one machine share."""
     per_worker_s: float = 0.0
@@ -57,9 +59,9 @@ class RequestTime:
     slowdown: float = 0.0
     """Relative, while the trainer trains: what generation and training share."""
 
-    def slope(self, *, replicas: int, workers: int) -> float:
+    def slope(self, *, replicas: int, per_device: int, workers: int) -> float:
         """Seconds for each concurrent request of one replica. Requests are spread evenly over replicas and workers."""
-        return self.per_request_s + replicas * self.per_total_s + replicas / workers * self.per_worker_s
+        return self.per_request_s * per_device + replicas * self.per_total_s + replicas / workers * self.per_worker_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,7 @@ class Durations:
     tasks: tuple[TaskDurations, ...]
     request: RequestTime
     training: TrainingTime
+    processors: Processors = UNLIMITED
     settle_s: tuple[float, ...] = (0.0,)
     """From the end of a training step until every replica has its weights and the ledger has confirmed them."""
     open_s: float = 0.0

@@ -21,6 +21,7 @@ from rollbook.run.simulation.durations import (
     TrainingTime,
     Turn,
 )
+from rollbook.run.simulation.processors import UNLIMITED, fit_processors, replicas_per_device, slowness_during
 from rollbook.run.simulation.trace import Trace, TracedEpisode
 
 Array = NDArray[np.float64]
@@ -57,29 +58,35 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class _Requests:
-    """Requests of one trace: duration, concurrent requests, and the share of their time in which the trainer trained."""
+    """Requests of one trace: duration with a core for each process, concurrent requests, and the share of their time in which the
+    trainer trained."""
 
     seconds: Array
     load: Array
     training: Array
+    slowness: float
+    """By how much the cores of the trace slowed them, on average."""
     replicas: int
+    per_device: int
     workers: int
 
 
 def fit(traces: Sequence[Trace]) -> Fit:
+    processors = fit_processors(traces)
     requests = [_requests_of(trace) for trace in traces]
-    request_time, error = _fit_requests(requests)
+    request_time, error = _fit_requests(requests, is_sharing_known=processors is not UNLIMITED)
     training_time, overlap = _fit_training(traces)
     samples = [step.samples for trace in traces for step in trace.steps]
     return Fit(
         durations=Durations(
-            tasks=_tasks(traces, request_time),
+            tasks=_tasks(traces, requests, request_time),
             request=request_time,
             training=training_time,
-            settle_s=tuple(seconds for trace in traces for seconds in trace.settle_s),
-            open_s=_mean(trace.open_s for trace in traces),
-            submit_s=_mean(trace.submit_s for trace in traces),
-            fetch_s=_mean(trace.fetch_s for trace in traces),
+            processors=processors,
+            settle_s=tuple(float(seconds) for trace in traces for seconds in _settle_s(trace)) or (0.0,),
+            open_s=_mean(trace.open_s / run.slowness for trace, run in zip(traces, requests, strict=True)),
+            submit_s=_mean(trace.submit_s / run.slowness for trace, run in zip(traces, requests, strict=True)),
+            fetch_s=_mean(trace.fetch_s / run.slowness for trace, run in zip(traces, requests, strict=True)),
             between_steps_s=_mean(trace.between_steps_s for trace in traces),
         ),
         covered=Covered(
@@ -94,6 +101,10 @@ def fit(traces: Sequence[Trace]) -> Fit:
     )
 
 
+def _settle_s(trace: Trace) -> Array:
+    return trace.settling.lengths / slowness_during(trace, trace.settling)
+
+
 def _mean(values: Iterable[float]) -> float:
     return float(np.mean(list(values)))
 
@@ -102,23 +113,29 @@ def _requests_of(trace: Trace) -> _Requests:
     pairs = np.array([request for one in trace.episodes for request in one.requests])
     own = Intervals(pairs[:, 0], pairs[:, 1])
     config = trace.config
+    slowness = slowness_during(trace, own)
     return _Requests(
-        seconds=own.ends - own.starts,
+        seconds=own.lengths / slowness,
         load=np.maximum(1.0, trace.requests.concurrency_during(own)),
-        training=np.clip(trace.training.union().concurrency_during(own), 0.0, 1.0),
+        training=trace.share_with_training(own),
+        slowness=float(slowness.mean()),
         replicas=config.inference.replicas,
+        per_device=replicas_per_device(config),
         workers=config.rollout.workers,
     )
 
 
-def _fit_requests(runs: Sequence[_Requests]) -> tuple[RequestTime, float]:
-    """Affine in the load. Terms for what replicas or workers share only if the traces have different numbers of them."""
+def _fit_requests(runs: Sequence[_Requests], *, is_sharing_known: bool) -> tuple[RequestTime, float]:
+    """Affine in the load. Terms for what replicas or workers share only if the traces have different numbers of them.
+
+    `is_sharing_known`: from the CPU times.
+    """
     rows = np.concatenate([_binned(run) for run in runs])
-    seconds, load, training, replicas, workers, count = rows.T
-    columns = {"base_s": np.ones(len(rows)), "per_request_s": load / replicas}
-    if len({run.replicas for run in runs}) > 1:
+    seconds, load, training, replicas, per_device, workers, count = rows.T
+    columns = {"base_s": np.ones(len(rows)), "per_request_s": load / replicas * per_device}
+    if not is_sharing_known and len({run.replicas for run in runs}) > 1:
         columns["per_total_s"] = load
-    if len({run.workers for run in runs}) > 1:
+    if not is_sharing_known and len({run.workers for run in runs}) > 1:
         columns["per_worker_s"] = load / workers
     slowdowns = SLOWDOWNS if np.ptp(training) >= MIN_SPREAD else SLOWDOWNS[:1]
     # Relative errors: a request under a small load counts as much as one under a large load.
@@ -154,7 +171,7 @@ def _binned(run: _Requests) -> Array:
     for key in np.unique(by_load * SHARE_BINS + by_share):
         inside = by_load * SHARE_BINS + by_share == key
         means = [float(values[inside].mean()) for values in (run.seconds, run.load, run.training)]
-        found.append([*means, run.replicas, run.workers, int(inside.sum())])
+        found.append([*means, run.replicas, run.per_device, run.workers, int(inside.sum())])
     return np.array(found, dtype=np.float64)
 
 
@@ -176,22 +193,11 @@ def _least_squares(columns: dict[str, Array], target: Array) -> tuple[float, dic
 
 def _fit_training(traces: Sequence[Trace]) -> tuple[TrainingTime, tuple[float, float]]:
     steps = [step for trace in traces for step in trace.steps]
-    seconds = np.array([step.end - step.start for step in steps])
-    overlap = np.concatenate(
-        [
-            np.clip(
-                trace.requests.union().concurrency_during(
-                    Intervals(np.array([s.start for s in trace.steps]), np.array([s.end for s in trace.steps]))
-                ),
-                0.0,
-                1.0,
-            )
-            for trace in traces
-        ]
-    )
+    overlap = np.concatenate([trace.share_with_requests(trace.step_times) for trace in traces])
+    seconds = np.concatenate([trace.step_times.lengths / slowness_during(trace, trace.step_times) for trace in traces])
     columns = {
-        "per_token_s": np.array([float(step.tokens) for step in steps]),
-        "per_sample_s": np.array([float(step.samples) for step in steps]),
+        "per_token_s": np.array([float(step.computed_tokens) for step in steps]),
+        "per_sample_s": np.array([float(step.computed_samples) for step in steps]),
         "base_s": np.ones(len(steps)),
     }
     weights = 1.0 / np.maximum(seconds, 1e-6)
@@ -217,13 +223,12 @@ def _fit_training(traces: Sequence[Trace]) -> tuple[TrainingTime, tuple[float, f
     )
 
 
-def _tasks(traces: Sequence[Trace], request: RequestTime) -> tuple[TaskDurations, ...]:
+def _tasks(traces: Sequence[Trace], runs: Sequence[_Requests], request: RequestTime) -> tuple[TaskDurations, ...]:
     episodes: dict[str, dict[tuple[int, str], list[Episode]]] = defaultdict(lambda: defaultdict(list))
     groups: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
-    for number, trace in enumerate(traces):
-        run = _requests_of(trace)
-        slope = request.slope(replicas=run.replicas, workers=run.workers)
+    for number, (trace, run) in enumerate(zip(traces, runs, strict=True)):
+        slope = request.slope(replicas=run.replicas, per_device=run.per_device, workers=run.workers)
         expected = (request.base_s + slope * run.load / run.replicas) * (1.0 + request.slowdown * run.training)
         works = iter((run.seconds / np.maximum(expected, 1e-9)).tolist())
         for one in trace.episodes:

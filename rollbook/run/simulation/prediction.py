@@ -10,6 +10,7 @@ from rollbook.rollout.config import default_quorum
 from rollbook.run.config.run import RunConfig, changed_fields
 from rollbook.run.simulation.durations import Durations, Episode, RequestTime, TaskDurations, TrainingTime
 from rollbook.run.simulation.fit import Fit
+from rollbook.run.simulation.processors import UNLIMITED, Processors, replicas_per_device
 from rollbook.run.simulation.simulator import Setting, SimulatedRun, Simulation
 
 MAX_EPISODES = 60_000
@@ -109,6 +110,7 @@ def setting_of(config: RunConfig) -> Setting:
         slots=config.rollout.slots,
         workers=config.rollout.workers,
         replicas=max(config.inference.replicas, len(config.inference.urls)),
+        replicas_per_device=replicas_per_device(config),
     )
 
 
@@ -141,7 +143,10 @@ def predict_part(setting: Setting, durations: Durations, *, seed: int = 0, steps
         slots=max(1, round(setting.slots / factor)),
     )
     slow = replace(
-        durations, request=_slower_by_load(durations.request, factor), training=_smaller(durations.training, factor)
+        durations,
+        request=_slower_by_load(durations.request, factor),
+        training=_smaller(durations.training, factor),
+        processors=_for_more_requests(durations.processors, factor),
     )
     part = predict(small, slow, seed=seed, steps=steps or (MIN_STEPS + MAX_STEPS) // 2)
     return replace(
@@ -168,6 +173,11 @@ def _smaller(training: TrainingTime, factor: float) -> TrainingTime:
     return replace(training, per_sample_s=training.per_sample_s * factor, per_token_s=training.per_token_s * factor)
 
 
+def _for_more_requests(processors: Processors, factor: float) -> Processors:
+    """Each request represents `factor` of them."""
+    return replace(processors, request_s=processors.request_s * factor, worker_s=processors.worker_s * factor)
+
+
 def measure(run: SimulatedRun) -> Prediction:
     left_out = max(1, int(len(run.steps) * WARM_UP_SHARE))
     first, steps = run.steps[left_out - 1], run.steps[left_out:]
@@ -191,22 +201,26 @@ def measure(run: SimulatedRun) -> Prediction:
 
 
 def ideal_samples_per_s(setting: Setting, durations: Durations) -> float:
-    """An upper bound: the trainer never waits, or every slot plays, or every replica generates, all the time."""
+    """An upper bound: the trainer never waits, or every slot plays, or every replica, worker or core works, all the time."""
     groups = [group for task in durations.tasks for group in task.groups]
     episodes = [episode for group in groups for episode in group]
     turns = [turn for episode in episodes for turn in episode.turns]
     works = sum(turn.work for turn in turns) / len(episodes)
     other_s = (sum(turn.act_s for turn in turns) + sum(episode.other_s for episode in episodes)) / len(episodes)
     request, training = durations.request, durations.training
-    slope = request.slope(replicas=setting.replicas, workers=setting.workers)
+    slope = request.slope(replicas=setting.replicas, per_device=setting.replicas_per_device, workers=setting.workers)
     samples = setting.rule.groups_per_step * setting.samples_per_group
     tokens = round(samples * sum(episode.tokens for episode in episodes) / len(episodes))
     train_s = training.seconds(samples=samples, tokens=tokens) * sum(training.spread) / len(training.spread)
     slots = min(setting.slots, setting.rule.max_in_flight) * setting.samples_per_group
+    processors, requests = durations.processors, len(turns) / len(episodes)
+    cpu_s = processors.trainer * train_s / samples + processors.request_s * requests
     return min(
         samples / max(train_s, 1e-9),
         slots / max(works * request.base_s + other_s, 1e-9),
         setting.replicas / max(slope * works, 1e-9),
+        setting.workers / max(processors.worker_s * requests, 1e-9),
+        processors.cores / max(cpu_s, 1e-9),
     )
 
 
@@ -233,6 +247,16 @@ def _changes(
     yield "publication", "publications twice as fast", setting, replace(durations, settle_s=settle)
     more = replace(setting, rule=replace(rule, max_in_flight=2 * rule.max_in_flight), slots=2 * setting.slots)
     yield "groups in flight", f"gate.max_groups_in_flight = {more.rule.max_in_flight}", more, durations
+    if (processors := durations.processors) is not UNLIMITED:
+        cores = replace(processors, cores=2 * processors.cores)
+        yield (
+            "cores",
+            f"{cores.cores:g} cores instead of {processors.cores:g}",
+            setting,
+            replace(durations, processors=cores),
+        )
+        workers = 2 * setting.workers
+        yield "workers", f"rollout.workers = {workers}", replace(setting, workers=workers), durations
     bound = rule.max_head_offpolicy_versions + 1
     older = replace(setting, rule=replace(rule, max_head_offpolicy_versions=bound))
     yield "staleness bound", f"gate.max_head_offpolicy_versions = {bound}", older, durations
@@ -331,19 +355,26 @@ def extrapolations(fit: Fit, config: RunConfig, prediction: Prediction) -> list[
             f"a replica has up to {prediction.max_load} concurrent requests; the trace has at most {covered.max_load:.0f}, so the "
             "duration of a request is extrapolated in a straight line"
         )
+    processors = fit.durations.processors
+    device, worker = "each replica is assumed to have a separate device", "workers are assumed to have no effect"
+    if processors is not UNLIMITED:
+        worker = f"all processes are assumed to share {processors.cores:.3g} cores, and a worker to use at most one"
+        if config.inference.device == "cpu":
+            device = f"all processes are assumed to share {processors.cores:.3g} cores"
+    if setting.replicas_per_device > 1:
+        device = "replicas are assumed to share one GPU"
     for name, number, known, assumed in (
-        (
-            "inference.replicas",
-            setting.replicas,
-            covered.replicas,
-            "each replica is assumed to have a separate device",
-        ),
-        ("rollout.workers", setting.workers, covered.workers, "the number of workers is assumed to have no effect"),
+        ("inference.replicas", setting.replicas, covered.replicas, device),
+        ("rollout.workers", setting.workers, covered.workers, worker),
     ):
         if number not in known and len(known) == 1:
             found.append(f"{name} is {number}, the trace has {min(known)}: {assumed}. A second trace would show it")
         elif number not in known:
             found.append(f"{name} is {number}; the traces have {', '.join(map(str, sorted(known)))}")
+    if processors is UNLIMITED and (
+        len(covered.replicas | {setting.replicas}) > 1 or len(covered.workers | {setting.workers}) > 1
+    ):
+        found.append("the trace has no CPU times of a single machine: processes are assumed not to share cores")
     samples = setting.rule.groups_per_step * setting.samples_per_group
     least, most = covered.samples_per_step
     if not 0.8 * least <= samples <= 1.2 * most:

@@ -200,6 +200,8 @@ def bottleneck(one: Prediction, gains: Sequence[WhatIf]) -> str:
         "trainer": f"the trainer, which trains {busy:.0%} of the time",
         "engines": f"the policy servers: the trainer waits {one.trainer_idle:.0%} of the time, and episodes wait for tokens",
         "environment": f"the environments: the trainer waits {one.trainer_idle:.0%} of the time, and episodes wait for them",
+        "cores": "the cores of the machine: its processes wait for them",
+        "workers": "the worker processes: each one uses at most one core",
         "publication": "the publication of weights: the gate waits for every new version",
         "groups in flight": "the number of groups in flight: engines and trainer could do more",
         "staleness bound": "the staleness bound: the gate admits no further groups",

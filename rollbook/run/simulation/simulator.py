@@ -19,7 +19,7 @@ from rollbook.ledger.rules.selection import Candidate
 from rollbook.rollout.groups.parts import is_part_complete
 from rollbook.rollout.groups.player import SAME_MOMENT_S
 from rollbook.run.simulation.durations import Durations, Episode, EpisodeSource
-from rollbook.run.simulation.engine import SimulatedReplica
+from rollbook.run.simulation.engine import SimulatedReplica, SlowedClock
 from rollbook.run.simulation.ledger import SimulatedBatch, SimulatedLedger
 
 
@@ -33,6 +33,7 @@ class Setting:
     """Groups that all workers can play at the same time."""
     workers: int = 1
     replicas: int = 1
+    replicas_per_device: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +105,18 @@ class _BatchInTraining:
     waited_s: float
     samples: int = 0
     tokens: int = 0
+    computed_samples: int = 0
+    """Those with a token that is not masked: the trainer leaves out the others."""
+    computed_tokens: int = 0
     masked_tokens: float = 0.0
     lags: list[int] = field(default_factory=list)
 
     def add(self, candidate: Candidate, episodes: Sequence[_Running], cut_at: float) -> None:
         self.samples += len(episodes)
         self.tokens += sum(one.episode.tokens for one in episodes)
+        computed = [one for one in episodes if one.sampled[-1][1] > cut_at]
+        self.computed_samples += len(computed)
+        self.computed_tokens += sum(one.episode.tokens for one in computed)
         self.masked_tokens += sum(one.masked_tokens(cut_at) for one in episodes)
         # The oldest token that is not masked.
         oldest = max(candidate.oldest_version or 0, self.batch.cut or 0)
@@ -140,15 +147,26 @@ class Simulation:
         self._replicas: list[SimulatedReplica[_Running]] = [
             SimulatedReplica(
                 base_s=request.base_s,
-                per_request_s=request.slope(replicas=setting.replicas, workers=setting.workers),
-                slowdown=request.slowdown,
+                per_request_s=request.slope(
+                    replicas=setting.replicas, per_device=setting.replicas_per_device, workers=setting.workers
+                ),
             )
             for _ in range(setting.replicas)
         ]
+        self._request_clock = SlowedClock()
+        self._training_clock = SlowedClock()
         self._request_ends = [math.inf] * setting.replicas
-        """When the next request of each replica is finished."""
+        """When the next request of each replica is finished, by the clock of requests."""
+        self._training_end = math.inf
+        """By the clock of training."""
         self._loads = [0] * setting.replicas
-        self._requests = 0
+        self._busy_replicas = 0
+        self._rate = 0.0
+        """Requests per second of all replicas, if nothing slowed them."""
+        self._slowness = 1.0
+        """How much longer everything takes at the moment because the cores are shared."""
+        self._idle_since = [0.0] * setting.replicas
+        self._idle_s = 0.0
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
@@ -161,10 +179,6 @@ class Simulation:
         self._ready: SimulatedBatch | None = None
         self._waiting_since: float | None = 0.0
         self._batch: _BatchInTraining | None = None
-        self._is_training = False
-        self._training_left_s = self._training_at = 0.0
-        self._training_slowness = 1.0
-        self._training_stamp = 0
         self._settled_at = 0.0
         self._steps: list[SimulatedStep] = []
 
@@ -172,27 +186,33 @@ class Simulation:
         self._request_batch(1)
         self._admit()
         while len(self._steps) < steps:
-            end = min(self._request_ends)
+            first_end = min(self._request_ends)
+            request_end = self._request_clock.simulated_time_of(first_end)
+            training_end = self._training_clock.simulated_time_of(self._training_end)
+            end = min(request_end, training_end)
             if self._events and self._events[0][0] < end:
                 at, _, act, arguments = heapq.heappop(self._events)
-            elif end < math.inf:
-                at, act, arguments = end, self._end_request, (self._request_ends.index(end),)
-            else:
+            elif end == math.inf:
                 raise UsageError(
                     "the simulated run cannot continue: no episode runs, and the gate admits none. "
                     f"gate.max_groups_in_flight is {self._setting.rule.max_in_flight}, "
                     f"gate.groups_per_step {self._setting.rule.groups_per_step}"
                 )
+            elif training_end <= request_end:
+                at, act, arguments = training_end, self._end_training, ()
+            else:
+                at, act, arguments = request_end, self._end_request, (self._request_ends.index(first_end),)
             self._now = at
             act(*arguments)
-        for replica in self._replicas:
-            replica.advance(self._now)
+        idle_s = self._idle_s + sum(
+            self._now - since for since, load in zip(self._idle_since, self._loads, strict=True) if load == 0
+        )
         ledger = self._ledger
         return SimulatedRun(
             setting=self._setting,
             steps=tuple(self._steps),
             seconds=self._now,
-            idle_engine_share=sum(r.idle_s for r in self._replicas) / (len(self._replicas) * max(self._now, 1e-9)),
+            idle_engine_share=idle_s / (len(self._replicas) * max(self._now, 1e-9)),
             max_load=max(r.max_load for r in self._replicas),
             opened=ledger.opened,
             open=ledger.leased,
@@ -213,7 +233,7 @@ class Simulation:
             group = _Group(sequence, "filtered" if is_dropped else None, len(episodes))
             for episode in episodes:
                 running = _Running(group, episode, replica=-1)
-                self._after(self._durations.open_s + episode.other_s, self._next_turn, running)
+                self._after(self._durations.open_s * self._slowness + episode.other_s, self._next_turn, running)
 
     def _next_turn(self, one: _Running) -> None:
         if one.turn == len(one.episode.turns):
@@ -223,24 +243,47 @@ class Simulation:
             # All turns of an episode go to the same replica, the least loaded one at its start.
             one.replica = self._loads.index(min(self._loads))
         one.turn_began = self._now
-        self._loads[one.replica] += 1
-        self._requests += 1
-        if self._requests == 1:
-            self._reschedule_training()
-        self._replicas[one.replica].add(one, one.episode.turns[one.turn].work, self._now)
-        self._request_ends[one.replica] = self._replicas[one.replica].next_end
+        number = one.replica
+        if self._loads[number] == 0:
+            self._busy_replicas += 1
+            self._idle_s += self._now - self._idle_since[number]
+        self._loads[number] += 1
+        self._request_clock.advance(self._now)
+        replica, before = self._replicas[number], self._replicas[number].rate
+        replica.add(one, one.episode.turns[one.turn].work, self._request_clock.now)
+        self._change_speeds(number, replica.rate - before)
 
     def _end_request(self, number: int) -> None:
-        one = self._replicas[number].pop(self._now)
-        self._request_ends[number] = self._replicas[number].next_end
+        self._request_clock.advance(self._now)
+        replica, before = self._replicas[number], self._replicas[number].rate
+        one = replica.pop(self._request_clock.now)
         self._loads[number] -= 1
-        self._requests -= 1
-        if self._requests == 0:
-            self._reschedule_training()
+        if self._loads[number] == 0:
+            self._busy_replicas -= 1
+            self._idle_since[number] = self._now
+        self._change_speeds(number, replica.rate - before)
         one.sampled.append((one.turn_began, self._now))
         act_s = one.episode.turns[one.turn].act_s
         one.turn += 1
         self._after(act_s, self._next_turn, one)
+
+    def _change_speeds(self, number: int, rate_change: float) -> None:
+        """The load of a replica has changed."""
+        self._request_ends[number] = self._replicas[number].next_end
+        self._rate = self._rate + rate_change if self._busy_replicas else 0.0
+        self._share_cores()
+
+    def _share_cores(self) -> None:
+        """Requests and training slow each other down, and both wait for cores."""
+        durations, busy = self._durations, self._busy_replicas
+        is_training = self._training_end < math.inf
+        waiting = durations.processors.worker_slowness(rate=self._rate, workers=self._setting.workers)
+        shared = durations.processors.slowness(rate=self._rate / waiting, is_training=is_training)
+        self._slowness = shared
+        request_slowdown = durations.request.slowdown if is_training else 0.0
+        training_slowdown = durations.training.slowdown if busy else 0.0
+        self._request_clock.set_slowness((1.0 + request_slowdown) * waiting * shared, self._now)
+        self._training_clock.set_slowness((1.0 + training_slowdown) * shared, self._now)
 
     def _end_episode(self, one: _Running) -> None:
         group = one.group
@@ -266,7 +309,7 @@ class Simulation:
     def _submit(self, group: _Group) -> None:
         finished, group.finished = group.finished, []
         group.part += 1
-        self._after(self._durations.submit_s, self._store, group, finished)
+        self._after(self._durations.submit_s * self._slowness, self._store, group, finished)
 
     def _store(self, group: _Group, finished: list[_Running]) -> None:
         candidate = self._ledger.submit(
@@ -293,7 +336,7 @@ class Simulation:
     def _try_to_decide(self) -> None:
         if self._wanted_step and (batch := self._ledger.decide(self._wanted_step)) is not None:
             self._wanted_step = 0
-            self._after(self._durations.fetch_s, self._receive, batch)
+            self._after(self._durations.fetch_s * self._slowness, self._receive, batch)
 
     def _receive(self, batch: SimulatedBatch) -> None:
         self._ready = batch
@@ -309,10 +352,11 @@ class Simulation:
         cut_at = self._cut_at(batch)
         for candidate in batch.taken:
             self._batch.add(candidate, self._stored.pop((candidate.sequence, candidate.part)), cut_at)
-        self._training_left_s = self._source.training_s(samples=self._batch.samples, tokens=self._batch.tokens)
-        self._training_at = self._now
-        self._set_training(True)
-        self._reschedule_training()
+        self._training_clock.advance(self._now)
+        self._training_end = self._training_clock.now + self._source.training_s(
+            samples=self._batch.computed_samples, tokens=self._batch.computed_tokens
+        )
+        self._share_cores()
         self._request_batch(batch.step + 1)
         self._admit()
 
@@ -320,33 +364,16 @@ class Simulation:
         """Tokens that were sampled before this moment are masked."""
         return self._published_at[batch.cut] if batch.cut is not None and batch.cut > 0 else float("-inf")
 
-    def _set_training(self, is_training: bool) -> None:
-        self._is_training = is_training
-        for number, replica in enumerate(self._replicas):
-            replica.set_training(is_training, self._now)
-            self._request_ends[number] = replica.next_end
-
-    def _reschedule_training(self) -> None:
-        """Training has begun, or continues at another speed because generation has begun or stopped."""
-        if not self._is_training:
-            return
-        self._training_left_s -= (self._now - self._training_at) / self._training_slowness
-        self._training_at = self._now
-        self._training_slowness = 1.0 + (self._durations.training.slowdown if self._requests else 0.0)
-        self._training_stamp = stamp = self._training_stamp + 1
-        self._after(max(0.0, self._training_left_s) * self._training_slowness, self._end_training, stamp)
-
-    def _end_training(self, stamp: int) -> None:
-        if stamp != self._training_stamp:
-            return
-        self._set_training(False)
+    def _end_training(self) -> None:
+        self._training_end = math.inf
+        self._share_cores()
         assert self._batch is not None
         self._steps.append(self._batch.trained(self._now))
         # A step is settled after the one before it.
         self._after(max(0.0, self._settled_at - self._now), self._settle, len(self._steps))
 
     def _settle(self, step: int) -> None:
-        settle_s = self._source.settle_s()
+        settle_s = self._source.settle_s() * self._slowness
         self._settled_at = self._now + settle_s
         self._after(settle_s, self._publish, step)
         self._after(self._durations.between_steps_s, self._wait_for_batch)

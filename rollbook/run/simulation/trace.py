@@ -1,7 +1,7 @@
 """Reads what a run recorded about time: spans, metrics and the outcomes of its groups. The run may be finished or running."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from rollbook.dashboard.intervals import Intervals
 from rollbook.dashboard.json_tail import FolderTail
 from rollbook.run.config.run import RunConfig
 from rollbook.run.record import RunRecordReader, open_run
+from rollbook.telemetry.cpu_time import CPU_SPAN
 from rollbook.telemetry.metrics import read_metrics
 from rollbook.telemetry.spans import Span, span_of
 
@@ -44,6 +45,23 @@ class TracedStep:
     end: float
     samples: int
     tokens: int
+    """Trainable tokens, masked ones included."""
+    computed_samples: int
+    """Those with a token that is not masked. The others are not computed."""
+    computed_tokens: int
+    """Trainable tokens of the computed samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedCpu:
+    """What the processes of a run on one machine did with its cores."""
+
+    cores: float
+    """Those that other programs left for the run."""
+    used: Mapping[str, float]
+    """Mean number of cores that the processes of a role used."""
+    waited: Mapping[str, float]
+    """Mean number of their threads that could have run but had no core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +78,25 @@ class Trace:
     groups_by_task: Mapping[str, int]
     dropped_by_task: Mapping[str, int]
     """Groups that were filtered or invalid."""
-    settle_s: tuple[float, ...]
+    settling: Intervals
+    """From the end of each training step until its publication is confirmed."""
     open_s: float
     submit_s: float
     fetch_s: float
     between_steps_s: float
+    cpu: TracedCpu | None = None
+    """None: not recorded, or the run had several machines."""
+
+    @property
+    def step_times(self) -> Intervals:
+        return Intervals(_array(step.start for step in self.steps), _array(step.end for step in self.steps))
+
+    def share_with_requests(self, periods: Intervals) -> NDArray[np.float64]:
+        """The share of each period in which at least one request ran."""
+        return np.clip(self.requests.union().concurrency_during(periods), 0.0, 1.0)
+
+    def share_with_training(self, periods: Intervals) -> NDArray[np.float64]:
+        return np.clip(self.training.union().concurrency_during(periods), 0.0, 1.0)
 
 
 def read_trace(path: Path) -> Trace:
@@ -106,13 +138,14 @@ def read_trace(path: Path) -> Trace:
         dropped_by_task=dropped,
         open_s=open_s,
         submit_s=submit_s,
-        settle_s=tuple(_settle_times(spans, since)) or (0.0,),
+        settling=_settling(spans, since),
         fetch_s=_fetch_time(spans, since),
         between_steps_s=_time_between_steps(spans, since),
+        cpu=_cpu([span for span in spans[CPU_SPAN] if span.start >= since]),
     )
 
 
-def _array(values: Iterator[float]) -> NDArray[np.float64]:
+def _array(values: Iterable[float]) -> NDArray[np.float64]:
     return np.fromiter(values, dtype=np.float64)
 
 
@@ -165,10 +198,19 @@ def _steps(spans: list[Span], metrics: Mapping[int, Mapping[str, Any]]) -> list[
         step = int(span.fields["step"])
         row = metrics.get(step)
         if row is not None and row.get("rollout/samples"):
-            tokens = (row.get("train/tokens") or 0) + (row.get("async/masked_tokens") or 0)
+            samples, masked = int(row["rollout/samples"]), int(row.get("async/masked_tokens") or 0)
+            tokens = int(row.get("train/tokens") or 0) + masked
+            skipped = int(row.get("async/masked_samples") or 0)
             found.append(
                 TracedStep(
-                    step=step, start=span.start, end=span.end, samples=int(row["rollout/samples"]), tokens=int(tokens)
+                    step=step,
+                    start=span.start,
+                    end=span.end,
+                    samples=samples,
+                    tokens=tokens,
+                    computed_samples=samples - skipped,
+                    # The tokens of skipped samples are not recorded: as many as an average sample has.
+                    computed_tokens=tokens - min(masked, round(skipped * tokens / samples)),
                 )
             )
     return sorted(found, key=lambda one: one.start)
@@ -202,11 +244,14 @@ def _by_step(spans: list[Span]) -> dict[int, Span]:
     return {int(span.fields["step"]): span for span in spans if "step" in span.fields}
 
 
-def _settle_times(spans: Mapping[str, list[Span]], since: float) -> Iterator[float]:
+def _settling(spans: Mapping[str, list[Span]], since: float) -> Intervals:
     published = _by_step(spans["trainer.publish"])
-    for step, trained in _by_step(spans["trainer.train"]).items():
-        if trained.start >= since and step in published:
-            yield max(0.0, published[step].end - trained.end)
+    found = [
+        (trained.end, max(trained.end, published[step].end))
+        for step, trained in _by_step(spans["trainer.train"]).items()
+        if trained.start >= since and step in published
+    ]
+    return Intervals(_array(start for start, _ in found), _array(end for _, end in found))
 
 
 def _fetch_time(spans: Mapping[str, list[Span]], since: float) -> float:
@@ -233,6 +278,24 @@ def _time_between_steps(spans: Mapping[str, list[Span]], since: float) -> float:
             settled = published[step - 2].end if step - 2 in published else previous.end
             found.append(span.start - max(previous.end, waited[step].end, settled))
     return _median(found)
+
+
+def _cpu(spans: list[Span]) -> TracedCpu | None:
+    if len({span.fields["node"] for span in spans}) != 1:
+        return None
+    by_process: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    for span in spans:
+        by_process[str(span.fields["role"]), span.process].append(span)
+    used: dict[str, float] = defaultdict(float)
+    waited: dict[str, float] = defaultdict(float)
+    for (role, _), found in by_process.items():
+        seconds = sum(span.seconds for span in found)
+        used[role] += sum(float(span.fields["used_s"]) for span in found) / seconds
+        waited[role] += sum(float(span.fields["waited_s"]) for span in found) / seconds
+    cores = min(float(span.fields["cores"]) for span in spans)
+    busy = sum(float(span.fields["busy_s"]) for span in spans) / sum(span.seconds for span in spans)
+    of_run = sum(used.values())
+    return TracedCpu(cores=cores - min(max(0.0, busy - of_run), max(0.0, cores - of_run)), used=used, waited=waited)
 
 
 def _median(values: list[float]) -> float:

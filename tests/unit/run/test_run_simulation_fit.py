@@ -15,8 +15,9 @@ from rollbook.dashboard.intervals import Intervals
 from rollbook.run.config.run import RunConfig, load_config
 from rollbook.run.simulation.fit import fit
 from rollbook.run.simulation.prediction import extrapolations, frontier, predict, recommend, setting_of, what_ifs
+from rollbook.run.simulation.processors import UNLIMITED
 from rollbook.run.simulation.report import Report, bottleneck, recommendation, report_lines, simulate
-from rollbook.run.simulation.trace import Trace, TracedEpisode, TracedStep
+from rollbook.run.simulation.trace import Trace, TracedCpu, TracedEpisode, TracedStep
 
 DEMO = Path(__file__).parents[3] / "rollbook" / "demo" / "run.toml"
 STEP_S = 0.5
@@ -27,7 +28,12 @@ def demo(*overrides: str) -> RunConfig:
 
 
 def trace(
-    config: RunConfig, *, base_s: float = 0.1, per_request_s: float = 0.0, loads: Sequence[int] = (4, 16, 64, 128)
+    config: RunConfig,
+    *,
+    base_s: float = 0.1,
+    per_request_s: float = 0.0,
+    loads: Sequence[int] = (4, 16, 64, 128),
+    cpu: TracedCpu | None = None,
 ) -> Trace:
     """Waves of concurrent episodes with two requests each, and training steps of 0.2 s and 10 ms a sample between them."""
     episodes: list[TracedEpisode] = []
@@ -51,7 +57,17 @@ def trace(
         ]
         samples = 32 + wave
         train_s = 0.2 + 0.01 * samples
-        steps.append(TracedStep(step=wave + 1, start=end, end=end + train_s, samples=samples, tokens=2 * samples))
+        steps.append(
+            TracedStep(
+                step=wave + 1,
+                start=end,
+                end=end + train_s,
+                samples=samples,
+                tokens=2 * samples,
+                computed_samples=samples,
+                computed_tokens=2 * samples,
+            )
+        )
         now = end + train_s
     starts = np.array([start for one in episodes for start, _ in one.requests])
     ends = np.array([end for one in episodes for _, end in one.requests])
@@ -64,12 +80,23 @@ def trace(
         training=Intervals(np.array([s.start for s in steps]), np.array([s.end for s in steps])),
         groups_by_task={},
         dropped_by_task={},
-        settle_s=(0.05,),
+        settling=Intervals(np.array([s.end for s in steps]), np.array([s.end + 0.05 for s in steps])),
         open_s=0.0,
         submit_s=0.0,
         fetch_s=0.0,
         between_steps_s=0.0,
+        cpu=cpu,
     )
+
+
+def shares(made: Trace) -> tuple[float, float, float]:
+    """The shares of its time in which requests ran and in which it trained, and its requests per second."""
+    begin, end = made.steps[0].start, made.steps[-1].end
+    busy = made.requests.union().within(begin, end)
+    inside = (made.requests.starts >= begin) & (made.requests.starts < end)
+    training_s = sum(step.end - step.start for step in made.steps)
+    seconds = end - begin
+    return float((busy.ends - busy.starts).sum()) / seconds, training_s / seconds, int(inside.sum()) / seconds
 
 
 def test_the_duration_of_a_request_is_fitted_over_the_load() -> None:
@@ -93,7 +120,49 @@ def test_two_traces_show_whether_replicas_share_a_machine(shares: bool, expected
     two = trace(demo("inference.replicas=2"), base_s=0.1, per_request_s=0.002 if shares else 0.001)
     request = fit([one, two]).durations.request
     # Seconds for each concurrent request in all.
-    assert request.slope(replicas=2, workers=1) / 2 == pytest.approx(expected, rel=0.02)
+    assert request.slope(replicas=2, per_device=1, workers=1) / 2 == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [("[]", 0.004), ("[0, 1]", 0.002)])
+def test_replicas_on_one_gpu_share_it(gpus: str, expected: float) -> None:
+    found = fit([trace(demo('inference.device="cuda"'), per_request_s=0.002)])
+    config = demo('inference.device="cuda"', "inference.replicas=2", f"resources.policy_gpus={gpus}")
+    setting = setting_of(config)
+    slope = found.durations.request.slope(replicas=2, per_device=setting.replicas_per_device, workers=1)
+    assert slope == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_cores_that_processes_need_are_fitted_to_their_cpu_time() -> None:
+    busy, training, rate = shares(trace(demo()))
+    used = {"policy": 0.3 * busy, "trainer": 0.9 * training, "worker": 0.003 * rate, "ledger": 0.001 * rate}
+    cpu = TracedCpu(cores=4.0, used=used, waited={"policy": 0.2 * busy, "worker": 0.1})
+    found = fit([trace(demo(), cpu=cpu)]).durations.processors
+    assert found.cores == 4.0
+    assert found.worker_s == pytest.approx(0.003)
+    assert found.request_s == pytest.approx(0.004 + 0.3 * busy / rate)
+    assert found.trainer == pytest.approx(0.9)
+
+
+def test_durations_are_fitted_without_the_wait_for_cores_of_the_trace() -> None:
+    free = trace(demo(), loads=(128,))
+    busy, training, _ = shares(free)
+    # Each of them needs a core, and gets half of one.
+    half = {"policy": busy / 2, "trainer": training / 2}
+    short = trace(demo(), loads=(128,), cpu=TracedCpu(cores=0.5, used=half, waited=half))
+    slow, fast = fit([short]).durations, fit([free]).durations
+    assert slow.request.base_s == pytest.approx(fast.request.base_s / 2)
+    assert slow.training.base_s == pytest.approx(fast.training.base_s / 2)
+    # On the same cores, the traced run takes as long as it did.
+    setting = setting_of(demo("gate.max_head_offpolicy_versions=0", "gate.max_groups_in_flight=16"))
+    of_slow, of_fast = predict(setting, slow, steps=12), predict(setting, fast, steps=12)
+    assert of_slow.steps_per_s == pytest.approx(of_fast.steps_per_s, rel=0.02)
+    more = replace(slow, processors=replace(slow.processors, cores=1.0))
+    assert predict(setting, more, steps=12).steps_per_s > 1.1 * of_slow.steps_per_s
+
+
+def test_a_trace_without_cpu_times_has_no_limit_of_cores() -> None:
+    cpu = TracedCpu(cores=2.0, used={"policy": 0.5}, waited={})
+    assert fit([trace(demo(), cpu=cpu), trace(demo())]).durations.processors is UNLIMITED
 
 
 def test_a_prediction_names_what_the_trace_does_not_cover() -> None:

@@ -1,0 +1,120 @@
+"""The cores of a machine, and what the processes of a run need of them. If they need more than there are, all of them slow down.
+
+What they need is measured in a trace. The durations in that trace are slowed by its own shortage of cores: `slowness_during`
+says by how much, so that they can be divided by it.
+"""
+
+import math
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.dashboard.intervals import Intervals
+from rollbook.run.config.run import RunConfig
+from rollbook.run.simulation.trace import Trace, TracedCpu
+
+Array = NDArray[np.float64]
+
+TRAINER_ROLES = frozenset({"trainer", "rank"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processors:
+    cores: float
+    request_s: float = 0.0
+    """CPU seconds of all processes but the trainer for each policy request."""
+    worker_s: float = 0.0
+    """The part of the workers. A worker has one event loop: it uses at most one core."""
+    trainer: float = 0.0
+    """Cores that the trainer needs while it trains."""
+
+    def worker_slowness(self, *, rate: float, workers: int) -> float:
+        """How much longer requests take because the workers cannot handle `rate` requests per second."""
+        return max(1.0, rate * self.worker_s / workers)
+
+    def slowness(self, *, rate: float, is_training: bool) -> float:
+        """How much longer everything takes because the cores are shared."""
+        return max(1.0, (rate * self.request_s + is_training * self.trainer) / self.cores)
+
+
+UNLIMITED = Processors(cores=math.inf)
+"""For traces without CPU times, and for runs on several machines."""
+
+
+def replicas_per_device(config: RunConfig) -> int:
+    """Replicas that share a GPU. On a CPU they share its cores instead; servers of others have devices of their own."""
+    inference = config.inference
+    is_shared = inference.device != "cpu" and not config.resources.policy_gpus
+    return inference.replicas if is_shared and not inference.urls and not config.cluster.has_members else 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Activity:
+    """What the cores of a trace were needed for: shares of its time, and the number of its requests."""
+
+    cpu: TracedCpu
+    seconds: float
+    busy: float
+    training: float
+    requests: int
+
+    @classmethod
+    def of(cls, trace: Trace, cpu: TracedCpu) -> "_Activity":
+        begin, end = trace.steps[0].start, trace.steps[-1].end
+        seconds = max(end - begin, 1e-9)
+        busy, training = (found.union().within(begin, end) for found in (trace.requests, trace.training))
+        starts = trace.requests.starts
+        return cls(
+            cpu=cpu,
+            seconds=seconds,
+            busy=max(1e-9, float(busy.lengths.sum()) / seconds),
+            training=max(1e-9, float(training.lengths.sum()) / seconds),
+            requests=int(((starts >= begin) & (starts < end)).sum()),
+        )
+
+    def used_s(self, roles: Set[str]) -> float:
+        return self.seconds * sum(self.cpu.used.get(role, 0.0) for role in roles)
+
+    def slowness(self, *, is_busy: bool, is_training: bool) -> float:
+        """A process that waits for a core needs one as well."""
+        others = self.cpu.used.keys() - TRAINER_ROLES
+        of_trainer, of_others = (
+            sum(self.cpu.used.get(role, 0.0) + self.cpu.waited.get(role, 0.0) for role in roles)
+            for roles in (TRAINER_ROLES, others)
+        )
+        needed = is_busy * of_others / self.busy + is_training * of_trainer / self.training
+        return max(1.0, needed / self.cpu.cores)
+
+
+def fit_processors(traces: Sequence[Trace]) -> Processors:
+    """`UNLIMITED` unless every trace has CPU times."""
+    known = [_Activity.of(trace, trace.cpu) for trace in traces if trace.cpu is not None]
+    if len(known) < len(traces):
+        return UNLIMITED
+    requests = max(1, sum(did.requests for did in known))
+    # What training would have taken with enough cores.
+    training_s = sum(
+        float((trace.step_times.lengths / slowness_during(trace, trace.step_times)).sum()) for trace in traces
+    )
+    return Processors(
+        cores=known[0].cpu.cores,
+        request_s=sum(did.used_s(did.cpu.used.keys() - TRAINER_ROLES) for did in known) / requests,
+        worker_s=sum(did.used_s({"worker"}) for did in known) / requests,
+        trainer=sum(did.used_s(TRAINER_ROLES) for did in known) / training_s,
+    )
+
+
+def slowness_during(trace: Trace, periods: Intervals) -> Array:
+    """By how much the cores of a trace slowed its processes in each of these periods."""
+    if trace.cpu is None:
+        return np.ones(len(periods))
+    did = _Activity.of(trace, trace.cpu)
+    busy, training = trace.share_with_requests(periods), trace.share_with_training(periods)
+    return (
+        (1.0 - busy) * (1.0 - training)
+        + busy * (1.0 - training) * did.slowness(is_busy=True, is_training=False)
+        + (1.0 - busy) * training * did.slowness(is_busy=False, is_training=True)
+        + busy * training * did.slowness(is_busy=True, is_training=True)
+    )
