@@ -35,6 +35,10 @@ def simulate(
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="With --sweep: the SVG to write.")] = Path("frontier.svg"),
+    cores: Annotated[
+        float | None,
+        typer.Option("--cores", min=0.1, help="Cores of the machine. Default: those that the trace had."),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Random seed of the simulation.")] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -48,6 +52,7 @@ def simulate(
             config,
             trace,
             overrides=override or (),
+            cores=cores,
             seed=seed,
             varied=(vary or ()) if sweep or vary else None,
             progress=shown.update,

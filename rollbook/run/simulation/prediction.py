@@ -114,6 +114,16 @@ def setting_of(config: RunConfig) -> Setting:
     )
 
 
+def on_machine(fit: Fit, config: RunConfig, *, cores: float | None = None) -> Fit:
+    """With another number of cores. A run that may have several machines is not limited by those of the trace."""
+    processors = fit.durations.processors
+    if processors is UNLIMITED or (cores is None and config.cluster.has_members):
+        return replace(fit, durations=replace(fit.durations, processors=UNLIMITED))
+    return replace(
+        fit, durations=replace(fit.durations, processors=replace(processors, cores=cores or processors.cores))
+    )
+
+
 def steps_for(setting: Setting) -> int:
     """Steps to simulate: as many as a few seconds allow."""
     per_step = setting.rule.groups_per_step * setting.samples_per_group
@@ -355,26 +365,7 @@ def extrapolations(fit: Fit, config: RunConfig, prediction: Prediction) -> list[
             f"a replica has up to {prediction.max_load} concurrent requests; the trace has at most {covered.max_load:.0f}, so the "
             "duration of a request is extrapolated in a straight line"
         )
-    processors = fit.durations.processors
-    device, worker = "each replica is assumed to have a separate device", "workers are assumed to have no effect"
-    if processors is not UNLIMITED:
-        worker = f"all processes are assumed to share {processors.cores:.3g} cores, and a worker to use at most one"
-        if config.inference.device == "cpu":
-            device = f"all processes are assumed to share {processors.cores:.3g} cores"
-    if setting.replicas_per_device > 1:
-        device = "replicas are assumed to share one GPU"
-    for name, number, known, assumed in (
-        ("inference.replicas", setting.replicas, covered.replicas, device),
-        ("rollout.workers", setting.workers, covered.workers, worker),
-    ):
-        if number not in known and len(known) == 1:
-            found.append(f"{name} is {number}, the trace has {min(known)}: {assumed}. A second trace would show it")
-        elif number not in known:
-            found.append(f"{name} is {number}; the traces have {', '.join(map(str, sorted(known)))}")
-    if processors is UNLIMITED and (
-        len(covered.replicas | {setting.replicas}) > 1 or len(covered.workers | {setting.workers}) > 1
-    ):
-        found.append("the trace has no CPU times of a single machine: processes are assumed not to share cores")
+    found += _processes_beyond(fit, config, setting)
     samples = setting.rule.groups_per_step * setting.samples_per_group
     least, most = covered.samples_per_step
     if not 0.8 * least <= samples <= 1.2 * most:
@@ -388,6 +379,30 @@ def extrapolations(fit: Fit, config: RunConfig, prediction: Prediction) -> list[
         found.append("training with concurrent generation was not traced: both may be slower than predicted")
     found += _unknown_changes(fit, config)
     return found
+
+
+def _processes_beyond(fit: Fit, config: RunConfig, setting: Setting) -> Iterator[str]:
+    covered, processors = fit.covered, fit.durations.processors
+    device = "each replica is assumed to have a separate device"
+    worker = "workers are assumed to have cores of their own, and no effect"
+    if processors is not UNLIMITED:
+        shared = f"all processes are assumed to share {processors.cores:.3g} cores"
+        worker = f"{shared}, and a worker to use at most one"
+        device = shared if config.inference.device == "cpu" else device
+    if setting.replicas_per_device > 1:
+        device = "replicas are assumed to share one GPU"
+    for name, number, known, assumed in (
+        ("inference.replicas", setting.replicas, covered.replicas, device),
+        ("rollout.workers", setting.workers, covered.workers, worker),
+    ):
+        if number not in known and len(known) == 1:
+            yield f"{name} is {number}, the trace has {min(known)}: {assumed}. A second trace would show it"
+        elif number not in known:
+            yield f"{name} is {number}; the traces have {', '.join(map(str, sorted(known)))}: {assumed}"
+    if processors is not UNLIMITED:
+        traced = sorted(trace.cpu.cores for trace in fit.traces if trace.cpu is not None)
+        if not any(0.8 <= processors.cores / cores <= 1.25 for cores in traced):
+            yield f"the run has {processors.cores:.3g} cores; the trace has {', '.join(f'{cores:.3g}' for cores in traced)}"
 
 
 def _unknown_changes(fit: Fit, config: RunConfig) -> Iterator[str]:

@@ -18,11 +18,13 @@ from rollbook.run.simulation.prediction import (
     extrapolations,
     frontier,
     ideal_samples_per_s,
+    on_machine,
     predict,
     recommend,
     setting_of,
     what_ifs,
 )
+from rollbook.run.simulation.processors import UNLIMITED
 from rollbook.run.simulation.trace import read_trace
 
 SWEPT_BOUNDS = (0, 1, 2, 4)
@@ -50,6 +52,7 @@ class Report:
         return {
             "traces": [str(trace.path) for trace in self.fit.traces],
             "request_error": round(self.fit.request_error, 4),
+            "cores": None if self.fit.durations.processors is UNLIMITED else self.fit.durations.processors.cores,
             "prediction": self.prediction.row(),
             "ideal_samples_per_s": round(ideal_samples_per_s(self.prediction.setting, self.fit.durations), 3),
             "bottleneck": bottleneck(self.prediction, self.what_ifs),
@@ -68,16 +71,20 @@ def simulate(
     traces: Sequence[Path],
     *,
     overrides: Sequence[str] = (),
+    cores: float | None = None,
     seed: int = 0,
     varied: Sequence[str] | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """`varied`: `SECTION.FIELD=V1,V2,...` of a sweep; empty: bounds, policies and groups in flight; None: no sweep."""
+    """`varied`: `SECTION.FIELD=V1,V2,...` of a sweep; empty: bounds, policies and groups in flight; None: no sweep.
+
+    `cores` of the machine; None: those of the trace.
+    """
     if not traces:
         raise UsageError("no trace: give the directory of a run with --trace RUN")
     config = load_config(config_file, overrides).config
     progress(f"reading {len(traces)} {'trace' if len(traces) == 1 else 'traces'}")
-    fitted = fit([read_trace(path) for path in traces])
+    fitted = on_machine(fit([read_trace(path) for path in traces]), config, cores=cores)
     durations = fitted.durations
     prediction = predict(setting_of(config), durations, seed=seed)
     progress("simulating changes of one setting")
@@ -158,9 +165,13 @@ def report_lines(report: Report) -> Iterator[str]:
         f"trace         {runs}, {episodes} episodes, {steps} training steps; "
         f"durations of requests are fitted within {report.fit.request_error:.0%}"
     )
-    yield f"setting       {rule.groups_per_step} groups a step, {_sizes(one)}, policy {rule.policy}, " + ", ".join(
-        f"{count} {noun}{'s' if count != 1 else ''}"
-        for count, noun in ((one.setting.workers, "worker"), (one.setting.replicas, "replica"))
+    yield (
+        f"setting       {rule.groups_per_step} groups a step, {_sizes(one)}, policy {rule.policy}, "
+        + ", ".join(
+            f"{count} {noun}{'s' if count != 1 else ''}"
+            for count, noun in ((one.setting.workers, "worker"), (one.setting.replicas, "replica"))
+        )
+        + ("" if (processors := report.fit.durations.processors) is UNLIMITED else f", {processors.cores:.3g} cores")
     )
     yield (
         f"throughput    {one.steps_per_s:.3g} steps/s ({1 / one.steps_per_s:.3g} s a step), {one.samples_per_s:.3g} samples/s, "

@@ -14,8 +14,16 @@ from rollbook.contracts.freshness import BatchPolicy
 from rollbook.dashboard.intervals import Intervals
 from rollbook.run.config.run import RunConfig, load_config
 from rollbook.run.simulation.fit import fit
-from rollbook.run.simulation.prediction import extrapolations, frontier, predict, recommend, setting_of, what_ifs
-from rollbook.run.simulation.processors import UNLIMITED
+from rollbook.run.simulation.prediction import (
+    extrapolations,
+    frontier,
+    on_machine,
+    predict,
+    recommend,
+    setting_of,
+    what_ifs,
+)
+from rollbook.run.simulation.processors import UNLIMITED, Processors
 from rollbook.run.simulation.report import Report, bottleneck, recommendation, report_lines, simulate
 from rollbook.run.simulation.trace import Trace, TracedCpu, TracedEpisode, TracedStep
 
@@ -158,6 +166,46 @@ def test_durations_are_fitted_without_the_wait_for_cores_of_the_trace() -> None:
     assert of_slow.steps_per_s == pytest.approx(of_fast.steps_per_s, rel=0.02)
     more = replace(slow, processors=replace(slow.processors, cores=1.0))
     assert predict(setting, more, steps=12).steps_per_s > 1.1 * of_slow.steps_per_s
+
+
+def test_a_prediction_for_other_cores_says_so() -> None:
+    cpu = TracedCpu(cores=2.0, used={"policy": 0.5, "worker": 0.2}, waited={})
+    found = fit([trace(demo(), cpu=cpu)])
+    config = demo("inference.replicas=2", "rollout.workers=2")
+    more = on_machine(found, config, cores=8.0)
+    assert more.durations.processors.cores == 8.0
+    texts = extrapolations(more, config, predict(setting_of(config), more.durations, steps=12))
+    for part in (
+        "the run has 8 cores; the trace has 2",
+        "inference.replicas is 2, the trace has 1: all processes are assumed to share 8",
+    ):
+        assert any(part in text for text in texts), f"{part!r} is not in {texts}"
+    same = on_machine(found, config)
+    assert same.durations.processors.cores == 2.0
+    assert not any(
+        "the run has" in text
+        for text in extrapolations(same, config, predict(setting_of(config), same.durations, steps=12))
+    )
+
+
+def test_the_cores_of_a_trace_do_not_limit_a_run_on_several_machines() -> None:
+    cpu = TracedCpu(cores=2.0, used={"policy": 0.5, "worker": 0.2}, waited={})
+    found = fit([trace(demo(), cpu=cpu)])
+    assert on_machine(found, demo("cluster.allow_join=true")).durations.processors is UNLIMITED
+
+
+def test_the_bottleneck_may_be_the_cores_or_the_workers() -> None:
+    durations = fit([trace(demo(), per_request_s=0.0001)]).durations
+    setting = setting_of(demo())
+    for processors, expected in (
+        (Processors(cores=2.0, request_s=0.05, worker_s=0.001), "cores"),
+        (Processors(cores=100.0, request_s=0.05, worker_s=0.05), "workers"),
+    ):
+        limited = replace(durations, processors=processors)
+        base = predict(setting, limited, steps=12)
+        gains = what_ifs(base, limited, steps=12)
+        assert gains[0].name == expected
+        assert "core" in bottleneck(base, gains)
 
 
 def test_a_trace_without_cpu_times_has_no_limit_of_cores() -> None:
