@@ -29,14 +29,14 @@ class CpuTime:
 
 
 def cpu_time(pid: int, *, proc: Path = Path("/proc")) -> CpuTime | None:
-    """Since the start of the process. None if it does not exist, or on another system than Linux."""
+    """Since the start of the process. None if it does not exist, or if the system has no such accounts."""
     try:
         fields = (proc / str(pid) / "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
         threads = [path.read_text(encoding="ascii").split() for path in (proc / str(pid) / "task").glob("*/schedstat")]
-    except OSError:
+        used_ticks, waited_ns = sum(map(int, fields[11:15])), sum(int(thread[1]) for thread in threads)
+    except (OSError, ValueError, IndexError):
         return None
-    used_ticks = sum(map(int, fields[11:15]))
-    return CpuTime(used_ticks / os.sysconf("SC_CLK_TCK"), sum(int(thread[1]) for thread in threads) / 1e9)
+    return CpuTime(used_ticks / os.sysconf("SC_CLK_TCK"), waited_ns / 1e9)
 
 
 def available_cores(quota_file: Path = QUOTA_FILE) -> float:
@@ -50,11 +50,14 @@ def available_cores(quota_file: Path = QUOTA_FILE) -> float:
 
 
 def busy_core_seconds(stat_file: Path = STAT_FILE) -> float:
-    """Seconds since the start of the machine in which the cores of this process were busy, with any program."""
+    """Seconds since the start of the machine in which the cores of this process were busy, with any program. 0 if unknown."""
     own = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-    rows = [line.split() for line in stat_file.read_text(encoding="ascii").splitlines()]
-    # user, nice, system, (idle, iowait,) irq, softirq, steal
-    ticks = sum(int(value) for name, *row in rows if name in own for value in (*row[:3], *row[5:8]))
+    try:
+        rows = [line.split() for line in stat_file.read_text(encoding="ascii").splitlines()]
+        # user, nice, system, (idle, iowait,) irq, softirq, steal
+        ticks = sum(int(value) for name, *row in rows if name in own for value in (*row[:3], *row[5:8]))
+    except (OSError, ValueError):
+        return 0.0
     return ticks / os.sysconf("SC_CLK_TCK")
 
 

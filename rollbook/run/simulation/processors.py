@@ -99,7 +99,7 @@ def fit_processors(traces: Sequence[Trace]) -> Processors:
         float((trace.step_times.lengths / slowness_during(trace, trace.step_times)).sum()) for trace in traces
     )
     return Processors(
-        cores=known[0].cpu.cores,
+        cores=sum(did.cpu.cores for did in known) / len(known),
         request_s=sum(did.used_s(did.cpu.used.keys() - TRAINER_ROLES) for did in known) / requests,
         worker_s=sum(did.used_s({"worker"}) for did in known) / requests,
         trainer=sum(did.used_s(TRAINER_ROLES) for did in known) / training_s,

@@ -1,7 +1,7 @@
 """Reads what a run recorded about time: spans, metrics and the outcomes of its groups. The run may be finished or running."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,7 @@ def read_trace(path: Path) -> Trace:
         settling=_settling(spans, since),
         fetch_s=_fetch_time(spans, since),
         between_steps_s=_time_between_steps(spans, since),
-        cpu=_cpu([span for span in spans[CPU_SPAN] if span.start >= since]),
+        cpu=traced_cpu([span for span in spans[CPU_SPAN] if span.start >= since]),
     )
 
 
@@ -280,7 +280,8 @@ def _time_between_steps(spans: Mapping[str, list[Span]], since: float) -> float:
     return _median(found)
 
 
-def _cpu(spans: list[Span]) -> TracedCpu | None:
+def traced_cpu(spans: Sequence[Span]) -> TracedCpu | None:
+    """From spans of CPU time. None without any, or if they are of several machines."""
     if len({span.fields["node"] for span in spans}) != 1:
         return None
     by_process: dict[tuple[str, str], list[Span]] = defaultdict(list)

@@ -25,7 +25,8 @@ from rollbook.run.simulation.prediction import (
 )
 from rollbook.run.simulation.processors import UNLIMITED, Processors
 from rollbook.run.simulation.report import Report, bottleneck, recommendation, report_lines, simulate
-from rollbook.run.simulation.trace import Trace, TracedCpu, TracedEpisode, TracedStep
+from rollbook.run.simulation.trace import Trace, TracedCpu, TracedEpisode, TracedStep, traced_cpu
+from rollbook.telemetry.spans import Span
 
 DEMO = Path(__file__).parents[3] / "rollbook" / "demo" / "run.toml"
 STEP_S = 0.5
@@ -129,6 +130,32 @@ def test_two_traces_show_whether_replicas_share_a_machine(shares: bool, expected
     request = fit([one, two]).durations.request
     # Seconds for each concurrent request in all.
     assert request.slope(replicas=2, per_device=1, workers=1) / 2 == pytest.approx(expected, rel=0.02)
+
+
+def cpu_span(
+    process: str, role: str, *, used_s: float, waited_s: float = 0.0, busy_s: float = 8.0, node: str = "a"
+) -> Span:
+    fields = {"role": role, "used_s": used_s, "waited_s": waited_s, "busy_s": busy_s, "cores": 2.0, "node": node}
+    return Span(process=process, name="process.cpu", start=100.0, end=104.0, id=1, fields=fields)
+
+
+def test_the_cores_of_a_trace_are_those_that_other_programs_left() -> None:
+    spans = [
+        cpu_span("policy-0", "policy", used_s=2.0, waited_s=1.0),
+        cpu_span("policy-1", "policy", used_s=1.0, waited_s=0.4),
+        cpu_span("trainer", "trainer", used_s=2.0),
+    ]
+    found = traced_cpu(spans)
+    assert found is not None
+    assert found.used == {"policy": 0.75, "trainer": 0.5}
+    assert found.waited == pytest.approx({"policy": 0.35, "trainer": 0.0})
+    # Two cores were busy all the time, 1.25 of them with this run.
+    assert found.cores == pytest.approx(1.25)
+    alone = traced_cpu([cpu_span("trainer", "trainer", used_s=2.0, busy_s=2.0)])
+    assert alone is not None
+    assert alone.cores == 2.0
+    assert traced_cpu([]) is None
+    assert traced_cpu([*spans, cpu_span("policy-2", "policy", used_s=1.0, node="b")]) is None
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [("[]", 0.004), ("[0, 1]", 0.002)])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.telemetry.cpu_time import CPU_SPAN, CpuTime, available_cores, cpu_time, record_cpu_time
+from rollbook.telemetry.cpu_time import CPU_SPAN, CpuTime, available_cores, busy_core_seconds, cpu_time, record_cpu_time
 from rollbook.telemetry.spans import Span, SpanRecorder, read_spans
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -28,6 +28,29 @@ def test_cpu_time_counts_all_threads_and_ended_children(tmp_path: Path) -> None:
     account(tmp_path, 40, ticks=(2 * tick, tick, 4 * tick, 3 * tick), waited_ns=(500_000_000, 1_500_000_000))
     assert cpu_time(40, proc=tmp_path) == CpuTime(used_s=10.0, waited_s=2.0)
     assert cpu_time(41, proc=tmp_path) is None
+
+
+def test_accounts_that_cannot_be_read_are_unknown(tmp_path: Path) -> None:
+    account(tmp_path, 40, ticks=(1, 1, 1, 1), waited_ns=(5,))
+    (tmp_path / "40" / "task" / "40" / "schedstat").write_text("")
+    assert cpu_time(40, proc=tmp_path) is None
+
+
+@linux_only
+def test_busy_seconds_are_those_of_the_own_cores(tmp_path: Path) -> None:
+    own, tick = min(os.sched_getaffinity(0)), os.sysconf("SC_CLK_TCK")
+    rows = [
+        "cpu  9 9 9 9 9 9 9 9 9 9",
+        # user, nice, system, idle, iowait, irq, softirq, steal
+        f"cpu{own} {tick} {tick} {tick} 5000 7000 {tick} {tick} {tick} 0 0",
+        "cpu100000 77777 1 1 1 1 1 1 1 0 0",
+        "intr 5",
+    ]
+    (tmp_path / "stat").write_text("\n".join(rows))
+    assert busy_core_seconds(tmp_path / "stat") == 6.0
+    (tmp_path / "stat").write_text(f"cpu{own} damaged")
+    assert busy_core_seconds(tmp_path / "stat") == 0.0
+    assert busy_core_seconds(tmp_path / "missing") == 0.0
 
 
 @linux_only
