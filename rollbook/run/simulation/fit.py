@@ -21,7 +21,13 @@ from rollbook.run.simulation.durations import (
     TrainingTime,
     Turn,
 )
-from rollbook.run.simulation.processors import UNLIMITED, fit_processors, replicas_per_device, slowness_during
+from rollbook.run.simulation.processors import (
+    UNLIMITED,
+    fit_processors,
+    replicas_per_device,
+    slowness_during,
+    training_seconds,
+)
 from rollbook.run.simulation.trace import Trace, TracedEpisode
 
 Array = NDArray[np.float64]
@@ -194,7 +200,7 @@ def _least_squares(columns: dict[str, Array], target: Array) -> tuple[float, dic
 def _fit_training(traces: Sequence[Trace]) -> tuple[TrainingTime, tuple[float, float]]:
     steps = [step for trace in traces for step in trace.steps]
     overlap = np.concatenate([trace.share_with_requests(trace.step_times) for trace in traces])
-    seconds = np.concatenate([trace.step_times.lengths / slowness_during(trace, trace.step_times) for trace in traces])
+    seconds = np.concatenate([training_seconds(trace) for trace in traces])
     columns = {
         "per_token_s": np.array([float(step.computed_tokens) for step in steps]),
         "per_sample_s": np.array([float(step.computed_samples) for step in steps]),

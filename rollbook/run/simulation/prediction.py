@@ -211,7 +211,10 @@ def measure(run: SimulatedRun) -> Prediction:
 
 
 def ideal_samples_per_s(setting: Setting, durations: Durations) -> float:
-    """An upper bound: the trainer never waits, or every slot plays, or every replica, worker or core works, all the time."""
+    """An upper bound: the trainer never waits, or every slot plays, or every replica, worker or core works, all the time.
+
+    Samples that are masked as a whole are not left out.
+    """
     groups = [group for task in durations.tasks for group in task.groups]
     episodes = [episode for group in groups for episode in group]
     turns = [turn for episode in episodes for turn in episode.turns]

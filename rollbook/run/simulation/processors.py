@@ -35,8 +35,24 @@ class Processors:
         return max(1.0, rate * self.worker_s / workers)
 
     def slowness(self, *, rate: float, is_training: bool) -> float:
-        """How much longer everything takes because the cores are shared."""
-        return max(1.0, (rate * self.request_s + is_training * self.trainer) / self.cores)
+        """How much longer requests take because the cores are shared."""
+        requests = rate * self.request_s
+        if not is_training or requests + self.trainer <= self.cores:
+            return max(1.0, requests / self.cores)
+        if self.trainer >= 1.0:
+            return (requests + self.trainer) / self.cores
+        # A trainer that computes only part of its time slows down by that part: `training_slowness`. So it uses
+        # trainer / (1 - trainer + trainer * slowness) cores, the requests use requests / slowness, both together all of them.
+        squared, linear = self.cores * self.trainer, self.cores * (1.0 - self.trainer) - (requests + 1.0) * self.trainer
+        constant = requests * (1.0 - self.trainer)
+        root = math.sqrt(linear**2 + 4.0 * squared * constant)
+        # The form that subtracts no close numbers.
+        found = 2.0 * constant / (root + linear) if linear > 0 else (root - linear) / (2.0 * squared)
+        return max(1.0, found)
+
+    def training_slowness(self, slowness: float) -> float:
+        """How much longer training takes where requests take `slowness` times as long."""
+        return 1.0 + min(1.0, self.trainer) * (slowness - 1.0)
 
 
 UNLIMITED = Processors(cores=math.inf)
@@ -77,14 +93,18 @@ class _Activity:
     def used_s(self, roles: Set[str]) -> float:
         return self.seconds * sum(self.cpu.used.get(role, 0.0) for role in roles)
 
+    def needed(self, roles: Set[str]) -> float:
+        """Mean number of cores. A process that waits for a core needs one as well."""
+        return sum(self.cpu.used.get(role, 0.0) + self.cpu.waited.get(role, 0.0) for role in roles)
+
+    @property
+    def computing(self) -> float:
+        """The share of a training step in which the trainer needed a core."""
+        return min(1.0, self.needed(TRAINER_ROLES) / self.training)
+
     def slowness(self, *, is_busy: bool, is_training: bool) -> float:
-        """A process that waits for a core needs one as well."""
-        others = self.cpu.used.keys() - TRAINER_ROLES
-        of_trainer, of_others = (
-            sum(self.cpu.used.get(role, 0.0) + self.cpu.waited.get(role, 0.0) for role in roles)
-            for roles in (TRAINER_ROLES, others)
-        )
-        needed = is_busy * of_others / self.busy + is_training * of_trainer / self.training
+        needed = is_busy * self.needed(self.cpu.used.keys() - TRAINER_ROLES) / self.busy
+        needed += is_training * self.needed(TRAINER_ROLES) / self.training
         return max(1.0, needed / self.cpu.cores)
 
 
@@ -94,10 +114,7 @@ def fit_processors(traces: Sequence[Trace]) -> Processors:
     if len(known) < len(traces):
         return UNLIMITED
     requests = max(1, sum(did.requests for did in known))
-    # What training would have taken with enough cores.
-    training_s = sum(
-        float((trace.step_times.lengths / slowness_during(trace, trace.step_times)).sum()) for trace in traces
-    )
+    training_s = sum(float(training_seconds(trace).sum()) for trace in traces)
     return Processors(
         cores=sum(did.cpu.cores for did in known) / len(known),
         request_s=sum(did.used_s(did.cpu.used.keys() - TRAINER_ROLES) for did in known) / requests,
@@ -107,7 +124,7 @@ def fit_processors(traces: Sequence[Trace]) -> Processors:
 
 
 def slowness_during(trace: Trace, periods: Intervals) -> Array:
-    """By how much the cores of a trace slowed its processes in each of these periods."""
+    """By how much the shortage of cores of a trace slowed what computes all of the time, in each of these periods."""
     if trace.cpu is None:
         return np.ones(len(periods))
     did = _Activity.of(trace, trace.cpu)
@@ -118,3 +135,13 @@ def slowness_during(trace: Trace, periods: Intervals) -> Array:
         + (1.0 - busy) * training * did.slowness(is_busy=False, is_training=True)
         + busy * training * did.slowness(is_busy=True, is_training=True)
     )
+
+
+def training_seconds(trace: Trace) -> Array:
+    """What each training step would have taken with enough cores."""
+    steps = trace.step_times
+    if trace.cpu is None:
+        return steps.lengths
+    # Only the part of a step in which the trainer computed or waited for a core was slowed.
+    slowness, computing = slowness_during(trace, steps), _Activity.of(trace, trace.cpu).computing
+    return steps.lengths * (computing / slowness + 1.0 - computing)

@@ -283,7 +283,8 @@ class Simulation:
         request_slowdown = durations.request.slowdown if is_training else 0.0
         training_slowdown = durations.training.slowdown if busy else 0.0
         self._request_clock.set_slowness((1.0 + request_slowdown) * waiting * shared, self._now)
-        self._training_clock.set_slowness((1.0 + training_slowdown) * shared, self._now)
+        training_slowness = (1.0 + training_slowdown) * durations.processors.training_slowness(shared)
+        self._training_clock.set_slowness(training_slowness, self._now)
 
     def _end_episode(self, one: _Running) -> None:
         group = one.group
