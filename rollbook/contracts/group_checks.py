@@ -334,13 +334,12 @@ def _check_tokens(token_ids: list[memoryview], logprobs: list[memoryview]) -> tu
     floats, which must be searched for NaN: floats of one sign are ordered like their bits. So the maximum of the bits with sign is
     the highest positive value, and without sign the lowest negative one; a negative id without sign is above all others.
     """
-    both = np.frombuffer(b"".join(token_ids + logprobs), "<i4")
-    num = len(both) // 2
-    ids, bits = both[:num].view("<u4"), both[num:]
-    highest = int(np.maximum.reduce(ids))
+    both = np.frombuffer(b"".join(token_ids + logprobs), _UNSIGNED).reshape(2, -1)
+    highest, lowest_bits = np.maximum.reduce(both, axis=1).tolist()
     if highest > MAX_TOKEN_ID:
         raise ValueError(f"token id {highest - (1 << 32)} is negative")
-    if np.maximum.reduce(bits) <= _SLACK_BITS and np.maximum.reduce(bits.view("<u4")) <= _LOWEST_BITS:
+    bits = both[1]
+    if lowest_bits <= _LOWEST_BITS and np.maximum.reduce(bits.view(_SIGNED)) <= _SLACK_BITS:
         return highest, False
     values = bits.view("<f4")
     is_bad = (values > LOGPROB_SLACK) | (values < MIN_LOGPROB)
@@ -369,5 +368,6 @@ def _temperature(sampling: bytes) -> float:
 
 MAX_TOKEN_ID = (1 << 31) - 1
 _TWO_RUNS = struct.Struct("<6i").unpack
+_UNSIGNED, _SIGNED = np.dtype("<u4"), np.dtype("<i4")
 _SLACK_BITS = int(np.float32(LOGPROB_SLACK).view(np.int32))
 _LOWEST_BITS = int(np.float32(MIN_LOGPROB).view(np.uint32))

@@ -41,10 +41,13 @@ class StoreInUseError(StoreFaultError):
     """Another service uses the store, which admits only one."""
 
 
-class ChangedRows(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows of some groups, of the steps after one, and of the publications from one on."""
+Move = tuple[float, str | None, str]
+"""Time, state before and state after."""
 
-    group_ids: Sequence[GroupId]
+
+class ChangedRows(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of the steps after one, and of the publications from one on."""
+
     after_step: int
     publication: int
 
@@ -155,6 +158,14 @@ class Groups(Protocol):
     def each(self, run_id: RunId) -> Iterator[GroupRecord]:
         """All groups, by id."""
 
+    def checked(
+        self, run_id: RunId, on_damage: Callable[[str], None], group_ids: Sequence[GroupId] | None = None
+    ) -> Iterator[GroupRecord]:
+        """All groups, lowest sequence first, or those of these ids that exist, in any order.
+
+        Rows that do not match their checksums are reported. Rows that cannot be read are reported and left out.
+        """
+
 
 class Payloads(Protocol):
     def put(self, run_id: RunId, group_id: GroupId, body: bytes | memoryview, digest: str | None = None) -> None:
@@ -183,9 +194,6 @@ class Positions(Protocol):
 class History(Protocol):
     def add(self, move: MoveRecord) -> None: ...
     def of_group(self, run_id: RunId, group_id: GroupId) -> list[MoveRecord]: ...
-    def find(self, run_id: RunId, group_ids: Sequence[GroupId]) -> dict[GroupId, list[MoveRecord]]:
-        """The moves of several groups, in order."""
-
     def after(self, number: int, limit: int) -> list[tuple[int, RunId, GroupId]]:
         """The moves of all runs after the move with this number: numbers, in the order of their commits, and groups.
 
@@ -195,8 +203,13 @@ class History(Protocol):
     def last_number(self) -> int:
         """The number of the last move; 0 if there is none."""
 
-    def each(self, run_id: RunId) -> Iterator[tuple[GroupId, float, str | None, str]]:
-        """All moves, by group id and then in order: group, time, state before and after, as stored."""
+    def checked(
+        self, run_id: RunId, on_damage: Callable[[str], None], group_ids: Sequence[GroupId]
+    ) -> dict[GroupId, list[Move]]:
+        """The moves of several groups, in order, as stored. Rows that do not match their checksums are reported."""
+
+    def without_row(self, run_id: RunId, group_ids: Sequence[GroupId] | None = None) -> list[GroupId]:
+        """Those of these groups, or of all, that have moves and no row."""
 
 
 class Batches(Protocol):
@@ -298,7 +311,7 @@ class Transaction(Protocol):
     def damage(self, run_id: RunId, only: ChangedRows | None = None) -> Iterator[str]:
         """Damage of the stored rows of a run, one sentence each: by checksums, and by the checks of the database itself.
 
-        With `only`, the checksums of these rows.
+        Without groups and their histories: their `checked` reports it. With `only`, the checksums of these rows.
         Raises `StoreFaultError` if the rows cannot be read.
         """
 

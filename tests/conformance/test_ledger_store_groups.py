@@ -1,5 +1,7 @@
 """Conformance tests of stores: groups and their payloads."""
 
+import pytest
+
 from rollbook.contracts.admission import OwnerId
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.contracts.policy import PublicationId
@@ -81,6 +83,8 @@ async def test_groups_are_listed_by_sequence_and_by_id(store: Store) -> None:
             listed = {GroupState.DISPATCHED: ["a"], GroupState.QUEUED: ["c"]}
             assert ids(tx.groups.page(RUN, limit=1, start=1, state=state)) == listed.get(state, [])
         assert ids(list(tx.groups.each(RUN))) == ["a", "b", "c"]
+        assert ids(list(tx.groups.checked(RUN, pytest.fail))) == ["b", "c", "a"]
+        assert ids(list(tx.groups.checked(RUN, pytest.fail, [GroupId("c"), GroupId("x")]))) == ["c"]
 
     await store.read(look)
 

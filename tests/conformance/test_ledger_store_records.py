@@ -146,8 +146,15 @@ async def test_history_keeps_its_order(store: Store) -> None:
 
     await store.write(write)
     assert await store.read(lambda tx: tx.history.of_group(RUN, GroupId("b"))) == [moves[0], moves[2]]
-    found = await store.read(lambda tx: [tuple(move) for move in tx.history.each(RUN)])
-    assert found == [(m.group_id, m.at, m.from_state, m.to_state) for m in (moves[1], moves[3], moves[0], moves[2])]
+    damage: list[str] = []
+    found = await store.read(lambda tx: tx.history.checked(RUN, damage.append, [GroupId("a"), GroupId("b")]))
+    assert found == {
+        name: [(m.at, m.from_state, m.to_state) for m in some]
+        for name, some in (("a", (moves[1], moves[3])), ("b", (moves[0], moves[2])))
+    }
+    assert damage == []
+    assert await store.read(lambda tx: sorted(tx.history.without_row(RUN))) == ["a", "b"]
+    assert await store.read(lambda tx: tx.history.without_row(RUN, [GroupId("b"), GroupId("c")])) == ["b"]
 
 
 async def test_moves_of_all_runs_are_numbered_together_and_read_in_pages(store: Store) -> None:

@@ -9,6 +9,7 @@ their payloads are not read again.
 """
 
 import time
+from contextlib import suppress
 
 from rollbook.contracts.admission import ActionKind, RunId
 from rollbook.contracts.freshness import lag
@@ -19,7 +20,7 @@ from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.rules.runs import sample_counts
 from rollbook.ledger.store import ChangedRows, Reader, StoreFaultError, Transaction
 from rollbook.ledger.tools.audit_findings import AuditMark, AuditReport, Findings
-from rollbook.ledger.tools.audit_groups import changed_groups, check_groups
+from rollbook.ledger.tools.audit_groups import changed_groups, check_checksums, check_groups
 
 
 def audit(reader: Reader, run_id: RunId) -> AuditReport:
@@ -53,6 +54,8 @@ def audit_since(tx: Transaction, run_id: RunId, mark: AuditMark | None) -> tuple
             findings.add(str(error))
         except Exception as error:
             # A damaged row can hold a value of any type.
+            with suppress(Exception):
+                check_checksums(tx, findings, changed)
             if not findings.violations:
                 raise
             findings.add(f"the damage hides the rest of the check: {type(error).__name__}: {error}")
@@ -62,7 +65,7 @@ def audit_since(tx: Transaction, run_id: RunId, mark: AuditMark | None) -> tuple
 def _check_rows_on_disk(tx: Transaction, findings: Findings, changed: list[GroupId] | None) -> None:
     rows = None
     if changed is not None:
-        rows = ChangedRows(group_ids=changed, after_step=findings.final_step, publication=findings.final_publication)
+        rows = ChangedRows(after_step=findings.final_step, publication=findings.final_publication)
     for sentence in tx.damage(findings.run.run_id, rows):
         findings.add(sentence)
 

@@ -14,9 +14,10 @@ from rollbook.contracts.admission import RunId, SampleCounts
 from rollbook.contracts.batch import BatchEntry
 from rollbook.contracts.group import DropReason, GroupId, GroupState
 from rollbook.ledger.records import GroupRecord, PublicationRecord, RunRecord
+from rollbook.ledger.rules.publications import admission_of
 from rollbook.ledger.rules.run_transaction import SETTLED
 from rollbook.ledger.store import Transaction
-from rollbook.ledger.tools.audit_samples import SampleLedger, SampleTotals
+from rollbook.ledger.tools.audit_samples import SampleLedger, SampleTotals, VersionBounds, version_bounds
 
 MAX_VIOLATIONS = 200
 """A damaged ledger may have one for each group."""
@@ -111,6 +112,8 @@ class Findings:
     """The cut of each of these batches."""
     publications: dict[int, PublicationRecord] = field(default_factory=dict)
     """All publications, without those of the mark that no group needs."""
+    known_bounds: dict[tuple[tuple[int, ...], int | None], VersionBounds | int] = field(default_factory=dict)
+    """The results of `version_bounds` so far."""
     first_open_publication: int = 0
     """Publications below it are final while the trainer is not replaced."""
     max_lag: int | None = None
@@ -143,12 +146,24 @@ class Findings:
         return 0 if self.mark is None or self.mark.epoch != self.run.epoch else self.mark.publication
 
     def add(self, sentence: str) -> None:
-        if len(self.violations) < MAX_VIOLATIONS:
+        if len(self.violations) < MAX_VIOLATIONS and sentence not in self.violations:
             self.violations.append(sentence)
 
     def expect(self, what: str, found: object, expected: object) -> None:
         if found != expected:
             self.add(f"{what}: {found}, expected {expected}")
+
+    def expect_of(self, group: GroupRecord, what: str, found: object, expected: object) -> None:
+        """Like `expect`; the sentence is only composed if it is needed, because composing it costs more than comparing."""
+        if found != expected:
+            self.add(f"group {group.group_id}: {what}: {found}, expected {expected}")
+
+    def version_bounds(self, group: GroupRecord) -> VersionBounds | int:
+        """See `version_bounds`; computed once for all groups with the same publications."""
+        key = group.publications, admission_of(group)
+        if key not in self.known_bounds:
+            self.known_bounds[key] = version_bounds(*key, self.publications)
+        return self.known_bounds[key]
 
     def count(self, group: GroupRecord) -> None:
         """Add a row to the counts."""

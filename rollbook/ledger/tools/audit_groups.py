@@ -1,13 +1,11 @@
 """The audit of groups: rows, histories, payloads, and the batches that name them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
-from itertools import groupby, islice
-from operator import itemgetter
+from itertools import islice
 
 import msgspec
 
-from rollbook.contracts.admission import RunId
 from rollbook.contracts.batch import BatchEntry
 from rollbook.contracts.group import MOVES, GroupId, GroupOutcome, GroupState
 from rollbook.contracts.group_checks import UnusableGroupError, false_claims, find_obstacle, inspect_payload
@@ -17,18 +15,16 @@ from rollbook.ledger.records import GroupRecord, Origin
 from rollbook.ledger.rules.parts import wrong_part
 from rollbook.ledger.rules.publications import admission_of
 from rollbook.ledger.rules.run_transaction import SETTLED
-from rollbook.ledger.store import StoreFaultError, Transaction
+from rollbook.ledger.store import Move, StoreFaultError, Transaction
 from rollbook.ledger.tools.audit_findings import Findings
 from rollbook.ledger.tools.audit_samples import wrong_mask, wrong_versions
 
 GROUPS_PER_READ = 256
 """Payloads are read together."""
 PAGE = 1000
+_OUTCOMES = msgspec.json.Decoder(GroupOutcome)
 Chain = tuple[tuple[str | None, str], ...]
 """The states before and after each move of a group."""
-History = tuple[float, Chain]
-"""The time of the first move, and the moves."""
-Found = tuple[GroupRecord, History | None]
 
 
 def changed_groups(tx: Transaction, findings: Findings) -> list[GroupId]:
@@ -51,68 +47,54 @@ def changed_groups(tx: Transaction, findings: Findings) -> list[GroupId]:
 
 def check_groups(tx: Transaction, findings: Findings, changed: list[GroupId] | None) -> None:
     """Check these groups; None: all."""
-    remaining = dict(findings.entries)
-    found = _all_groups(tx, findings) if changed is None else _some_groups(tx, findings, changed)
-    for chunk in _chunks(found):
+    run_id, remaining = findings.run.run_id, dict(findings.entries)
+    for group_id in tx.history.without_row(run_id, changed):
+        findings.add(f"group {group_id} has a history but no row")
+    for chunk, histories in _rows(tx, findings, changed):
         _load_publications(tx, findings, chunk)
-        payloads = _Payloads(tx, findings, [group for group, _ in chunk])
-        for group, history in chunk:
-            if history is None:
-                findings.add(f"group {group.group_id} has no history")
+        payloads = _Payloads(tx, findings, chunk)
+        for group in chunk:
+            if group.group_id in histories:
+                _check_history(group, histories[group.group_id], findings)
             else:
-                _check_history(group, *history, findings)
+                findings.add(f"group {group.group_id} has no history")
             if group.task_id in findings.quarantined and group.state not in SETTLED:
                 findings.add(f"group {group.group_id} is {group.state}, and its task {group.task_id} is in quarantine")
             _check_row(group, remaining.pop(group.group_id, (None, None)), payloads, findings)
     for group_id, (step, _) in remaining.items():
-        if changed is not None and tx.groups.get(findings.run.run_id, group_id) is not None:
+        try:
+            has_row = tx.groups.get(run_id, group_id) is not None
+        except StoreFaultError as error:
+            findings.add(str(error))
+            continue
+        if changed is not None and has_row:
             findings.add(f"group {group_id} is in batch {step} and did not change when the batch was decided")
         else:
             findings.add(f"group {group_id} is in batch {step} but has no row")
 
 
-def _all_groups(tx: Transaction, findings: Findings) -> Iterator[Found]:
-    """All rows with their histories. Both are ordered by id."""
-    histories = _histories(tx, findings.run.run_id)
-    history = next(histories, None)
-    for group in tx.groups.each(findings.run.run_id):
-        while history is not None and history[0].encode() < group.group_id.encode():
-            findings.add(f"group {history[0]} has a history but no row")
-            history = next(histories, None)
-        if history is not None and history[0] == group.group_id:
-            yield group, history[1]
-            history = next(histories, None)
-        else:
-            yield group, None
-    while history is not None:
-        findings.add(f"group {history[0]} has a history but no row")
-        history = next(histories, None)
+def check_checksums(tx: Transaction, findings: Findings, changed: list[GroupId] | None) -> None:
+    """Compare rows and histories with their checksums, and nothing else: for rows whose values break another check."""
+    for _ in _rows(tx, findings, changed):
+        pass
 
 
-def _some_groups(tx: Transaction, findings: Findings, group_ids: list[GroupId]) -> Iterator[Found]:
-    run_id = findings.run.run_id
-    for start in range(0, len(group_ids), GROUPS_PER_READ):
-        ids = group_ids[start : start + GROUPS_PER_READ]
-        rows, histories = tx.groups.find(run_id, ids), tx.history.find(run_id, ids)
-        for group_id in ids:
-            if group_id in rows:
-                moves = histories.get(group_id)
-                chain = tuple((move.from_state, move.to_state) for move in moves or ())
-                yield rows[group_id], (moves[0].at, chain) if moves else None
-            else:
-                findings.add(f"group {group_id} has a history but no row")
+def _rows(
+    tx: Transaction, findings: Findings, changed: list[GroupId] | None
+) -> Iterator[tuple[list[GroupRecord], Mapping[GroupId, list[Move]]]]:
+    """The groups and their histories, some at a time. Reports those that do not match their checksums."""
+    run_id, report = findings.run.run_id, findings.add
+    tx.history.checked(run_id, report, tx.history.without_row(run_id, changed))
+    groups = tx.groups.checked(run_id, report, changed)
+    while chunk := list(islice(groups, GROUPS_PER_READ)):
+        yield chunk, tx.history.checked(run_id, report, [group.group_id for group in chunk])
 
 
-def _chunks(found: Iterator[Found]) -> Iterator[list[Found]]:
-    while chunk := list(islice(found, GROUPS_PER_READ)):
-        yield chunk
-
-
-def _load_publications(tx: Transaction, findings: Findings, chunk: list[Found]) -> None:
+def _load_publications(tx: Transaction, findings: Findings, chunk: list[GroupRecord]) -> None:
     """Add the publications of the groups that an earlier audit has checked."""
     if findings.mark is None:
         return
-    for group, _ in chunk:
+    for group in chunk:
         admission = admission_of(group)
         for number in (*group.publications, *(() if admission is None else (int(admission),))):
             if 0 <= number < findings.final_publication and number not in findings.publications:
@@ -151,20 +133,15 @@ class _Payloads:
         return None
 
 
-def _histories(tx: Transaction, run_id: RunId) -> Iterator[tuple[GroupId, History]]:
-    for group_id, moves in groupby(tx.history.each(run_id), key=itemgetter(0)):
-        found = list(moves)
-        yield group_id, (found[0][1], tuple([move[2:] for move in found]))
-
-
-def _check_history(group: GroupRecord, opened_at: float, chain: Chain, findings: Findings) -> None:
+def _check_history(group: GroupRecord, moves: list[Move], findings: Findings) -> None:
     """The moves are a legal chain from the opening to the state of the row."""
     findings.num_histories += 1
+    chain = tuple([move[1:] for move in moves])
     for sentence in _illegal_moves(chain, is_external=group.origin is Origin.EXTERNAL):
         findings.add(f"group {group.group_id} {sentence}")
     state = chain[-1][1]
-    findings.expect(f"group {group.group_id}: state by its history", state, group.state)
-    findings.expect(f"group {group.group_id}: time of opening", opened_at, group.opened_at)
+    findings.expect_of(group, "state by its history", state, group.state)
+    findings.expect_of(group, "time of opening", moves[0][0], group.opened_at)
     findings.histories[state] += 1
 
 
@@ -197,17 +174,18 @@ def _check_row(
     batched_in, entry = batched
     findings.count(group)
     is_batched = group.state in (GroupState.BATCHED, GroupState.TRAINED, GroupState.DURABLE)
-    findings.expect(
-        f"group {group.group_id} is {group.state}: its batch", batched_in, group.step if is_batched else None
-    )
+    if batched_in != (group.step if is_batched else None):
+        expected = group.step if is_batched else None
+        findings.add(f"group {group.group_id} is {group.state}: its batch: {batched_in}, expected {expected}")
     if batched_in is not None:
         wanted = GroupState.BATCHED
         if batched_in <= run.last_acknowledged:
             wanted = GroupState.DURABLE if batched_in <= run.durable_step else GroupState.TRAINED
-        findings.expect(f"group {group.group_id} of batch {batched_in}: state", group.state, wanted)
+        if group.state is not wanted:
+            findings.add(f"group {group.group_id} of batch {batched_in}: state: {group.state}, expected {wanted}")
     if entry is not None and batched_in is not None:
         _check_entry(group, batched_in, entry, findings)
-    for sentence in wrong_versions(group, findings.publications):
+    for sentence in wrong_versions(group, findings.version_bounds(group)):
         findings.add(f"group {group.group_id} {sentence}")
     try:
         payload = payloads.get(group)
@@ -220,7 +198,7 @@ def _check_row(
     elif payload_digest(payload) != group.payload_digest:
         findings.add(f"group {group.group_id}: its payload does not match its digest {group.payload_digest}")
     else:
-        findings.expect(f"group {group.group_id}: bytes of its payload", len(payload), group.payload_bytes)
+        findings.expect_of(group, "bytes of its payload", len(payload), group.payload_bytes)
         _check_payload(payload, group, findings)
 
 
@@ -229,7 +207,7 @@ def _check_entry(group: GroupRecord, step: int, entry: BatchEntry, findings: Fin
     oldest = entry.oldest_version if entry.masked else group.oldest_version
     stated = (entry.payload_digest, entry.sequence, entry.oldest_version)
     found = (group.payload_digest or "", group.sequence, oldest)
-    findings.expect(f"group {group.group_id}: digest, sequence and oldest version in its batch", stated, found)
+    findings.expect_of(group, "digest, sequence and oldest version in its batch", stated, found)
     wrong = wrong_mask(group, entry, findings.cuts[step], findings.publications)
     if wrong is not None:
         findings.add(f"group {group.group_id} in batch {step}: {wrong}")
@@ -238,7 +216,7 @@ def _check_entry(group: GroupRecord, step: int, entry: BatchEntry, findings: Fin
 def _check_payload(payload: bytes, group: GroupRecord, findings: Findings) -> None:
     """The row states what the payload contains, and the group is usable unless the trainer reported that it is not."""
     try:
-        outcome = msgspec.json.decode(group.outcome or b"", type=GroupOutcome)
+        outcome = _OUTCOMES.decode(group.outcome or b"")
     except (msgspec.MsgspecError, ValueError) as error:
         findings.add(f"group {group.group_id}: its outcome is damaged: {error}")
         return
@@ -260,7 +238,7 @@ def _check_payload(payload: bytes, group: GroupRecord, findings: Findings) -> No
         if wrong is not None:
             findings.add(f"group {group.group_id}: {wrong}")
         stated = (group.num_samples, group.baseline)
-        findings.expect(f"group {group.group_id}: samples and baseline", stated, (facts.num_samples, facts.baseline))
+        findings.expect_of(group, "samples and baseline", stated, (facts.num_samples, facts.baseline))
         obstacle = find_obstacle(facts, findings.run.settings.limits)
     if group.state in (GroupState.TRAINED, GroupState.DURABLE):
         if (group.unusable is None) is not (obstacle is None):

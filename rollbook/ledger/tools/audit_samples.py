@@ -5,7 +5,7 @@ rows. Each part that was stored incomplete has a next part, which was opened for
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollbook.contracts.batch import BatchEntry, BatchManifest
@@ -144,25 +144,41 @@ class SampleLedger:
         return self.parts.get((sequence, number)) or self.neighbours.get((sequence, number))
 
 
-def wrong_versions(group: GroupRecord, publications: Mapping[int, PublicationRecord]) -> Iterator[str]:
-    """The oldest and the newest version are those of the group's publications."""
-    named = [number for number in group.publications if number != NOT_SAMPLED]
+Bounds = tuple[int | None, int | None]
+"""The lowest and the highest version that the oldest or the newest token of a group may count as."""
+VersionBounds = tuple[Bounds, Bounds]
+"""Of the oldest and of the newest token."""
+
+
+def version_bounds(
+    numbers: Sequence[int], admission: int | None, publications: Mapping[int, PublicationRecord]
+) -> VersionBounds | int:
+    """The versions that a group with tokens of these publications may state; a publication that is missing."""
+    named = [number for number in numbers if number != NOT_SAMPLED]
     missing = [number for number in named if number not in publications]
     if missing:
-        yield f"has tokens of publication {missing[0]}, which is missing"
-        return
+        return missing[0]
     known = [publications[number] for number in named]
-    has_unknown = NOT_SAMPLED in group.publications
-    admission = admission_of(group)
+    has_unknown = NOT_SAMPLED in numbers
     if has_unknown and admission is not None:
         known += [publications[admission]] if admission in publications else []
         has_unknown = False
-    for name, choose, stated, candidates in (
-        ("oldest", min, group.oldest_version, known),
-        ("newest", max, group.newest_version, [] if has_unknown else known),
+    if not known:
+        return (None, None), (None, None)
+    counted, sampled = [record.effective_step for record in known], [record.step for record in known]
+    newest = (None, None) if has_unknown else (max(counted), max(sampled))
+    return (min(counted), min(sampled)), newest
+
+
+def wrong_versions(group: GroupRecord, bounds: VersionBounds | int) -> Iterator[str]:
+    """The oldest and the newest version are those of the group's publications."""
+    if isinstance(bounds, int):
+        yield f"has tokens of publication {bounds}, which is missing"
+        return
+    for name, stated, (lowest, highest) in (
+        ("oldest", group.oldest_version, bounds[0]),
+        ("newest", group.newest_version, bounds[1]),
     ):
-        lowest = choose((publication.effective_step for publication in candidates), default=None)
-        highest = choose((publication.step for publication in candidates), default=None)
         if group.state is GroupState.QUEUED or stated is None or lowest is None or highest is None:
             if stated != lowest:
                 yield f"has the {name} version {stated}, expected {lowest}"
@@ -179,11 +195,13 @@ def wrong_mask(
     A publication may have been demoted after the batch was decided. So one that counts as fresh today was fresh then, and one that
     was stale without a demotion was masked; between the two, both are right.
     """
+    if cut is None and not entry.masked:
+        return None
     strangers = sorted(set(entry.masked) - set(group.publications))
     if strangers:
         return f"tokens of publication {strangers[0]} are masked, and it has none"
     if cut is None:
-        return "tokens are masked, and the policy masks none" if entry.masked else None
+        return "tokens are masked, and the policy masks none"
     unmasked: list[PublicationRecord] = []
     for number in group.publications:
         sampled_by = admission_of(group) if number == NOT_SAMPLED else number

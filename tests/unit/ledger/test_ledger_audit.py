@@ -1,12 +1,17 @@
 """The audit reports each kind of damage."""
 
+import random
+import shutil
 import sqlite3
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollbook.contracts.errors import RunError
 from rollbook.ledger.store import StoreFaultError
+from rollbook.ledger.stores.sql.tables import CHECKED, Table
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.ledger.stores.sqlite.store import open_readonly
 from rollbook.ledger.tools.audit import audit
@@ -98,6 +103,31 @@ def test_each_kind_of_damage_is_reported(tmp_path: Path, damage: str, sentence: 
         assert db.execute(damage).rowcount != 0
     db.close()
     assert any(sentence in violation for violation in found(tmp_path)), found(tmp_path)
+
+
+@pytest.mark.parametrize("table", CHECKED, ids=lambda table: table.name)
+def test_a_changed_value_of_each_column_is_reported_with_its_table(tmp_path: Path, table: Table[Any]) -> None:
+    """Whatever the value breaks in other checks."""
+    original, damaged = tmp_path / "original", tmp_path / "damaged"
+    original.mkdir()
+    write_a_run(original)
+    with closing(sqlite3.connect(original / FILE_NAME)) as db:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        num_rows = db.execute(f"SELECT count(*) FROM {table.name}").fetchone()[0]
+    rng = random.Random(0)
+    for column in table.columns if num_rows else ():
+        shutil.copytree(original, damaged)
+        with closing(sqlite3.connect(damaged / FILE_NAME)) as db, db:
+            one = f"(SELECT checksum FROM {table.name} ORDER BY checksum LIMIT 1 OFFSET {rng.randrange(num_rows)})"
+            value = rng.choice([f"coalesce({column}, 0) + 1000", "'odd'", "x'6f6464'"])
+            db.execute(f"UPDATE {table.name} SET {column} = {value} WHERE checksum = {one}")
+        try:
+            violations = found(damaged)
+        except RunError as error:
+            violations = (str(error),)
+        expected = "no run 'run-1'" if (table.name, column) == ("runs", "run_id") else f"table {table.name} with"
+        assert any(expected in violation for violation in violations), (column, value, violations)
+        shutil.rmtree(damaged)
 
 
 def test_a_ledger_in_a_read_only_directory_can_be_audited(tmp_path: Path) -> None:

@@ -176,7 +176,9 @@ async def test_queries_on_the_hot_path_use_the_partial_indexes_of_open_groups(tm
     for state in GroupState:
         tx.groups.page(RUN, limit=5, state=state)
     tx.groups.queued(RUN)
-    list(tx.damage(RUN, ChangedRows(group_ids=[GroupId("g")], after_step=5, publication=5)))
+    list(tx.damage(RUN, ChangedRows(after_step=5, publication=5)))
+    list(tx.groups.checked(RUN, pytest.fail, [GroupId("g")]))
+    tx.history.checked(RUN, pytest.fail, [GroupId("g")])
     db.set_trace_callback(None)
     plans = [db.execute(f"EXPLAIN QUERY PLAN {sql}").fetchone()[3] for sql in queries]
     db.close()

@@ -1,17 +1,22 @@
 """SQL of groups, their history, and payloads that are stored in the database."""
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rollbook.contracts.admission import OwnerId, RunId
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.ledger.records import GroupRecord, MoveRecord, Origin
+from rollbook.ledger.store import Move, StoreFaultError
 from rollbook.ledger.stores.sql.tables import GROUPS, MOVES
 from rollbook.ledger.stores.sql.write_buffer import PayloadRows, SqlSession
 
 # Small results are ordered by `+sequence, +part`: the plus keeps the planner from scanning the whole run in order to save a sort.
 IDS_PER_QUERY = 16
 SOME_GROUPS = f"WHERE run_id = ? AND group_id IN ({', '.join('?' * IDS_PER_QUERY)})"
+HAS_NO_ROW = (
+    "AND NOT EXISTS (SELECT 1 FROM groups WHERE groups.run_id = history.run_id AND groups.group_id = history.group_id)"
+)
 
 INSERT_PAYLOAD = (
     "INSERT INTO payloads (run_id, group_id, body) VALUES (?, ?, ?) "
@@ -24,6 +29,13 @@ def padded(group_ids: Sequence[GroupId], count: int = IDS_PER_QUERY) -> Iterator
     for start in range(0, len(group_ids), count):
         ids = list(group_ids[start : start + count])
         yield ids + ids[:1] * (count - len(ids))
+
+
+def _rows_of(
+    session: SqlSession, select: str, run_id: RunId, group_ids: Sequence[GroupId], rest: str = ""
+) -> Iterator[Any]:
+    for ids in padded(group_ids):
+        yield from session.select_flushed(f"{select} {SOME_GROUPS} {rest}", (run_id, *ids))
 
 
 class SqlGroups:
@@ -145,6 +157,19 @@ class SqlGroups:
         rows = self._session.stream(GROUPS.select + "WHERE run_id = ? ORDER BY group_id", (run_id,))
         return (GROUPS.record(row) for row in rows)
 
+    def checked(
+        self, run_id: RunId, on_damage: Callable[[str], None], group_ids: Sequence[GroupId] | None = None
+    ) -> Iterator[GroupRecord]:
+        if group_ids is None:
+            rows = self._session.stream(GROUPS.select_checked + "WHERE run_id = ? ORDER BY sequence, part", (run_id,))
+        else:
+            rows = _rows_of(self._session, GROUPS.select_checked, run_id, group_ids)
+        for row in GROUPS.checked(rows, on_damage):
+            try:
+                yield GROUPS.record(row[:-1])
+            except StoreFaultError as error:
+                on_damage(str(error))
+
     def _where(self, condition: str, run_id: RunId, *parameters: Any) -> list[GroupRecord]:
         sql = f"{GROUPS.select} WHERE run_id = ? AND {condition}"
         return GROUPS.all(self._session.select_flushed(sql, (run_id, *parameters)))
@@ -163,14 +188,6 @@ class SqlHistory:
         sql = MOVES.select + "WHERE run_id = ? AND group_id = ? ORDER BY id"
         return MOVES.all(self._session.select_flushed(sql, (run_id, group_id)))
 
-    def find(self, run_id: RunId, group_ids: Sequence[GroupId]) -> dict[GroupId, list[MoveRecord]]:
-        found: dict[GroupId, list[MoveRecord]] = {}
-        for ids in padded(group_ids):
-            sql = MOVES.select + SOME_GROUPS + " ORDER BY group_id, id"
-            for move in MOVES.all(self._session.select_flushed(sql, (run_id, *ids))):
-                found.setdefault(move.group_id, []).append(move)
-        return found
-
     def after(self, number: int, limit: int) -> list[tuple[int, RunId, GroupId]]:
         sql = "SELECT id, run_id, group_id FROM history WHERE id > ? ORDER BY id LIMIT ?"
         return [(row[0], row[1], row[2]) for row in self._session.select_flushed(sql, (number, limit))]
@@ -179,9 +196,22 @@ class SqlHistory:
         row = self._session.select_flushed("SELECT id FROM history ORDER BY id DESC LIMIT 1").fetchone()
         return 0 if row is None else int(row[0])
 
-    def each(self, run_id: RunId) -> Iterator[tuple[GroupId, float, str | None, str]]:
-        sql = "SELECT group_id, at, from_state, to_state FROM history WHERE run_id = ? ORDER BY group_id, id"
-        return iter(self._session.stream(sql, (run_id,)))
+    def checked(
+        self, run_id: RunId, on_damage: Callable[[str], None], group_ids: Sequence[GroupId]
+    ) -> dict[GroupId, list[Move]]:
+        found: defaultdict[GroupId, list[Move]] = defaultdict(list)
+        rows = _rows_of(self._session, MOVES.select_checked, run_id, group_ids, "ORDER BY group_id, id")
+        for row in MOVES.checked(rows, on_damage):
+            found[row[1]].append(row[2:5])
+        return found
+
+    def without_row(self, run_id: RunId, group_ids: Sequence[GroupId] | None = None) -> list[GroupId]:
+        select = "SELECT DISTINCT group_id FROM history"
+        if group_ids is None:
+            rows = self._session.stream(f"{select} WHERE run_id = ? {HAS_NO_ROW}", (run_id,))
+        else:
+            rows = _rows_of(self._session, select, run_id, group_ids, HAS_NO_ROW)
+        return [row[0] for row in rows]
 
 
 class SqlPayloads:

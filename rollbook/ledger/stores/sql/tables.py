@@ -33,10 +33,12 @@ from rollbook.ledger.store import StoreFaultError
 
 R = TypeVar("R", bound=Record)
 
+_encode = msgspec.msgpack.Encoder().encode
+
 
 def checksum(values: Sequence[Any]) -> int:
     """64 bits of XXH3 as a signed number, which both databases can store."""
-    unsigned = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(values))
+    unsigned = xxhash.xxh3_64_intdigest(_encode(values))
     return unsigned if unsigned < 1 << 63 else unsigned - (1 << 64)
 
 
@@ -98,9 +100,17 @@ class Table(Generic[R]):
 
     def damaged(self, rows: Iterable[Sequence[Any]]) -> Iterator[str]:
         """A sentence for each row of `select_checked` whose checksum differs."""
-        for *values, stored in rows:
-            if checksum(values) != stored:
-                yield f"{self._named(values)} was changed after it was written: its checksum does not match"
+        for row in rows:
+            if checksum(row[:-1]) != row[-1]:
+                yield f"{self._named(row)} was changed after it was written: its checksum does not match"
+
+    def checked(self, rows: Iterable[Any], on_damage: Callable[[str], None]) -> Iterator[Any]:
+        """The rows of `select_checked`. Those whose checksum differs are reported."""
+        for row in rows:
+            if checksum(row[:-1]) != row[-1]:
+                for sentence in self.damaged((row,)):
+                    on_damage(sentence)
+            yield row
 
     def _named(self, row: Sequence[Any]) -> str:
         key = ", ".join(f"{name} {row[self.columns.index(name)]!r}" for name in self._key if name in self.columns)

@@ -1,6 +1,9 @@
 """SQL of batches, acknowledged steps and publications."""
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.batch import BatchEntry, BatchManifest
@@ -8,6 +11,10 @@ from rollbook.contracts.policy import PublicationId
 from rollbook.ledger.records import BatchRecord, PublicationRecord, StepRecord
 from rollbook.ledger.stores.sql.tables import BATCHES, ENTRIES, PUBLICATIONS, STEPS, BatchRow, EntryRow
 from rollbook.ledger.stores.sql.write_buffer import SqlSession
+
+BATCHES_PER_READ = 64
+"""Their entries are read together."""
+STEP = ENTRIES.columns.index("step")
 
 
 class SqlBatches:
@@ -19,7 +26,7 @@ class SqlBatches:
     def get(self, run_id: RunId, step: int) -> BatchRecord | None:
         sql = BATCHES.select + "WHERE run_id = ? AND step = ?"
         row = BATCHES.one(self._session.select(sql, (run_id, step)).fetchone())
-        return None if row is None else self._record(row)
+        return None if row is None else next(self._records([row]))
 
     def put(self, batch: BatchRecord) -> None:
         manifest = batch.manifest
@@ -50,22 +57,31 @@ class SqlBatches:
 
     def each(self, run_id: RunId, *, after: int = 0) -> Iterator[BatchRecord]:
         rows = self._session.stream(BATCHES.select + "WHERE run_id = ? AND step > ? ORDER BY step", (run_id, after))
-        return (self._record(BATCHES.record(row)) for row in rows)
+        batches = (BATCHES.record(row) for row in rows)
+        while some := list(islice(batches, BATCHES_PER_READ)):
+            yield from self._records(some)
 
-    def _record(self, row: BatchRow) -> BatchRecord:
-        sql = ENTRIES.select + "WHERE run_id = ? AND step = ? ORDER BY place"
-        entries = tuple(
-            BatchEntry(
-                group_id=entry.group_id,
-                sequence=entry.sequence,
-                payload_digest=entry.payload_digest,
-                oldest_version=entry.oldest_version,
-                masked=entry.masked,
+    def _records(self, rows: Sequence[BatchRow]) -> Iterator[BatchRecord]:
+        """Batches in the order of their steps, with their entries."""
+        sql = ENTRIES.select + "WHERE run_id = ? AND step BETWEEN ? AND ? ORDER BY step, place"
+        found: defaultdict[int, list[Any]] = defaultdict(list)
+        for entry in self._session.select(sql, (rows[0].run_id, rows[0].step, rows[-1].step)):
+            found[entry[STEP]].append(entry)
+        for row in rows:
+            entries = tuple(
+                BatchEntry(
+                    group_id=entry.group_id,
+                    sequence=entry.sequence,
+                    payload_digest=entry.payload_digest,
+                    oldest_version=entry.oldest_version,
+                    masked=entry.masked,
+                )
+                for entry in ENTRIES.all(found[row.step])
             )
-            for entry in ENTRIES.all(self._session.select(sql, (row.run_id, row.step)))
-        )
-        manifest = BatchManifest(step=row.step, entries=entries, digest=row.digest, is_last=row.is_last, cut=row.cut)
-        return BatchRecord(run_id=row.run_id, manifest=manifest, epoch=row.epoch, decided_at=row.decided_at)
+            manifest = BatchManifest(
+                step=row.step, entries=entries, digest=row.digest, is_last=row.is_last, cut=row.cut
+            )
+            yield BatchRecord(run_id=row.run_id, manifest=manifest, epoch=row.epoch, decided_at=row.decided_at)
 
 
 class SqlSteps:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.group import GroupId
 from rollbook.ledger.store import ChangedRows, Payloads
-from rollbook.ledger.stores.sql.groups import SOME_GROUPS, SqlGroups, SqlHistory, SqlPayloads, padded
+from rollbook.ledger.stores.sql.groups import SqlGroups, SqlHistory, SqlPayloads
 from rollbook.ledger.stores.sql.runs import SqlActions, SqlMembers, SqlOwners, SqlPositions, SqlProducers, SqlRuns
 from rollbook.ledger.stores.sql.schema import SqlSideTables, Translate
 from rollbook.ledger.stores.sql.tables import BATCHES, CHECKED, ENTRIES, GROUPS, MOVES, PUBLICATIONS, STEPS
@@ -71,16 +71,17 @@ class SqlTransaction:
         yield from self._check_file()
         for table in CHECKED:
             # A row whose run is unknown may be one of this run.
-            where = "WHERE run_id = ? OR run_id NOT IN (SELECT run_id FROM runs)"
-            yield from table.damaged(self.session.stream(table.select_checked + where, (run_id,)))
+            unknown = "WHERE run_id NOT IN (SELECT run_id FROM runs)"
+            yield from table.damaged(self.session.stream(table.select_checked + unknown, ()))
+            if table not in (GROUPS, MOVES):
+                yield from table.damaged(self.session.stream(table.select_checked + "WHERE run_id = ?", (run_id,)))
 
     def _damage_of(self, run_id: RunId, only: ChangedRows) -> Iterator[str]:
         select = self.session.stream
         for table in CHECKED:
             if table in (GROUPS, MOVES):
-                for ids in padded(only.group_ids):
-                    yield from table.damaged(select(table.select_checked + SOME_GROUPS, (run_id, *ids)))
-            elif table in (BATCHES, ENTRIES, STEPS):
+                continue
+            if table in (BATCHES, ENTRIES, STEPS):
                 where = "WHERE run_id = ? AND step > ?"
                 yield from table.damaged(select(table.select_checked + where, (run_id, only.after_step)))
             elif table is PUBLICATIONS:

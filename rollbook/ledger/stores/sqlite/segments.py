@@ -14,11 +14,13 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
@@ -38,8 +40,7 @@ MAX_WRITE_BUFFERS = 512
 _NAME = re.compile(r"(\d{8,})\.seg")
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """The location of a payload, and its digest."""
 
     segment: int
@@ -82,27 +83,29 @@ def read_payload(directory: Path, place: Place) -> bytes:
 def read_payloads(directory: Path, places: Sequence[Place]) -> dict[Place, memoryview]:
     """Read several payloads. Adjacent ones are read in one call: for the groups of a batch, that is one read instead of a dozen."""
     found: dict[Place, memoryview] = {}
-    for run in _adjacent(places):
-        first, last = run[0], run[-1]
-        whole = _bytes(directory, Place(first.segment, first.place, last.place + last.size - first.place, 0))
-        view = memoryview(whole or b"")
-        for place in run:
-            body = view[place.place - first.place :][: place.size]
-            # A damaged one is read again, which raises the right error.
-            is_good = len(body) == place.size and digest_of(body) == place.digest
-            found[place] = body if is_good else memoryview(read_payload(directory, place))
+    for segment, of_segment in groupby(sorted(places), key=attrgetter("segment")):
+        with _opened(directory, segment) as handle:
+            for run in _adjacent(of_segment):
+                start, end = run[0].place, run[-1].place + run[-1].size
+                view = memoryview(b"" if handle is None else os.pread(handle, end - start, start))
+                for place in run:
+                    body = view[place.place - start : place.place - start + place.size]
+                    # A damaged one is read again, which raises the right error.
+                    is_good = len(body) == place.size and digest_of(body) == place.digest
+                    found[place] = body if is_good else memoryview(read_payload(directory, place))
     return found
 
 
-def _adjacent(places: Sequence[Place]) -> list[list[Place]]:
-    """Group places that follow each other in the same segment."""
+def _adjacent(places: Iterable[Place]) -> list[list[Place]]:
+    """Group places of one segment that follow each other."""
     runs: list[list[Place]] = []
-    for place in sorted(places, key=lambda place: (place.segment, place.place)):
-        before = runs[-1][-1] if runs else None
-        if before is not None and (before.segment, before.place + before.size) == (place.segment, place.place):
+    end = -1
+    for place in places:
+        if place.place == end:
             runs[-1].append(place)
         else:
             runs.append([place])
+        end = place.place + place.size
     return runs
 
 
@@ -112,13 +115,20 @@ def is_intact(directory: Path, place: Place) -> bool:
 
 
 def _bytes(directory: Path, place: Place) -> bytes | None:
-    # Opened for each read: this costs a twentieth of the read, and no descriptor outlives its file.
+    with _opened(directory, place.segment) as handle:
+        return None if handle is None else os.pread(handle, place.size, place.place)
+
+
+@contextmanager
+def _opened(directory: Path, segment: int) -> Iterator[int | None]:
+    """A descriptor of the file; None if it is missing. Opened for each read, so that no descriptor outlives its file."""
     try:
-        handle = os.open(segment_path(directory, place.segment), os.O_RDONLY | os.O_CLOEXEC)
+        handle = os.open(segment_path(directory, segment), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return None
+        yield None
+        return
     try:
-        return os.pread(handle, place.size, place.place)
+        yield handle
     finally:
         os.close(handle)
 
