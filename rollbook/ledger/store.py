@@ -160,8 +160,8 @@ class Groups(Protocol):
 
     def checked(
         self, run_id: RunId, on_damage: Callable[[str], None], group_ids: Sequence[GroupId] | None = None
-    ) -> Iterator[GroupRecord]:
-        """All groups, lowest sequence first, or those of these ids that exist, in any order.
+    ) -> Iterator[list[GroupRecord]]:
+        """All groups, lowest sequence first, or those of these ids that exist, in any order; a few hundred at a time.
 
         Rows that do not match their checksums are reported. Rows that cannot be read are reported and left out.
         """

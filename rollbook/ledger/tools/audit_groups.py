@@ -2,13 +2,18 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
-from itertools import islice
 
 import msgspec
 
 from rollbook.contracts.batch import BatchEntry
 from rollbook.contracts.group import MOVES, GroupId, GroupOutcome, GroupState
-from rollbook.contracts.group_checks import UnusableGroupError, false_claims, find_obstacle, inspect_payload
+from rollbook.contracts.group_checks import (
+    GroupFacts,
+    UnusableGroupError,
+    false_claims,
+    find_obstacle,
+    inspect_payload,
+)
 from rollbook.contracts.group_codec import payload_digest
 from rollbook.contracts.policy import PublicationId
 from rollbook.ledger.records import GroupRecord, Origin
@@ -19,8 +24,6 @@ from rollbook.ledger.store import Move, StoreFaultError, Transaction
 from rollbook.ledger.tools.audit_findings import Findings
 from rollbook.ledger.tools.audit_samples import wrong_mask, wrong_versions
 
-GROUPS_PER_READ = 256
-"""Payloads are read together."""
 PAGE = 1000
 _OUTCOMES = msgspec.json.Decoder(GroupOutcome)
 Chain = tuple[tuple[str | None, str], ...]
@@ -50,17 +53,18 @@ def check_groups(tx: Transaction, findings: Findings, changed: list[GroupId] | N
     run_id, remaining = findings.run.run_id, dict(findings.entries)
     for group_id in tx.history.without_row(run_id, changed):
         findings.add(f"group {group_id} has a history but no row")
-    for chunk, histories in _rows(tx, findings, changed):
-        _load_publications(tx, findings, chunk)
-        payloads = _Payloads(tx, findings, chunk)
-        for group in chunk:
+    for groups, histories in _rows(tx, findings, changed):
+        _load_publications(tx, findings, groups)
+        for group in groups:
             if group.group_id in histories:
                 _check_history(group, histories[group.group_id], findings)
             else:
                 findings.add(f"group {group.group_id} has no history")
-            if group.task_id in findings.quarantined and group.state not in SETTLED:
-                findings.add(f"group {group.group_id} is {group.state}, and its task {group.task_id} is in quarantine")
-            _check_row(group, remaining.pop(group.group_id, (None, None)), payloads, findings)
+        for group in groups:
+            _check_row(group, remaining.pop(group.group_id, (None, None)), findings)
+        intact = _intact_payloads(_Payloads(tx, findings, groups), groups, findings)
+        for group, facts in _inspected(intact, findings):
+            _check_payload(group, facts, findings)
     for group_id, (step, _) in remaining.items():
         try:
             has_row = tx.groups.get(run_id, group_id) is not None
@@ -85,16 +89,15 @@ def _rows(
     """The groups and their histories, some at a time. Reports those that do not match their checksums."""
     run_id, report = findings.run.run_id, findings.add
     tx.history.checked(run_id, report, tx.history.without_row(run_id, changed))
-    groups = tx.groups.checked(run_id, report, changed)
-    while chunk := list(islice(groups, GROUPS_PER_READ)):
-        yield chunk, tx.history.checked(run_id, report, [group.group_id for group in chunk])
+    for groups in tx.groups.checked(run_id, report, changed):
+        yield groups, tx.history.checked(run_id, report, [group.group_id for group in groups])
 
 
-def _load_publications(tx: Transaction, findings: Findings, chunk: list[GroupRecord]) -> None:
+def _load_publications(tx: Transaction, findings: Findings, groups: list[GroupRecord]) -> None:
     """Add the publications of the groups that an earlier audit has checked."""
     if findings.mark is None:
         return
-    for group in chunk:
+    for group in groups:
         admission = admission_of(group)
         for number in (*group.publications, *(() if admission is None else (int(admission),))):
             if 0 <= number < findings.final_publication and number not in findings.publications:
@@ -164,15 +167,12 @@ def _illegal_moves(chain: Chain, *, is_external: bool) -> tuple[str, ...]:
     return tuple(illegal)
 
 
-def _check_row(
-    group: GroupRecord,
-    batched: tuple[int, BatchEntry] | tuple[None, None],
-    payloads: _Payloads,
-    findings: Findings,
-) -> None:
+def _check_row(group: GroupRecord, batched: tuple[int, BatchEntry] | tuple[None, None], findings: Findings) -> None:
     run = findings.run
     batched_in, entry = batched
     findings.count(group)
+    if group.task_id in findings.quarantined and group.state not in SETTLED:
+        findings.add(f"group {group.group_id} is {group.state}, and its task {group.task_id} is in quarantine")
     is_batched = group.state in (GroupState.BATCHED, GroupState.TRAINED, GroupState.DURABLE)
     if batched_in != (group.step if is_batched else None):
         expected = group.step if is_batched else None
@@ -187,19 +187,6 @@ def _check_row(
         _check_entry(group, batched_in, entry, findings)
     for sentence in wrong_versions(group, findings.version_bounds(group)):
         findings.add(f"group {group.group_id} {sentence}")
-    try:
-        payload = payloads.get(group)
-    except StoreFaultError as error:
-        findings.add(f"group {group.group_id}: {error}")
-        return
-    if payload is None:
-        if group.has_payload or group.group_id in payloads.needed:
-            findings.add(f"group {group.group_id} is {group.state} and its payload is missing")
-    elif payload_digest(payload) != group.payload_digest:
-        findings.add(f"group {group.group_id}: its payload does not match its digest {group.payload_digest}")
-    else:
-        findings.expect_of(group, "bytes of its payload", len(payload), group.payload_bytes)
-        _check_payload(payload, group, findings)
 
 
 def _check_entry(group: GroupRecord, step: int, entry: BatchEntry, findings: Findings) -> None:
@@ -213,21 +200,57 @@ def _check_entry(group: GroupRecord, step: int, entry: BatchEntry, findings: Fin
         findings.add(f"group {group.group_id} in batch {step}: {wrong}")
 
 
-def _check_payload(payload: bytes, group: GroupRecord, findings: Findings) -> None:
+def _intact_payloads(
+    payloads: _Payloads, groups: list[GroupRecord], findings: Findings
+) -> list[tuple[GroupRecord, bytes]]:
+    """The payloads that match their digests."""
+    intact: list[tuple[GroupRecord, bytes]] = []
+    for group in groups:
+        try:
+            payload = payloads.get(group)
+        except StoreFaultError as error:
+            findings.add(f"group {group.group_id}: {error}")
+            continue
+        if payload is None:
+            if group.has_payload or group.group_id in payloads.needed:
+                findings.add(f"group {group.group_id} is {group.state} and its payload is missing")
+        elif payload_digest(payload) != group.payload_digest:
+            findings.add(f"group {group.group_id}: its payload does not match its digest {group.payload_digest}")
+        else:
+            findings.expect_of(group, "bytes of its payload", len(payload), group.payload_bytes)
+            intact.append((group, payload))
+    return intact
+
+
+def _inspected(
+    payloads: list[tuple[GroupRecord, bytes]], findings: Findings
+) -> list[tuple[GroupRecord, GroupFacts | str | None]]:
+    """What each payload contains, or why it cannot be decoded; None if it is not known which groups the trainer can use."""
+    if findings.run.settings.counts_sequences:
+        return [
+            (group, None) for group, _ in payloads
+        ]  # another dialect, whose trainer does not report unusable groups
+    found: list[tuple[GroupRecord, GroupFacts | str | None]] = []
+    for group, payload in payloads:
+        try:
+            found.append((group, inspect_payload(payload, group.group_id)))
+        except UnusableGroupError as error:
+            found.append((group, str(error)))
+    return found
+
+
+def _check_payload(group: GroupRecord, facts: GroupFacts | str | None, findings: Findings) -> None:
     """The row states what the payload contains, and the group is usable unless the trainer reported that it is not."""
     try:
         outcome = _OUTCOMES.decode(group.outcome or b"")
     except (msgspec.MsgspecError, ValueError) as error:
         findings.add(f"group {group.group_id}: its outcome is damaged: {error}")
         return
-    if findings.run.settings.counts_sequences:
-        return  # groups of another dialect, for a trainer that does not report unusable groups
-    facts = obstacle = None
-    try:
-        facts = inspect_payload(payload, group.group_id)
-    except UnusableGroupError as error:
-        obstacle = str(error)
-    if facts is not None:
+    if facts is None:
+        return
+    if isinstance(facts, str):
+        obstacle: str | None = facts
+    else:
         for claim in false_claims(
             facts, task_id=group.task_id, draw=group.draw, publications=group.publications, outcome=outcome
         ):

@@ -104,14 +104,6 @@ class Table(Generic[R]):
             if checksum(row[:-1]) != row[-1]:
                 yield f"{self._named(row)} was changed after it was written: its checksum does not match"
 
-    def checked(self, rows: Iterable[Any], on_damage: Callable[[str], None]) -> Iterator[Any]:
-        """The rows of `select_checked`. Those whose checksum differs are reported."""
-        for row in rows:
-            if checksum(row[:-1]) != row[-1]:
-                for sentence in self.damaged((row,)):
-                    on_damage(sentence)
-            yield row
-
     def _named(self, row: Sequence[Any]) -> str:
         key = ", ".join(f"{name} {row[self.columns.index(name)]!r}" for name in self._key if name in self.columns)
         return f"the row of table {self.name} with {key or list(row)}"
