@@ -52,6 +52,7 @@ TASKS = 1_000
 STEPS_PER_TRANSACTION = 50
 CHECKPOINT_EVERY = 10
 FILTERED_EVERY = 16
+QUEUED = 7
 REPEATS = 5
 MAX_AUDIT_US = 40.0
 MAX_START_MS = 100.0
@@ -90,6 +91,7 @@ class History:
     async def play(self, num_groups: int) -> None:
         while self._position < num_groups:
             await self.write(lambda run_tx: self.steps(run_tx, num_groups))
+        await self.write(self.fill_queue)
 
     async def write(self, rule: Callable[[RunTransaction], T]) -> T:
         def work(tx: Transaction) -> T:
@@ -112,6 +114,11 @@ class History:
             groups.submit(
                 run_tx, self.submission(TaskId(task), int(number), is_filtered=is_filtered), max_queued=10_000
             )
+
+    def fill_queue(self, run_tx: RunTransaction) -> None:
+        """The same number of queued groups at every size: `queued` returns them all."""
+        if run_tx.run.num_queued < QUEUED:
+            self.submit(run_tx, self.open(run_tx, QUEUED - run_tx.run.num_queued), filters=False)
 
     def submission(self, task: TaskId, draw: int, *, is_filtered: bool) -> Submission:
         encoded, group = self._encoded(task, draw)
