@@ -51,8 +51,6 @@ def changed_groups(tx: Transaction, findings: Findings) -> list[GroupId]:
 def check_groups(tx: Transaction, findings: Findings, changed: list[GroupId] | None) -> None:
     """Check these groups; None: all."""
     run_id, remaining = findings.run.run_id, dict(findings.entries)
-    for group_id in tx.history.without_row(run_id, changed):
-        findings.add(f"group {group_id} has a history but no row")
     for groups, histories in _rows(tx, findings, changed):
         _load_publications(tx, findings, groups)
         for group in groups:
@@ -78,7 +76,7 @@ def check_groups(tx: Transaction, findings: Findings, changed: list[GroupId] | N
 
 
 def check_checksums(tx: Transaction, findings: Findings, changed: list[GroupId] | None) -> None:
-    """Compare rows and histories with their checksums, and nothing else: for rows whose values break another check."""
+    """Read rows and histories and compare them with their checksums, for rows whose values break another check."""
     for _ in _rows(tx, findings, changed):
         pass
 
@@ -86,9 +84,12 @@ def check_checksums(tx: Transaction, findings: Findings, changed: list[GroupId] 
 def _rows(
     tx: Transaction, findings: Findings, changed: list[GroupId] | None
 ) -> Iterator[tuple[list[GroupRecord], Mapping[GroupId, list[Move]]]]:
-    """The groups and their histories, some at a time. Reports those that do not match their checksums."""
+    """The groups and their histories, some at a time. Reports histories without a row and what does not match its checksum."""
     run_id, report = findings.run.run_id, findings.add
-    tx.history.checked(run_id, report, tx.history.without_row(run_id, changed))
+    without_row = tx.history.without_row(run_id, changed)
+    tx.history.checked(run_id, report, without_row)
+    for group_id in without_row:
+        report(f"group {group_id} has a history but no row")
     for groups in tx.groups.checked(run_id, report, changed):
         yield groups, tx.history.checked(run_id, report, [group.group_id for group in groups])
 

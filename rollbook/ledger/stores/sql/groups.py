@@ -208,7 +208,16 @@ class SqlHistory:
     def checked(
         self, run_id: RunId, on_damage: Callable[[str], None], group_ids: Sequence[GroupId]
     ) -> dict[GroupId, list[Move]]:
-        rows = list(_rows_of(self._session, MOVES.select_checked, run_id, group_ids, "ORDER BY group_id, id"))
+        # A join: without statistics, PostgreSQL would read all moves of the run for a condition on its id and a list of groups.
+        sql = (
+            f"WITH wanted (name) AS (VALUES {', '.join(['(?)'] * IDS_PER_QUERY)}) {MOVES.select_checked} "
+            "JOIN wanted ON group_id = name WHERE run_id = ? ORDER BY group_id, id"
+        )
+        rows: list[Any] = []
+        for start in range(0, len(group_ids), IDS_PER_QUERY):
+            ids = group_ids[start : start + IDS_PER_QUERY]
+            no_ids = (None,) * (IDS_PER_QUERY - len(ids))
+            rows += self._session.select_flushed(sql, (*ids, *no_ids, run_id)).fetchall()
         for sentence in MOVES.damaged(rows):
             on_damage(sentence)
         found: defaultdict[GroupId, list[Move]] = defaultdict(list)
