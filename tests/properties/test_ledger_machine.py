@@ -467,7 +467,7 @@ class SqlLedgerMachine(LedgerMachine):
 
 
 QUICK = settings(
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow],
     print_blob=True,
