@@ -131,13 +131,13 @@ def _python() -> Finding:
 
 
 def _bytecode() -> Finding:
-    """With `PYTHONDONTWRITEBYTECODE`, as in many containers, every process compiles the sources of torch and transformers again."""
+    """With `PYTHONDONTWRITEBYTECODE`, as in many containers, processes compile again what was installed without bytecode."""
     is_cached = not sys.dont_write_bytecode
     return Finding(
         name="bytecode",
         verdict=Verdict.OK if is_cached else Verdict.ABSENT,
         found="cached" if is_cached else "not cached (PYTHONDONTWRITEBYTECODE is set)",
-        advice="" if is_cached else "unset PYTHONDONTWRITEBYTECODE: a run starts about 10 s sooner",
+        advice="" if is_cached else "unset PYTHONDONTWRITEBYTECODE: processes start sooner",
     )
 
 

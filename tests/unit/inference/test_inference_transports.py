@@ -28,12 +28,16 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8
 SHAPES = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)), min_size=1, max_size=6)
 
 
-@given(SHAPES)
-def test_unpacked_tensors_equal_the_packed_ones(shapes: list[tuple[torch.dtype, list[int]]]) -> None:
-    weights = {
+def weights_of(shapes: list[tuple[torch.dtype, list[int]]]) -> dict[str, torch.Tensor]:
+    return {
         f"layer.{index}": torch.arange(int(torch.Size(shape).numel())).to(dtype).reshape(shape)
         for index, (dtype, shape) in enumerate(shapes)
     }
+
+
+@given(SHAPES)
+def test_unpacked_tensors_equal_the_packed_ones(shapes: list[tuple[torch.dtype, list[int]]]) -> None:
+    weights = weights_of(shapes)
     headers, packed = headers_of(weights), pack(weights)
     for name, tensor in unpack_views(packed, headers).items():
         assert torch.equal(tensor, weights[name])
@@ -45,10 +49,7 @@ def test_unpacked_tensors_equal_the_packed_ones(shapes: list[tuple[torch.dtype, 
 def test_uploaded_tensors_equal_those_in_main_memory(
     shapes: list[tuple[torch.dtype, list[int]]], window_bytes: int
 ) -> None:
-    weights = {
-        f"layer.{index}": torch.arange(int(torch.Size(shape).numel())).to(dtype).reshape(shape)
-        for index, (dtype, shape) in enumerate(shapes)
-    }
+    weights = weights_of(shapes)
     upload = Upload(torch.device("cpu"), window_bytes=window_bytes)
     for _ in range(2):  # windows are used again
         uploaded = upload(list(unpack_bytes(pack(weights), headers_of(weights)).values()))

@@ -43,7 +43,7 @@ def test_each_fault_of_a_node_is_named_with_what_to_do(changes: dict[str, object
 
 @pytest.mark.parametrize(
     ("is_disabled", "verdict", "advice"),
-    [(False, Verdict.OK, ""), (True, Verdict.ABSENT, "unset PYTHONDONTWRITEBYTECODE: a run starts about 10 s sooner")],
+    [(False, Verdict.OK, ""), (True, Verdict.ABSENT, "unset PYTHONDONTWRITEBYTECODE: processes start sooner")],
 )
 def test_bytecode_that_is_not_cached_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_disabled: bool, verdict: Verdict, advice: str
