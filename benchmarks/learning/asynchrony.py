@@ -1,7 +1,7 @@
 """Wall time to the same held-out accuracy, synchronous (staleness bound 0) against asynchronous, with the same recipe.
 
     python -m benchmarks.learning.asynchrony --model models/smollm2 --minutes 8
-    python -m benchmarks.learning.asynchrony --small --device cpu --seeds 1 --lanes 1     # tests the script
+    python -m benchmarks.learning.asynchrony --small --device cpu --seeds 0 --lanes 1     # tests the script
 
 SmolLM2-135M learns two-digit sums. An episode has instructions of 290 tokens and two questions. After each answer it waits for a
 tool, as agents do. The tool sleeps. A short synchronous run measures how long generation and training take alone; then the duration
@@ -93,7 +93,7 @@ def config_table(args: argparse.Namespace, model: Path, *, bound: int, seed: int
     table["inference"] |= {"max_running": 2048, "max_connections": 2048, "max_model_len": MAX_TOKENS}
     table["inference"] |= {"kv_memory_mb": 12_000}
     # A trainer with passes of 65,536 tokens takes up to 69 GB: two of them and their policy servers do not fit into one GPU.
-    table["trainer"] |= {"lr": args.lr, "max_tokens_per_microbatch": 16_384, "threads": 1}
+    table["trainer"] |= {"lr": args.lr, "max_tokens_per_microbatch": 32_768, "threads": 1}
     table["evaluation"] |= {"every_steps": args.evaluate_every, "args": {"count": 0, "seed": 0, "held_out": held_out}}
     table["evaluation"]["args"] |= numbers
     if args.device == "cpu":
@@ -120,7 +120,7 @@ class Study:
         # Of two runs at the same time one is synchronous and one is not, and the lanes change roles with each seed.
         kinds = [
             (seed, bound)
-            for seed in range(self._args.seeds)
+            for seed in self._args.seeds
             for bound in ((0, self._args.bound) if seed % 2 == 0 else (self._args.bound, 0))
         ]
         self._run_all([functools.partial(self._run, seed, bound, turn_s=turn_s) for seed, bound in kinds])
@@ -251,7 +251,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="a Hugging Face directory")
     parser.add_argument("--small", action="store_true", help="a tiny model and single digits, to test the script")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument("--bound", type=int, default=2, help="staleness bound of the asynchronous runs")
     parser.add_argument(
         "--marks", type=float, nargs="+", default=[0.4, 0.5, 0.6], help="held-out accuracies; the highest ends a run"
