@@ -18,7 +18,7 @@ from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.group import GroupState
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import atropos_dialect
-from rollbook.ledger.client.client import RETRIED
+from rollbook.ledger.client.transport import RETRIED
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.bodies import BodyReader

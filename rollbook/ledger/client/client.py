@@ -5,21 +5,13 @@ ledger within that time goes unnoticed. A rejected request is not retried.
 """
 
 import asyncio
-import io
 import struct
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from http import HTTPStatus
-from typing import TypeVar
-from urllib.parse import quote, urlencode
 
 import aiohttp
-import msgspec
 
-from rollbook.concurrency.deadline import Deadline
-from rollbook.concurrency.retry import retry
 from rollbook.contracts.admission import (
     LEASE_S,
     Action,
@@ -39,82 +31,33 @@ from rollbook.contracts.admission import (
     RunSettings,
 )
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, TrainerRole, TrainingBatch
-from rollbook.contracts.errors import FencedError, NotFoundError, RollbookError, RunError, TransientError
+from rollbook.contracts.errors import RollbookError, RunError, TransientError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState
-from rollbook.contracts.group_checks import TrainingLimits, UnusableGroupError
+from rollbook.contracts.group_checks import TrainingLimits
 from rollbook.contracts.group_codec import EncodedGroup, payload_digest
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.client.bundles import Bundles
+from rollbook.ledger.client.transport import Transport, error_of
 from rollbook.ledger.http import verbs, wire
-from rollbook.ledger.http.compression import MIN_COMPRESSED_BYTES, compress
-from rollbook.ledger.http.verbs import Verb
 from rollbook.telemetry.events import EventLog
 
-Q = TypeVar("Q", bound=wire.Message)
-R = TypeVar("R")
-T = TypeVar("T")
-Read = Callable[[aiohttp.ClientResponse], Awaitable[T]]
-
-CONNECT_S = 5.0
 AUDIT_S = 600.0
 """The first audit reads every payload of a run."""
-LONG_POLL_SLACK_S = 15.0
-"""How much longer than `wait_s` a long poll may take before the connection is considered dead."""
-RETRIED = frozenset(
-    {
-        HTTPStatus.REQUEST_TIMEOUT,
-        HTTPStatus.TOO_MANY_REQUESTS,
-        HTTPStatus.BAD_GATEWAY,
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        HTTPStatus.GATEWAY_TIMEOUT,
-    }
-)
-UNAVAILABLE = frozenset({HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT})
-"""Another replica of the service may respond."""
 NOTHING = wire.Empty()
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """An encoded request. The same bytes are sent in every attempt."""
-
-    name: str
-    """Method and path, for messages."""
-    method: str
-    target: str
-    """Path and query; the address of the service is that of the current replica."""
-    headers: Mapping[str, str]
-    body: bytes | None
+SUBMIT = "POST /submit"
+"""Name of a submission in messages; several share a request."""
 
 
 class LedgerClient:
     """One run of a ledger service. Created by `open_ledger_client`."""
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        url: str,
-        run_id: RunId,
-        *,
-        request_s: float,
-        log: EventLog,
-        token: str | None = None,
-        is_compressed: bool = False,
-    ) -> None:
-        self._session = session
-        self._urls = [address.strip().rstrip("/") for address in url.split(",")]
-        self._current = 0
+    def __init__(self, transport: Transport, run_id: RunId) -> None:
+        self._transport = transport
+        self._call = transport.call
         self._run_id = run_id
-        self._request_s = request_s
-        self._log = log
         self._epoch: int | None = None
         self._limits = TrainingLimits()
-        self._is_compressed = is_compressed
-        # Explicit, because aiohttp would offer every encoding it knows. On one machine compression costs more than it saves.
-        self._headers = {"Accept": wire.CONTENT_TYPE, "Accept-Encoding": "zstd" if is_compressed else "identity"}
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
         self._bundles: Bundles[wire.Submit, PartReceipt] = Bundles(
             self._submit_bundle, size_of=lambda submit: len(submit.payload)
         )
@@ -158,7 +101,7 @@ class LedgerClient:
 
     async def payload(self, group_id: GroupId) -> bytes:
         """The stored payload of a group. Raises `NotFoundError` if it has none, or none any more."""
-        return await self._request(verbs.PAYLOAD, NOTHING, lambda response: response.read(), group=group_id)
+        return await self._transport.read(verbs.PAYLOAD, NOTHING, lambda response: response.read(), group=group_id)
 
     async def manifest(self, step: int) -> BatchManifest:
         """The composition of a decided batch."""
@@ -293,34 +236,29 @@ class LedgerClient:
             payload_digest=group.digest,
             producer=producer,
         )
-        deadline = Deadline(self._request_s, "ledger POST /submit")
 
-        async def send() -> PartReceipt:
-            left = max(deadline.remaining_s(), 0.1)
+        async def send(left_s: float) -> PartReceipt:
             try:
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(left_s):
                     return await self._bundles.send(request)
             except TimeoutError as error:
                 raise TransientError(
-                    f"ledger at {self._urls[self._current]}: no response to group {request.group_id} in {left:g} s"
+                    f"ledger at {self._transport.url}: no response to group {request.group_id} in {left_s:g} s"
                 ) from error
 
-        return await retry(send, on=TransientError, deadline=deadline, on_retry=self._log_retry("POST /submit"))
+        return await self._transport.repeat(send, name=SUBMIT)
 
     async def _submit_bundle(self, groups: Sequence[wire.Submit]) -> list[PartReceipt | RollbookError]:
         """One attempt to submit several groups. Raises if the request failed; a rejected group has its error in the result."""
-        limit_s = max(LONG_POLL_SLACK_S, self._request_s / 2)
         if len(groups) == 1:
-            single = await self._encode(verbs.SUBMIT, groups[0], {})
-            reply = await self._send(single, _decode(verbs.SUBMIT), limit_s)
+            reply = await self._transport.call_once(verbs.SUBMIT, groups[0])
             return [PartReceipt(receipt=reply.receipt, next_part=reply.next_part)]
-        request = await self._encode(verbs.SUBMIT_MANY, wire.SubmitMany(groups=tuple(groups)), {})
-        results = (await self._send(request, _decode(verbs.SUBMIT_MANY), limit_s)).results
+        many = await self._transport.call_once(verbs.SUBMIT_MANY, wire.SubmitMany(groups=tuple(groups)))
         return [
-            _error_of(result.error, "POST /submit")
+            error_of(result.error, SUBMIT)
             if result.error is not None
             else PartReceipt(receipt=Receipt(result.receipt or ""), next_part=result.next_part)
-            for result in results
+            for result in many.results
         ]
 
     async def close(self, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None = None) -> Receipt:
@@ -394,108 +332,7 @@ class LedgerClient:
             return payloads
 
         request = wire.Payloads(step=manifest.step, epoch=self._require_epoch())
-        return await self._request(verbs.PAYLOADS, request, read)
-
-    async def _call(self, verb: Verb[Q, R], request: Q, *, wait_s: float = 0.0, **path: str) -> R:
-        return await self._request(verb, request, _decode(verb), wait_s=wait_s, **path)
-
-    async def _request(self, verb: Verb[Q, R], message: Q, read: Read[T], *, wait_s: float = 0.0, **path: str) -> T:
-        """One request, retried while the ledger cannot be reached, until one deadline."""
-        request = await self._encode(verb, message, path)
-        deadline = Deadline(self._request_s + wait_s, f"ledger {request.name}")
-
-        async def attempt() -> T:
-            left = min(deadline.remaining_s(), wait_s + max(LONG_POLL_SLACK_S, self._request_s / 2))
-            return await self._send(request, read, max(left, 0.1))
-
-        return await retry(attempt, on=TransientError, deadline=deadline, on_retry=self._log_retry(request.name))
-
-    async def _encode(self, verb: Verb[Q, R], message: Q, path: Mapping[str, str]) -> _Request:
-        quoted = {name: quote(value, safe="") for name, value in path.items()}
-        target = verb.path.format(run=quote(self._run_id, safe=""), **quoted)
-        name = f"{verb.method} {target}"
-        if not verb.has_body:
-            fields = msgspec.to_builtins(message)
-            query = urlencode({field: value for field, value in fields.items() if value is not None})
-            return _Request(name, verb.method, f"{target}?{query}" if query else target, self._headers, None)
-        body = msgspec.msgpack.encode(message)
-        headers = {**self._headers, "Content-Type": wire.CONTENT_TYPE}
-        if self._is_compressed and len(body) >= MIN_COMPRESSED_BYTES:
-            body, headers["Content-Encoding"] = await asyncio.to_thread(compress, body), "zstd"
-        return _Request(name, verb.method, target, headers, body)
-
-    async def _send(self, request: _Request, read: Read[T], limit_s: float) -> T:
-        """One attempt at the current replica. Raises `TransientError` if another attempt may succeed."""
-        replica = self._current
-        url = self._urls[replica]
-        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S)
-        # As a file: aiohttp would write large plain bytes to the socket in one go and block the event loop.
-        data = None if request.body is None else io.BytesIO(request.body)
-        try:
-            async with self._session.request(
-                request.method, url + request.target, data=data, headers=request.headers, timeout=timeout
-            ) as response:
-                if response.status != HTTPStatus.OK:
-                    if response.status in UNAVAILABLE:
-                        self._fail_over(replica)
-                    raise await _response_error(response, request.name)
-                return await read(response)
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, EOFError, TimeoutError) as error:
-            self._fail_over(replica)
-            raise TransientError(
-                f"ledger at {url}: no response to {request.name} ({type(error).__name__}: {error})"
-            ) from error
-
-    def _fail_over(self, failed: int) -> None:
-        """Use the next replica from now on. Requests that run concurrently fail at the same one and move on only once."""
-        if len(self._urls) > 1 and self._current == failed:
-            self._current = (failed + 1) % len(self._urls)
-            self._log.warning(
-                "ledger.failed_over", run=self._run_id, from_url=self._urls[failed], to_url=self._urls[self._current]
-            )
-
-    def _log_retry(self, name: str) -> Callable[[Exception, float], None]:
-        def log(error: Exception, wait: float) -> None:
-            self._log.warning("ledger.retry", run=self._run_id, request=name, error=str(error), wait_s=round(wait, 2))
-
-        return log
-
-
-def _decode(verb: Verb[Q, R]) -> Read[R]:
-    async def read(response: aiohttp.ClientResponse) -> R:
-        return msgspec.msgpack.decode(await response.read(), type=verb.response)
-
-    return read
-
-
-async def _response_error(response: aiohttp.ClientResponse, name: str) -> RollbookError:
-    raw = await response.read()
-    try:
-        reply = msgspec.json.decode(raw, type=wire.ErrorReply)
-    except msgspec.MsgspecError:
-        reply = wire.ErrorReply(kind="", message=raw[:500].decode(errors="replace"))
-    try:
-        retry_after_s = float(response.headers["Retry-After"])
-    except (KeyError, ValueError):
-        retry_after_s = None
-    return _error_of(
-        wire.SubmitError(status=response.status, kind=reply.kind, message=reply.message, retry_after_s=retry_after_s),
-        name,
-    )
-
-
-def _error_of(error: wire.SubmitError, name: str) -> RollbookError:
-    """The class of the result says whether to retry."""
-    if error.status == HTTPStatus.CONFLICT:
-        return FencedError(error.message)
-    if error.kind == UnusableGroupError.__name__:
-        return UnusableGroupError(error.message)
-    message = f"the ledger rejected {name} ({error.status}): {error.message}"
-    if error.status == HTTPStatus.NOT_FOUND:
-        return NotFoundError(message)
-    if error.status in RETRIED:
-        return TransientError(message, retry_after_s=error.retry_after_s)
-    return RunError(message)
+        return await self._transport.read(verbs.PAYLOADS, request, read)
 
 
 @asynccontextmanager
@@ -518,9 +355,10 @@ async def open_ledger_client(
     # No limit on connections: long polls hold theirs, and callers limit their concurrent requests.
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, read_bufsize=1 << 20) as session:
-        client = LedgerClient(
+        transport = Transport(
             session, url, RunId(run_id), request_s=request_s, log=log, token=token, is_compressed=is_compressed
         )
+        client = LedgerClient(transport, RunId(run_id))
         try:
             yield client
         finally:
