@@ -14,7 +14,7 @@ from rollbook.dashboard.run_metrics import StepMetrics
 WINDOW = 10
 """Steps of a mean. Shorter means of small batches are too noisy, longer ones report too late."""
 SOLVED_SHARE = 0.9
-"""From this solve rate on, low entropy and equal rewards are a success and no problem."""
+"""From this solve rate on, low entropy is a success, and equal rewards mean that little is left to learn."""
 COLLAPSED_ENTROPY = 0.05
 """Of the entropy at the start. Runs that learn well often end at a tenth (docs/results/staleness.md)."""
 FILTERED_SHARE = 0.9
@@ -78,9 +78,14 @@ class LearningMonitor:
                 self._problems[kind] = LearningProblem(kind, step.step, *found)
 
     @property
+    def _solved(self) -> float | None:
+        """Of all samples if known: groups that are solved completely are filtered, so the trained samples look worse."""
+        played = _mean(step.raw_solved for step in self._recent)
+        return _mean(step.solved for step in self._recent) if played is None else played
+
+    @property
     def _is_solved(self) -> bool:
-        solved = _mean(step.solved for step in self._recent)
-        return solved is not None and solved >= SOLVED_SHARE
+        return self._solved is not None and self._solved >= SOLVED_SHARE
 
     def _entropy(self) -> tuple[str, str] | None:
         before, now = (_mean(step.entropy for step in steps) for steps in (self._first, self._recent))
@@ -103,6 +108,8 @@ class LearningMonitor:
             if is_filtered
             else f"every reward is {self._recent[-1].reward:g}"
         )
+        if self._is_solved:
+            return f"{seen}, because {self._solved:.0%} of the samples are solved", "End the run, or add harder tasks"
         return (
             f"{seen}, and groups of equal rewards teach nothing",
             'Too hard: warm-start with `rollbook sft`, set tasks.order = "curriculum", or raise rollout.completions_per_prompt. '

@@ -229,6 +229,7 @@ def _step_metrics(row: Mapping[str, Any], measured: Mapping[str, float], played:
         ess=measured.get("train/ess"),
         unscorable=played.unscorable_share,
         filtered=played.filtered_share,
+        raw_solved=played.solved_share,
     )
 
 

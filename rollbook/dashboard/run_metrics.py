@@ -43,6 +43,8 @@ class StepMetrics:
     """Share of the episodes since the previous step that have no reward."""
     filtered: float | None = None
     """Share of the groups since the previous step that a filter dropped."""
+    raw_solved: float | None = None
+    """Solved share of the samples since the previous step, trained or not. `solved` is that of the trained ones."""
 
     @property
     def kl(self) -> float | None:
@@ -55,6 +57,9 @@ class RolloutTotals:
 
     episodes: float = 0.0
     unscorable: float = 0.0
+    judged: float = 0.0
+    """Samples whose environment reports whether they are solved."""
+    solved: float = 0.0
     groups: float = 0.0
     filtered: float = 0.0
     failed: float = 0.0
@@ -63,9 +68,13 @@ class RolloutTotals:
 
     def plus(self, row: Mapping[str, float]) -> "RolloutTotals":
         """These totals and the values of one row of the dispatcher."""
+        episodes, unscorable = row.get("rollout/episodes", 0.0), row.get("async/invalid_samples", 0.0)
+        judged = max(0.0, episodes - unscorable) if "rollout/raw_accuracy" in row else 0.0
         return RolloutTotals(
-            episodes=self.episodes + row.get("rollout/episodes", 0.0),
-            unscorable=self.unscorable + row.get("async/invalid_samples", 0.0),
+            episodes=self.episodes + episodes,
+            unscorable=self.unscorable + unscorable,
+            judged=self.judged + judged,
+            solved=self.solved + judged * row.get("rollout/raw_accuracy", 0.0),
             groups=self.groups + row.get("rollout/groups_finished", 0.0),
             filtered=self.filtered + row.get("async/filter_drops", 0.0),
             failed=self.failed + row.get("rollout/groups_failed", 0.0),
@@ -75,6 +84,10 @@ class RolloutTotals:
     @property
     def unscorable_share(self) -> float | None:
         return self.unscorable / self.episodes if self.episodes else None
+
+    @property
+    def solved_share(self) -> float | None:
+        return self.solved / self.judged if self.judged else None
 
     @property
     def filtered_share(self) -> float | None:

@@ -69,6 +69,19 @@ def test_equal_rewards_are_a_problem_unless_everything_is_solved() -> None:
     assert learning_problems(solved) == ()
 
 
+def test_a_run_that_solves_its_tasks_is_told_that_little_is_left_to_learn() -> None:
+    """Completely solved groups are filtered, so that the trained samples do not show how good the policy is."""
+    found = learning_problems(run(filtered=0.95, raw_solved=0.98, solved=0.6, entropy=0.01))
+    assert [problem.kind for problem in found] == [ProblemKind.VARIANCE]
+    assert "98% of the samples are solved" in found[0].seen
+    assert found[0].advice == "End the run, or add harder tasks"
+
+
+def test_solved_trained_samples_do_not_hide_a_collapse() -> None:
+    found = learning_problems(run(raw_solved=0.5, solved=0.95, entropy=0.01))
+    assert [problem.kind for problem in found] == [ProblemKind.ENTROPY]
+
+
 def test_longer_responses_that_are_not_cut_off_are_no_problem() -> None:
     assert learning_problems(run(response_tokens=400.0, truncated=0.2)) == ()
 

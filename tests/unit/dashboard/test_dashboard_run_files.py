@@ -49,6 +49,7 @@ def test_evaluations_shares_and_deaths_are_read(tmp_path: Path) -> None:
         "time": 1.0,
         "rollout/episodes": 8.0,
         "async/invalid_samples": 2.0,
+        "rollout/raw_accuracy": 0.5,
         "rollout/groups_finished": 4.0,
         "async/filter_drops": 1.0,
         "rollout/groups_failed": 1.0,
@@ -75,6 +76,8 @@ def test_evaluations_shares_and_deaths_are_read(tmp_path: Path) -> None:
         0.25,
     )
     assert [(step.unscorable, step.filtered) for step in metrics.steps] == [(0.25, 0.25), (0.25, 0.25), (None, None)]
+    assert (metrics.totals.judged, metrics.totals.solved_share) == (18.0, 0.5)
+    assert [step.raw_solved for step in metrics.steps] == [0.5, 0.5, None]
     assert [step.kl for step in metrics.steps] == [0.1, 0.3, 0.001]
     assert summary.has_reference_kl
     assert [point.step for point in summary.evaluations] == [0, 2]
