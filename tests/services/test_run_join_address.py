@@ -137,7 +137,7 @@ def test_the_token_of_the_environment_server_is_read_from_the_environment(
 @pytest.mark.parametrize(
     ("role", "overrides", "missing"),
     [
-        ("rollout", (), "tasks.source: .*number_guessing"),
+        ("rollout", ('rollout.function="my_world:play"',), "rollout.function: .*my_world"),
         ("env", ('env.name="my_world:World"',), "env.name: .*my_world"),
         ("policy", ('model={path="models/mine"}',), "model.path: there is no directory"),
     ],
@@ -146,7 +146,8 @@ def test_files_that_are_not_on_this_machine_are_named(
     tmp_path: Path, role: str, overrides: Overrides, missing: str
 ) -> None:
     (tmp_path / "head").mkdir()
-    (tmp_path / "head" / "my_world.py").write_text("class World: ...", encoding="utf-8")
+    # A name that no other test imports: `load_plugin` leaves its directories in `sys.path`.
+    (tmp_path / "head" / "my_world.py").write_text("class World: ...\ndef play(): ...\n", encoding="utf-8")
     run = AnnouncedRun("small", announcement(tmp_path / "head", *overrides), TOKEN)
     (tmp_path / "empty").mkdir()
     place = Place(source_dir=tmp_path / "empty")
