@@ -85,7 +85,7 @@ class LearningMonitor:
 
     @property
     def _is_solved(self) -> bool:
-        return self._solved is not None and self._solved >= SOLVED_SHARE
+        return (solved := self._solved) is not None and solved >= SOLVED_SHARE
 
     def _entropy(self) -> tuple[str, str] | None:
         before, now = (_mean(step.entropy for step in steps) for steps in (self._first, self._recent))

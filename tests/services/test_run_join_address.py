@@ -146,7 +146,7 @@ def test_files_that_are_not_on_this_machine_are_named(
     tmp_path: Path, role: str, overrides: Overrides, missing: str
 ) -> None:
     (tmp_path / "head").mkdir()
-    # A name that no other test imports: `load_plugin` leaves its directories in `sys.path`.
+    # A name that no other test imports: `extend_search_path` leaves its directories in `sys.path`.
     (tmp_path / "head" / "my_world.py").write_text("class World: ...\ndef play(): ...\n", encoding="utf-8")
     run = AnnouncedRun("small", announcement(tmp_path / "head", *overrides), TOKEN)
     (tmp_path / "empty").mkdir()

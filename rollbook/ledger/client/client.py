@@ -45,17 +45,16 @@ from rollbook.telemetry.events import EventLog
 AUDIT_S = 600.0
 """The first audit reads every payload of a run."""
 NOTHING = wire.Empty()
-SUBMIT = "POST /submit"
+SUBMISSION = "POST /submit"
 """Name of a submission in messages; several share a request."""
 
 
 class LedgerClient:
     """One run of a ledger service. Created by `open_ledger_client`."""
 
-    def __init__(self, transport: Transport, run_id: RunId) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._call = transport.call
-        self._run_id = run_id
         self._epoch: int | None = None
         self._limits = TrainingLimits()
         self._bundles: Bundles[wire.Submit, PartReceipt] = Bundles(
@@ -246,7 +245,7 @@ class LedgerClient:
                     f"ledger at {self._transport.url}: no response to group {request.group_id} in {left_s:g} s"
                 ) from error
 
-        return await self._transport.repeat(send, name=SUBMIT)
+        return await self._transport.repeat(send, name=SUBMISSION)
 
     async def _submit_bundle(self, groups: Sequence[wire.Submit]) -> list[PartReceipt | RollbookError]:
         """One attempt to submit several groups. Raises if the request failed; a rejected group has its error in the result."""
@@ -255,7 +254,7 @@ class LedgerClient:
             return [PartReceipt(receipt=reply.receipt, next_part=reply.next_part)]
         many = await self._transport.call_once(verbs.SUBMIT_MANY, wire.SubmitMany(groups=tuple(groups)))
         return [
-            error_of(result.error, SUBMIT)
+            error_of(result.error, SUBMISSION)
             if result.error is not None
             else PartReceipt(receipt=Receipt(result.receipt or ""), next_part=result.next_part)
             for result in many.results
@@ -314,7 +313,7 @@ class LedgerClient:
 
     def _require_epoch(self) -> int:
         if self._epoch is None:
-            raise RunError(f"run {self._run_id}: this client is not the trainer; call take_role first")
+            raise RunError(f"run {self._transport.run_id}: this client is not the trainer; call take_role first")
         return self._epoch
 
     async def _payloads_of(self, manifest: BatchManifest) -> list[bytes]:
@@ -325,7 +324,7 @@ class LedgerClient:
                 payload = await response.content.readexactly(struct.unpack(">Q", header)[0])
                 if payload_digest(payload) != entry.payload_digest:
                     raise RunError(
-                        f"run {self._run_id}: the payload of group {entry.group_id} in batch {manifest.step} does not "
+                        f"run {self._transport.run_id}: the payload of group {entry.group_id} in batch {manifest.step} does not "
                         "match its digest: the ledger's file is damaged"
                     )
                 payloads.append(payload)
@@ -358,7 +357,7 @@ async def open_ledger_client(
         transport = Transport(
             session, url, RunId(run_id), request_s=request_s, log=log, token=token, is_compressed=is_compressed
         )
-        client = LedgerClient(transport, RunId(run_id))
+        client = LedgerClient(transport)
         try:
             yield client
         finally:

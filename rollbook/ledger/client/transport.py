@@ -29,17 +29,9 @@ Read = Callable[[aiohttp.ClientResponse], Awaitable[T]]
 CONNECT_S = 5.0
 LONG_POLL_SLACK_S = 15.0
 """How much longer than `wait_s` a long poll may take before the connection is considered dead."""
-RETRIED = frozenset(
-    {
-        HTTPStatus.REQUEST_TIMEOUT,
-        HTTPStatus.TOO_MANY_REQUESTS,
-        HTTPStatus.BAD_GATEWAY,
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        HTTPStatus.GATEWAY_TIMEOUT,
-    }
-)
 UNAVAILABLE = frozenset({HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT})
 """Another replica of the service may respond."""
+RETRIED = UNAVAILABLE | {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +64,7 @@ class Transport:
         self._session = session
         self._urls = [address.strip().rstrip("/") for address in url.split(",")]
         self._current = 0
-        self._run_id = run_id
+        self.run_id = run_id
         self._request_s = request_s
         self._log = log
         self._is_compressed = is_compressed
@@ -108,7 +100,7 @@ class Transport:
         deadline = Deadline(self._request_s + wait_s, f"ledger {name}")
 
         def log_retry(error: Exception, wait: float) -> None:
-            self._log.warning("ledger.retry", run=self._run_id, request=name, error=str(error), wait_s=round(wait, 2))
+            self._log.warning("ledger.retry", run=self.run_id, request=name, error=str(error), wait_s=round(wait, 2))
 
         return await retry(
             lambda: attempt(max(deadline.remaining_s(), 0.1)), on=TransientError, deadline=deadline, on_retry=log_retry
@@ -121,7 +113,7 @@ class Transport:
 
     async def _encode(self, verb: Verb[Q, R], message: Q, path: Mapping[str, str]) -> _Request:
         quoted = {name: quote(value, safe="") for name, value in path.items()}
-        target = verb.path.format(run=quote(self._run_id, safe=""), **quoted)
+        target = verb.path.format(run=quote(self.run_id, safe=""), **quoted)
         name = f"{verb.method} {target}"
         if not verb.has_body:
             fields = msgspec.to_builtins(message)
@@ -160,7 +152,7 @@ class Transport:
         if len(self._urls) > 1 and self._current == failed:
             self._current = (failed + 1) % len(self._urls)
             self._log.warning(
-                "ledger.failed_over", run=self._run_id, from_url=self._urls[failed], to_url=self._urls[self._current]
+                "ledger.failed_over", run=self.run_id, from_url=self._urls[failed], to_url=self._urls[self._current]
             )
 
 
