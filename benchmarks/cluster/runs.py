@@ -59,19 +59,19 @@ def steps_per_s(run: SmallRun, seconds: float) -> float:
     return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
 
 
-def num_dispatchers(run: SmallRun) -> int:
+def num_ready(run: SmallRun, role: str) -> int:
     try:
         rows = json.loads((run.directory / "processes.json").read_text(encoding="utf-8"))["processes"]
     except (OSError, ValueError):
         return 0
-    return sum(1 for name, row in rows.items() if name.startswith("rollout") and row.get("ready"))
+    return sum(1 for name, row in rows.items() if name.startswith(role) and row.get("ready"))
 
 
 def scaled(run: SmallRun, number: int) -> None:
     done = rollbook("scale", str(run.directory), f"rollout={number - 1}")
     if done.returncode != 0:
         raise RuntimeError(done.stderr)
-    run.until(lambda: num_dispatchers(run) == number, what=f"{number} dispatchers")
+    run.until(lambda: num_ready(run, "rollout") == number, what=f"{number} dispatchers")
     time.sleep(SETTLE_S)
 
 
@@ -103,15 +103,23 @@ def measure_dispatchers(seconds: float) -> list[Figure]:
     ]
 
 
+def wait_for_pairs(run: SmallRun) -> None:
+    """Until two dispatchers and two policy servers have started: their imports would count as work of the run."""
+    run.until(
+        lambda: num_ready(run, "rollout") == num_ready(run, "policy") == 2, what="2 dispatchers and 2 policy servers"
+    )
+    time.sleep(SETTLE_S)
+
+
 def measure_ray(seconds: float) -> list[Figure]:
     more = ["cluster.policy=1", "cluster.rollout=1"]
     with running(more) as run:
-        run.until(lambda: num_dispatchers(run) == 2, what="2 dispatchers")
+        wait_for_pairs(run)
         local = steps_per_s(run, seconds)
         print_status(f"local processes and SQLite: {local:.2f} steps/s")
     store = own_server().fresh_url()
     with running([*more, f"ledger.store={json.dumps(store)}"], ["--cluster", "auto"]) as run:
-        run.until(lambda: num_dispatchers(run) == 2, what="2 dispatchers")
+        wait_for_pairs(run)
         on_ray = steps_per_s(run, seconds)
         print_status(f"Ray and PostgreSQL: {on_ray:.2f} steps/s")
     return [
