@@ -74,32 +74,38 @@ class EpisodeTime:
             self.changed()
 
 
-@contextmanager
-def movable_timeout(timeout: asyncio.Timeout, left_s: Callable[[], float]) -> Iterator[Callable[[], None]]:
-    """Expire `timeout` after `left_s` seconds. The block gets a function that reads `left_s` again and counts from then.
+class MovableTimeout:
+    """Expires `timeout` after `left_s` seconds. `move` reads `left_s` again and counts from then.
 
     A move to a later time is applied when the timer fires: an episode usually sets one timer for all its requests.
     """
-    loop = asyncio.get_running_loop()
-    until = loop.time() + left_s()
-    timer: asyncio.TimerHandle
 
-    def fire() -> None:
-        nonlocal timer
-        if loop.time() < until:
-            timer = loop.call_at(until, fire)
+    def __init__(self, timeout: asyncio.Timeout, left_s: Callable[[], float]) -> None:
+        self._timeout = timeout
+        self._left_s = left_s
+        self._loop = asyncio.get_running_loop()
+        self._until = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Callable[[], None]:
+        self._until = self._loop.time() + self._left_s()
+        self._timer = self._loop.call_at(self._until, self._fire)
+        return self.move
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            # A cancelled timer keeps the context of its episode. Without this, only the garbage collector would free them.
+            self._timer = None
+
+    def move(self) -> None:
+        self._until = self._loop.time() + self._left_s()
+        if self._timer is not None and self._until < self._timer.when():
+            self._timer.cancel()
+            self._timer = self._loop.call_at(self._until, self._fire)
+
+    def _fire(self) -> None:
+        if self._loop.time() < self._until:
+            self._timer = self._loop.call_at(self._until, self._fire)
         else:
-            timeout.reschedule(until)
-
-    def move() -> None:
-        nonlocal timer, until
-        until = loop.time() + left_s()
-        if until < timer.when():
-            timer.cancel()
-            timer = loop.call_at(until, fire)
-
-    timer = loop.call_at(until, fire)
-    try:
-        yield move
-    finally:
-        timer.cancel()
+            self._timeout.reschedule(self._until)

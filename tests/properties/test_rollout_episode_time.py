@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.concurrency.clock import ManualClock
-from rollbook.rollout.stopwatch import EpisodeTime, movable_timeout
+from rollbook.rollout.stopwatch import EpisodeTime, MovableTimeout
 
 seconds = st.integers(0, 100).map(float)
 moves = st.lists(
@@ -66,7 +66,7 @@ async def test_a_timeout_that_moves_later_sets_no_new_timer_and_one_that_moves_e
     async def wait() -> None:
         nonlocal left_s
         async with asyncio.timeout(None) as limit:
-            with movable_timeout(limit, lambda: left_s) as move:
+            with MovableTimeout(limit, lambda: left_s) as move:
                 for _ in range(100):
                     left_s += 1.0
                     move()

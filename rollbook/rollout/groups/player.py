@@ -39,7 +39,7 @@ from rollbook.rollout.groups.filters import FilterError, GroupFilter, load_filte
 from rollbook.rollout.groups.parts import GroupParts
 from rollbook.rollout.groups.results import CAUSE_CHARS, GroupResult, GroupTally, times_of
 from rollbook.rollout.policy import EpisodeContext, current_episode, enter_episode
-from rollbook.rollout.stopwatch import EpisodeTime, movable_timeout
+from rollbook.rollout.stopwatch import EpisodeTime, MovableTimeout
 
 LATE_S = 2.0
 """The dispatcher cancels a late group within this time."""
@@ -299,7 +299,7 @@ class GroupAssembler:
                     seconds = lease_s if stopwatch.is_stopped else min(lease_s, stopwatch.left_s)
                     return max(0.0, seconds) + self._config.grace_s
 
-                with movable_timeout(limit, left_s) as move:
+                with MovableTimeout(limit, left_s) as move:
                     stopwatch.changed = move
                     return await self._rollout(task.row_copy())
         except TimeoutError as error:

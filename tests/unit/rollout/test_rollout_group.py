@@ -1,6 +1,8 @@
 """`GroupAssembler`: failures of user code are isolated and retried; groups with too few samples are dropped."""
 
 import asyncio
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -93,6 +95,23 @@ async def test_a_sample_has_the_times_of_its_episode_and_of_its_turns() -> None:
     assert first.ended_at is not None
     assert first.started_at <= first.ended_at
     assert [(turn.seconds, turn.queue_s, turn.act_s) for turn in first.turns] == [(2.5, 0.5, 0.25)]
+
+
+async def test_the_objects_of_a_finished_episode_are_freed_without_the_garbage_collector() -> None:
+    times: list[weakref.ref[Any]] = []
+
+    async def rollout(row: dict[str, Any]) -> RolloutSample:
+        episode = current_episode()
+        assert episode is not None
+        times.append(weakref.ref(episode.time))
+        return sample()
+
+    gc.disable()
+    try:
+        assert (await play(rollout, drop_constant_reward=False)).group is not None
+        assert [time() for time in times] == [None] * 4
+    finally:
+        gc.enable()
 
 
 def first_lines(causes: Mapping[str, int]) -> Counter[str]:
