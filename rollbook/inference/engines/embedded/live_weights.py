@@ -151,8 +151,9 @@ class LiveWeights:
         with torch.inference_mode():
             if self._staging is not None:
                 torch._foreach_copy_(targets, sources)
-                for source in sources:
-                    # Allocated on the staging stream: its memory may be reused only after this copy.
+                # Allocated on the staging stream: its memory may be reused only after this copy. Most sources are views of one block.
+                blocks = {source.untyped_storage().data_ptr(): source for source in sources}
+                for source in blocks.values():
                     source.record_stream(torch.cuda.current_stream(self._device))
                 self._applied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 self._applied.record()
