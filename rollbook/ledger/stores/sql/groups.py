@@ -10,7 +10,7 @@ from rollbook.contracts.group import GroupId, GroupState
 from rollbook.ledger.records import GroupRecord, MoveRecord, Origin
 from rollbook.ledger.store import Move, StoreFaultError
 from rollbook.ledger.stores.sql.tables import GROUPS, MOVES
-from rollbook.ledger.stores.sql.write_buffer import PayloadRows, SqlSession
+from rollbook.ledger.stores.sql.write_buffer import Key, PayloadRows, SqlSession
 
 # Small results are ordered by `+sequence, +part`: the plus keeps the planner from scanning the whole run in order to save a sort.
 IDS_PER_QUERY = 16
@@ -48,28 +48,26 @@ class SqlGroups:
         self._session = session
 
     def get(self, run_id: RunId, group_id: GroupId) -> GroupRecord | None:
-        found = self._session.buffered_group(run_id, group_id)
-        if found is not None:
-            return found
-        row = self._session.select(GROUPS.select + "WHERE run_id = ? AND group_id = ?", (run_id, group_id)).fetchone()
-        return GROUPS.one(row)
+        return self._session.get(GROUPS, (run_id, group_id))
 
     def find(self, run_id: RunId, group_ids: Sequence[GroupId]) -> dict[GroupId, GroupRecord]:
         found: dict[GroupId, GroupRecord] = {}
         others: list[GroupId] = []
         for group_id in group_ids:
-            group = self._session.buffered_group(run_id, group_id)
-            if group is None:
+            is_known, group = self._session.lookup(GROUPS, (run_id, group_id))
+            if not is_known:
                 others.append(group_id)
-            else:
+            elif group is not None:
                 found[group_id] = group
         for ids in padded(others):
+            rows: dict[Key, GroupRecord | None] = {(run_id, group_id): None for group_id in ids}
             for group in GROUPS.all(self._session.select(GROUPS.select + SOME_GROUPS, (run_id, *ids)).fetchall()):
-                found[group.group_id] = group
+                found[group.group_id] = rows[run_id, group.group_id] = group
+            self._session.known.add(GROUPS, rows)
         return found
 
     def put(self, group: GroupRecord) -> None:
-        self._session.pending.groups[group.run_id, group.group_id] = group
+        self._session.put(GROUPS, group)
 
     def leased_by(self, run_id: RunId, owner: OwnerId) -> list[GroupRecord]:
         return self._where("owner = ? ORDER BY +sequence", run_id, owner)
@@ -85,7 +83,7 @@ class SqlGroups:
 
     def oldest_dispatched(self, run_id: RunId) -> int | None:
         sql = "SELECT sequence FROM groups WHERE run_id = ? AND state = 'dispatched' ORDER BY sequence LIMIT 1"
-        row = self._session.select_flushed(sql, (run_id,)).fetchone()
+        row = self._session.select_flushed(sql, (run_id,), GROUPS).fetchone()
         return None if row is None else int(row[0])
 
     def aged(self, run_id: RunId, below: int) -> tuple[int, int]:
@@ -93,7 +91,7 @@ class SqlGroups:
             "SELECT count(*), coalesce(sum(expected_samples), 0) FROM groups "
             "WHERE run_id = ? AND state = 'dispatched' AND admission_version < ?"
         )
-        groups, samples = self._session.select_flushed(sql, (run_id, below)).fetchone()
+        groups, samples = self._session.select_flushed(sql, (run_id, below), GROUPS).fetchone()
         return int(groups), int(samples)
 
     def last_part(self, run_id: RunId, sequence: int) -> GroupRecord | None:
@@ -154,7 +152,7 @@ class SqlGroups:
         if unknown:
             raise ValueError(f"groups have no columns {sorted(unknown)}")
         sql = f"SELECT {', '.join(columns)} FROM groups WHERE run_id = ? AND sequence >= ? ORDER BY sequence, part LIMIT ?"
-        return self._session.select_flushed(sql, (run_id, start, limit)).fetchall()
+        return self._session.select_flushed(sql, (run_id, start, limit), GROUPS).fetchall()
 
     def each(self, run_id: RunId) -> Iterator[GroupRecord]:
         rows = self._session.stream(GROUPS.select + "WHERE run_id = ? ORDER BY group_id", (run_id,))
@@ -181,7 +179,7 @@ class SqlGroups:
 
     def _where(self, condition: str, run_id: RunId, *parameters: Any) -> list[GroupRecord]:
         sql = f"{GROUPS.select} WHERE run_id = ? AND {condition}"
-        return GROUPS.all(self._session.select_flushed(sql, (run_id, *parameters)))
+        return GROUPS.all(self._session.select_flushed(sql, (run_id, *parameters), GROUPS))
 
 
 class SqlHistory:
@@ -202,7 +200,7 @@ class SqlHistory:
         return [(row[0], row[1], row[2]) for row in self._session.select_flushed(sql, (number, limit))]
 
     def last_number(self) -> int:
-        row = self._session.select_flushed("SELECT id FROM history ORDER BY id DESC LIMIT 1").fetchone()
+        row = self._session.select_flushed("SELECT id FROM history ORDER BY id DESC LIMIT 1", ()).fetchone()
         return 0 if row is None else int(row[0])
 
     def checked(

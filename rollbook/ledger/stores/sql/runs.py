@@ -2,8 +2,19 @@
 
 from rollbook.contracts.admission import ActionKind, MemberId, OwnerId, RunId
 from rollbook.ledger.records import ActionRecord, MemberRecord, OwnerRecord, ProducerRecord, RunRecord
-from rollbook.ledger.stores.sql.tables import ACTIONS, MEMBERS, OWNERS, PRODUCERS
-from rollbook.ledger.stores.sql.write_buffer import SqlSession
+from rollbook.ledger.stores.sql.tables import (
+    ACTIONS,
+    GROUPS,
+    MEMBERS,
+    OWNERS,
+    POSITIONS,
+    PRODUCERS,
+    RUNS,
+    PositionRow,
+)
+from rollbook.ledger.stores.sql.write_buffer import Key, SqlSession
+
+POSITIONS_PER_READ = 16
 
 
 class SqlRuns:
@@ -13,21 +24,25 @@ class SqlRuns:
         self._session = session
 
     def get(self, run_id: RunId) -> RunRecord | None:
-        return self._session.run(run_id)
+        return self._session.get(RUNS, (run_id,))
 
     def ids(self) -> list[RunId]:
-        rows = self._session.select_flushed("SELECT run_id FROM runs ORDER BY created_at, run_id")
+        rows = self._session.select_flushed("SELECT run_id FROM runs ORDER BY created_at, run_id", (), RUNS)
         return [RunId(row[0]) for row in rows]
 
     def with_leases(self) -> list[RunId]:
         rows = self._session.select_flushed(
             "SELECT run_id FROM owners WHERE state = 'alive' UNION SELECT run_id FROM members WHERE state = 'alive' "
-            "UNION SELECT run_id FROM groups WHERE lease_until IS NOT NULL"
+            "UNION SELECT run_id FROM groups WHERE lease_until IS NOT NULL",
+            (),
+            OWNERS,
+            MEMBERS,
+            GROUPS,
         )
         return [RunId(row[0]) for row in rows]
 
     def put(self, run: RunRecord) -> None:
-        self._session.pending.runs[run.run_id] = run
+        self._session.put(RUNS, run)
 
     def drops(self, run_id: RunId) -> dict[str, int]:
         return dict(self._session.select("SELECT kind, num FROM drops WHERE run_id = ?", (run_id,)).fetchall())
@@ -51,17 +66,20 @@ class SqlOwners:
         self._session = session
 
     def get(self, run_id: RunId, owner_id: OwnerId) -> OwnerRecord | None:
-        found = self._session.select(OWNERS.select + "WHERE run_id = ? AND owner_id = ?", (run_id, owner_id))
-        return OWNERS.one(found.fetchone())
+        return self._session.get(OWNERS, (run_id, owner_id))
 
     def named(self, run_id: RunId, name: str) -> list[OwnerRecord]:
-        return OWNERS.all(self._session.select(OWNERS.select + "WHERE run_id = ? AND name = ?", (run_id, name)))
+        return self._where("name = ?", run_id, name)
 
     def alive(self, run_id: RunId) -> list[OwnerRecord]:
-        return OWNERS.all(self._session.select(OWNERS.select + "WHERE run_id = ? AND state = 'alive'", (run_id,)))
+        return self._where("state = 'alive'", run_id)
 
     def put(self, owner: OwnerRecord) -> None:
-        self._session.write(OWNERS.upsert, OWNERS.row(owner))
+        self._session.put(OWNERS, owner)
+
+    def _where(self, condition: str, *parameters: str) -> list[OwnerRecord]:
+        sql = f"{OWNERS.select} WHERE run_id = ? AND {condition}"
+        return OWNERS.all(self._session.select_flushed(sql, parameters, OWNERS))
 
 
 class SqlMembers:
@@ -71,15 +89,14 @@ class SqlMembers:
         self._session = session
 
     def get(self, run_id: RunId, member_id: MemberId) -> MemberRecord | None:
-        found = self._session.select(MEMBERS.select + "WHERE run_id = ? AND member_id = ?", (run_id, member_id))
-        return MEMBERS.one(found.fetchone())
+        return self._session.get(MEMBERS, (run_id, member_id))
 
     def alive(self, run_id: RunId) -> list[MemberRecord]:
         sql = MEMBERS.select + "WHERE run_id = ? AND state = 'alive' ORDER BY joined_at, member_id"
-        return MEMBERS.all(self._session.select(sql, (run_id,)))
+        return MEMBERS.all(self._session.select_flushed(sql, (run_id,), MEMBERS))
 
     def put(self, member: MemberRecord) -> None:
-        self._session.write(MEMBERS.upsert, MEMBERS.row(member))
+        self._session.put(MEMBERS, member)
 
 
 class SqlActions:
@@ -129,20 +146,28 @@ class SqlPositions:
         self._session = session
 
     def put(self, run_id: RunId, position: int, *, unsettled: int) -> None:
-        self._session.write(
-            "INSERT INTO positions (run_id, position, unsettled) VALUES (?, ?, ?) "
-            "ON CONFLICT (run_id, position) DO UPDATE SET unsettled = excluded.unsettled",
-            (run_id, position, unsettled),
-        )
+        self._session.put(POSITIONS, PositionRow(run_id=run_id, position=position, unsettled=unsettled))
 
     def get(self, run_id: RunId, position: int) -> int | None:
-        sql = "SELECT unsettled FROM positions WHERE run_id = ? AND position = ?"
-        row = self._session.select(sql, (run_id, position)).fetchone()
-        return None if row is None else int(row[0])
+        is_known, found = self._session.lookup(POSITIONS, (run_id, position))
+        if not is_known:
+            found = self._read_around(run_id, position)
+        return None if found is None else found.unsettled
 
     def all(self, run_id: RunId) -> list[tuple[int, int]]:
         sql = "SELECT position, unsettled FROM positions WHERE run_id = ? ORDER BY position"
-        return [(int(at), int(unsettled)) for at, unsettled in self._session.select(sql, (run_id,))]
+        return [(int(at), int(unsettled)) for at, unsettled in self._session.select_flushed(sql, (run_id,), POSITIONS)]
 
     def delete(self, run_id: RunId, position: int) -> None:
-        self._session.write("DELETE FROM positions WHERE run_id = ? AND position = ?", (run_id, position))
+        self._session.delete(POSITIONS, (run_id, position))
+
+    def _read_around(self, run_id: RunId, position: int) -> PositionRow | None:
+        """Read some positions at once: a commit opens and settles adjacent ones."""
+        first = position - position % POSITIONS_PER_READ
+        after = first + POSITIONS_PER_READ
+        sql = POSITIONS.select + "WHERE run_id = ? AND position >= ? AND position < ?"
+        rows: dict[Key, PositionRow | None] = {(run_id, at): None for at in range(first, after)}
+        for row in POSITIONS.all(self._session.select(sql, (run_id, first, after))):
+            rows[run_id, row.position] = row
+        self._session.known.add(POSITIONS, rows)
+        return rows[run_id, position]

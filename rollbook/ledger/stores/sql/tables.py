@@ -59,6 +59,7 @@ class Table(Generic[R]):
         self.columns = record.__struct_fields__
         self._record = record
         self._key = key
+        self._key_of = attrgetter(*key)
         self._has_checksum = has_checksum
         read, write = {**(read or {})}, {**(write or {})}
         for column, kind in get_type_hints(record).items():
@@ -77,7 +78,13 @@ class Table(Generic[R]):
         self.select = f"SELECT {', '.join(self.columns)} FROM {name} "
         self.insert = f"INSERT INTO {name} ({', '.join(stored)}) VALUES ({', '.join('?' * len(stored))})"
         self.upsert = f"{self.insert} ON CONFLICT ({', '.join(key)}) DO UPDATE SET {updates}"
+        self.with_key = "WHERE " + " AND ".join(f"{column} = ?" for column in key)
+        self.delete = f"DELETE FROM {name} {self.with_key}"
         self.select_checked = f"SELECT {', '.join(stored)} FROM {name} "
+
+    def key_of(self, record: R) -> tuple[Any, ...]:
+        key = self._key_of(record)
+        return key if len(self._key) > 1 else (key,)
 
     def row(self, record: R) -> list[Any]:
         values = list(msgspec.structs.astuple(record))
@@ -216,6 +223,13 @@ class EntryRow(Record, frozen=True, kw_only=True):
     masked: tuple[int, ...]
 
 
+class PositionRow(Record, frozen=True, kw_only=True):
+    run_id: RunId
+    position: int
+    unsettled: int
+
+
+POSITIONS = Table("positions", PositionRow, key=("run_id", "position"), has_checksum=False)
 BATCHES = Table("batches", BatchRow, key=("run_id", "step"))
 ENTRIES = Table(
     "batch_entries",

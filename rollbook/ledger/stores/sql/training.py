@@ -14,6 +14,8 @@ from rollbook.ledger.stores.sql.write_buffer import SqlSession
 
 BATCHES_PER_READ = 64
 """Their entries are read together."""
+MAX_KNOWN_BATCHES = 8
+"""A batch may have thousands of entries. A trainer needs the last ones."""
 STEP = ENTRIES.columns.index("step")
 
 
@@ -24,9 +26,12 @@ class SqlBatches:
         self._session = session
 
     def get(self, run_id: RunId, step: int) -> BatchRecord | None:
-        sql = BATCHES.select + "WHERE run_id = ? AND step = ?"
-        row = BATCHES.one(self._session.select(sql, (run_id, step)).fetchone())
-        return None if row is None else next(self._records([row]))
+        known = self._session.known.of(BATCHES)
+        if (run_id, step) not in known:
+            row = BATCHES.one(self._session.select(BATCHES.select + BATCHES.with_key, (run_id, step)).fetchone())
+            self._remember(run_id, step, None if row is None else next(self._records([row])))
+        batch: BatchRecord | None = known[run_id, step]
+        return batch
 
     def put(self, batch: BatchRecord) -> None:
         manifest = batch.manifest
@@ -54,6 +59,10 @@ class SqlBatches:
             for place, entry in enumerate(manifest.entries)
         ]
         self._session.write_many(ENTRIES.insert, [ENTRIES.row(entry) for entry in entries])
+        self._remember(batch.run_id, manifest.step, batch)
+
+    def _remember(self, run_id: RunId, step: int, batch: BatchRecord | None) -> None:
+        self._session.known.add(BATCHES, {(run_id, step): batch}, limit=MAX_KNOWN_BATCHES)
 
     def each(self, run_id: RunId, *, after: int = 0) -> Iterator[BatchRecord]:
         rows = self._session.stream(BATCHES.select + "WHERE run_id = ? AND step > ? ORDER BY step", (run_id, after))
@@ -115,20 +124,19 @@ class SqlPublications:
         self._session = session
 
     def get(self, run_id: RunId, publication_id: PublicationId) -> PublicationRecord | None:
-        sql = PUBLICATIONS.select + "WHERE run_id = ? AND id = ?"
-        return PUBLICATIONS.one(self._session.select(sql, (run_id, publication_id)).fetchone())
+        return self._session.get(PUBLICATIONS, (run_id, publication_id))
 
     def effective_from(self, run_id: RunId, step: int) -> list[PublicationRecord]:
         sql = PUBLICATIONS.select + "WHERE run_id = ? AND effective_step >= ? ORDER BY id"
-        return PUBLICATIONS.all(self._session.select(sql, (run_id, step)))
+        return PUBLICATIONS.all(self._session.select_flushed(sql, (run_id, step), PUBLICATIONS))
 
     def page(self, run_id: RunId, *, start: int = 0, limit: int) -> list[PublicationRecord]:
         sql = PUBLICATIONS.select + "WHERE run_id = ? AND id >= ? ORDER BY id LIMIT ?"
-        return PUBLICATIONS.all(self._session.select(sql, (run_id, start, limit)))
+        return PUBLICATIONS.all(self._session.select_flushed(sql, (run_id, start, limit), PUBLICATIONS))
 
     def each(self, run_id: RunId, *, start: int = 0) -> Iterator[PublicationRecord]:
         rows = self._session.stream(PUBLICATIONS.select + "WHERE run_id = ? AND id >= ? ORDER BY id", (run_id, start))
         return (PUBLICATIONS.record(row) for row in rows)
 
     def put(self, publication: PublicationRecord) -> None:
-        self._session.write(PUBLICATIONS.upsert, PUBLICATIONS.row(publication))
+        self._session.put(PUBLICATIONS, publication)

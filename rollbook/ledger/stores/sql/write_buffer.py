@@ -1,24 +1,33 @@
-"""A SQL session that buffers the rows of one commit.
+"""A SQL session that buffers the rows of one commit and remembers the rows that it has read.
 
-Rows of runs, groups, payloads and history are buffered in memory and written with one statement per table, at the commit or before
-a query that could depend on them (`select_flushed`). Every operation reads and changes the run's record; the session reads and
-writes it once per commit. All other tables are written at once.
+Rows of runs, owners, members, groups, positions, publications, payloads and history are buffered in memory and written with one
+statement per table: at the commit, or before a query that could depend on them (`select_flushed`). All other tables are written at
+once.
+
+A row is read by its key once: the session remembers it (`KnownRows`), also that it does not exist. Its writer may keep the known
+rows for the next commit, if it can tell that no other session has written meanwhile.
 
 The buffered rows of a failed operation are discarded. If the operation has written to the database already, the whole commit is
 rolled back and every operation runs again in its own transaction (`MustRedoError`). This is rare, and cheaper than a savepoint per
 operation.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.group import GroupId
-from rollbook.ledger.records import GroupRecord, MoveRecord, RunRecord
-from rollbook.ledger.stores.sql.tables import GROUPS, MOVES, RUNS
+from rollbook.ledger.records import MoveRecord, Record
+from rollbook.ledger.stores.sql.tables import MOVES, Table
 
+R = TypeVar("R", bound=Record)
+Key = tuple[Any, ...]
 PayloadRows = dict[tuple[RunId, GroupId], Any]
 """Bodies, or where the bodies are stored."""
+
+MAX_KNOWN = 2_000
+"""Known rows of a table: a few megabytes for groups, and more than a run has open at a time."""
 
 
 class MustRedoError(Exception):
@@ -39,24 +48,46 @@ class Connection(Protocol):
     """The required subset of a database driver, with `?` for parameters."""
 
     def execute(self, sql: str, parameters: Sequence[Any] = ..., /) -> Cursor: ...
-    def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> Cursor: ...
+    def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> Cursor:
+        """Rows that are inserted have different keys."""
+
+
+class KnownRows:
+    """Records as the database has them, by table and key. None: there is no such row."""
+
+    def __init__(self) -> None:
+        self._tables: defaultdict[Table[Any], dict[Key, Any]] = defaultdict(dict)
+
+    def of(self, table: Table[Any]) -> Mapping[Key, Any]:
+        return self._tables[table]
+
+    def add(self, table: Table[Any], rows: Mapping[Key, Any], *, limit: int = MAX_KNOWN) -> None:
+        known = self._tables[table]
+        if len(known) + len(rows) > limit:
+            known.clear()
+        known.update(rows)
+
+    def clear(self) -> None:
+        self._tables.clear()
 
 
 class PendingRows:
-    """Rows that are not in the database yet."""
+    """Rows that are not in the database yet. A row that is None is to be deleted."""
 
     def __init__(self) -> None:
-        self.runs: dict[RunId, RunRecord] = {}
-        self.groups: dict[tuple[RunId, GroupId], GroupRecord] = {}
+        self.rows: defaultdict[Table[Any], dict[Key, Any]] = defaultdict(dict)
         self.payloads: PayloadRows = {}
         self.moves: list[MoveRecord] = []
 
-    def __bool__(self) -> bool:
-        return bool(self.runs or self.groups or self.payloads or self.moves)
+    def has(self, tables: Sequence[Table[Any]]) -> bool:
+        """Whether there are rows of these tables; without one, any rows."""
+        if tables:
+            return any(table in self.rows for table in tables)
+        return bool(self.rows or self.moves or self.payloads)
 
     def add(self, later: "PendingRows") -> None:
-        self.runs.update(later.runs)
-        self.groups.update(later.groups)
+        for table, rows in later.rows.items():
+            self.rows[table].update(rows)
         self.payloads.update(later.payloads)
         self.moves += later.moves
 
@@ -64,26 +95,26 @@ class PendingRows:
 class SqlSession:
     """One connection during one commit. Each operation of a commit is enclosed in `begin` and `end` or `fail`.
 
-    `cached_runs` are run records known to be current. `stream` runs a query with many rows without fetching all at once.
+    `known` are rows known to be current; its owner clears it if the commit fails. `stream` runs a query with many rows without
+    fetching all at once.
     """
 
     def __init__(
         self,
         db: Connection,
         *,
-        cached_runs: dict[RunId, RunRecord] | None = None,
+        known: KnownRows | None = None,
         stream: Callable[[str, Sequence[Any]], Iterable[Any]] | None = None,
     ) -> None:
         self._db = db
         self._stream = stream or db.execute
-        self._cached_runs = {} if cached_runs is None else cached_runs
+        self.known = KnownRows() if known is None else known
         self._commit = PendingRows()
         self.pending = PendingRows()
         """Rows of the current operation."""
         self._operation_wrote = False
         self.has_written = False
         """Whether the commit has written anything to the database."""
-        self.runs_written: dict[RunId, RunRecord] = {}
         self.payload_statement: Callable[[PayloadRows], tuple[str, list[Sequence[Any]]]]
         """How payload rows are written; set by the payloads part of the transaction."""
 
@@ -102,42 +133,59 @@ class SqlSession:
         if self._operation_wrote:
             raise MustRedoError
 
-    def flush(self) -> None:
-        """Write all buffered rows."""
-        if self._commit:
-            self._write_pending(self._commit)
-            self._commit = PendingRows()
-        if self.pending:
-            self._operation_wrote = True
-            self._write_pending(self.pending)
-            self.pending = PendingRows()
+    def flush(self, *tables: Table[Any]) -> None:
+        """Write the buffered rows of these tables; without one, all buffered rows."""
+        for pending in (self._commit, self.pending):
+            if not pending.has(tables):
+                continue
+            has_written = self._operation_wrote
+            # If a statement fails, nothing of the commit may remain.
+            self._operation_wrote = self.has_written = True
+            self._write_rows(pending, tables or tuple(pending.rows))
+            if not tables:
+                self._write_moves_and_payloads(pending)
+            self._operation_wrote = has_written or pending is self.pending
 
-    def _write_pending(self, rows: PendingRows) -> None:
-        self.has_written = True
-        if rows.runs:
-            self._db.executemany(RUNS.upsert, [RUNS.row(run) for run in rows.runs.values()])
-            self.runs_written.update(rows.runs)
-        if rows.groups:
-            self._db.executemany(GROUPS.upsert, [GROUPS.row(group) for group in rows.groups.values()])
-        if rows.moves:
-            self._db.executemany(MOVES.insert, [MOVES.row(move) for move in rows.moves])
-        if rows.payloads:
-            self._db.executemany(*self.payload_statement(rows.payloads))
+    def _write_rows(self, pending: PendingRows, tables: Iterable[Table[Any]]) -> None:
+        for table in tables:
+            rows = pending.rows.pop(table, {})
+            written = [table.row(record) for record in rows.values() if record is not None]
+            deleted = [key for key, record in rows.items() if record is None]
+            if written:
+                self._db.executemany(table.upsert, written)
+            if deleted:
+                self._db.executemany(table.delete, deleted)
+            self.known.add(table, rows)
 
-    # Buffered rows
+    def _write_moves_and_payloads(self, pending: PendingRows) -> None:
+        if pending.moves:
+            self._db.executemany(MOVES.insert, [MOVES.row(move) for move in pending.moves])
+        if pending.payloads:
+            self._db.executemany(*self.payload_statement(pending.payloads))
+        pending.moves, pending.payloads = [], {}
 
-    def run(self, run_id: RunId) -> RunRecord | None:
-        for known in (self.pending.runs, self._commit.runs, self.runs_written, self._cached_runs):
-            if run_id in known:
-                return known[run_id]
-        found = RUNS.one(self._db.execute(RUNS.select + "WHERE run_id = ?", (run_id,)).fetchone())
-        if found is not None:
-            self._cached_runs[run_id] = found
+    # Buffered and known rows
+
+    def get(self, table: Table[R], key: Key) -> R | None:
+        """The row with this key, as this operation sees it."""
+        known, found = self.lookup(table, key)
+        if not known:
+            found = table.one(self._db.execute(table.select + table.with_key, key).fetchone())
+            self.known.add(table, {key: found})
         return found
 
-    def buffered_group(self, run_id: RunId, group_id: GroupId) -> GroupRecord | None:
-        key = (run_id, group_id)
-        return self.pending.groups.get(key) or self._commit.groups.get(key)
+    def lookup(self, table: Table[R], key: Key) -> tuple[bool, R | None]:
+        """Whether the row is buffered or known, and the row. None: there is no such row."""
+        for rows in (self.pending.rows.get(table), self._commit.rows.get(table), self.known.of(table)):
+            if rows and key in rows:
+                return True, rows[key]
+        return False, None
+
+    def put(self, table: Table[R], record: R) -> None:
+        self.pending.rows[table][table.key_of(record)] = record
+
+    def delete(self, table: Table[Any], key: Key) -> None:
+        self.pending.rows[table][key] = None
 
     # Statements
 
@@ -145,9 +193,9 @@ class SqlSession:
         """A query that does not depend on buffered rows."""
         return self._db.execute(sql, parameters)
 
-    def select_flushed(self, sql: str, parameters: Sequence[Any] = ()) -> Cursor:
-        """A query on a buffered table."""
-        self.flush()
+    def select_flushed(self, sql: str, parameters: Sequence[Any], *tables: Table[Any]) -> Cursor:
+        """A query on these buffered tables; without one, on payloads or history."""
+        self.flush(*tables)
         return self._db.execute(sql, parameters)
 
     def stream(self, sql: str, parameters: Sequence[Any]) -> Iterable[Any]:

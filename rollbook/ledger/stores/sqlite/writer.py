@@ -10,11 +10,10 @@ from pathlib import Path
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.group import GroupId
 from rollbook.ledger.config import Durability
-from rollbook.ledger.records import RunRecord
 from rollbook.ledger.store import StoreFaultError
 from rollbook.ledger.stores.sql.committer import Operation
 from rollbook.ledger.stores.sql.transaction import SqlTransaction
-from rollbook.ledger.stores.sql.write_buffer import MustRedoError, SqlSession
+from rollbook.ledger.stores.sql.write_buffer import KnownRows, MustRedoError, SqlSession
 from rollbook.ledger.stores.sqlite.file import (
     ADVICE,
     MEMORY,
@@ -29,7 +28,6 @@ from rollbook.ledger.stores.sqlite.segment_recovery import SET_MARK, find_lost, 
 from rollbook.ledger.stores.sqlite.segments import SegmentWriter, remove_segment
 
 PAGE_BYTES = 4_096
-MAX_CACHED_RUNS = 1_000
 GRACE_S = 60.0
 """An empty segment is deleted this much later: a reader that started before may still need it."""
 
@@ -40,7 +38,7 @@ class SqliteWriter:
     def __init__(self, path: Path, durability: Durability) -> None:
         self._path = path
         self._syncs_every_commit = durability is Durability.POWER_LOSS and path != MEMORY
-        self._runs: dict[RunId, RunRecord] = {}
+        self._known = KnownRows()
         self._data_version = -1
         self._emptied: dict[int, float] = {}
         """Segments without a payload, and the time since when."""
@@ -100,8 +98,8 @@ class SqliteWriter:
 
     def _commit_together(self, operations: list[Operation]) -> None:
         self._db.execute("BEGIN IMMEDIATE")
-        self._drop_stale_cache()
-        session = SqlSession(self._db, cached_runs=self._runs)
+        self._forget_stale_rows()
+        session = SqlSession(self._db, known=self._known)
         payloads = None
         if self._segments is not None:
             payloads = SegmentPayloads(session, self._path.parent, self._segments, self._lost)
@@ -126,7 +124,6 @@ class SqliteWriter:
             self._db.execute("COMMIT")
         else:
             self._commit_segments(tx, payloads, self._segments, must_sync=must_sync)
-        self._runs.update(session.runs_written)
 
     def _commit_segments(
         self, tx: SqlTransaction, payloads: SegmentPayloads, segments: SegmentWriter, *, must_sync: bool
@@ -175,15 +172,15 @@ class SqliteWriter:
         for operation in operations:
             operation.error = operation.error or error
 
-    def _drop_stale_cache(self) -> None:
-        """Run records are cached between commits until another connection writes to the file."""
+    def _forget_stale_rows(self) -> None:
+        """Rows are known between commits until another connection writes to the file."""
         data_version = self._db.execute("PRAGMA data_version").fetchone()[0]
-        if data_version != self._data_version or len(self._runs) > MAX_CACHED_RUNS:
+        if data_version != self._data_version:
             self._data_version = data_version
-            self._runs.clear()
+            self._known.clear()
 
     def _roll_back(self) -> None:
-        self._runs.clear()
+        self._known.clear()
         if self._segments is not None:
             self._segments.roll_back()
         # If the rollback fails, nothing was committed either.
