@@ -90,7 +90,7 @@ def submit(
     """
     group = run_tx.tx.groups.get(run_tx.run_id, submission.group_id)
     receipt = _submit(run_tx, submission, group, max_queued, max_queued_bytes)
-    return part_receipt(run_tx, submission.group_id, receipt)
+    return part_receipt(run_tx, submission.group_id, submission.facts, receipt, before=group)
 
 
 def submit_many(
@@ -108,7 +108,7 @@ def submit_many(
         seen.add(group_id)
         try:
             receipt = _submit(run_tx, submission, group, max_queued, max_queued_bytes)
-            outcomes.append(part_receipt(run_tx, group_id, receipt))
+            outcomes.append(part_receipt(run_tx, group_id, submission.facts, receipt, before=group))
         except StoreFaultError:
             raise
         except (RunError, TransientError) as error:

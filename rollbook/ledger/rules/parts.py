@@ -89,15 +89,17 @@ def receipt_of_unopened(run_tx: RunTransaction, name: GroupId, facts: GroupFacts
     return Receipt.ALREADY_SETTLED
 
 
-def part_receipt(run_tx: RunTransaction, name: GroupId, receipt: Receipt) -> PartReceipt:
-    """The receipt, with the part that the group lacks now."""
+def part_receipt(
+    run_tx: RunTransaction, name: GroupId, facts: GroupFacts, receipt: Receipt, *, before: GroupRecord | None
+) -> PartReceipt:
+    """The receipt, with the part that the group lacks now. `before` is the record before the submission, if there was one."""
     if run_tx.field("settings").rule.policy is not BatchPolicy.PARTS:
         return PartReceipt(receipt=receipt)
     root = GroupId(PART_SUFFIX.sub("", name))
     if receipt is Receipt.STORED:
-        # The stored part was the last one, so the next one is open if it exists.
-        number = 1 if name == root else int(name[len(root) + 1 :])
-        last = run_tx.tx.groups.get(run_tx.run_id, part_id(root, number + 1))
+        if before is None or facts.num_samples >= before.expected_samples:
+            return PartReceipt(receipt=receipt)
+        last = run_tx.tx.groups.get(run_tx.run_id, part_id(root, before.part + 1))
     else:
         group = run_tx.tx.groups.get(run_tx.run_id, root)
         last = None if group is None else run_tx.tx.groups.last_part(run_tx.run_id, group.sequence)
