@@ -3,6 +3,10 @@
 Each commit writes the next commit number of its replica into a row. If the response to a COMMIT is lost, that row tells whether it
 happened, so a commit is neither reported as failed by mistake nor applied twice. (PostgreSQL's transaction ids do not suffice:
 after a crash, the id of a commit that never reached the disk is assigned again.)
+
+The numbers also tell whether another replica has written: each commit that writes changes the number of its replica. While those
+of the others are unchanged, the rows that this replica has read and written stay known (`KnownRows`). The numbers are read under
+the locks of the runs, so nobody changes these runs until the commit.
 """
 
 import time
@@ -30,7 +34,7 @@ from rollbook.ledger.stores.postgres.connection import (
 )
 from rollbook.ledger.stores.postgres.schema import create_tables
 from rollbook.ledger.stores.sql.committer import Operation
-from rollbook.ledger.stores.sql.write_buffer import MustRedoError, SqlSession
+from rollbook.ledger.stores.sql.write_buffer import KnownRows, MustRedoError, SqlSession
 
 T = TypeVar("T")
 
@@ -42,6 +46,9 @@ locks of runs."""
 SET_COMMIT_NUMBER = (
     "INSERT INTO replica_commits (replica, number) VALUES (?, ?) "
     "ON CONFLICT (replica) DO UPDATE SET number = excluded.number, at = now()"
+)
+OTHER_NUMBERS = (
+    "SELECT string_agg(concat(replica, ' ', number), ', ' ORDER BY replica) FROM replica_commits WHERE replica <>"
 )
 SETTINGS = {
     "synchronous_commit": "on",
@@ -95,6 +102,9 @@ class PostgresWriter:
         self._schema = ""
         self._replica = uuid.uuid4().hex
         self._num_commits = 0
+        self._known = KnownRows()
+        self._other_numbers: str | None = None
+        """The commit numbers of the other replicas when the known rows were current."""
         self.channel = ""
 
     @property
@@ -113,7 +123,7 @@ class PostgresWriter:
             require_durability(db, self.where)
             self._schema = schema
             self.channel = f"rollbook_ledger_{zlib.crc32(schema.encode()):08x}"
-            self._begin(db, None)
+            db.execute_script(self._begin(None))
             try:
                 create_tables(SqlSession(db), self.where)
             except BaseException:
@@ -150,6 +160,7 @@ class PostgresWriter:
             self._connected().execute("SELECT pg_notify(?, ?)", (self.channel, payload))
 
     def close(self) -> None:
+        self._known.clear()
         if self._db is not None:
             self._db.close()
             self._db = None
@@ -160,20 +171,22 @@ class PostgresWriter:
             self._db = connect(self._url, SETTINGS, waits_for_standby=True)
         return self._db
 
-    def _begin(self, db: PostgresConnection, runs: Collection[RunId] | None) -> None:
-        """Begin a transaction with the locks of these runs; None: with the lock of the whole ledger."""
+    def _begin(self, runs: Collection[RunId] | None) -> str:
+        """A script that begins a transaction with the locks of these runs; None: with the lock of the whole ledger."""
         whole = _lock_key(self._schema)
-        # The cast: the functions' void results have no binary form.
         if runs is None:
-            sql, keys = "SELECT pg_advisory_xact_lock(?, ?)::text", [LOCK_CLASS, whole]
+            locks = [f"pg_advisory_xact_lock({LOCK_CLASS}, {whole})"]
         else:
-            sql, keys = "SELECT pg_advisory_xact_lock_shared(?, ?)::text", [LOCK_CLASS, whole]
             # In the same order in every replica, so that two of them cannot wait for each other.
-            for key in sorted({_lock_key(f"{self._schema}/{run}") for run in runs}):
-                sql += ", pg_advisory_xact_lock(?, ?)::text"
-                keys += [LOCK_CLASS + 1, key]
-        db.execute("BEGIN")
-        db.execute(sql, keys)
+            keys = sorted({_lock_key(f"{self._schema}/{run}") for run in runs})
+            locks = [f"pg_advisory_xact_lock_shared({LOCK_CLASS}, {whole})"]
+            locks += [f"pg_advisory_xact_lock({LOCK_CLASS + 1}, {key})" for key in keys]
+        return f"BEGIN; SELECT {', '.join(locks)}"
+
+    def _forget_stale_rows(self, other_numbers: str | None) -> None:
+        if other_numbers != self._other_numbers:
+            self._known.clear()
+            self._other_numbers = other_numbers
 
     def _attempt_all(self, operations: list[Operation]) -> None:
         for operation in operations:
@@ -184,10 +197,13 @@ class PostgresWriter:
         try:
             with explained(self.where):
                 db = self._connected()
-                self._begin(db, runs)
+                # Each statement has its own snapshot, so the numbers are read after the locks are taken.
+                script = f"{self._begin(runs)}; {OTHER_NUMBERS} '{self._replica}'"
+                self._forget_stale_rows(db.execute_script(script).fetchone()[0])
                 try:
                     has_written = self._write(db, operations)
                 except MustRedoError:
+                    self._known.clear()
                     db.execute("ROLLBACK")
                     raise
         except MustRedoError:
@@ -198,11 +214,8 @@ class PostgresWriter:
         self._finish(db, runs, has_written=has_written)
 
     def _write(self, db: PostgresConnection, operations: list[Operation]) -> bool:
-        """Run the operations; COMMIT follows. Run records are not cached: another replica may change them.
-
-        False: there is nothing to commit.
-        """
-        tx = transaction(db, self.where, self._objects)
+        """Run the operations; COMMIT follows. False: there is nothing to commit."""
+        tx = transaction(db, self.where, objects=self._objects, known=self._known)
         for operation in operations:
             tx.begin()
             try:
@@ -220,11 +233,12 @@ class PostgresWriter:
             operation.announced = tx.announced
         tx.session.flush()
         announced = sorted(set().union(*(operation.announced for operation in operations)))
-        for run_id in announced:
-            db.execute("SELECT pg_notify(?, ?)", (self.channel, run_id))
         if not tx.session.has_written and not announced:
             return False
-        db.execute(SET_COMMIT_NUMBER, (self._replica, self._num_commits))
+        # The cast: the function's void result has no binary form.
+        notify = f" RETURNING {', '.join(['pg_notify(?, ?)::text'] * len(announced))}" if announced else ""
+        notes = [value for run_id in announced for value in (self.channel, run_id)]
+        db.execute(SET_COMMIT_NUMBER + notify, (self._replica, self._num_commits, *notes))
         return True
 
     def _finish(self, db: PostgresConnection, runs: Collection[RunId] | None, *, has_written: bool) -> None:
@@ -242,7 +256,7 @@ class PostgresWriter:
         """Whether the last COMMIT, whose response was lost, happened. Waits until its session has released its locks."""
         with explained(self.where):
             db = self._connected()
-            self._begin(db, runs)
+            db.execute_script(self._begin(runs))
             row = db.execute("SELECT number FROM replica_commits WHERE replica = ?", (self._replica,)).fetchone()
             await_standby(db)
             db.execute("COMMIT")

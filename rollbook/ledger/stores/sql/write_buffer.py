@@ -34,11 +34,13 @@ class MustRedoError(Exception):
     """An operation failed after it had written to the database; nothing of this commit may remain."""
 
 
-class Cursor(Protocol):
+class Written(Protocol):
     @property
     def rowcount(self) -> int:
         """Number of rows that the statement changed, over all of its parameter sets."""
 
+
+class Cursor(Protocol):
     def fetchone(self) -> Any: ...
     def fetchall(self) -> list[Any]: ...
     def __iter__(self) -> Iterator[Any]: ...
@@ -48,7 +50,7 @@ class Connection(Protocol):
     """The required subset of a database driver, with `?` for parameters."""
 
     def execute(self, sql: str, parameters: Sequence[Any] = ..., /) -> Cursor: ...
-    def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> Cursor:
+    def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> Written:
         """Rows that are inserted have different keys."""
 
 
