@@ -45,6 +45,24 @@ async def test_a_failed_write_is_rolled_back_completely(store: Store) -> None:
     assert notified == []
 
 
+async def test_rows_of_a_failed_write_are_not_seen_by_later_writes(store: Store) -> None:
+    def fail(tx: Transaction) -> None:
+        tx.groups.put(group("a", 0))
+        tx.positions.put(RUN, 0, unsettled=1)
+        assert ids(tx.groups.dispatched(RUN)) == ["a"]
+        assert tx.positions.all(RUN) == [(0, 1)]
+        raise LookupError("on purpose")
+
+    def look(tx: Transaction) -> tuple[object, object]:
+        return tx.groups.get(RUN, GroupId("a")), tx.positions.get(RUN, 0)
+
+    for _ in range(2):
+        assert await store.write(look) == (None, None)
+        with pytest.raises(LookupError, match="on purpose"):
+            await store.write(fail)
+    assert await store.write(look) == await store.read(look) == (None, None)
+
+
 async def test_a_failing_write_does_not_affect_the_others(store: Store) -> None:
     def write(number: int) -> Callable[[Transaction], int]:
         def work(tx: Transaction) -> int:

@@ -1,4 +1,4 @@
-"""The ledger's state machine on PostgreSQL, with replicas that are replaced and a database that crashes."""
+"""The ledger's state machine on PostgreSQL, with two replicas that are replaced and a database that crashes."""
 
 import pytest
 from hypothesis import settings
@@ -17,14 +17,19 @@ class PostgresLedgerMachine(LedgerMachine):
     def make_driver(self) -> RunDriver:
         self.num_crashes = 0
         self.url = shared_server().fresh_url()
-        self.store = blocking_postgres(self.url)
-        return RunDriver(self.store)
+        self.stores = [blocking_postgres(self.url), blocking_postgres(self.url)]
+        return RunDriver(self.stores[0])
+
+    @rule()
+    def the_other_replica_serves(self) -> None:
+        """Both stay open, and each has rows from earlier commits in its memory."""
+        self.stores.reverse()
+        self.driver.store = self.stores[0]
 
     @rule()
     def a_replica_takes_the_place_of_another(self) -> None:
-        self.store.close()
-        self.store = blocking_postgres(self.url)
-        self.driver.store = self.store
+        self.stores[0].close()
+        self.stores[0] = self.driver.store = blocking_postgres(self.url)
         self.driver.now += 5
         self.driver.rule(gate.extend_leases)
 
@@ -37,8 +42,8 @@ class PostgresLedgerMachine(LedgerMachine):
 
     def teardown(self) -> None:
         super().teardown()
-        if hasattr(self, "store"):
-            self.store.close()
+        for store in getattr(self, "stores", []):
+            store.close()
 
 
 def test_the_rules_hold_on_a_database_that_crashes() -> None:

@@ -187,7 +187,8 @@ class RunDriver:
         return self.store.read_now(lambda tx: runs.status(tx, RUN))
 
     def audit(self) -> AuditReport:
-        """A complete audit. An audit that continues from the last one must agree with it."""
+        """A complete audit. An audit that continues from the last one must agree with it, and known rows with the database."""
+        self.store.read_now(_compare_known_rows)
         report = self.store.read_now(lambda tx: audit_run(tx, RUN))
         since, mark = self.store.read_now(lambda tx: audit_since(tx, RUN, self._audited))
         self._audited = mark and msgspec.json.decode(msgspec.json.encode(mark), type=AuditMark)
@@ -206,6 +207,21 @@ class RunDriver:
     def notes(self, task: str) -> list[str]:
         moves = self.store.read_now(lambda tx: tx.history.of_group(RUN, GroupId(f"{task}@0")))
         return [f"{move.to_state}: {move.note}" for move in moves]
+
+
+def _compare_known_rows(tx: Transaction) -> None:
+    """A row by its key, which the writer may know from an earlier commit, is that of a query."""
+    for group in tx.groups.page(RUN, limit=10_000):
+        assert tx.groups.get(RUN, group.group_id) == group
+    for publication in tx.publications.page(RUN, limit=10_000):
+        assert tx.publications.get(RUN, publication.id) == publication
+    for owner in tx.owners.alive(RUN):
+        assert tx.owners.get(RUN, owner.owner_id) == owner
+    for batch in tx.batches.each(RUN):
+        assert tx.batches.get(RUN, batch.manifest.step) == batch
+    positions = dict(tx.positions.all(RUN))
+    for position in range(max(positions, default=0) + 2):
+        assert tx.positions.get(RUN, position) == positions.get(position)
 
 
 def write_a_run(directory: Path) -> None:

@@ -118,6 +118,47 @@ async def test_a_failed_operation_is_rolled_back_without_affecting_the_others(
         assert run.num_opened == 3
 
 
+async def test_positions_of_a_failed_operation_are_neither_written_nor_seen_by_the_next(tmp_path: Path) -> None:
+    async with open_sqlite_store(tmp_path) as store:
+
+        def settle(tx: Transaction) -> None:
+            tx.positions.put(RUN, 3, unsettled=0)
+            tx.positions.delete(RUN, 2)
+
+        def fail(tx: Transaction) -> None:
+            tx.positions.put(RUN, 2, unsettled=7)
+            tx.positions.delete(RUN, 3)
+            tx.positions.put(RUN, 4, unsettled=1)
+            raise LookupError("no")
+
+        def look(tx: Transaction) -> list[int | None]:
+            return [tx.positions.get(RUN, at) for at in (2, 3, 4)]
+
+        await store.write(lambda tx: tx.positions.put(RUN, 2, unsettled=1))
+        results = await together(store, settle, fail, look)
+        assert isinstance(results[1], LookupError)
+        assert results[2] == await store.write(look) == await store.read(look) == [None, 0, None]
+        assert await store.read(lambda tx: tx.positions.all(RUN)) == [(3, 0)]
+
+
+async def test_a_row_that_did_not_exist_is_found_after_it_was_written(tmp_path: Path) -> None:
+    async with open_sqlite_store(tmp_path) as store:
+
+        def look(tx: Transaction) -> GroupRecord | None:
+            found = tx.groups.get(RUN, GroupId("a"))
+            assert tx.groups.find(RUN, [GroupId("a")]) == ({} if found is None else {"a": found})
+            return found
+
+        def fail(tx: Transaction) -> None:
+            tx.groups.put(group("a", 1))
+            assert look(tx) == group("a", 1)
+            raise LookupError("no")
+
+        results = await together(store, look, fail, look, lambda tx: tx.groups.put(group("a", 2)), look)
+        assert [results[0], results[2], results[4]] == [None, None, group("a", 2)]
+        assert await store.write(look) == group("a", 2)
+
+
 async def test_a_row_that_the_database_refuses_fails_only_its_own_operation(tmp_path: Path) -> None:
     async with open_sqlite_store(tmp_path) as store:
         await store.write(lambda tx: tx.runs.put(NEW_RUN))
