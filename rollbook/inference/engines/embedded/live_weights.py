@@ -151,7 +151,7 @@ class LiveWeights:
         with torch.inference_mode():
             if self._staging is not None:
                 torch._foreach_copy_(targets, sources)
-                # Allocated on the staging stream: its memory may be reused only after this copy. Most sources are views of one block.
+                # Allocated on the staging stream: its memory may be reused only after this copy. Most are views of one block.
                 blocks = {source.untyped_storage().data_ptr(): source for source in sources}
                 for source in blocks.values():
                     source.record_stream(torch.cuda.current_stream(self._device))
