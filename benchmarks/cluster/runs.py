@@ -1,8 +1,9 @@
 """Whole runs: with 1, 3 and again 1 dispatchers, and on Ray and PostgreSQL compared with local processes and SQLite.
 
 Dispatchers: environments are slow and each dispatcher plays few groups at a time, so the rate of groups should follow their number.
-Ray: the same run, with an additional policy server and dispatcher, once as local processes with SQLite and once placed by Ray with
-PostgreSQL. Needs `rollbook[cluster]`; without Ray this part is left out.
+Ray: the demo, with an additional policy server and dispatcher, once as local processes with SQLite and once placed by Ray with
+PostgreSQL; and the same with a run whose steps take a few hundredths of a second, so that commits are most of them.
+Needs `rollbook[cluster]`; without Ray this part is left out.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from pathlib import Path
 from benchmarks.report import Figure, print_figures, print_status
 from rollbook.telemetry.metrics import read_metrics
 from tests.parts.ledger.postgres import own_server
-from tests.parts.run.small import SmallRun, rollbook
+from tests.parts.run.small import CONFIG, EXAMPLE, SmallRun, rollbook
 
 GROUPS_PER_STEP = 4
 FLOOR = 0.9
@@ -30,14 +31,17 @@ SLOW = [
     "gate.max_head_offpolicy_versions=8",
     "trainer.ppo_n_minibatches=1",
 ]
+# Weights that hardly change, so that episodes keep their length.
+DEMO = ["trainer.lr=1e-7", "trainer.schedule='constant'"]
+PAIRS = ["cluster.policy=1", "cluster.rollout=1"]
 SETTLE_S = 10.0
 """Groups that began with another number of dispatchers end."""
 
 
 @contextmanager
-def running(settings: Sequence[str], options: Sequence[str] = ()) -> Iterator[SmallRun]:
+def running(settings: Sequence[str], options: Sequence[str] = (), *, config: str = CONFIG) -> Iterator[SmallRun]:
     with tempfile.TemporaryDirectory(prefix="rollbook-bench-", ignore_cleanup_errors=True) as name:
-        run = SmallRun(Path(name), [*SETTINGS, *settings])
+        run = SmallRun(Path(name), [*SETTINGS, *settings], config=config)
         run.options = list(options)
         run.start()
         try:
@@ -112,26 +116,26 @@ def wait_for_pairs(run: SmallRun) -> None:
 
 
 def measure_ray(seconds: float) -> list[Figure]:
-    more = ["cluster.policy=1", "cluster.rollout=1"]
-    with running(more) as run:
+    demo = (EXAMPLE / "run.toml").read_text(encoding="utf-8")
+    return [
+        _ray_against_local(
+            "steps/s on Ray and PostgreSQL, against local processes and SQLite", demo, DEMO, seconds, FLOOR
+        ),
+        _ray_against_local("the same with very short steps", CONFIG, [], seconds, None),
+    ]
+
+
+def _ray_against_local(name: str, config: str, settings: Sequence[str], seconds: float, floor: float | None) -> Figure:
+    with running([*PAIRS, *settings], config=config) as run:
         wait_for_pairs(run)
         local = steps_per_s(run, seconds)
         print_status(f"local processes and SQLite: {local:.2f} steps/s")
-    store = own_server().fresh_url()
-    with running([*more, f"ledger.store={json.dumps(store)}"], ["--cluster", "auto"]) as run:
+    store = f"ledger.store={json.dumps(own_server().fresh_url())}"
+    with running([*PAIRS, *settings, store], ["--cluster", "auto"], config=config) as run:
         wait_for_pairs(run)
         on_ray = steps_per_s(run, seconds)
         print_status(f"Ray and PostgreSQL: {on_ray:.2f} steps/s")
-    return [
-        Figure(
-            name="steps/s on Ray and PostgreSQL, against local processes and SQLite",
-            ours=on_ray,
-            peer=local,
-            unit="steps/s",
-            ratio=on_ray / local,
-            floor=FLOOR,
-        )
-    ]
+    return Figure(name=name, ours=on_ray, peer=local, unit="steps/s", ratio=on_ray / local, floor=floor)
 
 
 def main() -> int:
