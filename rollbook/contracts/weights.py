@@ -81,8 +81,14 @@ def _hashes(pieces: Sequence[memoryview]) -> bytes:
             size = 0
     if len(shares) == 1:
         return _hashes_in_turn(pieces)
-    with ThreadPoolExecutor(min(MAX_HASH_THREADS, os.cpu_count() or 1), thread_name_prefix="digest") as pool:
+    with ThreadPoolExecutor(min(MAX_HASH_THREADS, _num_threads()), thread_name_prefix="digest") as pool:
         return b"".join(pool.map(_hashes_in_turn, shares))
+
+
+def _num_threads() -> int:
+    """Half of the cores that this process may use: an engine that decodes meanwhile needs one without waiting."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // 2)
 
 
 def _hashes_in_turn(pieces: Sequence[memoryview]) -> bytes:
