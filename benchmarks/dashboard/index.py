@@ -139,7 +139,7 @@ def write_ledger(folder: Path, count: int) -> None:
         next_sequence=count,
     )
     db.execute("BEGIN")
-    db.execute(RUNS.insert, RUNS.row(run))
+    db.execute(RUNS.insert.sql(), RUNS.row(run))
     rows: list[GroupRecord] = []
     for group in groups(count):
         rows.append(group)
@@ -151,7 +151,7 @@ def write_ledger(folder: Path, count: int) -> None:
 
 
 def _insert(db: sqlite3.Connection, rows: list[GroupRecord]) -> None:
-    db.executemany(GROUPS.insert, [GROUPS.row(row) for row in rows])
+    db.executemany(GROUPS.insert.sql(), [GROUPS.row(row) for row in rows])
     moves = [
         MoveRecord(
             run_id=RUN,
@@ -164,7 +164,7 @@ def _insert(db: sqlite3.Connection, rows: list[GroupRecord]) -> None:
         )
         for row in rows
     ]
-    db.executemany(MOVES.insert, [MOVES.row(move) for move in moves])
+    db.executemany(MOVES.insert.sql(), [MOVES.row(move) for move in moves])
     rows.clear()
 
 

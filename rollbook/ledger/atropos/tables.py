@@ -94,7 +94,7 @@ class AtroposTables:
         return RUNS.one(self._db.select(RUNS.select + "WHERE run_id = ?", (run_id,)).fetchone())
 
     def put_record(self, record: AtroposRecord) -> None:
-        self._db.write(RUNS.upsert, RUNS.row(record))
+        self._db.write(RUNS.upsert.sql(), RUNS.row(record))
 
     def envs(self, run_id: RunId) -> list[EnvRecord]:
         """By id."""
@@ -105,7 +105,7 @@ class AtroposTables:
         return ENVS.one(found.fetchone())
 
     def put_env(self, env: EnvRecord) -> None:
-        self._db.write(ENVS.upsert, ENVS.row(env))
+        self._db.write(ENVS.upsert.sql(), ENVS.row(env))
 
     def clear(self, run_id: RunId) -> None:
         """Delete environments, queue and unconfirmed posts."""
@@ -114,7 +114,7 @@ class AtroposTables:
 
     def put_queued(self, groups: Sequence[QueuedGroup]) -> None:
         """Write new groups. Those that are not buffered are counted in their buckets."""
-        self._db.write_many(QUEUE.upsert, [QUEUE.row(group) for group in groups])
+        self._db.write_many(QUEUE.upsert.sql(), [QUEUE.row(group) for group in groups])
         self._count(groups, +1)
 
     def queued(self, run_id: RunId, group_id: GroupId) -> QueuedGroup | None:
@@ -150,7 +150,7 @@ class AtroposTables:
         return UNCONFIRMED.one(found.fetchone())
 
     def put_unconfirmed(self, posts: Sequence[UnconfirmedPost]) -> None:
-        self._db.write_many(UNCONFIRMED.upsert, [UNCONFIRMED.row(post) for post in posts])
+        self._db.write_many(UNCONFIRMED.upsert.sql(), [UNCONFIRMED.row(post) for post in posts])
 
     def delete_unconfirmed(self, run_id: RunId, digests: Sequence[str]) -> None:
         keys = [(run_id, digest) for digest in digests]

@@ -15,6 +15,7 @@ from rollbook.contracts.group_codec import payload_digest
 from rollbook.ledger.store import StoreFaultError
 from rollbook.ledger.stores.objects import Objects, objects_at
 from rollbook.ledger.stores.sql.groups import INSERT_PAYLOAD
+from rollbook.ledger.stores.sql.tables import Insert
 from rollbook.ledger.stores.sql.write_buffer import PayloadRows, SqlSession
 
 TRANSFERS = 16
@@ -23,7 +24,7 @@ SELECT = (
     "SELECT body, NULL, NULL, NULL FROM payloads WHERE run_id = ? AND group_id = ? "
     "UNION ALL SELECT NULL, location, name, digest FROM payload_objects WHERE run_id = ? AND group_id = ?"
 )
-INSERT_OBJECT = "INSERT INTO payload_objects (run_id, group_id, location, name, size, digest) VALUES (?, ?, ?, ?, ?, ?)"
+INSERT_OBJECT = Insert("payload_objects (run_id, group_id, location, name, size, digest)", 6)
 DELETE_OBJECT = (
     "WITH gone AS (DELETE FROM payload_objects WHERE run_id = ? AND group_id = ? RETURNING location, name) "
     "INSERT INTO deleted_objects (location, name) SELECT location, name FROM gone"
@@ -62,7 +63,7 @@ class PostgresPayloads:
         row: Sequence[Any] | None = self._session.select_flushed(SELECT, (run_id, group_id) * 2).fetchone()
         return row
 
-    def _statement(self, payloads: PayloadRows) -> tuple[str, list[Sequence[Any]]]:
+    def _statement(self, payloads: PayloadRows) -> tuple[Insert, list[Sequence[Any]]]:
         """Stores the objects of a commit concurrently, before their rows are written."""
         objects = self._objects
         if objects is None:

@@ -9,7 +9,7 @@ from rollbook.contracts.admission import OwnerId, RunId
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.ledger.records import GroupRecord, MoveRecord, Origin
 from rollbook.ledger.store import Move, StoreFaultError
-from rollbook.ledger.stores.sql.tables import GROUPS, MOVES
+from rollbook.ledger.stores.sql.tables import GROUPS, MOVES, Insert
 from rollbook.ledger.stores.sql.write_buffer import Key, PayloadRows, SqlSession
 
 # Small results are ordered by `+sequence, +part`: the plus keeps the planner from scanning the whole run in order to save a sort.
@@ -21,9 +21,8 @@ HAS_NO_ROW = (
     "AND NOT EXISTS (SELECT 1 FROM groups WHERE groups.run_id = history.run_id AND groups.group_id = history.group_id)"
 )
 
-INSERT_PAYLOAD = (
-    "INSERT INTO payloads (run_id, group_id, body) VALUES (?, ?, ?) "
-    "ON CONFLICT (run_id, group_id) DO UPDATE SET body = excluded.body"
+INSERT_PAYLOAD = Insert(
+    "payloads (run_id, group_id, body)", 3, " ON CONFLICT (run_id, group_id) DO UPDATE SET body = excluded.body"
 )
 
 
@@ -258,5 +257,5 @@ class SqlPayloads:
         return []
 
     @staticmethod
-    def _statement(payloads: PayloadRows) -> tuple[str, list[Sequence[Any]]]:
+    def _statement(payloads: PayloadRows) -> tuple[Insert, list[Sequence[Any]]]:
         return INSERT_PAYLOAD, [(run_id, group_id, body) for (run_id, group_id), body in payloads.items()]

@@ -106,7 +106,7 @@ class SqlActions:
         self._session = session
 
     def add(self, action: ActionRecord) -> None:
-        self._session.write(ACTIONS.insert, ACTIONS.row(action))
+        self._session.insert(ACTIONS.insert, [ACTIONS.row(action)])
 
     def by_nonce(self, run_id: RunId, nonce: str) -> ActionRecord | None:
         found = self._session.select(ACTIONS.select + "WHERE run_id = ? AND nonce = ?", (run_id, nonce))
@@ -136,7 +136,7 @@ class SqlProducers:
         return PRODUCERS.all(self._session.select(PRODUCERS.select + "WHERE run_id = ? ORDER BY name", (run_id,)))
 
     def put(self, producer: ProducerRecord) -> None:
-        self._session.write(PRODUCERS.upsert, PRODUCERS.row(producer))
+        self._session.insert(PRODUCERS.upsert, [PRODUCERS.row(producer)])
 
 
 class SqlPositions:

@@ -4,9 +4,10 @@ The rows of the ledger's own tables end with a checksum of their values. The aud
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, Generic, Protocol, TypeVar, get_type_hints
 
 import msgspec
 import xxhash
@@ -40,6 +41,37 @@ def checksum(values: Sequence[Any]) -> int:
     """64 bits of XXH3 as a signed number, which both databases can store."""
     unsigned = xxhash.xxh3_64_intdigest(_encode(values))
     return unsigned if unsigned < 1 << 63 else unsigned - (1 << 64)
+
+
+class RowsStatement(Protocol):
+    """A statement on rows of one table, with different keys."""
+
+    def sql(self, num_rows: int = 1) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Insert:
+    """Satisfies `RowsStatement`."""
+
+    into: str
+    num_columns: int
+    on_conflict: str = ""
+
+    def sql(self, num_rows: int = 1) -> str:
+        row = f"({', '.join('?' * self.num_columns)})"
+        return f"INSERT INTO {self.into} VALUES {', '.join([row] * num_rows)}{self.on_conflict}"
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Satisfies `RowsStatement`."""
+
+    table: str
+    key: tuple[str, ...]
+
+    def sql(self, num_rows: int = 1) -> str:
+        row = f"({' AND '.join(f'{column} = ?' for column in self.key)})"
+        return f"DELETE FROM {self.table} WHERE {' OR '.join([row] * num_rows)}"
 
 
 class Table(Generic[R]):
@@ -76,10 +108,10 @@ class Table(Generic[R]):
         stored = (*self.columns, "checksum") if has_checksum else self.columns
         updates = ", ".join(f"{c} = excluded.{c}" for c in stored if c not in key)
         self.select = f"SELECT {', '.join(self.columns)} FROM {name} "
-        self.insert = f"INSERT INTO {name} ({', '.join(stored)}) VALUES ({', '.join('?' * len(stored))})"
-        self.upsert = f"{self.insert} ON CONFLICT ({', '.join(key)}) DO UPDATE SET {updates}"
+        self.insert = Insert(f"{name} ({', '.join(stored)})", len(stored))
+        self.upsert = replace(self.insert, on_conflict=f" ON CONFLICT ({', '.join(key)}) DO UPDATE SET {updates}")
         self.with_key = "WHERE " + " AND ".join(f"{column} = ?" for column in key)
-        self.delete = f"DELETE FROM {name} {self.with_key}"
+        self.delete = Delete(name, key)
         self.select_checked = f"SELECT {', '.join(stored)} FROM {name} "
 
     def key_of(self, record: R) -> tuple[Any, ...]:

@@ -44,7 +44,7 @@ class SqlBatches:
             epoch=batch.epoch,
             decided_at=batch.decided_at,
         )
-        self._session.write(BATCHES.insert, BATCHES.row(row))
+        self._session.insert(BATCHES.insert, [BATCHES.row(row)])
         entries = [
             EntryRow(
                 run_id=batch.run_id,
@@ -58,7 +58,7 @@ class SqlBatches:
             )
             for place, entry in enumerate(manifest.entries)
         ]
-        self._session.write_many(ENTRIES.insert, [ENTRIES.row(entry) for entry in entries])
+        self._session.insert(ENTRIES.insert, [ENTRIES.row(entry) for entry in entries])
         self._remember(batch.run_id, manifest.step, batch)
 
     def _remember(self, run_id: RunId, step: int, batch: BatchRecord | None) -> None:
@@ -114,7 +114,7 @@ class SqlSteps:
         return (STEPS.record(row) for row in rows)
 
     def put(self, step: StepRecord) -> None:
-        self._session.write(STEPS.upsert, STEPS.row(step))
+        self._session.insert(STEPS.upsert, [STEPS.row(step)])
 
 
 class SqlPublications:

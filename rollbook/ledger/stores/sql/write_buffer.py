@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.group import GroupId
 from rollbook.ledger.records import MoveRecord, Record
-from rollbook.ledger.stores.sql.tables import MOVES, Table
+from rollbook.ledger.stores.sql.tables import MOVES, Insert, RowsStatement, Table
 
 R = TypeVar("R", bound=Record)
 Key = tuple[Any, ...]
@@ -50,8 +50,7 @@ class Connection(Protocol):
     """The required subset of a database driver, with `?` for parameters."""
 
     def execute(self, sql: str, parameters: Sequence[Any] = ..., /) -> Cursor: ...
-    def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> Written:
-        """Rows that are inserted have different keys."""
+    def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> Written: ...
 
 
 class KnownRows:
@@ -98,7 +97,7 @@ class SqlSession:
     """One connection during one commit. Each operation of a commit is enclosed in `begin` and `end` or `fail`.
 
     `known` are rows known to be current; its owner clears it if the commit fails. `stream` runs a query with many rows without
-    fetching all at once.
+    fetching all at once; `write_rows` writes or deletes several rows (default: with a statement for each).
     """
 
     def __init__(
@@ -107,9 +106,11 @@ class SqlSession:
         *,
         known: KnownRows | None = None,
         stream: Callable[[str, Sequence[Any]], Iterable[Any]] | None = None,
+        write_rows: Callable[[RowsStatement, Sequence[Sequence[Any]]], object] | None = None,
     ) -> None:
         self._db = db
         self._stream = stream or db.execute
+        self._write_rows = write_rows or (lambda statement, rows: db.executemany(statement.sql(), rows))
         self.known = KnownRows() if known is None else known
         self._commit = PendingRows()
         self.pending = PendingRows()
@@ -117,7 +118,7 @@ class SqlSession:
         self._operation_wrote = False
         self.has_written = False
         """Whether the commit has written anything to the database."""
-        self.payload_statement: Callable[[PayloadRows], tuple[str, list[Sequence[Any]]]]
+        self.payload_statement: Callable[[PayloadRows], tuple[Insert, list[Sequence[Any]]]]
         """How payload rows are written; set by the payloads part of the transaction."""
 
     def begin(self) -> None:
@@ -143,27 +144,27 @@ class SqlSession:
             has_written = self._operation_wrote
             # If a statement fails, nothing of the commit may remain.
             self._operation_wrote = self.has_written = True
-            self._write_rows(pending, tables or tuple(pending.rows))
+            self._write_tables(pending, tables or tuple(pending.rows))
             if not tables:
                 self._write_moves_and_payloads(pending)
             self._operation_wrote = has_written or pending is self.pending
 
-    def _write_rows(self, pending: PendingRows, tables: Iterable[Table[Any]]) -> None:
+    def _write_tables(self, pending: PendingRows, tables: Iterable[Table[Any]]) -> None:
         for table in tables:
             rows = pending.rows.pop(table, {})
             written = [table.row(record) for record in rows.values() if record is not None]
             deleted = [key for key, record in rows.items() if record is None]
             if written:
-                self._db.executemany(table.upsert, written)
+                self._write_rows(table.upsert, written)
             if deleted:
-                self._db.executemany(table.delete, deleted)
+                self._write_rows(table.delete, deleted)
             self.known.add(table, rows)
 
     def _write_moves_and_payloads(self, pending: PendingRows) -> None:
         if pending.moves:
-            self._db.executemany(MOVES.insert, [MOVES.row(move) for move in pending.moves])
+            self._write_rows(MOVES.insert, [MOVES.row(move) for move in pending.moves])
         if pending.payloads:
-            self._db.executemany(*self.payload_statement(pending.payloads))
+            self._write_rows(*self.payload_statement(pending.payloads))
         pending.moves, pending.payloads = [], {}
 
     # Buffered and known rows
@@ -209,6 +210,11 @@ class SqlSession:
         """Write to a table that is not buffered."""
         self._operation_wrote = self.has_written = True
         self._db.execute(sql, parameters)
+
+    def insert(self, statement: Insert, rows: Sequence[Sequence[Any]]) -> None:
+        """Write rows of a table that is not buffered."""
+        self._operation_wrote = self.has_written = True
+        self._write_rows(statement, rows)
 
     def write_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> int:
         self._operation_wrote = self.has_written = True

@@ -7,6 +7,7 @@ from typing import Any
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.group import GroupId
 from rollbook.ledger.stores.sql.groups import padded
+from rollbook.ledger.stores.sql.tables import Insert
 from rollbook.ledger.stores.sql.write_buffer import PayloadRows, SqlSession
 from rollbook.ledger.stores.sqlite.segments import Place, SegmentWriter, read_payload, read_payloads
 
@@ -17,10 +18,11 @@ SELECT_PLACES = (
     f"SELECT group_id, {PLACE_COLUMNS} FROM payload_places WHERE run_id = ? AND group_id IN "
     f"({', '.join('?' * IDS_PER_QUERY)})"
 )
-INSERT_PLACE = (
-    f"INSERT INTO payload_places (run_id, group_id, {PLACE_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?) "
-    "ON CONFLICT (run_id, group_id) DO UPDATE SET segment = excluded.segment, place = excluded.place, size = excluded.size, "
-    "digest = excluded.digest"
+INSERT_PLACE = Insert(
+    f"payload_places (run_id, group_id, {PLACE_COLUMNS})",
+    6,
+    " ON CONFLICT (run_id, group_id) DO UPDATE SET segment = excluded.segment, place = excluded.place, size = excluded.size, "
+    "digest = excluded.digest",
 )
 
 
@@ -75,7 +77,7 @@ class SegmentPayloads:
                 places[group_id] = Place(*place)
         return places
 
-    def _statement(self, payloads: PayloadRows) -> tuple[str, list[Sequence[Any]]]:
+    def _statement(self, payloads: PayloadRows) -> tuple[Insert, list[Sequence[Any]]]:
         if self._writer is not None:
             self._writer.flush()
         rows: list[Sequence[Any]] = [
