@@ -70,7 +70,7 @@ def test_a_step_of_four_groups_takes_few_statements() -> None:
             train_a_step(driver, owner, step)
         counted = replica.statements()
     per_step = sum(counted.values()) / 10
-    # 12 transactions, of which 9 write. It was 192 when each row was read and written with a statement of its own.
+    # 12 transactions, of which 9 write. It was 192 when each row was read and written with its own statement.
     assert counted["COMMIT"] == 120
     assert per_step <= 85, counted.most_common()
 

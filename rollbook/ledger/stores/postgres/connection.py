@@ -26,8 +26,8 @@ CONNECT_S = 5
 ROWS_PER_FETCH = 500
 """Rows of a long query that are fetched at once."""
 RETRY_AFTER_S = 1.0
-MOST_ROWS = 16
-MOST_BYTES = 1_000_000
+MAX_ROWS = 16
+MAX_BYTES = 1_000_000
 """Limits of one statement that writes several rows."""
 
 # Unless the URL sets them. A peer that vanishes is detected within seconds.
@@ -127,7 +127,7 @@ class _Bool(Int8Dumper):
 
 
 # Parameters without a type: the server takes that of the column. Psycopg prepares a statement for each combination of types, and
-# NULL has none, so rows with and without a value would need statements of their own.
+# NULL has none, so rows with and without a value would need different statements.
 UNTYPED: dict[type, Any] = {int: _Int, float: _Float, bytes: _Bytes, memoryview: _Bytes, bool: _Bool}
 
 
@@ -140,9 +140,9 @@ def _to_postgres(sql: str) -> bytes:
 
 def _chunks(rows: Sequence[Sequence[Any]]) -> Iterator[Sequence[Sequence[Any]]]:
     """In sizes that are powers of two, so that few statements are prepared. Large rows are alone."""
-    start, size = 0, MOST_ROWS
+    start, size = 0, MAX_ROWS
     while start < len(rows):
-        while size > len(rows) - start or (size > 1 and _num_bytes(rows[start : start + size]) > MOST_BYTES):
+        while size > len(rows) - start or (size > 1 and _num_bytes(rows[start : start + size]) > MAX_BYTES):
             size //= 2
         yield rows[start : start + size]
         start += size

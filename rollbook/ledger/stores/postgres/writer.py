@@ -6,7 +6,7 @@ after a crash, the id of a commit that never reached the disk is assigned again.
 
 The numbers also tell whether another replica has written: each commit that writes changes the number of its replica. While those
 of the others are unchanged, the rows that this replica has read and written stay known (`KnownRows`). The numbers are read under
-the locks of the runs, so nobody changes these runs until the commit.
+the locks of the runs, so no other session can change these runs until the commit.
 """
 
 import time
