@@ -94,7 +94,7 @@ CASES = {
 }
 
 
-def config_table(case: Case, model: Path, *, device: str) -> dict[str, Any]:
+def config_table(case: Case, model: Path, *, device: str, bound: int) -> dict[str, Any]:
     is_gpu = device == "cuda"
     return {
         "run": {"name": "loop", "seed": 0},
@@ -112,8 +112,8 @@ def config_table(case: Case, model: Path, *, device: str) -> dict[str, Any]:
         },
         "gate": {
             "groups_per_step": case.groups,
-            "max_groups_in_flight": 2 * case.groups,
-            "max_head_offpolicy_versions": 1,
+            "max_groups_in_flight": (bound + 1) * case.groups,
+            "max_head_offpolicy_versions": bound,
         },
         "ledger": {"durability": "process_crash"},
         "inference": inference_settings(case, device=device),
@@ -196,7 +196,9 @@ class CpuByProcess:
         return {name: round((after[name] - before.get(name, 0.0)) / max(1, last - first), 4) for name in sorted(after)}
 
 
-def measure(name: str, case: Case, home: Path, *, device: str, workers: int | None, seconds: float) -> Iterator[Figure]:
+def measure(
+    name: str, case: Case, home: Path, *, device: str, bound: int, workers: int | None, seconds: float
+) -> Iterator[Figure]:
     began = time.monotonic()
     model_dir = home / f"model-{name}"
     model = build(case.shape, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
@@ -207,7 +209,7 @@ def measure(name: str, case: Case, home: Path, *, device: str, workers: int | No
     publication = publish(home / "weights.safetensors", model, 1)
     del model
     print_status(f"{name}: the model is written after {time.monotonic() - began:.0f} s")
-    table = config_table(case, model_dir, device=device)
+    table = config_table(case, model_dir, device=device, bound=bound)
     if workers is not None:
         table["rollout"]["workers"] = workers
     cpu = CpuByProcess()
@@ -224,6 +226,7 @@ def measure(name: str, case: Case, home: Path, *, device: str, workers: int | No
 
     more = {
         "steps": len(run.steps),
+        "staleness_bound": bound,
         "step_s": round(step_s, 3),
         "step_s_all": [round(period, 3) for period in periods],
         "train_s": median_of("perf/train_time"),
@@ -286,6 +289,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--cases", nargs="+", default=None, choices=list(CASES))
     parser.add_argument("--seconds", type=float, default=600.0, help="about how long a case may take (default: 600)")
+    parser.add_argument("--bound", type=int, default=1, help="staleness bound of the run (default: 1)")
     parser.add_argument("--workers", type=int, help="worker processes of the run (default: 8 on a GPU, 1 on a CPU)")
     parser.add_argument("--home", type=Path, help="folder that keeps the run directories (default: a temporary one)")
     args = parser.parse_args()
@@ -298,7 +302,13 @@ def main() -> int:
         for name in names:
             try:
                 for figure in measure(
-                    name, CASES[name], home, device=args.device, workers=args.workers, seconds=args.seconds
+                    name,
+                    CASES[name],
+                    home,
+                    device=args.device,
+                    bound=args.bound,
+                    workers=args.workers,
+                    seconds=args.seconds,
                 ):
                     print_status(str(figure))
                     figures.append(figure)
