@@ -218,7 +218,7 @@ def measure(
         raise RuntimeError(f"only {len(run.steps)} steps within {seconds:.0f} s: give it more --seconds")
     steady = run.steps[WARM_UP_STEPS:]
     periods = [after["time"] - before["time"] for before, after in pairwise(run.steps[WARM_UP_STEPS - 1 :])]
-    step_s = statistics.median(periods)
+    step_s = statistics.fmean(periods)  # with the steps that a checkpoint delays
     tokens = statistics.fmean(row["rollout/response_len"] * row["rollout/samples"] for row in steady)
 
     def median_of(metric: str) -> float:
@@ -228,6 +228,7 @@ def measure(
         "steps": len(run.steps),
         "staleness_bound": bound,
         "step_s": round(step_s, 3),
+        "step_s_median": round(statistics.median(periods), 3),
         "step_s_all": [round(period, 3) for period in periods],
         "train_s": median_of("perf/train_time"),
         "wait_s": median_of("perf/sample_wait_time"),
@@ -244,10 +245,10 @@ def measure(
         "audit_ok": run.audit_ok,
         "max_lag": run.max_lag,
     }
-    mfu = [row["perf/mfu"] for row in steady if row["perf/mfu"] is not None]
-    if mfu:
-        in_step = statistics.median(mfu)
-        achieved = in_step * more["train_s"] / step_s
+    computed = [row for row in steady if row["perf/mfu"] is not None]
+    if computed:
+        in_step = statistics.median(row["perf/mfu"] for row in computed)
+        achieved = statistics.fmean(row["perf/mfu"] * row["perf/train_time"] for row in computed) / step_s
         yield Figure(
             name=f"step_to_step_mfu_{name}",
             ours=achieved,
@@ -280,7 +281,7 @@ def measure(
         unit="tokens/s",
         ratio=tokens / step_s / alone,
         floor=FLOOR_SHARE,
-        more={} if mfu else more,
+        more={} if computed else more,
     )
 
 

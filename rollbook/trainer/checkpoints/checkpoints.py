@@ -27,7 +27,7 @@ from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.files.atomic_files import file_digest, sync_directory, sync_tree, writing
 from rollbook.trainer.files.random_states import seed_everything, set_random_states
 from rollbook.trainer.model.policy_model import PolicyModel
-from rollbook.trainer.model.weights import to_host
+from rollbook.trainer.model.weights import to_ordinary_memory
 from rollbook.trainer.step import LearnerSnapshot, TrainStep
 
 MANIFEST = "checkpoint.json"
@@ -189,7 +189,8 @@ class Checkpoints:
             for name in TOKENIZER_FILES:
                 if (self._model_dir / name).is_file():
                     shutil.copyfile(self._model_dir / name, unfinished / MODEL / name)
-            torch.save(to_host(snapshot.state), unfinished / STATE)
+            torch.serialization.set_crc32_options(False)  # the manifest has a digest of the file
+            torch.save(to_ordinary_memory(snapshot.state), unfinished / STATE)
             self._write_manifest(unfinished, snapshot, weights_digest)
             sync_tree(unfinished)
             unfinished.rename(path)

@@ -32,7 +32,7 @@ from rollbook.trainer.model.network import PolicyNetwork, fuse_norms, has_plain_
 from rollbook.trainer.model.packed_attention import NAME as PACKED_ATTENTION
 from rollbook.trainer.model.packed_attention import Packing, fastest_kernel
 from rollbook.trainer.model.skeleton import WeightFiles, fill, first_layers, skeleton, with_adapters
-from rollbook.trainer.model.weights import digest_of, named_weights, snapshot_of, to_host
+from rollbook.trainer.model.weights import digest_of, named_weights, snapshot_of, to_ordinary_memory
 
 ADAPTER_FILE = "adapter_config.json"
 """Its presence marks a PEFT directory."""
@@ -269,7 +269,7 @@ class PolicyModel:
 
     def save(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         """Write config and weights (its own, or a snapshot) as a Hugging Face directory, without the tokenizer."""
-        plain = to_host(dict(self.checkpoint_weights(self.snapshot()) if weights is None else weights))
+        plain = to_ordinary_memory(dict(self.checkpoint_weights(self.snapshot()) if weights is None else weights))
         if self._adapters is not None:
             self._adapters.save_adapters(self._module, directory, plain)
         else:

@@ -21,6 +21,9 @@ NAMES: dict[torch.dtype, str] = {getattr(torch, name): spelled for name, spelled
 PEFT_PREFIX = "base_model.model."
 PEFT_BASE = ".base_layer"
 
+CHUNK_BYTES = 64 << 20
+"""Pinned for the copy of a checkpoint."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Bytes:
@@ -66,7 +69,10 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def to_host(snapshot: T) -> T:
-    """A snapshot in main memory. Copies run on a separate stream, so that they do not delay the step that trains meanwhile."""
+    """A snapshot in pinned memory, which torch keeps for the next one. For copies of every step: pinning new memory is slow.
+
+    Copies run on a separate stream, so that they do not delay the step that trains meanwhile.
+    """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return snapshot
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -80,6 +86,34 @@ def _pinned(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def to_ordinary_memory(snapshot: T) -> T:
+    """A snapshot in main memory that is not pinned, for checkpoints.
+
+    While the driver pins gigabytes, no thread can launch kernels: the step that trains meanwhile would take seconds longer. So only
+    one chunk is pinned, through which everything is copied.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return snapshot
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    chunk = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+    with torch.cuda.stream(stream):
+        return _mapped(
+            snapshot, lambda tensor: copied_through(chunk, tensor, stream.synchronize) if tensor.is_cuda else tensor
+        )
+
+
+def copied_through(chunk: Tensor, tensor: Tensor, synchronize: Callable[[], None]) -> Tensor:
+    """A copy in main memory, of which at most `chunk` is copied at a time."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    source, target = (data.reshape(-1).view(torch.uint8) for data in (tensor, copy))
+    for start in range(0, len(source), len(chunk)):
+        part = source[start : start + len(chunk)]
+        staged = chunk[: len(part)].copy_(part, non_blocking=True)
+        synchronize()
+        target[start : start + len(part)] = staged
+    return copy
 
 
 def _mapped(tree: T, change: Callable[[Tensor], Tensor]) -> T:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.checkpoints.checkpoints import Checkpoints, initial_learner
-from rollbook.trainer.model.weights import digest_of, named_weights
+from rollbook.trainer.model.weights import copied_through, digest_of, named_weights
 from rollbook.trainer.step import TrainStep
 from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
 
@@ -145,3 +145,24 @@ def test_settings_of_the_optimizer_come_from_the_config_and_not_from_the_checkpo
     matrices, vectors = store.restore(store.latest()).optimizer.param_groups
     assert (tuple(matrices["betas"]), matrices["eps"], matrices["weight_decay"]) == ((0.5, 0.6), 1e-3, 0.1)
     assert vectors["weight_decay"] == 0.0
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 8, 12, 1000])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(30.0).reshape(5, 6).t(),
+        torch.tensor(7, dtype=torch.int64),
+        torch.empty(0, 3),
+        torch.arange(9).bfloat16(),
+    ],
+    ids=["transposed", "one number", "empty", "bfloat16"],
+)
+def test_a_tensor_copied_in_chunks_is_the_same_tensor(tensor: torch.Tensor, chunk_bytes: int) -> None:
+    chunk = torch.empty(chunk_bytes, dtype=torch.uint8)
+    waits: list[None] = []
+    copy = copied_through(chunk, tensor, lambda: waits.append(None))
+    assert (copy.dtype, copy.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(copy, tensor)
+    assert copy.data_ptr() != tensor.data_ptr() or not tensor.numel()
+    assert len(waits) == -(-tensor.nbytes // chunk_bytes)
