@@ -91,9 +91,9 @@ class Request:
         self.mask: NDArray[np.uint8] | None = None
         """The tokens that the constraint allows next; None: not computed yet."""
         self.num_reported = 0
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
+        self.tokens = array("i")
+        self.logprobs = array("f")
+        self.versions = array("i")
         self.top_tokens: list[NDArray[np.int32]] = []
         self.top_logprobs: list[NDArray[np.float32]] = []
         self.seed = sampling.seed or 0
@@ -111,10 +111,10 @@ class Request:
             self.started_at = time.monotonic()
 
     def extend(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], versions: NDArray[np.int32]) -> None:
-        """Add sampled tokens."""
-        self.tokens += tokens.tolist()
-        self.logprobs += logprobs.tolist()
-        self.versions += versions.tolist()
+        """Add sampled tokens. Copies the bytes of the arrays, so their types must be exact."""
+        self.tokens.frombytes(tokens.tobytes())
+        self.logprobs.frombytes(logprobs.tobytes())
+        self.versions.frombytes(versions.tobytes())
 
     def append(self, token: int, logprob: float, publication: int) -> FinishReason | None:
         """Add a sampled token. Returns a reason if it is the last."""
@@ -144,18 +144,18 @@ class Request:
         if start == self.num_reported:
             return None
         return TokenChunk(
-            token_ids=np.array(self.tokens[start:], dtype=np.int32),
-            logprobs=np.array(self.logprobs[start:], dtype=np.float32),
-            versions=np.array(self.versions[start:], dtype=np.int32),
+            token_ids=np.frombuffer(self.tokens[start:], np.int32),
+            logprobs=np.frombuffer(self.logprobs[start:], np.float32),
+            versions=np.frombuffer(self.versions[start:], np.int32),
             cached_tokens=self.cached_tokens,
             tops=self._tops(start),
         )
 
     def completion(self, reason: FinishReason) -> Completion:
         return Completion(
-            token_ids=np.array(self.tokens, dtype=np.int32),
-            logprobs=np.array(self.logprobs, dtype=np.float32),
-            versions=np.array(self.versions, dtype=np.int32),
+            token_ids=np.frombuffer(self.tokens[:], np.int32),
+            logprobs=np.frombuffer(self.logprobs[:], np.float32),
+            versions=np.frombuffer(self.versions[:], np.int32),
             finish_reason=reason,
             generation_s=time.monotonic() - self.started_at if self.tokens else 0.0,
             cached_tokens=self.cached_tokens,
