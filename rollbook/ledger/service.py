@@ -1,6 +1,6 @@
 """The ledger service: every operation of a run as one transaction of the rules, without HTTP and SQL.
 
-Any number of tasks may call it. Waiting calls (`open`, `batch`) check again after each commit that changed their run.
+Any number of tasks may call it. Waiting calls (`open`, `decide`) check again after each commit that changed their run.
 Time-driven changes are in `lease_expiry`.
 """
 
@@ -28,10 +28,9 @@ from rollbook.contracts.admission import (
     RunId,
     RunSettings,
 )
-from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, TrainerRole, TrainingBatch
+from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, TrainerRole
 from rollbook.contracts.errors import RollbookError, RunError
-from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState, PromptGroup
-from rollbook.contracts.group_codec import decode_payload
+from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.config import LedgerConfig
@@ -40,7 +39,6 @@ from rollbook.ledger.notifier import RunNotifier
 from rollbook.ledger.records import (
     ActionRecord,
     GroupRecord,
-    MoveRecord,
     ProducerRecord,
     PublicationRecord,
     RunChanges,
@@ -273,14 +271,6 @@ class Ledger:
             while found:
                 yield found.pop()
 
-    async def batch(self, run_id: RunId, step: int, *, epoch: int, wait_s: float) -> TrainingBatch | EndOfRun | None:
-        decided = await self.decide(run_id, step, epoch=epoch, wait_s=wait_s)
-        if not isinstance(decided, BatchManifest):
-            return decided
-        payloads = [payload async for payload in self.payloads(run_id, decided)]
-        run = await self._store.read(lambda tx: find_run(tx, run_id))
-        return TrainingBatch.decode(decided, payloads, run.settings.limits)
-
     async def acknowledge(
         self,
         run_id: RunId,
@@ -334,18 +324,6 @@ class Ledger:
     async def changes(self, run_id: RunId, *, after: int | None, limit: int = 1000) -> RunChanges:
         """The groups that changed after the move with the number `after`."""
         return await self._store.read(lambda tx: runs.changes(tx, run_id, after=after, limit=limit))
-
-    async def group(self, run_id: RunId, group_id: GroupId) -> tuple[GroupRecord, PromptGroup | None]:
-        """A group's record, and its samples unless its payload was deleted or never submitted."""
-        record, payload = await self._read(
-            run_id, lambda tx: (tx.groups.get(run_id, group_id), tx.payloads.get(run_id, group_id))
-        )
-        if record is None:
-            raise RunError(f"run {run_id}: there is no group {group_id}")
-        return record, None if payload is None else decode_payload(payload, group_id)
-
-    async def history(self, run_id: RunId, group_id: GroupId) -> list[MoveRecord]:
-        return await self._read(run_id, lambda tx: tx.history.of_group(run_id, group_id))
 
     async def batch_manifest(self, run_id: RunId, step: int) -> BatchManifest | None:
         record = await self._read(run_id, lambda tx: tx.batches.get(run_id, step))

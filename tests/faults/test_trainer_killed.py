@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.group_codec import decode_group
 from rollbook.ledger.service import Ledger
 from rollbook.trainer.replay import replay
 from tests.parts.ledger.groups import RUN, settings
@@ -24,8 +25,8 @@ async def decided_batches(ledger: Ledger, steps: int) -> list[TrainingBatch]:
     for step in range(1, steps + 1):
         manifest = await ledger.batch_manifest(RUN, step)
         assert manifest is not None
-        groups = [(await ledger.group(RUN, entry.group_id))[1] for entry in manifest.entries]
-        batches.append(TrainingBatch(manifest=manifest, groups=tuple(g for g in groups if g is not None)))
+        groups = [decode_group(payload) async for payload in ledger.payloads(RUN, manifest)]
+        batches.append(TrainingBatch(manifest=manifest, groups=tuple(groups)))
     return batches
 
 

@@ -25,6 +25,7 @@ from rollbook.telemetry.events import EventLog
 from tests.parts.bucket import bucket_of_ministack
 from tests.parts.ledger.groups import RUN, group_of, settings, submission_of
 from tests.parts.ledger.postgres import shared_server
+from tests.parts.ledger.service import read_batch
 
 LOG = EventLog("test", echo=sys.stdout)
 
@@ -88,7 +89,7 @@ async def test_batches_are_read_from_objects_and_the_audit_finds_each_damaged_or
     # A payload stays where it was stored: this replica keeps new ones in the database.
     async with ledger_at(url, None) as other:
         await submit(other, "c")
-        batch = await other.batch(RUN, 1, epoch=epoch, wait_s=10)
+        batch = await read_batch(other, 1, epoch=epoch, wait_s=10)
         assert isinstance(batch, TrainingBatch)
         assert [group.id for group in batch.groups] == ["a@0", "b@0"]
     assert violations(url) == ()
@@ -104,7 +105,7 @@ async def test_batches_are_read_from_objects_and_the_audit_finds_each_damaged_or
     assert any("b@0" in line and names["b@0"] in line and "is missing" in line for line in found), found
     async with ledger_at(url, location) as ledger:
         with pytest.raises(StoreFaultError, match="does not match its digest"):
-            await ledger.batch(RUN, 1, epoch=epoch, wait_s=10)
+            await read_batch(ledger, 1, epoch=epoch, wait_s=10)
 
 
 async def test_objects_are_deleted_after_their_rows_and_the_rest_of_failed_commits_is_reclaimed(

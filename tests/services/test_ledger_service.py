@@ -251,9 +251,9 @@ async def test_filtered_and_closed_groups_keep_their_reason(service: Service) ->
     await dispatcher.release(GroupId("task2@0"), attempt=1, cause="worker died")
     dropped = await service.ledger.groups(RUN, GroupState.DROPPED)
     assert [g.drop_reason for g in dropped] == ["filtered: constant reward: 1.0", "invalid: 8 of 8"]
-    record, stored = await service.ledger.group(RUN, GroupId("task0@0"))
-    assert record.outcome is not None
-    assert stored is not None
+    assert dropped[0].outcome is not None
+    stored = await service.ledger.read(lambda tx: tx.payloads.get(RUN, GroupId("task0@0")))
+    assert stored == encode_group(group).payload
     assert (await service.ledger.status(RUN)).counts.waiting == 1
 
 
@@ -296,5 +296,5 @@ async def test_leases_of_a_silent_dispatcher_expire() -> None:
         while (await ledger.status(RUN)).counts.waiting != 2:
             await clock.advance(0.5)
             await asyncio.sleep(0.01)
-        history = await ledger.history(RUN, GroupId("task0@0"))
+        history = await ledger.read(lambda tx: tx.history.of_group(RUN, GroupId("task0@0")))
         assert history[-1].note == "dispatcher rollout#0 timed out"

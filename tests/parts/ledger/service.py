@@ -12,13 +12,16 @@ from pathlib import Path
 
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.sockets import listening_socket, url_of
+from rollbook.contracts.batch import BatchManifest, EndOfRun, TrainingBatch
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.http.auth import Keys
+from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.serve import open_ledger_service
 from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.ledger.stores.sqlite.store import open_memory_store
 from rollbook.telemetry.events import EventLog
+from tests.parts.ledger.groups import RUN
 
 ROOT = Path(__file__).parents[3]
 
@@ -34,6 +37,16 @@ async def open_memory_ledger(
         open_ledger(store, config or LedgerConfig(), clock=clock or SystemClock(), log=log) as ledger,
     ):
         yield ledger
+
+
+async def read_batch(ledger: Ledger, step: int, *, epoch: int, wait_s: float) -> TrainingBatch | EndOfRun | None:
+    """The batch as a trainer reads it, without HTTP."""
+    decided = await ledger.decide(RUN, step, epoch=epoch, wait_s=wait_s)
+    if not isinstance(decided, BatchManifest):
+        return decided
+    payloads = [payload async for payload in ledger.payloads(RUN, decided)]
+    run = await ledger.read(lambda tx: find_run(tx, RUN))
+    return TrainingBatch.decode(decided, payloads, run.settings.limits)
 
 
 @asynccontextmanager

@@ -23,7 +23,7 @@ from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.loop import LoopOutcome, TrainerLoop
 from rollbook.trainer.metrics import TRAINER_METRICS
 from tests.parts.ledger.groups import RUN, settings, submission_of
-from tests.parts.ledger.service import open_memory_ledger
+from tests.parts.ledger.service import open_memory_ledger, read_batch
 from tests.parts.trainer.batches import recorded_batch, tiny_model_dir
 
 GROUPS = 3
@@ -107,7 +107,7 @@ class LedgerSource:
 
     async def batch(self, step: int, *, wait_s: float) -> TrainingBatch | EndOfRun | None:
         self._connect()
-        return await self._ledger.batch(RUN, step, epoch=self._epoch, wait_s=wait_s)
+        return await read_batch(self._ledger, step, epoch=self._epoch, wait_s=wait_s)
 
     async def acknowledge(
         self, step: int, weights_digest: str, *, unusable: Mapping[GroupId, str] | None = None
