@@ -12,7 +12,6 @@ from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, GroupState
 from rollbook.contracts.group_checks import GroupFacts, UnusableGroupError, false_claims, find_obstacle, inspect_frame
 from rollbook.contracts.group_codec import EncodedGroup, payload_digest
-from rollbook.contracts.task import TaskId
 from rollbook.ledger.records import GroupRecord, Origin, ProducerRecord
 from rollbook.ledger.rules.gate import fail_attempt
 from rollbook.ledger.rules.parts import open_next, part_receipt, receipt_of_unopened, wrong_part
@@ -33,14 +32,10 @@ class QueueFullError(TransientError):
 class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A finished group with a checked payload. Made by `of`."""
 
-    group_id: GroupId
-    task_id: TaskId
-    draw: int
+    group: EncodedGroup
     attempt: int
     facts: GroupFacts
     outcome: GroupOutcome
-    payload: bytes | memoryview
-    payload_digest: str
     drop: DropReason | None = None
     producer: str | None = None
     """The registered producer, for a group without a grant."""
@@ -67,18 +62,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         )
         if wrong:
             raise UnusableGroupError(f"group {group.id}: its payload contradicts its producer: {'; '.join(wrong)}")
-        return cls(
-            group_id=group.id,
-            task_id=group.task_id,
-            draw=group.draw,
-            attempt=attempt,
-            facts=facts,
-            outcome=outcome,
-            payload=group.payload,
-            payload_digest=digest,
-            drop=drop,
-            producer=producer,
-        )
+        return cls(group=group, attempt=attempt, facts=facts, outcome=outcome, drop=drop, producer=producer)
 
 
 def submit(
@@ -88,9 +72,9 @@ def submit(
 
     With batch policy `parts`, the receipt contains the part that the group lacks now.
     """
-    group = run_tx.tx.groups.get(run_tx.run_id, submission.group_id)
+    group = run_tx.tx.groups.get(run_tx.run_id, submission.group.id)
     receipt = _submit(run_tx, submission, group, max_queued, max_queued_bytes)
-    return part_receipt(run_tx, submission.group_id, submission.facts, receipt, before=group)
+    return part_receipt(run_tx, submission.group.id, submission.facts, receipt, before=group)
 
 
 def submit_many(
@@ -98,10 +82,10 @@ def submit_many(
 ) -> list[PartReceipt | RollbookError]:
     """Submit several groups independently: an error of `submit` is raised before anything of that group is written."""
     outcomes: list[PartReceipt | RollbookError] = []
-    known = run_tx.tx.groups.find(run_tx.run_id, [submission.group_id for submission in submissions])
+    known = run_tx.tx.groups.find(run_tx.run_id, [submission.group.id for submission in submissions])
     seen: set[GroupId] = set()
     for submission in submissions:
-        group_id = submission.group_id
+        group_id = submission.group.id
         # A second submission of a group, or its next part, in one request sees the result of the first.
         is_new = group_id not in seen and submission.facts.part == 1
         group = known.get(group_id) if is_new else run_tx.tx.groups.get(run_tx.run_id, group_id)
@@ -212,20 +196,20 @@ def _submit(
 ) -> Receipt:
     facts = submission.facts
     if group is None and facts.part > 1:
-        return receipt_of_unopened(run_tx, submission.group_id, facts)
+        return receipt_of_unopened(run_tx, submission.group.id, facts)
     if group is not None and group.state is GroupState.DROPPED:
         return Receipt.ALREADY_SETTLED
     if group is not None and group.state is not GroupState.DISPATCHED:
         return Receipt.ALREADY_STORED
-    wrong = wrong_part(run_tx.field("settings").rule, facts, name=submission.group_id, group=group)
+    wrong = wrong_part(run_tx.field("settings").rule, facts, name=submission.group.id, group=group)
     if wrong is not None:
-        raise UnusableGroupError(f"run {run_tx.run_id}: group {submission.group_id} cannot be stored: {wrong}")
+        raise UnusableGroupError(f"run {run_tx.run_id}: group {submission.group.id} cannot be stored: {wrong}")
     if submission.drop is None:
         obstacle = find_obstacle(facts, run_tx.field("settings").limits)
         if obstacle is not None:
-            raise UnusableGroupError(f"run {run_tx.run_id}: group {submission.group_id} cannot be trained: {obstacle}")
+            raise UnusableGroupError(f"run {run_tx.run_id}: group {submission.group.id} cannot be trained: {obstacle}")
     versions = effective_versions(
-        run_tx, facts.publications, group_id=submission.group_id, admitted_at=admission_of(group)
+        run_tx, facts.publications, group_id=submission.group.id, admitted_at=admission_of(group)
     )
     if group is None:
         _refuse_when_full(run_tx, submission, max_queued, max_queued_bytes)
@@ -241,7 +225,7 @@ def _submit(
             return Receipt.STORED
         group = _open_external(run_tx, submission)
     by = group.owner or group.producer or "submit"
-    run_tx.tx.payloads.put(run_tx.run_id, submission.group_id, submission.payload, submission.payload_digest)
+    run_tx.tx.payloads.put(run_tx.run_id, submission.group.id, submission.group.payload, submission.group.digest)
     # First, so that the group always has an unsettled part until its last one is settled.
     open_next(run_tx, group, facts, submission.outcome, by=by)
     fields = _submitted_fields(run_tx, submission, versions)
@@ -254,7 +238,7 @@ def _submit(
 
 def _dropped_in_quarantine(run_tx: RunTransaction, submission: Submission) -> Submission:
     """An external group of a task in quarantine is stored as dropped. Granted ones were dropped with the quarantine."""
-    if run_tx.field("num_quarantined") and submission.task_id in run_tx.tx.actions.quarantined(run_tx.run_id):
+    if run_tx.field("num_quarantined") and submission.group.task_id in run_tx.tx.actions.quarantined(run_tx.run_id):
         return msgspec.structs.replace(submission, drop=DropReason(DropKind.QUARANTINED))
     return submission
 
@@ -282,8 +266,8 @@ def _submitted_fields(run_tx: RunTransaction, submission: Submission, versions: 
         num_samples=submission.facts.num_samples,
         baseline=submission.facts.baseline,
         outcome=msgspec.json.encode(submission.outcome),
-        payload_digest=submission.payload_digest,
-        payload_bytes=len(submission.payload),
+        payload_digest=submission.group.digest,
+        payload_bytes=len(submission.group.payload),
         has_payload=True,
         arrival=run_tx.count("next_arrival"),
     )
@@ -296,12 +280,12 @@ def _counts_samples(run_tx: RunTransaction) -> bool:
 
 def _open_queued(run_tx: RunTransaction, submission: Submission, versions: VersionRange) -> None:
     """Open an external group in the queued state: the most frequent path, so it writes one row."""
-    run_tx.tx.payloads.put(run_tx.run_id, submission.group_id, submission.payload, submission.payload_digest)
+    run_tx.tx.payloads.put(run_tx.run_id, submission.group.id, submission.group.payload, submission.group.digest)
     group = GroupRecord(
         run_id=run_tx.run_id,
-        group_id=submission.group_id,
-        task_id=submission.task_id,
-        draw=submission.draw,
+        group_id=submission.group.id,
+        task_id=submission.group.task_id,
+        draw=submission.group.draw,
         position=None,
         origin=Origin.EXTERNAL,
         state=GroupState.QUEUED,
@@ -325,11 +309,11 @@ def _refuse_when_full(
     is_full = num_queued >= max_queued
     # An empty queue accepts a group of any size; a group above the limit would otherwise be retried forever.
     if max_queued_bytes is not None and num_queued:
-        is_full |= queued_bytes + len(submission.payload) > max_queued_bytes
+        is_full |= queued_bytes + len(submission.group.payload) > max_queued_bytes
     if is_full:
         raise QueueFullError(
             f"run {run_tx.run_id}: the queue is full ({num_queued} groups, {queued_bytes} bytes); "
-            f"submit {submission.group_id} again later",
+            f"submit {submission.group.id} again later",
             retry_after_s=QUEUE_FULL_RETRY_S,
         )
 
@@ -337,9 +321,9 @@ def _refuse_when_full(
 def _open_external(run_tx: RunTransaction, submission: Submission) -> GroupRecord:
     group = GroupRecord(
         run_id=run_tx.run_id,
-        group_id=submission.group_id,
-        task_id=submission.task_id,
-        draw=submission.draw,
+        group_id=submission.group.id,
+        task_id=submission.group.task_id,
+        draw=submission.group.draw,
         position=None,
         origin=Origin.EXTERNAL,
         state=GroupState.DISPATCHED,
