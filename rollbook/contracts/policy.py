@@ -6,9 +6,9 @@ is computed (0 for the initial weights). Each token carries the id of the public
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import NewType, TypeAlias
+from typing import NewType, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,8 +121,23 @@ OnTokens: TypeAlias = Callable[[TokenChunk], None]
 """Called on the event loop, at most once a round, and always before the completion."""
 
 
-def joined_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
-    if len(chunks) == 1:
+Sampled = TypeVar("Sampled", Completion, TokenChunk)
+
+
+def first_tokens(sampled: Sampled, count: int) -> Sampled:
+    """Without the tokens after the first `count`."""
+    tops = sampled.tops
+    return replace(
+        sampled,
+        token_ids=sampled.token_ids[:count],
+        logprobs=sampled.logprobs[:count],
+        versions=sampled.versions[:count],
+        tops=None if tops is None else TopLogprobs(token_ids=tops.token_ids[:count], logprobs=tops.logprobs[:count]),
+    )
+
+
+def joined_chunks(chunks: Sequence[TokenChunk | Completion]) -> TokenChunk:
+    if len(chunks) == 1 and isinstance(chunks[0], TokenChunk):
         return chunks[0]
     if not chunks:
         empty = np.empty(0, dtype=np.int32)
@@ -139,4 +154,19 @@ def joined_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
         )
         if tops
         else None,
+    )
+
+
+def joined_completion(
+    chunks: Sequence[TokenChunk | Completion], reason: FinishReason, *, generation_s: float | None = None
+) -> Completion:
+    tokens = joined_chunks(chunks)
+    return Completion(
+        token_ids=tokens.token_ids,
+        logprobs=tokens.logprobs,
+        versions=tokens.versions,
+        finish_reason=reason,
+        generation_s=generation_s,
+        cached_tokens=tokens.cached_tokens,
+        tops=tokens.tops,
     )

@@ -11,13 +11,18 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import final
 
-import numpy as np
-
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.retry import backoff
 from rollbook.contracts.errors import EpisodeError, TransientError
 from rollbook.contracts.group import GroupId
-from rollbook.contracts.policy import Completion, FinishReason, OnTokens, SamplingParams, TopLogprobs
+from rollbook.contracts.policy import (
+    Completion,
+    FinishReason,
+    OnTokens,
+    SamplingParams,
+    first_tokens,
+    joined_completion,
+)
 from rollbook.contracts.ports import Policy
 from rollbook.rollout.stopwatch import EpisodeTime
 
@@ -145,7 +150,7 @@ class EpisodePolicy:
             if empty > MAX_EMPTY_ABORTS:
                 raise TransientError(f"the policy server aborted a request {empty} times without sampling a token")
             if params.grammar is not None:
-                partial = _first(partial, 0)
+                partial = first_tokens(partial, 0)
             left = params.max_tokens - len(partial.token_ids)
             if left <= 0:
                 return dataclasses.replace(partial, finish_reason=FinishReason.LENGTH)
@@ -199,32 +204,6 @@ class EpisodePolicy:
         return completion
 
 
-def _first(completion: Completion, count: int) -> Completion:
-    return dataclasses.replace(
-        completion,
-        token_ids=completion.token_ids[:count],
-        logprobs=completion.logprobs[:count],
-        versions=completion.versions[:count],
-        tops=None,
-    )
-
-
 def _joined(first: Completion, rest: Completion) -> Completion:
     seconds = [part.generation_s for part in (first, rest) if part.generation_s is not None]
-    return Completion(
-        token_ids=np.concatenate([first.token_ids, rest.token_ids]),
-        logprobs=np.concatenate([first.logprobs, rest.logprobs]),
-        versions=np.concatenate([first.versions, rest.versions]),
-        finish_reason=rest.finish_reason,
-        generation_s=sum(seconds) if seconds else None,
-        tops=_joined_tops([part.tops for part in (first, rest) if part.tops is not None]),
-    )
-
-
-def _joined_tops(parts: Sequence[TopLogprobs]) -> TopLogprobs | None:
-    if not parts:
-        return None
-    return TopLogprobs(
-        token_ids=np.concatenate([part.token_ids for part in parts]),
-        logprobs=np.concatenate([part.logprobs for part in parts]),
-    )
+    return joined_completion([first, rest], rest.finish_reason, generation_s=sum(seconds) if seconds else None)

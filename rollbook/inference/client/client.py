@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from rollbook.concurrency.deadline import Deadline
 from rollbook.concurrency.retry import retry
 from rollbook.contracts.errors import TransientError, WeightsAwaitedError
-from rollbook.contracts.policy import Completion, FinishReason, OnTokens, SamplingParams, TokenChunk, joined_chunks
+from rollbook.contracts.policy import Completion, FinishReason, OnTokens, SamplingParams, TokenChunk, joined_completion
 from rollbook.inference.client.fleet import Fleet, ReplicaSource, open_fleet
 from rollbook.inference.client.replica_choice import AFFINITY_SPREAD, prompt_session
 from rollbook.inference.client.server_protocol import CompletionRequest, RollbookProtocol, ServerProtocol
@@ -108,7 +108,7 @@ class PolicyClient:
                     return await self._fleet.protocol.complete(connection, request)
             except TransientError:
                 if received:
-                    return _aborted(received)
+                    return joined_completion(received, FinishReason.ABORT)
                 failed.add(at)
                 raise
 
@@ -118,17 +118,6 @@ class PolicyClient:
                 self._log.info("policy.retried", cause=str(error), wait_s=round(wait_s, 3))
 
         return await retry(attempt, on=TransientError, deadline=deadline, on_retry=on_retry)
-
-
-def _aborted(received: Sequence[TokenChunk]) -> Completion:
-    tokens = joined_chunks(received)
-    return Completion(
-        token_ids=tokens.token_ids,
-        logprobs=tokens.logprobs,
-        versions=tokens.versions,
-        finish_reason=FinishReason.ABORT,
-        tops=tokens.tops,
-    )
 
 
 @asynccontextmanager

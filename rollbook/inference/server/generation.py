@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from rollbook.contracts.output_formats import IncrementalDecoder, StopStrings
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TokenChunk, TopLogprobs, joined_chunks
+from rollbook.contracts.policy import (
+    Completion,
+    FinishReason,
+    SamplingParams,
+    TokenChunk,
+    first_tokens,
+    joined_chunks,
+    joined_completion,
+)
 from rollbook.inference.engine import Engine, TokenConstraint
 from rollbook.inference.server.text import Tokenizer
 
@@ -125,22 +133,15 @@ class Generation:
                 continue
             text += self._stops.feed(self._decoder.feed([token]))
             if self._stops.matched is not None:
-                return text, _first(chunk, at + 1)
+                return text, first_tokens(chunk, at + 1)
         return text, chunk
 
     async def _final_completion(self, last_chunks: Sequence[TokenChunk]) -> Completion:
         if self._stops.matched is None and not self._is_aborted:
             return await self._completion
         self._completion.cancel()
-        tokens = joined_chunks([*self._used, *last_chunks])
-        return Completion(
-            token_ids=tokens.token_ids,
-            logprobs=tokens.logprobs,
-            versions=tokens.versions,
-            finish_reason=FinishReason.ABORT if self._stops.matched is None else FinishReason.STOP,
-            cached_tokens=tokens.cached_tokens,
-            tops=tokens.tops,
-        )
+        reason = FinishReason.ABORT if self._stops.matched is None else FinishReason.STOP
+        return joined_completion([*self._used, *last_chunks], reason)
 
     def _result(self, completion: Completion, text: str) -> GenerationResult:
         stop_token = self._stop_token(completion)
@@ -153,14 +154,3 @@ class Generation:
             return None
         last = int(completion.token_ids[-1])
         return last if last in self._stop_token_ids else None
-
-
-def _first(chunk: TokenChunk, count: int) -> TokenChunk:
-    tops = chunk.tops
-    return TokenChunk(
-        token_ids=chunk.token_ids[:count],
-        logprobs=chunk.logprobs[:count],
-        versions=chunk.versions[:count],
-        cached_tokens=chunk.cached_tokens,
-        tops=None if tops is None else TopLogprobs(token_ids=tops.token_ids[:count], logprobs=tops.logprobs[:count]),
-    )

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TokenChunk
+from rollbook.contracts.policy import FinishReason, SamplingParams, TokenChunk, joined_completion
 from rollbook.inference.wire.completions import TokenCompletion
 
 STREAM_PATH = "/inference/v1/stream"
@@ -104,14 +104,7 @@ class StreamedTokens(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, number: int, chunk: TokenChunk) -> Self:
-        completion = Completion(
-            token_ids=chunk.token_ids,
-            logprobs=chunk.logprobs,
-            versions=chunk.versions,
-            finish_reason=FinishReason.ABORT,
-            tops=chunk.tops,
-        )
-        return cls(number, TokenCompletion.of(completion))
+        return cls(number, TokenCompletion.of(joined_completion([chunk], FinishReason.ABORT)))
 
     def to_contract(self) -> TokenChunk:
         """Raises `ValueError` when the lengths of the arrays differ."""

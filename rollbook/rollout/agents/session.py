@@ -18,7 +18,7 @@ from rollbook.contracts.output_formats import (
     response_format_grammar,
     tool_call_grammar,
 )
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TopLogprobs
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, first_tokens
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.agents.history import ChatHistory, PlayedTurn, Prompt
 from rollbook.rollout.agents.messages import BadChatError, normalised
@@ -277,16 +277,7 @@ class ProxySession:
             kept += 1
             before += search.feed(decoder.feed(ids[kept - 1 : kept]))
         before += search.feed(decoder.finish())
-        cut = Completion(
-            token_ids=sampled.token_ids[:kept],
-            logprobs=sampled.logprobs[:kept],
-            versions=sampled.versions[:kept],
-            finish_reason=FinishReason.STOP,
-            tops=None
-            if sampled.tops is None
-            else TopLogprobs(token_ids=sampled.tops.token_ids[:kept], logprobs=sampled.tops.logprobs[:kept]),
-        )
-        return before, cut, ""
+        return before, replace(first_tokens(sampled, kept), finish_reason=FinishReason.STOP), ""
 
     def build(
         self,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from rollbook.contracts.output_formats import OPENING, IncrementalDecoder, StopStrings
-from rollbook.contracts.policy import Completion, FinishReason, TokenChunk, joined_chunks
+from rollbook.contracts.policy import Completion, FinishReason, TokenChunk, joined_completion
 from rollbook.rollout.agents.tool_calls import ParsedText, ToolParser, parse_hermes
 from rollbook.rollout.contract import Tokenizer
 
@@ -64,14 +64,7 @@ class TurnStream:
 
     def completion(self) -> Completion:
         """The tokens so far, as a turn that was cut off."""
-        tokens = joined_chunks(self.received)
-        return Completion(
-            token_ids=tokens.token_ids,
-            logprobs=tokens.logprobs,
-            versions=tokens.versions,
-            finish_reason=FinishReason.LENGTH,
-            tops=tokens.tops,
-        )
+        return joined_completion(self.received, FinishReason.LENGTH)
 
     def feed(self, chunk: TokenChunk) -> None:
         self.received.append(chunk)

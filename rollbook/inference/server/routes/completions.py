@@ -9,7 +9,7 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from rollbook.contracts.policy import Completion, FinishReason, TopLogprobs
+from rollbook.contracts.policy import Completion, FinishReason, TopLogprobs, joined_completion
 from rollbook.inference.engine import PromptScores
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.generation import Generation, GenerationResult, Piece
@@ -149,10 +149,7 @@ class CompletionRoutes:
         """Of the generations; empty ones if the request only scores its prompts."""
         if generations:
             return [await generation.result() for generation in generations]
-        none = np.empty(0, dtype=np.int32)
-        empty = Completion(
-            token_ids=none, logprobs=none.astype(np.float32), versions=none, finish_reason=FinishReason.LENGTH
-        )
+        empty = joined_completion([], FinishReason.LENGTH)
         return [GenerationResult(completion=empty, text="")] * num_empty
 
     async def generate(self, request: web.Request) -> web.Response:
