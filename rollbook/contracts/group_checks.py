@@ -17,13 +17,13 @@ import numpy as np
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupOutcome, PromptGroup, check_baseline
 from rollbook.contracts.group_codec import (
-    FORMAT,
     RUN_BYTES,
     RUN_FIELDS,
     GroupFrame,
     SampleFrame,
     decode_payload,
     is_frame,
+    read_frame,
 )
 from rollbook.contracts.policy import NOT_SAMPLED, SamplingParams
 from rollbook.contracts.trajectory import LOGPROB_SLACK, MAX_REWARD, MIN_LOGPROB, check_column
@@ -195,9 +195,7 @@ def inspect_frame(payload: bytes | memoryview, group_id: str) -> GroupFacts:
     Runs for every submitted group: a few array operations check the tokens of all sequences together.
     """
     try:
-        frame = _DECODER.decode(payload)
-        if frame.format != FORMAT:
-            raise ValueError(f"its payload has format {frame.format}; supported is {FORMAT}")
+        frame = read_frame(_DECODER, payload)
         if frame.group_id != group_id:
             raise ValueError(f"its payload is that of group {frame.group_id}")
         if not frame.samples or frame.draw < 0 or frame.part < 1:

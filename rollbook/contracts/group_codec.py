@@ -6,7 +6,7 @@ trainer decodes it once. The digest covers exactly these bytes.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -146,6 +146,15 @@ class GroupFrame(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True)
     baseline: tuple[float, ...] | None = None
 
 
+FrameT = TypeVar("FrameT", bound=GroupFrame)
+
+
+class _FrameFormat(msgspec.Struct):
+    """The field that frames of all formats have."""
+
+    format: int
+
+
 def encode_group(group: PromptGroup) -> EncodedGroup:
     frame = GroupFrame(
         format=FORMAT,
@@ -175,7 +184,7 @@ def encode_group(group: PromptGroup) -> EncodedGroup:
 def decode_group(payload: bytes) -> PromptGroup:
     """Decode one frame."""
     try:
-        frame = _DECODER.decode(payload)
+        frame = read_frame(_DECODER, payload)
         return PromptGroup(
             id=GroupId(frame.group_id),
             task_id=TaskId(frame.task_id),
@@ -186,6 +195,23 @@ def decode_group(payload: bytes) -> PromptGroup:
         )
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise RunError(f"a stored group of {len(payload)} bytes cannot be decoded: {error}") from error
+
+
+def read_frame(decoder: msgspec.msgpack.Decoder[FrameT], payload: bytes | memoryview) -> FrameT:
+    """Raises `ValueError` if the frame has another format."""
+    try:
+        frame = decoder.decode(payload)
+    except msgspec.ValidationError:
+        # Formats may differ in their fields. An unknown format is reported as such, not as a wrong field.
+        _check_format(msgspec.msgpack.decode(payload, type=_FrameFormat).format)
+        raise
+    _check_format(frame.format)
+    return frame
+
+
+def _check_format(found: int) -> None:
+    if found != FORMAT:
+        raise ValueError(f"its payload has format {found}; supported is {FORMAT}")
 
 
 def register_payload_decoder(first_byte: bytes, decode: PayloadDecoder) -> None:

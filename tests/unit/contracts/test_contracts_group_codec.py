@@ -8,7 +8,9 @@ import pytest
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import PromptGroup, group_id
+from rollbook.contracts.group_checks import UnusableGroupError, inspect_frame
 from rollbook.contracts.group_codec import (
+    FORMAT,
     RUN_FIELDS,
     RowFrame,
     decode_group,
@@ -17,6 +19,7 @@ from rollbook.contracts.group_codec import (
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
+from tests.parts.ledger.frames import changed_frame
 from tests.parts.ledger.groups import big_group, group_of, token_row
 
 
@@ -112,6 +115,16 @@ def test_bytes_that_are_not_a_group_are_rejected() -> None:
         decode_group(b"\x93\x01\x02\x03")
     with pytest.raises(RunError, match="cannot be decoded"):
         decode_group(encode_group(group_of("a")).payload[:-10])
+
+
+@pytest.mark.parametrize("more", [{}, {"an_added_field": 1}])
+def test_a_frame_of_an_unknown_format_is_rejected_by_its_number(more: dict[str, int]) -> None:
+    payload = changed_frame(group_of("a"), format=FORMAT + 1, **more)
+    expected = f"has format {FORMAT + 1}; supported is {FORMAT}"
+    with pytest.raises(RunError, match=expected):
+        decode_group(payload)
+    with pytest.raises(UnusableGroupError, match=expected):
+        inspect_frame(payload, "a@0")
 
 
 def runs(*triples: tuple[int, int, int]) -> bytes:
