@@ -63,7 +63,7 @@ class Tokenizer(Protocol):
 
 
 class ChatSession(Protocol):
-    """One episode of an agent that speaks OpenAI's API to `base_url`. `proxy_session.ProxySession` is one."""
+    """One episode of an agent that speaks OpenAI's API to `base_url`. `agents.session.ProxySession` is one."""
 
     @property
     def id(self) -> str:

@@ -59,7 +59,7 @@ class FollowedIndex:
     async def update(self) -> IndexState:
         """Index new changes; returns after `PATIENCE_S` at the latest and goes on in the background.
 
-        Raises `SourceError` if the ledger cannot be read.
+        Raises `TransientError` or `RunError` if the ledger cannot be read.
         """
         if self._update is None or self._update.done():
             if self._clock.now() - self._updated_at < FRESH_S:

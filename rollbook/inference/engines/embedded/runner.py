@@ -1,8 +1,8 @@
 """Runs the forwards of a round on the device and transfers the sampled tokens to the host.
 
-`Runner` calls the model directly: on a CPU, and on any device for models that use their Hugging Face module. `GraphRunner` replays
-captured CUDA graphs of bucketed shapes, so that a step is one launch for the host. On a GPU both only enqueue work; the host waits
-in `PendingResults.wait`.
+`Runner` calls the model directly: on a CPU, and on any device for models that use their Hugging Face module. `PackedRunner`
+(`paged/runner.py`) replays captured CUDA graphs of bucketed shapes, so that a step is one launch for the host. On a GPU both only
+enqueue work; the host waits in `PendingResults.wait`.
 """
 
 # S slots, N rows, C tokens a row, V vocabulary
