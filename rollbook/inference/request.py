@@ -111,10 +111,10 @@ class Request:
             self.started_at = time.monotonic()
 
     def extend(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], versions: NDArray[np.int32]) -> None:
-        """Add sampled tokens. Copies the bytes of the arrays, so their types must be exact."""
-        self.tokens.frombytes(tokens.tobytes())
-        self.logprobs.frombytes(logprobs.tobytes())
-        self.versions.frombytes(versions.tobytes())
+        """Add sampled tokens."""
+        self.tokens.frombytes(tokens.astype(np.int32, copy=False).tobytes())
+        self.logprobs.frombytes(logprobs.astype(np.float32, copy=False).tobytes())
+        self.versions.frombytes(versions.astype(np.int32, copy=False).tobytes())
 
     def append(self, token: int, logprob: float, publication: int) -> FinishReason | None:
         """Add a sampled token. Returns a reason if it is the last."""
