@@ -154,7 +154,7 @@ def vllm_process(model_dir: Path, jobs: list[Job]) -> Iterator[Callable[[], floa
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
     environment.pop("PYTHONPATH", None)
-    script = Path(__file__).with_name("vllm.py")
+    script = Path(__file__).with_name("vllm_side.py")
     process = subprocess.Popen(
         [str(VLLM_PYTHON), str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     )

@@ -36,6 +36,7 @@ import psutil
 
 from benchmarks.ledger.bodies import SEQUENCES, json_group, native_group, packed
 from benchmarks.report import Figure, print_figures, print_status
+from rollbook.access.tokens import read_or_create_token
 from rollbook.contracts.admission import RunId, RunSettings
 from rollbook.contracts.freshness import FreshnessRule
 from rollbook.contracts.group import GroupOutcome
@@ -65,6 +66,8 @@ PLAIN = {"Content-Type": "application/json"}
 class Server:
     url: str
     process: psutil.Process
+    token: str | None
+    """For our native API."""
 
     def cpu_s(self) -> float:
         """CPU time of all threads: in nanoseconds if the system provides it, otherwise in hundredths of a second."""
@@ -92,11 +95,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def started(command: Sequence[str | Path], port: int, *, has_child: bool) -> Iterator[Server]:
+def started(command: Sequence[str | Path], port: int, *, has_child: bool, token: str | None = None) -> Iterator[Server]:
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_until_listening(port, process)
-        yield Server(f"http://127.0.0.1:{port}", serving_process(process, has_child=has_child))
+        yield Server(f"http://127.0.0.1:{port}", serving_process(process, has_child=has_child), token)
     finally:
         process.terminate()
         process.wait(TIMEOUT_S)
@@ -174,7 +177,8 @@ class Bench:
 
     async def native_requests(self) -> float:
         """Submit requests that the server has answered so far."""
-        lines = (await self.call("GET", "/metrics")).decode().splitlines()
+        headers = {"Authorization": f"Bearer {self.server.token}"}
+        lines = (await self.call("GET", "/metrics", headers=headers)).decode().splitlines()
         counted = (
             line for line in lines if line.startswith("rollbook_ledger_requests_total{") and 'route="submit' in line
         )
@@ -308,7 +312,8 @@ class Turns:
     async def native(self) -> None:
         if not self._size.with_native:
             return
-        bench, headers = self.bench, {"Content-Type": wire.CONTENT_TYPE}
+        bench, token = self.bench, self.bench.server.token
+        headers = {"Content-Type": wire.CONTENT_TYPE, "Authorization": f"Bearer {token}"}
         if not self._native:
             rule = FreshnessRule(groups_per_step=32, max_in_flight=32, max_head_offpolicy_versions=1)
             body = msgspec.msgpack.encode(wire.CreateRun(settings=RunSettings(rule=rule)))
@@ -320,7 +325,7 @@ class Turns:
         await bench.post_all("/v1/runs/native/submit", single[:16], headers)
         self.note("native_single", await bench.post_all("/v1/runs/native/submit", single[16:], headers))
         async with open_ledger_client(
-            bench.server.url, RunId("native"), request_s=TIMEOUT_S, log=EventLog("bench")
+            bench.server.url, RunId("native"), request_s=TIMEOUT_S, log=EventLog("bench"), token=token
         ) as client:
             await bench.submit_all(client, groups[num + 16 : num + 32])
             before = await bench.native_requests()
@@ -423,10 +428,11 @@ def original() -> Iterator[Server]:
 
 @contextmanager
 def ledger(home: str, durability: Durability) -> Iterator[Server]:
-    port = free_port()
+    port, token_file = free_port(), Path(home) / "token"
     store = ("--store", f"sqlite:///{home}/{durability}", "--durability", durability.value)
     command = (sys.executable, "-m", "rollbook.run.commands.serve_atropos", "--port", str(port), *store)
-    with started(command, port, has_child=True) as server:
+    command += ("--token-file", str(token_file))
+    with started(command, port, has_child=True, token=read_or_create_token(token_file)) as server:
         yield server
 
 

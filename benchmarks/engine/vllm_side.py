@@ -1,4 +1,4 @@
-"""Run by vLLM's Python. Does not import rollbook.
+"""Run as a script by vLLM's Python. Does not import rollbook. Not named after vLLM, which it would hide.
 
 Reads model and requests from the first line of stdin and replies with the seconds until vLLM is compiled and warmed up. For each
 further line it runs all requests once and replies with tokens per second.
