@@ -34,7 +34,7 @@ import aiohttp
 import msgspec
 import psutil
 
-from benchmarks.ledger.bodies import SEQUENCES, json_group, native_group, packed
+from benchmarks.ledger.bodies import SEQUENCES, json_group, native_group, packed, submission
 from benchmarks.report import Figure, print_figures, print_status
 from rollbook.access.tokens import read_or_create_token
 from rollbook.contracts.admission import RunId, RunSettings
@@ -321,7 +321,7 @@ class Turns:
         num = self._size.groups * 2
         groups = [native_group(self._native + number) for number in range(2 * num + 32)]
         self._native += len(groups)
-        single = [msgspec.msgpack.encode(group) for group in groups[: num + 16]]
+        single = [msgspec.msgpack.encode(submission(*group)) for group in groups[: num + 16]]
         await bench.post_all("/v1/runs/native/submit", single[:16], headers)
         self.note("native_single", await bench.post_all("/v1/runs/native/submit", single[16:], headers))
         async with open_ledger_client(

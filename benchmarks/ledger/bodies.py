@@ -62,15 +62,14 @@ def native_group(number: int) -> tuple[EncodedGroup, GroupOutcome]:
     return encode_group(group), group.outcome(seconds=1.0)
 
 
-def submission(group: PromptGroup) -> wire.Submit:
-    encoded = encode_group(group)
+def submission(group: EncodedGroup, outcome: GroupOutcome) -> wire.Submit:
     return wire.Submit(
         group_id=group.id,
         task_id=group.task_id,
-        draw=0,
+        draw=group.draw,
         attempt=1,
-        publications=encoded.publications,
-        outcome=group.outcome(seconds=1.0),
-        payload=encoded.payload,
-        payload_digest=encoded.digest,
+        publications=group.publications,
+        outcome=outcome,
+        payload=group.payload,
+        payload_digest=group.digest,
     )
