@@ -53,11 +53,14 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of all messages. Unknown fields are rejected, so that a misspelt field is not ignored."""
 
 
+_NUMBER = (int, float)  # made once: this runs for every number of every submitted group
+
+
 def _reject_unstorable(what: str, *values: Any) -> None:
     """Raises `ValueError` for integers beyond 53 bits, floats that are not finite and texts with zero bytes."""
     for value in values:
         # The common case first. NaN fails both comparisons.
-        if value is None or (isinstance(value, int | float) and -LARGEST <= value <= LARGEST):
+        if value is None or (isinstance(value, _NUMBER) and -LARGEST <= value <= LARGEST):
             continue
         if isinstance(value, str) and "\x00" in value:
             raise ValueError(f"{what}: a text contains a zero byte")
