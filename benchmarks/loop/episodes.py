@@ -3,8 +3,9 @@
     python -m benchmarks.loop.episodes --episodes 1000 4000 10000
 
 Each run has one batch of so many episodes, all in flight at once, of 10 turns each, through the real workers, dispatcher, ledger
-and policy server. The engine is scripted: a token takes 0.1 s, so that episodes wait most of the time. Turns are counted for each
-CPU second of the workers, because wall times of a busy machine say nothing. The lag of the event loop needs an idle machine.
+and policy server. The engine is scripted: a turn takes the longer the more episodes there are, so that all of them together play
+2,500 turns a second, and each waits most of the time. Turns are counted for each CPU second of the workers, because wall times of a
+busy machine say nothing. The lag of the event loop needs an idle machine.
 """
 
 import argparse
@@ -33,6 +34,10 @@ from rollbook.telemetry.metrics import read_metrics
 
 SAMPLES = 8
 TURNS = 10
+SHORTEST, LONGEST = 16, 48
+"""Tokens of a turn. The engine samples in rounds: with equal lengths all episodes would end their turns in the same moment."""
+TURNS_PER_S = 2500.0
+"""Of all episodes together. Many more are too much for one worker: its event loop then lags with any number of episodes."""
 POLL_S = 1.0
 LIMIT_S = 1800.0
 MIN_FLAT = 0.8
@@ -49,8 +54,15 @@ class Result:
 
 
 def config_table(episodes: int, workers: int) -> dict[str, Any]:
-    groups = episodes // SAMPLES
-    workload = {"vocabulary": 64, "prompt": 8, "turns": TURNS, "shortest": 2, "longest": 2, "observation": 2}
+    groups, turn_s = episodes // SAMPLES, episodes / TURNS_PER_S
+    workload = {
+        "vocabulary": 64,
+        "prompt": 8,
+        "turns": TURNS,
+        "shortest": SHORTEST,
+        "longest": LONGEST,
+        "observation": 2,
+    }
     return {
         "run": {"name": "episodes", "seed": 0, "silence_s": LIMIT_S},
         "model": {
@@ -60,7 +72,7 @@ def config_table(episodes: int, workers: int) -> dict[str, Any]:
                 "heads": 1,
                 "kv_heads": 1,
                 "intermediate_size": 16,
-                "max_position_embeddings": 128,
+                "max_position_embeddings": 1024,
                 "vocabulary": [str(number) for number in range(60)],
             }
         },
@@ -72,7 +84,7 @@ def config_table(episodes: int, workers: int) -> dict[str, Any]:
             "max_seconds": LIMIT_S,
             "workers": workers,
             "groups_per_worker": -(-groups // workers),
-            "sampling": {"max_tokens": 4},
+            "sampling": {"max_tokens": LONGEST},
         },
         "gate": {
             "groups_per_step": groups,
@@ -81,7 +93,12 @@ def config_table(episodes: int, workers: int) -> dict[str, Any]:
             "group_deadline_s": LIMIT_S + 60,
         },
         "ledger": {"durability": "process_crash"},
-        "inference": {"engine": "scripted", "max_running": episodes, "scripted": {"token_s": 0.1}},
+        "inference": {
+            "engine": "scripted",
+            "max_running": episodes,
+            "max_queued": episodes,
+            "scripted": {"token_s": 2 * turn_s / (SHORTEST + LONGEST)},
+        },
         "trainer": {"max_steps": 1, "lr": 1e-7, "threads": 1},
     }
 
