@@ -16,7 +16,7 @@ SMALLEST = {
     "engine.serving": "--processes 1 --requests 64 --in-flight 16 --repeats 1",
     "engine.cpu": "--requests 8 --rounds 1",
     "trainer.gil": "--rounds 1 --round-s 0.5",
-    "loop.episodes": "--episodes 16 32",
+    "loop.episodes": "--episodes 400 800",
     "loop.overlap": "--steps 4",
     "loop.startup": "--repetitions 1",
 }
