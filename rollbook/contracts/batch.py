@@ -1,6 +1,6 @@
 """Values exchanged between trainer and ledger: role, batches, acknowledgements."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -73,19 +73,6 @@ class TrainingBatch:
     unusable: Mapping[GroupId, str] = field(default_factory=dict)
     """Groups that cannot be trained, with the reason. They have weight 0."""
 
-    @classmethod
-    def decode(cls, manifest: BatchManifest, payloads: Iterable[bytes], limits: TrainingLimits) -> "TrainingBatch":
-        """`payloads` are in the order of the manifest."""
-        usable: list[PromptGroup] = []
-        unusable: dict[GroupId, str] = {}
-        for entry, payload in zip(manifest.entries, payloads, strict=True):
-            found = read_usable(payload, entry.group_id, limits)
-            if isinstance(found, str):
-                unusable[entry.group_id] = found
-            else:
-                usable.append(found)
-        return cls(manifest=manifest, groups=tuple(usable), unusable=unusable)
-
     @property
     def step(self) -> int:
         return self.manifest.step
@@ -94,6 +81,30 @@ class TrainingBatch:
         """The usable groups, each with its entry in the manifest."""
         usable = [entry for entry in self.manifest.entries if entry.group_id not in self.unusable]
         return zip(usable, self.groups, strict=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedBatch:
+    """A batch as the ledger sends it: the manifest with the payloads of its groups, in the same order."""
+
+    manifest: BatchManifest
+    payloads: tuple[bytes, ...] = field(repr=False)
+    limits: TrainingLimits
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    def decode(self) -> TrainingBatch:
+        usable: list[PromptGroup] = []
+        unusable: dict[GroupId, str] = {}
+        for entry, payload in zip(self.manifest.entries, self.payloads, strict=True):
+            found = read_usable(payload, entry.group_id, self.limits)
+            if isinstance(found, str):
+                unusable[entry.group_id] = found
+            else:
+                usable.append(found)
+        return TrainingBatch(manifest=self.manifest, groups=tuple(usable), unusable=unusable)
 
 
 class EndOfRun(StrEnum):

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, OwnerId, PartReceipt, PastDraw, Receipt
-from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
+from rollbook.contracts.batch import AckReceipt, EncodedBatch, EndOfRun, TrainerRole
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup
@@ -134,7 +134,7 @@ class BatchSource(Protocol):
     async def take_role(self, *, restored_step: int) -> TrainerRole:
         """Become the trainer, with a higher epoch than all before. `restored_step` is the step of its checkpoint."""
 
-    async def batch(self, step: int, *, wait_s: float) -> TrainingBatch | EndOfRun | None:
+    async def encoded_batch(self, step: int, *, wait_s: float) -> EncodedBatch | EndOfRun | None:
         """The batch of `step`, which never changes. None: not enough groups yet; call again."""
 
     async def acknowledge(

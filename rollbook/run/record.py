@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from rollbook.contracts.admission import LedgerStatus, RunId
-from rollbook.contracts.batch import BatchManifest, TrainingBatch
+from rollbook.contracts.batch import BatchManifest, EncodedBatch, TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState, PromptGroup
 from rollbook.contracts.group_codec import decode_payload
@@ -141,7 +141,8 @@ class StoredRun:
                 f"run {self.run_id}: the payloads of batch {step} were deleted; set ledger.keep_payloads = true to replay a run"
             )
         limits = find_run(tx, self.run_id).settings.limits
-        return TrainingBatch.decode(record.manifest, [body for body in bodies if body is not None], limits)
+        payloads = tuple(body for body in bodies if body is not None)
+        return EncodedBatch(manifest=record.manifest, payloads=payloads, limits=limits).decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +206,8 @@ class RemoteRun:
         limits = run_settings(self.config, self.directory).limits
         for step in range(first, until + 1):
             manifest = self.client.manifest(step)
-            payloads = [self.client.payload(entry.group_id) for entry in manifest.entries]
-            yield TrainingBatch.decode(manifest, payloads, limits)
+            payloads = tuple(self.client.payload(entry.group_id) for entry in manifest.entries)
+            yield EncodedBatch(manifest=manifest, payloads=payloads, limits=limits).decode()
 
     def _group(self, view: wire.GroupView) -> GroupRecord:
         known = msgspec.structs.asdict(view)

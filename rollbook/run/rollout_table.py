@@ -1,15 +1,12 @@
 """Writes a few rollouts of each step to `rollouts.jsonl`, with their text, reward and advantage: for people, and for the sinks."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.telemetry.events import FailureReport, read_json_lines
-from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import sample_advantages
+from rollbook.trainer.data.planning import ShownSample
 
 MAX_TEXT_CHARS = 20_000
 
@@ -19,10 +16,8 @@ Decode = Callable[[list[int]], str]
 class RolloutTable:
     """`decode` turns tokens into text; None if the model has no tokenizer. A batch that is trained again is not written again."""
 
-    def __init__(self, path: Path, config: TrainerConfig, *, per_step: int, decode: Decode | None) -> None:
+    def __init__(self, path: Path, *, decode: Decode | None) -> None:
         self._path = path
-        self._config = config
-        self._per_step = per_step
         self._decode = decode
         self._failure = FailureReport("rollouts are not written")
         written = (
@@ -30,31 +25,26 @@ class RolloutTable:
         )
         self._last_step = max(written, default=0)
 
-    def add(self, batch: TrainingBatch) -> None:
-        """Write samples spread over the batch, so that several groups are shown."""
-        if batch.step <= self._last_step or not self._per_step:
+    def add(self, step: int, shown: Sequence[ShownSample]) -> None:
+        """Write the samples that are shown of a step."""
+        if step <= self._last_step or not shown:
             return
-        self._last_step = batch.step
-        samples = [(group, number, sample) for group in batch.groups for number, sample in enumerate(group.samples)]
-        advantages = sample_advantages(batch, self._config).tolist()
-        count = min(self._per_step, len(samples))
-        rows: list[dict[str, Any]] = []
-        for at in (index * len(samples) // count for index in range(count)):
-            group, number, sample = samples[at]
-            rows.append(
-                {
-                    "step": batch.step,
-                    "group": group.id,
-                    "task": group.task_id,
-                    "sample": number,
-                    "reward": sample.reward,
-                    "advantage": round(advantages[at], 6),
-                    "turns": len(sample.turns),
-                    "tokens": sample.num_tokens,
-                    "end": str(sample.finish_reason),
-                    "text": self._text(sample)[:MAX_TEXT_CHARS],
-                }
-            )
+        self._last_step = step
+        rows = [
+            {
+                "step": step,
+                "group": one.group_id,
+                "task": one.task_id,
+                "sample": one.number,
+                "reward": one.sample.reward,
+                "advantage": round(one.advantage, 6),
+                "turns": len(one.sample.turns),
+                "tokens": one.sample.num_tokens,
+                "end": str(one.sample.finish_reason),
+                "text": self._text(one.sample)[:MAX_TEXT_CHARS],
+            }
+            for one in shown
+        ]
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -9,7 +9,7 @@ staleness bound of 0, no episode of batch s+1 can start without version s.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 from rollbook.concurrency.background import Background
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.exception_groups import first_error
-from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
+from rollbook.contracts.batch import AckReceipt, EncodedBatch, EndOfRun, TrainerRole
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.contracts.ports import BatchSource, WeightReceiver, WeightStage
 from rollbook.contracts.weights import AdapterKind
@@ -30,6 +30,8 @@ from rollbook.telemetry.token_records import TokenRecordWriter
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
 from rollbook.trainer.checkpoints.settings_history import check_and_record
 from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.data.planner import Planner, open_planner, plans_in_child
+from rollbook.trainer.data.planning import ShownSample
 from rollbook.trainer.flops import devices_peak_flops, peak_memory_gb
 from rollbook.trainer.interruption import unless
 from rollbook.trainer.metrics import time_metrics
@@ -87,14 +89,15 @@ class TrainerLoop:
         stage: WeightStage | None = None,
         publishes_adapters: bool = False,
         doing: Callable[[str], None] = lambda text: None,
-        on_trained: Callable[[TrainingBatch], None] | None = None,
+        on_trained: Callable[[int, Sequence[ShownSample]], None] | None = None,
+        num_shown: int = 0,
         token_records: TokenRecordWriter | None = None,
         remote_ranks: int = 0,
         host: str = "127.0.0.1",
     ) -> None:
         """`publishes_adapters`: with LoRA, push the adapters only; the replicas already have the base model.
         `doing` is called with what the loop does or waits for, for the live view.
-        `on_trained` is called in a thread with each acknowledged batch.
+        `on_trained` is called in a thread with each acknowledged step and `num_shown` of its samples.
         `token_records` records single tokens of some steps.
         `remote_ranks` of the ranks join from other machines, which reach this one at `host`.
         """
@@ -104,6 +107,7 @@ class TrainerLoop:
         self._token_records = token_records
         self._doing = doing
         self._on_trained = on_trained
+        self._num_shown = num_shown
         self._source = source
         self._publishes_adapters = publishes_adapters
         self._adapter_kind: AdapterKind | None = None
@@ -139,6 +143,7 @@ class TrainerLoop:
         """A copy of the last step's weights: published and saved while the next step trains."""
         self._acknowledged: asyncio.Future[str]
         """The digest of the last trained step, once the ledger has it."""
+        self._planner: Planner
         self._fetching: Background
         self._settling: Background
         self._checkpointing: Background
@@ -187,6 +192,11 @@ class TrainerLoop:
             learner = await self._restore()
         except StoppedBeforeAssemblyError:
             return LoopOutcome(end=LoopEnd.STOPPED, step=self._step, digest=None)
+        in_child = plans_in_child(self._config)
+        async with open_planner(learner.plan_settings, num_shown=self._num_shown, in_child=in_child) as self._planner:
+            return await self._train_batches(learner)
+
+    async def _train_batches(self, learner: Learner) -> LoopOutcome:
         self._doing("waiting for the ledger")
         role = await self._take_role(learner)
         await self._replay(learner, role)
@@ -205,7 +215,7 @@ class TrainerLoop:
                 return await self._ended(learner, fetched)
             if fetched is None:
                 return await self._stopped(learner)
-            await self._fetching.start(self._next_batch(learner, after=fetched.batch.step))
+            await self._fetching.start(self._next_batch(learner, after=fetched.encoded.step))
             await self._train(learner, fetched, started=started)
             if self._stopping.is_set():
                 return await self._stopped(learner)
@@ -322,11 +332,13 @@ class TrainerLoop:
             return EndOfRun.MAX_STEPS
         with self._spans.span("trainer.wait_batch", step=step):
             batch = await unless(self._stopping, self._poll_batch(step))
-        return FetchedBatch.of(batch, learner) if isinstance(batch, TrainingBatch) else batch
+        if not isinstance(batch, EncodedBatch):
+            return batch
+        return FetchedBatch(encoded=batch, planning=self._planner.start(batch))
 
-    async def _poll_batch(self, step: int) -> TrainingBatch | EndOfRun:
+    async def _poll_batch(self, step: int) -> EncodedBatch | EndOfRun:
         while True:
-            batch = await self._source.batch(step, wait_s=LONG_POLL_S)
+            batch = await self._source.encoded_batch(step, wait_s=LONG_POLL_S)
             if batch is not None:
                 return batch
 
@@ -334,15 +346,16 @@ class TrainerLoop:
         self, learner: Learner, fetched: FetchedBatch, *, started: float, replays: TrainerRole | None = None
     ) -> None:
         """Train, and begin to settle the step. `replays`: the role under which a decided batch is trained again."""
-        batch = fetched.batch
+        encoded = fetched.encoded
+        step, manifest = encoded.step, encoded.manifest
         waited = self._clock.now() - started
-        lags = check_lag(batch.manifest, max_head_offpolicy_versions=self._max_head_offpolicy_versions)
+        lags = check_lag(manifest, max_head_offpolicy_versions=self._max_head_offpolicy_versions)
         began = self._clock.now()
-        self._doing(f"training step {batch.step}")
-        with self._spans.span("trainer.train", step=batch.step, groups=len(batch.groups)):
+        self._doing(f"training step {step}")
+        with self._spans.span("trainer.train", step=step, groups=len(manifest.entries)):
             # In a thread, so that fetching, settling and checkpointing continue during the step.
             planned = await fetched.planning
-            report, weights = await asyncio.to_thread(train_and_copy, learner, planned, self._token_records)
+            report, weights = await asyncio.to_thread(train_and_copy, learner, encoded, planned, self._token_records)
         trained = self._clock.now() - began
         began = self._clock.now()
         self._doing("waiting for the policy servers to load the previous weights")
@@ -359,7 +372,7 @@ class TrainerLoop:
             train_s=trained,
             began=self._last_trained_at or started,
             is_published=replays is None,
-            is_repeated=replays is not None and batch.step <= replays.last_acknowledged,
+            is_repeated=replays is not None and step <= replays.last_acknowledged,
         )
         self._last_trained_at = self._clock.now()
         await self._settling.start(self._settle(trained_step, self._acknowledged))
@@ -368,9 +381,9 @@ class TrainerLoop:
         """Acknowledge a step and publish its weights."""
         weights, digest = await asyncio.to_thread(digested, trained.weights)
         self._digest = digest
-        batch = trained.planned.batch
-        step = batch.step
-        receipt = await self._source.acknowledge(step, digest, unusable=batch.unusable)
+        planned = trained.planned
+        step = planned.step
+        receipt = await self._source.acknowledge(step, digest, unusable=planned.unusable)
         self._measure(trained, receipt)
         self._metrics.add("perf/step_time", self._clock.now() - trained.began)
         self._metrics.tick(step=step, replay=trained.is_repeated)
@@ -378,7 +391,7 @@ class TrainerLoop:
         if trained.is_published and not self._stopping.is_set():
             await self._publish(step, trained.weights if self._publisher.takes_gpu_weights else weights, digest)
         if self._on_trained is not None:
-            await asyncio.to_thread(self._on_trained, batch)
+            await asyncio.to_thread(self._on_trained, step, planned.shown)
 
     async def _publish(self, step: int, weights: Mapping[str, Tensor], digest: str) -> None:
         """Push the weights to all replicas, unless a stop is requested meanwhile."""
@@ -441,11 +454,11 @@ class TrainerLoop:
     # Metrics -----------------------------------------------------------------------------------------------------------------
 
     def _measure(self, trained: TrainedStep, receipt: AckReceipt) -> None:
-        batch, report, masks = trained.planned.batch, trained.report, trained.planned.masks
+        planned, report, masks = trained.planned, trained.report, trained.planned.masks
         measured = {
             **report.metrics,
             **trained.lags.metrics(),
-            **trained.planned.metrics,
+            **planned.metrics,
             **time_metrics(
                 wait_s=trained.wait_s,
                 train_s=trained.train_s,
@@ -461,19 +474,19 @@ class TrainerLoop:
         if masks.tokens:
             self._log.info(
                 "trainer.tokens_masked",
-                step=batch.step,
-                cut=batch.manifest.cut,
+                step=planned.step,
+                cut=planned.manifest.cut,
                 tokens=masks.tokens,
                 share_by_task=masks.by_task(most=MASKED_TASKS),
             )
-        if batch.unusable:
-            self._log.warning("trainer.unusable_groups", step=batch.step, groups=dict(batch.unusable))
+        if planned.unusable:
+            self._log.warning("trainer.unusable_groups", step=planned.step, groups=dict(planned.unusable))
         if receipt is AckReceipt.DIVERGED:
-            self._log.warning("trainer.diverged", step=batch.step, digest=self._digest)
+            self._log.warning("trainer.diverged", step=planned.step, digest=self._digest)
         if report.skipped_steps:
             self._log.warning(
                 "trainer.gradient_not_finite",
-                step=batch.step,
+                step=planned.step,
                 skipped=report.skipped_steps,
                 taken=report.optimizer_steps,
             )

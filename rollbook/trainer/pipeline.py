@@ -4,15 +4,14 @@ A batch is planned while the one before it trains, and a trained step is settled
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.batch import EncodedBatch
 from rollbook.telemetry.token_records import TokenRecordWriter
-from rollbook.trainer.data.minibatches import Minibatch
-from rollbook.trainer.metrics import MaskReport, batch_metrics
+from rollbook.trainer.data.planning import PlannedBatch
 from rollbook.trainer.model.weights import digest_of, to_host
 from rollbook.trainer.staleness import LagReport
 from rollbook.trainer.step import StepReport, TrainStep
@@ -20,34 +19,10 @@ from rollbook.trainer.team import Learner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedBatch:
-    """A batch split into passes, with the metrics that do not depend on training."""
-
-    batch: TrainingBatch
-    minibatches: Sequence[Minibatch]
-    masks: MaskReport
-    metrics: Mapping[str, float | None]
-
-    @classmethod
-    def of(cls, batch: TrainingBatch, learner: Learner) -> "PlannedBatch":
-        masks = MaskReport.of(batch)
-        return cls(
-            batch=batch,
-            minibatches=learner.plan_batch(batch),
-            masks=masks,
-            metrics={**batch_metrics(batch), **masks.metrics()},
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedBatch:
-    batch: TrainingBatch
+    encoded: EncodedBatch
     planning: asyncio.Task[PlannedBatch]
-    """In a thread. Its error is raised where the batch is trained, not in the step before it."""
-
-    @classmethod
-    def of(cls, batch: TrainingBatch, learner: Learner) -> "FetchedBatch":
-        return cls(batch=batch, planning=asyncio.create_task(asyncio.to_thread(PlannedBatch.of, batch, learner)))
+    """Its error is raised where the batch is trained, not in the step before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +44,13 @@ class TrainedStep:
 
 
 def train_and_copy(
-    learner: Learner, planned: PlannedBatch, records: TokenRecordWriter | None
+    learner: Learner, encoded: EncodedBatch, planned: PlannedBatch, records: TokenRecordWriter | None
 ) -> tuple[StepReport, dict[str, Tensor]]:
     """One copy per step, used for the digest, the publication and the checkpoint."""
-    batch = planned.batch
-    if records is not None and records.is_due(batch.step) and isinstance(learner, TrainStep):
-        records.write(batch.step, learner.token_values(batch))
-    return learner.train(planned.minibatches, step=batch.step), learner.snapshot()
+    step = encoded.step
+    if records is not None and records.is_due(step) and isinstance(learner, TrainStep):
+        records.write(step, learner.token_values(encoded.decode()))
+    return learner.train(planned.minibatches, step=step), learner.snapshot()
 
 
 def digested(weights: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], str]:

@@ -22,7 +22,16 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.weights import AdapterKind
 from rollbook.telemetry.token_records import Key, TokenArrays
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import Microbatch, Minibatch, TrainRow, flatten, plan, plan_minibatch
+from rollbook.trainer.data.minibatches import (
+    Microbatch,
+    Minibatch,
+    PlanSettings,
+    TrainRow,
+    check_vocabulary,
+    flatten,
+    plan_minibatch,
+    plan_rows,
+)
 from rollbook.trainer.distributed.ranks import Passes, Ranks
 from rollbook.trainer.distributed.sharding import cpu_mesh, gathered, own_shards, shard_state
 from rollbook.trainer.files.random_states import random_states
@@ -127,6 +136,12 @@ class TrainStep:
             group.update(settings)
 
     @property
+    def plan_settings(self) -> PlanSettings:
+        return PlanSettings(
+            config=self._config, is_packed=self.model.is_packed, vocabulary_size=self.model.vocabulary_size
+        )
+
+    @property
     def num_parameters(self) -> int:
         return self.model.num_parameters
 
@@ -173,7 +188,7 @@ class TrainStep:
         return self.train(self.plan_batch(batch), step=batch.step)
 
     def plan_batch(self, batch: TrainingBatch) -> list[Minibatch]:
-        """Split a batch into passes. It may be planned while an earlier one is trained."""
+        """Split a batch into passes."""
         return self.plan_rows(flatten(batch, self._config), step=batch.step)
 
     def train_rows(self, rows: Sequence[TrainRow], *, step: int) -> StepReport:
@@ -211,8 +226,7 @@ class TrainStep:
 
     def plan_rows(self, rows: Sequence[TrainRow], *, step: int) -> list[Minibatch]:
         """Split rows into passes."""
-        self._check_vocabulary(rows, step)
-        return plan(rows, self._config, step=step, is_packed=self.model.is_packed)
+        return plan_rows(rows, self.plan_settings, step=step)
 
     def mean_logprob(self, rows: Sequence[TrainRow]) -> float:
         """Mean log-probability of the rows' trained tokens under the current weights, without training."""
@@ -249,7 +263,7 @@ class TrainStep:
         if self.ranks.size > 1 or not rows:
             return {}
         torch.set_num_threads(self._config.threads)
-        self._check_vocabulary(rows, batch.step)
+        check_vocabulary(rows, self.vocabulary_size, step=batch.step)
         found: dict[Key, TokenArrays] = {}
         with torch.no_grad():
             for micro in plan_minibatch(rows, self._config, is_packed=self.model.is_packed).microbatches:
@@ -367,16 +381,6 @@ class TrainStep:
             num_rows=micro.num_rows,
         )
         return inputs, is_known
-
-    def _check_vocabulary(self, rows: Sequence[TrainRow], step: int) -> None:
-        """Before the step changes anything. The ledger refuses such groups if it knows the vocabulary of the run's model."""
-        for row in rows:
-            highest = max(int(row.inputs.max(initial=0)), int(row.targets.max(initial=0)))
-            if highest >= self.vocabulary_size:
-                raise RunError(
-                    f"batch {step}: {row.group_id} has token id {highest}, but the vocabulary has {self.vocabulary_size} tokens."
-                    " Data and trainer must use the same model and tokenizer."
-                )
 
     def _report(self, step: int, minibatches: Sequence[Minibatch], tally: _Tally) -> StepReport:
         taken = len(tally.grad_norms)

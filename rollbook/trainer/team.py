@@ -28,7 +28,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.weights import AdapterKind
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import Minibatch, TrainRow
+from rollbook.trainer.data.minibatches import Minibatch, PlanSettings, TrainRow
 from rollbook.trainer.distributed.links import Invitation, Link, RankListener, connect, end_process, interface_of
 from rollbook.trainer.distributed.ranks import Ranks
 from rollbook.trainer.step import LearnerSnapshot, StepReport, TrainStep
@@ -178,11 +178,12 @@ class Team:
     def vocabulary_size(self) -> int:
         return self._learner.vocabulary_size
 
-    def plan_batch(self, batch: TrainingBatch) -> list[Minibatch]:
-        return self._learner.plan_batch(batch)
+    @property
+    def plan_settings(self) -> PlanSettings:
+        return self._learner.plan_settings
 
     def run(self, batch: TrainingBatch) -> StepReport:
-        return self.train(self.plan_batch(batch), step=batch.step)
+        return self.train(self._learner.plan_batch(batch), step=batch.step)
 
     def train_rows(self, rows: Sequence[TrainRow], *, step: int) -> StepReport:
         return self.train(self._learner.plan_rows(rows, step=step), step=step)

@@ -169,9 +169,9 @@ def test_on_an_address_that_other_machines_reach_prometheus_sends_the_token_in_i
     token = (tmp_path / "scrape-token").read_text().strip()
     assert (tmp_path / "scrape-token").stat().st_mode & 0o777 == 0o600
     for wrong in ({}, {"Authorization": "Bearer 0123456789abcdef"}, {"Authorization": f"Basic {token}"}):
-        refused = httpx.get(url, headers=wrong)
+        refused = httpx.get(url, headers=wrong, timeout=60)
         assert (refused.status_code, "train_loss" in refused.text) == (401, False)
-    assert "rollbook_train_loss" in httpx.get(url, headers={"Authorization": f"Bearer {token}"}).text
+    assert "rollbook_train_loss" in httpx.get(url, headers={"Authorization": f"Bearer {token}"}, timeout=60).text
     sink.close()
 
 
@@ -184,6 +184,6 @@ def test_connections_to_the_prometheus_sink_that_send_nothing_start_no_thread(tm
         for _ in range(50):
             idle.enter_context(socket.create_connection(("127.0.0.1", sink.port)))
         # A response shows that the server has accepted the earlier connections.
-        assert httpx.get(f"http://127.0.0.1:{sink.port}/metrics").status_code == 200
+        assert httpx.get(f"http://127.0.0.1:{sink.port}/metrics", timeout=60).status_code == 200
         assert threading.active_count() == before
     sink.close()

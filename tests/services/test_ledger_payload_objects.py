@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from rollbook.concurrency.clock import SystemClock
-from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.batch import EncodedBatch
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.ledger.config import LedgerConfig, RunLedgerConfig
@@ -90,8 +90,8 @@ async def test_batches_are_read_from_objects_and_the_audit_finds_each_damaged_or
     async with ledger_at(url, None) as other:
         await submit(other, "c")
         batch = await read_batch(other, 1, epoch=epoch, wait_s=10)
-        assert isinstance(batch, TrainingBatch)
-        assert [group.id for group in batch.groups] == ["a@0", "b@0"]
+        assert isinstance(batch, EncodedBatch)
+        assert [group.id for group in batch.decode().groups] == ["a@0", "b@0"]
     assert violations(url) == ()
     objects = objects_at(location)
     names: dict[str, str] = dict(rows)

@@ -12,7 +12,7 @@ import pytest
 
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.admission import GateState, Receipt, RunId
-from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainingBatch
+from rollbook.contracts.batch import AckReceipt, EncodedBatch, EndOfRun, TrainingBatch
 from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
 from rollbook.contracts.group_codec import encode_group
@@ -68,18 +68,19 @@ async def test_a_whole_run_over_http(service: Service) -> None:
         group = group_of(grant.task_id, (grant.admission_publication,))
         assert await sink.submit(encode_group(group), outcome_of(group), attempt=grant.attempt) is Receipt.STORED
     await sink.exhausted()
-    batch = await source.batch(1, wait_s=5)
-    assert isinstance(batch, TrainingBatch)
-    assert [group.id for group in batch.groups] == ["task0@0", "task1@0"]
-    assert encode_group(batch.groups[0]) == encode_group(group_of("task0", (0,)))
+    batch = await source.encoded_batch(1, wait_s=5)
+    assert isinstance(batch, EncodedBatch)
+    groups = batch.decode().groups
+    assert [group.id for group in groups] == ["task0@0", "task1@0"]
+    assert encode_group(groups[0]) == encode_group(group_of("task0", (0,)))
     assert await source.acknowledge(1, "w1") is AckReceipt.ACKNOWLEDGED
     await source.confirm(await source.register(1, "w1"))
-    last = await source.batch(2, wait_s=5)
-    assert isinstance(last, TrainingBatch)
+    last = await source.encoded_batch(2, wait_s=5)
+    assert isinstance(last, EncodedBatch)
     assert last.manifest.is_last
     await source.acknowledge(2, "w2")
     await source.checkpointed(2, oldest_kept=0)
-    assert await source.batch(3, wait_s=5) is EndOfRun.END_OF_DATA
+    assert await source.encoded_batch(3, wait_s=5) is EndOfRun.END_OF_DATA
     await source.finish(EndOfRun.END_OF_DATA)
     status = await sink.status()
     assert (status.ended, status.durable_step, status.by_state["durable"]) == (True, 2, 3)

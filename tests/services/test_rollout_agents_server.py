@@ -39,7 +39,8 @@ CALL = 'Let me see.<tool_call>{"name":"get_weather","arguments":{"city":"Paris"}
 
 
 def client_of(session: ChatSession, **more: Any) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=session.base_url, api_key="unused", max_retries=0, **more)
+    """Its default limit of 5 s for a connection is too short for a machine with more work than cores."""
+    return AsyncOpenAI(base_url=session.base_url, api_key="unused", **{"max_retries": 0, "timeout": 60.0, **more})
 
 
 async def ask(client: AsyncOpenAI, messages: list[Any], **more: Any) -> Any:
@@ -533,7 +534,7 @@ async def test_concurrent_requests_become_branches_and_respect_the_turn_limit(tm
             requests = [ask(client, [{"role": "user", "content": f"question {n}"}]) for n in range(5)]
             results = await asyncio.gather(*requests, return_exceptions=True)
         refused = [result for result in results if isinstance(result, openai.APIStatusError)]
-        assert [error.status_code for error in refused] == [410, 410]
+        assert [error.status_code for error in refused] == [410, 410], results
         sample = session.build(reward=1.0)
     assert len(sample.turns) == len(sample.sequences) == 3
     trained = {tuple(row.token_ids.tolist()) for row in sample.sequences}

@@ -30,7 +30,7 @@ from rollbook.contracts.admission import (
     RunId,
     RunSettings,
 )
-from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, TrainerRole, TrainingBatch
+from rollbook.contracts.batch import AckReceipt, BatchManifest, EncodedBatch, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.errors import RollbookError, RunError, TransientError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState
 from rollbook.contracts.group_checks import TrainingLimits
@@ -278,11 +278,18 @@ class LedgerClient:
         return role
 
     async def batch(self, step: int, *, wait_s: float) -> TrainingBatch | EndOfRun | None:
+        """The batch of `step`, decoded. None: not enough groups yet; call again."""
+        found = await self.encoded_batch(step, wait_s=wait_s)
+        return found.decode() if isinstance(found, EncodedBatch) else found
+
+    async def encoded_batch(self, step: int, *, wait_s: float) -> EncodedBatch | EndOfRun | None:
+        """Like `batch`, with the groups as the ledger stores them."""
         request = wire.Batch(step=step, epoch=self._require_epoch(), wait_s=wait_s)
         reply = await self._call(verbs.BATCH, request, wait_s=wait_s)
         if reply.manifest is None:
             return reply.end
-        return TrainingBatch.decode(reply.manifest, await self._payloads_of(reply.manifest), self._limits)
+        payloads = await self._payloads_of(reply.manifest)
+        return EncodedBatch(manifest=reply.manifest, payloads=tuple(payloads), limits=self._limits)
 
     async def acknowledge(
         self, step: int, weights_digest: str, *, unusable: Mapping[GroupId, str] | None = None

@@ -56,6 +56,7 @@ async def main(context: RoleContext) -> str:
             remote_ranks=config.cluster.ranks,
             host=config.cluster.host,
             on_trained=_rollout_table(context).add,
+            num_shown=config.telemetry.rollouts_per_step,
             token_records=TokenRecordWriter(
                 context.directory.path,
                 every=config.telemetry.token_records,
@@ -98,17 +99,12 @@ def _forwarder(context: RoleContext) -> Forwarder:
 
 
 def _rollout_table(context: RoleContext) -> RolloutTable:
-    model, config = context.directory.initial_model, context.loaded.config
+    model = context.directory.initial_model
     decode = None
     if (model / "tokenizer.json").is_file():
         tokenizer = ModelTokenizer.from_directory(model)
         decode = partial(tokenizer.decode, skip_special_tokens=False)
-    return RolloutTable(
-        context.directory.path / ROLLOUTS_FILE,
-        config.trainer,
-        per_step=config.telemetry.rollouts_per_step,
-        decode=decode,
-    )
+    return RolloutTable(context.directory.path / ROLLOUTS_FILE, decode=decode)
 
 
 async def _run_until_drained(loop: TrainerLoop, context: RoleContext) -> LoopOutcome:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.advantages import advantages, overlong_penalties
@@ -95,6 +96,15 @@ class Minibatch:
     microbatches: tuple[Microbatch, ...]
     num_rows: int
     num_trained: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings:
+    """What the split of a batch depends on, besides the batch."""
+
+    config: TrainerConfig
+    is_packed: bool
+    vocabulary_size: int
 
 
 def sample_advantages(batch: TrainingBatch, config: TrainerConfig) -> NDArray[np.float64]:
@@ -353,6 +363,23 @@ def _padded(rows: Sequence[TrainRow], weights: Sequence[float], config: TrainerC
     )
     for numbers in chosen:
         yield pad(rows, [bundles[number] for number in numbers], weights)
+
+
+def plan_rows(rows: Sequence[TrainRow], settings: PlanSettings, *, step: int) -> list[Minibatch]:
+    """Check the rows of a batch, and split them."""
+    check_vocabulary(rows, settings.vocabulary_size, step=step)
+    return plan(rows, settings.config, step=step, is_packed=settings.is_packed)
+
+
+def check_vocabulary(rows: Sequence[TrainRow], size: int, *, step: int) -> None:
+    """Before the step changes anything. The ledger refuses such groups if it knows the vocabulary of the run's model."""
+    for row in rows:
+        highest = max(int(row.inputs.max(initial=0)), int(row.targets.max(initial=0)))
+        if highest >= size:
+            raise RunError(
+                f"batch {step}: {row.group_id} has token id {highest}, but the vocabulary has {size} tokens. Data and trainer must"
+                " use the same model and tokenizer."
+            )
 
 
 def plan(rows: Sequence[TrainRow], config: TrainerConfig, *, step: int, is_packed: bool) -> list[Minibatch]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.sockets import listening_socket, url_of
-from rollbook.contracts.batch import BatchManifest, EndOfRun, TrainingBatch
+from rollbook.contracts.batch import BatchManifest, EncodedBatch, EndOfRun
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.http.auth import Keys
 from rollbook.ledger.rules.run_transaction import find_run
@@ -39,14 +39,14 @@ async def open_memory_ledger(
         yield ledger
 
 
-async def read_batch(ledger: Ledger, step: int, *, epoch: int, wait_s: float) -> TrainingBatch | EndOfRun | None:
+async def read_batch(ledger: Ledger, step: int, *, epoch: int, wait_s: float) -> EncodedBatch | EndOfRun | None:
     """The batch as a trainer reads it, without HTTP."""
     decided = await ledger.decide(RUN, step, epoch=epoch, wait_s=wait_s)
     if not isinstance(decided, BatchManifest):
         return decided
-    payloads = [payload async for payload in ledger.payloads(RUN, decided)]
+    payloads = tuple([payload async for payload in ledger.payloads(RUN, decided)])
     run = await ledger.read(lambda tx: find_run(tx, RUN))
-    return TrainingBatch.decode(decided, payloads, run.settings.limits)
+    return EncodedBatch(manifest=decided, payloads=payloads, limits=run.settings.limits)
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from rollbook.contracts.admission import LedgerStatus
-from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
+from rollbook.contracts.batch import AckReceipt, EncodedBatch, EndOfRun, TrainerRole
 from rollbook.contracts.errors import FencedError, TransientError
 from rollbook.contracts.group import GroupId, PromptGroup
 from rollbook.contracts.policy import NOT_SAMPLED, Publication
@@ -105,7 +105,7 @@ class LedgerSource:
         self._calls.append(f"role {restored_step}")
         return role
 
-    async def batch(self, step: int, *, wait_s: float) -> TrainingBatch | EndOfRun | None:
+    async def encoded_batch(self, step: int, *, wait_s: float) -> EncodedBatch | EndOfRun | None:
         self._connect()
         return await read_batch(self._ledger, step, epoch=self._epoch, wait_s=wait_s)
 

@@ -332,7 +332,7 @@ def test_arguments_of_the_request_reach_the_chat_template(
         extra_body={**arguments, "return_token_ids": True},
     )
     assert tokenizer.decode(reply.prompt_token_ids) == "<user>hi\n<effort low><assistant><think></think>"
-    tokens = httpx.post(f"{served.url}/tokenize", json={"messages": messages, **arguments}).json()["tokens"]
+    tokens = httpx.post(f"{served.url}/tokenize", json={"messages": messages, **arguments}, timeout=60).json()["tokens"]
     assert tokenizer.decode(tokens) == "<user>hi\n<assistant><think></think>"
 
 
@@ -379,14 +379,14 @@ def test_special_tokens_are_in_the_text_on_request(client: openai.OpenAI, tokeni
 
 def test_texts_and_chats_are_tokenized_in_the_format_of_vllm(served: PolicyProcess, tokenizer: ModelTokenizer) -> None:
     def post(path: str, body: Any) -> Any:
-        return httpx.post(f"{served.url}{path}", json=body).json()
+        return httpx.post(f"{served.url}{path}", json=body, timeout=60).json()
 
     plain = post("/tokenize", {"prompt": "hi", "add_special_tokens": False})
     assert plain == {"count": 2, "max_model_len": MAX_LEN, "tokens": tokenizer.encode("hi")}
     chat = post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]})
     assert post("/detokenize", {"tokens": chat["tokens"]}) == {"prompt": "<user>hi\n<assistant>"}
     assert post("/tokenize", {})["error"]["param"] == "prompt"
-    assert httpx.get(f"{served.url}/tokenizer_info").json()["eos_token"] in SPECIAL_TOKENS
+    assert httpx.get(f"{served.url}/tokenizer_info", timeout=60).json()["eos_token"] in SPECIAL_TOKENS
 
 
 @pytest.mark.skipif(not AGENTS_PYTHON.exists(), reason="make test-agents installs the harness")
@@ -473,12 +473,12 @@ async def test_a_client_that_disconnects_from_a_stream_frees_its_slot(served: Po
 def test_a_configured_key_is_required(tmp_path: Path) -> None:
     arguments = ("--engine", "scripted", "--api-key-env", "POLICY_KEY")
     with policy_process(tmp_path, *arguments, env={"POLICY_KEY": "secret"}) as served:
-        with openai.OpenAI(base_url=served.url + "/v1", api_key="secret", max_retries=0) as client:
+        with openai.OpenAI(base_url=served.url + "/v1", api_key="secret", max_retries=0, timeout=60.0) as client:
             assert client.completions.create(model="policy", prompt=[1], max_tokens=1).choices
             with pytest.raises(openai.BadRequestError, match="no tokenizer"):
                 client.completions.create(model="policy", prompt="text")
         with (
-            openai.OpenAI(base_url=served.url + "/v1", api_key="guess", max_retries=0) as other,
+            openai.OpenAI(base_url=served.url + "/v1", api_key="guess", max_retries=0, timeout=60.0) as other,
             pytest.raises(openai.AuthenticationError),
         ):
             other.models.list()

@@ -168,17 +168,17 @@ def test_prometheus_scrapes_the_latest_values(tmp_path: Path) -> None:
     assert isinstance(sink, PrometheusSink)
     for step, loss in ((1, 3.0), (2, 2.5)):
         sink.write({"train/loss": loss}, process="trainer", step=step, at=0.0)
-    response = httpx.get(f"http://127.0.0.1:{sink.port}/metrics")
+    response = httpx.get(f"http://127.0.0.1:{sink.port}/metrics", timeout=60)
     families = {family.name: family for family in text_string_to_metric_families(response.text)}
     assert families["rollbook_train_loss"].samples[0].value == 2.5
     assert families["rollbook_train_loss"].samples[0].labels == {"run": 'my "run"', "process": "trainer"}
     assert families["rollbook_trainer_step"].samples[0].value == 2
-    assert httpx.get(f"http://127.0.0.1:{sink.port}/").status_code == 404
+    assert httpx.get(f"http://127.0.0.1:{sink.port}/", timeout=60).status_code == 404
     with pytest.raises(OSError, match="prometheus_port"):
         PrometheusSink("127.0.0.1", sink.port, run_name="other")
     sink.close()
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"http://127.0.0.1:{sink.port}/metrics")
+        httpx.get(f"http://127.0.0.1:{sink.port}/metrics", timeout=60)
 
 
 def test_every_episode_is_a_trace_with_its_turns(tmp_path: Path) -> None:

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from rollbook.contracts.admission import ActionKind
-from rollbook.contracts.batch import EndOfRun, TrainingBatch
+from rollbook.contracts.batch import EncodedBatch, EndOfRun
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.policy import Publication
 from rollbook.telemetry.events import read_json_lines
 from rollbook.telemetry.metrics import read_metrics
 from rollbook.telemetry.spans import read_spans
-from rollbook.trainer.data.minibatches import Minibatch
+from rollbook.trainer.data.minibatches import PlanSettings
+from rollbook.trainer.data.planning import PlannedBatch
 from rollbook.trainer.loop import LoopEnd, LoopOutcome
 from rollbook.trainer.metrics import TRAINER_METRICS
-from rollbook.trainer.step import TrainStep
 from tests.parts.ledger.groups import RUN
 from tests.parts.trainer.batches import quick, tiny_model_dir
 from tests.parts.trainer.ledger import FakeReplicas, LedgerSource, TinyLoop, TrainerLedger, open_trainer_ledger
@@ -97,7 +97,7 @@ async def test_a_batch_that_was_decided_but_not_trained_is_trained_before_anythi
     await ledger.create(max_steps=2)
     previous = ledger.source()
     await previous.take_role(restored_step=0)
-    await previous.batch(1, wait_s=0)
+    await previous.encoded_batch(1, wait_s=0)
     ledger.calls.clear()
     await TinyLoop(ledger.source(), FakeReplicas(), tmp_path, quick()).run()
     assert ledger.calls[:3] == ["role 0", "acknowledge 1", "publish 1"]
@@ -107,7 +107,7 @@ async def test_a_diverging_replay_is_reported_and_training_continues(ledger: Tra
     await ledger.create(max_steps=2)
     previous = ledger.source()
     await previous.take_role(restored_step=0)
-    await previous.batch(1, wait_s=0)
+    await previous.encoded_batch(1, wait_s=0)
     await previous.acknowledge(1, "digest of other kernels")
     outcome = await TinyLoop(ledger.source(), FakeReplicas(), tmp_path, quick()).run()
     assert outcome.end is LoopEnd.ENDED
@@ -273,9 +273,9 @@ async def test_a_batch_above_the_staleness_bound_is_never_trained(ledger: Traine
     class LaggingSource(LedgerSource):
         """Claims a lag of 2 for batch 3, which the ledger itself would never deliver."""
 
-        async def batch(self, step: int, *, wait_s: float) -> TrainingBatch | EndOfRun | None:
-            batch = await super().batch(step, wait_s=wait_s)
-            if not isinstance(batch, TrainingBatch):
+        async def encoded_batch(self, step: int, *, wait_s: float) -> EncodedBatch | EndOfRun | None:
+            batch = await super().encoded_batch(step, wait_s=wait_s)
+            if not isinstance(batch, EncodedBatch):
                 return batch
             oldest = step - 1 if step < 3 else step - 3
             entries = tuple(replace(entry, oldest_version=oldest) for entry in batch.manifest.entries)
@@ -326,9 +326,9 @@ async def test_the_next_batch_trains_during_a_slow_publication(ledger: TrainerLe
     requested: list[int] = []
 
     class RecordingSource(LedgerSource):
-        async def batch(self, step: int, *, wait_s: float) -> TrainingBatch | EndOfRun | None:
+        async def encoded_batch(self, step: int, *, wait_s: float) -> EncodedBatch | EndOfRun | None:
             requested.append(step)
-            return await super().batch(step, wait_s=wait_s)
+            return await super().encoded_batch(step, wait_s=wait_s)
 
     class SlowReplicas(FakeReplicas):
         async def receive(self, publication: Publication, location: str, **limits: Any) -> None:
@@ -346,14 +346,14 @@ async def test_a_batch_that_cannot_be_planned_stops_the_run_with_its_error_and_t
     ledger: TrainerLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await ledger.create(max_steps=3)
-    plan = TrainStep.plan_batch
+    plan = PlannedBatch.of
 
-    def failing_plan(learner: TrainStep, batch: TrainingBatch) -> list[Minibatch]:
+    def failing_plan(batch: EncodedBatch, settings: PlanSettings, *, num_shown: int) -> PlannedBatch:
         if batch.step == 2:
             raise RunError("batch 2 has token id 99")
-        return plan(learner, batch)
+        return plan(batch, settings, num_shown=num_shown)
 
-    monkeypatch.setattr(TrainStep, "plan_batch", failing_plan)
+    monkeypatch.setattr(PlannedBatch, "of", failing_plan)
     with pytest.raises(RunError, match="token id 99"):
         await TinyLoop(ledger.source(), FakeReplicas(), tmp_path, quick()).run()
     monkeypatch.undo()

@@ -47,7 +47,7 @@ class Setup:
         """Publish version `step`, after the steps up to it are acknowledged."""
         while self._step < step:
             self._step += 1
-            await self.source.batch(self._step, wait_s=0)
+            await self.source.encoded_batch(self._step, wait_s=0)
             await self.source.acknowledge(self._step, digest_of(WEIGHTS))
         return await self.publisher.publish(WEIGHTS, step=step, digest=digest_of(WEIGHTS))
 

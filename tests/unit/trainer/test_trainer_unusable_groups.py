@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.batch import EncodedBatch, TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, PromptGroup
 from rollbook.contracts.group_checks import MIN_TEMPERATURE, TrainingLimits, UnusableGroupError, inspect_frame
@@ -45,7 +45,7 @@ async def recorded(ledger: Ledger, steps: int) -> list[TrainingBatch]:
     """The batches as a replay reads them."""
     epoch = (await ledger.status(RUN)).epoch
     found = [await read_batch(ledger, step, epoch=epoch, wait_s=0) for step in range(1, steps + 1)]
-    return [batch for batch in found if isinstance(batch, TrainingBatch)]
+    return [batch.decode() for batch in found if isinstance(batch, EncodedBatch)]
 
 
 async def test_the_step_has_the_weights_of_a_batch_without_the_unusable_group(tmp_path: Path) -> None:
