@@ -36,6 +36,7 @@ SAMPLES = 8
 TURNS = 10
 SHORTEST, LONGEST = 16, 48
 """Tokens of a turn. The engine samples in rounds: with equal lengths all episodes would end their turns in the same moment."""
+MAX_LENGTH = 1024
 TURNS_PER_S = 2500.0
 """Of all episodes together. Many more are too much for one worker: its event loop then lags with any number of episodes."""
 POLL_S = 1.0
@@ -72,7 +73,7 @@ def config_table(episodes: int, workers: int) -> dict[str, Any]:
                 "heads": 1,
                 "kv_heads": 1,
                 "intermediate_size": 16,
-                "max_position_embeddings": 1024,
+                "max_position_embeddings": MAX_LENGTH,
                 "vocabulary": [str(number) for number in range(60)],
             }
         },
@@ -96,7 +97,8 @@ def config_table(episodes: int, workers: int) -> dict[str, Any]:
         "inference": {
             "engine": "scripted",
             "max_running": episodes,
-            "max_queued": episodes,
+            # The engine would spread the prompts of all episodes over several steps, and turns would wait for it.
+            "step_prefill_tokens": episodes * MAX_LENGTH,
             "scripted": {"token_s": 2 * turn_s / (SHORTEST + LONGEST)},
         },
         "trainer": {"max_steps": 1, "lr": 1e-7, "threads": 1},

@@ -88,12 +88,21 @@ def _parts_have_a_quorum(parts: Parts) -> Faults:
             )
 
 
+def resolved_max_queued(parts: Parts) -> int | None:
+    """The limit of a run that does not set `inference.max_queued`: all episodes may send a request at the same moment."""
+    match parts.get("inference"), parts.get("gate"), parts.get("rollout"):
+        case InferenceConfig() as inference, GateConfig() as gate, RolloutConfig() as rollout:
+            if "max_queued" not in inference.model_fields_set:
+                return max(inference.max_queued, gate.max_groups_in_flight * rollout.episodes_per_group)
+    return None
+
+
 def _the_engine_can_queue_all_episodes(parts: Parts) -> Faults:
     match parts.get("inference"), parts.get("gate"), parts.get("rollout"):
         case InferenceConfig() as inference, GateConfig() as gate, RolloutConfig() as rollout:
             episodes = gate.max_groups_in_flight * rollout.episodes_per_group
             capacity = inference.max_queued + inference.max_running
-            if episodes > capacity:
+            if episodes > capacity and resolved_max_queued(parts) is None:
                 yield (
                     "inference.max_queued",
                     f"{episodes} episodes may be in flight (gate.max_groups_in_flight × episodes per group), "

@@ -26,7 +26,7 @@ from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig
 from rollbook.ledger.config import GateConfig, RunLedgerConfig
 from rollbook.rollout.config import RolloutConfig
-from rollbook.run.config.checks import CROSS_CHECKS, missing_files, resolved_publish
+from rollbook.run.config.checks import CROSS_CHECKS, missing_files, resolved_max_queued, resolved_publish
 from rollbook.run.config.cluster import ClusterConfig
 from rollbook.run.config.evaluation import EvaluationConfig
 from rollbook.run.config.resources import ResourcesConfig
@@ -238,8 +238,9 @@ def validate_table(
     )
     if faults:
         return None, faults
-    if (published := resolved_publish(parts)) is not None:
-        parts["inference"] = parts["inference"].model_copy(update={"publish": published})
+    resolved = {"publish": resolved_publish(parts), "max_queued": resolved_max_queued(parts)}
+    known = {name: value for name, value in resolved.items() if value is not None}
+    parts["inference"] = parts["inference"].model_copy(update=known)
     # The sections are instances, which pydantic does not validate again.
     return RunConfig.model_validate(parts), []
 

@@ -289,6 +289,22 @@ def test_the_config_resolves_what_is_published(tmp_path: Path, overrides: tuple[
     assert config.inference.publish == published
 
 
+def test_the_policy_server_queues_a_request_of_every_episode_in_flight(tmp_path: Path) -> None:
+    path = write_config(tmp_path, GOOD)
+    many = ("gate.max_groups_in_flight=1250", "rollout.completions_per_prompt=8", "rollout.oversample=2")
+    assert load_config(path, many).config.inference.max_queued == 12_500
+    assert load_config(path).config.inference.max_queued == 4096
+
+
+def test_a_queue_set_too_short_for_the_episodes_in_flight_is_a_fault(tmp_path: Path) -> None:
+    many = ("gate.max_groups_in_flight=1250", "rollout.completions_per_prompt=8", "inference.max_running=100")
+    faults = faults_of(tmp_path, GOOD, (*many, "inference.max_queued=4096"))
+    assert "10000 episodes" in faults["inference.max_queued"]
+    assert "4196 requests" in faults["inference.max_queued"]
+    enough = (*many, "inference.max_queued=9900")
+    assert load_config(write_config(tmp_path, GOOD), enough).config.inference.max_queued == 9900
+
+
 def test_publishing_adapters_needs_lora_and_a_supporting_transport(tmp_path: Path) -> None:
     assert "trainer.lora" in faults_of(tmp_path, GOOD, ("inference.publish='adapter'",))["inference.publish"]
     nccl = (
