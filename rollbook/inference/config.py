@@ -130,8 +130,8 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     """Maximum number of requests that are decoded together."""
 
     max_queued: int = Field(default=4096, ge=1)
-    """Maximum number of requests that wait for a slot. If more arrive, the server responds 503 with Retry-After. Unset, in a run with
-    more episodes in flight (`gate.max_groups_in_flight` × episodes per group): that number."""
+    """Maximum number of requests that wait for a slot. If more arrive, the server responds 503 with Retry-After. Unset, in a run
+    with more episodes in flight (`gate.max_groups_in_flight` × episodes per group): that number."""
 
     max_model_len: int | None = Field(default=None, ge=2)
     """Maximum length of prompt plus completion, in tokens. Unset: the model's maximum."""

@@ -313,19 +313,22 @@ class TokenCompletion(msgspec.Struct, array_like=True):
         )
 
     def to_contract(self) -> Completion:
-        """The arrays are read-only views of the response. Raises `ValueError` when their lengths differ."""
-        token_ids = np.frombuffer(self.token_ids, dtype=np.int32)
+        """Raises `ValueError` when the lengths of the arrays differ.
+
+        The arrays are copies: a view would keep the whole response, with all completions in it, as long as one of them is used.
+        """
+        token_ids = np.frombuffer(self.token_ids, dtype=np.int32).copy()
         tops = None
         if self.top_tokens is not None and self.top_logprobs is not None and len(token_ids):
             shape = (len(token_ids), -1)
             tops = TopLogprobs(
-                token_ids=np.frombuffer(self.top_tokens, dtype=np.int32).reshape(shape),
-                logprobs=np.frombuffer(self.top_logprobs, dtype=np.float32).reshape(shape),
+                token_ids=np.frombuffer(self.top_tokens, dtype=np.int32).reshape(shape).copy(),
+                logprobs=np.frombuffer(self.top_logprobs, dtype=np.float32).reshape(shape).copy(),
             )
         return Completion(
             token_ids=token_ids,
-            logprobs=np.frombuffer(self.logprobs, dtype=np.float32),
-            versions=np.frombuffer(self.versions, dtype=np.int32),
+            logprobs=np.frombuffer(self.logprobs, dtype=np.float32).copy(),
+            versions=np.frombuffer(self.versions, dtype=np.int32).copy(),
             finish_reason=self.finish_reason,
             generation_s=self.generation_s,
             tops=tops,

@@ -22,7 +22,7 @@ from rollbook.inference.wire.weights import WeightInfo
 from tests.parts.inference.models import publication
 
 
-def test_a_completion_crosses_the_wire_bit_by_bit_and_without_a_copy() -> None:
+def test_a_completion_crosses_the_wire_bit_by_bit_and_does_not_keep_the_response() -> None:
     completion = Completion(
         token_ids=np.array([5, 0, 7], np.int32),
         logprobs=np.array([-0.1, -1e-7, -33.3], np.float32),
@@ -35,7 +35,7 @@ def test_a_completion_crosses_the_wire_bit_by_bit_and_without_a_copy() -> None:
     assert received.logprobs.tobytes() == completion.logprobs.tobytes()
     assert received.versions.tolist() == [4, 4, 6]
     assert received.finish_reason is FinishReason.ABORT
-    assert not any(array.flags.owndata for array in (received.token_ids, received.logprobs, received.versions))
+    assert all(array.flags.owndata for array in (received.token_ids, received.logprobs, received.versions))
 
 
 def test_arrays_of_different_lengths_are_invalid() -> None:
