@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from aiohttp import web
 from rollbook.contracts.errors import EpisodeError, FencedError, RunError, TransientError
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TokenChunk, joined_chunks
 from rollbook.inference.client.client import PolicyClient, open_policy_client
+from rollbook.inference.client.token_stream import SETTLED_AT_ONCE
 from rollbook.inference.config import ScriptedConfig
 from rollbook.inference.engine import Engine
 from rollbook.inference.server.app import build_app, serve
@@ -146,6 +148,27 @@ async def test_many_requests_share_a_connection_and_each_gets_its_own_completion
             for seed in (0, 7, 299):
                 alone = await other.complete([seed % VOCAB], SamplingParams(max_tokens=1 + seed % 40, seed=seed))
                 assert sampled[seed].token_ids.tolist() == alone.token_ids.tolist()
+
+
+async def test_a_frame_with_many_completions_does_not_hold_up_the_event_loop(tiny: TinyModel) -> None:
+    turns_of_loop, ended_in = 0, Counter[int]()
+
+    async def count_turns() -> None:
+        nonlocal turns_of_loop
+        while True:
+            turns_of_loop += 1
+            await asyncio.sleep(0)
+
+    async def request(client: PolicyClient) -> None:
+        await client.complete([1, 2], ONE)
+        ended_in[turns_of_loop] += 1
+
+    async with opened(tiny, max_running=1000, scripted=ScriptedConfig(token_s=0.5)) as (client, _, _):
+        counting = asyncio.create_task(count_turns())
+        await asyncio.gather(*(request(client) for _ in range(500)))
+        counting.cancel()
+    assert ended_in.total() == 500
+    assert max(ended_in.values()) <= 2 * SETTLED_AT_ONCE
 
 
 async def test_an_invalid_prompt_does_not_affect_other_requests(tiny: TinyModel) -> None:

@@ -95,6 +95,8 @@ class WorkerLoop:
                     self._started[key] = asyncio.get_running_loop().time()
                     self._playing[key] = group.create_task(self._play(order), name=f"worker.group.{order.group_id}")
                     self._playing[key].add_done_callback(partial(self._forget, key))
+                    # Orders that were read together would otherwise all start in the same iteration of the event loop.
+                    await asyncio.sleep(0)
                 case Cancel(group_id=group_id, attempt=attempt, is_late=is_late):
                     if (task := self._playing.get((group_id, attempt))) is not None:
                         if is_late:
