@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from rollbook.concurrency.clock import SystemClock
 from rollbook.concurrency.deadline import Deadline
 from rollbook.concurrency.retry import retry
 from rollbook.contracts.errors import TransientError, WeightsAwaitedError
@@ -34,6 +35,8 @@ class PolicyClient:
         self._request_s = request_s
         self._log = log
         self._session = session
+        # One for all requests: of thousands that wait, each would hold two.
+        self._clock = SystemClock()
 
     @property
     def fleet(self) -> Fleet:
@@ -67,7 +70,7 @@ class PolicyClient:
             min_publication=min_publication,
             on_tokens=None if on_tokens is None else receive,
         )
-        deadline = Deadline(budget_s, "policy request")
+        deadline = Deadline(budget_s, "policy request", clock=self._clock)
         failures: list[Exception] = []
         try:
             async with asyncio.timeout(budget_s):
@@ -117,7 +120,7 @@ class PolicyClient:
             if self._log is not None and not isinstance(error, ReplicaBusyError):
                 self._log.info("policy.retried", cause=str(error), wait_s=round(wait_s, 3))
 
-        return await retry(attempt, on=TransientError, deadline=deadline, on_retry=on_retry)
+        return await retry(attempt, on=TransientError, deadline=deadline, clock=self._clock, on_retry=on_retry)
 
 
 @asynccontextmanager
