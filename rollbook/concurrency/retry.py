@@ -36,13 +36,13 @@ async def retry(
     Waits at least `retry_after_s` of an error that has this attribute.
     """
     clock = clock or SystemClock()
-    waits = waits or backoff()
     cause: Exception | None = None
     while True:
         try:
             return await attempt()
         except on as error:
             cause = error
+            waits = waits or backoff()
             wait = max(next(waits), getattr(error, "retry_after_s", None) or 0.0)
             if deadline.remaining_s() <= wait:
                 raise

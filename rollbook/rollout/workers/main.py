@@ -51,8 +51,10 @@ from rollbook.rollout.workers.spec import WorkerSpec
 
 EXIT_FAILED = 3
 """Exit status after a failure that was reported to the parent."""
-YOUNG_OBJECTS = 20_000
-"""New objects between two collections of garbage."""
+YOUNG_OBJECTS = 100_000
+"""More objects than at the last collection of garbage that start the next one. 10,000 episodes hold 600,000."""
+YOUNG_COLLECTIONS = 2
+"""Collections of young objects until those that survived are collected too: few, because that pause grows with their number."""
 
 Builder = Callable[[dict[str, Any]], AbstractAsyncContextManager[RolloutSetup]]
 
@@ -181,7 +183,7 @@ async def _serve(spec: WorkerSpec, parent: Frames) -> None:
         transcripts = TranscriptLog(setup.log, decode=setup.tokenizer.decode)
         # Objects of waiting episodes live long. By default the collector would search them after every 700 new objects.
         gc.freeze()
-        gc.set_threshold(YOUNG_OBJECTS, 10, 10)
+        gc.set_threshold(YOUNG_OBJECTS, YOUNG_COLLECTIONS, 10)
         await WorkerLoop(assembler, parent, continued=lambda: setup.policy.continued, on_finished=transcripts.add).run()
 
 

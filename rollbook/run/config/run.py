@@ -239,8 +239,8 @@ def validate_table(
     if faults:
         return None, faults
     resolved = {"publish": resolved_publish(parts), "max_queued": resolved_max_queued(parts)}
-    known = {name: value for name, value in resolved.items() if value is not None}
-    parts["inference"] = parts["inference"].model_copy(update=known)
+    settled = {name: value for name, value in resolved.items() if value is not None}
+    parts["inference"] = parts["inference"].model_copy(update=settled)
     # The sections are instances, which pydantic does not validate again.
     return RunConfig.model_validate(parts), []
 
