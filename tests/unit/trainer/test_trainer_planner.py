@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,6 +59,11 @@ async def test_a_child_plans_each_batch_as_a_thread_does() -> None:
             planned, expected = await child.start(encoded(step)), await thread.start(encoded(step))
             assert is_same(planned, expected)
             assert (planned.step, len(planned.shown), len(planned.minibatches)) == (step, 3, 2)
+
+
+def test_the_child_does_not_load_torch() -> None:
+    code = "import sys, rollbook.trainer.data.planner; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 async def test_batches_that_are_started_together_are_planned_in_order() -> None:
