@@ -352,9 +352,10 @@ class TrainerLoop:
         lags = check_lag(manifest, max_head_offpolicy_versions=self._max_head_offpolicy_versions)
         began = self._clock.now()
         self._doing(f"training step {step}")
-        with self._spans.span("trainer.train", step=step, groups=len(manifest.entries)):
-            # In a thread, so that fetching, settling and checkpointing continue during the step.
+        with self._spans.span("trainer.train", step=step) as fields:
             planned = await fetched.planning
+            fields["groups"] = len(manifest.entries) - len(planned.unusable)
+            # In a thread, so that fetching, settling and checkpointing continue during the step.
             report, weights = await asyncio.to_thread(train_and_copy, learner, encoded, planned, self._token_records)
         trained = self._clock.now() - began
         began = self._clock.now()
