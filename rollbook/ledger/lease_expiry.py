@@ -15,7 +15,7 @@ from rollbook.telemetry.events import EventLog
 
 T = TypeVar("T")
 
-TICK_S = 0.5
+TICK_S = 1.0
 """Interval between checks; small compared with deadlines of many seconds."""
 STALL_S = 5.0
 """A check that takes longer shows that the store did not respond. Members send a heartbeat every 5 s and have a lease of 15 s."""
