@@ -216,9 +216,14 @@ def token_array(tokens: TokenIds) -> NDArray[np.int32]:
     return np.frombuffer(array("i", tokens), dtype=np.int32)
 
 
-def seeded_uniform(seed: int, index: int) -> float:
-    """The random number in [0, 1) for token `index` of a request with this seed (splitmix64). Independent of other requests."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & _MASK_64
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK_64
-    return ((mixed ^ (mixed >> 31)) >> 11) / (1 << 53)
+def seeded_uniforms(seed: int, start: int, count: int) -> NDArray[np.float64]:
+    """The random numbers in [0, 1) for `count` tokens of a request with this seed, from token `start` on (splitmix64).
+
+    Independent of other requests.
+    """
+    mixed = np.arange(start + 1, start + 1 + count, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
+    mixed += np.uint64(seed * 0x9E3779B97F4A7C15 & _MASK_64)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    uniforms: NDArray[np.float64] = ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(11)) / (1 << 53)
+    return uniforms

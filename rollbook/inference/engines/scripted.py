@@ -6,7 +6,6 @@ system in seconds. Its logprobs are exact: 0 for a script, and uniform over the 
 
 import asyncio
 import math
-import random
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.errors import RunError
@@ -42,7 +42,7 @@ from rollbook.inference.engine import (
 from rollbook.inference.engines.batching import admissible
 from rollbook.inference.engines.busy import BusyPeriods
 from rollbook.inference.pause import Gate, PauseMode, needs_loading, require_unpublished
-from rollbook.inference.request import Request, checked_prompt, checked_request, seeded_uniform
+from rollbook.inference.request import Request, checked_prompt, checked_request, seeded_uniforms
 from rollbook.inference.weights.lora import checked_settings
 from rollbook.inference.weights.safetensors import read_published_weights, require_published
 from rollbook.telemetry.spans import SpanRecorder
@@ -88,6 +88,30 @@ def load_script(path: str, model_dir: Path | None) -> Script:
     return script
 
 
+class _Running:
+    """A running request. Its tokens are drawn when it starts, but with a grammar each token decides which ones may follow."""
+
+    __slots__ = ("drawn", "logprob", "num_hidden", "reason", "reply", "request")
+
+    def __init__(self, request: Request, reply: Reply | None) -> None:
+        self.request = request
+        self.reply = reply
+        self.drawn: NDArray[np.int32] | None = None
+        """All tokens of the completion; None with a grammar."""
+        self.num_hidden = 0
+        """Number of next tokens of which only the version is recorded, because nobody sees them before the last one."""
+        self.logprob = 0.0
+        self.reason = FinishReason.LENGTH
+
+    def add_drawn(self) -> None:
+        """Give the request the drawn tokens that have a version, that is, whose step was taken."""
+        request = self.request
+        if self.drawn is not None:
+            new = self.drawn[len(request.tokens) : len(request.versions)]
+            request.tokens.frombytes(new.tobytes())
+            request.logprobs.extend([self.logprob] * len(new))
+
+
 class ScriptedEngine:
     """Made by `open_engine`. Runs on the event loop."""
 
@@ -103,13 +127,13 @@ class ScriptedEngine:
         self._script = script
         self._clock = clock or SystemClock()
         self._busy = BusyPeriods(spans)
-        self._rng = random.Random(config.seed)
+        self._rng = np.random.default_rng(config.seed)
         self._gate = Gate()
         self._publication: Publication | None = None
         self._adapter: Adapter | None = None
         self._updating = asyncio.Lock()
         self._waiting: deque[Request] = deque()
-        self._running: list[tuple[Request, Reply | None]] = []
+        self._running: list[_Running] = []
         self._woken = asyncio.Event()
         self._drained = asyncio.Event()
         self._requests = self._tokens = self._steps = 0
@@ -234,20 +258,26 @@ class ScriptedEngine:
         return self._publication.digest
 
     async def abort_all(self) -> int:
-        requests = [*(request for request, _ in self._running), *self._waiting]
-        self._running.clear()
+        num_running = self._abort_running()
+        waiting = [*self._waiting]
         self._waiting.clear()
-        for request in requests:
+        for request in waiting:
             self._complete(request, FinishReason.ABORT)
         self._woken.set()
-        return len(requests)
+        return num_running + len(waiting)
+
+    def _abort_running(self) -> int:
+        aborted = [*self._running]
+        self._running.clear()
+        for running in aborted:
+            running.add_drawn()
+            self._complete(running.request, FinishReason.ABORT)
+        return len(aborted)
 
     async def pause(self, mode: PauseMode) -> None:
         self._gate.pause(mode)
         if mode is PauseMode.ABORT:
-            for request, _ in self._running:
-                self._complete(request, FinishReason.ABORT)
-            self._running.clear()
+            self._abort_running()
         self._drained.clear()
         self._woken.set()
         if self._gate.may_step:
@@ -269,7 +299,7 @@ class ScriptedEngine:
         """
         try:
             while True:
-                self._running = [(r, reply) for r, reply in self._running if not r.future.done()]
+                self._running = [running for running in self._running if not running.request.future.done()]
                 if not self._running:
                     self._gate.drained()
                 if not self._gate.may_step:
@@ -284,7 +314,7 @@ class ScriptedEngine:
                 self._step(started)
         finally:
             self._busy.end_period()
-            for request in [*(r for r, _ in self._running), *self._waiting]:
+            for request in [*(running.request for running in self._running), *self._waiting]:
                 if not request.future.done():
                     request.future.set_exception(EngineClosedError("the engine was closed before the request finished"))
 
@@ -293,32 +323,43 @@ class ScriptedEngine:
         if self._publication is None or not self._gate.may_step:
             return
         self._admit()
-        tokens = 0
-        ended: list[Request] = []
-        for request, reply in self._running:
+        tokens = num_ended = 0
+        publication = self._publication.id
+        for running in self._running:
+            request = running.request
             if request.future.done():
                 continue
+            tokens += 1
+            if running.num_hidden:
+                running.num_hidden -= 1
+                request.versions.append(publication)
+                continue
             try:
-                token, logprob = self._next_token(request, reply)
+                reason = self._sample(running, publication)
             except GenerationError as error:
                 request.future.set_exception(error)
                 continue
-            request.accept(token)
-            tokens += 1
-            reason = request.append(token, logprob, self._publication.id)
-            if request.sampling.top_logprobs:
-                self._add_tops(request, token, reply)
-            if request.on_tokens is not None and (chunk := request.take_chunk()) is not None:
-                request.on_tokens(chunk)
-            if reason is None and reply is not None and len(request.tokens) >= len(reply):
-                reason = FinishReason.STOP
             if reason is not None:
                 self._complete(request, reason)
-                ended.append(request)
+                num_ended += 1
         self._steps += 1
         self._tokens += tokens
-        self._running = [(r, reply) for r, reply in self._running if not r.future.done()]
-        self._busy.step(started, time.time(), requests=len(ended), tokens=tokens, publication=self._publication.id)
+        self._busy.step(started, time.time(), requests=num_ended, tokens=tokens, publication=publication)
+
+    def _sample(self, running: _Running, publication: int) -> FinishReason | None:
+        """Add the next token. Returns a reason if it is the last."""
+        request, drawn = running.request, running.drawn
+        if drawn is None:
+            reason = self._sample_allowed(request, running.reply, publication)
+        else:
+            request.versions.append(publication)
+            running.add_drawn()
+            reason = running.reason if len(request.tokens) == len(drawn) else None
+        if request.sampling.top_logprobs:
+            self._add_tops(request, running.reply)
+        if request.on_tokens is not None and (chunk := request.take_chunk()) is not None:
+            request.on_tokens(chunk)
+        return reason
 
     def _admit(self) -> None:
         if not self._gate.may_admit:
@@ -345,7 +386,10 @@ class ScriptedEngine:
             )
             request.future.set_exception(failure)
             return
-        self._running.append((request, reply))
+        running = _Running(request, reply)
+        if request.constraint is None:
+            self._draw(running)
+        self._running.append(running)
 
     def _reply(self, request: Request) -> Reply | None:
         if self._script is None:
@@ -356,24 +400,54 @@ class ScriptedEngine:
             raise ValueError(f"its reply {list(reply)} is empty or outside the vocabulary of {self.vocab_size}")
         return reply
 
-    def _next_token(self, request: Request, reply: Reply | None) -> tuple[int, float]:
+    def _draw(self, running: _Running) -> None:
+        """Draw all tokens of a request."""
+        request, reply = running.request, running.reply
+        if reply is not None:
+            tokens = np.array(reply[: request.limit], dtype=np.int32)
+            running.reason = FinishReason.STOP if len(reply) < request.limit else FinishReason.LENGTH
+        else:
+            tokens = (self._uniforms(request, request.limit) * self.vocab_size).astype(np.int32)
+            running.logprob = -math.log(self.vocab_size)
+        if request.sampling.stop_token_ids:
+            stops = np.flatnonzero(np.isin(tokens, list(request.sampling.stop_token_ids)))
+            if len(stops):
+                tokens = tokens[: stops[0] + 1]
+                running.reason = FinishReason.STOP
+        running.drawn = tokens
+        if request.on_tokens is None and not request.sampling.top_logprobs:
+            running.num_hidden = len(tokens) - 1
+        request.start()
+
+    def _uniforms(self, request: Request, count: int) -> NDArray[np.float64]:
+        """Random numbers in [0, 1) for the next `count` tokens of a request; zeros with temperature 0."""
+        sampling = request.sampling
+        if sampling.temperature == 0:
+            return np.zeros(count)
+        if sampling.seed is None:
+            return self._rng.random(count)
+        return seeded_uniforms(sampling.seed, len(request.tokens), count)
+
+    def _sample_allowed(self, request: Request, reply: Reply | None, publication: int) -> FinishReason | None:
+        """Add a token that the grammar allows. Returns a reason if it is the last."""
         index = len(request.tokens)
         mask = request.update_mask()
-        allowed = range(self.vocab_size) if mask is None else np.flatnonzero(np.unpackbits(mask, bitorder="little"))
-        if reply is not None:
-            if reply[index] not in allowed:
-                raise GenerationError(f"the script replies with token {reply[index]}, which the grammar excludes")
-            return reply[index], 0.0
-        logprob = -math.log(len(allowed))
-        if request.sampling.temperature == 0:
-            return int(allowed[0]), logprob
-        seed = request.sampling.seed
-        uniform = self._rng.random() if seed is None else seeded_uniform(seed, index)
-        return int(allowed[int(uniform * len(allowed))]), logprob
+        allowed = np.arange(self.vocab_size) if mask is None else np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        if reply is None:
+            token, logprob = int(allowed[int(self._uniforms(request, 1)[0] * len(allowed))]), -math.log(len(allowed))
+        elif reply[index] in allowed:
+            token, logprob = reply[index], 0.0
+        else:
+            raise GenerationError(f"the script replies with token {reply[index]}, which the grammar excludes")
+        request.accept(token)
+        reason = request.append(token, logprob, publication)
+        if reason is None and reply is not None and index + 1 >= len(reply):
+            return FinishReason.STOP
+        return reason
 
-    def _add_tops(self, request: Request, token: int, reply: Reply | None) -> None:
+    def _add_tops(self, request: Request, reply: Reply | None) -> None:
         """A script has one possible token; for the random policy all are equally likely."""
-        count = min(request.sampling.top_logprobs, self.vocab_size)
+        count, token = min(request.sampling.top_logprobs, self.vocab_size), request.tokens[-1]
         ids = [token, *(other for other in range(count + 1) if other != token)][:count]
         others = -math.inf if reply is not None else -math.log(self.vocab_size)
         request.top_tokens.append(np.array(ids, dtype=np.int32))

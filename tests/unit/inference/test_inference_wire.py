@@ -9,7 +9,7 @@ import pytest
 from rollbook.contracts.errors import EpisodeError, FencedError, RunError, TransientError
 from rollbook.contracts.policy import Completion, FinishReason
 from rollbook.inference.connection import error_of
-from rollbook.inference.request import BadRequestError, seeded_uniform
+from rollbook.inference.request import BadRequestError, seeded_uniforms
 from rollbook.inference.wire.completions import (
     CompletionBody,
     TokenCompletion,
@@ -118,7 +118,8 @@ def test_errors_can_be_pickled() -> None:
 
 
 def test_seeded_uniforms_are_spread_and_differ_by_seed_and_position() -> None:
-    drawn = [seeded_uniform(seed, at) for seed in range(40) for at in range(50)]
-    assert len(set(drawn)) == len(drawn)
-    assert all(0 <= value < 1 for value in drawn)
+    drawn = np.concatenate([seeded_uniforms(seed, 0, 50) for seed in range(40)])
+    assert len(np.unique(drawn)) == len(drawn)
+    assert ((drawn >= 0) & (drawn < 1)).all()
+    assert (seeded_uniforms(7, 20, 30) == drawn[7 * 50 + 20 : 8 * 50]).all()
     assert np.histogram(drawn, bins=10, range=(0, 1))[0].min() > 140
