@@ -66,13 +66,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     from rollbook.contracts.admission import RunSettings
-    from rollbook.contracts.environment import Observation
     from rollbook.contracts.errors import EpisodeError, RollbookError
     from rollbook.contracts.freshness import FreshnessRule
     from rollbook.contracts.group import PromptGroup
     from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
     from rollbook.contracts.ports import Environment
-    from rollbook.contracts.task import Task
+    from rollbook.contracts.task import Observation, Task
     from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow
     from rollbook.envs.builtin.awscli.cloud.ministack_pool import MiniStackPool
     from rollbook.envs.client.blocking import MultiTurnEnvPool
@@ -123,7 +122,7 @@ _MODULES = {
     "MessageTrajectoryAssembler": "rollbook.rollout.assemblers.chat",
     "MiniStackPool": "rollbook.envs.builtin.awscli.cloud.ministack_pool",
     "MultiTurnEnvPool": "rollbook.envs.client.blocking",
-    "Observation": "rollbook.contracts.environment",
+    "Observation": "rollbook.contracts.task",
     "PromptGroup": "rollbook.contracts.group",
     "RewardCase": "rollbook.rollout.rewards.messages",
     "RollbookError": "rollbook.contracts.errors",

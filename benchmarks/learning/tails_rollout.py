@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollbook import RolloutFn, RolloutSample, RolloutSetup, TrajectoryAssembler
-from rollbook.contracts.environment import Observation
+from rollbook.contracts.task import Observation
 from rollbook.envs.builtin.number_guessing import NumberGuessing
 
 TYPICAL_TURNS = 4

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rollbook.contracts.environment import Observation
+from rollbook.contracts.task import Observation
 from rollbook.envs.builtin.number_guessing import NumberGuessing
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
 from rollbook.trainer.losses.policy_gradient import reinforce

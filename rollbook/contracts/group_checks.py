@@ -14,6 +14,7 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
+from rollbook.contracts.decoding import msgpack_decoder
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupOutcome, PromptGroup, check_baseline
 from rollbook.contracts.group_codec import (
@@ -186,7 +187,7 @@ class GroupView(GroupFrame):
     samples: tuple[SampleView, ...]
 
 
-_DECODER = msgspec.msgpack.Decoder(GroupView)
+_DECODER = msgpack_decoder(GroupView)
 
 
 def inspect_frame(payload: bytes | memoryview, group_id: str) -> GroupFacts:
@@ -361,7 +362,7 @@ def _is_trainable_at(temperature: float) -> bool:
 @lru_cache(maxsize=1024)
 def _temperature(sampling: bytes) -> float:
     """Cached, because decoding the parameters of every sample would be most of the cost of the checks."""
-    return msgspec.msgpack.decode(sampling, type=SamplingParams).temperature
+    return msgpack_decoder(SamplingParams).decode(sampling).temperature
 
 
 MAX_TOKEN_ID = (1 << 31) - 1

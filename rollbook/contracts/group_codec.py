@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from rollbook.contracts.decoding import msgpack_decoder
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, PromptGroup
 from rollbook.contracts.policy import SamplingParams
@@ -203,7 +204,7 @@ def read_frame(decoder: msgspec.msgpack.Decoder[FrameT], payload: bytes | memory
         frame = decoder.decode(payload)
     except msgspec.ValidationError:
         # Formats may differ in their fields. An unknown format is reported as such, not as a wrong field.
-        _check_format(msgspec.msgpack.decode(payload, type=_FrameFormat).format)
+        _check_format(msgpack_decoder(_FrameFormat).decode(payload).format)
         raise
     _check_format(frame.format)
     return frame
@@ -266,5 +267,5 @@ def _plain(value: object) -> object:
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
-_DECODER = msgspec.msgpack.Decoder(GroupFrame)
+_DECODER = msgpack_decoder(GroupFrame)
 _FOREIGN_DECODERS: dict[bytes, PayloadDecoder] = {}

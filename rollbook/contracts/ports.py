@@ -9,11 +9,10 @@ from typing import Any, Protocol
 
 from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, OwnerId, PartReceipt, PastDraw, Receipt
 from rollbook.contracts.batch import AckReceipt, EncodedBatch, EndOfRun, TrainerRole
-from rollbook.contracts.environment import Observation
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup
 from rollbook.contracts.policy import Completion, OnTokens, Publication, SamplingParams
-from rollbook.contracts.task import Draw, Task, TaskId
+from rollbook.contracts.task import Draw, Observation, Task, TaskId
 from rollbook.contracts.weights import Adapter
 
 

@@ -1,4 +1,4 @@
-"""A task is one row of a dataset, with a stable id. A draw is one use of a task."""
+"""A task is one row of a dataset, with a stable id. A draw is one use of a task. An observation is what its environment shows."""
 
 import copy
 from collections.abc import Mapping
@@ -52,3 +52,14 @@ def _copied(value: Any) -> Any:
     if kind is dict:
         return {_copied(key): _copied(item) for key, item in value.items()}
     return copy.deepcopy(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """The result of a reset or a step. `reward` is the reward of this step; `facts` are for the viewer, never for the agent."""
+
+    text: str
+    reward: float = 0.0
+    done: bool = False
+    solved: bool | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)

@@ -10,6 +10,7 @@ import msgspec
 
 from rollbook.contracts.admission import Action, LedgerStatus
 from rollbook.contracts.batch import BatchManifest
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.group import GroupOutcome
 from rollbook.contracts.policy import Publication
 
@@ -127,4 +128,4 @@ class LedgerSource(Protocol):
     async def audit(self) -> Audit: ...
 
 
-_OUTCOME = msgspec.json.Decoder(GroupOutcome)
+_OUTCOME = json_decoder(GroupOutcome)

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
+from rollbook.contracts.decoding import json_decoder
 from rollbook.dashboard.intervals import Intervals
 from rollbook.telemetry.cpu_time import CPU_SPAN
 
@@ -227,4 +228,4 @@ def _spans_between(file: BinaryIO, first: int, last: int) -> Iterator[_Line]:
             yield span
 
 
-_DECODER = msgspec.json.Decoder(_Line)
+_DECODER = json_decoder(_Line)

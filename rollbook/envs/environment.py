@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollbook.concurrency.deadline import Deadline
-from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError, TransientError, fenced
 from rollbook.contracts.ports import Environment
+from rollbook.contracts.task import Observation
 from rollbook.telemetry.events import EventLog
 
 

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 import aiohttp
 import msgspec
 
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import (
     EpisodeError,
     FencedError,
@@ -112,7 +113,7 @@ async def open_connection(
 def error_of(status: int, raw: bytes, retry_after: str | None, *, where: str) -> RollbookError:
     """The error for a response that is not 200. Its class says who must act."""
     try:
-        detail = msgspec.json.decode(raw, type=ErrorReply).error
+        detail = json_decoder(ErrorReply).decode(raw).error
     except msgspec.MsgspecError:
         detail = ErrorDetail(message=raw[:200].decode(errors="replace"), type="unknown", code=status)
     message = f"{where} returned {status} ({detail.type}): {detail.message}"

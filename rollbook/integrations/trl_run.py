@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 from torch import Tensor
 
 from rollbook.access.tokens import read_token
@@ -27,6 +26,7 @@ from rollbook.concurrency.child_process.stopping import end_process_blocking
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import LedgerStatus, RunId
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import GroupId
@@ -279,7 +279,7 @@ def _host_info(directory: Path, process: subprocess.Popen[bytes]) -> HostInfo:
                 f"{directory / 'logs'}"
             )
         with suppress(OSError, ValueError):
-            info = msgspec.json.decode((directory / "host.json").read_bytes(), type=HostInfo)
+            info = json_decoder(HostInfo).decode((directory / "host.json").read_bytes())
             if info.pid == process.pid:
                 return info
         time.sleep(0.05)

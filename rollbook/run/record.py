@@ -10,6 +10,7 @@ import msgspec
 
 from rollbook.contracts.admission import LedgerStatus, RunId
 from rollbook.contracts.batch import BatchManifest, EncodedBatch, TrainingBatch
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState, PromptGroup
 from rollbook.contracts.group_codec import decode_payload
@@ -65,7 +66,7 @@ class RunRecordReader(Protocol):
 def last_audit(directory: RunDirectory) -> AuditMark | None:
     """The last audit of a run, if it found no violation."""
     try:
-        return msgspec.json.decode(directory.audit_file.read_bytes(), type=AuditMark)
+        return json_decoder(AuditMark).decode(directory.audit_file.read_bytes())
     except (OSError, msgspec.MsgspecError):
         return None
 

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rollbook.contracts.decoding import msgpack_decoder
 from rollbook.telemetry.events import FailureReport
 
 FOLDER = "tokens"
@@ -79,13 +80,11 @@ def read_token_record(run_dir: Path, step: int, group_id: str, sample: int, sequ
     """The record of one sequence; None if there is none, or if its file is damaged."""
     try:
         # The other sequences are not decoded.
-        rows = msgspec.msgpack.decode(
-            (run_dir / FOLDER / f"step-{step}.msgpack").read_bytes(), type=dict[str, msgspec.Raw]
-        )
+        rows = msgpack_decoder(dict[str, msgspec.Raw]).decode((run_dir / FOLDER / f"step-{step}.msgpack").read_bytes())
         found = rows.get(_key(group_id, sample, sequence))
         if found is None:
             return None
-        arrays = msgspec.msgpack.decode(found, type=TokenArrays)
+        arrays = msgpack_decoder(TokenArrays).decode(found)
         logprob, entropy, advantage = (
             np.frombuffer(raw, "<f4").astype(float).round(5).tolist()
             for raw in (arrays.logprob, arrays.entropy, arrays.advantage)

@@ -1,6 +1,7 @@
 """The floor plan: which folder may import which, and which modules may import heavy libraries."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -15,7 +16,7 @@ ROOMS = {"tasks", "envs", "inference", "rollout", "ledger", "trainer"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contracts": set(),
     "concurrency": set(),
-    "telemetry": {"concurrency", "access"},
+    "telemetry": {"contracts", "concurrency", "access"},
     "access": {"contracts", "concurrency"},
     **dict.fromkeys(ROOMS, GROUND),
     "dashboard": GROUND,
@@ -216,6 +217,17 @@ def test_contracts_import_only_the_standard_library_numpy_xxhash_and_msgspec() -
         for path in sorted((PACKAGE / "contracts").glob("*.py"))
         for module, line in imports_of(path)
         if module.split(".")[0] not in sys.stdlib_module_names | {"numpy", "xxhash", "msgspec", "rollbook"}
+    ]
+    assert violations == []
+
+
+def test_decoders_are_made_in_one_place_because_msgspec_crashes_when_two_threads_make_them() -> None:
+    makers = re.compile(r"msgspec\.convert|msgspec\.(json|msgpack|toml|yaml)\.(Decoder\(|decode\([^\n]*type=)")
+    violations = [
+        f"{path.relative_to(PACKAGE.parent)}: {found.group()}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path != PACKAGE / "contracts" / "decoding.py"
+        for found in makers.finditer(path.read_text())
     ]
     assert violations == []
 

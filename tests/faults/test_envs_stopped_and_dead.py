@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError
+from rollbook.contracts.task import Observation
 from rollbook.envs.client.blocking import MultiTurnEnvPool
 from rollbook.envs.client.group import GrpoPool
 from rollbook.envs.client.session import ClientOptions, EnvSession, SessionLostError

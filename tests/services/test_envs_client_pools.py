@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
+from rollbook.contracts.task import Observation
 from rollbook.envs.client.blocking import BlockingSession, MultiTurnEnvPool
 from rollbook.envs.client.group import GroupResult, GrpoPool
 from rollbook.envs.client.session import ClientOptions, EnvSession, GroupTooLargeError

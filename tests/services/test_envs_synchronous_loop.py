@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollbook.contracts.environment import Observation
 from rollbook.contracts.group import GroupOutcome
-from rollbook.contracts.task import Task, TaskId
+from rollbook.contracts.task import Observation, Task, TaskId
 from rollbook.envs.client.blocking import BlockingSession, MultiTurnEnvPool
 from rollbook.envs.client.group import GroupResult
 from rollbook.tasks.curriculum import Curriculum

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.learning.recipe import table
-from rollbook.contracts.environment import Observation
+from rollbook.contracts.task import Observation
 from rollbook.contracts.trajectory import EndReason
 from rollbook.envs.builtin.awscli.tasks.task_bank import task_bank
 from rollbook.rollout.settings import EpisodeLimits

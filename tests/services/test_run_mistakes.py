@@ -48,7 +48,7 @@ max_steps = 2
 """
 
 CODE = """\
-from rollbook.contracts.environment import Observation
+from rollbook.contracts.task import Observation
 
 
 def tasks():

@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.group import DropKind, GroupState
 from rollbook.contracts.trajectory import EndReason
 from rollbook.dashboard.source import GroupRow
@@ -164,8 +165,8 @@ def row_values(row: GroupRow, *, task: int, producer: int) -> tuple[Any, ...]:
 
 _NAN = math.nan
 _NO_OUTCOME = _Outcome()
-_DECODER = msgspec.json.Decoder(_Outcome)
-_ENDS_DECODER = msgspec.json.Decoder(tuple[_End, ...])
+_DECODER = json_decoder(_Outcome)
+_ENDS_DECODER = json_decoder(tuple[_End, ...])
 _STATE_CODES = {state: code for code, state in enumerate(STATES)}
 _DROP_CODES = {kind: code for code, kind in enumerate(DROPS)}
 _ORIGIN_CODES = {origin: code for code, origin in enumerate(ORIGINS)}

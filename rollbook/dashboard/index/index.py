@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rollbook.contracts.decoding import json_decoder, msgpack_decoder
 from rollbook.dashboard.index.columns import DROPS, ENDS, FACTS, STATES, GroupColumns, Numbering, id_hash, row_values
 from rollbook.dashboard.index.filters import SOLVED, GroupFilter, masks_of, ordered, solved_class
 from rollbook.dashboard.source import GroupRow
@@ -201,7 +202,7 @@ class ViewIndex:
 
     def _read_position(self) -> Position:
         row = self._db.execute("SELECT value FROM meta WHERE name = 'position'").fetchone()
-        return Position() if row is None else msgspec.json.decode(row[0], type=Position)
+        return Position() if row is None else json_decoder(Position).decode(row[0])
 
     # ------------------------------------------------------------------ queries
 
@@ -348,4 +349,4 @@ def _named(names: Sequence[str], counts: Iterable[int]) -> dict[str, int]:
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(GroupRow)
+_DECODER = msgpack_decoder(GroupRow)

@@ -7,6 +7,7 @@ import msgspec
 from aiohttp import web
 
 from rollbook.contracts.admission import MAX_AUTHOR, MAX_NOTE, ActionKind, GateState, LedgerStatus
+from rollbook.contracts.decoding import json_decoder
 from rollbook.dashboard.run_view import RunView
 from rollbook.dashboard.server.request import BadRequestError, ForbiddenError
 
@@ -45,7 +46,7 @@ def action_state(status: LedgerStatus | None) -> dict[str, Any]:
 async def act(view: RunView, request: web.Request) -> dict[str, Any]:
     """The caller has checked that an operator sent the request."""
     try:
-        wanted = msgspec.json.decode(await request.read(), type=ActRequest)
+        wanted = json_decoder(ActRequest).decode(await request.read())
     except msgspec.MsgspecError as error:
         raise BadRequestError(f"the body cannot be read: {error}") from None
     texts = (wanted.author, wanted.target, wanted.note)

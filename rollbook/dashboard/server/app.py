@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from rollbook.access.guard import REFUSE, Problem
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import NotFoundError, RollbookError, RunError, UsageError
 from rollbook.dashboard.run_view import RunView
 from rollbook.dashboard.server import actions, charts, fleet, groups, overview, steps, tasks
@@ -139,7 +140,7 @@ def build_app(runs: OpenRuns, access: DashboardAccess, *, static: Path = STATIC)
 
 async def _body(request: web.Request, kind: type[Login]) -> Login:
     try:
-        return msgspec.json.decode(await request.read(), type=kind)
+        return json_decoder(kind).decode(await request.read())
     except msgspec.MsgspecError as error:
         raise BadRequestError(f"the body cannot be read: {error}") from None
 

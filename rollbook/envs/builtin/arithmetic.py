@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollbook.contracts.environment import Observation
+from rollbook.contracts.task import Observation
 
 SIGNS: dict[str, Callable[[int, int], int]] = {
     "+": lambda left, right: left + right,

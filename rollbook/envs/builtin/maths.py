@@ -7,7 +7,7 @@ A task is a row with `question` and `answer`; rows of GSM8K (`… #### 72`) and 
 from collections.abc import Mapping
 from typing import Any
 
-from rollbook.contracts.environment import Observation
+from rollbook.contracts.task import Observation
 from rollbook.envs.builtin.maths_answers import final_answer, is_same_answer
 
 EXAMPLES = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rollbook.contracts.environment import Observation
+from rollbook.contracts.task import Observation
 
 # Longer than any bound: longer digit strings are not parsed, since that would block the event loop.
 NUMBER = re.compile(r"[+-]?[0-9]{1,18}")

@@ -7,7 +7,7 @@ step("5")                                ->  done
 from collections.abc import Mapping
 from typing import Any
 
-from rollbook.contracts.environment import Observation
+from rollbook.contracts.task import Observation
 
 FIELDS = ("question", "prompt")
 

@@ -16,8 +16,8 @@ from concurrent.futures import CancelledError as FutureCancelledError
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.task import Observation
 from rollbook.envs.client.group import GroupResult, GrpoPool, Task, results_of
 from rollbook.envs.client.session import DEFAULTS, ClientOptions, EnvSession
 from rollbook.envs.daemon_threads import DaemonThreads

@@ -28,8 +28,8 @@ from aiohttp import (
 from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
 from rollbook.concurrency.retry import retry
 from rollbook.concurrency.shield import finish
-from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
+from rollbook.contracts.task import Observation
 from rollbook.envs.server.protocol import (
     ACTION_FIELD,
     RESERVATIONS_PATH,

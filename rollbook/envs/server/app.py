@@ -21,6 +21,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 
 from rollbook.access.guard import REFUSE
 from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import RollbookError
 from rollbook.envs.config import EnvServerConfig
 from rollbook.envs.environment import EnvironmentPool
@@ -262,7 +263,7 @@ class _Server:
 
     async def reserve(self, request: web.Request) -> web.Response:
         try:
-            wanted = msgspec.json.decode(await request.read(), type=ReservationRequest)
+            wanted = json_decoder(ReservationRequest).decode(await request.read())
         except msgspec.MsgspecError as error:
             raise WireError(
                 ErrorCode.VALIDATION_ERROR, f"a reservation request is {{sessions, wait_s}}: {error}"
@@ -389,6 +390,6 @@ async def _send(socket: web.WebSocketResponse, text: str) -> bool:
 async def _json_object(request: web.Request) -> Mapping[str, Any]:
     body = await request.read()
     try:
-        return msgspec.json.decode(body or b"{}", type=dict[str, Any])
+        return json_decoder(dict[str, Any]).decode(body or b"{}")
     except (msgspec.MsgspecError, RecursionError) as error:
         raise WireError(ErrorCode.VALIDATION_ERROR, f"the body must be a JSON object: {error}") from error

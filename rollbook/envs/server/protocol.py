@@ -22,7 +22,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rollbook.contracts.environment import Observation
+from rollbook.contracts.decoding import json_decoder
+from rollbook.contracts.task import Observation
 
 SOCKET_PATH = "/ws"
 RESERVATIONS_PATH = "/reservations"
@@ -70,7 +71,7 @@ class _Message(msgspec.Struct):
     data: dict[str, Any] = {}
 
 
-_decode = msgspec.json.Decoder(_Message).decode
+_decode = json_decoder(_Message).decode
 # Facts may hold any object; an object without a JSON form is sent as text.
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 

@@ -14,9 +14,9 @@ from typing import Any
 from rollbook.concurrency.clock import Clock
 from rollbook.concurrency.deadline import Deadline
 from rollbook.concurrency.shield import finish
-from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError, RollbookError, RunError, fenced
 from rollbook.contracts.ports import Environment
+from rollbook.contracts.task import Observation
 from rollbook.envs.config import EnvServerConfig
 from rollbook.envs.environment import EnvironmentPool, EnvironmentsExhaustedError
 from rollbook.envs.pools.reservations import CapacityReachedError, ReservationId, Reservations, SessionSlot

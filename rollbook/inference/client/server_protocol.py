@@ -5,6 +5,7 @@ from typing import Protocol
 
 import msgspec
 
+from rollbook.contracts.decoding import json_decoder, msgpack_decoder
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Completion, OnTokens, SamplingParams
 from rollbook.inference.client.token_stream import TokenStream
@@ -45,8 +46,8 @@ class RollbookProtocol:
 
     def __init__(self) -> None:
         self._streams: dict[PolicyConnection, TokenStream] = {}
-        self._reply = msgspec.msgpack.Decoder(TokenReply)
-        self._health = msgspec.json.Decoder(Health)
+        self._reply = msgpack_decoder(TokenReply)
+        self._health = json_decoder(Health)
         self._encode = msgspec.json.Encoder().encode
 
     async def complete(self, connection: PolicyConnection, request: CompletionRequest) -> Completion:

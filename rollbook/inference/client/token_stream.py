@@ -7,6 +7,7 @@ from contextlib import suppress
 import aiohttp
 import msgspec
 
+from rollbook.contracts.decoding import msgpack_decoder
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Completion, OnTokens, SamplingParams
 from rollbook.inference.connection import PolicyConnection, error_of
@@ -38,7 +39,7 @@ class TokenStream:
         self._cancelled: list[int] = []
         self._has_messages = asyncio.Event()
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(ServerFrame).decode
+        self._decode = msgpack_decoder(ServerFrame).decode
 
     async def complete(
         self, prompt: list[int], sampling: SamplingParams, *, min_publication: int, on_tokens: OnTokens | None = None

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import EpisodeError, TransientError
 from rollbook.contracts.policy import Completion, Publication, PublicationId
 from rollbook.inference.client.server_protocol import CompletionRequest, ReplicaStatus
@@ -50,9 +51,9 @@ class VllmProtocol:
 
     def __init__(self, *, model_name: str) -> None:
         self._model = model_name
-        self._reply = msgspec.json.Decoder(GenerateReply)
-        self._version = msgspec.json.Decoder(_Version)
-        self._load = msgspec.json.Decoder(_Load)
+        self._reply = json_decoder(GenerateReply)
+        self._version = json_decoder(_Version)
+        self._load = json_decoder(_Load)
 
     async def complete(self, connection: PolicyConnection, request: CompletionRequest) -> Completion:
         return await self.generate(connection, request, model=self._model)
@@ -103,8 +104,8 @@ class VllmServerApi:
 
     def __init__(self, update: Literal["reload", "plugin", "nccl"] = "reload") -> None:
         self._update = update
-        self._version = msgspec.json.Decoder(_Version)
-        self._size = msgspec.json.Decoder(_WorldSize)
+        self._version = json_decoder(_Version)
+        self._size = json_decoder(_WorldSize)
 
     async def world_size(self, replica: PolicyConnection) -> int:
         return (await replica.get("/get_world_size?include_dp=true", self._size)).world_size

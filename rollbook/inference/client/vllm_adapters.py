@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Completion, Publication, PublicationId
 from rollbook.contracts.weights import adapter_name, named_publication
@@ -36,7 +37,7 @@ class _Models(msgspec.Struct):
     data: list[_Card]
 
 
-_MODELS = msgspec.json.Decoder(_Models)
+_MODELS = json_decoder(_Models)
 
 
 class VllmAdapterProtocol(VllmProtocol):

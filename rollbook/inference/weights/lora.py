@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from rollbook.contracts.decoding import convert, json_decoder
 from rollbook.inference.engine import WeightsError
 from rollbook.inference.weights.safetensors import FileTensor, read_weights
 
@@ -66,7 +67,7 @@ class LowRankPair:
 def checked_settings(raw: Mapping[str, Any]) -> AdapterSettings:
     """Raises `WeightsError` for settings that cannot be read, or that this engine does not support."""
     try:
-        settings = msgspec.convert(dict(raw), AdapterSettings, strict=False)
+        settings = convert(dict(raw), AdapterSettings, strict=False)
     except msgspec.ValidationError as error:
         raise WeightsError(f"{CONFIG_FILE} cannot be read: {error}; nothing was loaded") from error
     if settings.peft_type != "LORA":
@@ -109,7 +110,7 @@ def read_adapter(directory: Path) -> tuple[dict[str, Any], Mapping[str, FileTens
     try:
         if not config.is_file() or not (directory / TENSOR_FILE).is_file():
             raise FileNotFoundError(f"{directory} does not hold {CONFIG_FILE} and {TENSOR_FILE}")
-        settings = msgspec.json.decode(config.read_bytes(), type=dict[str, Any])
+        settings = json_decoder(dict[str, Any]).decode(config.read_bytes())
     except FileNotFoundError:
         raise
     except (OSError, msgspec.MsgspecError) as error:

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from rollbook.access.private_files import make_private_directory
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Publication
 from rollbook.inference.weights.range_client import RangeClient, Reusable
@@ -64,7 +65,7 @@ class NodeCopies:
     def find(self, publication: int) -> tuple[RangeManifest, Path] | None:
         folder = self._folder(publication)
         try:
-            manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=RangeManifest)
+            manifest = json_decoder(RangeManifest).decode((folder / MANIFEST).read_bytes())
         except (OSError, msgspec.MsgspecError):
             return None
         return manifest, folder / FILE

@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 
 from rollbook.concurrency.exception_groups import first_error
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import TransientError
 from rollbook.inference.engine import WeightsError
 from rollbook.inference.weights.ranges import ROOT, range_digest
@@ -142,7 +143,7 @@ class RangeClient:
                 raw = await response.read()
             if response.status != 200:
                 raise TransientError(f"{url} returned {response.status}: {raw[:200].decode(errors='replace')}")
-            return msgspec.json.decode(raw, type=RangeManifest)
+            return json_decoder(RangeManifest).decode(raw)
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError) as error:
             raise TransientError(f"{url}: {type(error).__name__}: {error}") from error
 

@@ -11,6 +11,7 @@ from typing import TypeGuard
 
 import msgspec
 
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.weights import RawTensor, weights_digest
 from rollbook.inference.engine import TensorSource, WeightsError
@@ -47,10 +48,8 @@ def read_weights(path: Path) -> Mapping[str, FileTensor]:
         length = int.from_bytes(view[:8], "little")
         if len(view) < 8 or length > min(MAX_HEADER_BYTES, len(view) - 8):
             raise ValueError(f"a header of {length} bytes does not fit a file of {len(view)}")
-        raw = msgspec.json.decode(view[8 : 8 + length], type=dict[str, msgspec.Raw])
-        entries = {
-            name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items() if name != "__metadata__"
-        }
+        raw = json_decoder(dict[str, msgspec.Raw]).decode(view[8 : 8 + length])
+        entries = {name: json_decoder(_Entry).decode(entry) for name, entry in raw.items() if name != "__metadata__"}
         body = view[8 + length :]
         return {name: _tensor(name, entry, body) for name, entry in entries.items()}
     except (ValueError, msgspec.MsgspecError) as error:

@@ -4,6 +4,7 @@ from typing import Protocol
 
 import msgspec
 
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Publication
 from rollbook.inference.connection import PolicyConnection
@@ -46,8 +47,8 @@ class RollbookServerApi:
     refuses_old_epochs = True
 
     def __init__(self) -> None:
-        self._info = msgspec.json.Decoder(WeightInfo)
-        self._check = msgspec.json.Decoder(WeightCheck)
+        self._info = json_decoder(WeightInfo)
+        self._check = json_decoder(WeightCheck)
 
     async def world_size(self, replica: PolicyConnection) -> int:
         return 1

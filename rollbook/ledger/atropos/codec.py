@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.group import GroupId, PromptGroup
 from rollbook.contracts.group_checks import UnusableGroupError
 from rollbook.contracts.policy import NOT_SAMPLED, SamplingParams
@@ -51,7 +52,7 @@ def decode_scored_data(payload: bytes, group_id: GroupId) -> PromptGroup:
     """
     task, _, draw = group_id.rpartition("@")
     try:
-        found = msgspec.json.decode(payload, type=_ScoredData)
+        found = json_decoder(_ScoredData).decode(payload)
         _refuse_unused(found)
         if len(found.scores) != len(found.tokens):
             raise ValueError(f"{len(found.tokens)} sequences, but {len(found.scores)} scores")

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState, group_id
 from rollbook.contracts.group_checks import TrainingLimits, UnusableGroupError, find_obstacle, inspect_payload
 from rollbook.contracts.task import TaskId
@@ -299,7 +300,7 @@ def queue_again(run_tx: RunTransaction, group: GroupRecord) -> GroupId:
     payload = run_tx.tx.payloads.get(run_tx.run_id, group.group_id)
     if payload is None:
         raise StoreFaultError(f"run {run_tx.run_id}: the payload of group {group.group_id} is missing")
-    posted = msgspec.json.decode(payload, type=_Summary)
+    posted = json_decoder(_Summary).decode(payload)
     tables = AtroposTables(run_tx.tx)
     env = None if posted.env_id is None else tables.env(run_tx.run_id, posted.env_id)
     copied = ("publications", "outcome", "payload_digest", "payload_bytes", "has_payload", "arrival")

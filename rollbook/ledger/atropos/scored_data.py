@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import ValidationError
 
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.group import GroupOutcome
 from rollbook.contracts.group_codec import payload_digest
 from rollbook.ledger.atropos.codec import NOT_TRAINED
@@ -62,8 +63,8 @@ class _TypedGroup(msgspec.Struct, forbid_unknown_fields=True):
     policy_version: int | list[int] | UnsetType | None = UNSET
 
 
-_DECODER = msgspec.json.Decoder(_TypedGroup)
-_LIST_DECODER = msgspec.json.Decoder(list[msgspec.Raw])
+_DECODER = json_decoder(_TypedGroup)
+_LIST_DECODER = json_decoder(list[msgspec.Raw])
 
 
 def read_group(body: bytes) -> PostedGroup:

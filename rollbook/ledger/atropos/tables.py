@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rollbook.contracts.admission import RunId
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.group import GroupId
 from rollbook.ledger.atropos.records import AtroposRecord, Bucket, EnvRecord, QueuedGroup, UnconfirmedPost
 from rollbook.ledger.store import Transaction
@@ -203,7 +204,7 @@ class AtroposExtension:
         return msgspec.json.encode(_RunData(record, tables.envs(run_id), tables.all_queued(run_id)))
 
     def import_run(self, tx: Transaction, run_id: RunId, data: bytes) -> None:
-        found = msgspec.json.decode(data, type=_RunData)
+        found = json_decoder(_RunData).decode(data)
         tables = AtroposTables(tx)
         tables.create()
         tables.put_record(found.record.changed(run_id=run_id))

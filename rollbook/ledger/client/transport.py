@@ -14,6 +14,7 @@ import msgspec
 from rollbook.concurrency.deadline import Deadline
 from rollbook.concurrency.retry import retry
 from rollbook.contracts.admission import RunId
+from rollbook.contracts.decoding import json_decoder, msgpack_decoder
 from rollbook.contracts.errors import FencedError, NotFoundError, RollbookError, RunError, TransientError
 from rollbook.contracts.group_checks import UnusableGroupError
 from rollbook.ledger.http import wire
@@ -158,7 +159,7 @@ class Transport:
 
 def _decode(verb: Verb[Q, R]) -> Read[R]:
     async def read(response: aiohttp.ClientResponse) -> R:
-        return msgspec.msgpack.decode(await response.read(), type=verb.response)
+        return msgpack_decoder(verb.response).decode(await response.read())
 
     return read
 
@@ -166,7 +167,7 @@ def _decode(verb: Verb[Q, R]) -> Read[R]:
 async def _response_error(response: aiohttp.ClientResponse, name: str) -> RollbookError:
     raw = await response.read()
     try:
-        reply = msgspec.json.decode(raw, type=wire.ErrorReply)
+        reply = json_decoder(wire.ErrorReply).decode(raw)
     except msgspec.MsgspecError:
         reply = wire.ErrorReply(kind="", message=raw[:500].decode(errors="replace"))
     try:

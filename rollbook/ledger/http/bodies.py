@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from rollbook.contracts.decoding import json_decoder, msgpack_decoder
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.http import wire
@@ -48,7 +49,6 @@ class BodyReader:
         self._body_s = config.body_s
         self.receiving_bytes = 0
         self.received_bytes = 0
-        self._decoders: dict[tuple[type[wire.Message], str], Any] = {}
 
     async def read(self, request: web.Request, expected: type[M]) -> M:
         """The message in a request, MessagePack or JSON by its content type."""
@@ -62,12 +62,8 @@ class BodyReader:
             raise UnsupportedBodyError(
                 f"the body has the encoding {encoding}; send it uncompressed, or compressed with zstd or gzip"
             )
-        decoder = self._decoders.get((expected, content_type))
-        if decoder is None:
-            kind: Any = msgspec.json.Decoder if content_type == wire.JSON_CONTENT_TYPE else msgspec.msgpack.Decoder
-            decoder = self._decoders[expected, content_type] = kind(expected)
-        message: M = decoder.decode(await self.read_bytes(request, timeout_s=self._body_s))
-        return message
+        body = await self.read_bytes(request, timeout_s=self._body_s)
+        return (json_decoder if content_type == wire.JSON_CONTENT_TYPE else msgpack_decoder)(expected).decode(body)
 
     async def read_bytes(self, request: web.Request, *, timeout_s: float) -> bytes:
         """The decompressed body."""

@@ -26,6 +26,7 @@ from rollbook.contracts.admission import (
     RunId,
 )
 from rollbook.contracts.batch import BatchManifest, TrainerRole
+from rollbook.contracts.decoding import convert, json_decoder
 from rollbook.contracts.errors import NotFoundError, RollbookError, RunError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup
@@ -177,7 +178,7 @@ class LedgerHandlers:
         return web.Response(body=found, content_type="application/octet-stream")
 
     async def manifest(self, _: wire.Empty, run: RunId, step: str) -> BatchManifest:
-        found = await self._ledger.batch_manifest(run, msgspec.convert(step, wire.Count, strict=False))
+        found = await self._ledger.batch_manifest(run, convert(step, wire.Count, strict=False))
         if found is None:
             raise NotFoundError(f"run {run}: batch {step} is not decided")
         return found
@@ -354,9 +355,7 @@ def _checked(name: str, value: str) -> str:
 def _read_query(request: web.Request, expected: type[M]) -> M:
     """The query parameters as a message. Unknown parameters are ignored."""
     names = expected.__struct_encode_fields__
-    return msgspec.convert(
-        {name: request.query[name] for name in names if name in request.query}, expected, strict=False
-    )
+    return convert({name: request.query[name] for name in names if name in request.query}, expected, strict=False)
 
 
 def _submission(request: wire.Submit) -> Submission:
@@ -396,7 +395,7 @@ def _view(kind: type[M], record: object, **changes: object) -> M:
 
 
 def _group_view(group: GroupRecord) -> wire.GroupView:
-    outcome = None if group.outcome is None else msgspec.json.decode(group.outcome, type=GroupOutcome)
+    outcome = None if group.outcome is None else json_decoder(GroupOutcome).decode(group.outcome)
     return _view(wire.GroupView, group, outcome=outcome)
 
 

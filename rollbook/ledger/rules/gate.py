@@ -7,6 +7,7 @@ from typing import TypedDict
 import msgspec
 
 from rollbook.contracts.admission import Grant, OpenReply, OwnerId
+from rollbook.contracts.decoding import msgpack_decoder
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import DropKind, DropReason, GroupState, group_id
@@ -67,7 +68,7 @@ def open_groups(
     """Grant up to `limit` groups: those that need another attempt first, then new ones while the gate has capacity."""
     owner = _touch(run_tx, _find_owner(run_tx, owner_id))
     if owner.request_id == request_id and owner.reply is not None:
-        return msgspec.msgpack.decode(owner.reply, type=OpenReply)
+        return msgpack_decoder(OpenReply).decode(owner.reply)
     grants = _grant_again(run_tx, owner, limit)
     # Groups that were just granted have the current version, so this number stays the same below.
     aged = count_aged(run_tx.tx, run_tx.run)

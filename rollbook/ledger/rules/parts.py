@@ -10,6 +10,7 @@ import re
 import msgspec
 
 from rollbook.contracts.admission import OpenPart, PartReceipt, Receipt
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
 from rollbook.contracts.group import GroupId, GroupOutcome, GroupState, group_id, merge_outcomes, part_id
@@ -127,4 +128,4 @@ def group_outcome(last: GroupRecord) -> GroupOutcome | None:
 
 
 def _outcome(raw: bytes) -> GroupOutcome:
-    return msgspec.json.decode(raw, type=GroupOutcome)
+    return json_decoder(GroupOutcome).decode(raw)

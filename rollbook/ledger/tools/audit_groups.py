@@ -6,6 +6,7 @@ from functools import lru_cache
 import msgspec
 
 from rollbook.contracts.batch import BatchEntry
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.group import MOVES, GroupId, GroupOutcome, GroupState
 from rollbook.contracts.group_checks import (
     GroupFacts,
@@ -25,7 +26,7 @@ from rollbook.ledger.tools.audit_findings import Findings
 from rollbook.ledger.tools.audit_samples import wrong_mask, wrong_versions
 
 PAGE = 1000
-_OUTCOMES = msgspec.json.Decoder(GroupOutcome)
+_OUTCOMES = json_decoder(GroupOutcome)
 Chain = tuple[tuple[str | None, str], ...]
 """The states before and after each move of a group."""
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-import msgspec
 import numpy as np
 
 from rollbook.contracts.admission import RunId
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule, lag
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, GroupState, part_id
@@ -168,7 +168,7 @@ def _versions(tx: Transaction, run: RunRecord, group: GroupRecord) -> list[str]:
 def _results(group: GroupRecord) -> list[str]:
     if group.outcome is None:
         return []
-    outcome = msgspec.json.decode(group.outcome, type=GroupOutcome)
+    outcome = json_decoder(GroupOutcome).decode(group.outcome)
     summary = f"{outcome.num_scorable} of {outcome.num_samples} samples were scored"
     if outcome.reward_mean is not None:
         summary += f", mean reward {outcome.reward_mean:.4g}"

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from rollbook.contracts.admission import RunId
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import RunError
 from rollbook.ledger.store import Store, Transaction
 from rollbook.ledger.tools.audit import audit_run
@@ -128,7 +129,7 @@ class _Import:
 
 def _read(source: Path) -> Iterator[AnyLine]:
     """All lines. Raises if the last line is missing or another line follows it."""
-    decoder = msgspec.json.Decoder(AnyLine)
+    decoder = json_decoder(AnyLine)
     number, end = 0, None
     try:
         with source.open("rb") as file:

@@ -9,10 +9,10 @@ until the environment is done or a limit is reached. The reward is the sum over 
 import time
 from typing import Any
 
-from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.policy import FinishReason
 from rollbook.contracts.ports import Environment
+from rollbook.contracts.task import Observation
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.config import EpisodeSettings

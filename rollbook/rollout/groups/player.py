@@ -18,6 +18,7 @@ from rollbook.concurrency.exception_groups import first_error
 from rollbook.concurrency.retry import backoff
 from rollbook.concurrency.stacks import where_cancelled
 from rollbook.contracts.admission import OpenPart
+from rollbook.contracts.decoding import msgpack_decoder
 from rollbook.contracts.errors import RollbookError, WeightsAwaitedError, WorkerError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, PromptGroup, group_id
 from rollbook.contracts.policy import Completion
@@ -46,7 +47,7 @@ LATE_S = 2.0
 SAME_MOMENT_S = 0.05
 """Samples that finish within this time are submitted in one part. Short against an episode, and long enough that episodes of equal
 length do not make a part each."""
-_ANNOTATIONS = msgspec.msgpack.Decoder(tuple[list[dict[str, Any]] | None, dict[str, float | bool], dict[str, Any]])
+_ANNOTATIONS = msgpack_decoder(tuple[list[dict[str, Any]] | None, dict[str, float | bool], dict[str, Any]])
 """Messages, metrics and facts of a sample."""
 
 OnPart: TypeAlias = Callable[["GroupResult"], Awaitable[None]]

@@ -19,6 +19,7 @@ import aiohttp
 import msgspec
 from pydantic import BaseModel, Field
 
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
@@ -34,7 +35,7 @@ from rollbook.rollout.remote.protocol import (
 
 TRIES = 2
 CANCEL_S = 5.0
-_DECODER = msgspec.json.Decoder(RolloutReply | None)
+_DECODER = json_decoder(RolloutReply | None)
 
 
 class ServiceSettings(BaseModel, frozen=True, extra="forbid"):

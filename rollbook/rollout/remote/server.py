@@ -20,6 +20,7 @@ from rollbook.access.guard import AllowedClients, is_loopback
 from rollbook.access.server import serve_app
 from rollbook.access.tokens import Secret, bearer_token
 from rollbook.concurrency.sockets import listening_socket
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import RollbookError, TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import RolloutSample
@@ -67,7 +68,7 @@ class _Handlers:
         self._service = service
         self._secret = None if token is None else Secret(token)
         self._episodes: dict[str, asyncio.Task[RolloutReply | None]] = {}
-        self._decode = msgspec.json.Decoder(RolloutRequest).decode
+        self._decode = json_decoder(RolloutRequest).decode
 
     async def post(self, request: web.Request) -> web.Response:
         if not self._is_authorized(request):

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from rollbook.contracts.decoding import msgpack_decoder
 from rollbook.contracts.trajectory import EndReason
 
 
@@ -66,5 +67,5 @@ ToChild: TypeAlias = Load | Call | CancelCall
 FromChild: TypeAlias = Loaded | LoadFailed | CallResult
 
 encode = msgspec.msgpack.Encoder().encode
-to_child = msgspec.msgpack.Decoder(ToChild)
-from_child = msgspec.msgpack.Decoder(FromChild)
+to_child = msgpack_decoder(ToChild)
+from_child = msgpack_decoder(FromChild)

@@ -7,6 +7,7 @@ from typing import Self, TypeAlias
 
 import msgspec
 
+from rollbook.contracts.decoding import msgpack_decoder
 from rollbook.contracts.group import DropReason, GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup, encode_group
 from rollbook.rollout.groups.player import GroupOrder
@@ -97,5 +98,5 @@ ToWorker: TypeAlias = Play | Cancel | Stop
 FromWorker: TypeAlias = Ready | Beat | Failed | Finished | Stalled
 
 encode = msgspec.msgpack.Encoder().encode
-to_worker = msgspec.msgpack.Decoder(ToWorker)
-from_worker = msgspec.msgpack.Decoder(FromWorker)
+to_worker = msgpack_decoder(ToWorker)
+from_worker = msgpack_decoder(FromWorker)

@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from rollbook.concurrency.child_process.process import python_command, python_environment
+from rollbook.contracts.decoding import convert
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import require_libraries
 from rollbook.rollout.evaluation import LabelResult
@@ -89,7 +88,7 @@ def evaluate(
         raise RunError(f"the evaluation of {target} failed:\n{done.stderr.strip()[-2000:].removeprefix('error: ')}")
     path = Path(out or _home(target) / f"step-{request.step:06d}-{time.strftime('%Y%m%d-%H%M%S')}.json")
     found = {"target": target, "model": Path(request.model_dir), **json.loads(lines[-1]), "file": path}
-    report = msgspec.convert(found, EvaluationReport)
+    report = convert(found, EvaluationReport)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, report.row())
     return report

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, overload
 
-import msgspec
-
 from rollbook.concurrency.child_process.process import python_command, python_environment
+from rollbook.contracts.decoding import convert
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import require_libraries
 from rollbook.run.directory import RunDirectory
@@ -101,13 +100,13 @@ def replay(
     directory.read_manifest()
     arguments = [] if until is None else ["--until", str(until)]
     if loss is None and not overrides:
-        return msgspec.convert(_run_replay(path, arguments), ReplayReport, dec_hook=_path)
+        return convert(_run_replay(path, arguments), ReplayReport, dec_hook=_path)
     if callable(loss):
         loss = reference_to(loss, setting="loss", directory=directory.objects)
     arguments += [] if loss is None else ["--loss", loss]
     arguments += [part for text in overrides for part in ("--set", text)]
     folder = out or path / "replays" / re.sub(r"[^A-Za-z0-9_.-]+", "-", loss or "settings")
-    return msgspec.convert(_run_replay(path, [*arguments, "--out", str(folder)]), LossComparison, dec_hook=_path)
+    return convert(_run_replay(path, [*arguments, "--out", str(folder)]), LossComparison, dec_hook=_path)
 
 
 def _run_replay(path: Path, arguments: Sequence[str]) -> dict[str, Any]:

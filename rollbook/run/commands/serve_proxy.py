@@ -18,6 +18,7 @@ from aiohttp.typedefs import Middleware
 
 from rollbook.access.guard import AllowedClients, Handler, is_loopback
 from rollbook.access.tokens import Secret, bearer_token
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.policy import SamplingParams
 from rollbook.inference.client.client import open_policy_client
@@ -101,7 +102,7 @@ class RecordingProxy(ProxyServer):
         raw = await request.read()
         await self._sessions[name].settled()
         try:
-            reward = msgspec.json.decode(raw or b"{}", type=dict[str, float | None]).get("reward")
+            reward = json_decoder(dict[str, float | None]).decode(raw or b"{}").get("reward")
             return web.json_response(self._write(name, reward))
         except (msgspec.MsgspecError, RollbookError, ValueError) as error:
             return web.json_response({"error": str(error)}, status=400)

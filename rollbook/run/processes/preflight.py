@@ -18,13 +18,12 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.group import GroupId, PromptGroup
 from rollbook.contracts.plugin import extend_search_path
 from rollbook.contracts.policy import Completion, FinishReason, OnTokens, SamplingParams
 from rollbook.contracts.ports import Environment
-from rollbook.contracts.task import Task, TaskId
+from rollbook.contracts.task import Observation, Task, TaskId
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.contracts.user_errors import describe_error, is_user_file
 from rollbook.envs.catalog import environment_class

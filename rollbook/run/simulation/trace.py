@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import UsageError
 from rollbook.contracts.group import DropKind, GroupOutcome, SampleOutcome, group_id
 from rollbook.dashboard.intervals import Intervals
@@ -160,7 +160,7 @@ def _tokens_by_group(run: RunRecordReader) -> dict[str, list[SampleOutcome]]:
     while page := run.groups(state=None, start=start, limit=PAGE):
         for record in page:
             if record.outcome is not None:
-                outcome = msgspec.json.decode(record.outcome, type=GroupOutcome)
+                outcome = json_decoder(GroupOutcome).decode(record.outcome)
                 found[group_id(record.task_id, record.draw)] += outcome.samples
         start = page[-1].sequence + 1
     for samples in found.values():

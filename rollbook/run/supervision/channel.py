@@ -6,6 +6,7 @@ from enum import StrEnum
 import msgspec
 
 from rollbook.concurrency.child_process.frames import BlockingFrames
+from rollbook.contracts.decoding import msgpack_decoder
 
 MAX_MESSAGE_CHARS = 16_000
 """A fault may contain several tracebacks of user code."""
@@ -33,7 +34,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
 
 
 encode_report = msgspec.msgpack.Encoder().encode
-decode_report = msgspec.msgpack.Decoder(Report).decode
+decode_report = msgpack_decoder(Report).decode
 
 
 class Channel:

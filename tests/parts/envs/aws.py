@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.concurrency.deadline import Deadline
-from rollbook.contracts.environment import Observation
 from rollbook.contracts.ports import Environment
+from rollbook.contracts.task import Observation
 from rollbook.envs.builtin.awscli.cloud.backend import CloudPool, open_cloud_pool
 from rollbook.envs.builtin.awscli.config import AwsCliConfig
 from rollbook.envs.builtin.awscli.environment import AwsCliEnvironment, AwsCliPool

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from rollbook.contracts.environment import Observation
+from rollbook.contracts.task import Observation
 from rollbook.envs.config import EnvConfig, EnvServerConfig
 from rollbook.envs.server.run import RunningServer, serve_environments
 

@@ -14,8 +14,8 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
-from rollbook.contracts.environment import Observation
 from rollbook.contracts.policy import Completion, FinishReason, OnTokens, SamplingParams
+from rollbook.contracts.task import Observation
 from rollbook.inference.client.client import open_policy_client
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.contract import RolloutSetup

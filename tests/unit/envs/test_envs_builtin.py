@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollbook.contracts.environment import Observation
+from rollbook.contracts.task import Observation
 from rollbook.envs.builtin.arithmetic import SIGNS, Arithmetic, arithmetic_tasks
 from rollbook.envs.builtin.maths import Maths
 from rollbook.envs.builtin.maths_answers import as_number, final_answer, is_same_answer

@@ -13,7 +13,7 @@ from rollbook.envs.catalog import CATALOG, EnvironmentSource, environment_class
 from rollbook.envs.config import EnvConfig
 
 OWN_ENVIRONMENT = """
-from rollbook.contracts.environment import Observation
+from rollbook.contracts.task import Observation
 
 class Coin:
     def __init__(self, side="heads"):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError
+from rollbook.contracts.task import Observation
 from rollbook.envs.environment import EnvironmentAdapter
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.contracts.environment import Observation
+from rollbook.contracts.task import Observation
 from rollbook.envs.builtin.number_guessing import (
     NumberGuessing,
     Reply,

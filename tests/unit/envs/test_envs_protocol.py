@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollbook.contracts.environment import Observation
+from rollbook.contracts.task import Observation
 from rollbook.envs.server.protocol import (
     ErrorCode,
     ReplyKind,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rollbook.concurrency.clock import SystemClock
-from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.group import GroupId
+from rollbook.contracts.task import Observation
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.episodes.chat import make_rollout
 from rollbook.rollout.episodes.env_calls import EnvironmentTimeoutError, with_timeouts

@@ -41,7 +41,7 @@ max_steps = 1
 """
 
 CODE = """
-from rollbook.contracts.environment import Observation
+from rollbook.contracts.task import Observation
 
 
 def tasks():

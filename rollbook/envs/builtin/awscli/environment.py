@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rollbook.concurrency.deadline import Deadline
-from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.ports import Environment
+from rollbook.contracts.task import Observation
 from rollbook.envs.builtin.awscli.cloud.account import AccountCloud
 from rollbook.envs.builtin.awscli.cloud.backend import Backend, CloudPool, SimulatedCloud, open_cloud_pool
 from rollbook.envs.builtin.awscli.cloud.worker import CommandResult

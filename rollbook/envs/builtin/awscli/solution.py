@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from string import Template
 from typing import Any
 
-from rollbook.contracts.environment import Observation
 from rollbook.contracts.ports import Environment
+from rollbook.contracts.task import Observation
 from rollbook.envs.builtin.awscli.tasks.checks import fill
 from rollbook.envs.builtin.awscli.tasks.faults import chosen_drift, chosen_variant
 from rollbook.envs.builtin.awscli.tasks.setup import kept_values

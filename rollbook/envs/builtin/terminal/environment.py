@@ -7,7 +7,7 @@ must not exist). A task that is already solved is refused, so that doing nothing
 from collections.abc import Mapping
 from typing import Any
 
-from rollbook.contracts.environment import Observation
+from rollbook.contracts.task import Observation
 from rollbook.envs.builtin.terminal.commands import COMMANDS, run_line
 from rollbook.envs.builtin.terminal.files import CommandError, FileTree
 

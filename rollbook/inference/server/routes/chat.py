@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.output_formats import ToolCall, parse_tool_calls
 from rollbook.contracts.policy import Completion, TokenChunk
 from rollbook.inference.request import BadRequestError
@@ -34,7 +35,7 @@ from rollbook.inference.wire.completions import Usage, version_spans
 class ChatRoutes:
     def __init__(self, service: PolicyService) -> None:
         self._service = service
-        self._decode = msgspec.json.Decoder(ChatBody).decode
+        self._decode = json_decoder(ChatBody).decode
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = self._decode(await request.read())

@@ -9,6 +9,7 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.policy import Completion, FinishReason, TopLogprobs, joined_completion
 from rollbook.inference.engine import PromptScores
 from rollbook.inference.request import BadRequestError
@@ -50,8 +51,8 @@ class EchoedPrompt:
 class CompletionRoutes:
     def __init__(self, service: PolicyService) -> None:
         self._service = service
-        self._decode = msgspec.json.Decoder(CompletionBody).decode
-        self._decode_generate = msgspec.json.Decoder(GenerateBody).decode
+        self._decode = json_decoder(CompletionBody).decode
+        self._decode_generate = json_decoder(GenerateBody).decode
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = self._decode(await request.read())

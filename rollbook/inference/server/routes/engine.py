@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-import msgspec
 from aiohttp import web
 
 from rollbook import __version__
+from rollbook.contracts.decoding import json_decoder
 from rollbook.inference.pause import PauseMode
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.routes.responses import json_response
@@ -65,7 +65,7 @@ class EngineRoutes:
         return json_response({"is_paused": self._engine.is_paused})
 
     async def abort(self, request: web.Request) -> web.Response:
-        body = msgspec.json.decode(await request.read(), type=AbortBody)
+        body = json_decoder(AbortBody).decode(await request.read())
         return json_response({"status": "aborted", "aborted": self._service.abort(body.request_ids)})
 
     async def drain(self, _request: web.Request) -> web.Response:

@@ -7,6 +7,7 @@ from functools import partial
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
+from rollbook.contracts.decoding import msgpack_decoder
 from rollbook.contracts.policy import Completion, TokenChunk
 from rollbook.inference.server.routes.responses import error_response, response_to
 from rollbook.inference.server.service import PolicyService
@@ -58,7 +59,7 @@ class TokenStream:
         # Of streamed requests, whose lengths the engine limits.
         self._tokens: list[StreamedTokens] = []
         self._has_messages = asyncio.Event()
-        self._decode = msgspec.msgpack.Decoder(ClientFrame).decode
+        self._decode = msgpack_decoder(ClientFrame).decode
         self._encode = msgspec.msgpack.Encoder().encode
 
     async def run(self) -> None:

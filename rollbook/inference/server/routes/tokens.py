@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from rollbook.contracts.decoding import json_decoder
 from rollbook.inference.server.routes.chat import template_messages
 from rollbook.inference.server.routes.responses import json_response
 from rollbook.inference.server.service import PolicyService
@@ -31,8 +32,8 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
 class TokenRoutes:
     def __init__(self, service: PolicyService) -> None:
         self._service = service
-        self._decode_text = msgspec.json.Decoder(TokenizeBody).decode
-        self._decode_tokens = msgspec.json.Decoder(DetokenizeBody).decode
+        self._decode_text = json_decoder(TokenizeBody).decode
+        self._decode_tokens = json_decoder(DetokenizeBody).decode
 
     async def tokenize(self, request: web.Request) -> web.Response:
         body = self._decode_text(await request.read())

@@ -14,6 +14,7 @@ import xxhash
 
 from rollbook.contracts.admission import ActionKind, MemberRole, RunId, RunSettings
 from rollbook.contracts.batch import AckReceipt, EndOfRun
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.ledger.records import (
     ActionRecord,
@@ -156,7 +157,7 @@ class Table(Generic[R]):
 
 @lru_cache(maxsize=1024)
 def _settings_of(text: str) -> RunSettings:
-    return msgspec.json.decode(text, type=RunSettings)
+    return json_decoder(RunSettings).decode(text)
 
 
 @lru_cache(maxsize=1024)
@@ -213,7 +214,7 @@ GROUPS = Table(
         "origin": _origin_of,
         "state": _state_of,
         "publications": _ids_of,
-        "baseline": lambda text: msgspec.json.decode(text, type=tuple[float, ...]),
+        "baseline": lambda text: json_decoder(tuple[float, ...]).decode(text),
     },
     # Plain values: for any other type, even a subclass, the driver searches for an adapter.
     write={

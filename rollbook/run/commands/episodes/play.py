@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.concurrency.deadline import Deadline
-from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import extend_search_path, load_on_demand
 from rollbook.contracts.policy import Completion, OnTokens, SamplingParams, TokenChunk
 from rollbook.contracts.ports import Environment
-from rollbook.contracts.task import Task
+from rollbook.contracts.task import Observation, Task
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.contracts.user_errors import did_you_mean
 from rollbook.envs.catalog import environment_class
