@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from rollbook.access.guard import AllowedClients
+from rollbook.contracts.admission import RunId
 from rollbook.ledger.atropos.config import AtroposConfig
 from tests.parts.ledger.atropos import Client, dialect, registration, scored
+from tests.parts.ledger.groups import group_of, settings, submission_of
 
 KEYS = [
     *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params"),
@@ -288,6 +290,20 @@ async def test_a_reset_drops_all_groups(client: Client) -> None:
     assert await client.batch() == ["9"]
     assert (await client.get("/status"))["current_step"] == 1
     assert await client.audited() == {"trained": 1, "batched": 1, "dropped": 2}
+
+
+async def test_a_reset_of_a_native_run_is_refused_and_changes_nothing(client: Client) -> None:
+    ledger, run = client.ledger, RunId("native")
+    await ledger.create_run(run, settings(per_step=1))
+    epoch = (await ledger.take_role(run, restored_step=0)).epoch
+    await ledger.register(run, 0, "weights", epoch=epoch)
+    for task in ("trained next", "queued"):
+        await ledger.submit(run, submission_of(group_of(task)))
+    assert await ledger.decide(run, 1, epoch=epoch, wait_s=0) is not None
+    before = await ledger.status(run)
+    status, answer = await client.status_of("GET", "/atropos/native/reset_data")
+    assert (status, "native run" in answer["detail"]) == (409, True)
+    assert await ledger.status(run) == before
 
 
 async def test_other_runs_are_served_under_a_prefix(client: Client) -> None:
