@@ -120,7 +120,7 @@ class _Import:
             tx.history.add(move.changed(run_id=run_id))
         self._num_groups += 1
         if self._num_groups % GROUPS_AT_ONCE == 0:
-            tx.history.last_number()  # a read of the history makes the store write all that it buffers
+            tx.history.last_number(run_id)  # a read of the history makes the store write all that it buffers
         if line.payload is not None:
             tx.payloads.put(run_id, line.record.group_id, line.payload)
             self._num_payloads += 1
