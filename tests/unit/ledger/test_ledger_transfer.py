@@ -211,6 +211,13 @@ def test_a_parquet_export_has_one_row_per_group_and_per_sequence(source: Path, t
     assert first["loss_mask"] == [False, False, True]
 
 
+def test_a_parquet_export_that_fails_leaves_no_directory(source: Path, tmp_path: Path) -> None:
+    with open_reader(sqlite_url(source)) as reader:
+        with pytest.raises(RunError, match="has no run 'nobody'"):
+            export_parquet(reader, RunId("nobody"), tmp_path / "parquet")
+        assert export_parquet(reader, RUN, tmp_path / "parquet").groups == 11
+
+
 def test_a_payload_that_cannot_be_decoded_has_no_readable_samples() -> None:
     posted = b'{"tokens":[[1,2]],"masks":[[-100,2]],"scores":[%s],"inference_logprobs":[[1.0,-0.5]]}'
     samples = readable_samples(posted % b"0.5", GroupId("env@0"))
