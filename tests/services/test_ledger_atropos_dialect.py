@@ -383,6 +383,17 @@ async def test_an_environment_registers_with_the_published_fields_only(client: C
     assert (status, answer["detail"][0]["loc"]) == (422, ["body", "env_id"])
 
 
+async def test_a_minimum_or_weight_that_no_batch_can_be_computed_from_is_rejected(client: Client) -> None:
+    await client.start(2)
+    request = {"max_token_length": 1, "desired_name": "e", "weight": 1.0, "group_size": 2}
+    for name in ("min_batch_allocation", "weight"):
+        status, answer = await client.status_of("POST", "/register-env", json={**request, name: 1e308})
+        assert (status, answer["detail"][0]["loc"]) == (422, ["body", name])
+    await client.env(minimum=5.0)
+    await client.post("/scored_data", scored(1, env_id=0))
+    assert await client.batch() == ["1"]
+
+
 async def test_registering_again_keeps_the_groups_and_says_so(client: Client) -> None:
     await client.start(2)
     for name in range(3):
