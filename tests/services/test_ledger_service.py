@@ -316,3 +316,26 @@ async def test_a_damaged_row_of_one_run_does_not_keep_leases_of_another_from_end
         async with asyncio.timeout(30):
             while await ledger.members(RunId("intact")):
                 await clock.advance(0.5)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>", id="a web page"),
+        pytest.param(b"220 mail.example ESMTP\r\n", id="not HTTP"),
+    ],
+)
+async def test_a_service_that_is_not_a_ledger_is_reported_and_not_taken_for_a_cancellation(response: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(response)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with open_ledger_client(url, RUN, request_s=1) as client:
+            with pytest.raises(RunError, match=f"{url}: .*check the address"):
+                await client.status()
+            with pytest.raises(RunError, match=f"{url}: .*check the address"):
+                await submit(client, "task0")
