@@ -28,10 +28,14 @@ MAX_OUTCOMES = 10_000
 """Outcomes in one page: some megabytes."""
 
 
-def create_run(tx: Transaction, run_id: RunId, settings: RunSettings, *, now: float) -> None:
-    """Create a run, or resume it with new settings. Settings that give recorded batches their meaning cannot change."""
+def require_run_id(run_id: RunId) -> None:
     if not RUN_ID.fullmatch(run_id):
         raise RunError(f"{run_id!r} is not a run id: use letters, digits, '.', '_' and '-', at most 128 characters")
+
+
+def create_run(tx: Transaction, run_id: RunId, settings: RunSettings, *, now: float) -> None:
+    """Create a run, or resume it with new settings. Settings that give recorded batches their meaning cannot change."""
+    require_run_id(run_id)
     run = tx.runs.get(run_id)
     if run is None:
         tx.runs.put(RunRecord(run_id=run_id, settings=settings, created_at=now))

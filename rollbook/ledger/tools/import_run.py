@@ -8,6 +8,7 @@ import msgspec
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError
+from rollbook.ledger.rules.runs import require_run_id
 from rollbook.ledger.store import Store, Transaction
 from rollbook.ledger.tools.audit import audit_run
 from rollbook.ledger.tools.jsonl import (
@@ -100,6 +101,7 @@ class _Import:
         if line.format != FORMAT:
             raise RunError(f"{self._source} has format {line.format}; supported is {FORMAT}")
         run_id = self._run_id = self._run_id or line.record.run_id
+        require_run_id(run_id)
         tx = self._tx
         if tx.runs.get(run_id) is not None:
             raise RunError(f"the ledger already has a run {run_id!r}: import it under another name")

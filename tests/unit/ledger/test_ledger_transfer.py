@@ -226,6 +226,13 @@ def test_a_payload_that_cannot_be_decoded_has_no_readable_samples() -> None:
     assert readable_samples(posted % b"", GroupId("env@0")) is None
 
 
+async def test_a_run_is_not_imported_under_a_name_that_no_run_can_have(exported: Path) -> None:
+    async with open_memory_store() as store:
+        with pytest.raises(RunError, match="'a/b' is not a run id"):
+            await import_jsonl(store, exported, as_run=RunId("a/b"), extensions=EXTENSIONS)
+        assert await store.read(lambda tx: tx.runs.ids()) == []
+
+
 async def test_the_data_of_an_unknown_extension_is_rejected(exported: Path) -> None:
     async with open_memory_store() as store:
         with pytest.raises(RunError, match="has data of 'atropos', which this command cannot import"):
