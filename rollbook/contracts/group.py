@@ -149,12 +149,15 @@ def merge_outcomes(first: GroupOutcome, second: GroupOutcome) -> GroupOutcome:
             if o.reward_mean is not None
         )
         variance = squares / (scored - 1)
+    samples = first.samples + second.samples if first.samples and second.samples else ()
+    # Not every scored sample states whether it is solved. Without the samples, the rates are weighted by all scored ones.
+    solved_rate = _solved_rate(samples) if samples else mean("solved_rate", "num_scorable", scored)
     return GroupOutcome(
         num_samples=whole,
         num_scorable=scored,
         reward_mean=reward_mean,
         reward_std=None if variance is None else variance**0.5,
-        solved_rate=mean("solved_rate", "num_scorable", scored),
+        solved_rate=solved_rate,
         truncated_rate=mean("truncated_rate", "num_samples", whole) or 0.0,
         mean_turns=mean("mean_turns", "num_samples", whole) or 0.0,
         mean_response_tokens=mean("mean_response_tokens", "num_samples", whole) or 0.0,
@@ -163,8 +166,13 @@ def merge_outcomes(first: GroupOutcome, second: GroupOutcome) -> GroupOutcome:
         retried_samples=first.retried_samples + second.retried_samples,
         declined_samples=first.declined_samples + second.declined_samples,
         surplus_samples=first.surplus_samples + second.surplus_samples,
-        samples=first.samples + second.samples if first.samples and second.samples else (),
+        samples=samples,
     )
+
+
+def _solved_rate(samples: tuple[SampleOutcome, ...]) -> float | None:
+    solved = [sample.solved for sample in samples if sample.solved is not None and sample.reward is not None]
+    return sum(solved) / len(solved) if solved else None
 
 
 def check_baseline(rewards: tuple[float, ...] | None) -> None:
@@ -239,13 +247,13 @@ class PromptGroup:
         surplus_samples: int = 0,
     ) -> GroupOutcome:
         rewards = np.array([s.reward for s in self.scorable], dtype=np.float64)
-        solved = [s.solved for s in self.samples if s.solved is not None and s.is_scorable]
+        samples = tuple(map(SampleOutcome.of, self.samples))
         return GroupOutcome(
             num_samples=len(self.samples),
             num_scorable=len(rewards),
             reward_mean=float(rewards.mean()) if len(rewards) else None,
             reward_std=float(rewards.std(ddof=1)) if len(rewards) > 1 else None,
-            solved_rate=sum(solved) / len(solved) if solved else None,
+            solved_rate=_solved_rate(samples),
             truncated_rate=sum(s.finish_reason.is_truncated for s in self.samples) / len(self.samples),
             mean_turns=sum(len(s.turns) for s in self.samples) / len(self.samples),
             mean_response_tokens=sum(s.num_trained for s in self.samples) / len(self.samples),
@@ -254,5 +262,5 @@ class PromptGroup:
             retried_samples=retried_samples,
             declined_samples=declined_samples,
             surplus_samples=surplus_samples,
-            samples=tuple(map(SampleOutcome.of, self.samples)),
+            samples=samples,
         )

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from rollbook.concurrency.clock import Clock
 from rollbook.contracts.admission import RunId
-from rollbook.contracts.errors import RollbookError
+from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.ledger.rules import gate, groups, members
 from rollbook.ledger.rules.run_transaction import RunTransaction, run_transaction
 from rollbook.ledger.store import Store, Transaction
@@ -26,6 +26,8 @@ class LeaseExpiry:
         self._store = store
         self._clock = clock
         self._log = log
+        self._unchecked: set[RunId] = set()
+        """Runs whose leases could not be checked, so that heartbeats may be missing too. Their leases are extended first."""
 
     async def recover(self) -> None:
         """After a start: drop groups whose payload was lost, and extend leases, since no heartbeat could arrive meanwhile."""
@@ -33,13 +35,14 @@ class LeaseExpiry:
             for run_id in await self._store.write(lambda tx: [run for run in tx.runs.ids() if tx.payloads.lost(run)]):
                 num_lost = await self._write(run_id, groups.drop_lost, self._clock.wall())
                 self._log.warning("ledger.payloads_lost", run=run_id, groups=num_lost)
-            await self._extend_leases()
+            for run_id in await self._store.read(lambda tx: tx.runs.with_leases()):
+                await self._extend_leases(run_id)
 
     async def run(self) -> None:
         """Expire leases at every tick until cancelled. A failing store is logged and tried again.
 
         While the store does not respond (a database that restarts or fails over), heartbeats cannot be stored. Leases are extended
-        afterwards.
+        afterwards. A run that cannot be read, because of a damaged row, does not affect the others.
         """
         has_stalled = False
         while True:
@@ -47,22 +50,33 @@ class LeaseExpiry:
             began, now = self._clock.now(), self._clock.wall()
             try:
                 async with self._stall_reported():
-                    if has_stalled:
-                        await self._extend_leases()
-                        self._log.warning("ledger.leases_extended", cause="the store did not respond")
-                    await self._expire(now)
+                    await self._expire(now, must_extend=has_stalled)
                 has_stalled = self._clock.now() - began > STALL_S
             except RollbookError as error:
                 has_stalled = True
                 self._log.error("ledger.expiry_failed", error=str(error))
 
-    async def _expire(self, now: float) -> None:
-        for run_id in await self._store.read(lambda tx: tx.runs.with_leases()):
-            for member in await self._write(run_id, members.expire, now):
-                self._log.warning("ledger.member_expired", run=run_id, member=member.member_id, name=member.name)
-            moved = await self._write(run_id, gate.expire, now)
-            if moved:
-                self._log.warning("ledger.leases_expired", run=run_id, groups=moved)
+    async def _expire(self, now: float, *, must_extend: bool) -> None:
+        runs = await self._store.read(lambda tx: tx.runs.with_leases())
+        if must_extend:
+            self._unchecked.update(runs)
+        for run_id in runs:
+            try:
+                await self._expire_run(run_id, now)
+            except RunError as error:
+                self._unchecked.add(run_id)
+                self._log.error("ledger.expiry_failed", run=run_id, error=str(error))
+
+    async def _expire_run(self, run_id: RunId, now: float) -> None:
+        if run_id in self._unchecked:
+            await self._extend_leases(run_id)
+            self._unchecked.remove(run_id)
+            self._log.warning("ledger.leases_extended", run=run_id, cause="the store did not respond")
+        for member in await self._write(run_id, members.expire, now):
+            self._log.warning("ledger.member_expired", run=run_id, member=member.member_id, name=member.name)
+        moved = await self._write(run_id, gate.expire, now)
+        if moved:
+            self._log.warning("ledger.leases_expired", run=run_id, groups=moved)
 
     @asynccontextmanager
     async def _stall_reported(self) -> AsyncIterator[None]:
@@ -84,10 +98,9 @@ class LeaseExpiry:
             cause="the store has not responded; requests wait. PostgreSQL: does it run, and is its synchronous standby connected?",
         )
 
-    async def _extend_leases(self) -> None:
-        for run_id in await self._store.read(lambda tx: tx.runs.with_leases()):
-            await self._write(run_id, gate.extend_leases, self._clock.wall())
-            await self._write(run_id, members.extend_leases, self._clock.wall())
+    async def _extend_leases(self, run_id: RunId) -> None:
+        await self._write(run_id, gate.extend_leases, self._clock.wall())
+        await self._write(run_id, members.extend_leases, self._clock.wall())
 
     async def _write(self, run_id: RunId, rule: Callable[[RunTransaction], T], now: float) -> T:
         def work(tx: Transaction) -> T:

@@ -195,13 +195,13 @@ class History(Protocol):
     def add(self, move: MoveRecord) -> None: ...
     def of_group(self, run_id: RunId, group_id: GroupId) -> list[MoveRecord]: ...
     def after(self, number: int, limit: int) -> list[tuple[int, RunId, GroupId]]:
-        """The moves of all runs after the move with this number: numbers, in the order of their commits, and groups.
+        """The moves of all runs after the move with this number, by number. The cost depends on `limit` only.
 
-        The cost depends on `limit` only.
+        The numbers of one run are in the order of its commits. Those of different runs need not be in a shared store.
         """
 
-    def last_number(self) -> int:
-        """The number of the last move; 0 if there is none."""
+    def last_number(self, run_id: RunId) -> int:
+        """The number of the run's last move; 0 if there is none. Reads the moves of other runs after it."""
 
     def checked(
         self, run_id: RunId, on_damage: Callable[[str], None], group_ids: Sequence[GroupId]

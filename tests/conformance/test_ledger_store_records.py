@@ -171,14 +171,15 @@ async def test_moves_of_all_runs_are_numbered_together_and_read_in_pages(store: 
             )
         )
 
-    assert await store.read(lambda tx: tx.history.last_number()) == 0
+    assert await store.read(lambda tx: tx.history.last_number(RUN)) == 0
     for run_id, group_id in ((RUN, "a@0"), (OTHER, "x@0"), (RUN, "b@0")):
         await store.write(lambda tx, run_id=run_id, group_id=group_id: add(tx, run_id, group_id))  # type: ignore[misc]
     first = await store.read(lambda tx: tx.history.after(0, 2))
     assert [(run_id, group_id) for _, run_id, group_id in first] == [(RUN, "a@0"), (OTHER, "x@0")]
     rest = await store.read(lambda tx: tx.history.after(first[-1][0], 2))
     assert [(run_id, group_id) for _, run_id, group_id in rest] == [(RUN, "b@0")]
-    assert await store.read(lambda tx: tx.history.last_number()) == rest[-1][0]
+    assert await store.read(lambda tx: tx.history.last_number(RUN)) == rest[-1][0]
+    assert await store.read(lambda tx: tx.history.last_number(OTHER)) == first[-1][0]
 
 
 async def test_batches_are_read_in_order(store: Store) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from rollbook.access.guard import AllowedClients
+from rollbook.contracts.admission import RunId
 from rollbook.ledger.atropos.config import AtroposConfig
 from tests.parts.ledger.atropos import Client, dialect, registration, scored
+from tests.parts.ledger.groups import group_of, settings, submission_of
 
 KEYS = [
     *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params"),
@@ -290,6 +292,20 @@ async def test_a_reset_drops_all_groups(client: Client) -> None:
     assert await client.audited() == {"trained": 1, "batched": 1, "dropped": 2}
 
 
+async def test_a_reset_of_a_native_run_is_refused_and_changes_nothing(client: Client) -> None:
+    ledger, run = client.ledger, RunId("native")
+    await ledger.create_run(run, settings(per_step=1))
+    epoch = (await ledger.take_role(run, restored_step=0)).epoch
+    await ledger.register(run, 0, "weights", epoch=epoch)
+    for task in ("trained next", "queued"):
+        await ledger.submit(run, submission_of(group_of(task)))
+    assert await ledger.decide(run, 1, epoch=epoch, wait_s=0) is not None
+    before = await ledger.status(run)
+    status, answer = await client.status_of("GET", "/atropos/native/reset_data")
+    assert (status, "native run" in answer["detail"]) == (409, True)
+    assert await ledger.status(run) == before
+
+
 async def test_other_runs_are_served_under_a_prefix(client: Client) -> None:
     await client.start(2)
     await client.post("/atropos/second/register", registration(4))
@@ -365,6 +381,17 @@ async def test_an_environment_registers_with_the_published_fields_only(client: C
     assert await client.get("/status-env?env_id=0") == await client.get("/status-env", {"env_id": 0})
     status, answer = await client.status_of("GET", "/status-env?env_id=x")
     assert (status, answer["detail"][0]["loc"]) == (422, ["body", "env_id"])
+
+
+async def test_a_minimum_or_weight_that_no_batch_can_be_computed_from_is_rejected(client: Client) -> None:
+    await client.start(2)
+    request = {"max_token_length": 1, "desired_name": "e", "weight": 1.0, "group_size": 2}
+    for name in ("min_batch_allocation", "weight"):
+        status, answer = await client.status_of("POST", "/register-env", json={**request, name: 1e308})
+        assert (status, answer["detail"][0]["loc"]) == (422, ["body", name])
+    await client.env(minimum=5.0)
+    await client.post("/scored_data", scored(1, env_id=0))
+    assert await client.batch() == ["1"]
 
 
 async def test_registering_again_keeps_the_groups_and_says_so(client: Client) -> None:

@@ -18,17 +18,19 @@ from rollbook.concurrency.clock import ManualClock, SystemClock
 from rollbook.contracts.admission import Grant, MemberRole, Receipt, RunId
 from rollbook.contracts.batch import BatchManifest
 from rollbook.contracts.errors import RunError, TransientError
-from rollbook.contracts.group import GroupId
+from rollbook.contracts.group import DropKind, DropReason, GroupId
 from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import LedgerConfig
+from rollbook.ledger.rules import groups
+from rollbook.ledger.rules.run_transaction import run_transaction
 from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.store import Transaction
 from rollbook.ledger.stores.postgres import store as postgres_store
 from rollbook.ledger.stores.postgres import writer as postgres_writer
 from rollbook.ledger.stores.postgres.store import open_postgres_store
 from rollbook.ledger.stores.registry import open_reader, open_store
-from rollbook.ledger.tools.audit import audit, audit_run
+from rollbook.ledger.tools.audit import audit, audit_run, audit_since
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.atropos import dialect_on, scored
 from tests.parts.ledger.groups import RUN, draws, group_of, outcome_of, settings, submission_of
@@ -115,6 +117,61 @@ async def test_a_write_waits_for_writes_of_its_own_run_at_another_replica_and_no
         await asyncio.gather(running, same, everything)
     assert order[:2] == ["another run", "slow"]
     assert sorted(order[2:]) == ["every run", "same run"]
+
+
+@asynccontextmanager
+async def dropping(url: str, name: str) -> AsyncIterator[None]:
+    """Inside the block, a replica has written that an external group of the run was dropped, and has not committed it."""
+    is_written, may_end = threading.Event(), threading.Event()
+
+    def work(tx: Transaction) -> None:
+        with run_transaction(tx, RUN, 1.0) as run_tx:
+            dropped = submission_of(group_of(name, (-1,)), drop=DropReason(DropKind.FILTERED))
+            groups.submit(run_tx, dropped, max_queued=9)
+        tx.history.of_group(RUN, GroupId(f"{name}@0"))  # writes what is buffered
+        is_written.set()
+        may_end.wait(60)
+
+    async with open_store(url) as store:
+        writing = asyncio.ensure_future(store.write(work, run_id=RUN))
+        await asyncio.to_thread(is_written.wait, 60)
+        try:
+            yield
+        finally:
+            may_end.set()
+            await writing
+
+
+async def test_a_change_that_is_committed_after_later_ones_of_another_run_is_reported(url: str) -> None:
+    other = RunId("other")
+    async with replica(url) as ledger:
+        await started(ledger)
+        await submit(ledger, "first")
+        await ledger.create_run(other, settings())
+        async with dropping(url, "a"):
+            await ledger.submit(other, submission_of(group_of("x", (-1,))))
+            start = (await ledger.changes(RUN, after=None)).next
+        found = await ledger.changes(RUN, after=start)
+        assert [group.group_id for group in found.groups] == ["a@0"]
+        async with dropping(url, "b"):
+            await ledger.submit(other, submission_of(group_of("y", (-1,))))
+            between = await ledger.changes(RUN, after=found.next)
+            assert (between.groups, between.is_complete) == ((), True)
+        assert [group.group_id for group in (await ledger.changes(RUN, after=between.next)).groups] == ["b@0"]
+
+
+async def test_an_audit_counts_a_group_that_another_replica_committed_late(url: str) -> None:
+    other = RunId("other")
+    async with replica(url) as ledger:
+        await started(ledger)
+        await submit(ledger, "first")
+        await ledger.create_run(other, settings())
+        async with dropping(url, "late"):
+            await ledger.submit(other, submission_of(group_of("x", (-1,))))
+            report, mark = await ledger.read(lambda tx: audit_since(tx, RUN, None))
+            assert report.ok
+        report, _ = await ledger.read(lambda tx: audit_since(tx, RUN, mark))
+        assert report.violations == ()
 
 
 async def test_a_client_moves_to_the_next_replica_when_one_is_killed_and_no_request_is_lost(

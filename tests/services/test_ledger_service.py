@@ -1,9 +1,10 @@
 """The ledger over loopback: a real server, a real client, a real file."""
 
 import asyncio
+import sqlite3
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 
 import aiohttp
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 
 from rollbook.concurrency.clock import ManualClock
-from rollbook.contracts.admission import GateState, Receipt, RunId
+from rollbook.contracts.admission import GateState, MemberRole, Receipt, RunId
 from rollbook.contracts.batch import AckReceipt, EncodedBatch, EndOfRun, TrainingBatch
 from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
@@ -21,6 +22,7 @@ from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.http import wire
 from rollbook.ledger.service import Ledger
+from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.ledger.tools.audit import audit_run
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.groups import RUN, big_group, draws, group_of, outcome_of, settings
@@ -299,3 +301,41 @@ async def test_leases_of_a_silent_dispatcher_expire() -> None:
             await asyncio.sleep(0.01)
         history = await ledger.read(lambda tx: tx.history.of_group(RUN, GroupId("task0@0")))
         assert history[-1].note == "dispatcher rollout#0 timed out"
+
+
+async def test_a_damaged_row_of_one_run_does_not_keep_leases_of_another_from_ending(tmp_path: Path) -> None:
+    clock = ManualClock()
+    async with serving(tmp_path, clock=clock) as (_, ledger):
+        for name in ("damaged", "intact"):
+            await ledger.create_run(RunId(name), settings())
+            await ledger.join_member(
+                RunId(name), name="m", role=MemberRole.POLICY, node="n", address="", lease_s=5, nonce=name
+            )
+        with closing(sqlite3.connect(tmp_path / FILE_NAME)) as db, db:
+            db.execute("UPDATE members SET role = 'odd' WHERE run_id = 'damaged'")
+        async with asyncio.timeout(30):
+            while await ledger.members(RunId("intact")):
+                await clock.advance(0.5)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>", id="a web page"),
+        pytest.param(b"220 mail.example ESMTP\r\n", id="not HTTP"),
+    ],
+)
+async def test_a_service_that_is_not_a_ledger_is_reported_and_not_taken_for_a_cancellation(response: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(response)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with open_ledger_client(url, RUN, request_s=1) as client:
+            with pytest.raises(RunError, match=f"{url}: .*check the address"):
+                await client.status()
+            with pytest.raises(RunError, match=f"{url}: .*check the address"):
+                await submit(client, "task0")

@@ -73,8 +73,11 @@ def find_sum(sizes: Sequence[int], target: int) -> list[int]:
             if total == target:
                 return taken
     # Like Atropos, prefer later groups: walk back from the end and take each group that leaves a reachable rest.
-    reachable = list(accumulate(sizes, lambda sums, size: sums | sums << size, initial=1))
-    if target < 0 or not reachable[-1] >> target & 1:
+    if not 0 <= target <= sum(sizes):
+        return []
+    mask = (1 << (target + 1)) - 1
+    reachable = list(accumulate(sizes, lambda sums, size: (sums | sums << size) & mask, initial=1))
+    if not reachable[-1] >> target & 1:
         return []
     chosen, rest = [], target
     for at in range(len(sizes) - 1, -1, -1):

@@ -123,16 +123,19 @@ def _find_infinite(value: Any, where: tuple[str | int, ...]) -> tuple[tuple[str 
 
 
 LARGEST = 2**53
-"""Larger integers are not kept exactly by every JSON parser."""
+"""Larger integers are not kept exactly by every JSON parser. Floats have the same limit."""
 
 
 def check_storable(message: BaseModel) -> None:
-    """Rejects values that cannot be stored: integers beyond 53 bits, floats that are not finite, texts that are not valid."""
+    """Rejects values that cannot be stored: numbers beyond 53 bits, floats that are not finite, texts that are not valid."""
     for name, value in message:
         if isinstance(value, int) and abs(value) > LARGEST:
             raise invalid_body("int_too_large", (name,), f"{name} is too large to be stored", str(value))
-        if isinstance(value, float) and not math.isfinite(value):
-            raise invalid_body("finite_number", (name,), f"{name} must be a finite number", str(value))
+        # Written so that NaN fails. Products of larger numbers with a batch size may be infinite.
+        if isinstance(value, float) and not -LARGEST <= value <= LARGEST:
+            raise invalid_body(
+                "finite_number", (name,), f"{name} must be a finite number of at most 53 bits", str(value)
+            )
         if isinstance(value, str) and not _is_text(value):
             raise invalid_body("string_unicode", (name,), f"{name} contains characters that cannot be stored")
 

@@ -15,7 +15,7 @@ from rollbook.ledger.atropos.batch_forming import form_batch, in_order
 from rollbook.ledger.atropos.models import RegisterEnv, Registration
 from rollbook.ledger.atropos.records import AtroposRecord, EnvRecord
 from rollbook.ledger.atropos.tables import AtroposTables
-from rollbook.ledger.records import Origin
+from rollbook.ledger.records import Origin, RunRecord
 from rollbook.ledger.rules import runs, trainer
 from rollbook.ledger.rules.batches import record_batch
 from rollbook.ledger.rules.run_transaction import RunTransaction
@@ -55,8 +55,15 @@ def ensure_run(tx: Transaction, run_id: RunId, limits: TrainingLimits, *, now: f
     run = tx.runs.get(run_id)
     if run is None:
         runs.create_run(tx, run_id, replace(SETTINGS, limits=limits), now=now)
-    elif not run.settings.counts_sequences:
-        raise RunError(f"run {run_id} is a native run, it cannot be served in the Atropos dialect; choose another run")
+    else:
+        _refuse_native(run)
+
+
+def _refuse_native(run: RunRecord) -> None:
+    if not run.settings.counts_sequences:
+        raise RunError(
+            f"run {run.run_id} is a native run, it cannot be served in the Atropos dialect; choose another run"
+        )
 
 
 def registration_of(record: AtroposRecord) -> Registration | None:
@@ -121,6 +128,7 @@ def free_serving(run_tx: RunTransaction) -> None:
 
 def reset(run_tx: RunTransaction) -> None:
     """Start over. `sweep` drops the queued groups, some at a time."""
+    _refuse_native(run_tx.run)
     tables = AtroposTables(run_tx.tx)
     record = tables.record(run_tx.run_id)
     while run_tx.run.last_acknowledged < run_tx.run.last_decided:

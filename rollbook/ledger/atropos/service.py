@@ -162,8 +162,8 @@ class AtroposService:
 
     async def reset(self) -> None:
         if await self._store.read(lambda tx: tx.runs.get(self.run_id)) is not None:
+            await self.confirm_answered()
             await self._write(rules.reset)
-            self._answered.clear()
             await self.sweep()
             self._log.info("atropos.reset", run=self.run_id)
 

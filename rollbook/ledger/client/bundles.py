@@ -72,6 +72,7 @@ class Bundles(Generic[T, A]):
         return bundle
 
     async def _send_bundle(self, bundle: list[tuple[T, asyncio.Future[A]]]) -> None:
+        answers: Sequence[A | Exception]
         try:
             answers = await self._send([item for item, _ in bundle])
         except RunError as error:
@@ -81,7 +82,7 @@ class Bundles(Generic[T, A]):
                     await self._send_bundle([one])
                 return
             answers = [error]
-        except RollbookError as error:
+        except Exception as error:  # also an unexpected one: the callers would otherwise look cancelled
             answers = [error] * len(bundle)
         except BaseException:
             for _, result in bundle:
@@ -90,7 +91,7 @@ class Bundles(Generic[T, A]):
         for (_, result), answer in zip(bundle, answers, strict=True):
             if result.done():
                 continue
-            if isinstance(answer, RollbookError):
+            if isinstance(answer, Exception):
                 result.set_exception(answer)
             else:
                 result.set_result(answer)

@@ -147,6 +147,11 @@ class Transport:
             raise TransientError(
                 f"ledger at {url}: no response to {request.name} ({type(error).__name__}: {error})"
             ) from error
+        except (aiohttp.ClientError, msgspec.MsgspecError) as error:
+            raise RunError(
+                f"ledger at {url}: {request.name} has no valid response ({type(error).__name__}: {error}); check the address, "
+                "and that the service has this release"
+            ) from error
 
     def _fail_over(self, failed: int) -> None:
         """Use the next replica from now on. Requests that run concurrently fail at the same one and move on only once."""

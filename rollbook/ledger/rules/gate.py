@@ -103,7 +103,8 @@ def expire(run_tx: RunTransaction) -> int:
     until = run_tx.now - run_tx.run.settings.owner_ttl_s
     for owner in run_tx.tx.owners.alive(run_tx.run_id):
         if owner.last_seen <= until:
-            run_tx.tx.owners.put(owner.changed(state=OwnerState.SILENT))
+            # Its last grants are revoked, so a repetition of that request must not return them.
+            run_tx.tx.owners.put(owner.changed(state=OwnerState.SILENT, reply=None, request_id=None))
             moved += _revoke_leases(run_tx, owner, note=f"dispatcher {owner.owner_id} timed out")
     for group in run_tx.tx.groups.leases_ending_by(run_tx.run_id, run_tx.now):
         fail_attempt(

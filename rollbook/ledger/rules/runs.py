@@ -28,10 +28,14 @@ MAX_OUTCOMES = 10_000
 """Outcomes in one page: some megabytes."""
 
 
-def create_run(tx: Transaction, run_id: RunId, settings: RunSettings, *, now: float) -> None:
-    """Create a run, or resume it with new settings. Settings that give recorded batches their meaning cannot change."""
+def require_run_id(run_id: RunId) -> None:
     if not RUN_ID.fullmatch(run_id):
         raise RunError(f"{run_id!r} is not a run id: use letters, digits, '.', '_' and '-', at most 128 characters")
+
+
+def create_run(tx: Transaction, run_id: RunId, settings: RunSettings, *, now: float) -> None:
+    """Create a run, or resume it with new settings. Settings that give recorded batches their meaning cannot change."""
+    require_run_id(run_id)
     run = tx.runs.get(run_id)
     if run is None:
         tx.runs.put(RunRecord(run_id=run_id, settings=settings, created_at=now))
@@ -186,16 +190,22 @@ def changes(tx: Transaction, run_id: RunId, *, after: int | None, limit: int) ->
 
     Reads at most `limit` moves, of all runs of the store: moves are numbered together and have no index by run. None: no groups,
     only the number to continue after.
+
+    The next page begins after a move of this run: a shared store may commit a move of this run after moves of other runs that have
+    higher numbers. Only a full page without a move of this run is skipped, since reading it again would give the same page.
     """
     find_run(tx, run_id)
     if after is None:
-        return RunChanges(next=tx.history.last_number(), is_complete=True, groups=())
+        return RunChanges(next=tx.history.last_number(run_id), is_complete=True, groups=())
     moves = tx.history.after(after, limit)
-    changed = tuple(dict.fromkeys(group_id for _, run, group_id in moves if run == run_id))
+    own = [(number, group_id) for number, run, group_id in moves if run == run_id]
+    is_complete = len(moves) < limit
+    changed = tuple(dict.fromkeys(group_id for _, group_id in own))
     found = tx.groups.find(run_id, changed)
+    skipped = after if is_complete else moves[-1][0]
     return RunChanges(
-        next=moves[-1][0] if moves else after,
-        is_complete=len(moves) < limit,
+        next=own[-1][0] if own else skipped,
+        is_complete=is_complete,
         groups=tuple(found[group_id] for group_id in changed if group_id in found),
     )
 

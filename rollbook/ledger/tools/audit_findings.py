@@ -59,7 +59,7 @@ class AuditMark(msgspec.Struct, frozen=True, kw_only=True):
     """When the run was created."""
     at: float
     number: int
-    """The last move of the history."""
+    """The run's last move in the history."""
     last_run: RunId
     last_group: GroupId
     """The run and the group of that move."""
@@ -203,11 +203,10 @@ class Findings:
 
     def new_mark(self, tx: Transaction, now: float) -> AuditMark | None:
         """The mark of this audit; None if it found violations, or there is nothing yet."""
-        run, number = self.run, tx.history.last_number()
-        last = tx.history.after(number - 1, 1)
-        if self.violations or not last:
+        run, number = self.run, tx.history.last_number(self.run.run_id)
+        if self.violations or not number:
             return None
-        _, run_id, group_id = last[0]
+        [(_, run_id, group_id)] = tx.history.after(number - 1, 1)
         first = 0 if self.mark is None else self.mark.final_below
         final = self.positions.keys() - self.changing_positions
         final_below = next(at for at in range(first, first + len(final) + 1) if at not in final)

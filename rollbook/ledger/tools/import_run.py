@@ -9,6 +9,7 @@ import msgspec
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import RunError
+from rollbook.ledger.rules.runs import require_run_id
 from rollbook.ledger.store import Store, Transaction
 from rollbook.ledger.tools.audit import audit_run
 from rollbook.ledger.tools.jsonl import (
@@ -101,6 +102,7 @@ class _Import:
         if line.format != FORMAT:
             raise RunError(f"{self._source} has format {line.format}; supported is {FORMAT}")
         run_id = self._run_id = self._run_id or line.record.run_id
+        require_run_id(run_id)
         tx = self._tx
         if tx.runs.get(run_id) is not None:
             raise RunError(f"the ledger already has a run {run_id!r}: import it under another name")
@@ -121,7 +123,7 @@ class _Import:
             tx.history.add(move.changed(run_id=run_id))
         self._num_groups += 1
         if self._num_groups % GROUPS_AT_ONCE == 0:
-            tx.history.last_number()  # a read of the history makes the store write all that it buffers
+            tx.history.last_number(run_id)  # a read of the history makes the store write all that it buffers
         if line.payload is not None:
             tx.payloads.put(run_id, line.record.group_id, line.payload)
             self._num_payloads += 1

@@ -1,5 +1,6 @@
 """Exports a run as Parquet files for analysis: one row per group and one row per sequence. The only module that imports pyarrow."""
 
+import shutil
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -68,7 +69,11 @@ def export_parquet(reader: Reader, run_id: RunId, directory: Path) -> ExportRepo
         ):
             return _write(tx, run_id, groups, sequences)
 
-    num_groups, num_rows = reader.read_now(work)
+    try:
+        num_groups, num_rows = reader.read_now(work)
+    except BaseException:
+        shutil.rmtree(directory)
+        raise
     return ExportReport(
         run_id=run_id,
         groups=num_groups,

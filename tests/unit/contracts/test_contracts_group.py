@@ -17,6 +17,7 @@ from rollbook.contracts.group import (
     PromptGroup,
     SampleOutcome,
     group_id,
+    merge_outcomes,
 )
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import Draw, Task, TaskId
@@ -92,6 +93,24 @@ def test_an_outcome_recorded_without_samples_is_read() -> None:
     outcome = group(played(1.0)).outcome(seconds=3.0)
     old = {name: value for name, value in msgspec.to_builtins(outcome).items() if name != "samples"}
     assert msgspec.convert(old, GroupOutcome).samples == ()
+
+
+PLAYED = st.lists(
+    st.builds(played, st.none() | st.floats(-5, 5), solved=st.none() | st.booleans(), end=st.sampled_from(EndReason)),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(PLAYED, PLAYED)
+def test_the_merged_outcome_of_two_parts_is_that_of_all_their_samples(
+    first: list[RolloutSample], second: list[RolloutSample]
+) -> None:
+    merged = merge_outcomes(group(*first).outcome(seconds=1), group(*second).outcome(seconds=1))
+    whole = group(*first, *second).outcome(seconds=1)
+    assert merged.samples == whole.samples
+    for name in ("num_scorable", "reward_mean", "reward_std", "solved_rate", "truncated_rate", "mean_response_tokens"):
+        assert getattr(merged, name) == pytest.approx(getattr(whole, name), abs=1e-6), name
 
 
 def test_only_scorable_samples_count_for_the_trained_publications() -> None:

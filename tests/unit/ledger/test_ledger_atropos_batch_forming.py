@@ -1,5 +1,6 @@
 """Batches of an exact number of sequences: as the original forms them, and where it forms none."""
 
+import tracemalloc
 from collections.abc import Iterable
 from itertools import combinations
 
@@ -59,6 +60,16 @@ def test_minimums_beyond_the_batch_are_scaled_down() -> None:
 )
 def test_buffered_groups_that_add_up_are_found(sizes: list[int], target: int, expected: list[int]) -> None:
     assert find_sum(sizes, target) == expected
+
+
+def test_many_buffered_groups_that_never_add_up_take_little_memory() -> None:
+    tracemalloc.start()
+    try:
+        assert find_sum([3] * 10_000, 8) == []
+        assert find_sum([3], 2**53) == []
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 @given(st.lists(st.integers(1, 9), max_size=10), st.integers(1, 24))

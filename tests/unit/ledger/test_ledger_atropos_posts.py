@@ -171,6 +171,17 @@ async def test_a_client_that_disconnects_when_its_post_is_stored_may_send_it_aga
         assert await num_queued(store) == 2, "sent again after a delivered response, it is another group"
 
 
+async def test_a_post_after_a_reset_whose_response_is_lost_is_stored_once() -> None:
+    async with opened() as (service, store):
+        await post(service, Incoming(reader_of(body_of(1))))
+        await service.reset()
+        with pytest.raises(ConnectionResetError):
+            async with service.posted(Incoming(reader_of(body_of(1)))):
+                raise ConnectionResetError
+        await post(service, Incoming(reader_of(body_of(1))))
+        assert await num_queued(store) == 1
+
+
 async def with_groups(service: AtroposService, *tokens: int) -> None:
     """Register a trainer that takes one sequence in a batch, and post groups of one sequence."""
     await service.register(Registration.model_validate(registration(1)))

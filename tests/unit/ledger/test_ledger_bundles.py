@@ -92,3 +92,12 @@ async def test_items_of_cancelled_callers_are_not_sent_and_close_cancels_the_oth
     for task in (waiting, behind):
         with pytest.raises(asyncio.CancelledError):
             await task
+
+
+async def test_an_unexpected_error_reaches_the_callers_and_later_items_are_sent() -> None:
+    sender = Sender()
+    sender.down = error = ValueError("unexpected")
+    found = bundles(sender)
+    assert await asyncio.gather(*map(found.send, ["a", "bb"]), return_exceptions=True) == [error, error]
+    sender.down = None
+    assert await found.send("ccc") == 3

@@ -116,6 +116,20 @@ def test_a_silent_owner_loses_its_groups_and_may_come_back(driver: RunDriver) ->
     assert driver.group("task0").failures == 0
 
 
+def test_a_repeated_open_does_not_grant_groups_that_its_owner_has_lost(driver: RunDriver) -> None:
+    silent, other = driver.join("silent"), driver.join("other")
+    driver.open(silent, draws(0, 2), request="same")
+    driver.now += 6
+    driver.rule(lambda run_tx: gate.heartbeat(run_tx, other))
+    driver.now += 5
+    assert driver.expire() == 2
+    again = driver.open(other, [], limit=1).grants
+    assert [(grant.group_id, grant.attempt) for grant in again] == [("task0@0", 2)]
+    repeated = driver.open(silent, draws(0, 2), request="same")
+    assert [(grant.group_id, grant.attempt) for grant in repeated.grants] == [("task1@0", 2)]
+    assert repeated.taken == 2
+
+
 def test_a_heartbeat_keeps_an_owner_alive(driver: RunDriver) -> None:
     owner = driver.join()
     driver.open(owner, draws(0, 2))

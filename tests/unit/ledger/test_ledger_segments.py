@@ -162,6 +162,21 @@ async def test_an_empty_segment_is_deleted_after_a_while_and_one_in_use_is_not(
         assert await store.read(get(A, B)) == [None, b"body"]
 
 
+async def test_a_segment_that_was_emptied_before_it_was_synced_is_deleted_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_writer, "GRACE_S", 0.0)
+    monkeypatch.setattr(SegmentWriter.__init__, "__kwdefaults__", {"segment_bytes": 1})
+    async with open_sqlite_store(tmp_path, durability=Durability.PROCESS_CRASH) as store:
+        await store.write(put(A, b"body"))
+        await store.write(put(B, b"body"))
+        await store.write(lambda tx: tx.payloads.delete(RUN, A))
+        assert segments_in(tmp_path) == [0, 1], "the first one is full, and is synced later"
+        await store.write(lambda tx: tx.sync_to_disk())
+        await store.write(lambda tx: tx.payloads.delete(RUN, A))
+        assert segments_in(tmp_path) == [1]
+
+
 async def test_segment_numbers_are_never_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite_writer, "GRACE_S", 0.0)
     async with open_sqlite_store(tmp_path) as store:

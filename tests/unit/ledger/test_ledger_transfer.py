@@ -211,12 +211,26 @@ def test_a_parquet_export_has_one_row_per_group_and_per_sequence(source: Path, t
     assert first["loss_mask"] == [False, False, True]
 
 
+def test_a_parquet_export_that_fails_leaves_no_directory(source: Path, tmp_path: Path) -> None:
+    with open_reader(sqlite_url(source)) as reader:
+        with pytest.raises(RunError, match="has no run 'nobody'"):
+            export_parquet(reader, RunId("nobody"), tmp_path / "parquet")
+        assert export_parquet(reader, RUN, tmp_path / "parquet").groups == 11
+
+
 def test_a_payload_that_cannot_be_decoded_has_no_readable_samples() -> None:
     posted = b'{"tokens":[[1,2]],"masks":[[-100,2]],"scores":[%s],"inference_logprobs":[[1.0,-0.5]]}'
     samples = readable_samples(posted % b"0.5", GroupId("env@0"))
     assert samples is not None
     assert (samples[0].reward, samples[0].sequences[0].token_ids.tolist()) == (0.5, [1, 2])
     assert readable_samples(posted % b"", GroupId("env@0")) is None
+
+
+async def test_a_run_is_not_imported_under_a_name_that_no_run_can_have(exported: Path) -> None:
+    async with open_memory_store() as store:
+        with pytest.raises(RunError, match="'a/b' is not a run id"):
+            await import_jsonl(store, exported, as_run=RunId("a/b"), extensions=EXTENSIONS)
+        assert await store.read(lambda tx: tx.runs.ids()) == []
 
 
 async def test_the_data_of_an_unknown_extension_is_rejected(exported: Path) -> None:

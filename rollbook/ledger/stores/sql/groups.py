@@ -198,8 +198,10 @@ class SqlHistory:
         sql = "SELECT id, run_id, group_id FROM history WHERE id > ? ORDER BY id LIMIT ?"
         return [(row[0], row[1], row[2]) for row in self._session.select_flushed(sql, (number, limit))]
 
-    def last_number(self) -> int:
-        row = self._session.select_flushed("SELECT id FROM history ORDER BY id DESC LIMIT 1", ()).fetchone()
+    def last_number(self, run_id: RunId) -> int:
+        # An expression, so that the planner reads the moves from the last one on instead of sorting all moves of the run.
+        sql = "SELECT id FROM history WHERE run_id || '' = ? ORDER BY id DESC LIMIT 1"
+        row = self._session.select_flushed(sql, (run_id,)).fetchone()
         return 0 if row is None else int(row[0])
 
     def checked(

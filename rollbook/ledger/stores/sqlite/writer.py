@@ -40,6 +40,8 @@ class SqliteWriter:
         self._syncs_every_commit = durability is Durability.POWER_LOSS and path != MEMORY
         self._known = KnownRows()
         self._data_version = -1
+        self._shrunk: set[int] = set()
+        """Segments from which a payload was deleted while they were written or synced."""
         self._emptied: dict[int, float] = {}
         """Segments without a payload, and the time since when."""
         self._lost: dict[RunId, list[GroupId]] = {}
@@ -137,8 +139,10 @@ class SqliteWriter:
         segments.keep(marks)
         if must_sync and not self._syncs_every_commit:
             self._sync_log()
-        if payloads.shrunk or self._emptied:
-            self._remove_emptied(payloads.shrunk - segments.active)
+        shrunk = self._shrunk | payloads.shrunk
+        if shrunk or self._emptied:
+            self._shrunk = shrunk & segments.active
+            self._remove_emptied(shrunk - self._shrunk)
 
     def _mark(self, marks: Mapping[int, int]) -> None:
         if marks:
