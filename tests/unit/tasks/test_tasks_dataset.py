@@ -47,6 +47,8 @@ def test_repeated_ids_get_suffixes_that_never_collide(tmp_path: Path) -> None:
         ('{"id": "a@b"}', "line 2: id 'a@b' contains '@'"),
         ('{"id": [1]}', "line 2: field 'id' is [1]"),
         ('{"id": ""}', "line 2: field 'id' is ''"),
+        ('{"answer": 123456789012345678901234567890}', "line 2: can't serialize ints"),
+        ('{"question": "half a character: \\ud83d"}', "line 2: 'utf-8' codec can't encode"),
     ],
 )
 def test_a_bad_row_is_named_with_its_line(tmp_path: Path, line: str, message: str) -> None:
