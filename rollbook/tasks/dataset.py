@@ -136,9 +136,9 @@ def _with_columns(row: dict[str, Any], columns: Mapping[str, str], where: str) -
 def _rows_of_hub(config: TasksConfig, base_dir: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     name = config.source.removeprefix(HUB_PREFIX)
     hub = load_on_demand("rollbook.tasks.hub")
-    split = config.split or "train"
+    split = config.split or hub.DEFAULT_SPLIT
     try:
-        for number, row in enumerate(hub.rows(name, split=split, hub=config.hub, base_dir=base_dir)):
+        for number, row in enumerate(hub.rows(name, split=config.split, hub=config.hub, base_dir=base_dir)):
             where = f"{config.source}, split {split}, row {number}"
             yield where, _plain(row, where)
     except DatasetError:
