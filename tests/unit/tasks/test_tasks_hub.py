@@ -116,21 +116,6 @@ def test_a_dataset_saved_to_disk_is_read_by_split(tmp_path: Path) -> None:
     assert [task.row for task in tasks] == ROWS[:2]
 
 
-def test_one_split_saved_to_disk_is_not_read_as_another(tmp_path: Path) -> None:
-    datasets.Dataset.from_list(ROWS, split="train").save_to_disk(str(tmp_path / "train"))
-    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "unnamed"))
-    for config in (
-        TasksConfig(source="hf:train", split="train"),
-        TasksConfig(source="hf:train"),
-        TasksConfig(source="hf:unnamed"),
-    ):
-        assert len(load_tasks(config, base_dir=tmp_path)) == len(ROWS)
-    with pytest.raises(RunError, match="it holds the split 'train'"):
-        load_tasks(TasksConfig(source="hf:train", split="test"), base_dir=tmp_path)
-    with pytest.raises(RunError, match="it holds one split without a name"):
-        load_tasks(TasksConfig(source="hf:unnamed", split="test"), base_dir=tmp_path)
-
-
 def test_hub_settings_need_a_dataset_as_the_source() -> None:
     with pytest.raises(ValidationError, match="hub is read only with source"):
         TasksConfig(source="t.jsonl", hub=HubConfig(subset="main"))
