@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -48,10 +49,11 @@ class DaemonThreads(Executor):
         """End idle threads now and busy ones after their call. Never waits; `wait` is part of the inherited signature."""
         with self._lock:
             self._is_shut_down = True
-            while cancel_futures and not self._work.empty():
-                item = self._work.get()
-                if item is not None:
-                    item[0].cancel()
+            # Without waiting: a busy thread may take the last call at any moment.
+            with suppress(queue.Empty):
+                while cancel_futures:
+                    if (item := self._work.get_nowait()) is not None:
+                        item[0].cancel()
             for _ in range(self._num_threads):
                 self._work.put(None)
 

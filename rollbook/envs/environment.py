@@ -51,6 +51,7 @@ class EnvironmentAdapter:
         self._executor = executor
         self._is_quick = bool(getattr(env, "is_quick", False))
         self._running: asyncio.Future[Any] | None = None
+        self._late_close: asyncio.Future[Any] | None = None
         self._is_closed = False
 
     async def reset(self, task: Mapping[str, Any]) -> Observation:
@@ -60,7 +61,7 @@ class EnvironmentAdapter:
         return self._checked("step", await self._call("step", self._env.step, action))
 
     async def close(self) -> None:
-        """Close the environment. Further calls do nothing."""
+        """Close the environment. Further calls do nothing. If this is cancelled while a call runs, the close follows that call."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -71,7 +72,12 @@ class EnvironmentAdapter:
             raise EpisodeError(f"env {self._name}: {method} was called after close; this episode is dropped")
         if self._running is not None and not self._running.done():
             # The thread of a cancelled call cannot be stopped. A concurrent second call would see a half-changed environment.
-            await asyncio.wait({self._running})
+            try:
+                await asyncio.wait({self._running})
+            except asyncio.CancelledError:
+                if is_closing:
+                    self._running.add_done_callback(self._close_late)
+                raise
         with fenced(f"env {self._name}.{method}"):
             if inspect.iscoroutinefunction(function):
                 return await function(*args)
@@ -83,6 +89,11 @@ class EnvironmentAdapter:
                 result = await asyncio.shield(self._running)
             # A plain method may still return an awaitable (a decorator, a lambda around a coroutine).
             return await result if inspect.isawaitable(result) else result
+
+    def _close_late(self, _: asyncio.Future[Any]) -> None:
+        """Close the environment after a call that took longer than its caller waited for `close`."""
+        self._late_close = asyncio.ensure_future(self._call("close", self._env.close, is_closing=True))
+        self._late_close.add_done_callback(_retrieve_error)
 
     def _checked(self, method: str, result: Any) -> Observation:
         if not isinstance(result, Observation):

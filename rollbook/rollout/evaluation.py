@@ -133,6 +133,7 @@ class Evaluator:
     def __init__(self, spec: WorkerSpec, *, label_field: str, concurrency: int, log: EventLog) -> None:
         self.pool = WorkerPool(spec, listener=self, log=log)
         self._label_field = label_field
+        self._episodes = spec.config.completions_per_prompt
         self._deadline_s = ATTEMPTS * spec.config.max_seconds + 30.0
         # Limits the load on the policy server, which training may share.
         self._slots = asyncio.Semaphore(concurrency)
@@ -154,7 +155,7 @@ class Evaluator:
             for attempt in range(1, ATTEMPTS + 1):
                 result = await self._attempt(task, attempt, min_publication)
                 if isinstance(result, Finished):
-                    return _played(task, label, result)
+                    return _played(task, label, result, episodes=self._episodes)
         raise RunError(f"evaluation: task {task.id} lost its worker {ATTEMPTS} times; the last time: {result}")
 
     async def _attempt(self, task: Task, attempt: int, min_publication: int) -> Finished | str:
@@ -208,8 +209,8 @@ async def open_evaluator(
         raise first_error(errors) from errors
 
 
-def _played(task: Task, label: str, result: Finished) -> PlayedTask:
-    """Dropped groups count too: a task that all episodes solved is part of the result."""
+def _played(task: Task, label: str, result: Finished, *, episodes: int) -> PlayedTask:
+    """Dropped groups count too: a task that all episodes solved is part of the result. `episodes`: of each task."""
     group = None if result.group is None else decode_group(result.group.payload)
     scorable = () if group is None else group.scorable
     return PlayedTask(
@@ -217,7 +218,7 @@ def _played(task: Task, label: str, result: Finished) -> PlayedTask:
         label=label,
         rewards=tuple(float(sample.reward) for sample in scorable if sample.reward is not None),
         solved=tuple(sample.solved for sample in scorable if sample.solved is not None),
-        unscorable=result.outcome.num_samples - len(scorable) if group is not None else 1,
+        unscorable=episodes - len(scorable),  # an episode that failed left no sample
         response_tokens=float(np.mean([sample.num_trained for sample in scorable])) if scorable else 0.0,
         turns=float(np.mean([len(sample.turns) for sample in scorable])) if scorable else 0.0,
         publications=frozenset() if group is None else group.trained_publications(),

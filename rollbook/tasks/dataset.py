@@ -12,6 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import extend_search_path, load_on_demand, load_plugin
 from rollbook.contracts.ports import TaskSource
@@ -84,6 +86,7 @@ def _with_ids(rows: Iterable[tuple[str, dict[str, Any]]], *, id_field: str) -> I
     for where, row in islice(rows, MAX_TASKS + 1):
         if len(seen) >= MAX_TASKS:
             raise DatasetError(f"{where}: more than {MAX_TASKS} tasks; a function must end (`epochs` repeats it)")
+        _require_encodable(row, where)
         base = _id_of(row, id_field, where)
         unique = base
         while unique in seen:
@@ -91,6 +94,16 @@ def _with_ids(rows: Iterable[tuple[str, dict[str, Any]]], *, id_field: str) -> I
             unique = f"{base}#{seen[base]}"
         seen[unique] = 1
         yield Task(id=TaskId(unique), row=row)
+
+
+def _require_encodable(row: Mapping[str, Any], where: str) -> None:
+    """A row is sent to workers as MessagePack. JSON also allows larger numbers and half characters."""
+    try:
+        msgspec.msgpack.encode(row)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise DatasetError(
+            f"{where}: {error}. Whole numbers must fit in 64 bits (write larger ones as text), and text must be valid Unicode"
+        ) from error
 
 
 def _id_of(row: Mapping[str, Any], id_field: str, where: str) -> str:
@@ -123,9 +136,9 @@ def _with_columns(row: dict[str, Any], columns: Mapping[str, str], where: str) -
 def _rows_of_hub(config: TasksConfig, base_dir: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     name = config.source.removeprefix(HUB_PREFIX)
     hub = load_on_demand("rollbook.tasks.hub")
-    split = config.split or "train"
+    split = config.split or hub.DEFAULT_SPLIT
     try:
-        for number, row in enumerate(hub.rows(name, split=split, hub=config.hub, base_dir=base_dir)):
+        for number, row in enumerate(hub.rows(name, split=config.split, hub=config.hub, base_dir=base_dir)):
             where = f"{config.source}, split {split}, row {number}"
             yield where, _plain(row, where)
     except DatasetError:

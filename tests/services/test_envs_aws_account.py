@@ -1,5 +1,6 @@
 """A real account as the cloud, played by a simulator in which other objects exist too."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -100,6 +101,25 @@ async def test_only_what_an_episode_made_is_removed_from_the_account(owner: Simu
     # The last session is cleaned up at the end.
     assert sorted((await names(owner))["buckets"]) == ["older", "someone-elses"]
     assert "kept" in await run(owner, "s3api list-objects-v2 --bucket older")
+
+
+async def test_after_a_cancelled_command_the_account_is_cleaned_and_used_again(owner: SimulatedCloud) -> None:
+    await run(owner, MARK)
+    async with AwsCliEnvironment.open_pool(size=1, log=quiet_log(), args=ARGS) as pool:
+        env = await pool.acquire(Deadline(10.0, "test"))
+        await env.reset(bucket_task(max_steps=30))
+        await env.step("aws s3 mb s3://made")
+        step = asyncio.create_task(env.step("aws s3api create-bucket --bucket cancelled"))
+        await asyncio.sleep(0)
+        step.cancel()
+        await asyncio.gather(step, return_exceptions=True)
+        assert step.cancelled()
+        await env.close()
+        # Whether the cancelled command made it is not known; it named it.
+        await owner.run(["s3api", "create-bucket", "--bucket", "cancelled"])
+        await play_once(pool, ["aws s3 mb s3://second"])
+        assert (await names(owner))["buckets"] == ["second"]
+    assert (await names(owner))["buckets"] == []
 
 
 async def test_services_whose_objects_could_not_be_removed_are_not_changed(owner: SimulatedCloud) -> None:

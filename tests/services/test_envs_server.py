@@ -245,6 +245,31 @@ async def test_a_step_over_its_time_limit_closes_the_session_and_frees_its_slot(
             assert (await fresh.reset({})).text == "waiting"
 
 
+@pytest.mark.parametrize("route", ["message", "tool over HTTP", "tool over the socket"])
+async def test_a_step_over_its_time_limit_closes_a_session_of_tools(route: str) -> None:
+    async with served(Waiter, size=1, step_s=0.05) as server, aiohttp.ClientSession(server.url) as http:
+        async with http.post("/mcp", json={"id": 1, "method": "openenv/session/create"}) as reply:
+            session_id = (await reply.json())["result"]["session_id"]
+        params = {"session_id": session_id, "name": "act", "arguments": {"action": "30"}}
+        call = {"id": 2, "method": "tools/call", "params": params}
+        async with http.ws_connect("/ws", params={"session_id": session_id}) as socket:
+            await socket.send_json({"type": "reset", "data": {"task": {}}})
+            await socket.receive_json()
+            if route == "tool over HTTP":
+                async with http.post("/mcp", json=call) as reply:
+                    answer = await reply.text()
+            else:
+                message = {"type": "mcp", "data": call}
+                await socket.send_json(
+                    message if route == "tool over the socket" else {"type": "step", "data": {"action": "30"}}
+                )
+                answer = await socket.receive_str()
+        assert "took longer than 0.05 s; this session is closed" in answer
+        await until(lambda: server.pool.health().busy == 0, within_s=5)
+        async with http.post("/mcp", json=call) as reply:
+            assert "there is no session" in (await reply.json())["error"]["message"]
+
+
 async def test_an_idle_session_is_closed() -> None:
     Waiter.events.clear()
     async with served(Waiter, size=1, idle_s=1.0) as server:

@@ -16,7 +16,7 @@ from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import EndReason
 from rollbook.rollout.agents.session import ProxySession
 from rollbook.rollout.contract import ChatSession
-from rollbook.rollout.policy import EpisodeContext, enter_episode
+from rollbook.rollout.policy import EpisodeContext, EpisodeTimeUpError, enter_episode
 from rollbook.rollout.settings import EpisodeLimits
 from tests.parts.rollout.agents import (
     FORGETS_THINKING,
@@ -552,3 +552,12 @@ async def test_weights_older_than_the_admission_do_not_sample_and_the_session_ke
             assert refused.value.status_code == 503
             assert isinstance(session.failure, TransientError)
         assert record.turns == []
+
+
+async def test_a_first_turn_that_takes_all_the_time_keeps_its_class_of_failure(tmp_path: Path) -> None:
+    async with agent_setup(tmp_path, lambda _: "yes<|im_end|>") as (setup, _):
+        enter_episode(EpisodeContext(group_id=GroupId("t@0"), min_publication=0, until=time.monotonic() - 1))
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            with pytest.raises(openai.APIStatusError, match="the time of this episode is over"):
+                await ask(client, [{"role": "user", "content": "hi"}])
+            assert isinstance(session.failure, EpisodeTimeUpError)

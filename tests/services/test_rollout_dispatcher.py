@@ -1,6 +1,7 @@
 """The dispatcher with real worker processes and a real ledger."""
 
 import asyncio
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 
 from rollbook.contracts.admission import OpenReply
 from rollbook.contracts.errors import FencedError, RunError, TransientError
-from rollbook.contracts.group import DropKind, DropReason, GroupId
+from rollbook.contracts.group import DropKind, DropReason, GroupId, group_id
 from rollbook.contracts.task import Task, TaskId
 from rollbook.rollout.dispatch.failure_breaker import RolloutsFailingError
+from rollbook.rollout.dispatch.outcome_follower import OutcomeFollower
 from rollbook.rollout.workers.pool import WorkersDyingError
 from rollbook.tasks.cursor import CursorDataLoader
 from rollbook.telemetry.metrics import read_metrics
@@ -95,6 +97,19 @@ async def test_a_dispatcher_that_is_behind_the_others_continues_where_they_are(
     await dispatching(tmp_path, [{}] * 8, sink=sink, epochs=None).run(within_s=60)
     assert min(row.position or 0 for row in sink.rows.values() if row.state == "queued") == 200
     assert num_requests < 10, "one request for each few draws would take 50"
+
+
+async def test_without_a_curriculum_the_played_draws_are_not_kept_in_memory(sink: LedgerSink) -> None:
+    task = Task(id=TaskId("t"), row={})
+    follower = OutcomeFollower(CursorDataLoader([task]), sink)
+    tracemalloc.start()
+    try:
+        for draw in range(20_000):
+            follower.started(group_id(task.id, draw))
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 500_000
 
 
 async def test_only_the_groups_of_a_killed_worker_are_played_again(tmp_path: Path, sink: LedgerSink) -> None:
@@ -264,6 +279,26 @@ async def test_a_dispatcher_that_leaves_finishes_its_groups_and_opens_no_more(tm
     await running
     assert {(row.state, row.attempt) for row in sink.rows.values()} == {("queued", 1)}
     assert sink.released == []
+    assert living_children() == []
+
+
+@pytest.mark.parametrize("end", ["leave", "end of the run"])
+async def test_a_dispatcher_that_waits_for_weights_can_end(tmp_path: Path, sink: LedgerSink, end: str) -> None:
+    is_waiting = asyncio.Event()
+
+    async def until_served() -> None:
+        is_waiting.set()
+        await asyncio.Event().wait()
+
+    play = dispatching(tmp_path, [{}] * 8, sink=sink, until_served=until_served)
+    running = asyncio.create_task(play.run(within_s=20))
+    await is_waiting.wait()
+    if end == "leave":
+        play.dispatcher.leave()
+    else:
+        await sink.end()
+    await running
+    assert sink.rows == {}
     assert living_children() == []
 
 

@@ -20,6 +20,7 @@ from rollbook.rollout.settings import RewardFunction, RewardRules
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import read_metrics
 from tests.parts.concurrency.processes import descendants_running, require_end_of_child
+from tests.parts.concurrency.until import until
 from tests.parts.rollout.dispatching import REPOSITORY, dispatching
 from tests.parts.rollout.rewards import BAIT
 from tests.parts.rollout.sink import LedgerSink, open_sink
@@ -69,6 +70,16 @@ async def test_a_catastrophic_regex_and_an_endless_loop_cost_their_own_sample_an
 async def test_a_function_that_exits_its_process_is_reported_with_the_exit_status() -> None:
     async with pool_of("crash") as pool:
         assert (await pool.score("crash", case("crash"))).cause == "its process exited with status 3"
+        assert (await pool.score("crash", case("fine"))).value == 0.25
+
+
+async def test_a_process_that_dies_while_it_is_idle_costs_no_sample() -> None:
+    async with pool_of("crash") as pool:
+        assert (await pool.score("crash", case("fine"))).value == 0.25
+        (idle,) = reward_processes()
+        idle.kill()
+        await until(lambda: not psutil.pid_exists(idle.pid))
+        await asyncio.sleep(0.1)  # another thread reports its end to the event loop
         assert (await pool.score("crash", case("fine"))).value == 0.25
 
 

@@ -201,7 +201,8 @@ class SandboxPool(Generic[S]):
             while True:
                 slot = await self._idle.get()
                 if slot.state is not SlotState.IDLE or slot.sandbox is None:
-                    continue  # it died while idle, and its keeper replaces it
+                    slot = None  # it died while idle; its keeper replaces it, and another session may lease it then
+                    continue
                 slot.move(SlotState.LEASED)
                 self.leased += 1
                 if await slot.sandbox.is_healthy():

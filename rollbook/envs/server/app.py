@@ -190,7 +190,7 @@ class _Server:
         return socket
 
     async def _join(self, request: web.Request, session: Session) -> web.StreamResponse:
-        """A socket for a session that was opened over `/mcp`. The session stays open when the socket closes."""
+        """A socket for a session that was opened over `/mcp`. The session stays open when the socket closes, unless it failed."""
         if session.id in self._joined:
             raise WireError(ErrorCode.SESSION_ERROR, f"session {session.id} already has a connection")
         socket = web.WebSocketResponse(compress=False, max_msg_size=self._config.max_message_bytes)
@@ -205,7 +205,13 @@ class _Server:
             session.on_end = None
             with suppress(ConnectionError, RuntimeError):
                 await socket.close()
+            await self._close_failed(session)
         return socket
+
+    async def _close_failed(self, session: Session) -> None:
+        """Return the environment of a session that cannot be used again."""
+        if session.failure is not None:
+            await self._sessions.close(session, session.failure)
 
     async def _serve_session(self, session: Session, socket: web.WebSocketResponse) -> None:
         """Keep reading while the environment works, to detect at once that a client left or died during a step."""
@@ -235,7 +241,7 @@ class _Server:
                 reply = await self._reply(session, request)
             except (WireError, RollbookError) as error:
                 reply, is_over = error_message(error), isinstance(error, SessionEndedError)
-            if not await _send(socket, reply) or is_over:
+            if not await _send(socket, reply) or is_over or session.failure is not None:
                 return
 
     async def _reply(self, session: Session, request: Request) -> str:
@@ -346,7 +352,10 @@ class _Server:
             return web.json_response(mcp_error(call, str(error)))
         if found is not None:
             found.touch()
-        return web.json_response(await answer_mcp(call, found, self._dialect, name=self._info.name))
+        answer = await answer_mcp(call, found, self._dialect, name=self._info.name)
+        if found is not None:
+            await self._close_failed(found)
+        return web.json_response(answer)
 
     async def openapi(self, _: web.Request) -> web.Response:
         schema = self._dialect.schema()

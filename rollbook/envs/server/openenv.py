@@ -28,6 +28,10 @@ OBSERVED, STATE = "observed", "state"
 OUTER_FIELDS = {"reward", "done"}
 
 
+class UndeclaredState(BaseModel):
+    """For `/schema`, if a class does not declare the model of its state."""
+
+
 class OpenEnvPool:
     """A pool of environments of one OpenEnv class. Satisfies `EnvironmentPool`."""
 
@@ -62,10 +66,18 @@ class OpenEnvPool:
         self._busy += 1
         thread = DaemonThreads(1, name=f"openenv-{self.name}")
         self._threads.add(thread)
+        created: list[Any] = []
+
+        def create() -> Any:
+            created.append(self._kind(**self._args))
+            return created[0]
+
         try:
             with fenced(f"env {self.name}: creating it"):
-                env = await asyncio.get_running_loop().run_in_executor(thread, lambda: self._kind(**self._args))
+                env = await asyncio.get_running_loop().run_in_executor(thread, create)
         except BaseException:
+            # A constructor that still runs cannot be stopped; the same thread closes its environment afterwards.
+            thread.submit(lambda: None if not created else _close(created[0]))
             self._release(thread)
             raise
         return HostedEnvironment(
@@ -80,7 +92,7 @@ class OpenEnvPool:
             thread.shutdown(wait=False, cancel_futures=True)
 
     def _release(self, thread: DaemonThreads) -> None:
-        thread.shutdown(wait=False, cancel_futures=True)
+        thread.shutdown(wait=False)  # after the calls that wait in it, such as `close`
         self._threads.discard(thread)
         self._busy -= 1
         self._slots.release()
@@ -127,10 +139,9 @@ class HostedEnvironment:
         if on_close is None:
             return
         try:
-            close = getattr(self._env, "close", None)
-            if callable(close):
-                with fenced(f"env {self._name}.close"):
-                    await asyncio.get_running_loop().run_in_executor(self._thread, close)
+            with fenced(f"env {self._name}.close"):
+                # Shielded: a close that waits for a running call is not lost with its caller.
+                await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, _close, self._env))
         finally:
             on_close()
 
@@ -237,7 +248,7 @@ def model_classes(path: str, kind: type[Any]) -> tuple[type[BaseModel], type[Bas
     return (
         action,
         typing.cast(type[BaseModel], observation),
-        typing.cast(type[BaseModel], state) if _is_model(state) else BaseModel,
+        typing.cast(type[BaseModel], state) if _is_model(state) else UndeclaredState,
     )
 
 
@@ -247,8 +258,14 @@ def has_own_async(kind: type[Any], method: str) -> bool:
     return owner is not None and not (owner.__name__ == "Environment" and owner.__module__.startswith("openenv."))
 
 
+def _close(env: Any) -> None:
+    close = getattr(env, "close", None)
+    if callable(close):
+        close()
+
+
 def _is_model(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, BaseModel)
+    return isinstance(hint, type) and issubclass(hint, BaseModel) and hint is not BaseModel
 
 
 def _parameter_names(function: Callable[..., Any]) -> set[str] | None:

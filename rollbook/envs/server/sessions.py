@@ -66,6 +66,8 @@ class Session:
         self.end_reason: str | None = None
         self.on_end: Callable[[], None] | None = None
         """Called once when the session closes, so that the connection can notify its client."""
+        self.failure: str | None = None
+        """A call timed out, or the sandbox died. The session must be closed, and refuses further calls."""
         self._env = env
         self._slot = slot
         self._config = config
@@ -126,6 +128,8 @@ class Session:
             self._closed.set()
 
     async def _call(self, name: str, within_s: float, call: Callable[[], Any]) -> Observation:
+        if self.failure is not None:
+            raise SessionEndedError(f"{name}: {self.failure}")
         if self.state is not SessionState.OPEN:
             raise SessionEndedError(f"{name}: this session is {self.state} ({self.end_reason or 'a call is running'})")
         self._move(SessionState.WORKING)
@@ -136,12 +140,12 @@ class Session:
                     return seen
         except SandboxDiedError as error:
             # The pool replaces the sandbox; only a new session gets the replacement.
-            raise SessionEndedError(f"{error}; this session is closed, connect again") from error
+            self.failure = f"{error}; this session is closed, connect again"
+            raise SessionEndedError(self.failure) from error
         except TimeoutError:
             # The environment may still be running the call, so it must not be used again.
-            raise SessionEndedError(
-                f"{name} took longer than {within_s:g} s; this session is closed, connect again"
-            ) from None
+            self.failure = f"{name} took longer than {within_s:g} s; this session is closed, connect again"
+            raise SessionEndedError(self.failure) from None
         finally:
             self._finish_call()
 

@@ -188,7 +188,7 @@ class ProxySession:
             )
         except EpisodeTimeUpError as error:
             if self.num_turns == 0:
-                raise EpisodeError(f"no turn was played: {error}") from error
+                raise  # not as another error, which would be retried until a turn is fast enough
             self._end = EndReason.TIME
             raise EpisodeOverError(str(error)) from error
         except asyncio.CancelledError:

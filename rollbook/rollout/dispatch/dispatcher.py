@@ -106,6 +106,8 @@ class Dispatcher:
         self._failed_attempts: Counter[GroupId] = Counter()
         self._is_run_over = False
         self._is_leaving = False
+        self._ending = asyncio.Event()
+        """Set when the run is over, or by `leave`: no further group is opened."""
 
     @property
     def doing(self) -> str:
@@ -125,6 +127,7 @@ class Dispatcher:
     def leave(self) -> None:
         """Open no more groups. `run` returns when those that it plays are settled."""
         self._is_leaving = True
+        self._ending.set()
         self._slot_freed.set()
 
     async def run(self) -> None:
@@ -171,21 +174,20 @@ class Dispatcher:
         Takes:  draws, from the task source.
         Gives:  orders, to the pool.
         Waits:  for a ready worker, then for a free slot, for a policy server with weights, and in the ledger for the gate.
-        Woken:  by `_remove` through `self._slot_freed`.
+        Woken:  by `_remove` through `self._slot_freed`; at the end through `self._ending`.
         Ends:   when the run is over, or after `leave`.
         """
         await self._pool.ready.wait()
         is_exhaustion_reported = False
         pause_s = EMPTY_PAUSE_S
         while True:
-            while not self._is_ending and self._slots.to_propose == 0:
+            while not self._ending.is_set() and self._slots.to_propose == 0:
                 self._slot_freed.clear()
                 await self._slot_freed.wait()
-            if self._is_ending:
+            if not self._ending.is_set() and not self._is_served and self._until_served is not None:
+                await self._wait_until_served(self._until_served)
+            if self._ending.is_set():
                 return
-            if not self._is_served and self._until_served is not None:
-                await self._until_served()
-                self._is_served = True
             count = self._slots.to_propose
             draws = self._tasks.propose(count)
             if self._tasks.is_exhausted and not is_exhaustion_reported:
@@ -204,9 +206,21 @@ class Dispatcher:
             await self._clock.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_EMPTY_PAUSE_S) if reply.quarantined else EMPTY_PAUSE_S
 
-    @property
-    def _is_ending(self) -> bool:
-        return self._is_run_over or self._is_leaving
+    async def _wait_until_served(self, until_served: Callable[[], Awaitable[None]]) -> None:
+        """Wait until a policy server has weights, or until this dispatcher ends."""
+
+        async def wait_for_weights() -> None:
+            await until_served()
+            self._is_served = True
+
+        async with asyncio.TaskGroup() as group:
+            waits = (
+                group.create_task(wait_for_weights(), name="rollout.until_served"),
+                group.create_task(self._ending.wait(), name="rollout.ending"),
+            )
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
 
     async def _open(self, owner: OwnerId, draws: Sequence[Draw], count: int) -> OpenReply:
         reply = await self._sink.open(owner, draws, limit=count, wait_s=OPEN_WAIT_S)
@@ -432,6 +446,7 @@ class Dispatcher:
                 await self._follower.update()
             if status.ended:
                 self._is_run_over = True
+                self._ending.set()
                 self._slot_freed.set()
                 return
 

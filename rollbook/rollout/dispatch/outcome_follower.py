@@ -26,7 +26,8 @@ class OutcomeFollower:
 
     def started(self, draw_id: GroupId) -> None:
         """This dispatcher plays the draw and observes its outcome."""
-        self._own.add(draw_id)
+        if self._tasks.needs_history:  # otherwise `update` is not called, and nothing would remove it
+            self._own.add(draw_id)
 
     def released(self, draw_id: GroupId) -> None:
         """This dispatcher gave the draw back."""

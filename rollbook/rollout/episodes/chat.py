@@ -80,7 +80,9 @@ class _Episode:
         try:
             completion = await self._setup.policy.complete(prompt, max_tokens=most)
         except EpisodeTimeUpError:
-            return self._limited(EndReason.TIME)
+            if chat.num_turns == 0:
+                raise  # not as another error, which would be retried until a turn is fast enough
+            return EndReason.TIME
         self._truncated_turns += completion.finish_reason is FinishReason.LENGTH
         return self._chat.add_completion(completion, seconds=time.monotonic() - started)
 

@@ -38,7 +38,7 @@ from rollbook.rollout.groups.failures import (
 )
 from rollbook.rollout.groups.filters import FilterError, GroupFilter, load_filters
 from rollbook.rollout.groups.parts import GroupParts
-from rollbook.rollout.groups.results import CAUSE_CHARS, GroupResult, GroupTally, times_of
+from rollbook.rollout.groups.results import CAUSE_CHARS, GroupResult, GroupTally, times_of, valid_text
 from rollbook.rollout.policy import EpisodeContext, current_episode, enter_episode
 from rollbook.rollout.stopwatch import EpisodeTime, MovableTimeout
 
@@ -47,8 +47,8 @@ LATE_S = 2.0
 SAME_MOMENT_S = 0.05
 """Samples that finish within this time are submitted in one part. Short against an episode, and long enough that episodes of equal
 length do not make a part each."""
-_ANNOTATIONS = msgpack_decoder(tuple[list[dict[str, Any]] | None, dict[str, float | bool], dict[str, Any]])
-"""Messages, metrics and facts of a sample."""
+_ANNOTATIONS = msgpack_decoder(tuple[list[dict[str, Any]] | None, dict[str, float | bool], dict[str, Any], str | None])
+"""Messages, metrics, facts and invalid cause of a sample."""
 
 OnPart: TypeAlias = Callable[["GroupResult"], Awaitable[None]]
 
@@ -239,7 +239,7 @@ class GroupAssembler:
                 # dispatcher releases it at its deadline.
                 await self._clock.sleep(next(waits) if self._clock.now() + LATE_S < tally.until else 2 * LATE_S)
                 continue
-            cause = (str(error) or type(error).__name__)[:CAUSE_CHARS]
+            cause = valid_text(str(error) or type(error).__name__)[:CAUSE_CHARS]
             tally.causes[cause] += 1
             if self._on_failure is not None and (episode := current_episode()) is not None:
                 self._on_failure(order, cause, episode.completions)
@@ -267,10 +267,13 @@ class GroupAssembler:
             if self._score is not None and not sample.is_scorable:
                 return sample, UnscorableError(sample.invalid_cause)
         except asyncio.CancelledError:
-            if (me := asyncio.current_task()) is not None and me.cancelling():
+            if _is_cancelled():
                 raise
             return None, SampleRaisedError("rollout raised CancelledError without being cancelled")
         except Exception as error:
+            if _is_cancelled():
+                # The clean-up of the rollout function failed. As a failure, the episode of a cancelled group would be retried.
+                raise asyncio.CancelledError from error
             match action_on(error):
                 case Action.STOP_RUN | Action.REPLACE_WORKER:
                     if isinstance(error, RollbookError):
@@ -350,9 +353,16 @@ class GroupAssembler:
             reason = next((reason for check in self._filters if (reason := check(group)) is not None), None)
         except FilterError as error:
             # The group is neither kept nor filtered, and the circuit breaker counts the failure.
-            tally.causes[str(error)[:CAUSE_CHARS]] += 1
-            return DropReason(DropKind.INVALID, str(error))
-        return None if reason is None else DropReason(DropKind.FILTERED, reason)
+            cause = valid_text(str(error))
+            tally.causes[cause[:CAUSE_CHARS]] += 1
+            return DropReason(DropKind.INVALID, cause)
+        return None if reason is None else DropReason(DropKind.FILTERED, valid_text(reason))
+
+
+def _is_cancelled() -> bool:
+    """Whether the running episode was cancelled from outside."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _with_times(sample: RolloutSample, began: float) -> RolloutSample:
@@ -395,9 +405,11 @@ def checked_sample(sample: object) -> RolloutSample | None:
         raise BadSampleError(f"rollout returned a {type(sample).__name__}; it must return a RolloutSample or None")
     try:
         # Checked here, so that one bad sample does not make its whole group impossible to encode.
-        _ANNOTATIONS.decode(msgspec.msgpack.encode((sample.messages, sample.metrics, sample.facts)))
+        _ANNOTATIONS.decode(
+            msgspec.msgpack.encode((sample.messages, sample.metrics, sample.facts, sample.invalid_cause))
+        )
     except (TypeError, ValueError, OverflowError) as error:
         raise BadSampleError(
-            f"rollout returned a sample whose messages, metrics or facts are not plain JSON: {error}"
+            f"rollout returned a sample whose messages, metrics, facts or invalid_cause are not plain JSON: {error}"
         ) from error
     return sample

@@ -104,13 +104,18 @@ class GroupTally:
         )
 
 
+def valid_text(text: str) -> str:
+    """The text with half characters escaped: an error may quote them from the policy's JSON, and they cannot be encoded."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def times_of(began: float, result: RolloutSample | tuple[RolloutSample | None, Exception] | None) -> EpisodeTimes:
     sample, cause = result if isinstance(result, tuple) else (result, None)
     return EpisodeTimes(
         start=began,
         end=time.time(),
         reward=None if sample is None else sample.reward,
-        cause=None if cause is None else str(cause)[:CAUSE_CHARS],
+        cause=None if cause is None else valid_text(str(cause))[:CAUSE_CHARS],
         turns=() if sample is None else tuple(_request_times(sample, began)),
     )
 

@@ -6,7 +6,7 @@
     url = "http://agents.internal:9000"
 
 An episode has one deadline, and one retry within it: the same request id joins the running episode, so a lost connection costs
-nothing. Cancelling the episode here cancels it in the service.
+nothing. An episode that is cancelled or given up here is cancelled in the service.
 """
 
 import asyncio
@@ -92,7 +92,8 @@ class _Exchange:
         async with aiohttp.ClientSession(headers=self._headers) as session:
             try:
                 return await self._send(session)
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, TransientError):
+                # Without this, the service would play an episode that is played again under another id.
                 await asyncio.shield(self._cancel(session))
                 raise
 
@@ -107,7 +108,6 @@ class _Exchange:
                 async with session.post(self._url, data=body, timeout=aiohttp.ClientTimeout(total=left)) as response:
                     return self._read(response.status, await response.read())
             except TimeoutError:
-                await self._cancel(session)
                 raise TransientError(f"{self._url} did not respond within {self._request.deadline_s:g} s") from None
             except aiohttp.ClientError as error:
                 failure = TransientError(f"{self._url}: {type(error).__name__}: {error}")

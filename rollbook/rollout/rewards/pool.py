@@ -46,6 +46,8 @@ class _Request:
     function: str
     case: RewardCase
     score: asyncio.Future[Score]
+    was_returned: bool = False
+    """The process was found dead before the call. It is returned to its queue once, so that it always ends."""
 
 
 class _RewardProcess:
@@ -60,6 +62,10 @@ class _RewardProcess:
     @property
     def pid(self) -> int:
         return self._child.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._child.is_alive
 
     async def load(self, message: Load, *, within_s: float) -> None:
         """Raises `RunError` when a function cannot be loaded, and `ChildEndedError` when the process dies."""
@@ -199,6 +205,11 @@ class RewardPool:
             request = await requests.get()
             if request.score.done():
                 continue  # cancelled
+            if not process.is_alive and not request.was_returned:
+                # It died while it was idle, which says nothing about this call: the next process makes it.
+                request.was_returned = True
+                requests.put_nowait(request)
+                return
             try:
                 is_usable = await (
                     self._score_alone(process, request) if is_alone else self._score_shared(process, request)

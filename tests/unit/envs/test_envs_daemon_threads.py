@@ -66,6 +66,20 @@ def test_shutdown_cancels_waiting_calls_on_request() -> None:
         waiting.result(10)
 
 
+def test_shutdown_does_not_wait_for_a_call_that_a_thread_has_just_taken() -> None:
+    code = (
+        "import sys\n"
+        "from rollbook.envs.daemon_threads import DaemonThreads\n"
+        "sys.setswitchinterval(1e-7)\n"
+        "for _ in range(1000):\n"
+        "    threads = DaemonThreads(4, name='race')\n"
+        "    for _ in range(20):\n"
+        "        threads.submit(int)\n"
+        "    threads.shutdown(cancel_futures=True)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
 def test_a_call_that_never_returns_does_not_keep_the_process_alive() -> None:
     code = (
         "import threading\n"

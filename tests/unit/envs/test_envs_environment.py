@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rollbook.concurrency.shield import finish
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.task import Observation
 from rollbook.envs.environment import EnvironmentAdapter
@@ -107,6 +108,28 @@ async def test_calls_never_overlap_even_when_a_caller_was_cancelled() -> None:
     may_continue.set()
     await closing
     assert order == ["step begins", "step ends", "close"]
+
+
+async def test_a_close_that_is_given_up_during_a_call_follows_when_the_call_returns() -> None:
+    began, may_continue, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(Plain):
+        def step(self, action: str) -> Observation:
+            began.set()
+            assert may_continue.wait(10)
+            return Observation(text="late")
+
+        def close(self) -> None:
+            closed.set()
+
+    environment = EnvironmentAdapter(Slow(), name="test")
+    stepping = asyncio.create_task(environment.step("go"))
+    assert await asyncio.to_thread(began.wait, 10)
+    stepping.cancel()
+    assert not await finish(environment.close(), within_s=0.01)
+    assert not closed.is_set()
+    may_continue.set()
+    assert await asyncio.to_thread(closed.wait, 10)
 
 
 class Broken:

@@ -227,6 +227,42 @@ async def test_a_cancelled_acquire_takes_no_slot() -> None:
         again.release()
 
 
+class GatedFactory(FakeFactory):
+    """Once closed, it starts a sandbox only when the gate of its slot is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_closed = False
+        self.gates = [asyncio.Event() for _ in range(2)]
+
+    async def start(self, slot: int) -> FakeSandbox:
+        if self.is_closed:
+            await self.gates[slot].wait()
+            self.made.append(FakeSandbox(f"fake-{slot}-{len(self.made)}"))
+            return self.made[-1]
+        return await super().start(slot)
+
+
+async def test_a_cancelled_acquire_does_not_end_the_lease_of_another_session() -> None:
+    factory = GatedFactory()
+    async with opened_pool(factory, size=2) as pool:
+        factory.is_closed = True
+        for sandbox in factory.made[:2]:
+            sandbox.die()
+        await run_keepers()
+        waiting = asyncio.create_task(pool.acquire(soon()))
+        await run_keepers()
+        # The other session takes the sandbox in the iteration of the event loop in which it becomes idle.
+        factory.gates[1].set()
+        other = await asyncio.create_task(pool.acquire(soon()))
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await run_keepers()
+        assert pool.states[1] is SlotState.LEASED
+        assert other.sandbox.cleaned == 0
+        other.release()
+
+
 async def test_an_acquire_that_is_cancelled_at_any_moment_leaks_no_slot() -> None:
     async with opened_pool(FakeFactory(), size=1) as pool:
         for turns in range(12):

@@ -20,6 +20,7 @@ from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, Score
 from rollbook.rollout.groups.results import GroupResult
 from rollbook.rollout.policy import EpisodeTimeUpError, RequestTimes, current_episode, pause_episode_time
+from rollbook.rollout.workers.messages import Finished, encode
 from tests.parts.rollout.guessing import completion
 
 ORDER = GroupOrder(
@@ -303,6 +304,29 @@ async def test_cancelling_a_group_cancels_all_its_episodes() -> None:
     assert len(ended) == 4
 
 
+async def test_an_episode_whose_clean_up_fails_at_its_cancellation_is_not_played_again() -> None:
+    started = asyncio.Event()
+    calls = 0
+
+    async def rollout(row: dict[str, Any]) -> RolloutSample:
+        nonlocal calls
+        calls += 1
+        started.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            raise RuntimeError("the connection cannot be closed")
+
+    task = asyncio.create_task(play(rollout, retry_budget=4))
+    await started.wait()
+    await asyncio.sleep(0)
+    task.cancel()
+    done, _ = await asyncio.wait({task}, timeout=5)
+    assert done
+    assert task.cancelled()
+    assert calls == 4
+
+
 async def test_a_cancelled_error_raised_by_user_code_is_a_failure() -> None:
     async def rollout(row: dict[str, Any]) -> RolloutSample:
         raise asyncio.CancelledError
@@ -320,6 +344,28 @@ async def test_a_sample_whose_facts_cannot_be_encoded_fails_alone() -> None:
     )
     assert result.drop is None
     assert "not plain JSON" in next(iter(result.outcome.invalid_causes))
+
+
+async def test_a_failure_whose_text_is_not_valid_unicode_fails_alone() -> None:
+    half = "half a character \ud83d"
+    invalid = TrajectoryAssembler(SamplingParams())
+    invalid.add_prompt([1])
+    invalid.add_completion(completion([2]))
+    result = await play(
+        scripted(ValueError(half), invalid.build(reward=None, invalid_cause=half), sample(0.0), sample(1.0))
+    )
+    assert result.drop is None
+    causes = first_lines(result.outcome.invalid_causes)
+    assert causes["rollout raised ValueError: half a character \\ud83d"] == 1
+    assert len(causes) == 2
+    assert len(encode(Finished.of(ORDER, result))) > 0
+
+
+async def test_a_filter_may_name_a_reason_that_is_not_valid_unicode() -> None:
+    config = RolloutConfig(completions_per_prompt=2, retry_budget=0)
+    assembler = GroupAssembler(scripted(sample(0.0), sample(1.0)), config, filters=[lambda group: "bad \ud83d"])
+    result = await assembler.play(ORDER)
+    assert str(result.drop) == "filtered: bad \\ud83d"
 
 
 async def test_an_episode_that_cannot_be_scored_is_kept_and_not_retried() -> None:

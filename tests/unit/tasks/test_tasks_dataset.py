@@ -4,6 +4,7 @@ import csv
 import json
 from pathlib import Path
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -47,6 +48,8 @@ def test_repeated_ids_get_suffixes_that_never_collide(tmp_path: Path) -> None:
         ('{"id": "a@b"}', "line 2: id 'a@b' contains '@'"),
         ('{"id": [1]}', "line 2: field 'id' is [1]"),
         ('{"id": ""}', "line 2: field 'id' is ''"),
+        ('{"answer": 123456789012345678901234567890}', "line 2: can't serialize ints"),
+        ('{"question": "half a character: \\ud83d"}', "line 2: 'utf-8' codec can't encode"),
     ],
 )
 def test_a_bad_row_is_named_with_its_line(tmp_path: Path, line: str, message: str) -> None:
@@ -133,3 +136,19 @@ def test_columns_choose_and_rename_and_the_limit_takes_the_first_rows(tmp_path: 
     ]
     with pytest.raises(RunError, match=r"no column 'problems' .* did you mean 'problem'"):
         load_tasks(TasksConfig(source="t.jsonl", columns={"question": "problems"}), base_dir=tmp_path)
+
+
+def test_one_split_saved_to_disk_is_not_read_as_another(tmp_path: Path) -> None:
+    rows = [{"question": "2 + 2?"}, {"question": "3 + 3?"}]
+    datasets.Dataset.from_list(rows, split="train").save_to_disk(str(tmp_path / "train"))
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "unnamed"))
+    for config in (
+        TasksConfig(source="hf:train", split="train"),
+        TasksConfig(source="hf:train"),
+        TasksConfig(source="hf:unnamed"),
+    ):
+        assert len(load_tasks(config, base_dir=tmp_path)) == 2
+    with pytest.raises(RunError, match="it holds the split 'train'"):
+        load_tasks(TasksConfig(source="hf:train", split="test"), base_dir=tmp_path)
+    with pytest.raises(RunError, match="it holds one split without a name"):
+        load_tasks(TasksConfig(source="hf:unnamed", split="test"), base_dir=tmp_path)

@@ -76,8 +76,9 @@ class AccountCloud:
         if place not in self._changed:
             self._before |= await self._inventory(place)
             self._changed.add(place)
+        self._texts.append(" ".join(argv))  # before it runs: a command that is cancelled may have made its object
         result = await self._worker.run(argv)
-        self._texts.append(f"{' '.join(argv)}\n{result.stdout}")
+        self._texts.append(result.stdout)
         return result
 
     async def call_api(self, calls: Sequence[ApiCall]) -> list[ApiAnswer]:
@@ -85,6 +86,7 @@ class AccountCloud:
 
     async def clean(self) -> None:
         """Remove what the episode made, and local files. Raises `RunError` with what could not be removed."""
+        await self._worker.restart_if_dead()  # a cancelled command has killed it
         await self._worker.clean()
         text, places = "\n".join(self._texts), sorted(self._changed, key=str)
         left: list[str] = []

@@ -147,6 +147,12 @@ class AwsWorker:
             else:
                 path.unlink(missing_ok=True)
 
+    async def restart_if_dead(self) -> None:
+        """For a cloud that outlives its worker. A pool of simulators replaces both."""
+        async with self._lock:
+            if not self._child.is_alive:
+                await self._restart()
+
     async def stop(self) -> None:
         await self._child.kill()
         remove_directory(self._directory)
