@@ -298,6 +298,12 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
         """Whether checkpoints have shards."""
         return self.ranks > 1 or self.shards_path is not None
 
+    def with_own_shards(self, run_id: str) -> Self:
+        """Runs may share a directory or a bucket for shards: each has its own folder in it."""
+        if self.shards_path is None:
+            return self
+        return self.model_copy(update={"shards_path": f"{self.shards_path.rstrip('/')}/{run_id}"})
+
     @property
     def logits_bytes(self) -> int:
         # Each chunk adds its gradient to that of all output embeddings: few large chunks cost a GPU less memory traffic.
