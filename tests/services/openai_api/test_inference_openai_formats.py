@@ -89,6 +89,13 @@ def test_structured_outputs_of_completions_have_the_names_of_vllm(client: openai
     assert {choice.text for choice in reply.choices} <= {"red", "green"}
 
 
+@pytest.mark.parametrize("regex", ["red/green", r"red\/green"])
+def test_a_regex_may_have_slashes_escaped_or_not(client: openai.OpenAI, regex: str) -> None:
+    form = {"structured_outputs": {"regex": regex}}
+    reply = client.completions.create(model="tiny", prompt="colours: ", max_tokens=20, extra_body=form)
+    assert reply.choices[0].text == "red/green"
+
+
 def test_tools_reach_the_prompt_through_the_template(client: openai.OpenAI, tokenizer: ModelTokenizer) -> None:
     messages: Any = [
         {"role": "user", "content": "who?"},
