@@ -242,6 +242,10 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
             unread = sorted(name for name in self._loss_settings() if name not in LOSS_DEFAULTS[self.loss])
             if unread:
                 raise ValueError(f"loss {self.loss!r} does not read {', '.join(unread)}: remove it")
+            if self.loss == "decoupled" and self.old_logprobs == "engine":
+                raise ValueError(
+                    "loss 'decoupled' weights by old / sampled, which is always 1 with old_logprobs = 'engine': use 'snapshot'"
+                )
         if (self.recipe.reduction == "fixed_length") != (self.reduction_length is not None):
             raise ValueError("reduction_length must be set with reduction 'fixed_length', and only then")
 
