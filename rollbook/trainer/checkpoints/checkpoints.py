@@ -177,8 +177,9 @@ class Checkpoints:
         return f"step-{snapshot.step:06d}-{self._token}"
 
     def _remove(self, step: int) -> None:
-        """The manifest is removed first, with its directory: a checkpoint without shards must not look complete."""
+        """The manifest is removed first: a checkpoint without its files or shards must not look complete."""
         shards = self._manifest(step).get(SHARDS)
+        (self._path(step) / MANIFEST).unlink()
         shutil.rmtree(self._path(step))
         if shards is not None:
             open_shards(shards["location"]).remove(shards["folder"])
