@@ -131,8 +131,8 @@ def test_a_checkpoint_whose_removal_is_interrupted_is_incomplete(
         shutil_rmtree(path, **options)
 
     shutil_rmtree: Any = shutil.rmtree
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(shutil, "rmtree", interrupted)
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         save(store, learner)
     assert store.steps() == [2]
 
