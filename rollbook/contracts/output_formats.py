@@ -100,13 +100,19 @@ def forced_tools(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any) ->
     known = list(tools or ())
     if not known:
         raise ValueError(f"tool_choice: {tool_choice!r} requires tools")
+    for at, tool in enumerate(known):
+        described = tool.get("function")
+        if not isinstance(described, Mapping) or not isinstance(described.get("name"), str):
+            raise ValueError(f"tools: number {at} is not a function with a name")
+        if not isinstance(described.get("parameters") or {}, Mapping):
+            raise ValueError(f"tools: the parameters of {described['name']!r} are not a JSON schema")
     if tool_choice == "required":
         return known
     function = tool_choice.get("function", tool_choice) if isinstance(tool_choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
         raise ValueError(f"tool_choice: {tool_choice!r} is not auto, none, required or a function with a name")
-    named = [tool for tool in known if tool.get("function", {}).get("name") == name]
+    named = [tool for tool in known if tool["function"]["name"] == name]
     if not named:
         raise ValueError(f"tool_choice: {name!r} is not among the tools")
     return named

@@ -242,6 +242,10 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
             unread = sorted(name for name in self._loss_settings() if name not in LOSS_DEFAULTS[self.loss])
             if unread:
                 raise ValueError(f"loss {self.loss!r} does not read {', '.join(unread)}: remove it")
+            if self.loss == "decoupled" and self.old_logprobs == "engine":
+                raise ValueError(
+                    "loss 'decoupled' weights by old / sampled, which is always 1 with old_logprobs = 'engine': use 'snapshot'"
+                )
         if (self.recipe.reduction == "fixed_length") != (self.reduction_length is not None):
             raise ValueError("reduction_length must be set with reduction 'fixed_length', and only then")
 
@@ -297,6 +301,12 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     def is_sharded(self) -> bool:
         """Whether checkpoints have shards."""
         return self.ranks > 1 or self.shards_path is not None
+
+    def with_own_shards(self, run_id: str) -> Self:
+        """Runs may share a directory or a bucket for shards: each has its own folder in it."""
+        if self.shards_path is None:
+            return self
+        return self.model_copy(update={"shards_path": f"{self.shards_path.rstrip('/')}/{run_id}"})
 
     @property
     def logits_bytes(self) -> int:

@@ -137,6 +137,8 @@ class TrainerLoop:
         self._durable_step = 0
         self._checkpoint_step = 0
         """The last step whose checkpoint was begun by this process."""
+        self._saved_step = -1
+        """The step of the newest checkpoint; -1: there is none."""
         self._digest: str | None = None
         self._learner: Learner | None = None
         self._weights: Mapping[str, Tensor] = {}
@@ -253,6 +255,7 @@ class TrainerLoop:
             self._acknowledged = asyncio.get_running_loop().create_future()
             self._acknowledged.set_result(digest)
             fields["step"] = self._step = learner.step
+            self._saved_step = -1 if checkpoint is None else checkpoint.step
         self._log.info(
             "trainer.restored",
             step=learner.step,
@@ -408,7 +411,8 @@ class TrainerLoop:
         self._checkpoint_step = learner.step
         began = self._clock.now()
         await self._checkpointing.wait()
-        if 0 < learner.step <= self._durable_step:
+        # Ranks wait for each other when they write: none may begin a checkpoint that rank 0 does not write again.
+        if learner.step == self._saved_step or 0 < learner.step <= self._durable_step:
             return
         snapshot = await asyncio.to_thread(learner.state_snapshot, self._weights)
         self._metrics.add("perf/checkpoint_wait_time", self._clock.now() - began)
@@ -420,6 +424,7 @@ class TrainerLoop:
         began = self._clock.now()
         with self._spans.span("trainer.checkpoint", step=snapshot.step):
             saved = await asyncio.to_thread(self._checkpoints.write, snapshot, weights_digest=digest)
+            self._saved_step = saved.step
             await self._mark_durable(saved.step)
         self._metrics.add("perf/checkpoint_time", self._clock.now() - began)
         self._log.info("trainer.checkpointed", step=saved.step, path=saved.path.name, digest=saved.weights_digest)

@@ -108,10 +108,6 @@ class SftLoop:
         self._is_stopping = False
         self._saved: Checkpoint | None = None
 
-    @property
-    def total_steps(self) -> int:
-        return self._total
-
     def stop_after_step(self) -> None:
         """Finish the current step, write a checkpoint and return. May be called from a signal handler."""
         self._is_stopping = True

@@ -283,7 +283,7 @@ class TrainStep:
 
     def _old_logprobs(self, minibatches: Sequence[Passes]) -> list[list[Tensor] | None]:
         """Log-probabilities at the start of the step, for every minibatch but the first, which uses its own."""
-        if self._recipe.old_logprobs == "engine":
+        if self._recipe.old_logprobs == "engine" and self._config.missing_logprobs == "refuse":
             return [None for _ in minibatches]
         old: list[list[Tensor] | None] = [None for _ in minibatches[:1]]
         with torch.no_grad():

@@ -215,6 +215,20 @@ async def test_streamed_tokens_arrive_as_they_are_sampled_and_make_up_the_comple
     assert streamed.tops.token_ids.tolist() == completion.tops.token_ids.tolist()
 
 
+async def test_a_token_callback_that_raises_fails_its_own_request_only(tiny: TinyModel) -> None:
+    def broken(_: TokenChunk) -> None:
+        raise RuntimeError("the reader is gone")
+
+    async with opened(tiny, scripted=ScriptedConfig(token_s=0.005)) as (client, engine, _):
+        other = asyncio.create_task(client.complete([1], SamplingParams(max_tokens=50)))
+        await until(lambda: engine.stats().running == 1)
+        with pytest.raises(RuntimeError, match="the reader is gone"):
+            await client.complete([2], LONG, on_tokens=broken)
+        assert len((await other).token_ids) == 50
+        assert len((await client.complete([3], ONE)).token_ids) == 1
+        await until(lambda: engine.stats().running == 0)
+
+
 async def test_streamed_tokens_are_kept_when_the_connection_is_lost_after_them() -> None:
     """An episode continues from them. Sampling them again would contradict what the agent has seen."""
     tokens = TokenChunk(

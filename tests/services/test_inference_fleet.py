@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -220,11 +220,32 @@ async def test_requests_and_weights_follow_replicas_that_join_leave_and_return(t
 
 
 async def test_a_publication_waits_while_no_replica_is_a_member(tiny: TinyModel) -> None:
+    published, path = tiny.weights(2)
     async with two_replicas(tiny) as (_, urls):
+        lists: Iterator[list[str]] = iter([[], []])
 
         async def source() -> list[str]:
-            return []
+            return next(lists, urls)
 
-        async with WeightTransferClient(urls, request_s=1, source=source) as weights:
+        async with WeightTransferClient(urls, request_s=30, source=source) as weights:
             with pytest.raises(TransientError, match="no policy server is a member of the run"):
                 await weights.reported()
+            await weights.receive(published, str(path))
+            assert list(await weights.reported()) == [published, published]
+
+
+async def test_a_publication_waits_while_the_only_member_is_quarantined(tiny: TinyModel) -> None:
+    (published, path), (newer, newer_path) = tiny.weights(2), tiny.weights(3)
+    async with two_replicas(tiny) as (_, (first, _)):
+        lost = "http://127.0.0.1:9"
+        lists: Iterator[list[str]] = iter([])
+
+        async def source() -> list[str]:
+            return next(lists, [first, lost])
+
+        async with WeightTransferClient([first, lost], request_s=30, confirm_s=1.0, source=source) as weights:
+            await weights.receive(published, str(path))
+            assert weights.quarantined == (lost,)
+            lists = iter([[lost], [lost]])
+            await weights.receive(newer, str(newer_path), within_s=30)
+            assert list(await weights.reported()) == [newer]

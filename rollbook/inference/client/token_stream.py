@@ -9,7 +9,7 @@ import msgspec
 
 from rollbook.contracts.decoding import msgpack_decoder
 from rollbook.contracts.errors import TransientError
-from rollbook.contracts.policy import Completion, OnTokens, SamplingParams
+from rollbook.contracts.policy import Completion, OnTokens, SamplingParams, TokenChunk
 from rollbook.inference.connection import PolicyConnection, error_of
 from rollbook.inference.wire.token_stream import (
     STREAM_PATH,
@@ -120,14 +120,24 @@ class TokenStream:
                 cause = f"invalid frame: {error}"
                 break
             for number, chunk in streamed:
-                if (on_tokens := self._on_tokens.get(number)) is not None:
-                    on_tokens(chunk)
+                self._stream(number, chunk)
             for count, outcome in enumerate(frame.outcomes, start=1):
                 self._settle(outcome)
                 if count % SETTLED_AT_ONCE == 0:
                     await asyncio.sleep(0)
         await socket.close()
         self._fail_pending(cause)
+
+    def _stream(self, number: int, chunk: TokenChunk) -> None:
+        on_tokens, completion = self._on_tokens.get(number), self._pending.get(number)
+        if on_tokens is None or completion is None or completion.done():
+            return
+        try:
+            on_tokens(chunk)
+        except (
+            Exception
+        ) as error:  # The caller's code: its error ends its own request, which is then cancelled at the server.
+            completion.set_exception(error)
 
     def _settle(self, outcome: StreamedOutcome) -> None:
         completion = self._pending.pop(outcome.id, None)

@@ -146,13 +146,11 @@ class WeightTransferClient:
     ) -> None:
         """Load the weights at `location` into every replica in service; returns when all of them report it.
 
-        `within_s`: how long to retry while no replica accepts them (default: `confirm_s`).
+        `within_s`: how long to retry while no replica is in service or accepts them (default: `confirm_s`).
         """
         self._has_warned = False
-        await self._follow_source()
-        await self._release_responding()
-        serving = self._serving()
         deadline = Deadline(self._confirm_s if within_s is None else within_s, f"publication {publication.id}")
+        serving = await retry(self._in_service, on=TransientError, deadline=deadline, on_retry=self._log_retry)
         push = _Push(publication, location, deadline, None if self._server_api.refuses_old_epochs else fence)
         if self._sequence is UpdateSequence.PAUSED:
             await self._push_paused(serving, push)
@@ -172,13 +170,11 @@ class WeightTransferClient:
 
         Raises `TransientError` when a replica in service does not respond.
         """
-        await self._follow_source()
-        await self._release_responding()
+        serving = await self._in_service()
 
         async def publication(index: int) -> Publication | None:
             return await self._server_api.publication(self._replicas[index])
 
-        serving = self._serving()
         found = await self._at_all(serving, self._unless_gone(publication), "weight_info")
         return [one for index, one in zip(serving, found, strict=True) if index not in self._gone]
 
@@ -196,12 +192,19 @@ class WeightTransferClient:
     async def _resume_one(self, index: int) -> None:
         await self._server_api.resume(self._replicas[index])
 
+    async def _in_service(self) -> list[int]:
+        """The replicas in service now. Raises `TransientError` if there are none."""
+        await self._follow_source()
+        await self._release_responding()
+        if serving := self._serving():
+            return serving
+        if self._quarantined:
+            raise TransientError(f"no policy server responds: {', '.join(self.quarantined)}")
+        raise TransientError("no policy server is a member of the run")
+
     def _serving(self) -> list[int]:
         unused = self._quarantined | self._gone
-        serving = [index for index in range(len(self._replicas)) if index not in unused]
-        if not serving and len(self._gone) == len(self._replicas):
-            raise TransientError("no policy server is a member of the run")
-        return serving
+        return [index for index in range(len(self._replicas)) if index not in unused]
 
     async def _follow_source(self) -> None:
         """Connect to replicas that joined: the publisher finds them without the current publication, and pushes it."""

@@ -5,6 +5,7 @@ omits all text. Extension of responses: `weight_versions` names the publication 
 accepts `application/msgpack` receives `TokenReply` instead of JSON: raw arrays, which need no conversion on either side.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -47,14 +48,25 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, omit_default
         if sum(getattr(self, name) not in (None, False) for name in self.__struct_fields__) != 1:
             raise ValueError(f"structured_outputs: set exactly one of {', '.join(self.__struct_fields__)}")
         if self.json is not None:
-            schema = msgspec.json.decode(self.json) if isinstance(self.json, str) else self.json
-            return json_grammar(schema)
+            return json_grammar(_schema(self.json))
         if self.regex is not None:
-            escaped = self.regex.replace("/", r"\/")
+            # A slash ends the regex in Lark. One that is escaped already stays as it is.
+            escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], self.regex)
             return f"start: /{escaped}/\n"
         if self.choice is not None:
             return choice_grammar(self.choice)
-        return self.grammar or json_grammar()
+        return json_grammar() if self.grammar is None else self.grammar
+
+
+def _schema(schema: dict[str, Any] | str) -> dict[str, Any]:
+    """Raises `ValueError` for a text that is not a JSON object."""
+    if isinstance(schema, dict):
+        return schema
+    try:
+        decoded: dict[str, Any] = msgspec.json.decode(schema, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"structured_outputs: json is not a JSON schema: {error}") from error
+    return decoded
 
 
 class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):

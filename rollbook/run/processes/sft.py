@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from rollbook.run.directory import RunDirectory, write_json
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.trainer.model.model_directory import prepare_model_directory
-from rollbook.trainer.sft import SFT_METRICS, SftLoop, SftOutcome
+from rollbook.trainer.sft import SFT_METRICS, SftLoop, SftOutcome, steps_of
 from rollbook.trainer.sft_config import sft_trainer
 
 PROGRESS_INTERVAL_S = 2.0
@@ -46,9 +47,11 @@ def _train(directory: Path, loaded: LoadedSftConfig) -> int:
     model_dir = prepare_model_directory(loaded.model, directory / "model", seed=config.run.seed)
     train, validation = _rows(loaded, ModelTokenizer.from_directory(model_dir))
     log = EventLog("sft", directory / "logs" / "sft.jsonl")
+    total_steps = steps_of(len(train), config.sft, max_steps=config.trainer.max_steps)
+    run_id = write_or_check_manifest(directory, loaded, digest_of_rows(train), total_steps=total_steps)
     loop = SftLoop(
         config=config.sft,
-        trainer=config.trainer,
+        trainer=config.trainer.with_own_shards(run_id),
         model_dir=model_dir,
         directory=directory,
         demonstrations=train,
@@ -57,8 +60,7 @@ def _train(directory: Path, loaded: LoadedSftConfig) -> int:
         log=log,
         on_metrics=_ProgressPrinter(),
     )
-    _print(f"{len(train)} demonstrations, {len(validation)} for validation, {loop.total_steps} steps")
-    write_or_check_manifest(directory, loaded, digest_of_rows(train), total_steps=loop.total_steps)
+    _print(f"{len(train)} demonstrations, {len(validation)} for validation, {total_steps} steps")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: loop.stop_after_step())
     began = time.perf_counter()
@@ -101,8 +103,9 @@ def _rows(loaded: LoadedSftConfig, tokenizer: ModelTokenizer) -> tuple[tuple[Tok
     return train.split(settings.validation_share) if settings.validation_share else (train.rows, ())
 
 
-def write_or_check_manifest(directory: Path, loaded: LoadedSftConfig, data_digest: str, *, total_steps: int) -> None:
-    """Record the settings that decide the numbers. Raises `RunError` if a resumed run has other ones."""
+def write_or_check_manifest(directory: Path, loaded: LoadedSftConfig, data_digest: str, *, total_steps: int) -> str:
+    """Record the settings that decide the numbers, and return the id of the run. Raises `RunError` if a resumed run has other
+    settings."""
     made_from = {
         "source_dir": str(loaded.source_dir),
         "data_digest": data_digest,
@@ -110,7 +113,7 @@ def write_or_check_manifest(directory: Path, loaded: LoadedSftConfig, data_diges
         "examples_per_step": loaded.config.sft.examples_per_step,
         "trainer": sft_trainer(loaded.config.trainer).numeric_settings(),
     }
-    path = directory / MANIFEST
+    path, run_id = directory / MANIFEST, uuid.uuid4().hex
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
         changed = [name for name in made_from if name != "source_dir" and before.get(name) != made_from[name]]
@@ -119,7 +122,9 @@ def write_or_check_manifest(directory: Path, loaded: LoadedSftConfig, data_diges
                 f"{directory} was started with other settings ({', '.join(changed)} differ); "
                 "restore them, or choose another --out"
             )
-    write_json(path, made_from)
+        run_id = before.get("id", run_id)
+    write_json(path, {"id": run_id, **made_from})
+    return run_id
 
 
 def _copy_model(model_dir: Path, final: Path) -> Path:

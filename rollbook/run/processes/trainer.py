@@ -18,7 +18,6 @@ from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.sinks.forwarder import ROLLOUTS_FILE, Forwarder, open_sinks
 from rollbook.telemetry.token_records import TokenRecordWriter
-from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.loop import LoopEnd, LoopOutcome, TrainerLoop
 from rollbook.trainer.metrics import TRAINER_METRICS
 
@@ -45,7 +44,7 @@ async def main(context: RoleContext) -> str:
             receiver=weights,
             stage=weights,
             publishes_adapters=config.inference.publish == "adapter",
-            config=_with_own_shards(context),
+            config=config.trainer.with_own_shards(context.directory.id),
             model_dir=context.directory.initial_model,
             directory=context.directory.path,
             max_head_offpolicy_versions=config.gate.max_head_offpolicy_versions,
@@ -67,14 +66,6 @@ async def main(context: RoleContext) -> str:
         with _forwarder(context), prompt_launches() if config.trainer.device == "cuda" else nullcontext():
             outcome = await _run_until_drained(loop, context)
     return _exit_message(outcome)
-
-
-def _with_own_shards(context: RoleContext) -> TrainerConfig:
-    """Runs may share a directory or a bucket for shards: each has its own folder in it."""
-    config = context.loaded.config.trainer
-    if config.shards_path is None:
-        return config
-    return config.model_copy(update={"shards_path": f"{config.shards_path.rstrip('/')}/{context.directory.id}"})
 
 
 def _replica_source(context: RoleContext, ledger: LedgerClient) -> ReplicaSource | None:

@@ -130,6 +130,7 @@ class Checkpoints:
         """The learner as it was at the checkpoint; from the initial weights without one. Random states are set too."""
         if checkpoint is None:
             return initial_learner(self._model_dir, self._config)
+        self._require_same_adapters(checkpoint)
         learner = self._load_learner(checkpoint)
         model = learner.model
         if not model.has_digest(checkpoint.weights_digest):
@@ -138,6 +139,15 @@ class Checkpoints:
                 " saved. Remove the directory to resume from an older checkpoint."
             )
         return learner
+
+    def _require_same_adapters(self, checkpoint: Checkpoint) -> None:
+        """Weights and optimizer state of a checkpoint fit only the adapters that it was trained with."""
+        saved, ours = self._manifest(checkpoint.step)["settings"]["lora"], self._config.numeric_settings()["lora"]
+        if saved != ours:
+            raise RunError(
+                f"checkpoint {checkpoint.path} was trained with trainer.lora = {saved}, but the setting is {ours} now."
+                " Restore it, or start a new run."
+            )
 
     def _load_learner(self, checkpoint: Checkpoint) -> TrainStep:
         if self._config.lora is None and checkpoint.shards is None:
@@ -167,8 +177,9 @@ class Checkpoints:
         return f"step-{snapshot.step:06d}-{self._token}"
 
     def _remove(self, step: int) -> None:
-        """The manifest is removed first, with its directory: a checkpoint without shards must not look complete."""
+        """The manifest is removed first: a checkpoint without its files or shards must not look complete."""
         shards = self._manifest(step).get(SHARDS)
+        (self._path(step) / MANIFEST).unlink()
         shutil.rmtree(self._path(step))
         if shards is not None:
             open_shards(shards["location"]).remove(shards["folder"])

@@ -257,6 +257,12 @@ def test_chat_rejects_unsupported_features(client: openai.OpenAI) -> None:
         {"messages": hello, "extra_body": {"structured_outputs": {"regex": "("}}},
         {"messages": hello, "logprobs": True, "top_logprobs": 21},
         {"messages": hello, "top_logprobs": 3},
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": 5}]},
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"function": "f"}]}]},
+        {"messages": hello, "tool_choice": "required", "tools": [{"type": "function"}]},
+        {"messages": hello, "tool_choice": "required", "tools": [{"function": {"name": "f", "parameters": 7}}]},
+        {"messages": hello, "extra_body": {"structured_outputs": {"json": "[1]"}}},
+        {"messages": hello, "extra_body": {"structured_outputs": {"grammar": ""}}},
     ]
     for body in refused:
         with pytest.raises(openai.BadRequestError):
@@ -386,6 +392,8 @@ def test_texts_and_chats_are_tokenized_in_the_format_of_vllm(served: PolicyProce
     chat = post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]})
     assert post("/detokenize", {"tokens": chat["tokens"]}) == {"prompt": "<user>hi\n<assistant>"}
     assert post("/tokenize", {})["error"]["param"] == "prompt"
+    for outside in (-1, 2**40):
+        assert post("/detokenize", {"tokens": [outside]})["error"]["param"] == "tokens"
     assert httpx.get(f"{served.url}/tokenizer_info", timeout=60).json()["eos_token"] in SPECIAL_TOKENS
 
 

@@ -110,6 +110,22 @@ async def test_new_weights_clear_the_cache_and_a_request_of_two_versions_is_not_
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
+async def test_the_logits_of_a_prompt_of_two_versions_are_not_reused(root: Path) -> None:
+    tiny = TinyModel(root=root)
+    prompt = some_prompts(1, 200, 200)[0]
+    async with embedded(tiny, step_prefill_tokens=1, prefix_cache_share=0.0) as engine:
+        mixed = engine.submit(prompt, SamplingParams(max_tokens=1))
+        await until(lambda: engine.stats().forwards > 2)
+        await engine.pause(PauseMode.KEEP)
+        assert not mixed.done()
+        await engine.load_weights(*tiny.weights(2))
+        await engine.resume()
+        await mixed
+        completion = await engine.generate(prompt, SamplingParams(max_tokens=1))
+        expected = plain_logprobs(tiny.model(2), [*prompt, *completion.token_ids.tolist()], len(prompt))
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
 async def test_recomputed_requests_are_cached(root: Path) -> None:
     tiny = TinyModel(root=root)
     prompt = some_prompts(1, 40, 40)[0]

@@ -2,7 +2,9 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,6 +115,26 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, model_dir: Path) -
         learner.run(recorded_batch(step))
         save(store, learner)
     assert store.steps() == [2, 3]
+
+
+def test_a_checkpoint_whose_removal_is_interrupted_is_incomplete(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = checkpoints(tmp_path, model_dir, keep_checkpoints=1)
+    learner = trained(model_dir, 1)
+    save(store, learner)
+    learner.run(recorded_batch(2))
+
+    def interrupted(path: Path, **options: object) -> None:
+        if path.name == "step-000001":
+            raise KeyboardInterrupt
+        shutil_rmtree(path, **options)
+
+    shutil_rmtree: Any = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(store, learner)
+    assert store.steps() == [2]
 
 
 def test_saving_an_existing_checkpoint_does_not_change_it(tmp_path: Path, model_dir: Path) -> None:

@@ -29,6 +29,7 @@ from rollbook.trainer.losses.registry import LOSSES
         ({"correction_bound": 3}, "need a correction: set trainer.correction"),
         ({"correction": "tis", "old_logprobs": "engine"}, "would apply it twice"),
         ({"correction": "mis", "loss": "decoupled"}, "would apply it twice"),
+        ({"loss": "decoupled", "old_logprobs": "engine"}, "always 1 with old_logprobs = 'engine'"),
         ({"overlong_buffer": 3}, "need overlong_tokens"),
         ({"overlong_tokens": 3, "overlong_buffer": 4}, "must be at most overlong_tokens"),
         ({"keep_every": 30}, "must be a multiple of checkpoint_every 20"),

@@ -181,6 +181,18 @@ async def test_stopping_finishes_the_current_step_and_writes_a_checkpoint(
     assert "acknowledge 3 again" not in ledger.calls
 
 
+async def test_a_run_that_is_stopped_twice_before_its_first_batch_writes_one_checkpoint(
+    ledger: TrainerLedger, tmp_path: Path
+) -> None:
+    """With several ranks, those that begin a second one would wait for rank 0, which does not write it."""
+    await ledger.create(max_steps=3)
+    for _ in range(2):
+        loop = TinyLoop(ledger.source(), FakeReplicas(), tmp_path, quick())
+        loop.stop_after_step()
+        assert (await loop.run()).end is LoopEnd.STOPPED
+    assert [event["step"] for event in events_of(tmp_path, "trainer.checkpointed")] == [0]
+
+
 async def test_stopping_does_not_wait_for_unreachable_replicas(ledger: TrainerLedger, tmp_path: Path) -> None:
     replicas = FakeReplicas()
     replicas.failures = 10_000

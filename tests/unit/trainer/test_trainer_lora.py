@@ -67,6 +67,30 @@ def test_a_checkpoint_loads_with_peft_and_resumes_to_the_bit(
     assert resumed.model.digest() == uninterrupted.model.digest()
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (LoraSettings(rank=4), LoraSettings(rank=8)),
+        (LoraSettings(alpha=8), LoraSettings(alpha=16)),
+        (None, LoraSettings()),
+        (LoraSettings(), None),
+    ],
+    ids=["rank", "alpha", "added", "removed"],
+)
+def test_a_resume_with_other_adapters_is_refused(
+    tmp_path: Path, model_dir: Path, before: LoraSettings | None, after: LoraSettings | None
+) -> None:
+    saved, other = (
+        Checkpoints(tmp_path / "checkpoints", model_dir=model_dir, config=quick(lora=settings))
+        for settings in (before, after)
+    )
+    learner = saved.restore(None)
+    saved.save(learner, weights_digest=learner.model.digest())
+    with pytest.raises(RunError, match=r"was trained with trainer\.lora = .*Restore it, or start a new run"):
+        other.restore(other.latest())
+    assert saved.restore(saved.latest()).model.digest() == learner.model.digest()
+
+
 def test_with_lora_the_base_model_is_the_reference(model_dir: Path) -> None:
     learner = initial_learner(model_dir, lora(kl_coef=0.1, lr=0.05))
     first, second = learner.run(recorded_batch(1)), learner.run(recorded_batch(2))

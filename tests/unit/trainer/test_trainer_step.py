@@ -161,6 +161,17 @@ def test_missing_sampling_logprobs_are_recomputed(model_dir: Path) -> None:
     assert report.optimizer_steps == 1
 
 
+def test_unknown_sampling_logprobs_are_those_of_the_start_of_the_step_in_every_minibatch(model_dir: Path) -> None:
+    samples = [sample(row([1, 5 + n, 6, 7], [2, 3], logprob=math.nan), reward=float(n % 2)) for n in range(4)]
+    digests = set()
+    for old_logprobs in ("engine", "snapshot"):
+        settings = {"old_logprobs": old_logprobs, "missing_logprobs": "recompute", "ppo_n_minibatches": 2}
+        learner = initial_learner(model_dir, quick(**settings))
+        learner.run(batch_of(1, [samples]))
+        digests.add(learner.model.digest())
+    assert len(digests) == 1
+
+
 def test_a_very_low_sampling_logprob_gives_a_finite_gradient(model_dir: Path) -> None:
     samples = [sample(row([1, 5, 6], [2], logprob=-9999.0), reward=reward) for reward in (0.0, 1.0)]
     learner = initial_learner(model_dir, quick(old_logprobs="engine"))

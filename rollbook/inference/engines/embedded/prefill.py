@@ -137,7 +137,7 @@ class Prefiller:
                 self._copy_to_siblings(prefill)
                 for sibling in prefill.siblings:
                     sibling.cached_tokens = prefill.request.cached_tokens
-                if prefill.is_memoizable:
+                if prefill.is_memoizable and self._is_of_one_version(prefill):
                     self._memo.put(tuple(prefill.tokens), output.logits_NV[line])
                 for request in (prefill.request, *prefill.siblings):
                     rows.append(request.row)
@@ -150,6 +150,10 @@ class Prefiller:
         self._table.counts[started] += 1
         self._table.is_active[started] = True
         return started
+
+    def _is_of_one_version(self, prefill: Prefill) -> bool:
+        """Whether all of its keys were computed since the weights changed last."""
+        return prefill.request.weights_generation == self._prefixes.weights_generation
 
     def _copy_prefixes(self) -> None:
         """Copy cached prefixes into their rows now, because a weight update would make them stale."""

@@ -107,6 +107,8 @@ def _template_message(message: dict[str, Any], at: int) -> dict[str, Any]:
     elif not isinstance(content, str):
         raise BadRequestError(f"messages: the content of number {at} is not text", param="messages")
     if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise BadRequestError(f"messages: the tool_calls of number {at} are not a list", param="messages")
         result["tool_calls"] = [_template_call(call, at) for call in calls]
     return result
 
@@ -116,7 +118,7 @@ def _template_call(call: Any, at: int) -> dict[str, Any]:
         function = dict(call["function"])
         if isinstance(function.get("arguments"), str):
             function["arguments"] = msgspec.json.decode(function["arguments"] or "{}")
-    except (TypeError, KeyError, msgspec.MsgspecError) as error:
+    except (TypeError, ValueError, KeyError, msgspec.MsgspecError) as error:
         raise BadRequestError(
             f"messages: a tool call of number {at} cannot be parsed: {error}", param="messages"
         ) from error

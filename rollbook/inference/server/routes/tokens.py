@@ -6,6 +6,7 @@ import msgspec
 from aiohttp import web
 
 from rollbook.contracts.decoding import json_decoder
+from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.routes.chat import template_messages
 from rollbook.inference.server.routes.responses import json_response
 from rollbook.inference.server.service import PolicyService
@@ -60,6 +61,9 @@ class TokenRoutes:
         body = self._decode_tokens(await request.read())
         self._service.resolve_model(body.model)
         tokenizer = self._service.require_tokenizer("tokens")
+        size = self._service.engine.vocab_size
+        if outside := [token for token in body.tokens if not 0 <= token < size]:
+            raise BadRequestError(f"tokens: {outside[0]} is outside the vocabulary of {size}", param="tokens")
         return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     async def info(self, _request: web.Request) -> web.Response:
