@@ -166,6 +166,21 @@ async def test_an_interrupt_stops_a_run_with_an_external_trainer_that_has_not_en
     assert outcome.end is RunEnd.DRAINED
 
 
+async def test_the_message_of_an_interrupted_run_is_not_that_of_an_earlier_trainer(
+    config: RunConfig, directory: RunDirectory
+) -> None:
+    make_ready(directory, "policy", "rollout", "trainer")
+    async with supervised(config, directory) as (supervisor, running):
+        trainer = next(p for p in supervisor.processes if p.role == "trainer")
+        await trainer.ready.wait()
+        trainer.request_stop()  # as another program would
+        await until(lambda: trainer.restarts == 1)
+        supervisor.interrupt()
+        supervisor.interrupt()
+        outcome = await running
+    assert (outcome.end, outcome.message) == (RunEnd.INTERRUPTED, "stopped at once")
+
+
 async def test_an_interrupt_stops_the_preparation_of_the_model(config: RunConfig, directory: RunDirectory) -> None:
     (directory.path / MODEL_FILE).unlink()
     async with supervised(config, directory) as (supervisor, running), asyncio.timeout(30):
