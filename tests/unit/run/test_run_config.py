@@ -210,6 +210,18 @@ def test_a_changed_setting_is_printed_as_it_is_written(tmp_path: Path) -> None:
     assert "'[/INST]'" in printed.getvalue()
 
 
+def test_a_run_that_is_resumed_with_the_config_of_a_copied_project_uses_the_files_of_the_copy(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO())
+    for name in ("first", "copy"):
+        (tmp_path / name).mkdir()
+        loaded, directory = resolve_run(write_config(tmp_path / name, GOOD), tmp_path / "run", [])
+        directory.prepare()
+        write_or_check_config(loaded, directory, console)
+    of_processes = load_resolved_config(directory)
+    assert of_processes.source_dir == loaded.source_dir == tmp_path / "copy"
+    assert of_processes.search_path[: len(loaded.search_path)] == loaded.search_path
+
+
 @pytest.mark.parametrize(
     "override", ["run.seed=8", "model.build.layers=1", "gate.groups_per_step=5", "tasks.shuffle=false"]
 )
