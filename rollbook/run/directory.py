@@ -56,6 +56,14 @@ class RunDirectory:
     def config_file(self) -> Path:
         return self.path / "config.toml"
 
+    def require_config(self) -> Path:
+        """The file with the resolved config. Raises `RunDirectoryError` if there is none."""
+        if not os.access(self.config_file, os.R_OK):
+            raise RunDirectoryError(
+                f"{self.path} is not a run directory: it has no {self.config_file.name} that can be read"
+            )
+        return self.config_file
+
     @property
     def manifest_file(self) -> Path:
         return self.path / "run.json"
@@ -302,8 +310,10 @@ class RunDirectory:
             yield
 
     def write_manifest(self, *, name: str, source_dir: Path, search_path: Sequence[Path] = ()) -> None:
-        """Write the manifest of a new run, or update that of a resumed one: its processes use the files that were checked. Directories
-        of users' modules that were recorded earlier stay, after the given ones."""
+        """Write the manifest of a new run, or update that of a resumed one: its processes use the files that were checked.
+
+        Directories of users' modules that were recorded earlier stay, after the given ones.
+        """
         manifest: dict[str, Any] = {
             "name": name,
             "id": uuid.uuid4().hex,
