@@ -77,11 +77,15 @@ def serve(
 
 
 def compact_store(store: str, *, run: str | None, up_to_step: int | None) -> dict[str, Any]:
+    """Raises if there is no ledger: opening a store would create one."""
+
     async def delete_payloads() -> tuple[int, int]:
         async with open_store(store) as opened:
             run_id = None if run is None else RunId(run)
             return await compact(opened, now=time.time(), run_id=run_id, up_to_step=up_to_step)
 
+    with open_reader(store):
+        pass
     with only_service(store):
         num_payloads, num_bytes = asyncio.run(delete_payloads())
         before, after = reclaim(store)
