@@ -142,7 +142,7 @@ def _read_from(file: Path, position: int) -> bytes:
 
 def _rows(lines: bytes) -> list[dict[str, Any]]:
     """Every complete line. Ignores a line that was cut when a process was killed."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Any] = []
     for line in lines.splitlines():
         with suppress(ValueError):
             rows.append(json.loads(line))
