@@ -23,7 +23,7 @@ from rollbook.telemetry.sinks.forwarder import SINKS, Forwarder, open_sinks
 from rollbook.telemetry.sinks.opentelemetry import OpenTelemetrySink
 from rollbook.telemetry.sinks.prometheus import PrometheusSink
 from rollbook.telemetry.sinks.sink import Row, Sink
-from rollbook.telemetry.spans import Span, SpanRecorder
+from rollbook.telemetry.spans import SpanRecorder
 
 ROOT = Path(__file__).parents[3]
 SINKS_PYTHON = ROOT / ".venvs" / "sinks" / "bin" / "python"
@@ -71,57 +71,6 @@ def test_rows_are_forwarded_once_with_the_trainer_step_also_over_restarts(tmp_pa
     assert first.rows == [("trainer", 1, {"train/loss": 3.0}), ("trainer", 2, {"train/loss": 2.0}), ("rollout", 2, {})]
     assert second.rows == [("trainer", 3, {"train/loss": 1.0})]
     assert first.closed
-
-
-def test_a_line_that_a_kill_has_torn_costs_no_other_row(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    record_losses(path, [3.0])
-    with path.open("a", encoding="utf-8") as file:
-        file.write('{"half a line\n')
-    record_losses(path, [2.0], first=2)
-    record_rollouts(tmp_path, 2, "a")
-    sink = RecordingSink()
-    with Forwarder(tmp_path, {"a": sink}):
-        pass
-    assert [step for _, step, _ in sink.rows] == [1, 2]
-    assert [step for step, _ in sink.rollouts] == [2]
-
-
-def test_a_position_file_that_a_full_disk_has_emptied_does_not_stop_the_trainer(tmp_path: Path) -> None:
-    record_losses(tmp_path / "metrics.jsonl", [3.0])
-    (tmp_path / "telemetry_position").touch()
-    sink = RecordingSink()
-    with Forwarder(tmp_path, {"a": sink}):
-        pass
-    assert [step for _, step, _ in sink.rows] == [1]
-
-
-def test_spans_are_forwarded_after_their_file_was_full_and_another_one_was_begun(tmp_path: Path) -> None:
-    class SpanSink(RecordingSink):
-        shows_spans = True
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.spans: list[str] = []
-
-        def write_spans(self, spans: Sequence[Span]) -> None:
-            self.spans += [span.name for span in spans]
-
-    sink, file = SpanSink(), tmp_path / "spans" / "rollout.jsonl"
-    recorder = SpanRecorder("rollout", file)
-    for name in ("a", "b"):
-        recorder.record(name, 1.0, 2.0)
-    with Forwarder(tmp_path, {"a": sink}):
-        pass
-    recorder.record("c", 1.0, 2.0)
-    recorder.close()
-    file.replace(file.with_name("rollout.jsonl.1"))
-    recorder = SpanRecorder("rollout", file)
-    recorder.record("d", 1.0, 2.0)
-    recorder.close()
-    with Forwarder(tmp_path, {"a": sink}):
-        pass
-    assert sink.spans == ["a", "b", "c", "d"]
 
 
 def test_a_sink_that_fails_stops_neither_training_nor_the_others(
