@@ -148,6 +148,12 @@ def test_a_second_server_of_a_sqlite_store_is_refused_until_the_first_has_ended(
         third.wait_until_ready()
 
 
+def test_ledger_serve_prints_its_store_without_the_password() -> None:
+    refused = rollbook("ledger", "serve", "--store", "mysql://me:secret@host/groups", "--port", "0")
+    assert "opening mysql://me:***@host/groups" in refused.stderr
+    assert "secret" not in refused.stderr
+
+
 def test_a_store_that_does_not_exist_is_not_created_by_a_compaction(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="has no ledger"):
         compact_store(sqlite_url(tmp_path / "mistyped"), run=None, up_to_step=None)

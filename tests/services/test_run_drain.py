@@ -158,7 +158,7 @@ async def test_an_interrupt_stops_a_run_with_an_external_trainer_that_has_not_en
         await asyncio.Event().wait()
 
     make_ready(directory, "policy", "rollout")
-    options = {"has_trainer": False, "until_over": until_the_trainer_ends_the_run}
+    options: dict[str, Any] = {"has_trainer": False, "until_over": until_the_trainer_ends_the_run}
     async with supervised(config, directory, **options) as (supervisor, running), asyncio.timeout(30):
         await until(lambda: any(p.role == "rollout" and p.ready.is_set() for p in supervisor.processes))
         supervisor.interrupt()

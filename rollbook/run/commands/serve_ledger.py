@@ -21,7 +21,7 @@ from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import atropos_dialect
 from rollbook.ledger.atropos.tables import AtroposExtension
 from rollbook.ledger.client.blocking import audit_at, explain_at
-from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig
+from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig, StoreUrl
 from rollbook.ledger.serve import serve_ledger
 from rollbook.ledger.store import Reader
 from rollbook.ledger.stores.registry import only_service, open_reader, open_store, reclaim, sqlite_url, store_warnings
@@ -67,7 +67,7 @@ def serve(
         operator_tokens=tuple(SecretStr(token) for token in tokens.get("operator", ())),
     )
     dialects = [] if atropos_run is None else [atropos_dialect(AtroposConfig(run=atropos_run))]
-    say(f"opening {store} ({durability}), listening on {host}:{port}")
+    say(f"opening {StoreUrl(store)} ({durability}), listening on {host}:{port}")
     for warning in store_warnings(store):
         say(f"warning: {warning}")
     if config.token_file is not None:
