@@ -111,7 +111,7 @@ class ProgressRenderer:
         grid.add_row("trainer busy", percent(metrics.trainer_utilisation), "of the time; otherwise waiting for groups")
         grid.add_row("in flight", number(metrics.gauges.get("async/in_flight"), 0), flow(metrics))
         for problem in metrics.problems:
-            grid.add_row(Text("problem", "bold yellow"), "", problem)
+            grid.add_row(Text("problem", "bold yellow"), "", Text(problem))
         if restarts or totals.worker_deaths:
             grid.add_row("deaths", number(totals.worker_deaths, 0), f"of workers; {restarts} restarts of processes")
         return grid

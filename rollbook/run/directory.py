@@ -56,6 +56,14 @@ class RunDirectory:
     def config_file(self) -> Path:
         return self.path / "config.toml"
 
+    def require_config(self) -> Path:
+        """The file with the resolved config. Raises `RunDirectoryError` if there is none."""
+        if not os.access(self.config_file, os.R_OK):
+            raise RunDirectoryError(
+                f"{self.path} is not a run directory: it has no {self.config_file.name} that can be read"
+            )
+        return self.config_file
+
     @property
     def manifest_file(self) -> Path:
         return self.path / "run.json"
@@ -302,7 +310,10 @@ class RunDirectory:
             yield
 
     def write_manifest(self, *, name: str, source_dir: Path, search_path: Sequence[Path] = ()) -> None:
-        """Write the manifest of a new run, or add directories of users' modules to that of a resumed one."""
+        """Write the manifest of a new run, or update that of a resumed one: its processes use the files that were checked.
+
+        Directories of users' modules that were recorded earlier stay, after the given ones.
+        """
         manifest: dict[str, Any] = {
             "name": name,
             "id": uuid.uuid4().hex,
@@ -311,8 +322,8 @@ class RunDirectory:
             "source_dir": str(source_dir),
         }
         if self.exists:
-            manifest = {"id": manifest["id"], **self.read_manifest()}
-        known = [*manifest.get("search_path", []), *(str(path) for path in search_path if path != self.objects)]
+            manifest = {"id": manifest["id"], **self.read_manifest(), "source_dir": str(source_dir)}
+        known = [*(str(path) for path in search_path if path != self.objects), *manifest.get("search_path", [])]
         write_json(self.manifest_file, {**manifest, "search_path": list(dict.fromkeys(known))})
 
     def record_resume(self, changed: Mapping[str, tuple[Any, Any]]) -> None:

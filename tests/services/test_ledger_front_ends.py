@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from rollbook.contracts.admission import RunId
+from rollbook.contracts.errors import RunError
 from rollbook.ledger.atropos.rules import SERVING_LEASE_S
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.serve import open_ledger_service
@@ -145,6 +146,18 @@ def test_a_second_server_of_a_sqlite_store_is_refused_until_the_first_has_ended(
         first.wait_until_ready()
     with running_api(store) as third:
         third.wait_until_ready()
+
+
+def test_ledger_serve_prints_its_store_without_the_password() -> None:
+    refused = rollbook("ledger", "serve", "--store", "mysql://me:secret@host/groups", "--port", "0")
+    assert "opening mysql://me:***@host/groups" in refused.stderr
+    assert "secret" not in refused.stderr
+
+
+def test_a_store_that_does_not_exist_is_not_created_by_a_compaction(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="has no ledger"):
+        compact_store(sqlite_url(tmp_path / "mistyped"), run=None, up_to_step=None)
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_second_service_of_a_sqlite_store_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ import asyncio
 import dataclasses
 import io
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from rollbook.ledger.stores.registry import only_service, open_reader, sqlite_ur
 from rollbook.run.actions import act
 from rollbook.run.commands.train import resolve_run, write_or_check_config
 from rollbook.run.config.run import RunConfig
-from rollbook.run.directory import RunDirectory
+from rollbook.run.directory import MODEL_FILE, RunDirectory
 from rollbook.run.supervision import drain
 from rollbook.run.supervision.host import HostedProcess, LocalHost, ProcessStart
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome, Supervisor
@@ -75,11 +76,11 @@ def kinds(directory: RunDirectory) -> list[str]:
 
 @asynccontextmanager
 async def supervised(
-    config: RunConfig, directory: RunDirectory, say: Callable[[str], None] = lambda text: None
+    config: RunConfig, directory: RunDirectory, say: Callable[[str], None] = lambda text: None, **options: Any
 ) -> AsyncIterator[tuple[Supervisor, asyncio.Task[RunOutcome]]]:
     """A run that starts. Its addresses are known; it is stopped at once in the end."""
     with directory.locked():
-        supervisor = Supervisor(config, directory, log=EventLog("test"), host=ScriptedHost(), say=say)
+        supervisor = Supervisor(config, directory, log=EventLog("test"), host=ScriptedHost(), say=say, **options)
         running = asyncio.create_task(supervisor.run())
         await until(directory.addresses_file.exists)
         try:
@@ -96,6 +97,12 @@ def files_of(supervisor: Supervisor, role: str) -> list[str]:
     with suppress(psutil.Error):
         return [] if pid is None else [file.path for file in psutil.Process(pid).open_files()]
     return []
+
+
+def running_roles() -> set[str]:
+    """The roles that child processes of this one play."""
+    lines = [child.cmdline() for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return {line[line.index("--role") + 1] for line in lines if "--role" in line}
 
 
 async def until(is_reached: Callable[[], bool]) -> None:
@@ -139,6 +146,45 @@ async def test_an_interrupt_before_the_trainer_is_ready_stops_the_run_at_once(
     config: RunConfig, directory: RunDirectory
 ) -> None:
     async with supervised(config, directory) as (supervisor, running):
+        supervisor.interrupt()
+        outcome = await running
+    assert (outcome.end, outcome.message) == (RunEnd.INTERRUPTED, "stopped at once")
+
+
+async def test_an_interrupt_stops_a_run_with_an_external_trainer_that_has_not_ended_it(
+    config: RunConfig, directory: RunDirectory
+) -> None:
+    async def until_the_trainer_ends_the_run(addresses: Mapping[str, str]) -> None:
+        await asyncio.Event().wait()
+
+    make_ready(directory, "policy", "rollout")
+    options: dict[str, Any] = {"has_trainer": False, "until_over": until_the_trainer_ends_the_run}
+    async with supervised(config, directory, **options) as (supervisor, running), asyncio.timeout(30):
+        await until(lambda: any(p.role == "rollout" and p.ready.is_set() for p in supervisor.processes))
+        supervisor.interrupt()
+        outcome = await running
+    assert outcome.end is RunEnd.DRAINED
+
+
+async def test_the_message_of_an_interrupted_run_is_not_that_of_an_earlier_trainer(
+    config: RunConfig, directory: RunDirectory
+) -> None:
+    make_ready(directory, "policy", "rollout", "trainer")
+    async with supervised(config, directory) as (supervisor, running):
+        trainer = next(p for p in supervisor.processes if p.role == "trainer")
+        await trainer.ready.wait()
+        trainer.request_stop()  # as another program would
+        await until(lambda: trainer.restarts == 1)
+        supervisor.interrupt()
+        supervisor.interrupt()
+        outcome = await running
+    assert (outcome.end, outcome.message) == (RunEnd.INTERRUPTED, "stopped at once")
+
+
+async def test_an_interrupt_stops_the_preparation_of_the_model(config: RunConfig, directory: RunDirectory) -> None:
+    (directory.path / MODEL_FILE).unlink()
+    async with supervised(config, directory) as (supervisor, running), asyncio.timeout(30):
+        await until(lambda: "prepare" in running_roles())
         supervisor.interrupt()
         outcome = await running
     assert (outcome.end, outcome.message) == (RunEnd.INTERRUPTED, "stopped at once")

@@ -59,6 +59,12 @@ def test_a_study_trains_its_cells_once_and_refuses_to_mix_settings(home: Path) -
     assert "was trained with other settings" in changed.stderr
 
 
+def test_a_study_that_is_stopped_while_a_cell_starts_does_not_train_the_cell(home: Path) -> None:
+    stopped = rollbook(*arguments(home), "--only", "*=1", "--minutes", "0")
+    row, _ = map(json.loads, stopped.stdout.splitlines())
+    assert (stopped.returncode, row["end"]) == (130, "interrupted"), stopped.stderr
+
+
 @pytest.mark.slow
 def test_a_killed_study_ends_its_runs_and_the_same_command_finishes_it(home: Path) -> None:
     command = [sys.executable, "-m", "rollbook", *arguments(home)]

@@ -19,7 +19,7 @@ def act(  # noqa: PLR0917 - a command line is a list of flags
     run: RunOrLedger,
     kind: Annotated[
         str,
-        typer.Argument(metavar=f"{{{'|'.join(BY_PERSONS)}}}", help="What to do."),
+        typer.Argument(metavar="|".join(BY_PERSONS), help="What to do."),
     ],
     target: Annotated[str, typer.Argument(help="The task of quarantine and readmit, the group of annotate.")] = "",
     note: Annotated[str, typer.Option("--note", help="Why, for the others. The text of annotate.")] = "",
@@ -37,6 +37,8 @@ def act(  # noqa: PLR0917 - a command line is a list of flags
     """
     if kind not in BY_PERSONS:
         raise typer.BadParameter(f"{kind!r} is not one of {', '.join(BY_PERSONS)}", param_hint="KIND")
+    if kind == ActionKind.ANNOTATE and not target:
+        raise typer.BadParameter("annotate needs the id of a group", param_hint="TARGET")
     done = asyncio.run(
         act_on(run, ActionKind(kind), author=author or getpass.getuser(), target=target, sample=sample, note=note)
     )

@@ -37,9 +37,9 @@ def _print(report: AuditReport, *, as_json: bool) -> None:
         if (samples := report.samples) is not None:
             missing = "".join(f" + {count} missing ({kind})" for kind, count in samples.missing.items())
             result(f"samples: {samples.expected} expected = {samples.stored} stored + {samples.open} open{missing}")
-        result(
-            f"steps trained: {report.steps}; lag at most {report.max_lag} of {report.max_head_offpolicy_versions} allowed"
-        )
+        bound = report.max_head_offpolicy_versions
+        lag = f"a lag of {bound} is" if report.max_lag is None else f"lag at most {report.max_lag} of {bound}"
+        result(f"steps trained: {report.steps}; {lag} allowed")
         if report.known_at is not None:
             when = datetime.fromtimestamp(report.known_at).astimezone().isoformat(" ", "seconds")
             result(f"{report.known} settled groups were audited at {when} and not read again; --full reads them")

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from rollbook.cli.arguments import AsJson, Overrides
@@ -45,12 +46,12 @@ def eval_command(
     ).row()
     # This frame fits into 80 columns.
     shown = Table(
-        title=f"step {result['step']} of {target}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title=escape(f"step {result['step']} of {target}"), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     for number, heading in enumerate(HEADINGS):
         shown.add_column(heading, justify="left" if number == 0 else "right", no_wrap=True)
     for line in table(result):
-        shown.add_row(*line)
+        shown.add_row(*map(escape, line))
     stderr_console().print(shown)
     stderr_console().print(f"written to {result['file']}", markup=False, soft_wrap=True)
     if as_json:

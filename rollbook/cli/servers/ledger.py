@@ -1,7 +1,7 @@
 """`rollbook ledger serve|compact|export|import`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,7 +21,9 @@ def serve_command(  # noqa: PLR0917 - a command line is a list of flags
         str, typer.Option("--host", help="Addresses other than loopback need --token-file or a token per role.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 lets the kernel choose a port.")] = 8000,
-    durability: Annotated[str, typer.Option("--durability", help="power_loss or process_crash.")] = "power_loss",
+    durability: Annotated[
+        Literal["power_loss", "process_crash"], typer.Option("--durability", help="power_loss or process_crash.")
+    ] = "power_loss",
     payloads: Annotated[
         str | None,
         typer.Option(

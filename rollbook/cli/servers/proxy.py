@@ -20,7 +20,7 @@ def proxy(  # noqa: PLR0917 - a command line is a list of flags
         "sessions.jsonl"
     ),
     host: Annotated[str, typer.Option("--host", help="Addresses other than loopback need --token-file.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="0 lets the kernel choose a port.")] = 0,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 lets the kernel choose a port.")] = 0,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens per turn.")] = 1024,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = 1.0,
     assembler: Annotated[str, typer.Option("--assembler", help="linear, branching or per_turn.")] = "branching",

@@ -69,7 +69,7 @@ def join(  # noqa: PLR0917 - a command line is a list of flags
     console = stderr_console()
 
     def say(text: str) -> None:
-        console.print(text, soft_wrap=True)
+        console.print(text, markup=False, soft_wrap=True)
 
     options = JoinOptions(role=role.value, host=host, name=name or member_name(role.value), gpus=gpus)
     if is_address(target):

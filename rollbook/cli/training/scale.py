@@ -20,6 +20,6 @@ def scale(
     The supervisor of the run starts what is missing. It removes the newest ones first, when they have finished their work.
     """
     console = stderr_console()
-    result = change(run, requests, say=lambda text: console.print(text, soft_wrap=True))
+    result = change(run, requests, say=lambda text: console.print(text, markup=False, soft_wrap=True))
     if as_json:
         result_json(result)

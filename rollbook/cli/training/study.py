@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from rollbook.cli.arguments import AsJson, Overrides
@@ -58,11 +59,11 @@ def study(
         on_result=result_json if as_json else lambda row: None,
     )
     # The columns after these are in the report: a terminal is too narrow.
-    shown = Table(title=f"{found.results.measure} of {file}", title_justify="left")
+    shown = Table(title=escape(f"{found.results.measure} of {file}"), title_justify="left")
     for number, heading in enumerate(HEADINGS[:SHOWN_COLUMNS]):
         shown.add_column(heading, justify="left" if number == 0 else "right", overflow="fold")
     for line in table(found.results):
-        shown.add_row(*line[:SHOWN_COLUMNS])
+        shown.add_row(*map(escape, line[:SHOWN_COLUMNS]))
     stderr_console().print(shown)
     for path in found.files:
         stderr_console().print(f"written: {path}", markup=False, soft_wrap=True)

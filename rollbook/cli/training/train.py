@@ -35,7 +35,7 @@ def train(  # noqa: PLR0917 - a command line is a list of flags
     allow_actions: AllowActions = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a policy asynchronously. The first Ctrl-C drains, the second stops at once; the same command resumes."""
+    """Train a policy asynchronously. The first Ctrl-C drains, the second stops at once; `rollbook train RUN_DIR` resumes."""
     try:
         report = launch(
             config,

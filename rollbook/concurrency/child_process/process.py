@@ -150,6 +150,8 @@ class ChildProcess:
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._num_lines = 0
         self._received_at = time.monotonic()
+        self._is_over = False
+        """The child and its group have been killed: from now on another process may have its pid."""
         self._has_sent = False
         """Whether it has sent a message, so that `connect_to_parent` has returned in it."""
         self._output_task = (
@@ -235,6 +237,7 @@ class ChildProcess:
         """SIGKILL, wait for the end, and close the connection. May be called twice."""
         self.send_kill()
         await self._ends_within(KILL_S)
+        self._is_over = not self.is_alive
         self._frames.close()
         if self._output_task is not None:
             # The pipe ends with the process, unless a program that the child started still holds it.
@@ -247,7 +250,9 @@ class ChildProcess:
                 self._process.send_signal(number)
 
     def send_kill(self) -> None:
-        """SIGKILL, to the whole group if the child has one. Also when the child has ended: its group may live on."""
+        """SIGKILL, to the whole group if the child has one. Also when the child has ended: its group may live on until `kill`."""
+        if self._is_over:
+            return
         if self._spec.has_own_group:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -83,10 +83,11 @@ class _Reader:
         finally:
             self._pages -= 1
             if self._pages == 0 and self._polling is not None:
-                self._polling.cancel()
+                # A page that opens while the task ends starts another one.
+                ending, self._polling = self._polling, None
+                ending.cancel()
                 with suppress(asyncio.CancelledError):
-                    await self._polling
-                self._polling = None
+                    await ending
 
     async def _poll(self) -> None:
         """Waits: `POLL_S` between reads. Gives: `_latest`. Ends: when the last page is closed."""

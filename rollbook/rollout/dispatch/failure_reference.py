@@ -108,7 +108,7 @@ CLUSTER_FAULTS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "the machine of `rollbook train` is lost",
-        "the same command resumes the run from the last checkpoint, also on another machine that sees the run directory",
+        "`rollbook train RUN_DIR` resumes the run from the last checkpoint, also on another machine that sees the run directory",
         "at most 15 s after its start (the lease of the lost one ends)",
     ),
 )
@@ -162,7 +162,7 @@ def page() -> str:
             "",
             "## Faults of the machine",
             "",
-            "One error, and no traceback. The same command resumes.",
+            "One error, and no traceback. `rollbook train RUN_DIR` resumes.",
             "",
             "| fault | what happens |",
             "|---|---|",

@@ -50,7 +50,14 @@ def host(
         async def until_finished(addresses: Mapping[str, str]) -> None:
             await _until_finished(addresses["ledger"], loaded, directory, log)
 
-        supervisor = Supervisor(loaded.config, directory, log=log, has_trainer=False, until_over=until_finished)
+        supervisor = Supervisor(
+            loaded.config,
+            directory,
+            log=log,
+            say=lambda text: console.print(text, markup=False, soft_wrap=True),
+            has_trainer=False,
+            until_over=until_finished,
+        )
         try:
             outcome = asyncio.run(_run(supervisor, loaded, directory, console))
         finally:
@@ -92,7 +99,7 @@ async def _run(supervisor: Supervisor, loaded: LoadedConfig, directory: RunDirec
         for process in supervisor.processes:
             await process.ready.wait()
         write_json(directory.path / HOST_FILE, host_info(supervisor.addresses, loaded, directory))
-        console.print(f"ready for a trainer: {directory.path / HOST_FILE}", soft_wrap=True)
+        console.print(f"ready for a trainer: {directory.path / HOST_FILE}", markup=False, soft_wrap=True)
 
     reporting = asyncio.create_task(report_when_ready(), name="host.report_ready")
     try:

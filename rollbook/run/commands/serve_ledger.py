@@ -21,7 +21,7 @@ from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import atropos_dialect
 from rollbook.ledger.atropos.tables import AtroposExtension
 from rollbook.ledger.client.blocking import audit_at, explain_at
-from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig
+from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig, StoreUrl
 from rollbook.ledger.serve import serve_ledger
 from rollbook.ledger.store import Reader
 from rollbook.ledger.stores.registry import only_service, open_reader, open_store, reclaim, sqlite_url, store_warnings
@@ -67,7 +67,7 @@ def serve(
         operator_tokens=tuple(SecretStr(token) for token in tokens.get("operator", ())),
     )
     dialects = [] if atropos_run is None else [atropos_dialect(AtroposConfig(run=atropos_run))]
-    say(f"opening {store} ({durability}), listening on {host}:{port}")
+    say(f"opening {StoreUrl(store)} ({durability}), listening on {host}:{port}")
     for warning in store_warnings(store):
         say(f"warning: {warning}")
     if config.token_file is not None:
@@ -77,11 +77,15 @@ def serve(
 
 
 def compact_store(store: str, *, run: str | None, up_to_step: int | None) -> dict[str, Any]:
+    """Raises if there is no ledger: opening a store would create one."""
+
     async def delete_payloads() -> tuple[int, int]:
         async with open_store(store) as opened:
             run_id = None if run is None else RunId(run)
             return await compact(opened, now=time.time(), run_id=run_id, up_to_step=up_to_step)
 
+    with open_reader(store):
+        pass
     with only_service(store):
         num_payloads, num_bytes = asyncio.run(delete_payloads())
         before, after = reclaim(store)

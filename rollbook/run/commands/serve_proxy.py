@@ -25,6 +25,7 @@ from rollbook.inference.client.client import open_policy_client
 from rollbook.rollout.agents.server import MakeReply, ProxyServer
 from rollbook.rollout.agents.session import ProxySession
 from rollbook.rollout.agents.tool_calls import load_parser
+from rollbook.rollout.assemblers.tokens import build_assembler
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.policy import EpisodePolicy
 from rollbook.rollout.remote.protocol import reply_of
@@ -149,6 +150,9 @@ async def serve_proxy(options: ProxyOptions, *, ready: Callable[[str], None]) ->
     sampling = SamplingParams(
         max_tokens=options.max_tokens, temperature=options.temperature, stop_token_ids=tokenizer.eos_token_ids
     )
+    # Raise now, not at the first request.
+    load_parser(options.tool_parser)
+    build_assembler(options.assembler, sampling)
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)

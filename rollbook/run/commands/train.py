@@ -183,14 +183,15 @@ def _train(loaded: LoadedConfig, directory: RunDirectory, console: Console, *, h
         loaded.config,
         directory,
         log=log,
-        say=lambda text: console.print(f"[bold]{text}"),
+        say=lambda text: console.print(text, style="bold", markup=False, soft_wrap=True),
         dashboard=open_socket("127.0.0.1", None) if has_dashboard else None,
         **options,
     )
     if has_dashboard:
         console.print(f"dashboard: {supervisor.addresses['dashboard']}")
         if directory.operator_token_file.exists():
-            console.print(f"operators act on the run with the token in {directory.operator_token_file}", soft_wrap=True)
+            text = f"operators act on the run with the token in {directory.operator_token_file}"
+            console.print(text, markup=False, soft_wrap=True)
     outcome = run_blocking(
         _run_with_view(supervisor, loaded.config, directory, console, log), on_interrupt=supervisor.interrupt
     )
@@ -205,14 +206,14 @@ def write_or_check_config(loaded: LoadedConfig, directory: RunDirectory, console
     is_resumed = directory.exists
     if is_resumed:
         changed = check_resume(load_resolved_config(directory).config, loaded.config, source=str(directory.path))
-        console.print(f"resuming {directory.path}")
+        console.print(f"resuming {directory.path}", markup=False, soft_wrap=True)
         for path, (old, new) in changed.items():
-            console.print(f"  {path}: {old!r} → {new!r}")
+            console.print(f"  {path}: {old!r} → {new!r}", markup=False, soft_wrap=True)
         directory.record_resume(changed)
     directory.config_file.write_text(dump_toml(loaded.config), encoding="utf-8")
     directory.write_manifest(name=loaded.config.run.name, source_dir=loaded.source_dir, search_path=loaded.search_path)
     if not is_resumed:
-        console.print(f"run directory: {directory.path}")
+        console.print(f"run directory: {directory.path}", markup=False, soft_wrap=True)
     return is_resumed
 
 
@@ -295,7 +296,8 @@ async def _view(
                     show()
                     await asyncio.sleep(VIEW_TICK_S)
             except Exception as error:
-                console.print(f"[yellow]the live view stopped ({type(error).__name__}: {error}); the run continues")
+                text = f"the live view stopped ({type(error).__name__}: {error}); the run continues"
+                console.print(text, style="yellow", markup=False, soft_wrap=True)
 
         task = asyncio.create_task(keep_showing(), name="run.view")
         try:

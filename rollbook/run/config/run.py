@@ -179,7 +179,7 @@ def located(faults: Sequence[ConfigFault], file: Path | None, overrides: Sequenc
 
 def load_resolved_config(directory: RunDirectory) -> LoadedConfig:
     """Read the resolved config of a run directory. It was checked when the run was started, so it is only parsed here."""
-    path = directory.config_file
+    path = directory.require_config()
     table, _ = read_table(path, ())
     try:
         return LoadedConfig(RunConfig.model_validate(table), directory.source_dir, directory.search_path)

@@ -39,7 +39,7 @@ def read_source(config: ConfigSource) -> SourceTable:
         directory = RunDirectory(path.resolve())
         return SourceTable(
             file=directory.config_file,
-            table=read_table(directory.config_file, ())[0],
+            table=read_table(directory.require_config(), ())[0],
             source_dir=directory.source_dir,
             search_path=directory.search_path,
             run_dir=directory.path,

@@ -127,6 +127,7 @@ class SupervisedProcess:
         self.ended.clear()
         self.has_ended = self.was_stopped = False
         self._ready_at = self.fault = None
+        self.end_message = ""
 
     def request_stop(self) -> None:
         if self._child is not None:

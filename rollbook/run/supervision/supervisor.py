@@ -77,7 +77,8 @@ class Supervisor:
     ) -> None:
         """`dashboard` is the listening socket of the run's dashboard; without one there is none.
 
-        `until_over` is called with the addresses and awaited when the last process has ended, before the servers stop.
+        `until_over` is called with the addresses and awaited when the last process has ended, before the servers stop, unless the
+        run was stopped.
         `host` starts the processes of the run; by default on this machine. `open_host` opens the host of the additional processes
         of `[cluster]`; by default it is the same.
         """
@@ -106,6 +107,7 @@ class Supervisor:
         self.processes = [
             SupervisedProcess(start, host=host, on_change=self._write_processes) for start in self._plan.starts
         ]
+        self._once: SupervisedProcess | None = None
         self.members: list[Member] = []
         """Processes that joined the run."""
         self._open_host = open_host or (lambda: nullcontext(host))
@@ -148,14 +150,17 @@ class Supervisor:
         return True
 
     async def run_once(self, role: str) -> None:
-        """Run a role that does one thing and ends. If it fails, the run fails."""
+        """Run a role that does one thing and ends. If it fails, the run fails. An interrupt kills it."""
         process = SupervisedProcess(ProcessStart(name=role, role=role, directory=self._directory), host=self._host)
+        self._once = process
         try:
             code = await process.run()
         except OSError as error:
             self._fail(self._start_failure(role, error))
             return
-        if code != EXIT_DONE:
+        finally:
+            self._once = None
+        if code != EXIT_DONE and not self._drained:
             self._fail(process.fault or f"{role} failed with exit code {code}:\n{process.last_output()}")
 
     def _process_template(self, modules: list[str]) -> ProcessTemplate | None:
@@ -296,7 +301,7 @@ class Supervisor:
                 process.move(ProcessState.ENDED, process.end_message)
                 self._log.info("run.process_ended", process=process.name, how=process.end_message)
                 if process is self._last:
-                    if self._until_over is not None:
+                    if self._until_over is not None and not self._drained:
                         await self._until_over(self.addresses)
                     self._over.set()
                 return
@@ -494,7 +499,7 @@ class Supervisor:
         else:
             self._drained = True
             self._over.set()
-            for process in self.processes:
+            for process in (*self.processes, *([] if self._once is None else [self._once])):
                 process.kill()
 
     def _outcome(self, seconds: float) -> RunOutcome:

@@ -8,6 +8,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -102,14 +103,16 @@ class Forwarder:
         if not file.exists():
             return []
         position = self._positions.of(name)
-        with file.open("rb") as lines:
-            lines.seek(position)
-            text = lines.read()
+        rows: list[dict[str, Any]] = []
+        if file.stat().st_size < position:
+            # The file was full and was renamed (`LineFile`). Its rest goes first.
+            full = file.with_name(f"{file.name}.1")
+            rows = _rows(_read_from(full, position)) if full.exists() else []
+            position = 0
         # The last line may be incomplete: another process is writing it.
-        whole, newline, _ = text.rpartition(b"\n")
-        if newline:
-            self._positions.advance(name, position + len(whole) + 1)
-        return [json.loads(line) for line in whole.splitlines()]
+        whole, newline, _ = _read_from(file, position).rpartition(b"\n")
+        self._positions.advance(name, position + len(whole) + len(newline))
+        return rows + _rows(whole)
 
     def _forward_metrics(self, row: dict[str, Any]) -> None:
         process = str(row.get("process", ""))
@@ -131,13 +134,29 @@ class Forwarder:
             self._failures[name].report(error)
 
 
+def _read_from(file: Path, position: int) -> bytes:
+    with file.open("rb") as lines:
+        lines.seek(position)
+        return lines.read()
+
+
+def _rows(lines: bytes) -> list[dict[str, Any]]:
+    """Every complete line. Ignores a line that was cut when a process was killed."""
+    rows: list[Any] = []
+    for line in lines.splitlines():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
+
+
 class _Positions:
     """How far each file was forwarded, in bytes. One JSON file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._by_file: dict[str, int] = {}
-        if path.exists():
+        # A file that cannot be read, as after a full disk, costs double rows, not the run.
+        with suppress(OSError, ValueError):
             stored = json.loads(path.read_text(encoding="utf-8"))
             # Runs of version 0.1 stored the position in the metrics only.
             self._by_file = {METRICS_FILE: stored} if isinstance(stored, int) else stored
@@ -149,4 +168,6 @@ class _Positions:
         self._by_file[name] = position
 
     def save(self) -> None:
-        self._path.write_text(json.dumps(self._by_file), encoding="utf-8")
+        draft = self._path.with_name(f".{self._path.name}")
+        draft.write_text(json.dumps(self._by_file), encoding="utf-8")
+        draft.replace(self._path)

@@ -160,6 +160,18 @@ async def test_a_kill_ends_the_whole_process_group() -> None:
         await child.kill()  # without effect the second time
 
 
+async def test_a_child_that_has_ended_is_not_killed_again_because_another_process_may_have_its_pid(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with child_of("wait", has_own_group=True) as child:
+        await child.kill()
+        signalled: list[int] = []
+        monkeypatch.setattr(os, "killpg", lambda group, number: signalled.append(group))
+        child.send_kill()
+        await child.kill()
+    assert signalled == []
+
+
 async def test_a_message_to_a_dead_child_has_no_effect() -> None:
     async with child_of("wait") as child:
         await child.kill()

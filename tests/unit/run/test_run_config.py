@@ -1,5 +1,6 @@
 """Run configs: all errors are reported at once, each with its path."""
 
+import io
 import tomllib
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.run.commands.host import host
+from rollbook.run.commands.train import resolve_run, write_or_check_config
 from rollbook.run.config.resume import check_resume
 from rollbook.run.config.run import ConfigError, changed_fields, dump_toml, load_config, load_resolved_config
 from rollbook.run.directory import RunDirectory
@@ -196,6 +198,28 @@ def test_a_resume_may_change_settings_that_do_not_affect_the_record(tmp_path: Pa
     old = load_config(write_config(tmp_path, GOOD)).config
     longer = load_config(write_config(tmp_path, GOOD), ["trainer.max_steps=9"]).config
     assert check_resume(old, longer, source="run") == {"trainer.max_steps": (3, 9)}
+
+
+def test_a_changed_setting_is_printed_as_it_is_written(tmp_path: Path) -> None:
+    file, run_dir, printed = write_config(tmp_path, GOOD), tmp_path / "[run]", io.StringIO()
+    for overrides in ([], ['env.args={system="[/INST]"}']):
+        loaded, directory = resolve_run(file, run_dir, overrides)
+        directory.prepare()
+        write_or_check_config(loaded, directory, Console(file=printed))
+    assert f"resuming {run_dir}\n" in printed.getvalue()
+    assert "'[/INST]'" in printed.getvalue()
+
+
+def test_a_run_that_is_resumed_with_the_config_of_a_copied_project_uses_the_files_of_the_copy(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO())
+    for name in ("first", "copy"):
+        (tmp_path / name).mkdir()
+        loaded, directory = resolve_run(write_config(tmp_path / name, GOOD), tmp_path / "run", [])
+        directory.prepare()
+        write_or_check_config(loaded, directory, console)
+    of_processes = load_resolved_config(directory)
+    assert of_processes.source_dir == loaded.source_dir == tmp_path / "copy"
+    assert of_processes.search_path[: len(loaded.search_path)] == loaded.search_path
 
 
 @pytest.mark.parametrize(

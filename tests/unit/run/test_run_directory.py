@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from rollbook.run.config.source import read_source
 from rollbook.run.directory import RunDirectory, RunDirectoryError
+from rollbook.run.record import audit
 
 
 def test_a_second_train_in_the_same_directory_is_rejected_with_the_pid(tmp_path: Path) -> None:
@@ -35,6 +37,10 @@ def test_a_full_disk_is_reported_before_the_run_starts(tmp_path: Path, monkeypat
 def test_a_directory_without_a_run_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="is not a run directory"):
         RunDirectory(tmp_path).read_manifest()
+    with pytest.raises(RunDirectoryError, match="is not a run directory"):
+        audit(tmp_path)
+    with pytest.raises(RunDirectoryError, match="is not a run directory"):
+        read_source(tmp_path)
 
 
 def test_a_new_run_is_readable_by_its_owner_only(tmp_path: Path) -> None:

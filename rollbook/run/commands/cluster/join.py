@@ -194,7 +194,7 @@ class _Joiner:
     async def _keep(self) -> str:
         """Restart the process until the run is over. Returns how it ended."""
         rule = RestartRule(most_quick_deaths=self._loaded.config.run.most_quick_deaths)
-        while True:
+        while not self._is_ending:
             code = await self._process.run()
             if self._end is not None or self._process.has_ended:
                 return self._end or self._process.end_message
@@ -205,6 +205,11 @@ class _Joiner:
                 raise RunError(f"{self._start.name}: {verdict.reason}. Its last output:\n{self._process.last_output()}")
             self._say(f"{self._start.name} {exit_reason(code)} and is restarted")
             await asyncio.sleep(verdict.after_s)
+        return self._end or ""
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._end is not None
 
     async def _say_ready(self) -> None:
         await self._process.ready.wait()
@@ -227,13 +232,17 @@ class _Joiner:
 
     def _stop(self, end: str) -> None:
         self._end = end
-        self._process.request_stop()
+        if self._process.pid is None:
+            self._process.kill()  # cancels a start
+        else:
+            self._process.request_stop()
 
     def _interrupt(self) -> None:
         self._num_interrupts += 1
         if self._num_interrupts == 1:
             self._say(f"{self._start.name} finishes its work and leaves (Ctrl-C again stops at once)")
             self._end = "left the run"
+        if self._num_interrupts == 1 and self._process.pid is not None:
             self._process.request_leave()
         else:
             self._process.kill()

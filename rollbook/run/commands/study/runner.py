@@ -230,6 +230,8 @@ class _Runner:
             )
         )
         self._running[cell] = child
+        if self._num_stops:
+            child.send_signal(signal.SIGTERM)  # the study was stopped while the process started
         try:
             await child.ended()
         finally:
