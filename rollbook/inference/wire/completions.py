@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.output_formats import choice_grammar, json_grammar
 from rollbook.contracts.policy import MAX_TOP_LOGPROBS, Completion, FinishReason, SamplingParams, TopLogprobs
 
@@ -63,7 +64,7 @@ def _schema(schema: dict[str, Any] | str) -> dict[str, Any]:
     if isinstance(schema, dict):
         return schema
     try:
-        decoded: dict[str, Any] = msgspec.json.decode(schema, type=dict[str, Any])
+        decoded: dict[str, Any] = json_decoder(dict[str, Any]).decode(schema)
     except msgspec.MsgspecError as error:
         raise ValueError(f"structured_outputs: json is not a JSON schema: {error}") from error
     return decoded

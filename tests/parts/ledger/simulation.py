@@ -68,6 +68,7 @@ class SimulatedRun:
             return True
         self.batches[step] = decision.manifest
         for entry in decision.manifest.entries:
+            assert entry.group_id in self.tokens, f"{entry.group_id} was never accepted"
             trained = set(self.tokens[entry.group_id]) - set(entry.masked)
             assert trained, f"nothing of {entry.group_id} is trained"
             for publication in trained - {-1}:
