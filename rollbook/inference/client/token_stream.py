@@ -134,9 +134,8 @@ class TokenStream:
             return
         try:
             on_tokens(chunk)
-        except (
-            Exception
-        ) as error:  # The caller's code: its error ends its own request, which is then cancelled at the server.
+        except Exception as error:
+            # The caller's code: its error ends its own request, which is then cancelled at the server.
             completion.set_exception(error)
 
     def _settle(self, outcome: StreamedOutcome) -> None:
