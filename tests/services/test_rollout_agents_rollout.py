@@ -3,8 +3,10 @@
 import asyncio
 import sys
 import time
+import tracemalloc
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -12,7 +14,9 @@ import pytest
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import EndReason, RolloutSample
+from rollbook.rollout.agents.program import command_program
 from rollbook.rollout.agents.rollout import make_rollout
+from rollbook.rollout.contract import ChatSession
 from rollbook.rollout.policy import EpisodeContext, enter_episode
 from rollbook.rollout.settings import TO_BE_SCORED, EpisodeLimits
 from tests.parts.rollout.agents import EngineRecord, agent_setup, assert_matches_engine
@@ -108,6 +112,18 @@ async def test_forty_plain_agents_run_concurrently(tmp_path: Path) -> None:
 async def test_an_agent_without_a_policy_request_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(EpisodeError, match=r"without a request to the policy \(it returned 1\.0\)"):
         await play(tmp_path, ROW, agent=f"{PROGRAMS}:send_nothing")
+
+
+async def test_only_the_end_of_what_a_command_prints_is_kept() -> None:
+    """The command prints 64 MB and does not read its input."""
+    prints = "import sys\nfor _ in range(64):\n    print('x' * 2**20)\n    sys.stderr.write('y' * 2**16)\nprint(7)"
+    session = cast(ChatSession, SimpleNamespace(base_url="http://127.0.0.1", id="none"))
+    tracemalloc.start()
+    try:
+        assert await command_program([sys.executable, "-c", prints], {})(dict(ROW), session) == 7
+        assert tracemalloc.get_traced_memory()[1] < 32 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 async def test_a_command_is_killed_when_its_episode_is_cancelled(tmp_path: Path) -> None:

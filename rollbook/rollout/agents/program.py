@@ -18,7 +18,8 @@ from rollbook.contracts.user_errors import describe_error
 from rollbook.rollout.contract import ChatSession
 
 STDERR_CHARS = 400
-MAX_OUTPUT_BYTES = 16 * 2**20
+MAX_OUTPUT_BYTES = 4 * 2**20
+READ_BYTES = 2**16
 TERMINATE_S = 2.0
 """From SIGTERM to SIGKILL."""
 
@@ -83,13 +84,12 @@ def command_program(command: Sequence[str], extra: Mapping[str, str]) -> Program
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                limit=MAX_OUTPUT_BYTES,
                 start_new_session=True,
             )
         except OSError as error:
             raise AgentError(f"the agent's command {command[0]!r} cannot be started: {error}") from error
         try:
-            out, err = await process.communicate(json.dumps(row).encode())
+            out, err = await _exchange(process, json.dumps(row).encode())
         finally:
             await end_process(process, grace_s=TERMINATE_S, has_own_group=True)
         if process.returncode:
@@ -98,6 +98,37 @@ def command_program(command: Sequence[str], extra: Mapping[str, str]) -> Program
         return _result(out.decode(errors="replace"))
 
     return run
+
+
+async def _exchange(process: asyncio.subprocess.Process, sent: bytes) -> tuple[bytes, bytes]:
+    """Send the input, and return the ends of the output and of the errors when both are closed."""
+    stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
+    assert stdin is not None
+    assert stdout is not None
+    assert stderr is not None
+
+    async def send() -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it does not read its input
+            stdin.write(sent)
+            await stdin.drain()
+        stdin.close()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(send(), name="rollout.agent_input")
+        out = group.create_task(_end_of(stdout), name="rollout.agent_output")
+        err = group.create_task(_end_of(stderr), name="rollout.agent_errors")
+    await process.wait()
+    return out.result(), err.result()
+
+
+async def _end_of(stream: asyncio.StreamReader) -> bytes:
+    """The last `MAX_OUTPUT_BYTES` of a stream. The rest is not kept: a program may print without end."""
+    kept = bytearray()
+    while chunk := await stream.read(READ_BYTES):
+        kept += chunk
+        if len(kept) > 2 * MAX_OUTPUT_BYTES:
+            del kept[:-MAX_OUTPUT_BYTES]
+    return bytes(kept[-MAX_OUTPUT_BYTES:])
 
 
 def _result(printed: str) -> Any:
