@@ -352,8 +352,13 @@ def machine_directory(run_id: str, name: str) -> Path:
 
 def write_json(path: Path, value: object) -> None:
     """Write atomically."""
+    write_atomically(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader, and a process that is started after a crash, find the old text or the new one."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    draft.write_text(text, encoding="utf-8")
     draft.replace(path)
 
 

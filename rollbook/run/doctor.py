@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rollbook.contracts.plugin import EXTRAS, load_on_demand, require_libraries
 from rollbook.run.dashboard.address import DEFAULT_PORT
@@ -301,20 +302,24 @@ def _postgres() -> Finding:
     )
 
 
+_WRITE_ELSEWHERE = """
+import os
+from rollbook.envs.sandboxes.confinement import Permissions, NotPermittedError, confine, interpreter_roots
+
+confine(Permissions(writable=({inside!r},), readable=interpreter_roots()))
+open(os.path.join({inside!r}, "x"), "w").close()
+try:
+    open(os.path.join({outside!r}, "x"), "w").close()
+    raise SystemExit("a confined process could write elsewhere")
+except NotPermittedError:
+    print("confined processes cannot write elsewhere")
+"""
+
+
 def _confinement() -> Finding:
     """Try it: a confined process must not be able to write outside of its directory."""
-    status, text = _run(
-        "import tempfile, os\n"
-        "from rollbook.envs.sandboxes.confinement import Permissions, NotPermittedError, confine, interpreter_roots\n"
-        "inside, outside = tempfile.mkdtemp(), tempfile.mkdtemp()\n"
-        "confine(Permissions(writable=(inside,), readable=interpreter_roots()))\n"
-        "open(os.path.join(inside, 'x'), 'w').close()\n"
-        "try:\n"
-        "    open(os.path.join(outside, 'x'), 'w').close()\n"
-        "    raise SystemExit('a confined process could write elsewhere')\n"
-        "except NotPermittedError:\n"
-        "    print('confined processes cannot write elsewhere')\n"
-    )
+    with TemporaryDirectory() as inside, TemporaryDirectory() as outside:
+        status, text = _run(_WRITE_ELSEWHERE.format(inside=inside, outside=outside))
     verdict = Verdict.OK if status == 0 else Verdict.BROKEN
     advice = "" if status == 0 else "environments that run an agent's commands are not confined on this machine"
     return Finding(name="confinement", verdict=verdict, found=text, advice=advice)

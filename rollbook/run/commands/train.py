@@ -39,7 +39,7 @@ from rollbook.run.config.run import (
 )
 from rollbook.run.config.source import ConfigSource, TaskRows, place, read_source, with_references
 from rollbook.run.dashboard.address import open_socket
-from rollbook.run.directory import RunDirectory
+from rollbook.run.directory import RunDirectory, write_atomically
 from rollbook.run.preflight import check_run, print_preflight
 from rollbook.run.record import audit
 from rollbook.run.supervision.process import ProcessState
@@ -210,7 +210,7 @@ def write_or_check_config(loaded: LoadedConfig, directory: RunDirectory, console
         for path, (old, new) in changed.items():
             console.print(f"  {path}: {old!r} → {new!r}", markup=False, soft_wrap=True)
         directory.record_resume(changed)
-    directory.config_file.write_text(dump_toml(loaded.config), encoding="utf-8")
+    write_atomically(directory.config_file, dump_toml(loaded.config))
     directory.write_manifest(name=loaded.config.run.name, source_dir=loaded.source_dir, search_path=loaded.search_path)
     if not is_resumed:
         console.print(f"run directory: {directory.path}", markup=False, soft_wrap=True)
