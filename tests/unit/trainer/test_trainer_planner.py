@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,8 +35,12 @@ def encoded(step: int) -> EncodedBatch:
 
 def planning_process() -> psutil.Process:
     """The child that plans: earlier tests of this process may have left others, such as multiprocessing's resource tracker."""
-    (found,) = (child for child in psutil.Process().children() if "rollbook.trainer.data.planner" in child.cmdline())
-    return found
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.ZombieProcess):
+            found += [child] if "rollbook.trainer.data.planner" in child.cmdline() else []
+    (planner,) = found
+    return planner
 
 
 def is_same(one: PlannedBatch, other: PlannedBatch) -> bool:
