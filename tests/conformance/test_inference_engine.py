@@ -286,6 +286,15 @@ async def test_requests_in_a_closing_engine_fail(tiny: TinyModel, name: str) -> 
         await waiting
 
 
+async def test_a_closed_engine_refuses_requests_and_commands(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
+        await engine.generate([1], SamplingParams(max_tokens=1))
+    with pytest.raises(EngineClosedError):
+        await engine.generate([1], SamplingParams(max_tokens=1))
+    with pytest.raises(EngineClosedError):
+        await engine.pause(PauseMode.WAIT)
+
+
 async def test_busy_periods_and_updates_are_recorded_as_spans(tiny: TinyModel, name: str, tmp_path: Path) -> None:
     spans = SpanRecorder("policy", tmp_path / "spans.jsonl")
     async with tiny.engine(name, spans=spans) as engine:

@@ -137,6 +137,7 @@ class ScriptedEngine:
         self._woken = asyncio.Event()
         self._drained = asyncio.Event()
         self._requests = self._tokens = self._steps = 0
+        self._is_closed = False
 
     @property
     def vocab_size(self) -> int:
@@ -178,6 +179,7 @@ class ScriptedEngine:
         on_tokens: OnTokens | None = None,
         constraint: TokenConstraint | None = None,
     ) -> asyncio.Future[Completion]:
+        self._require_open()
         if self._publication is None:
             raise UnpublishedError("no weights were published to this engine yet, so it does not sample")
         if len(self._waiting) >= self._config.max_queued:
@@ -198,6 +200,10 @@ class ScriptedEngine:
         )
         self._woken.set()
         return future
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise EngineClosedError("the engine is closed")
 
     async def generate(self, prompt_ids: TokenIds, sampling: SamplingParams) -> Completion:
         return await self.submit(prompt_ids, sampling)
@@ -275,6 +281,7 @@ class ScriptedEngine:
         return len(aborted)
 
     async def pause(self, mode: PauseMode) -> None:
+        self._require_open()
         self._gate.pause(mode)
         if mode is PauseMode.ABORT:
             self._abort_running()
@@ -313,6 +320,8 @@ class ScriptedEngine:
                 await self._clock.sleep(self._config.scripted.token_s)
                 self._step(started)
         finally:
+            self._is_closed = True
+            self._drained.set()
             self._busy.end_period()
             for request in [*(running.request for running in self._running), *self._waiting]:
                 if not request.future.done():

@@ -59,7 +59,9 @@ class EngineThread:
             self._inbox.put(lambda: self._cancel(cancelled))
 
     async def between_rounds(self, command: Command) -> None:
-        """Run a command in the thread, between two rounds. Raises what the command raises."""
+        """Run a command in the thread, between two rounds. Raises what it raises, and `EngineClosedError` after `close`."""
+        if self.is_closed:
+            raise EngineClosedError("the engine is closed")
         done: asyncio.Future[None] = self._loop.create_future()
 
         def execute() -> None:
@@ -265,6 +267,8 @@ class EngineThread:
         remaining = [*self._scheduler.clear(), *self._waiting]
         self._waiting.clear()
         self._return([(request.future, error) for request in remaining])
+        for waiter in self._drain_waiters:
+            self._loop.call_soon_threadsafe(_settle, waiter, error)
 
 
 # --- called on the event loop by the thread ---
