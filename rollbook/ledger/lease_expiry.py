@@ -47,11 +47,11 @@ class LeaseExpiry:
         has_stalled = False
         while True:
             await self._clock.sleep(TICK_S)
-            began, now = self._clock.now(), self._clock.wall()
+            now = self._clock.wall()
             try:
-                async with self._stall_reported():
+                async with self._stall_reported() as report:
                     await self._expire(now, must_extend=has_stalled)
-                has_stalled = self._clock.now() - began > STALL_S
+                has_stalled = report.done()
             except RollbookError as error:
                 has_stalled = True
                 self._log.error("ledger.expiry_failed", error=str(error))
@@ -79,14 +79,14 @@ class LeaseExpiry:
             self._log.warning("ledger.leases_expired", run=run_id, groups=moved)
 
     @asynccontextmanager
-    async def _stall_reported(self) -> AsyncIterator[None]:
-        """Log a block that has not ended after `STALL_S`, while it still waits.
+    async def _stall_reported(self) -> AsyncIterator[asyncio.Task[None]]:
+        """Log a block that has not ended after `STALL_S`, while it still waits. The task is done if it did.
 
         Its writes wait behind those of all requests, so it also shows that requests wait.
         """
         reporting = asyncio.create_task(self._report_stall(), name="ledger.stall_report")
         try:
-            yield
+            yield reporting
         finally:
             reporting.cancel()
 

@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, closing
 from pathlib import Path
@@ -21,7 +22,8 @@ from rollbook.contracts.ports import BatchSource, GroupSink
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.http import wire
-from rollbook.ledger.service import Ledger
+from rollbook.ledger.service import Ledger, open_ledger
+from rollbook.ledger.stores.registry import open_store, sqlite_url
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.ledger.tools.audit import audit_run
 from rollbook.telemetry.events import EventLog
@@ -301,6 +303,28 @@ async def test_leases_of_a_silent_dispatcher_expire() -> None:
             await asyncio.sleep(0.01)
         history = await ledger.read(lambda tx: tx.history.of_group(RUN, GroupId("task0@0")))
         assert history[-1].note == "dispatcher rollout#0 timed out"
+
+
+async def test_leases_are_extended_after_every_stall_of_the_store_that_was_reported(tmp_path: Path) -> None:
+    clock, log = ManualClock(), EventLog("test", tmp_path / "log", echo=sys.stdout)
+    is_over = threading.Event()
+    async with (
+        open_store(sqlite_url(tmp_path / "store")) as store,
+        open_ledger(store, LedgerConfig(), clock=clock, log=log) as ledger,
+    ):
+        await ledger.create_run(RUN, settings(ttl_s=10))
+        await ledger.open(RUN, await ledger.join(RUN, "rollout"), draws(0, 2), limit=2)
+        stalled = asyncio.ensure_future(store.write(lambda _: is_over.wait(60)))
+        for event in ("ledger.store_stalled", "ledger.leases_extended"):
+            async with asyncio.timeout(60):
+                while event not in (tmp_path / "log").read_text(encoding="utf-8"):
+                    await clock.advance(0.5)  # at the report, exactly as long as a stall has passed
+                    await asyncio.sleep(0.02)
+            is_over.set()
+            await stalled
+            for _ in range(5):  # the waiting check ends before the clock moves on
+                await store.write(lambda _: None)
+    log.close()
 
 
 async def test_a_damaged_row_of_one_run_does_not_keep_leases_of_another_from_ending(tmp_path: Path) -> None:
