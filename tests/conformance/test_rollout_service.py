@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,19 @@ def assert_same(left: RolloutSample, right: RolloutSample) -> None:
     for name in ("reward", "finish_reason", "solved", "sampling", "facts", "invalid_cause"):
         assert getattr(left, name) == getattr(right, name), name
     assert [dict(m) for m in left.messages or ()] == [dict(m) for m in right.messages or ()]
+
+
+def hanging(began: asyncio.Event, ended: asyncio.Event) -> Callable[[RolloutRequest], Awaitable[None]]:
+    """An episode that does not end by itself. It sets these events."""
+
+    async def hang(_: RolloutRequest) -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    return hang
 
 
 @pytest.mark.parametrize("row", [ROW, {**ROW, "answer": "other"}, {**ROW, "is_unscorable": True}])
@@ -165,14 +178,7 @@ async def test_an_invalid_trajectory_is_refused_with_the_reason(
 
 async def test_cancelling_an_episode_cancels_it_in_the_service(tmp_path: Path) -> None:
     began, ended = asyncio.Event(), asyncio.Event()
-
-    async def hang(_: RolloutRequest) -> None:
-        began.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
+    hang = hanging(began, ended)
     async with local_and_remote(tmp_path, play=hang) as (_, remote, _, _):
         episode = asyncio.ensure_future(remote(ROW))
         await asyncio.wait_for(began.wait(), 30)
@@ -184,12 +190,7 @@ async def test_cancelling_an_episode_cancels_it_in_the_service(tmp_path: Path) -
 
 async def test_an_episode_ends_at_its_deadline_in_client_and_service(tmp_path: Path) -> None:
     ended = asyncio.Event()
-
-    async def hang(_: RolloutRequest) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
+    hang = hanging(asyncio.Event(), ended)
 
     async with local_and_remote(tmp_path, play=hang) as (_, remote, _, _):
         enter_episode(EpisodeContext(group_id=GroupId("t@0"), min_publication=0, until=time.monotonic() + 0.4))
@@ -242,12 +243,7 @@ async def test_a_lost_connection_is_retried_once_and_joins_the_same_episode(
 
 async def test_an_episode_that_the_client_gives_up_is_cancelled_in_the_service(tmp_path: Path) -> None:
     ended = asyncio.Event()
-
-    async def hang(_: RolloutRequest) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
+    hang = hanging(asyncio.Event(), ended)
 
     @web.middleware
     async def drop(request: web.Request, handler: Any) -> web.StreamResponse:

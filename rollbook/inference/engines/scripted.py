@@ -99,7 +99,7 @@ class _Running:
         self.drawn: NDArray[np.int32] | None = None
         """All tokens of the completion; None with a grammar."""
         self.num_hidden = 0
-        """Number of next tokens of which only the version is recorded, because nobody sees them before the last one."""
+        """Steps for which only the version of the token is recorded. The request gets these tokens together with its last one."""
         self.logprob = 0.0
         self.reason = FinishReason.LENGTH
 

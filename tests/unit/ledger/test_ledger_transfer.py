@@ -193,8 +193,8 @@ async def test_an_existing_run_or_file_is_not_overwritten(exported: Path, source
     with open_reader(sqlite_url(source)) as reader:
         with pytest.raises(RunError, match="exists and is not overwritten"):
             export_jsonl(reader, RUN, exported, extensions=EXTENSIONS)
-        with pytest.raises(RunError, match="has no run 'nobody'"):
-            export_jsonl(reader, RunId("nobody"), exported.with_name("none"), extensions=EXTENSIONS)
+        with pytest.raises(RunError, match="has no run 'unknown'"):
+            export_jsonl(reader, RunId("unknown"), exported.with_name("none"), extensions=EXTENSIONS)
     assert not exported.with_name("none").exists()
 
 
@@ -213,8 +213,8 @@ def test_a_parquet_export_has_one_row_per_group_and_per_sequence(source: Path, t
 
 def test_a_parquet_export_that_fails_leaves_no_directory(source: Path, tmp_path: Path) -> None:
     with open_reader(sqlite_url(source)) as reader:
-        with pytest.raises(RunError, match="has no run 'nobody'"):
-            export_parquet(reader, RunId("nobody"), tmp_path / "parquet")
+        with pytest.raises(RunError, match="has no run 'unknown'"):
+            export_parquet(reader, RunId("unknown"), tmp_path / "parquet")
         assert export_parquet(reader, RUN, tmp_path / "parquet").groups == 11
 
 
