@@ -2,7 +2,7 @@
 
 A random-weight model of SmolLM2-135M's shape in bfloat16. Compares with the Hugging Face module; then measures the decode step
 alone by kernel, episodes of agents, requests of mixed lengths, a closed loop of requests in process with a weight update in flight,
-the same loop through the HTTP server in a separate process, and closed loops of larger shapes. If one part fails, the others still
+the same loop through the HTTP server in a separate process, and loops of larger shapes. If one part fails, the others still
 run.
 """
 
@@ -35,6 +35,7 @@ from benchmarks.engine.workloads import (
     Rates,
     agent_turns,
     closed_loop_of,
+    conversations_8b,
     full_sizes,
     mixed_lengths,
     small_sizes,
@@ -58,7 +59,7 @@ PEERS = {
 """Measured earlier on the same kind of GPU; tokens per second, decode only for the first three."""
 HTTP_FLOOR = 60_000
 """Tokens per second."""
-PARTS = ("fidelity", "steps", "agent_turns", "mixed_lengths", "closed_loop", "http", "1.5B", "8B")
+PARTS = ("fidelity", "steps", "agent_turns", "mixed_lengths", "closed_loop", "http", "1.5B", "8B", "conversations")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -485,6 +486,7 @@ def main() -> int:
         if is_gpu:
             parts["1.5B"] = lambda: _on_uvloop(closed_loop_of("1.5B", QWEN_1_5B, rates, count=1024, in_flight=256))
             parts["8B"] = lambda: _on_uvloop(closed_loop_of("8B", LLAMA_8B, rates, count=384, in_flight=128, rounds=1))
+            parts["conversations"] = lambda: _on_uvloop(conversations_8b())
         found = {name: guarded(name, part) for name, part in parts.items() if name in options.only}
         figures += [figure for part in found.values() for figure in part or []]
     print_status(json.dumps({"peers": PEERS}))

@@ -203,5 +203,31 @@ async def closed_loop_of(
     return [_figure(f"closed_loop_{name}", ours, limit, "tokens/s", floor=0.5)]
 
 
+PUBLIC_8B = {"SGLang": 16_215, "LMDeploy": 16_132, "vLLM with FlashInfer": 12_553}
+"""Output tokens per second of Llama 3.1 8B in bfloat16 on an H100 of 80 GB, 1,000 ShareGPT prompts at once. From
+https://research.aimultiple.com/inference-engines, read in November 2026; not measured here."""
+
+
+async def conversations_8b(*, rounds: int = 3) -> list[Figure]:
+    """1,000 requests at once with the mean lengths of ShareGPT, 220 and 200 tokens, exponentially distributed; random weights."""
+    rng = random.Random(0)
+
+    def length(mean: int) -> int:
+        return min(1024, max(4, int(rng.expovariate(1 / mean))))
+
+    jobs = [Job([rng.randrange(3, LLAMA_8B.vocab) for _ in range(length(220))], length(200)) for _ in range(1000)]
+    config = InferenceConfig(
+        device="cuda", dtype="bfloat16", max_running=len(jobs), max_model_len=2048, max_queued=100_000
+    )
+    async with random_engine(LLAMA_8B, config) as engine:
+        await in_process(engine, jobs, len(jobs))
+        runs = [await in_process(engine, jobs, len(jobs)) for _ in range(rounds)]
+    print_status(
+        f"  8B, 1,000 at once: {[f'{run.tokens_per_s:,.0f}' for run in runs]} tokens/s; public figures on an H100: {PUBLIC_8B}"
+    )
+    ours = statistics.median(run.tokens_per_s for run in runs)
+    return [_figure("conversations_8B", ours, PUBLIC_8B["vLLM with FlashInfer"], "tokens/s", floor=None)]
+
+
 def _figure(name: str, ours: float, peer: float, unit: str, *, floor: float | None) -> Figure:
     return Figure(name=name, ours=ours, peer=peer, unit=unit, ratio=ours / peer, floor=floor)

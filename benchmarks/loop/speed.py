@@ -7,12 +7,14 @@
 
 `loop_share_of_engine`: tokens sampled a second by `rollbook train` over those of the engine in this process, which plays the same
 episodes in a closed loop. `step_to_step_mfu`: model FLOPs of a step over the time from one step to the next, everything included.
+The trainer computes a shared prompt once; `mfu_with_each_prompt` counts it for every sample, as without shared prompts.
 `training_share_of_cpu`: CPU seconds of the training step over those of all processes, per step.
 Figures are printed as soon as they are known. `--seconds` stops each run early enough that a case takes about that long.
 """
 
 import argparse
 import asyncio
+import math
 import shutil
 import statistics
 import sys
@@ -36,6 +38,7 @@ from benchmarks.report import Figure, print_figures, print_status
 from rollbook.contracts.policy import SamplingParams
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.embedded.engine import TransformersEngine
+from rollbook.trainer.flops import peak_flops
 from rollbook.trainer.model.model_directory import build_tokenizer
 from rollbook.trainer.model_config import ModelBuildConfig
 
@@ -174,6 +177,15 @@ async def _play(engine: TransformersEngine, episodes: Sequence[Mapping[str, Any]
     return sampled
 
 
+def separate_flops(case: Case, sampled: float) -> float:
+    """Of a step that computes every sample alone, prompt included. `sampled`: tokens of a sample, on average."""
+    shape, length = case.shape, case.prompt + sampled + (case.turns - 1) * case.observation
+    head = shape.hidden // shape.heads
+    layer = shape.hidden * head * (2 * shape.heads + 2 * shape.kv_heads) + 3 * shape.hidden * shape.ffn
+    body = shape.layers * (layer * length + shape.heads * head * length**2)
+    return 6.0 * 8 * case.groups * (body + shape.hidden * shape.vocab * sampled)
+
+
 class CpuByProcess:
     """CPU seconds of the processes of a run, from the first reading after the warm-up to the last one."""
 
@@ -249,6 +261,8 @@ def measure(
     if computed:
         in_step = statistics.median(row["perf/mfu"] for row in computed)
         achieved = statistics.fmean(row["perf/mfu"] * row["perf/train_time"] for row in computed) / step_s
+        peak = peak_flops(torch.cuda.get_device_name()) or math.nan
+        more["mfu_with_each_prompt"] = round(separate_flops(case, tokens / (8 * case.groups)) / step_s / peak, 4)
         yield Figure(
             name=f"step_to_step_mfu_{name}",
             ours=achieved,
