@@ -124,6 +124,7 @@ def train(project: Path, *overrides: str, port: int | None = None, max_rows: int
     return summary
 
 
+@pytest.mark.slow
 def test_a_new_project_trains_on_the_first_rows_if_max_rows_is_given(tmp_path: Path) -> None:
     project = tmp_path / "game"
     init_project(project, template="tools", model=None)
