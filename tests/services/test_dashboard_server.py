@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,8 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollbook.concurrency.clock import ManualClock
+from rollbook.dashboard.index.filters import GroupFilter
+from rollbook.dashboard.index.follower import FRESH_S, follow
 from rollbook.dashboard.server.access import COOKIE, DashboardAccess
+from rollbook.dashboard.server.request import SHARED_S
+from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
+from rollbook.run.dashboard.ledger_sources import StoreSource
 from rollbook.run.directory import RunDirectory
 from rollbook.run.record import audit
 from rollbook.telemetry.token_records import TokenArrays, TokenRecordWriter
@@ -322,6 +329,51 @@ async def test_the_index_follows_a_run_that_goes_on(tmp_path: Path) -> None:
     async with serving_dashboard(str(directory.path)) as client:
         found = await get(client, "/api/groups?state=dispatched")
         assert [(group["group_id"], group["attempt"]) for group in found["groups"]] == [("task7@0", 2)]
+
+
+async def test_a_run_that_replaced_another_one_is_shown_without_groups_and_steps_of_the_old_one(tmp_path: Path) -> None:
+    directory = await record_run(tmp_path / "runs" / "run")
+    async with serving_dashboard(str(tmp_path / "runs")) as client:
+        old = await get(client, "/api/groups?run=run&order=oldest")
+        assert len((await get(client, "/api/steps?run=run"))["steps"]) == STEPS
+        shutil.rmtree(directory.path)
+        await record_run(directory.path, ends=False)
+        first_step = directory.metrics_file.read_text(encoding="utf-8").splitlines()[0]
+        directory.metrics_file.write_text(f"{first_step}\n", encoding="utf-8")
+        await asyncio.sleep(SHARED_S)
+        new = await get(client, "/api/groups?run=run&order=oldest")
+        assert new["facets"]["state"]["dispatched"] == 1
+        assert new["groups"][0]["opened_at"] > old["groups"][0]["opened_at"]
+        assert [step["step"] for step in (await get(client, "/api/steps?run=run"))["steps"]] == [1]
+
+
+async def test_a_run_that_is_resumed_is_shown_with_its_new_settings(directory: RunDirectory) -> None:
+    async with serving_dashboard(str(directory.path)) as client:
+        assert (await get(client, "/api/run?run=run"))["progress"]["total_steps"] == STEPS
+        settings = directory.config_file.read_text(encoding="utf-8")
+        directory.config_file.write_text(
+            settings.replace(f"max_steps = {STEPS}", f"max_steps = {STEPS + 1}"), encoding="utf-8"
+        )
+        await asyncio.sleep(SHARED_S)
+        assert (await get(client, "/api/run?run=run"))["progress"]["total_steps"] == STEPS + 1
+
+
+async def test_the_index_is_built_again_when_its_ledger_is_replaced(tmp_path: Path) -> None:
+    old, new = await record_run(tmp_path / "old"), await record_run(tmp_path / "new", ends=False)
+    ledger, clock = tmp_path / "ledger", ManualClock()
+    ledger.symlink_to(old.ledger)
+    source = StoreSource(sqlite_url(ledger), RUN)
+    async with follow(tmp_path / "index.sqlite", RUN, source, clock=clock) as index:
+        while not (await index.update()).is_complete:
+            pass
+        ledger.unlink()
+        ledger.symlink_to(new.ledger)
+        clock.jump(FRESH_S)
+        async with asyncio.timeout(30):
+            while (await index.read(lambda found: found.facets(GroupFilter())))["state"].get("dispatched") != 1:
+                await index.update()
+                await asyncio.sleep(0)
+        assert await index.read(lambda found: found.num_groups) == 8
 
 
 # ---------------------------------------------------------------------- who may read

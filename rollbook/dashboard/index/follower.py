@@ -45,7 +45,6 @@ class FollowedIndex:
         self._clock = clock
         self._update: asyncio.Task[None] | None = None
         self._updated_at = float("-inf")
-        self._is_checked = False
         self.total = 0
 
     async def read(self, query: Callable[[ViewIndex], T]) -> T:
@@ -81,8 +80,7 @@ class FollowedIndex:
     async def _catch_up(self) -> None:
         """Read the ledger up to its last change."""
         self.total = (await self._source.status()).opened
-        if not self._is_checked:
-            await self._check_identity()
+        await self._check_identity()
         position = self._index.position
         if not position.is_snapshot_complete:
             if position.next_sequence == 0:
@@ -111,13 +109,15 @@ class FollowedIndex:
                 return
 
     async def _check_identity(self) -> None:
-        """Build the index again if it is of another run with the same name: if its newest group is not the ledger's."""
+        """Build the index again if it is of another run with the same name: if its newest group is not the ledger's.
+
+        Each update checks it: a ledger can be replaced while its groups are shown.
+        """
         newest = await self.read(lambda index: index.rows([index.columns.size - 1]) if index.columns.size else [])
         for row in newest:
             found = await self._source.groups(start=row.sequence, limit=PAGE_GROUPS)
             if row.group_id not in {one.group_id for one in found if one.opened_at == row.opened_at}:
                 await self.read(ViewIndex.clear)
-        self._is_checked = True
 
     async def _put(self, rows: tuple[GroupRow, ...], position: Position) -> None:
         await self.read(lambda index: index.put(rows, position))
