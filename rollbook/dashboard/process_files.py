@@ -14,7 +14,6 @@ STDERR_LINES = 40
 LEVELS = ("warning", "error")
 MAX_EVENTS = 200
 MAX_TEXT = 2000
-STACK_EVENTS = frozenset({"run.process_silent"})
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,10 +158,16 @@ def _logs(run_dir: Path, pattern: str) -> list[Path]:
 
 
 def _tail(path: Path) -> bytes:
+    """The end of a log. A full log is renamed to `.1`: its end is read if the next one is still short."""
+    newest = _end(path, TAIL_BYTES)
+    return _end(path.with_name(f"{path.name}.1"), TAIL_BYTES - len(newest)) + newest
+
+
+def _end(path: Path, num_bytes: int) -> bytes:
     try:
         with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            return file.read(TAIL_BYTES)
+            file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
+            return file.read(num_bytes)
     except OSError:
         return b""
 

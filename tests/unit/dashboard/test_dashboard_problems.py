@@ -68,3 +68,12 @@ def test_events_of_one_name_are_found_behind_many_newer_ones(tmp_path: Path) -> 
     found = read_events(tmp_path, levels=("info",), name="rollout.worker_ready")
     assert [row["worker"] for row in found] == [0]
     assert len(read_events(tmp_path, levels=("info",))) == MAX_EVENTS
+
+
+def test_events_of_a_full_log_are_found_after_the_next_one_was_begun(tmp_path: Path) -> None:
+    write_log(tmp_path, "trainer", {"event": "policy.replica_quarantined", "url": "http://a:1", "level": "warning"})
+    log = tmp_path / "logs" / "trainer.jsonl"
+    log.replace(log.with_name("trainer.jsonl.1"))
+    write_log(tmp_path, "trainer", {"event": "trainer.step", "step": 3})
+    assert quarantined_replicas(tmp_path) == ["http://a:1"]
+    assert [row["event"] for row in read_events(tmp_path)] == ["policy.replica_quarantined"]
