@@ -22,7 +22,7 @@ from rollbook.dashboard.server.request import SHARED_S
 from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.run.dashboard.ledger_sources import StoreSource
-from rollbook.run.directory import RunDirectory
+from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.record import audit
 from rollbook.telemetry.token_records import TokenArrays, TokenRecordWriter
 from tests.parts.dashboard.recorded_run import HOSTILE, STEPS, DashboardClient, record_run, serving_dashboard
@@ -374,6 +374,29 @@ async def test_the_index_is_built_again_when_its_ledger_is_replaced(tmp_path: Pa
                 await index.update()
                 await asyncio.sleep(0)
         assert await index.read(lambda found: found.num_groups) == 8
+
+
+async def test_each_replica_is_shown_with_its_own_address(directory: RunDirectory) -> None:
+    """Also if another replica generated nothing lately."""
+    write_json(directory.path / "addresses.json", {"policy": "http://a:1,http://b:1,http://c:1"})
+    for name, at in (("policy", 1.0), ("policy-1", 1001.0), ("policy-2", 1001.0)):
+        span = {"process": name, "name": "policy.generate", "start": at, "end": at + 1.0, "fields": {"tokens": 5}}
+        directory.span_file(name).write_text(json.dumps(span) + "\n", encoding="utf-8")
+    async with serving_dashboard(str(directory.path)) as client:
+        found = await get(client, "/api/fleet")
+    assert [(one["name"], one["url"]) for one in found["replicas"]] == [
+        ("policy-1", "http://b:1"),
+        ("policy-2", "http://c:1"),
+    ]
+
+
+async def test_a_failure_that_names_a_file_that_is_not_utf_8_is_shown(directory: RunDirectory) -> None:
+    folder = directory.path / "failures"
+    folder.mkdir(exist_ok=True)
+    (folder / "1.json").write_text(json.dumps({"cause": "cannot read \udcff.txt"}), encoding="utf-8")
+    async with serving_dashboard(str(directory.path)) as client:
+        found = await get(client, "/api/health")
+    assert [failure["cause"] for failure in found["failures"]] == ["cannot read ?.txt"]
 
 
 # ---------------------------------------------------------------------- who may read

@@ -92,8 +92,9 @@ def _replicas(run_dir: Path, addresses: dict[str, str], joined: dict[str, str | 
     begin = max(limits[0], end - RECENT_S)
     lanes, _ = read_lanes(run_dir, begin, end, process="policy*")
     urls = addresses.get("policy", "").split(",")
+    own = {f"policy-{number}" if number else "policy": url for number, url in enumerate(urls)}
     found = []
-    for number, lane in enumerate(lane for lane in lanes if lane.kind == "policy"):
+    for lane in (lane for lane in lanes if lane.kind == "policy"):
         generating = [span for span in lane.spans if span[2] == "policy.generate"]
         busy_s = sum(min(stop, end) - max(start, begin) for start, stop, *_ in generating)
         tokens = sum(fields.get("tokens", 0) for *_, fields in generating)
@@ -102,7 +103,7 @@ def _replicas(run_dir: Path, addresses: dict[str, str], joined: dict[str, str | 
         found.append(
             {
                 "name": lane.id,
-                "url": joined.get(lane.id) or (urls[number] if number < len(urls) else None),
+                "url": joined.get(lane.id) or own.get(lane.id) or None,
                 "publication": max((p for p in publications if isinstance(p, int)), default=None),
                 "busy_share": min(1.0, busy_s / whole_s) if generating else None,
                 "tokens_per_s": tokens / whole_s if generating else None,
@@ -159,9 +160,11 @@ def _failures(run_dir: Path) -> list[dict[str, Any]]:
     files: dict[str, str] = {}
     for path in sorted((run_dir / "failures").glob("*.json"))[:MAX_FAILURES]:
         try:
-            cause = str(json.loads(path.read_text(encoding="utf-8"))["cause"])[:MAX_CAUSE]
+            written = str(json.loads(path.read_text(encoding="utf-8"))["cause"])[:MAX_CAUSE]
         except (OSError, ValueError, KeyError, TypeError):
             continue  # cut off by a kill
+        # Names of files that are not UTF-8 contain surrogates, which cannot be sent.
+        cause = written.encode(errors="replace").decode()
         causes[cause] += 1
         files.setdefault(cause, f"failures/{path.name}")
     return [{"cause": cause, "count": count, "file": files[cause]} for cause, count in causes.most_common()]
