@@ -104,9 +104,6 @@ class MetricSeries:
                 last = column[-1] if column else NAN
                 yield name, process, None if math.isnan(last) else float(last)
 
-    def last(self, name: str) -> float | None:
-        return next((value for known, _, value in self.names() if known == name), None)
-
     def change(self, name: str) -> Change:
         """Means of a metric of the trainer over the first and the last tenth of the steps."""
         rows = self._rows.get("trainer")
