@@ -162,8 +162,8 @@ class RunView:
             if self.directory is not None and not self.tiers:
                 # Written once, when the run starts.
                 self.tiers = await asyncio.to_thread(read_tiers, self.directory)
-                tiers = self.tiers
-                await self._index.read(lambda index: index.set_tiers(tiers))
+                if tiers := self.tiers:
+                    await self._index.read(lambda index: index.set_tiers(tiers))
             return self._index
 
     async def metrics(self) -> RunMetrics:
