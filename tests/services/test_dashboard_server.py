@@ -5,6 +5,7 @@ import json
 import shutil
 import sqlite3
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollbook.concurrency.clock import ManualClock
+from rollbook.contracts.admission import LedgerStatus
+from rollbook.contracts.errors import TransientError
+from rollbook.contracts.group import DropKind, DropReason
 from rollbook.dashboard.index.filters import GroupFilter
-from rollbook.dashboard.index.follower import FRESH_S, follow
+from rollbook.dashboard.index.follower import FRESH_S, PATIENCE_S, follow
+from rollbook.dashboard.run_view import RunView
 from rollbook.dashboard.server.access import COOKIE, DashboardAccess
 from rollbook.dashboard.server.request import SHARED_S
 from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
+from rollbook.run.dashboard.catalog import open_catalog
 from rollbook.run.dashboard.ledger_sources import StoreSource
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.record import audit
 from rollbook.telemetry.token_records import TokenArrays, TokenRecordWriter
 from tests.parts.dashboard.recorded_run import HOSTILE, STEPS, DashboardClient, record_run, serving_dashboard
-from tests.parts.ledger.groups import RUN
+from tests.parts.ledger.groups import RUN, draws
 from tests.parts.ledger.service import serving
 
 VIEWER = "a-token-for-viewers-0123"
@@ -397,6 +403,45 @@ async def test_a_failure_that_names_a_file_that_is_not_utf_8_is_shown(directory:
     async with serving_dashboard(str(directory.path)) as client:
         found = await get(client, "/api/health")
     assert [failure["cause"] for failure in found["failures"]] == ["cannot read ?.txt"]
+
+
+async def test_a_page_continues_behind_a_group_that_left_the_filter(tmp_path: Path) -> None:
+    directory = await record_run(tmp_path / "run", ends=False)
+    async with serving_dashboard(str(directory.path)) as client, serving(directory.ledger) as (_, ledger):
+        await ledger.open(RUN, await ledger.join(RUN, "worker"), draws(20, 3), limit=3)
+        for order, expected in (("newest", ["task20@0", "task7@0"]), ("reward", ["task22@0"])):
+            first = await get(client, f"/api/groups?state=dispatched&limit=2&order={order}")
+            await ledger.close(RUN, first["groups"][-1]["group_id"], DropReason(DropKind.FILTERED, "equal rewards"))
+            await asyncio.sleep(FRESH_S)
+            rest = await get(client, f"/api/groups?state=dispatched&order={order}&cursor={first['next_cursor']}")
+            assert [group["group_id"] for group in rest["groups"]] == expected
+
+
+class SlowlyFailing(StoreSource):
+    async def status(self) -> LedgerStatus:
+        await asyncio.sleep(2 * PATIENCE_S)
+        raise TransientError("the ledger does not respond")
+
+
+async def test_a_ledger_that_fails_slowly_is_reported(directory: RunDirectory) -> None:
+    source = SlowlyFailing(sqlite_url(directory.ledger), RUN)
+    async with follow(directory.path / "index.sqlite", RUN, source) as index:
+        assert not (await index.update()).is_complete
+        await asyncio.sleep(2 * PATIENCE_S)
+        for _ in range(2):
+            with pytest.raises(TransientError, match="does not respond"):
+                await index.update()
+
+
+async def test_lists_are_kept_while_the_groups_of_a_run_without_tiers_do_not_change(directory: RunDirectory) -> None:
+    async with AsyncExitStack() as stack:
+        catalog = open_catalog(str(directory.path))
+        view = RunView(await stack.enter_async_context(catalog.open((await catalog.places())[0])), stack)
+        lists = []
+        for _ in range(2):
+            index = await view.index()
+            lists.append(await index.read(lambda found: found.list_of(GroupFilter())))
+        assert lists[0] is lists[1]
 
 
 # ---------------------------------------------------------------------- who may read

@@ -45,6 +45,8 @@ class FollowedIndex:
         self._clock = clock
         self._update: asyncio.Task[None] | None = None
         self._updated_at = float("-inf")
+        self._failure: RollbookError | None = None
+        """Why the last update failed."""
         self.total = 0
 
     async def read(self, query: Callable[[ViewIndex], T]) -> T:
@@ -63,19 +65,29 @@ class FollowedIndex:
         if self._update is None or self._update.done():
             if self._clock.now() - self._updated_at < FRESH_S:
                 return await self.state()
-            self._update = asyncio.create_task(self._catch_up(), name="dashboard.index")
+            self._update = asyncio.create_task(self._run_update(), name="dashboard.index")
         running = self._update
         await asyncio.wait({running}, timeout=PATIENCE_S)
         if running.done():
             self._update = None
             running.result()
+        if self._failure is not None:
+            # Also of an update that failed after its request was answered.
+            raise self._failure.with_traceback(None)
         return await self.state()
 
     async def close(self) -> None:
         if self._update is not None:
             self._update.cancel()
-            with suppress(asyncio.CancelledError, RollbookError):
+            with suppress(asyncio.CancelledError):
                 await self._update
+
+    async def _run_update(self) -> None:
+        try:
+            await self._catch_up()
+            self._failure = None
+        except RollbookError as error:
+            self._failure = error
 
     async def _catch_up(self) -> None:
         """Read the ledger up to its last change."""
