@@ -408,7 +408,7 @@ async def test_a_failure_that_names_a_file_that_is_not_utf_8_is_shown(directory:
 async def test_a_page_continues_behind_a_group_that_left_the_filter(tmp_path: Path) -> None:
     directory = await record_run(tmp_path / "run", ends=False)
     async with serving_dashboard(str(directory.path)) as client, serving(directory.ledger) as (_, ledger):
-        await ledger.open(RUN, await ledger.join(RUN, "worker"), draws(20, 3), limit=3)
+        await ledger.open(RUN, await ledger.join(RUN, "worker"), draws(20, 3), limit=4)
         for order, expected in (("newest", ["task20@0", "task7@0"]), ("reward", ["task22@0"])):
             first = await get(client, f"/api/groups?state=dispatched&limit=2&order={order}")
             await ledger.close(RUN, first["groups"][-1]["group_id"], DropReason(DropKind.FILTERED, "equal rewards"))
