@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -136,3 +138,24 @@ def test_spans_of_a_full_file_are_shown_after_the_next_one_was_begun(tmp_path: P
     current.write_text(last, encoding="utf-8")
     assert (bounds(tmp_path), read_lanes(tmp_path, BEGIN, BEGIN + 10)) == before
     assert len(read_intervals(tmp_path, ["trainer.train"])["trainer.train"]) == 5
+
+
+def test_lines_are_read_while_another_thread_adds_steps(tmp_path: Path) -> None:
+    path, names = tmp_path / "metrics.jsonl", ["rollout/reward", "train/entropy"]
+    append_rows(path, *(trainer_row(step) for step in range(1, 3001)))
+    series = MetricSeries(tmp_path)
+    series.poll()
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(1) as other:
+            for begin in range(3001, 4001, 10):
+                append_rows(path, *(trainer_row(step) for step in range(begin, begin + 10)))
+                polling = other.submit(series.poll)
+                while not polling.done():
+                    for name in names:
+                        assert series.series(name, Axis.STEP, **ANY, points=10) is not None
+                polling.result()
+    finally:
+        sys.setswitchinterval(switch_s)
+    assert [step for step, _ in series.step_times()] == list(range(1, 4001))
