@@ -103,7 +103,7 @@ async def overview(view: RunView, _: web.Request) -> dict[str, Any]:
     )
     step = max(metrics.last_step, 0 if status is None else status.acknowledged_step)
     begin = details.created
-    end = now if state == "running" else metrics.latest.time or now
+    end = now if state == "running" else metrics.latest.time
     return {
         "key": details.key,
         "name": details.name,
@@ -120,7 +120,7 @@ async def overview(view: RunView, _: web.Request) -> dict[str, Any]:
             "version": None if status is None else status.version,
             "seconds_per_step": metrics.seconds_per_step,
             "eta_s": None if details.total_steps is None or state != "running" else metrics.eta_s(details.total_steps),
-            "elapsed_s": None if begin is None else max(0.0, end - begin),
+            "elapsed_s": max(0.0, end - begin) if begin is not None and end else None,
         },
         "learning": _learning(metrics, series),
         "flow": _flow(metrics, status),
@@ -158,7 +158,7 @@ def _learning(metrics: RunMetrics, series: MetricSeries | None) -> dict[str, Any
 
 def _flow(metrics: RunMetrics, status: LedgerStatus | None) -> dict[str, Any]:
     busy = metrics.trainer_utilisation
-    waits, sentence = None, "No step is trained yet."
+    waits, sentence = None, f"{unknown_wait(status)}."
     if busy is not None:
         waits = "trainer" if busy < 0.9 else "rollout"
         sentence = (
@@ -176,6 +176,13 @@ def _flow(metrics: RunMetrics, status: LedgerStatus | None) -> dict[str, Any]:
         "waits": waits,
         "sentence": sentence,
     }
+
+
+def unknown_wait(status: LedgerStatus | None) -> str:
+    """Why it is unknown how long the trainer waited."""
+    if status is None or not status.acknowledged_step:
+        return "No step is trained yet"
+    return "The waiting time of the trainer is unknown, because its metrics are not here"
 
 
 def _law(status: LedgerStatus) -> dict[str, Any]:
