@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.admission import LedgerStatus
-from rollbook.contracts.errors import TransientError
+from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.group import DropKind, DropReason
 from rollbook.dashboard.index.filters import GroupFilter
-from rollbook.dashboard.index.follower import FRESH_S, PATIENCE_S, follow
+from rollbook.dashboard.index.follower import FRESH_S, PATIENCE_S, FollowedIndex, follow
 from rollbook.dashboard.run_view import RunView
 from rollbook.dashboard.server.access import COOKIE, DashboardAccess
 from rollbook.dashboard.server.request import SHARED_S
@@ -442,6 +442,33 @@ async def test_lists_are_kept_while_the_groups_of_a_run_without_tiers_do_not_cha
             index = await view.index()
             lists.append(await index.read(lambda found: found.list_of(GroupFilter())))
         assert lists[0] is lists[1]
+
+
+async def test_a_dashboard_without_the_metrics_of_trained_steps_does_not_deny_them(directory: RunDirectory) -> None:
+    async with serving(directory.ledger) as (url, _), serving_dashboard(f"{url}/v1/runs/{RUN}") as client:
+        overview = await get(client, "/api/run")
+        assert overview["progress"]["step"] == STEPS
+        assert "its metrics are not here" in overview["flow"]["sentence"]
+        assert "its metrics are not here" in (await get(client, "/api/freshness"))["cost"]["sentence"]
+
+
+async def test_a_run_that_stopped_without_a_step_has_no_elapsed_time(directory: RunDirectory) -> None:
+    directory.metrics_file.unlink()
+    async with serving_dashboard(str(directory.path)) as client:
+        assert (await get(client, "/api/run"))["progress"]["elapsed_s"] is None
+
+
+async def complete(index: FollowedIndex) -> None:
+    while not (await index.update()).is_complete:
+        pass
+
+
+async def test_an_index_that_cannot_be_written_is_reported_in_words(directory: RunDirectory) -> None:
+    source = StoreSource(sqlite_url(directory.ledger), RUN)
+    async with follow(directory.path / "index.sqlite", RUN, source) as index:
+        await index.read(lambda found: found._db.execute("PRAGMA query_only = ON").fetchall())
+        with pytest.raises(RunError, match="index of the groups cannot be written: attempt to write a readonly"):
+            await complete(index)
 
 
 # ---------------------------------------------------------------------- who may read

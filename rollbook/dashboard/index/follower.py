@@ -6,6 +6,7 @@ Nothing is read while no page is open: each request triggers an update and gets 
 
 import asyncio
 import dataclasses
+import sqlite3
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -15,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from rollbook.concurrency.clock import Clock, SystemClock
-from rollbook.contracts.errors import RollbookError
+from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.dashboard.index.index import Position, ViewIndex, open_index
 from rollbook.dashboard.source import GroupRow, LedgerSource
 
@@ -132,7 +133,10 @@ class FollowedIndex:
                 await self.read(ViewIndex.clear)
 
     async def _put(self, rows: tuple[GroupRow, ...], position: Position) -> None:
-        await self.read(lambda index: index.put(rows, position))
+        try:
+            await self.read(lambda index: index.put(rows, position))
+        except sqlite3.Error as error:
+            raise RunError(f"the index of the groups cannot be written: {error}") from error
 
 
 @asynccontextmanager
