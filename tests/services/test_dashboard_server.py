@@ -471,6 +471,17 @@ async def test_an_index_that_cannot_be_written_is_reported_in_words(directory: R
             await complete(index)
 
 
+async def test_requests_to_an_index_that_is_closed_meanwhile_have_to_be_repeated(directory: RunDirectory) -> None:
+    source = SlowlyFailing(sqlite_url(directory.ledger), RUN)
+    async with follow(directory.path / "index.sqlite", RUN, source) as index:
+        waiting = asyncio.create_task(index.update())
+        await asyncio.sleep(PATIENCE_S / 5)
+    with pytest.raises(TransientError, match="repeat the request"):
+        await waiting
+    with pytest.raises(TransientError, match="repeat the request"):
+        await index.read(lambda found: found.num_groups)
+
+
 # ---------------------------------------------------------------------- who may read
 
 

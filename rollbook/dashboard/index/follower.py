@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from rollbook.concurrency.clock import Clock, SystemClock
-from rollbook.contracts.errors import RollbookError, RunError
+from rollbook.contracts.errors import RollbookError, RunError, TransientError
 from rollbook.dashboard.index.index import Position, ViewIndex, open_index
 from rollbook.dashboard.source import GroupRow, LedgerSource
 
@@ -48,9 +48,11 @@ class FollowedIndex:
         self._updated_at = float("-inf")
         self._failure: RollbookError | None = None
         """Why the last update failed."""
+        self._is_closed = False
         self.total = 0
 
     async def read(self, query: Callable[[ViewIndex], T]) -> T:
+        self._require_open()
         return await asyncio.get_running_loop().run_in_executor(self._thread, query, self._index)
 
     async def state(self) -> IndexState:
@@ -69,6 +71,7 @@ class FollowedIndex:
             self._update = asyncio.create_task(self._run_update(), name="dashboard.index")
         running = self._update
         await asyncio.wait({running}, timeout=PATIENCE_S)
+        self._require_open()
         if running.done():
             self._update = None
             running.result()
@@ -77,7 +80,12 @@ class FollowedIndex:
             raise self._failure.with_traceback(None)
         return await self.state()
 
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise TransientError("the run was opened again meanwhile; repeat the request")
+
     async def close(self) -> None:
+        self._is_closed = True
         if self._update is not None:
             self._update.cancel()
             with suppress(asyncio.CancelledError):
