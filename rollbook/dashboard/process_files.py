@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from rollbook.telemetry.events import read_json_lines
+
 TAIL_BYTES = 1 << 18
 """Read from the end of each log."""
 STDERR_LINES = 40
@@ -96,6 +98,15 @@ def _usage(pid: int) -> tuple[int | None, float | None]:
         return None, None
     ticks = os.sysconf("SC_CLK_TCK")
     return int(fields[21]) * os.sysconf("SC_PAGE_SIZE"), (int(fields[11]) + int(fields[12])) / ticks
+
+
+def read_resumes(run_dir: Path) -> list[dict[str, Any]]:
+    """When the run was resumed, oldest first, and which settings changed: path, old value, new value."""
+    return [
+        {"at": row["time"], "changed": row["changed"]}
+        for row in read_json_lines(run_dir / "resumes.jsonl")
+        if isinstance(row.get("changed"), dict) and isinstance(row.get("time"), int | float)
+    ]
 
 
 def read_events(run_dir: Path, *, levels: Iterable[str] = LEVELS, name: str | None = None) -> list[dict[str, Any]]:

@@ -11,10 +11,16 @@ import msgspec
 from aiohttp import web
 
 from rollbook.contracts.errors import RollbookError
-from rollbook.dashboard.process_files import described, last_events, last_output, read_events, read_processes
+from rollbook.dashboard.process_files import (
+    described,
+    last_events,
+    last_output,
+    read_events,
+    read_processes,
+    read_resumes,
+)
 from rollbook.dashboard.run_view import RunView
 from rollbook.dashboard.timeline import bounds, read_lanes
-from rollbook.telemetry.events import read_json_lines
 
 RECENT_S = 60.0
 """Replicas are described by what they did in this time before the end of the record."""
@@ -172,7 +178,7 @@ def _failures(run_dir: Path) -> list[dict[str, Any]]:
 
 async def config(view: RunView, _: web.Request) -> dict[str, Any]:
     sections, toml = await asyncio.to_thread(view.run.config)
-    resumes = [] if view.directory is None else await asyncio.to_thread(_resumes, view.directory)
+    resumes = [] if view.directory is None else await asyncio.to_thread(read_resumes, view.directory)
     last = resumes[-1]["changed"] if resumes else {}
     return {
         "sections": [
@@ -188,12 +194,3 @@ async def config(view: RunView, _: web.Request) -> dict[str, Any]:
         "toml": toml,
         "resumes": resumes,
     }
-
-
-def _resumes(run_dir: Path) -> list[dict[str, Any]]:
-    """When the run was resumed, oldest first, and which settings changed: path, old value, new value."""
-    return [
-        {"at": row.get("time"), "changed": row["changed"]}
-        for row in read_json_lines(run_dir / "resumes.jsonl")
-        if isinstance(row.get("changed"), dict)
-    ]

@@ -11,7 +11,7 @@ from rollbook import __version__
 from rollbook.contracts.admission import LedgerStatus
 from rollbook.contracts.errors import RollbookError
 from rollbook.dashboard.problems import Facts, find_problems
-from rollbook.dashboard.process_files import Process, quarantined_replicas, read_processes
+from rollbook.dashboard.process_files import Process, quarantined_replicas, read_processes, read_resumes
 from rollbook.dashboard.run_metrics import Change, RunMetrics, StepMetrics
 from rollbook.dashboard.run_view import RunPlace, RunView
 from rollbook.dashboard.series import MetricSeries
@@ -85,9 +85,11 @@ async def overview(view: RunView, _: web.Request) -> dict[str, Any]:
     series = await view.series()
     processes: list[Process] = []
     replicas: list[str] = []
+    resumes: list[dict[str, Any]] = []
     if view.directory is not None:
         processes = await asyncio.to_thread(read_processes, view.directory)
         replicas = await asyncio.to_thread(quarantined_replicas, view.directory)
+        resumes = await asyncio.to_thread(read_resumes, view.directory)
     now = time.time()
     facts = Facts(
         state=state,
@@ -100,6 +102,7 @@ async def overview(view: RunView, _: web.Request) -> dict[str, Any]:
         audit=None if view.audit is None else view.audit[2],
         notes=view.run.notes,
         now=now,
+        resumed_at=resumes[-1]["at"] if resumes else None,
     )
     step = max(metrics.last_step, 0 if status is None else status.acknowledged_step)
     begin = details.created

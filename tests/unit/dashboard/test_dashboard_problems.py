@@ -5,12 +5,17 @@ from pathlib import Path
 
 from rollbook.dashboard.problems import Facts, FoundProblem, find_problems
 from rollbook.dashboard.process_files import MAX_EVENTS, quarantined_replicas, read_events
-from rollbook.dashboard.run_metrics import RunMetrics
+from rollbook.dashboard.run_metrics import RunMetrics, StepMetrics
 from rollbook.dashboard.run_view import RunDetails
 
 
 def problems(
-    *, state: str = "running", metrics: RunMetrics | None = None, replicas: tuple[str, ...] = ()
+    *,
+    state: str = "running",
+    metrics: RunMetrics | None = None,
+    replicas: tuple[str, ...] = (),
+    now: float = 0.0,
+    resumed_at: float | None = None,
 ) -> list[FoundProblem]:
     return find_problems(
         Facts(
@@ -23,7 +28,8 @@ def problems(
             problem=None,
             audit=None,
             notes=(),
-            now=0.0,
+            now=now,
+            resumed_at=resumed_at,
         )
     )
 
@@ -40,6 +46,15 @@ def test_what_stopped_the_learning_is_a_problem_of_a_running_and_of_a_finished_r
         (found,) = problems(state=state, metrics=metrics)
         assert (found.kind, found.severity) == ("learning", "warning")
         assert found.text == "Entropy collapse at step 130: raise trainer.entropy_bonus."
+
+
+def test_a_run_that_was_just_resumed_is_not_reported_as_silent() -> None:
+    metrics = RunMetrics(steps=(StepMetrics(step=1, time=1000.0),), last_step=1)
+    (found,) = problems(metrics=metrics, now=50_000.0)
+    assert (found.kind, found.text) == ("silent", "No step was trained for 49000 s.")
+    assert problems(metrics=metrics, now=50_000.0, resumed_at=49_990.0) == []
+    (found,) = problems(metrics=metrics, now=50_000.0, resumed_at=49_000.0)
+    assert found.text == "No step was trained for 1000 s."
 
 
 def test_quarantined_policy_servers_are_a_problem_while_the_run_trains() -> None:
