@@ -217,7 +217,7 @@ function Login() {
     <main class="page" id="page">
       <h1>Rollbook</h1>
       <form class="panel stack" onSubmit={submit}>
-        <label for="token">This dashboard needs a token. `rollbook dashboard` prints it when it starts.</label>
+        <label for="token">This dashboard needs a token. The dashboard printed the name of its file when it started.</label>
         <div class="row">
           <input id="token" name="token" type="password" autocomplete="current-password" required />
           <button class="button primary">Open</button>

@@ -55,6 +55,15 @@ export function useLive(): Live {
   return value;
 }
 
+/** A tick that stands still while `isHeld`: rows do not move while somebody reads further down. */
+export function useHeldTick(tick: number, isHeld: boolean): number {
+  const [shown, setShown] = useState(tick);
+  useEffect(() => {
+    if (!isHeld) setShown(tick);
+  }, [tick, isHeld]);
+  return shown;
+}
+
 /** The tick, at most once in `interval_ms`: a page with many requests must not load the machine that trains. */
 export function useTick(interval_ms = 2000): number {
   const [tick, setTick] = useState(live.tick);

@@ -69,7 +69,7 @@ def _sum_of_minima(values: NDArray[np.float64], limits: NDArray[np.float64]) -> 
 def read_intervals(run_dir: Path, names: Iterable[str]) -> dict[str, Intervals]:
     """The intervals of each named span; empty for a name without records."""
     found = {name: (array("d"), array("d")) for name in names}
-    for row in FolderTail(run_dir / "spans").poll():
+    for row in FolderTail(run_dir / "spans", "*.jsonl*").poll():
         name, start, end = row.get("name"), row.get("start"), row.get("end")
         if isinstance(name, str) and name in found and is_number(start) and is_number(end) and start <= end:
             found[name][0].append(start)

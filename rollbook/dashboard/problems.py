@@ -41,6 +41,8 @@ class Facts:
     notes: Sequence[str]
     """What could not be read."""
     now: float
+    resumed_at: float | None = None
+    """When the run was last resumed."""
 
 
 def find_problems(facts: Facts) -> list[FoundProblem]:
@@ -76,7 +78,7 @@ def _state(facts: Facts) -> Iterator[FoundProblem]:
             link="/health",
         )
     latest, pace = facts.metrics.latest.time, facts.metrics.seconds_per_step
-    quiet_s = facts.now - latest
+    quiet_s = facts.now - max(latest, facts.resumed_at or 0.0)
     if facts.state == "running" and latest and quiet_s > max(QUIET_S, 10 * (pace or 0.0)):
         yield FoundProblem(
             severity="warning", kind="silent", text=f"No step was trained for {quiet_s:.0f} s.", link="/health"

@@ -8,13 +8,14 @@ from typing import Any
 
 import msgspec
 
+from rollbook.telemetry.events import read_json_lines
+
 TAIL_BYTES = 1 << 18
 """Read from the end of each log."""
 STDERR_LINES = 40
 LEVELS = ("warning", "error")
 MAX_EVENTS = 200
 MAX_TEXT = 2000
-STACK_EVENTS = frozenset({"run.process_silent"})
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +100,15 @@ def _usage(pid: int) -> tuple[int | None, float | None]:
     return int(fields[21]) * os.sysconf("SC_PAGE_SIZE"), (int(fields[11]) + int(fields[12])) / ticks
 
 
+def read_resumes(run_dir: Path) -> list[dict[str, Any]]:
+    """When the run was resumed, oldest first, and which settings changed: path, old value, new value."""
+    return [
+        {"at": row["time"], "changed": row["changed"]}
+        for row in read_json_lines(run_dir / "resumes.jsonl")
+        if isinstance(row.get("changed"), dict) and isinstance(row.get("time"), int | float)
+    ]
+
+
 def read_events(run_dir: Path, *, levels: Iterable[str] = LEVELS, name: str | None = None) -> list[dict[str, Any]]:
     """The newest events of these levels of all processes, or those of one name, newest first."""
     wanted = frozenset(levels)
@@ -159,10 +169,16 @@ def _logs(run_dir: Path, pattern: str) -> list[Path]:
 
 
 def _tail(path: Path) -> bytes:
+    """The end of a log. A full log is renamed to `.1`: its end is read if the next one is still short."""
+    newest = _end(path, TAIL_BYTES)
+    return _end(path.with_name(f"{path.name}.1"), TAIL_BYTES - len(newest)) + newest
+
+
+def _end(path: Path, num_bytes: int) -> bytes:
     try:
         with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            return file.read(TAIL_BYTES)
+            file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
+            return file.read(num_bytes)
     except OSError:
         return b""
 

@@ -52,6 +52,7 @@ class RunReader:
         self._learning = LearningMonitor()
         self._gauges: dict[str, float] = {}
         self._last_step = 0
+        self._learned_step = 0
         self._max_lag = 0
         self._wait_s = 0.0
         self._train_s = 0.0
@@ -87,8 +88,9 @@ class RunReader:
             self._count(self._kept.pop(), -1)
         self._kept.append(step)
         self._count(step, +1)
-        if step.step > self._last_step:
+        if step.step > self._learned_step:
             self._learning.add(step)
+            self._learned_step = step.step
         self._last_step = step.step
         self._max_lag = max(self._max_lag, round(step.lag_max or 0))
 

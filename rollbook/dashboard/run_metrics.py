@@ -1,5 +1,6 @@
 """The numbers that views and plots show, and their arithmetic. No files and no drawing."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -164,7 +165,8 @@ class RunMetrics:
         recent = self.steps[-PACE_STEPS:]
         if len(recent) < 2 or recent[-1].step <= recent[0].step:
             return None
-        return max(0.0, recent[-1].time - recent[0].time) / (recent[-1].step - recent[0].step)
+        seconds = sum(_seconds_between(*rows) for rows in itertools.pairwise(recent))
+        return seconds / (recent[-1].step - recent[0].step)
 
     def eta_s(self, total_steps: int) -> float | None:
         pace = self.seconds_per_step
@@ -204,6 +206,12 @@ def trainer_utilisation(wait_s: float, train_s: float) -> float | None:
     """The fraction of time in which the trainer did not wait for a batch."""
     total_s = wait_s + train_s
     return 1.0 - wait_s / total_s if total_s > 0 else None
+
+
+def _seconds_between(before: StepMetrics, step: StepMetrics) -> float:
+    """From row to row, but at most the step's own time: a run that was stopped in between did not train."""
+    seconds = max(0.0, step.time - before.time)
+    return seconds if step.step_s is None else min(seconds, step.step_s)
 
 
 def tenth_means(values: Sequence[float | None]) -> Change:

@@ -91,6 +91,8 @@ class OpenedRun:
     """When the run's processes or a command last audited it without a violation."""
     is_running: Callable[[], bool] = lambda: False
     """Whether a live process trains the run."""
+    is_outdated: Callable[[], bool] = lambda: False
+    """Whether the run was resumed since, or another one was created in its place."""
     config: Callable[[], tuple[list[ConfigSection], str]] = lambda: ([], "")
     """The settings by section, and the TOML file."""
     tokens: Callable[[], TokenReader | None] = lambda: None
@@ -160,8 +162,8 @@ class RunView:
             if self.directory is not None and not self.tiers:
                 # Written once, when the run starts.
                 self.tiers = await asyncio.to_thread(read_tiers, self.directory)
-                tiers = self.tiers
-                await self._index.read(lambda index: index.set_tiers(tiers))
+                if tiers := self.tiers:
+                    await self._index.read(lambda index: index.set_tiers(tiers))
             return self._index
 
     async def metrics(self) -> RunMetrics:

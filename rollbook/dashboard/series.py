@@ -2,9 +2,10 @@
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import msgspec
@@ -69,12 +70,16 @@ class _Rows:
 
 
 class MetricSeries:
-    """Follows `metrics.jsonl` and keeps all values in memory: 60 metrics over 100,000 steps take 25 MB."""
+    """Follows `metrics.jsonl` and keeps all values in memory: 60 metrics over 100,000 steps take 25 MB.
+
+    Requests read it in threads while another one polls, so every method locks it.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._tail = JsonTail(run_dir / METRICS_FILE)
         self._rows: dict[str, _Rows] = {}
         self._step = 0.0
+        self._lock = Lock()
 
     @property
     def skipped(self) -> int:
@@ -82,71 +87,74 @@ class MetricSeries:
         return self._tail.skipped
 
     def poll(self) -> None:
-        for row in self._tail.poll():
-            process, time, step = row.get("process"), row.get("time"), row.get("step")
-            if not isinstance(process, str) or not is_number(time):
-                continue
-            if is_number(step):
-                if process == "trainer":
-                    self._step = step
-            else:
-                step = self._step
-            self._rows.setdefault(process, _Rows()).add(step, time, row)
+        with self._lock:
+            for row in self._tail.poll():
+                self._add(row)
 
-    def names(self) -> Iterator[tuple[str, str, float | None]]:
+    def _add(self, row: Mapping[str, Any]) -> None:
+        process, time, step = row.get("process"), row.get("time"), row.get("step")
+        if not isinstance(process, str) or not is_number(time):
+            return
+        if is_number(step):
+            if process == "trainer":
+                self._step = step
+        else:
+            step = self._step
+        self._rows.setdefault(process, _Rows()).add(step, time, row)
+
+    def names(self) -> list[tuple[str, str, float | None]]:
         """Each metric with its process and its last value. Of two processes with the same metric, the trainer is shown."""
-        known: set[str] = set()
-        for process in self._processes():
-            for name, column in self._rows[process].columns.items():
-                if name in known:
-                    continue
-                known.add(name)
-                last = column[-1] if column else NAN
-                yield name, process, None if math.isnan(last) else float(last)
-
-    def last(self, name: str) -> float | None:
-        return next((value for known, _, value in self.names() if known == name), None)
+        with self._lock:
+            found: dict[str, tuple[str, float]] = {}
+            for process in self._processes():
+                for name, column in self._rows[process].columns.items():
+                    found.setdefault(name, (process, column[-1] if column else NAN))
+        return [(name, process, None if math.isnan(last) else last) for name, (process, last) in found.items()]
 
     def change(self, name: str) -> Change:
         """Means of a metric of the trainer over the first and the last tenth of the steps."""
-        rows = self._rows.get("trainer")
-        if rows is None or name not in rows.columns:
-            return Change()
-        values = rows.values(name)[_last_of_each_step(np.array(rows.steps))]
+        with self._lock:
+            rows = self._rows.get("trainer")
+            if rows is None or name not in rows.columns:
+                return Change()
+            values = rows.values(name)[_last_of_each_step(np.array(rows.steps))]
         tenth = max(1, round(len(values) / 10))
         return Change(_mean(values[:tenth]), _mean(values[-tenth:]))
 
     def row(self, step: int) -> dict[str, float]:
         """The trainer's metrics of a step; empty if it has none."""
-        rows = self._rows.get("trainer")
-        at = None if rows is None else rows.at_step.get(step)
-        if rows is None or at is None:
-            return {}
-        found = {name: column[at] for name, column in rows.columns.items() if len(column) > at}
+        with self._lock:
+            rows = self._rows.get("trainer")
+            at = None if rows is None else rows.at_step.get(step)
+            if rows is None or at is None:
+                return {}
+            found = {name: column[at] for name, column in rows.columns.items() if len(column) > at}
         return {name: value for name, value in found.items() if not math.isnan(value)}
 
     def step_times(self) -> list[tuple[int, float]]:
         """Each trained step and when its row was written, by step."""
-        rows = self._rows.get("trainer")
-        if rows is None:
-            return []
-        return [(int(step), rows.times[at]) for step, at in sorted(rows.at_step.items()) if step >= 1]
+        with self._lock:
+            rows = self._rows.get("trainer")
+            if rows is None:
+                return []
+            return [(int(step), rows.times[at]) for step, at in sorted(rows.at_step.items()) if step >= 1]
 
     def series(self, name: str, axis: Axis = Axis.STEP, *, low: float, high: float, points: int) -> Series | None:
         """The metric between two values of the axis, in at most `points` points. None: there is no such metric."""
-        rows = next((self._rows[p] for p in self._processes() if name in self._rows[p].columns), None)
-        if rows is None:
-            return None
-        y, steps, times = rows.values(name), np.array(rows.steps), np.array(rows.times)
-        order = _last_of_each_step(steps) if rows is self._rows.get("trainer") else np.arange(len(steps))
-        y, steps, times = y[order], steps[order], times[order]
-        match axis:
-            case Axis.STEP:
-                x = steps
-            case Axis.TIME:
-                x = times - self._begin()
-            case Axis.TOKENS:
-                x = self._tokens_at(steps)
+        with self._lock:
+            rows = next((self._rows[p] for p in self._processes() if name in self._rows[p].columns), None)
+            if rows is None:
+                return None
+            y, steps, times = rows.values(name), np.array(rows.steps), np.array(rows.times)
+            order = _last_of_each_step(steps) if rows is self._rows.get("trainer") else np.arange(len(steps))
+            y, steps, times = y[order], steps[order], times[order]
+            match axis:
+                case Axis.STEP:
+                    x = steps
+                case Axis.TIME:
+                    x = times - self._begin()
+                case Axis.TOKENS:
+                    x = self._tokens_at(steps)
         inside = (x >= low) & (x <= high)
         return reduced(x[inside], y[inside], points)
 

@@ -23,6 +23,8 @@ SPARK_WIDTH = 32
 SHOWN_MESSAGES = 2
 """Last messages of a transcript in the panel."""
 TRANSCRIPT_CHARS = 300
+CONTROLS = dict.fromkeys((*range(0x20), *range(0x7F, 0xA0)), "\ufffd")
+"""Control characters in the text of a model or an environment, which would control the terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +219,7 @@ def transcript_lines(transcript: Transcript) -> list[str]:
     reward = "unscorable" if transcript.reward is None else f"reward {transcript.reward:.3g}"
     lines = [f"sample of {transcript.group_id}: {reward}"]
     for role, text in transcript.messages[-SHOWN_MESSAGES:]:
-        flat = " ".join(text.split())
+        flat = " ".join(text.split()).translate(CONTROLS)
         cut = flat if len(flat) <= TRANSCRIPT_CHARS else f"{flat[:TRANSCRIPT_CHARS]}…"
         lines.append(f"  {role}: {cut}")
     return lines

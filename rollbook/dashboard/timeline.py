@@ -84,7 +84,7 @@ def read_lanes(run_dir: Path, begin: float, end: float, *, process: str = "*") -
     """The lanes between two times, and whether all spans were read. `process` is a pattern of process names."""
     by_lane: dict[str, list[_Line]] = {}
     shares: dict[str, float] = {}
-    for path in sorted((run_dir / "spans").glob(f"{process}.jsonl")):
+    for path in _files(run_dir, process):
         found = _read_window(path, begin, end)
         for span in found.spans:
             lane = _lane_of(span)
@@ -105,7 +105,7 @@ def read_lanes(run_dir: Path, begin: float, end: float, *, process: str = "*") -
 def bounds(run_dir: Path) -> tuple[float, float] | None:
     """The first start and the last end of all spans, from the ends of the files. None: there are no spans."""
     starts, ends = [], []
-    for path in (run_dir / "spans").glob("*.jsonl"):
+    for path in _files(run_dir):
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -116,6 +116,11 @@ def bounds(run_dir: Path) -> tuple[float, float] | None:
         starts += [span.start for span in first]
         ends += [span.end for span in (*first, *last)]
     return (min(starts), max(ends)) if starts and ends else None
+
+
+def _files(run_dir: Path, process: str = "*") -> list[Path]:
+    """The span files of each process: the current one, and the full one before it (`.jsonl.1`)."""
+    return sorted((run_dir / "spans").glob(f"{process}.jsonl*"))
 
 
 def _lane_of(span: _Line) -> str:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from urllib.request import urlopen
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from benchmarks.dashboard.index import PER_STEP as LARGE_STEP
 from benchmarks.dashboard.index import RUN as LARGE_RUN
@@ -378,26 +378,71 @@ def open_every_page(page: Page, url: str, pages: Mapping[str, str]) -> None:
         assert page.locator("main [role=alert]").count() == 0, path
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_every_page_works_on_a_run_with_a_million_groups(browser: Browser, watched: Watched, tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
+def large_run(path: Path, num_groups: int) -> RunDirectory:
+    run = RunDirectory(path)
     run.prepare()
     sections = {"run": {"name": LARGE_RUN}, "model": {"path": "model"}, "tasks": {"source": "tasks.jsonl"}}
     run.config_file.write_text(dump_toml(RunConfig.model_validate(sections)), encoding="utf-8")
     run.write_manifest(name=LARGE_RUN, source_dir=run.path)
     run.ledger.mkdir(exist_ok=True)
-    write_ledger(run.ledger, MANY_GROUPS)
-    with run.metrics_file.open("w") as metrics:
-        for step in range(1, MANY_GROUPS // LARGE_STEP + 1):
+    write_ledger(run.ledger, num_groups)
+    add_steps(run, range(1, num_groups // LARGE_STEP + 1))
+    return run
+
+
+def add_steps(run: RunDirectory, steps: range) -> None:
+    with run.metrics_file.open("a", encoding="utf-8") as metrics:
+        for step in steps:
             row = {
                 "time": 1.7e9 + step,
                 "process": "trainer",
                 "step": step,
-                "rollout/reward": 0.5,
+                "rollout/reward": step / steps.stop,
                 "train/grad_norm": 1.0,
             }
             metrics.write(json.dumps(row) + "\n")
+
+
+def test_lists_have_no_gap_and_no_foreign_rows_while_the_run_goes_on(
+    browser: Browser, watched: Watched, tmp_path: Path
+) -> None:
+    run = large_run(tmp_path / "run", 150 * LARGE_STEP)
+    with running_server(tmp_path, "dashboard", str(run.path)) as (url, _):
+        page = watched.follow(browser.new_page())
+        page.goto(f"{url}/steps")
+        page.get_by_role("button", name="Load older steps").click()
+        rows = page.locator("tbody tr")
+        expect(rows).to_have_count(150)
+        add_steps(run, range(151, 211))
+        expect(page.locator(".bar-progress b")).to_have_text("210")
+        page.wait_for_timeout(4000)  # the time between two updates of the list, and more
+        shown = [int(text) for text in page.locator("tbody tr td:first-child").all_inner_texts()]
+        assert shown == list(range(shown[0], 0, -1))
+
+        page.goto(f"{url}/rollouts")
+        expect(rows).to_have_count(50)
+        held: list[Route] = []
+
+        def hold(route: Route) -> None:
+            held.append(route)
+
+        page.route(lambda address: "cursor=" in address, hold)
+        page.get_by_role("button", name="Load more").click()
+        page.get_by_label("Order").select_option("oldest")
+        first = json.loads(urlopen(f"{url}/api/groups?order=oldest&limit=1").read())["groups"][0]["group_id"]
+        expect(rows.first).to_contain_text(first)
+        (late,) = held
+        with page.expect_response(lambda response: "cursor=" in response.url):
+            late.continue_()
+        page.wait_for_timeout(500)
+        expect(rows).to_have_count(50)
+        page.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_page_works_on_a_run_with_a_million_groups(browser: Browser, watched: Watched, tmp_path: Path) -> None:
+    run = large_run(tmp_path / "run", MANY_GROUPS)
     with running_server(tmp_path, "dashboard", str(run.path)) as (url, _):
         page = watched.follow(browser.new_page())
         page.goto(f"{url}/rollouts?state=durable&reward=0.7:")

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import shutil
 import sqlite3
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollbook.concurrency.clock import ManualClock
+from rollbook.contracts.admission import LedgerStatus
+from rollbook.contracts.errors import RunError, TransientError
+from rollbook.contracts.group import DropKind, DropReason
+from rollbook.dashboard.index.filters import GroupFilter
+from rollbook.dashboard.index.follower import FRESH_S, PATIENCE_S, FollowedIndex, follow
+from rollbook.dashboard.run_view import RunView
 from rollbook.dashboard.server.access import COOKIE, DashboardAccess
+from rollbook.dashboard.server.request import SHARED_S
+from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
-from rollbook.run.directory import RunDirectory
+from rollbook.run.dashboard.catalog import open_catalog
+from rollbook.run.dashboard.ledger_sources import StoreSource
+from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.record import audit
 from rollbook.telemetry.token_records import TokenArrays, TokenRecordWriter
 from tests.parts.dashboard.recorded_run import HOSTILE, STEPS, DashboardClient, record_run, serving_dashboard
-from tests.parts.ledger.groups import RUN
+from tests.parts.ledger.groups import RUN, draws
 from tests.parts.ledger.service import serving
 
 VIEWER = "a-token-for-viewers-0123"
@@ -322,6 +335,151 @@ async def test_the_index_follows_a_run_that_goes_on(tmp_path: Path) -> None:
     async with serving_dashboard(str(directory.path)) as client:
         found = await get(client, "/api/groups?state=dispatched")
         assert [(group["group_id"], group["attempt"]) for group in found["groups"]] == [("task7@0", 2)]
+
+
+async def test_a_run_that_replaced_another_one_is_shown_without_groups_and_steps_of_the_old_one(tmp_path: Path) -> None:
+    directory = await record_run(tmp_path / "runs" / "run")
+    async with serving_dashboard(str(tmp_path / "runs")) as client:
+        old = await get(client, "/api/groups?run=run&order=oldest")
+        assert len((await get(client, "/api/steps?run=run"))["steps"]) == STEPS
+        shutil.rmtree(directory.path)
+        await record_run(directory.path, ends=False)
+        first_step = directory.metrics_file.read_text(encoding="utf-8").splitlines()[0]
+        directory.metrics_file.write_text(f"{first_step}\n", encoding="utf-8")
+        await asyncio.sleep(SHARED_S)
+        new = await get(client, "/api/groups?run=run&order=oldest")
+        assert new["facets"]["state"]["dispatched"] == 1
+        assert new["groups"][0]["opened_at"] > old["groups"][0]["opened_at"]
+        assert [step["step"] for step in (await get(client, "/api/steps?run=run"))["steps"]] == [1]
+
+
+async def test_a_run_that_is_resumed_is_shown_with_its_new_settings(directory: RunDirectory) -> None:
+    async with serving_dashboard(str(directory.path)) as client:
+        assert (await get(client, "/api/run?run=run"))["progress"]["total_steps"] == STEPS
+        settings = directory.config_file.read_text(encoding="utf-8")
+        directory.config_file.write_text(
+            settings.replace(f"max_steps = {STEPS}", f"max_steps = {STEPS + 1}"), encoding="utf-8"
+        )
+        await asyncio.sleep(SHARED_S)
+        assert (await get(client, "/api/run?run=run"))["progress"]["total_steps"] == STEPS + 1
+
+
+async def test_the_index_is_built_again_when_its_ledger_is_replaced(tmp_path: Path) -> None:
+    old, new = await record_run(tmp_path / "old"), await record_run(tmp_path / "new", ends=False)
+    ledger, clock = tmp_path / "ledger", ManualClock()
+    ledger.symlink_to(old.ledger)
+    source = StoreSource(sqlite_url(ledger), RUN)
+    async with follow(tmp_path / "index.sqlite", RUN, source, clock=clock) as index:
+        while not (await index.update()).is_complete:
+            pass
+        ledger.unlink()
+        ledger.symlink_to(new.ledger)
+        clock.jump(FRESH_S)
+        async with asyncio.timeout(30):
+            while (await index.read(lambda found: found.facets(GroupFilter())))["state"].get("dispatched") != 1:
+                await index.update()
+                await asyncio.sleep(0)
+        assert await index.read(lambda found: found.num_groups) == 8
+
+
+async def test_each_replica_is_shown_with_its_own_address(directory: RunDirectory) -> None:
+    """Also if another replica generated nothing lately."""
+    write_json(directory.path / "addresses.json", {"policy": "http://a:1,http://b:1,http://c:1"})
+    for name, at in (("policy", 1.0), ("policy-1", 1001.0), ("policy-2", 1001.0)):
+        span = {"process": name, "name": "policy.generate", "start": at, "end": at + 1.0, "fields": {"tokens": 5}}
+        directory.span_file(name).write_text(json.dumps(span) + "\n", encoding="utf-8")
+    async with serving_dashboard(str(directory.path)) as client:
+        found = await get(client, "/api/fleet")
+    assert [(one["name"], one["url"]) for one in found["replicas"]] == [
+        ("policy-1", "http://b:1"),
+        ("policy-2", "http://c:1"),
+    ]
+
+
+async def test_a_failure_that_names_a_file_that_is_not_utf_8_is_shown(directory: RunDirectory) -> None:
+    folder = directory.path / "failures"
+    folder.mkdir(exist_ok=True)
+    (folder / "1.json").write_text(json.dumps({"cause": "cannot read \udcff.txt"}), encoding="utf-8")
+    async with serving_dashboard(str(directory.path)) as client:
+        found = await get(client, "/api/health")
+    assert [failure["cause"] for failure in found["failures"]] == ["cannot read ?.txt"]
+
+
+async def test_a_page_continues_behind_a_group_that_left_the_filter(tmp_path: Path) -> None:
+    directory = await record_run(tmp_path / "run", ends=False)
+    async with serving_dashboard(str(directory.path)) as client, serving(directory.ledger) as (_, ledger):
+        await ledger.open(RUN, await ledger.join(RUN, "worker"), draws(20, 3), limit=4)
+        for order, expected in (("newest", ["task20@0", "task7@0"]), ("reward", ["task22@0"])):
+            first = await get(client, f"/api/groups?state=dispatched&limit=2&order={order}")
+            await ledger.close(RUN, first["groups"][-1]["group_id"], DropReason(DropKind.FILTERED, "equal rewards"))
+            await asyncio.sleep(FRESH_S)
+            rest = await get(client, f"/api/groups?state=dispatched&order={order}&cursor={first['next_cursor']}")
+            assert [group["group_id"] for group in rest["groups"]] == expected
+
+
+class SlowlyFailing(StoreSource):
+    async def status(self) -> LedgerStatus:
+        await asyncio.sleep(2 * PATIENCE_S)
+        raise TransientError("the ledger does not respond")
+
+
+async def test_a_ledger_that_fails_slowly_is_reported(directory: RunDirectory) -> None:
+    source = SlowlyFailing(sqlite_url(directory.ledger), RUN)
+    async with follow(directory.path / "index.sqlite", RUN, source) as index:
+        assert not (await index.update()).is_complete
+        await asyncio.sleep(2 * PATIENCE_S)
+        for _ in range(2):
+            with pytest.raises(TransientError, match="does not respond"):
+                await index.update()
+
+
+async def test_lists_are_kept_while_the_groups_of_a_run_without_tiers_do_not_change(directory: RunDirectory) -> None:
+    async with AsyncExitStack() as stack:
+        catalog = open_catalog(str(directory.path))
+        view = RunView(await stack.enter_async_context(catalog.open((await catalog.places())[0])), stack)
+        lists = []
+        for _ in range(2):
+            index = await view.index()
+            lists.append(await index.read(lambda found: found.list_of(GroupFilter())))
+        assert lists[0] is lists[1]
+
+
+async def test_a_dashboard_without_the_metrics_of_trained_steps_does_not_deny_them(directory: RunDirectory) -> None:
+    async with serving(directory.ledger) as (url, _), serving_dashboard(f"{url}/v1/runs/{RUN}") as client:
+        overview = await get(client, "/api/run")
+        assert overview["progress"]["step"] == STEPS
+        assert "its metrics are not here" in overview["flow"]["sentence"]
+        assert "its metrics are not here" in (await get(client, "/api/freshness"))["cost"]["sentence"]
+
+
+async def test_a_run_that_stopped_without_a_step_has_no_elapsed_time(directory: RunDirectory) -> None:
+    directory.metrics_file.unlink()
+    async with serving_dashboard(str(directory.path)) as client:
+        assert (await get(client, "/api/run"))["progress"]["elapsed_s"] is None
+
+
+async def complete(index: FollowedIndex) -> None:
+    while not (await index.update()).is_complete:
+        pass
+
+
+async def test_an_index_that_cannot_be_written_is_reported_in_words(directory: RunDirectory) -> None:
+    source = StoreSource(sqlite_url(directory.ledger), RUN)
+    async with follow(directory.path / "index.sqlite", RUN, source) as index:
+        await index.read(lambda found: found._db.execute("PRAGMA query_only = ON").fetchall())
+        with pytest.raises(RunError, match="index of the groups cannot be written: attempt to write a readonly"):
+            await complete(index)
+
+
+async def test_requests_to_an_index_that_is_closed_meanwhile_have_to_be_repeated(directory: RunDirectory) -> None:
+    source = SlowlyFailing(sqlite_url(directory.ledger), RUN)
+    async with follow(directory.path / "index.sqlite", RUN, source) as index:
+        waiting = asyncio.create_task(index.update())
+        await asyncio.sleep(PATIENCE_S / 5)
+    with pytest.raises(TransientError, match="repeat the request"):
+        await waiting
+    with pytest.raises(TransientError, match="repeat the request"):
+        await index.read(lambda found: found.num_groups)
 
 
 # ---------------------------------------------------------------------- who may read

@@ -4,7 +4,7 @@ import { type GroupRow, type Groups, apiPath, request, useResource } from "../ap
 import { FILTERS, type FilterName, LABELS, filterText, onlyFilters, toggled } from "../filters";
 import { clock, count, dateTime, duration, fixed, number, percent, plural, words } from "../format";
 import { useKeys } from "../keys";
-import { useTick } from "../live";
+import { useHeldTick, useTick } from "../live";
 import { Empty, Loaded, Notice, Page, Panel, State } from "../parts/basic";
 import { Histogram } from "../parts/histogram";
 import { type Filters, go, href, setFilters, useRoute } from "../router";
@@ -21,14 +21,11 @@ export function RolloutsPage() {
   const [more, setMore] = useState<Groups[]>([]);
   const [chosen, setChosen] = useState(-1);
   const isBrowsing = more.length > 0 || chosen >= 0;
-  const tick = useTick(3000);
-  const [shownTick, setShownTick] = useState(tick);
-  // New groups do not move the rows while somebody reads further down.
-  useEffect(() => {
-    if (!isBrowsing) setShownTick(tick);
-  }, [tick, isBrowsing]);
+  const tick = useHeldTick(useTick(3000), isBrowsing);
   const path = apiPath("groups", { ...filters, limit: LIMIT });
-  const first = useResource<Groups>(path, shownTick);
+  const first = useResource<Groups>(path, tick);
+  const shownPath = useRef(path);
+  shownPath.current = path;
   useEffect(() => {
     setMore([]);
     setChosen(-1);
@@ -41,7 +38,8 @@ export function RolloutsPage() {
     setLoadingMore(true);
     try {
       const next = await request<Groups>(apiPath("groups", { ...filters, limit: LIMIT, cursor }));
-      setMore((old) => [...old, next]);
+      // The filter may have been changed meanwhile.
+      if (shownPath.current === path) setMore((old) => [...old, next]);
     } finally {
       setLoadingMore(false);
     }

@@ -2,13 +2,14 @@
 import { useState } from "preact/hooks";
 import { type StepRow, type Steps, apiPath, request, useResource } from "../api";
 import { clock, count, duration, fixed, number, percent } from "../format";
-import { useTick } from "../live";
+import { useHeldTick, useTick } from "../live";
 import { Badge, Empty, Loaded, Page, Panel } from "../parts/basic";
 import { go, href } from "../router";
 
 export function StepsPage() {
-  const first = useResource<Steps>(apiPath("steps", { limit: 100 }), useTick(3000));
   const [older, setOlder] = useState<Steps[]>([]);
+  // Later first pages would leave a gap before the older ones.
+  const first = useResource<Steps>(apiPath("steps", { limit: 100 }), useHeldTick(useTick(3000), older.length > 0));
   const oldest = older.at(-1) ?? first.data;
   const rows = mergeSteps([first.data?.steps ?? [], ...older.map((page) => page.steps)]);
   return (
@@ -37,7 +38,7 @@ export function StepsPage() {
   );
 }
 
-/** Pages overlap when new steps arrive between two requests. */
+/** Pages overlap when the button is pressed twice before the first reply. */
 function mergeSteps(pages: StepRow[][]): StepRow[] {
   const found = new Map<number, StepRow>();
   for (const row of pages.flat()) if (!found.has(row.step)) found.set(row.step, row);

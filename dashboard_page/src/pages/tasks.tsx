@@ -2,7 +2,7 @@
 import { useEffect, useState } from "preact/hooks";
 import { type TaskRow, type Tasks, apiPath, request, useResource } from "../api";
 import { count, fixed, number, percent, plural } from "../format";
-import { useTick } from "../live";
+import { useHeldTick, useTick } from "../live";
 import { Badge, Empty, Loaded, Meter, Page, Panel, Stat } from "../parts/basic";
 import { Chart } from "../parts/chart";
 import { href, linkTo, setFilters, useRoute } from "../router";
@@ -14,8 +14,8 @@ export function TasksPage() {
   const { query } = useRoute();
   const filters = { sort: query.get("sort"), like: query.get("like"), tier: query.get("tier"), never_solved: query.get("never_solved") };
   const path = apiPath("tasks", { ...filters, limit: 200 });
-  const first = useResource<Tasks>(path, useTick(5000));
   const [more, setMore] = useState<Tasks[]>([]);
+  const first = useResource<Tasks>(path, useHeldTick(useTick(5000), more.length > 0));
   useEffect(() => setMore([]), [path]);
   const pages = first.data ? [first.data, ...more] : [];
   const cursor = pages.at(-1)?.next_cursor ?? null;

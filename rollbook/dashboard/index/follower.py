@@ -6,6 +6,7 @@ Nothing is read while no page is open: each request triggers an update and gets 
 
 import asyncio
 import dataclasses
+import sqlite3
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -15,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from rollbook.concurrency.clock import Clock, SystemClock
-from rollbook.contracts.errors import RollbookError
+from rollbook.contracts.errors import RollbookError, RunError, TransientError
 from rollbook.dashboard.index.index import Position, ViewIndex, open_index
 from rollbook.dashboard.source import GroupRow, LedgerSource
 
@@ -45,10 +46,13 @@ class FollowedIndex:
         self._clock = clock
         self._update: asyncio.Task[None] | None = None
         self._updated_at = float("-inf")
-        self._is_checked = False
+        self._failure: RollbookError | None = None
+        """Why the last update failed."""
+        self._is_closed = False
         self.total = 0
 
     async def read(self, query: Callable[[ViewIndex], T]) -> T:
+        self._require_open()
         return await asyncio.get_running_loop().run_in_executor(self._thread, query, self._index)
 
     async def state(self) -> IndexState:
@@ -64,25 +68,40 @@ class FollowedIndex:
         if self._update is None or self._update.done():
             if self._clock.now() - self._updated_at < FRESH_S:
                 return await self.state()
-            self._update = asyncio.create_task(self._catch_up(), name="dashboard.index")
+            self._update = asyncio.create_task(self._run_update(), name="dashboard.index")
         running = self._update
         await asyncio.wait({running}, timeout=PATIENCE_S)
+        self._require_open()
         if running.done():
             self._update = None
             running.result()
+        if self._failure is not None:
+            # Also of an update that failed after its request was answered.
+            raise self._failure.with_traceback(None)
         return await self.state()
 
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise TransientError("the run was opened again meanwhile; repeat the request")
+
     async def close(self) -> None:
+        self._is_closed = True
         if self._update is not None:
             self._update.cancel()
-            with suppress(asyncio.CancelledError, RollbookError):
+            with suppress(asyncio.CancelledError):
                 await self._update
+
+    async def _run_update(self) -> None:
+        try:
+            await self._catch_up()
+            self._failure = None
+        except RollbookError as error:
+            self._failure = error
 
     async def _catch_up(self) -> None:
         """Read the ledger up to its last change."""
         self.total = (await self._source.status()).opened
-        if not self._is_checked:
-            await self._check_identity()
+        await self._check_identity()
         position = self._index.position
         if not position.is_snapshot_complete:
             if position.next_sequence == 0:
@@ -111,16 +130,21 @@ class FollowedIndex:
                 return
 
     async def _check_identity(self) -> None:
-        """Build the index again if it is of another run with the same name: if its newest group is not the ledger's."""
+        """Build the index again if it is of another run with the same name: if its newest group is not the ledger's.
+
+        Each update checks it: a ledger can be replaced while its groups are shown.
+        """
         newest = await self.read(lambda index: index.rows([index.columns.size - 1]) if index.columns.size else [])
         for row in newest:
             found = await self._source.groups(start=row.sequence, limit=PAGE_GROUPS)
             if row.group_id not in {one.group_id for one in found if one.opened_at == row.opened_at}:
                 await self.read(ViewIndex.clear)
-        self._is_checked = True
 
     async def _put(self, rows: tuple[GroupRow, ...], position: Position) -> None:
-        await self.read(lambda index: index.put(rows, position))
+        try:
+            await self.read(lambda index: index.put(rows, position))
+        except sqlite3.Error as error:
+            raise RunError(f"the index of the groups cannot be written: {error}") from error
 
 
 @asynccontextmanager

@@ -226,6 +226,17 @@ class ViewIndex:
             del self._lists[next(iter(self._lists))]
         return found
 
+    def list_after(self, wanted: GroupFilter, place: int) -> NDArray[np.int64]:
+        """Those behind a place. Its group may have changed, so that the filter does not select it any more."""
+        if place >= self.columns.size:
+            return np.zeros(0, dtype=np.int64)
+        places, mask = self.list_of(wanted), self.mask(wanted)
+        if not mask[place]:
+            mask = mask.copy()
+            mask[place] = True
+            places = ordered(mask, self.columns, wanted.order)
+        return places[int(np.flatnonzero(places == place)[0]) + 1 :]
+
     def mask(self, wanted: GroupFilter) -> NDArray[np.bool_]:
         """Which groups the filter selects, apart from its text."""
         return self._masks_of(wanted)[0]

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from rollbook.contracts.admission import Action
+from rollbook.contracts.admission import Action, LedgerStatus
 from rollbook.contracts.errors import RollbookError
 from rollbook.dashboard.index.columns import DROPS
 from rollbook.dashboard.index.index import ViewIndex
 from rollbook.dashboard.run_view import RunView
 from rollbook.dashboard.series import MAX_POINTS, Axis, MetricSeries, Series
+from rollbook.dashboard.server.overview import unknown_wait
 from rollbook.dashboard.server.request import BadRequestError, choice, number, whole_number
 from rollbook.dashboard.server.runs import OpenRuns
 from rollbook.dashboard.timeline import bounds, read_lanes
@@ -115,14 +116,14 @@ async def freshness(view: RunView, _: web.Request) -> dict[str, Any]:
             "stale_dropped": stale,
             "stale_share": stale_share,
             "stale_tokens": stale_tokens,
-            "sentence": _cost(wait_share, stale, stale_share),
+            "sentence": _cost(status, wait_share, stale, stale_share),
         },
         "index": state,
     }
 
 
-def _cost(wait_share: float | None, stale: int, stale_share: float | None) -> str:
-    waited = "No step is trained yet" if wait_share is None else f"The trainer waited {wait_share:.0%} of its time"
+def _cost(status: LedgerStatus, wait_share: float | None, stale: int, stale_share: float | None) -> str:
+    waited = unknown_wait(status) if wait_share is None else f"The trainer waited {wait_share:.0%} of its time"
     if not stale or stale_share is None:
         return f"{waited}; no group was dropped for its age."
     return f"{waited}; {stale} groups ({stale_share:.1%}) were dropped for their age."

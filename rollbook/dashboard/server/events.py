@@ -9,7 +9,6 @@ import msgspec
 from aiohttp import web
 
 from rollbook.contracts.errors import RollbookError
-from rollbook.dashboard.run_view import RunView
 from rollbook.dashboard.server.overview import state_of
 from rollbook.dashboard.server.runs import OpenRuns
 
@@ -34,10 +33,10 @@ class Events:
             stream.cancel()
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        view = await self._runs.find(request.query.get("run"))
+        key = (await self._runs.find(request.query.get("run"))).details.key
         response = web.StreamResponse(headers=HEADERS)
         await response.prepare(request)
-        reader = self._readers.setdefault(view.details.key, _Reader(view, self._on_change))
+        reader = self._readers.setdefault(key, _Reader(self._runs, key, self._on_change))
         task = asyncio.current_task()
         assert task is not None
         self._streams.add(task)
@@ -54,8 +53,9 @@ class Events:
 class _Reader:
     """Reads a run while at least one page follows it."""
 
-    def __init__(self, view: RunView, on_change: Callable[[], None]) -> None:
-        self._view = view
+    def __init__(self, runs: OpenRuns, key: str, on_change: Callable[[], None]) -> None:
+        self._runs = runs
+        self._key = key
         self._on_change = on_change
         self._latest = b""
         self._changed = asyncio.Event()
@@ -101,16 +101,16 @@ class _Reader:
             await asyncio.sleep(POLL_S)
 
     async def _read(self) -> bytes:
-        view = self._view
         try:
+            view = await self._runs.find(self._key)
             status = await view.ledger.status()
             metrics = await view.metrics()
         except (RollbookError, OSError) as error:
-            return _message("problem", {"run": view.details.key, "text": str(error)})
+            return _message("problem", {"run": self._key, "text": str(error)})
         return _message(
             "changed",
             {
-                "run": view.details.key,
+                "run": self._key,
                 "step": status.acknowledged_step,
                 "opened": status.opened,
                 "by_state": status.by_state,

@@ -11,10 +11,16 @@ import msgspec
 from aiohttp import web
 
 from rollbook.contracts.errors import RollbookError
-from rollbook.dashboard.process_files import described, last_events, last_output, read_events, read_processes
+from rollbook.dashboard.process_files import (
+    described,
+    last_events,
+    last_output,
+    read_events,
+    read_processes,
+    read_resumes,
+)
 from rollbook.dashboard.run_view import RunView
 from rollbook.dashboard.timeline import bounds, read_lanes
-from rollbook.telemetry.events import read_json_lines
 
 RECENT_S = 60.0
 """Replicas are described by what they did in this time before the end of the record."""
@@ -92,8 +98,9 @@ def _replicas(run_dir: Path, addresses: dict[str, str], joined: dict[str, str | 
     begin = max(limits[0], end - RECENT_S)
     lanes, _ = read_lanes(run_dir, begin, end, process="policy*")
     urls = addresses.get("policy", "").split(",")
+    own = {f"policy-{number}" if number else "policy": url for number, url in enumerate(urls)}
     found = []
-    for number, lane in enumerate(lane for lane in lanes if lane.kind == "policy"):
+    for lane in (lane for lane in lanes if lane.kind == "policy"):
         generating = [span for span in lane.spans if span[2] == "policy.generate"]
         busy_s = sum(min(stop, end) - max(start, begin) for start, stop, *_ in generating)
         tokens = sum(fields.get("tokens", 0) for *_, fields in generating)
@@ -102,7 +109,7 @@ def _replicas(run_dir: Path, addresses: dict[str, str], joined: dict[str, str | 
         found.append(
             {
                 "name": lane.id,
-                "url": joined.get(lane.id) or (urls[number] if number < len(urls) else None),
+                "url": joined.get(lane.id) or own.get(lane.id) or None,
                 "publication": max((p for p in publications if isinstance(p, int)), default=None),
                 "busy_share": min(1.0, busy_s / whole_s) if generating else None,
                 "tokens_per_s": tokens / whole_s if generating else None,
@@ -159,9 +166,11 @@ def _failures(run_dir: Path) -> list[dict[str, Any]]:
     files: dict[str, str] = {}
     for path in sorted((run_dir / "failures").glob("*.json"))[:MAX_FAILURES]:
         try:
-            cause = str(json.loads(path.read_text(encoding="utf-8"))["cause"])[:MAX_CAUSE]
+            written = str(json.loads(path.read_text(encoding="utf-8"))["cause"])[:MAX_CAUSE]
         except (OSError, ValueError, KeyError, TypeError):
             continue  # cut off by a kill
+        # Names of files that are not UTF-8 contain surrogates, which cannot be sent.
+        cause = written.encode(errors="replace").decode()
         causes[cause] += 1
         files.setdefault(cause, f"failures/{path.name}")
     return [{"cause": cause, "count": count, "file": files[cause]} for cause, count in causes.most_common()]
@@ -169,7 +178,7 @@ def _failures(run_dir: Path) -> list[dict[str, Any]]:
 
 async def config(view: RunView, _: web.Request) -> dict[str, Any]:
     sections, toml = await asyncio.to_thread(view.run.config)
-    resumes = [] if view.directory is None else await asyncio.to_thread(_resumes, view.directory)
+    resumes = [] if view.directory is None else await asyncio.to_thread(read_resumes, view.directory)
     last = resumes[-1]["changed"] if resumes else {}
     return {
         "sections": [
@@ -185,12 +194,3 @@ async def config(view: RunView, _: web.Request) -> dict[str, Any]:
         "toml": toml,
         "resumes": resumes,
     }
-
-
-def _resumes(run_dir: Path) -> list[dict[str, Any]]:
-    """When the run was resumed, oldest first, and which settings changed: path, old value, new value."""
-    return [
-        {"at": row.get("time"), "changed": row["changed"]}
-        for row in read_json_lines(run_dir / "resumes.jsonl")
-        if isinstance(row.get("changed"), dict)
-    ]

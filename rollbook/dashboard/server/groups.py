@@ -66,8 +66,7 @@ def _after(index: ViewIndex, wanted: GroupFilter, after: int | None) -> tuple[in
     places = index.list_of(wanted)
     if after is None:
         return len(places), places
-    at = np.flatnonzero(places == after)
-    return len(places), places[at[0] + 1 :] if len(at) else places[:0]
+    return len(places), index.list_after(wanted, after)
 
 
 async def _search(

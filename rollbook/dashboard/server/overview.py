@@ -11,7 +11,7 @@ from rollbook import __version__
 from rollbook.contracts.admission import LedgerStatus
 from rollbook.contracts.errors import RollbookError
 from rollbook.dashboard.problems import Facts, find_problems
-from rollbook.dashboard.process_files import Process, quarantined_replicas, read_processes
+from rollbook.dashboard.process_files import Process, quarantined_replicas, read_processes, read_resumes
 from rollbook.dashboard.run_metrics import Change, RunMetrics, StepMetrics
 from rollbook.dashboard.run_view import RunPlace, RunView
 from rollbook.dashboard.series import MetricSeries
@@ -85,9 +85,11 @@ async def overview(view: RunView, _: web.Request) -> dict[str, Any]:
     series = await view.series()
     processes: list[Process] = []
     replicas: list[str] = []
+    resumes: list[dict[str, Any]] = []
     if view.directory is not None:
         processes = await asyncio.to_thread(read_processes, view.directory)
         replicas = await asyncio.to_thread(quarantined_replicas, view.directory)
+        resumes = await asyncio.to_thread(read_resumes, view.directory)
     now = time.time()
     facts = Facts(
         state=state,
@@ -100,10 +102,11 @@ async def overview(view: RunView, _: web.Request) -> dict[str, Any]:
         audit=None if view.audit is None else view.audit[2],
         notes=view.run.notes,
         now=now,
+        resumed_at=resumes[-1]["at"] if resumes else None,
     )
     step = max(metrics.last_step, 0 if status is None else status.acknowledged_step)
     begin = details.created
-    end = now if state == "running" else metrics.latest.time or now
+    end = now if state == "running" else metrics.latest.time
     return {
         "key": details.key,
         "name": details.name,
@@ -120,7 +123,7 @@ async def overview(view: RunView, _: web.Request) -> dict[str, Any]:
             "version": None if status is None else status.version,
             "seconds_per_step": metrics.seconds_per_step,
             "eta_s": None if details.total_steps is None or state != "running" else metrics.eta_s(details.total_steps),
-            "elapsed_s": None if begin is None else max(0.0, end - begin),
+            "elapsed_s": max(0.0, end - begin) if begin is not None and end else None,
         },
         "learning": _learning(metrics, series),
         "flow": _flow(metrics, status),
@@ -158,7 +161,7 @@ def _learning(metrics: RunMetrics, series: MetricSeries | None) -> dict[str, Any
 
 def _flow(metrics: RunMetrics, status: LedgerStatus | None) -> dict[str, Any]:
     busy = metrics.trainer_utilisation
-    waits, sentence = None, "No step is trained yet."
+    waits, sentence = None, f"{unknown_wait(status)}."
     if busy is not None:
         waits = "trainer" if busy < 0.9 else "rollout"
         sentence = (
@@ -176,6 +179,13 @@ def _flow(metrics: RunMetrics, status: LedgerStatus | None) -> dict[str, Any]:
         "waits": waits,
         "sentence": sentence,
     }
+
+
+def unknown_wait(status: LedgerStatus | None) -> str:
+    """Why it is unknown how long the trainer waited."""
+    if status is None or not status.acknowledged_step:
+        return "No step is trained yet"
+    return "The waiting time of the trainer is unknown, because its metrics are not here"
 
 
 def _law(status: LedgerStatus) -> dict[str, Any]:

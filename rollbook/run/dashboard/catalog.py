@@ -156,6 +156,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 @asynccontextmanager
 async def _open_directory(place: RunPlace) -> AsyncIterator[OpenedRun]:
     directory = RunDirectory(Path(place.path))
+    recorded = await asyncio.to_thread(_recorded, directory)
     loaded, note = await asyncio.to_thread(_read_config, directory)
     config = None if loaded is None else loaded.config
     async with AsyncExitStack() as stack:
@@ -167,6 +168,7 @@ async def _open_directory(place: RunPlace) -> AsyncIterator[OpenedRun]:
             directory=directory.path,
             audited_at=lambda: None if (audit := last_audit(directory)) is None else audit.at,
             is_running=directory.is_running,
+            is_outdated=lambda: _recorded(directory) not in (None, recorded),
             config=lambda: ([], "") if config is None else config_view(config),
             tokens=lambda: _load_tokens(directory),
             advantages=lambda group: None if config is None else _advantages(group, config.trainer),
@@ -174,6 +176,14 @@ async def _open_directory(place: RunPlace) -> AsyncIterator[OpenedRun]:
             drop_meanings=DROP_MEANINGS,
             notes=() if note is None else (note,),
         )
+
+
+def _recorded(directory: RunDirectory) -> tuple[Any, int] | None:
+    """When the run was created, and its configuration written. None: it was deleted, and what was read of it is still shown."""
+    try:
+        return _manifest(directory.path).get("created"), directory.config_file.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 async def _open_ledger(

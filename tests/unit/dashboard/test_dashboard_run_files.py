@@ -11,7 +11,7 @@ from rollbook.dashboard.json_tail import MAX_LINE_BYTES, FolderTail, JsonTail
 from rollbook.dashboard.process_files import read_processes
 from rollbook.dashboard.run_files import RunReader, read_steps, summarise
 from rollbook.dashboard.run_metrics import moving_average, tenth_means
-from tests.parts.dashboard.run_dir import append_rows, trainer_row, write_run
+from tests.parts.dashboard.run_dir import BEGIN, append_rows, trainer_row, write_run
 
 
 def test_a_summary_compares_the_first_and_last_tenth_of_a_run(tmp_path: Path) -> None:
@@ -261,3 +261,23 @@ def test_tenth_means_are_within_the_measured_range(values: list[float | None]) -
 def test_a_moving_average_uses_earlier_values_and_ignores_missing_ones() -> None:
     assert moving_average([1.0, None, 4.0, 7.0], 2) == [1.0, 1.0, 4.0, 5.5]
     assert moving_average([None, 2.0], 1) == [None, 2.0]
+
+
+def test_steps_that_are_trained_again_after_a_crash_are_not_judged_twice(tmp_path: Path) -> None:
+    again = [1, 2, 3, 4, 5, 6, 2, 3, 4, 5, 6]
+    append_rows(tmp_path / "metrics.jsonl", *(trainer_row(step, **{"rollout/reward": 0.0}) for step in again))
+    assert RunReader(tmp_path).poll().problems == summarise(tmp_path).problems == ()
+
+
+def test_the_time_in_which_a_run_was_stopped_does_not_change_its_pace(tmp_path: Path) -> None:
+    night_s = 10 * 3600.0
+    rows = [
+        trainer_row(1),
+        trainer_row(2),
+        trainer_row(3, time=BEGIN + night_s),
+        trainer_row(4, time=BEGIN + night_s + 1),
+    ]
+    append_rows(tmp_path / "metrics.jsonl", *rows)
+    metrics = RunReader(tmp_path).poll()
+    assert metrics.seconds_per_step == pytest.approx(1.0)
+    assert metrics.eta_s(14) == pytest.approx(10.0)

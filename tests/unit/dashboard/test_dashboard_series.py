@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.dashboard import timeline
+from rollbook.dashboard.intervals import read_intervals
 from rollbook.dashboard.series import Axis, MetricSeries, reduced
 from rollbook.dashboard.timeline import bounds, read_lanes
 from tests.parts.dashboard.run_dir import BEGIN, append_rows, trainer_row, write_run
@@ -124,3 +127,35 @@ def test_a_timeline_leaves_out_measurements_of_cpu_time(tmp_path: Path) -> None:
     with (tmp_path / "spans" / "trainer.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
     assert (bounds(tmp_path), read_lanes(tmp_path, BEGIN, BEGIN + 10)) == before
+
+
+def test_spans_of_a_full_file_are_shown_after_the_next_one_was_begun(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=5)
+    before = bounds(tmp_path), read_lanes(tmp_path, BEGIN, BEGIN + 10)
+    current = tmp_path / "spans" / "trainer.jsonl"
+    *full, last = current.read_text(encoding="utf-8").splitlines(keepends=True)
+    current.with_name("trainer.jsonl.1").write_text("".join(full), encoding="utf-8")
+    current.write_text(last, encoding="utf-8")
+    assert (bounds(tmp_path), read_lanes(tmp_path, BEGIN, BEGIN + 10)) == before
+    assert len(read_intervals(tmp_path, ["trainer.train"])["trainer.train"]) == 5
+
+
+def test_lines_are_read_while_another_thread_adds_steps(tmp_path: Path) -> None:
+    path, names = tmp_path / "metrics.jsonl", ["rollout/reward", "train/entropy"]
+    append_rows(path, *(trainer_row(step) for step in range(1, 3001)))
+    series = MetricSeries(tmp_path)
+    series.poll()
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(1) as other:
+            for begin in range(3001, 4001, 10):
+                append_rows(path, *(trainer_row(step) for step in range(begin, begin + 10)))
+                polling = other.submit(series.poll)
+                while not polling.done():
+                    for name in names:
+                        assert series.series(name, Axis.STEP, **ANY, points=10) is not None
+                polling.result()
+    finally:
+        sys.setswitchinterval(switch_s)
+    assert [step for step, _ in series.step_times()] == list(range(1, 4001))

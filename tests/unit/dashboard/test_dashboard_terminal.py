@@ -193,3 +193,15 @@ def test_a_biased_selection_is_shown_with_its_worst_measure() -> None:
     gauges = {"fairness/biased_measures": 2.0, "fairness/ks_tokens": 0.15, "fairness/ks_seconds": 0.4}
     assert "trained groups differ from dispatched groups in seconds" in flow(RunMetrics(gauges=gauges))
     assert "differ" not in flow(RunMetrics(gauges={**gauges, "fairness/biased_measures": 0.0}))
+
+
+def test_a_transcript_cannot_control_the_terminal(metrics: RunMetrics) -> None:
+    hostile = "before \x1b]52;c;AAAA\x07 \x1b[2J \x9b5A after"
+    shown = dataclasses.replace(
+        metrics, transcript=Transcript(time=7.0, group_id="a@0", reward=1.0, messages=(("assistant", hostile),))
+    )
+    for is_terminal in (True, False):
+        file = io.StringIO()
+        with open_view(Console(file=file, force_terminal=is_terminal, width=200), renderer()) as update:
+            update(shown, ())
+        assert "before \ufffd]52;c;AAAA\ufffd \ufffd[2J \ufffd5A after" in file.getvalue()
