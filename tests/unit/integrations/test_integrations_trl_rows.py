@@ -3,7 +3,6 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from rollbook.contracts.batch import BatchEntry, BatchManifest, TrainingBatch
@@ -31,13 +30,12 @@ def batch(*samples: RolloutSample, step: int = 5, oldest: int | None = 3) -> Tra
 
 
 def test_rows_hold_the_exact_tokens_and_the_group_relative_advantages() -> None:
-    rows = batch_rows(batch(sample(1.0), sample(0.0), sample(None)), rows_per_step=3, restored_step=2)
-    assert [row.input_ids.tolist() for row in rows] == [[5, 6, 7, 8, 9, 10]] * 3
+    rows = batch_rows(batch(sample(1.0), sample(0.0)), rows_per_step=2, restored_step=2)
+    assert [row.input_ids.tolist() for row in rows] == [[5, 6, 7, 8, 9, 10]] * 2
     assert rows[0].completion_mask.tolist() == [0, 0, 1, 1, 0, 1]
     assert rows[0].old_log_probs.tolist() == [0, 0, -0.5, -0.5, 0, -0.5]
-    assert [round(row.advantage, 3) for row in rows] == [0.707, -0.707, 0.0]
-    assert [row.metrics["reward"] for row in rows[:2]] == [1.0, 0.0]
-    assert np.isnan(rows[2].metrics["reward"]), "a sample without a reward has no reward of 0"
+    assert [round(row.advantage, 3) for row in rows] == [0.707, -0.707]
+    assert [row.metrics["reward"] for row in rows] == [1.0, 0.0]
     assert (str(rows[0].input_ids.dtype), str(rows[0].old_log_probs.dtype)) == ("int64", "float32")
 
 
@@ -69,6 +67,14 @@ def test_a_short_batch_is_filled_with_rows_without_a_gradient() -> None:
     rows = batch_rows(batch(sample(1.0), sample(0.0)), rows_per_step=4, restored_step=0)
     assert [FILLER in row.metrics for row in rows] == [False, False, True, True]
     assert [(row.advantage, row.completion_mask.sum()) for row in rows[2:]] == [(0.0, 1), (0.0, 1)]
+
+
+def test_a_sample_without_a_reward_does_not_weaken_the_others() -> None:
+    """TRL divides the loss by the trained tokens of all rows, so those of a sample that failed must not be among them."""
+    rows = batch_rows(batch(sample(1.0), sample(None), sample(0.0)), rows_per_step=3, restored_step=0)
+    assert [round(row.advantage, 3) for row in rows] == [0.707, -0.707, 0.0]
+    assert [row.completion_mask.sum() for row in rows] == [3, 3, 1]
+    assert rows[2].metrics == {FILLER: 1.0}, "it has no reward of 0"
 
 
 def test_more_rows_than_a_step_takes_raise_an_error_naming_the_group() -> None:
