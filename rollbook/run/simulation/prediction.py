@@ -10,7 +10,7 @@ from rollbook.rollout.config import default_quorum
 from rollbook.run.config.run import RunConfig, changed_fields
 from rollbook.run.simulation.durations import Durations, Episode, RequestTime, TaskDurations, TrainingTime
 from rollbook.run.simulation.fit import Fit
-from rollbook.run.simulation.processors import UNLIMITED, Processors, replicas_per_device
+from rollbook.run.simulation.processors import UNLIMITED, Processors, num_replicas, replicas_per_device
 from rollbook.run.simulation.simulator import Setting, SimulatedRun, Simulation
 
 MAX_EPISODES = 60_000
@@ -109,7 +109,7 @@ def setting_of(config: RunConfig) -> Setting:
         samples_per_group=config.rollout.completions_per_prompt,
         slots=config.rollout.slots,
         workers=config.rollout.workers,
-        replicas=max(config.inference.replicas, len(config.inference.urls)),
+        replicas=num_replicas(config),
         replicas_per_device=replicas_per_device(config),
     )
 

@@ -117,6 +117,15 @@ def test_the_duration_of_a_request_is_fitted_over_the_load() -> None:
     assert works == pytest.approx([1.0] * len(works))
 
 
+def test_external_servers_of_a_trace_are_replicas() -> None:
+    """Four servers share the load: each other request of the same server costs four times what one of any server does."""
+    config = demo('inference.urls=["http://a:1","http://b:1","http://c:1","http://d:1"]', "inference.replicas=1")
+    found = fit([trace(config, base_s=0.1, per_request_s=0.002)])
+    assert setting_of(config).replicas == 4
+    assert found.covered.replicas == {4}
+    assert found.durations.request.per_request_s == pytest.approx(0.008, rel=1e-3)
+
+
 def test_a_training_step_is_fitted_over_its_samples() -> None:
     training = fit([trace(demo())]).durations.training
     assert training.seconds(samples=200, tokens=400) == pytest.approx(0.2 + 0.01 * 200, rel=1e-3)
