@@ -290,6 +290,18 @@ def test_more_groups_in_flight_are_recommended_only_if_they_help() -> None:
     assert "keep the settings" in recommendation(better, better)
 
 
+def test_a_gain_that_needs_more_slots_names_their_setting() -> None:
+    durations = fit([trace(demo(), per_request_s=0.0)]).durations
+    config = demo("gate.max_groups_in_flight=4", "rollout.workers=2", "rollout.groups_per_worker=2")
+    few = predict(setting_of(config), durations, steps=12)
+    better = recommend(few, durations, steps=12)
+    assert better.setting.slots > 4
+    size = better.setting.rule.max_in_flight
+    assert f"gate.max_groups_in_flight = {size}, rollout.groups_per_worker = {size // 2}" in recommendation(few, better)
+    [doubled] = [one for one in what_ifs(few, durations, steps=12) if one.name == "groups in flight"]
+    assert doubled.text == "gate.max_groups_in_flight = 8, rollout.groups_per_worker = 4"
+
+
 def test_the_frontier_has_no_point_that_another_one_beats() -> None:
     durations = fit([trace(demo(), per_request_s=0.001)]).durations
     points = [
