@@ -14,7 +14,7 @@ import msgspec
 from rollbook.contracts.policy import MAX_TOP_LOGPROBS
 from rollbook.rollout.agents.messages import BadChatError
 from rollbook.rollout.agents.session import ChatRequest, ChatTurn, ProxySession
-from rollbook.rollout.agents.streaming import SampledToken, TurnPart, sampled_tokens
+from rollbook.rollout.agents.streaming import SampledToken, TurnPart, sampled_tokens, unsent_text
 
 MODEL_NAME = "policy"
 
@@ -179,9 +179,7 @@ class ChatReply:
         """What was not sent as parts."""
         if not self._has_started:
             yield self._chunk({"role": "assistant", "content": "" if not turn.parsed.calls else None})
-        content = turn.parsed.content
-        # A parser may have removed white space that was sent already.
-        rest = content[len(self._sent_text) :] if content.startswith(self._sent_text) else ""
+        rest = unsent_text(turn.parsed.content, self._sent_text)
         logprobs = self._logprobs(sampled_tokens(turn.completion)[self._sent_tokens :])
         if rest:
             yield self._chunk({"content": rest}, logprobs=logprobs)
