@@ -1,6 +1,7 @@
 """A batch of the ledger as TRL's rows: exact tokens, masks, logprobs and advantages, and TRL's version numbers."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -108,3 +109,16 @@ def test_all_settings_that_break_the_mapping_are_reported() -> None:
     for name in ("per_device_train_batch_size", "token_budget", "weight_sync_steps", "temperature", "max_staleness"):
         assert name in problems
     assert "max_steps is 20" in problems
+
+
+def test_a_directory_that_only_looks_like_a_checkpoint_is_ignored(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from rollbook.integrations.trl import RollbookCallback
+
+    reported: list[tuple[int, int]] = []
+    run = SimpleNamespace(checkpointed=lambda step, *, oldest_kept: reported.append((step, oldest_kept)))
+    for name in ("checkpoint-4", "checkpoint-8", "checkpoint-best"):
+        (tmp_path / name).mkdir()
+    args, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=8)
+    RollbookCallback(run).on_save(args, state, None)  # type: ignore[arg-type]
+    assert reported == [(8, 4)]
