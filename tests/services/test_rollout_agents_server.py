@@ -190,6 +190,8 @@ async def test_the_responses_api_continues_exact_tokens_by_items_and_by_previous
                 ("2", []),
                 ("<|im_end|>", []),
             ]
+            with pytest.raises(openai.BadRequestError, match="include: a list is required"):
+                await client.responses.create(model="policy", input="x", extra_body={"include": 5})
             with pytest.raises(openai.BadRequestError, match="top_logprobs: 99 is not"):
                 await client.responses.create(model="policy", input="x", top_logprobs=99)
             with pytest.raises(openai.NotFoundError, match="POST /v1/completions is not served here"):
@@ -442,7 +444,10 @@ async def test_a_session_is_named_by_url_header_or_api_key_and_an_unknown_one_is
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: 21 is not a number from 0 to 20"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"max_tokens": -1}, "max_tokens: -1 is not a positive number"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens: 0 is not a positive number"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, r"messages\[0\]: .* one of system"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, r"messages\[0\]: .* one of system"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, r"messages\[0\]\.tool_calls: a list is required"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             r"messages\[0\]\.content: only text is supported, not 'image_url'",

@@ -63,10 +63,11 @@ def chat_request(body: Mapping[str, Any]) -> ChatRequest:
     messages = body.get("messages")
     if not isinstance(messages, list):
         raise BadChatError("messages: a list is required", "messages")
+    limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     return ChatRequest(
         messages=messages,
         tools=requested_tools(body, _tool),
-        max_tokens=checked_max_tokens(body.get("max_completion_tokens") or body.get("max_tokens"), "max_tokens"),
+        max_tokens=checked_max_tokens(body.get(limit), limit),
         stop=_stops(body.get("stop")),
         overridden=tuple(name for name in SET_BY_THE_RUN if body.get(name) is not None),
         tool_choice=body.get("tool_choice"),

@@ -38,6 +38,8 @@ def responses_request(body: Mapping[str, Any], known: Mapping[str, Sequence[Mess
     instructions = body.get("instructions")
     if not isinstance(instructions, str | None):
         raise BadChatError("instructions: a text is required", "instructions")
+    if not isinstance(body.get("include"), list | None):
+        raise BadChatError("include: a list is required", "include")
     if instructions:
         messages.append({"role": "system", "content": instructions})
     previous = body.get("previous_response_id")
