@@ -63,6 +63,8 @@ class DaemonThreads(Executor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
+                except StopIteration as error:  # a future of asyncio refuses it, so the caller would wait forever
+                    future.set_exception(RuntimeError(f"StopIteration: {error}"))
                 except BaseException as error:  # any exception belongs to the caller
                     future.set_exception(error)
             del future, call, item  # an idle thread must not keep the last environment alive

@@ -74,7 +74,8 @@ class RollbookCallback(TrainerCallback):
         self._run.begin(state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        kept = [int(path.name.removeprefix("checkpoint-")) for path in Path(args.output_dir).glob("checkpoint-*")]
+        names = [path.name.removeprefix("checkpoint-") for path in Path(args.output_dir).glob("checkpoint-*")]
+        kept = [int(name) for name in names if name.isdecimal()]
         self._run.checkpointed(state.global_step, oldest_kept=min([state.global_step, *kept]))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -75,6 +75,9 @@ def _group_rows(
     version = step - 1 if entry.oldest_version is None else entry.oldest_version
     rows: list[TrlRow] = []
     for sample, reward, advantage in zip(group.samples, rewards.tolist(), shared, strict=True):
+        if not sample.is_scorable:
+            # TRL divides the loss by the trained tokens of all rows.
+            continue
         metrics = {"reward": reward, "reward_std": std, "rollbook/lag": float(step - 1 - version)}
         prompt, completion = _split(sample)
         rows += [

@@ -80,14 +80,14 @@ class SyncWeightTransferClient:
             transport=open_transport(self._transfer, TransportOptions(directory=directory)),
             api_key=self._token,
         )
+        self._loop = loop
         try:
             loop.run(self._client.__aenter__())
             reported = loop.run(self._client.reported())
         except BaseException:
-            loop.stop()
+            self.destroy()
             raise
         self._last_id = max((publication.id for publication in reported if publication is not None), default=0)
-        self._loop = loop
 
     def pause(self, mode: str = "keep") -> None:
         """`keep` suspends running requests, `wait` lets them finish, `abort` ends them."""
@@ -108,8 +108,11 @@ class SyncWeightTransferClient:
             await self._client.receive(publication, location)
             await self._client.keep_only([location])
 
-        self._running.run(push())
-        self._last_id, self.version = publication.id, publication.step
+        running = self._running
+        # Also if it fails: a server may have loaded these weights, and refuses others with the same id.
+        self._last_id = publication.id
+        running.run(push())
+        self.version = publication.step
         return self.version
 
     def resume(self) -> None:

@@ -3,7 +3,7 @@
 Nothing is saved. At a start the ledger provides the past draws with their outcomes (`rebuild`, then `recall`). After that mastery
 changes by `record_result`, for draws of this dispatcher, and by `recall`, for those of others. The next proposal is a function of
 dataset, settings, seed and recorded draws, so it is the same after a restart. A draw's position counts all earlier draws, its
-number counts those of its task; both only grow, so no group id is used twice.
+number counts those of its task; both only grow with the opened draws, so no group id is used twice.
 
 With several dispatchers in one run, each has its own curriculum, and the outcomes of the others reach it within seconds. Draws that
 two of them choose at the same moment may share a position.
@@ -20,7 +20,7 @@ from rollbook.tasks.config import CurriculumConfig
 from rollbook.tasks.draws import DrawQueue, TaskTable
 from rollbook.tasks.mastery import TaskMastery, success_of
 from rollbook.tasks.mastery_log import MasteryLog, MasteryView, TierView
-from rollbook.tasks.mastery_record import LATE_DRAWS, MasteryRecord, Result
+from rollbook.tasks.mastery_record import LATE_DRAWS, MasteryRecord, ProposedDraw, Result
 from rollbook.tasks.samplers import build_sampler
 from rollbook.tasks.tiers import tiers_of, weights_of
 
@@ -48,16 +48,22 @@ class Curriculum:
             log.write_tiers({task.id: self._tiers.names[rank] for task, rank in ranks})
         self._unsettled: dict[GroupId, int] = {}
         """Positions of draws that were taken and are not settled."""
+        self._proposed: dict[GroupId, ProposedDraw] = {}
+        """The draws that were proposed and not taken, in order."""
 
     @property
     def needs_history(self) -> bool:
         return True
 
     def rebuild(self, progress: DrawProgress) -> None:
+        # Draws that were never opened must not count: their tasks would be passed over.
+        for draw in reversed(self._proposed.values()):
+            self._record.remove_draw(draw)
+        self._proposed.clear()
         self._queue.rebuild(progress)
 
     def catch_up(self, progress: DrawProgress) -> None:
-        self._queue.rebuild(progress)
+        self.rebuild(progress)
 
     def recall(self, past: Sequence[PastDraw]) -> None:
         """Count past draws, and draws of other dispatchers.
@@ -69,6 +75,7 @@ class Curriculum:
             if task is None or draw.position is None:
                 continue
             self._queue.next_position = max(self._queue.next_position, draw.position + 1)
+            self._proposed.pop(draw.group_id, None)
             self._record.add_draw(task, draw.number, draw.position)
             if draw.state is GroupState.DISPATCHED:
                 self._unsettled[draw.group_id] = draw.position
@@ -85,7 +92,9 @@ class Curriculum:
 
     def taken(self, count: int) -> None:
         for draw in self._queue.take(count):
-            self._unsettled[id_of(draw.task_id, draw.number)] = draw.position
+            group = id_of(draw.task_id, draw.number)
+            self._proposed.pop(group, None)
+            self._unsettled[group] = draw.position
 
     def task(self, task_id: TaskId) -> Task:
         return self._table.copy(task_id)
@@ -153,7 +162,7 @@ class Curriculum:
         self._fold()
         task = self._sampler.choose(self._record.task_states(), position)
         draw = Draw(task_id=self._table.tasks[task].id, number=self._record.next_number(task), position=position)
-        self._record.add_draw(task, draw.number, position)
+        self._proposed[id_of(draw.task_id, draw.number)] = self._record.add_draw(task, draw.number, position)
         return draw
 
     def _add_result(self, draw: Draw, outcome: GroupOutcome) -> bool:

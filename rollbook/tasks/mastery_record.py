@@ -33,6 +33,15 @@ class Result:
     success: float = field(compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class ProposedDraw:
+    """A draw that may still be removed, and the position of the draw of its task before it."""
+
+    task: int
+    number: int
+    last_position: int
+
+
 class MasteryRecord:
     def __init__(self, tiers: Tiers, weights: Sequence[float], rules: CurriculumConfig) -> None:
         count = len(tiers.ranks)
@@ -54,9 +63,16 @@ class MasteryRecord:
         self._reviews = np.zeros(count, dtype=np.int64)
         self._weight = np.array(weights, dtype=np.float64)
 
-    def add_draw(self, task: int, number: int, position: int) -> None:
+    def add_draw(self, task: int, number: int, position: int) -> ProposedDraw:
+        added = ProposedDraw(task, number, int(self._last_position[task]))
         self._num_draws[task] = max(self._num_draws[task], number + 1)
         self._last_position[task] = max(self._last_position[task], position)
+        return added
+
+    def remove_draw(self, draw: ProposedDraw) -> None:
+        """Without effect if later draws of the task were added since."""
+        if self._num_draws[draw.task] == draw.number + 1:
+            self._num_draws[draw.task], self._last_position[draw.task] = draw.number, draw.last_position
 
     def next_number(self, task: int) -> int:
         return int(self._num_draws[task])

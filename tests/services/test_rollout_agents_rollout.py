@@ -14,7 +14,7 @@ import pytest
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import EndReason, RolloutSample
-from rollbook.rollout.agents.program import command_program
+from rollbook.rollout.agents.program import command_program, run_in_thread
 from rollbook.rollout.agents.rollout import make_rollout
 from rollbook.rollout.contract import ChatSession
 from rollbook.rollout.policy import EpisodeContext, enter_episode
@@ -112,6 +112,16 @@ async def test_forty_plain_agents_run_concurrently(tmp_path: Path) -> None:
 async def test_an_agent_without_a_policy_request_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(EpisodeError, match=r"without a request to the policy \(it returned 1\.0\)"):
         await play(tmp_path, ROW, agent=f"{PROGRAMS}:send_nothing")
+
+
+@pytest.mark.parametrize("error", [ValueError, StopIteration, SystemExit])
+async def test_any_error_of_a_plain_function_is_raised_at_once(error: type[BaseException]) -> None:
+    def fail() -> None:
+        raise error("no more")
+
+    async with asyncio.timeout(30):
+        with pytest.raises(Exception, match="no more"):
+            await run_in_thread(fail)
 
 
 async def test_only_the_end_of_what_a_command_prints_is_kept() -> None:

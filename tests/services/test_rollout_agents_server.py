@@ -190,6 +190,8 @@ async def test_the_responses_api_continues_exact_tokens_by_items_and_by_previous
                 ("2", []),
                 ("<|im_end|>", []),
             ]
+            with pytest.raises(openai.BadRequestError, match="include: a list is required"):
+                await client.responses.create(model="policy", input="x", extra_body={"include": 5})
             with pytest.raises(openai.BadRequestError, match="top_logprobs: 99 is not"):
                 await client.responses.create(model="policy", input="x", top_logprobs=99)
             with pytest.raises(openai.NotFoundError, match="POST /v1/completions is not served here"):
@@ -227,6 +229,48 @@ async def test_streams_have_the_content_of_whole_responses(tmp_path: Path) -> No
             async with client.responses.stream(model="policy", input="Paris?") as events:
                 assert (await events.get_final_response()).output_text == "Rain."
         assert_matches_engine(session.build(reward=1.0), record)
+
+
+async def test_a_stream_has_the_text_around_a_call_and_the_next_prompt_continues_its_tokens(tmp_path: Path) -> None:
+    """The parser removes the white space before the text, which was sent already."""
+    reply = f"\n\n{CALL.removesuffix('<|im_end|>')} One moment.<|im_end|>"
+    async with agent_setup(tmp_path, in_order(reply, "Sun.<|im_end|>", reply)) as (setup, record):
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            messages: list[Any] = [{"role": "user", "content": "Paris?"}]
+            async with client.chat.completions.stream(model="policy", messages=messages, tools=[WEATHER]) as chunks:
+                said = (await chunks.get_final_completion()).choices[0].message
+            assert said.content == "\n\nLet me see. One moment."
+            assert said.tool_calls is not None
+            calls = [call.model_dump(include={"id", "type", "function"}) for call in said.tool_calls]
+            messages.append({"role": "assistant", "content": said.content, "tool_calls": calls})
+            messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": "21 degrees"})
+            await ask(client, messages, tools=[WEATHER])
+            texts = [
+                event.delta
+                async for event in await client.responses.create(
+                    model="policy", input="Oslo?", tools=[FLAT_WEATHER], stream=True
+                )
+                if event.type == "response.output_text.delta"
+            ]
+            assert "".join(texts) == "\n\nLet me see. One moment."
+        sample = session.build(reward=1.0)
+    assert [turn.sequence for turn in sample.turns] == [0, 0, 1]
+    assert_matches_engine(sample, record)
+
+
+async def test_instructions_must_be_a_text_and_an_empty_one_is_no_message(tmp_path: Path) -> None:
+    async with agent_setup(tmp_path, in_order("one<|im_end|>", "two<|im_end|>")) as (setup, record):
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            with pytest.raises(openai.BadRequestError, match="instructions: a text is required"):
+                await client.responses.create(
+                    model="policy", input="a", extra_body={"instructions": [{"role": "system", "content": "Hi"}]}
+                )
+            first = await client.responses.create(model="policy", input="a", instructions="")
+            await client.responses.create(model="policy", input="b", instructions="", previous_response_id=first.id)
+        sample = session.build(reward=1.0)
+    assert [message["role"] for message in session.messages] == ["user", "assistant"] * 2
+    assert len(sample.sequences) == 1
+    assert_matches_engine(sample, record)
 
 
 class StepClock(SystemClock):
@@ -400,7 +444,10 @@ async def test_a_session_is_named_by_url_header_or_api_key_and_an_unknown_one_is
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: 21 is not a number from 0 to 20"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"max_tokens": -1}, "max_tokens: -1 is not a positive number"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens: 0 is not a positive number"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, r"messages\[0\]: .* one of system"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, r"messages\[0\]: .* one of system"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, r"messages\[0\]\.tool_calls: a list is required"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             r"messages\[0\]\.content: only text is supported, not 'image_url'",

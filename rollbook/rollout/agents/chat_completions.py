@@ -14,7 +14,7 @@ import msgspec
 from rollbook.contracts.policy import MAX_TOP_LOGPROBS
 from rollbook.rollout.agents.messages import BadChatError
 from rollbook.rollout.agents.session import ChatRequest, ChatTurn, ProxySession
-from rollbook.rollout.agents.streaming import SampledToken, TurnPart, sampled_tokens
+from rollbook.rollout.agents.streaming import SampledToken, TurnPart, sampled_tokens, unsent_text
 
 MODEL_NAME = "policy"
 
@@ -63,10 +63,11 @@ def chat_request(body: Mapping[str, Any]) -> ChatRequest:
     messages = body.get("messages")
     if not isinstance(messages, list):
         raise BadChatError("messages: a list is required", "messages")
+    limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     return ChatRequest(
         messages=messages,
         tools=requested_tools(body, _tool),
-        max_tokens=checked_max_tokens(body.get("max_completion_tokens") or body.get("max_tokens"), "max_tokens"),
+        max_tokens=checked_max_tokens(body.get(limit), limit),
         stop=_stops(body.get("stop")),
         overridden=tuple(name for name in SET_BY_THE_RUN if body.get(name) is not None),
         tool_choice=body.get("tool_choice"),
@@ -179,9 +180,7 @@ class ChatReply:
         """What was not sent as parts."""
         if not self._has_started:
             yield self._chunk({"role": "assistant", "content": "" if not turn.parsed.calls else None})
-        content = turn.parsed.content
-        # A parser may have removed white space that was sent already.
-        rest = content[len(self._sent_text) :] if content.startswith(self._sent_text) else ""
+        rest = unsent_text(turn.parsed.content, self._sent_text)
         logprobs = self._logprobs(sampled_tokens(turn.completion)[self._sent_tokens :])
         if rest:
             yield self._chunk({"content": rest}, logprobs=logprobs)

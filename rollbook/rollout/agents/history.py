@@ -12,7 +12,7 @@ from typing import Any
 
 from rollbook.rollout.agents.messages import digests
 from rollbook.rollout.agents.tool_calls import ParsedText, ToolParser
-from rollbook.rollout.assemblers.assembler import first_difference
+from rollbook.rollout.assemblers.assembler import after_sampled_end, first_difference
 from rollbook.rollout.chat.tokenizer import RenderError
 from rollbook.rollout.contract import Message, Tokenizer
 
@@ -100,17 +100,11 @@ class ChatHistory:
         if len(text) < len(before) + len(rest) or not (text.startswith(before) and text.endswith(rest)):
             return None
         kept = text[len(before) : len(text) - len(rest)]
-        return self._after_end(turn, rest) if parse(kept).is_same_as(parse(turn.reply)) else None
+        return after_sampled_end(rest, turn.end_text) if parse(kept).is_same_as(parse(turn.reply)) else None
 
     def _rest_of_text(self, turn: PlayedTurn, text: str) -> str | None:
         whole = turn.rendered + turn.reply
-        return self._after_end(turn, text[len(whole) :]) if text.startswith(whole) else None
-
-    def _after_end(self, turn: PlayedTurn, rest: str) -> str:
-        """A sampled end token is among the tokens already, so the template's end token is removed."""
-        if turn.end_text and rest.lstrip().startswith(turn.end_text):
-            rest = rest.lstrip()
-        return rest.removeprefix(turn.end_text)
+        return after_sampled_end(text[len(whole) :], turn.end_text) if text.startswith(whole) else None
 
 
 def _difference(turn: PlayedTurn, text: str) -> str:

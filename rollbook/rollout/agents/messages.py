@@ -37,7 +37,7 @@ def normalised(messages: Sequence[Any]) -> list[Message]:
 
 
 def _message(raw: Any, where: str) -> Message:
-    if not isinstance(raw, Mapping) or raw.get("role") not in ROLES:
+    if not isinstance(raw, Mapping) or not isinstance(raw.get("role"), str) or raw["role"] not in ROLES:
         known = ", ".join(ROLES)
         raise BadChatError(f"{where}: a message is an object with a role, one of {known}", where)
     message: dict[str, Any] = {"role": ROLES[raw["role"]], "content": _text(raw.get("content"), f"{where}.content")}
@@ -46,6 +46,8 @@ def _message(raw: Any, where: str) -> Message:
     if raw.get("tool_call_id"):
         message["tool_call_id"] = raw["tool_call_id"]
     if raw.get("tool_calls"):
+        if not isinstance(raw["tool_calls"], list):
+            raise BadChatError(f"{where}.tool_calls: a list is required", f"{where}.tool_calls")
         message["tool_calls"] = [_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(raw["tool_calls"])]
     return message
 

@@ -64,7 +64,9 @@ async def run_in_thread(function: Callable[..., Any], *args: Any) -> Any:
         try:
             result = function(*args)
         except BaseException as error:
-            failure = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+            # A future refuses StopIteration (`next` of an empty iterator): the episode would wait until its deadline.
+            is_allowed = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            failure = error if is_allowed else RuntimeError(f"{type(error).__name__}: {error}")
         with suppress(RuntimeError):  # The loop is closed.
             loop.call_soon_threadsafe(resolve, result, failure)
 

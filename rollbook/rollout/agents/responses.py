@@ -19,7 +19,7 @@ from rollbook.rollout.agents.chat_completions import (
 )
 from rollbook.rollout.agents.messages import BadChatError
 from rollbook.rollout.agents.session import ChatRequest, ChatTurn, ProxySession
-from rollbook.rollout.agents.streaming import SampledToken, TurnPart, sampled_tokens
+from rollbook.rollout.agents.streaming import SampledToken, TurnPart, sampled_tokens, unsent_text
 from rollbook.rollout.contract import Message
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -35,8 +35,13 @@ def responses_request(body: Mapping[str, Any], known: Mapping[str, Sequence[Mess
     """`known`: the conversation up to each response of this session, for `previous_response_id`."""
     refuse_unsupported(body, NEUTRAL)
     messages: list[Any] = []
-    if isinstance(body.get("instructions"), str):
-        messages.append({"role": "system", "content": body["instructions"]})
+    instructions = body.get("instructions")
+    if not isinstance(instructions, str | None):
+        raise BadChatError("instructions: a text is required", "instructions")
+    if not isinstance(body.get("include"), list | None):
+        raise BadChatError("include: a list is required", "include")
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
     previous = body.get("previous_response_id")
     if previous is not None:
         if not isinstance(previous, str) or previous not in known:
@@ -226,8 +231,7 @@ class ResponsesReply:
             yield from self._start_message()
         [part] = item["content"]
         text: str = part["text"]
-        # A parser may have removed white space that was sent already.
-        rest = text[len(self._sent_text) :] if text.startswith(self._sent_text) else ""
+        rest = unsent_text(text, self._sent_text)
         logprobs = part["logprobs"]
         # The logprobs of tool calls and of the end token have no text.
         if rest or not self._sent_text or logprobs[self._sent_tokens :]:

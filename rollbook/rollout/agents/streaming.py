@@ -42,6 +42,12 @@ def sampled_tokens(sampled: Completion | TokenChunk) -> list[SampledToken]:
     return list(map(SampledToken, ids, logprobs, possible))
 
 
+def unsent_text(content: str, sent: str) -> str:
+    """What follows the parts that were sent. A parser may have removed white space at the start that was sent already."""
+    start = sent if content.startswith(sent) else sent.lstrip()
+    return content[len(start) :] if content.startswith(start) else ""
+
+
 class TurnStream:
     """Decodes the tokens of one turn as they arrive, and passes parts on.
 

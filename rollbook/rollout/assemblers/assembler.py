@@ -150,6 +150,16 @@ def first_difference(left: Sequence[Any], right: Sequence[Any]) -> int | None:
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), None)
 
 
+def after_sampled_end(text: str, end_text: str) -> str:
+    """The template's text after a reply whose end token was sampled, so the one that the template adds is left out.
+
+    Templates may write white space before it. `end_text` is empty if no end token was sampled.
+    """
+    if end_text and text.lstrip().startswith(end_text):
+        return text.lstrip().removeprefix(end_text)
+    return text
+
+
 def require_same_sampling(expected: SamplingParams, other: SamplingParams) -> None:
     """A sample has one sampling distribution, because the trainer computes its logprobs at one temperature."""
     for name in ("temperature", "top_p", "top_k"):

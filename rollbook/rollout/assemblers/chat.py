@@ -16,6 +16,7 @@ from rollbook.rollout.assemblers.assembler import (
     AssemblyError,
     PrefixMismatchError,
     SampleFields,
+    after_sampled_end,
     first_difference,
 )
 from rollbook.rollout.contract import Message, Tokenizer
@@ -115,10 +116,9 @@ class MessageTrajectoryAssembler(Assembler):
         tail = _after(rest, self._sampled)
         if tail is None:
             raise self._rewritten(text)
-        if self._sampled_end is not None:
-            # The policy sampled the end token, so the one that the template adds is already among the tokens.
-            tail = tail.removeprefix(self._tokenizer.decode([self._sampled_end], skip_special_tokens=False))
-        return tail
+        if self._sampled_end is None:
+            return tail
+        return after_sampled_end(tail, self._tokenizer.decode([self._sampled_end], skip_special_tokens=False))
 
     def _rewritten(self, text: str) -> PrefixMismatchError:
         expected = self._rendered + (self._sampled or "")

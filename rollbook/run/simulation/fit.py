@@ -24,6 +24,7 @@ from rollbook.run.simulation.durations import (
 from rollbook.run.simulation.processors import (
     UNLIMITED,
     fit_processors,
+    num_replicas,
     replicas_per_device,
     slowness_during,
     training_seconds,
@@ -125,7 +126,7 @@ def _requests_of(trace: Trace) -> _Requests:
         load=np.maximum(1.0, trace.requests.concurrency_during(own)),
         training=trace.share_with_training(own),
         slowness=float(slowness.mean()),
-        replicas=config.inference.replicas,
+        replicas=num_replicas(config),
         per_device=replicas_per_device(config),
         workers=config.rollout.workers,
     )

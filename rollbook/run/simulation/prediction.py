@@ -1,5 +1,6 @@
 """What a simulated run would achieve: throughput, lag, idle shares, the first bottleneck, and settings that are better."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from rollbook.rollout.config import default_quorum
 from rollbook.run.config.run import RunConfig, changed_fields
 from rollbook.run.simulation.durations import Durations, Episode, RequestTime, TaskDurations, TrainingTime
 from rollbook.run.simulation.fit import Fit
-from rollbook.run.simulation.processors import UNLIMITED, Processors, replicas_per_device
+from rollbook.run.simulation.processors import UNLIMITED, Processors, num_replicas, replicas_per_device
 from rollbook.run.simulation.simulator import Setting, SimulatedRun, Simulation
 
 MAX_EPISODES = 60_000
@@ -109,7 +110,7 @@ def setting_of(config: RunConfig) -> Setting:
         samples_per_group=config.rollout.completions_per_prompt,
         slots=config.rollout.slots,
         workers=config.rollout.workers,
-        replicas=max(config.inference.replicas, len(config.inference.urls)),
+        replicas=num_replicas(config),
         replicas_per_device=replicas_per_device(config),
     )
 
@@ -258,8 +259,12 @@ def _changes(
     yield "environment", "environments twice as fast", setting, replace(durations, tasks=tasks)
     settle = tuple(seconds / 2 for seconds in durations.settle_s)
     yield "publication", "publications twice as fast", setting, replace(durations, settle_s=settle)
-    more = replace(setting, rule=replace(rule, max_in_flight=2 * rule.max_in_flight), slots=2 * setting.slots)
-    yield "groups in flight", f"gate.max_groups_in_flight = {more.rule.max_in_flight}", more, durations
+    more = replace(
+        setting,
+        rule=replace(rule, max_in_flight=2 * rule.max_in_flight),
+        slots=max(setting.slots, 2 * min(setting.slots, rule.max_in_flight)),
+    )
+    yield "groups in flight", ", ".join(changed_sizes(setting, more)), more, durations
     if (processors := durations.processors) is not UNLIMITED:
         cores = replace(processors, cores=2 * processors.cores)
         yield (
@@ -307,6 +312,16 @@ def _with_quick_environment(task: TaskDurations) -> TaskDurations:
         return replace(episode, turns=turns, other_s=episode.other_s / 2)
 
     return replace(task, groups=tuple(tuple(map(quick, group)) for group in task.groups))
+
+
+def changed_sizes(old: Setting, new: Setting) -> list[str]:
+    """The settings that change the number of groups in flight from `old` to `new`."""
+    changes = []
+    if new.rule.max_in_flight != old.rule.max_in_flight:
+        changes.append(f"gate.max_groups_in_flight = {new.rule.max_in_flight}")
+    if new.slots != old.slots:
+        changes.append(f"rollout.groups_per_worker = {math.ceil(new.slots / new.workers)}")
+    return changes
 
 
 def with_policy(setting: Setting, policy: BatchPolicy) -> FreshnessRule:

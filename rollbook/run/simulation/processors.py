@@ -59,6 +59,11 @@ UNLIMITED = Processors(cores=math.inf)
 """For traces without CPU times, and for runs on several machines."""
 
 
+def num_replicas(config: RunConfig) -> int:
+    """Those that the run starts, or the servers of others."""
+    return max(config.inference.replicas, len(config.inference.urls))
+
+
 def replicas_per_device(config: RunConfig) -> int:
     """Replicas that share a GPU. On a CPU they share its cores instead; servers of others have devices of their own."""
     inference = config.inference

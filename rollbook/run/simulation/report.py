@@ -15,6 +15,7 @@ from rollbook.run.simulation.prediction import (
     SAME,
     Prediction,
     WhatIf,
+    changed_sizes,
     extrapolations,
     frontier,
     ideal_samples_per_s,
@@ -225,9 +226,7 @@ def recommendation(now: Prediction, better: Prediction) -> str:
     old, new = now.setting.rule, better.setting.rule
     if better is now:
         return "keep the settings: no other batch policy or number of groups in flight is better with this bound"
-    changes = []
-    if new.max_in_flight != old.max_in_flight:
-        changes.append(f"gate.max_groups_in_flight = {new.max_in_flight}")
+    changes = changed_sizes(now.setting, better.setting)
     if new.policy is not old.policy:
         changes.append(f'gate.batch_policy = "{new.policy}"')
     gain = better.tokens_per_s / max(now.tokens_per_s, 1e-9) - 1.0

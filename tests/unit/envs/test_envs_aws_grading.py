@@ -154,7 +154,8 @@ def test_a_check_with_two_expectations_is_refused() -> None:
 @pytest.mark.parametrize(
     ("truth", "reply", "is_true"),
     [("media-1", "media-1", True), ("media-1", '"Media-1".', True), (3, "3", True), (80.0, "80", True), ("a", "b", False),
-     (["b", "a"], "a, b", True), (["a"], "a b", False)],
+     (["b", "a"], "a, b", True), (["a"], "a b", False),
+     (80.0, "80.0", True), (80.0, "80.5", False), (3, "three", False), ("80", "80.0", False), ("a.b.", "a.b.", True)],
 )  # fmt: skip
 def test_an_answer_is_compared_with_the_truth(truth: Any, reply: str, is_true: bool) -> None:
     assert is_right(truth, reply) is is_true

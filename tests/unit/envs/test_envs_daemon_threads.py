@@ -1,5 +1,6 @@
 """A thread pool whose threads do not delay the end of the process."""
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -54,6 +55,14 @@ def test_errors_belong_to_the_caller_and_cancelled_calls_never_run() -> None:
     with pytest.raises(RuntimeError, match="shut down"):
         threads.submit(int)
     assert ran == []
+
+
+async def test_an_environment_that_raises_stop_iteration_does_not_block_its_caller() -> None:
+    threads = DaemonThreads(1, name="test")
+    async with asyncio.timeout(30):
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await asyncio.get_running_loop().run_in_executor(threads, next, iter(()))
+    threads.shutdown()
 
 
 def test_shutdown_cancels_waiting_calls_on_request() -> None:

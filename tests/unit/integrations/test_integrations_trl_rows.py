@@ -1,9 +1,9 @@
 """A batch of the ledger as TRL's rows: exact tokens, masks, logprobs and advantages, and TRL's version numbers."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from rollbook.contracts.batch import BatchEntry, BatchManifest, TrainingBatch
@@ -31,13 +31,12 @@ def batch(*samples: RolloutSample, step: int = 5, oldest: int | None = 3) -> Tra
 
 
 def test_rows_hold_the_exact_tokens_and_the_group_relative_advantages() -> None:
-    rows = batch_rows(batch(sample(1.0), sample(0.0), sample(None)), rows_per_step=3, restored_step=2)
-    assert [row.input_ids.tolist() for row in rows] == [[5, 6, 7, 8, 9, 10]] * 3
+    rows = batch_rows(batch(sample(1.0), sample(0.0)), rows_per_step=2, restored_step=2)
+    assert [row.input_ids.tolist() for row in rows] == [[5, 6, 7, 8, 9, 10]] * 2
     assert rows[0].completion_mask.tolist() == [0, 0, 1, 1, 0, 1]
     assert rows[0].old_log_probs.tolist() == [0, 0, -0.5, -0.5, 0, -0.5]
-    assert [round(row.advantage, 3) for row in rows] == [0.707, -0.707, 0.0]
-    assert [row.metrics["reward"] for row in rows[:2]] == [1.0, 0.0]
-    assert np.isnan(rows[2].metrics["reward"]), "a sample without a reward has no reward of 0"
+    assert [round(row.advantage, 3) for row in rows] == [0.707, -0.707]
+    assert [row.metrics["reward"] for row in rows] == [1.0, 0.0]
     assert (str(rows[0].input_ids.dtype), str(rows[0].old_log_probs.dtype)) == ("int64", "float32")
 
 
@@ -71,6 +70,14 @@ def test_a_short_batch_is_filled_with_rows_without_a_gradient() -> None:
     assert [(row.advantage, row.completion_mask.sum()) for row in rows[2:]] == [(0.0, 1), (0.0, 1)]
 
 
+def test_a_sample_without_a_reward_does_not_weaken_the_others() -> None:
+    """TRL divides the loss by the trained tokens of all rows, so those of a sample that failed must not be among them."""
+    rows = batch_rows(batch(sample(1.0), sample(None), sample(0.0)), rows_per_step=3, restored_step=0)
+    assert [round(row.advantage, 3) for row in rows] == [0.707, -0.707, 0.0]
+    assert [row.completion_mask.sum() for row in rows] == [3, 3, 1]
+    assert rows[2].metrics == {FILLER: 1.0}, "it has no reward of 0"
+
+
 def test_more_rows_than_a_step_takes_raise_an_error_naming_the_group() -> None:
     with pytest.raises(RunError, match=r"batch 5 has 4 rows, but a step of TRL takes 2: the histories of t@0 forked"):
         batch_rows(batch(sample(1.0, forks=True), sample(0.0, forks=True)), rows_per_step=2, restored_step=0)
@@ -102,3 +109,16 @@ def test_all_settings_that_break_the_mapping_are_reported() -> None:
     for name in ("per_device_train_batch_size", "token_budget", "weight_sync_steps", "temperature", "max_staleness"):
         assert name in problems
     assert "max_steps is 20" in problems
+
+
+def test_a_directory_that_only_looks_like_a_checkpoint_is_ignored(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from rollbook.integrations.trl import RollbookCallback
+
+    reported: list[tuple[int, int]] = []
+    run = SimpleNamespace(checkpointed=lambda step, *, oldest_kept: reported.append((step, oldest_kept)))
+    for name in ("checkpoint-4", "checkpoint-8", "checkpoint-best"):
+        (tmp_path / name).mkdir()
+    args, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=8)
+    RollbookCallback(run).on_save(args, state, None)  # type: ignore[arg-type]
+    assert reported == [(8, 4)]

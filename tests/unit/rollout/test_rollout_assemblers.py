@@ -113,15 +113,18 @@ def test_a_truncated_turn_is_closed_with_untrained_tokens() -> None:
     assert not row.loss_mask[row.token_ids == end].any()
 
 
-def test_white_space_trimmed_by_the_template_is_not_a_rewrite() -> None:
-    tokenizer = letter_tokenizer(CHATML.replace("{{ m.content }}", "{{ m.content | trim }}"))
+@pytest.mark.parametrize("content", ["m.content | trim", "m.content.lstrip()", "' ' ~ m.content ~ ' '"])
+def test_white_space_changed_by_the_template_is_not_a_rewrite(content: str) -> None:
+    tokenizer = letter_tokenizer(CHATML.replace("{{ m.content }}", "{{ " + content + " }}"))
     chat = MessageTrajectoryAssembler(tokenizer, SAMPLING)
     chat.add_message("user", "one")
     first = chat.next_prompt()
     sampled = tokenizer.encode(" two \n<|im_end|>")
     chat.add_completion(completion(sampled))
     chat.add_message("user", "three")
-    assert chat.next_prompt()[: len(first) + len(sampled)] == first + sampled
+    prompt = chat.next_prompt()
+    assert prompt[: len(first) + len(sampled)] == first + sampled
+    assert prompt.count(tokenizer.eos_token_ids[0]) == 3, "the sampled end token is not repeated"
 
 
 def play_with_rewriting_template(chat: MessageTrajectoryAssembler) -> None:

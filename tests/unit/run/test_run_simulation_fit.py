@@ -117,6 +117,15 @@ def test_the_duration_of_a_request_is_fitted_over_the_load() -> None:
     assert works == pytest.approx([1.0] * len(works))
 
 
+def test_external_servers_of_a_trace_are_replicas() -> None:
+    """Four servers share the load: each other request of the same server costs four times what one of any server does."""
+    config = demo('inference.urls=["http://a:1","http://b:1","http://c:1","http://d:1"]', "inference.replicas=1")
+    found = fit([trace(config, base_s=0.1, per_request_s=0.002)])
+    assert setting_of(config).replicas == 4
+    assert found.covered.replicas == {4}
+    assert found.durations.request.per_request_s == pytest.approx(0.008, rel=1e-3)
+
+
 def test_a_training_step_is_fitted_over_its_samples() -> None:
     training = fit([trace(demo())]).durations.training
     assert training.seconds(samples=200, tokens=400) == pytest.approx(0.2 + 0.01 * 200, rel=1e-3)
@@ -279,6 +288,18 @@ def test_more_groups_in_flight_are_recommended_only_if_they_help() -> None:
     assert "gate.max_groups_in_flight = " in recommendation(few, better)
     assert recommend(better, durations, steps=12).tokens_per_s <= better.tokens_per_s * 1.05
     assert "keep the settings" in recommendation(better, better)
+
+
+def test_a_gain_that_needs_more_slots_names_their_setting() -> None:
+    durations = fit([trace(demo(), per_request_s=0.0)]).durations
+    config = demo("gate.max_groups_in_flight=4", "rollout.workers=2", "rollout.groups_per_worker=2")
+    few = predict(setting_of(config), durations, steps=12)
+    better = recommend(few, durations, steps=12)
+    assert better.setting.slots > 4
+    size = better.setting.rule.max_in_flight
+    assert f"gate.max_groups_in_flight = {size}, rollout.groups_per_worker = {size // 2}" in recommendation(few, better)
+    [doubled] = [one for one in what_ifs(few, durations, steps=12) if one.name == "groups in flight"]
+    assert doubled.text == "gate.max_groups_in_flight = 8, rollout.groups_per_worker = 4"
 
 
 def test_the_frontier_has_no_point_that_another_one_beats() -> None:

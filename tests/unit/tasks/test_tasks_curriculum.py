@@ -8,7 +8,7 @@ import pytest
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.admission import DrawProgress, PastDraw
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.group import GroupId, GroupState
+from rollbook.contracts.group import GroupId, GroupState, group_id
 from rollbook.contracts.ports import TaskSource
 from rollbook.contracts.task import Draw, Task, TaskId
 from rollbook.tasks.curriculum import Curriculum
@@ -199,3 +199,29 @@ def test_a_result_may_be_recorded_by_task_and_reward() -> None:
     assert curriculum.mastery(TaskId("a0")).results == (1.0,)
     with pytest.raises(RunError, match="no draw without a result"):
         curriculum.record_result("a0", 0.5)
+
+
+@pytest.mark.parametrize("sampler", ["sequential", "mastery", "weighted"])
+def test_draws_that_were_proposed_and_never_opened_do_not_count(sampler: str) -> None:
+    """Another dispatcher has opened some of them, so this one continues where the ledger is."""
+    curriculum, fresh = Curriculum(tiered(8), rules(sampler=sampler)), Curriculum(tiered(8), rules(sampler=sampler))
+    proposed = curriculum.propose(6)
+    curriculum.taken(1)
+    progress = DrawProgress(opened_below=2, opened_beyond=(), settled_below=0, settled_beyond=())
+    opened = [
+        PastDraw(
+            sequence=draw.position,
+            group_id=group_id(draw.task_id, draw.number),
+            task_id=draw.task_id,
+            number=draw.number,
+            position=draw.position,
+            state=GroupState.DISPATCHED,
+            outcome=None,
+        )
+        for draw in proposed[:2]
+    ]
+    curriculum.recall(opened[1:])
+    curriculum.catch_up(progress)
+    fresh.rebuild(progress)
+    fresh.recall(opened)
+    assert curriculum.propose(6) == fresh.propose(6)

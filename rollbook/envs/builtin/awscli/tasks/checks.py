@@ -7,6 +7,7 @@ no check is evaluated.
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from string import Template
 from typing import Any
 
@@ -85,12 +86,22 @@ def holds(check: Check, answer: ApiAnswer, variables: Variables) -> bool:
 
 
 def is_right(truth: Any, reply: str) -> bool:
-    """Whether the agent's reply is the true value. Case, quotes, outer whitespace and the order of a list do not matter."""
-    given = reply.strip().strip("\"'`.").strip()
+    """Whether the agent's reply is the true value.
+
+    Case, quotes, outer whitespace, a final dot, the order of a list and the notation of a number do not matter.
+    """
+    given = _bare(reply)
     if isinstance(truth, list):
         items = [item.strip().strip("\"'`[]").lower() for item in re.split(r"[,\s]+", given) if item.strip("\"'`[], ")]
         return sorted(items) == sorted(str(item).lower() for item in truth)
-    return given.lower() == _text(truth).lower()
+    if isinstance(truth, int | float) and not isinstance(truth, bool):
+        with suppress(ValueError):
+            return float(given) == truth
+    return given.lower() == _bare(_text(truth)).lower()
+
+
+def _bare(text: str) -> str:
+    return text.strip().strip("\"'`.").strip()
 
 
 def _same(value: Any, expected: Any) -> bool:

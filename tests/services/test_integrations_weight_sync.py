@@ -1,0 +1,56 @@
+"""A blocking trainer pushes weights to a policy server whose replies get lost."""
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from rollbook.concurrency.sockets import listening_socket
+from rollbook.contracts.errors import TransientError
+from rollbook.inference.config import InferenceConfig
+from rollbook.inference.engine import open_engine
+from rollbook.inference.server.app import build_app, serve
+from rollbook.integrations.weight_sync import SyncWeightTransferClient
+
+
+async def test_the_update_after_a_failed_one_has_a_number_of_its_own() -> None:
+    """The server has loaded the weights of the failed update, so it refuses other weights with the same number."""
+    are_replies_lost = False
+
+    @web.middleware
+    async def lose_replies(request: web.Request, handler: Handler) -> web.StreamResponse:
+        reply = await handler(request)
+        return web.Response(status=503) if are_replies_lost else reply
+
+    def train() -> int:
+        nonlocal are_replies_lost
+        with SyncWeightTransferClient([url], request_s=1.0) as weights:
+            are_replies_lost = True
+            with pytest.raises(TransientError):
+                weights.update({"w": torch.zeros(2, 2)})
+            are_replies_lost = False
+            return weights.update({"w": torch.ones(2, 2)})
+
+    config = InferenceConfig(engine="scripted")
+    async with open_engine(config, Path()) as engine:
+        app = build_app(engine, config)
+        app.middlewares.append(lose_replies)
+        async with serve(app) as url:
+            assert await asyncio.to_thread(train) == 1
+        publication = engine.publication
+    assert publication is not None
+    assert (publication.id, publication.step) == (2, 1)
+
+
+def test_a_client_that_cannot_connect_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with listening_socket("127.0.0.1", 0) as sock:
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    client = SyncWeightTransferClient([url], request_s=0.2)
+    with pytest.raises(TransientError):
+        client.init()
+    assert list(tmp_path.iterdir()) == []
