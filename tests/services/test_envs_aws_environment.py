@@ -16,12 +16,11 @@ from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.envs.builtin.awscli.cloud.backend import CREDENTIALS
 from rollbook.envs.builtin.awscli.environment import AwsCliEnvironment, AwsCliPool
-from rollbook.envs.builtin.awscli.solution import play_reference
 from rollbook.envs.builtin.awscli.tasks.task_bank import task_bank
 from rollbook.envs.config import EnvConfig
 from rollbook.envs.environment import EnvironmentsExhaustedError
 from rollbook.envs.pools.environment_pool import open_environment_pool
-from tests.parts.envs.aws import aws_pool, bucket_task, ministack_pool, one_environment, play, quiet_log
+from tests.parts.envs.aws import aws_pool, bucket_task, ministack_pool, one_environment, play, play_reference, quiet_log
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 # Some tasks of each tier and mechanism: answers, files, lookups, forks, drift. A slow test plays them all.

@@ -96,10 +96,6 @@ class Lease(Generic[S]):
         self._slot = slot
         self._release: Callable[[Slot[S], bool], None] | None = release
 
-    @property
-    def slot_index(self) -> int:
-        return self._slot.index
-
     def release(self, *, is_suspect: bool = False) -> None:
         """End the lease. A suspect sandbox is replaced, not cleaned. Raises `DoubleReleaseError` the second time."""
         if self._release is None:
