@@ -1,6 +1,6 @@
 """The settings each loss reads, with its default values. Needs no torch.
 
-A loss is one function in `losses/`, one line in `losses/registry.py` and one line here.
+A loss is one function in `losses/registry.py`, one line in its table and one line here.
 """
 
 from collections.abc import Mapping
