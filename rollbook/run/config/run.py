@@ -27,9 +27,8 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.ledger.config import GateConfig, RunLedgerConfig
 from rollbook.rollout.config import RolloutConfig
 from rollbook.run.config.checks import CROSS_CHECKS, missing_files, resolved_max_queued, resolved_publish
-from rollbook.run.config.cluster import ClusterConfig
+from rollbook.run.config.cluster import ClusterConfig, ResourcesConfig
 from rollbook.run.config.evaluation import EvaluationConfig
-from rollbook.run.config.resources import ResourcesConfig
 from rollbook.run.config.toml_lines import key_lines, line_of
 from rollbook.run.directory import RunDirectory
 from rollbook.tasks.config import ATROPOS, TasksConfig

@@ -18,8 +18,7 @@ from rollbook.run.config.run import LoadedConfig
 from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import client_token, member_source, open_run_ledger
 from rollbook.run.policy_clients import policy_urls
-from rollbook.run.supervision.autoscale import Observation, Streak, decide
-from rollbook.run.supervision.scale import Scale
+from rollbook.run.supervision.scale import Observation, Scale, Streak, decide
 from rollbook.telemetry.events import EventLog
 
 STATUS_S = 5.0
