@@ -21,7 +21,7 @@ from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.weights import AdapterKind
 from rollbook.telemetry.token_records import Key, TokenArrays
-from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.config import Recipe, TrainerConfig
 from rollbook.trainer.data.minibatches import (
     Microbatch,
     Minibatch,
@@ -36,7 +36,6 @@ from rollbook.trainer.distributed.ranks import Passes, Ranks
 from rollbook.trainer.distributed.sharding import cpu_mesh, gathered, own_shards, shard_state
 from rollbook.trainer.files.random_states import random_states
 from rollbook.trainer.flops import training_flops
-from rollbook.trainer.loss_defaults import Recipe
 from rollbook.trainer.losses.corrections import correction, k3_divergence
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings
 from rollbook.trainer.losses.registry import loss_named

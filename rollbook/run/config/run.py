@@ -33,7 +33,8 @@ from rollbook.run.config.toml_lines import key_lines, line_of
 from rollbook.run.directory import RunDirectory
 from rollbook.tasks.config import ATROPOS, TasksConfig
 from rollbook.telemetry.config import TelemetryConfig
-from rollbook.trainer.config import ModelConfig, TrainerConfig
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.model_config import ModelConfig
 
 
 class RunSection(BaseModel, frozen=True, extra="forbid"):
