@@ -13,7 +13,7 @@ from rollbook.ledger.http.wire import TelemetryBatch
 from rollbook.run.config.run import LoadedConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import external_token, open_run_ledger
-from rollbook.run.members.announcer import announce
+from rollbook.run.members.announced_run import announce
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.shipping import ReceivedFiles
 
