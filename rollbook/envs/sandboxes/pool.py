@@ -14,10 +14,9 @@ from enum import StrEnum
 from typing import Generic, TypeVar
 
 from rollbook.concurrency.clock import Clock, SystemClock
-from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
+from rollbook.concurrency.deadline import Deadline, DeadlineExceededError, finish
 from rollbook.concurrency.exception_groups import first_error
 from rollbook.concurrency.retry import backoff
-from rollbook.concurrency.shield import finish
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.envs.sandboxes.orphans import sweep_orphans
 from rollbook.envs.sandboxes.sandbox import Sandbox, SandboxStartError
