@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.concurrency.clock import SystemClock
 from rollbook.concurrency.exception_groups import first_error
 from rollbook.contracts.batch import AckReceipt, EncodedBatch, EndOfRun, TrainerRole
 from rollbook.contracts.errors import FencedError, RunError
@@ -83,7 +83,6 @@ class TrainerLoop:
         metrics: MetricRecorder,
         spans: SpanRecorder,
         log: EventLog,
-        clock: Clock | None = None,
         stage: WeightStage | None = None,
         publishes_adapters: bool = False,
         doing: Callable[[str], None] = lambda text: None,
@@ -114,7 +113,7 @@ class TrainerLoop:
         self._metrics = metrics
         self._spans = spans
         self._log = log
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._checkpoints = Checkpoints(directory / "checkpoints", model_dir=model_dir, config=config)
         self._history_path = directory / "trainer_state.json"
         self._publisher = Publisher(

@@ -98,11 +98,10 @@ class TrainStep:
         *,
         step: int = 0,
         reference: PolicyModel | None = None,
-        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self.step = step
-        self.ranks = ranks or Ranks.here(config.ranks)
+        self.ranks = Ranks.here(config.ranks)
         self._cpu_mesh = cpu_mesh() if self.ranks.size > 1 else None
         self.guard = GradientGuard(max_in_a_row=config.max_skipped_steps, max_norm=config.skip_grad_norm_above)
         self._config = config.model_copy(update={"max_tokens_per_microbatch": model.tokens_per_pass(config)})

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import MemberRole
 from rollbook.contracts.errors import TransientError
 from rollbook.dashboard.json_tail import JsonTail
@@ -37,13 +37,12 @@ class RunObserver:
         groups_per_step: int,
         window_s: float,
         token: str | None = None,
-        clock: Clock | None = None,
     ) -> None:
         """`replicas`: the policy servers of the plan. `window_s`: the steps of this time count for the trainer's waiting."""
         self._ledger = ledger
         self._groups_per_step = groups_per_step
         self._window_s = window_s
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._replicas = member_source(ledger, MemberRole.POLICY, replicas)
         self._token = token
         self._metrics = JsonTail(metrics_file)
@@ -100,12 +99,11 @@ class Autoscaler:
         *,
         log: EventLog,
         say: Callable[[str], None] = lambda text: None,
-        clock: Clock | None = None,
     ) -> None:
         self._config = config
         self._directory = directory
         self._observer = observer
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._log = log
         self._say = say
 
