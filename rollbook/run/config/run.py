@@ -76,7 +76,6 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     cluster: ClusterConfig = ClusterConfig()
 
     def ledger_settings(self, *, limits: TrainingLimits | None = None, directory_id: str = "") -> RunSettings:
-        """The settings of the run in the ledger."""
         is_in_parts = self.gate.batch_policy is BatchPolicy.PARTS
         return self.gate.settings(
             max_steps=self.trainer.max_steps,
