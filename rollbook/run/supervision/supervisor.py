@@ -31,8 +31,7 @@ from rollbook.run.supervision.extra_processes import ExtraProcesses
 from rollbook.run.supervision.host import LocalHost, ProcessHost, ProcessStart
 from rollbook.run.supervision.membership import machine_id, member_lease
 from rollbook.run.supervision.plan import plan_run, template_modules
-from rollbook.run.supervision.process import STOP_GRACE_S, ProcessState, SupervisedProcess
-from rollbook.run.supervision.process_files import ProcessFiles
+from rollbook.run.supervision.process import STOP_GRACE_S, ProcessFiles, ProcessState, SupervisedProcess
 from rollbook.run.supervision.restarts import GiveUp, RestartRule
 from rollbook.telemetry.events import EventLog
 
