@@ -180,12 +180,6 @@ class SandboxPool(Generic[S]):
                 f"{self._name} pool exhausted: {self.leased} of {self.capacity} are leased, {error}{hint}"
             ) from error
 
-    async def acquire_now(self) -> Lease[S]:
-        """As `acquire`, but raises `PoolExhaustedError` at once when all are leased."""
-        if self._permits.locked():
-            raise PoolExhaustedError(f"{self._name} pool exhausted: all {self.capacity} are leased")
-        return await self.acquire(Deadline(CLEAN_WITHIN_S, f"{self._name} slot"))
-
     async def _lease_idle_slot(self) -> Lease[S]:
         """Lease the next idle slot whose sandbox is healthy. Called with a permit; releases it on any error."""
         slot: Slot[S] | None = None
