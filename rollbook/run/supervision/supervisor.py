@@ -66,7 +66,6 @@ class Supervisor:
         directory: RunDirectory,
         *,
         log: EventLog,
-        rule: RestartRule | None = None,
         say: Callable[[str], None] = lambda text: None,
         has_trainer: bool = True,
         host: ProcessHost | None = None,
@@ -85,7 +84,7 @@ class Supervisor:
         self._directory_id = directory.file_id()
         self._log = log
         self._settings = config.run
-        self._rule = rule or RestartRule(most_quick_deaths=config.run.most_quick_deaths)
+        self._rule = RestartRule(most_quick_deaths=config.run.most_quick_deaths)
         self._say = say
         self._stopping = asyncio.Event()
         self._interrupts = 0
