@@ -1,4 +1,4 @@
-"""Observes a run and changes the number of its additional processes by the rule of `autoscale.py`."""
+"""Observes a run and changes the number of its additional processes by the rule of `scale.py`."""
 
 import asyncio
 from collections import deque
