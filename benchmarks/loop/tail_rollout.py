@@ -12,7 +12,7 @@ from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
-from rollbook.trainer.losses.policy_gradient import reinforce
+from rollbook.trainer.losses.registry import reinforce
 
 _episodes: dict[str, Iterator[int]] = defaultdict(itertools.count)
 """Number of the next episode, by task."""

@@ -9,7 +9,7 @@ from typing import Any
 from rollbook.contracts.task import Observation
 from rollbook.envs.builtin.number_guessing import NumberGuessing
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
-from rollbook.trainer.losses.policy_gradient import reinforce
+from rollbook.trainer.losses.registry import reinforce
 
 _speeds = random.Random(0)
 

@@ -37,8 +37,9 @@ from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
-from rollbook.trainer.config import ModelBuildConfig, ModelConfig, TrainerConfig
+from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.model.model_directory import prepare_model_directory
+from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
 from rollbook.trainer.step import TrainStep
 
 BURST_S = 1.0

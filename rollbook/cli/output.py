@@ -8,7 +8,6 @@ import typer
 from rich.console import Console
 
 EXIT_FAILED = 1
-EXIT_USAGE = 2
 
 
 def stderr_console() -> Console:

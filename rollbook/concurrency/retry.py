@@ -10,15 +10,13 @@ from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
 T = TypeVar("T")
 
 
-def backoff(
-    *, first_s: float = 0.05, factor: float = 2.0, max_s: float = 2.0, rng: random.Random | None = None
-) -> Iterator[float]:
+def backoff(*, first_s: float = 0.05, max_s: float = 2.0, rng: random.Random | None = None) -> Iterator[float]:
     """Exponentially growing waits, each drawn from the upper half of its interval so that clients do not retry in step."""
     rng = rng or random.Random()
     interval = first_s
     while True:
         yield interval * (0.5 + rng.random() / 2)
-        interval = min(max_s, interval * factor)
+        interval = min(max_s, interval * 2)
 
 
 async def retry(

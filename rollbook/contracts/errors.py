@@ -101,8 +101,8 @@ def _unpickle_transient(kind: type[TransientError], message: str, retry_after_s:
 
 
 @contextmanager
-def fenced(stage: str, error_class: type[EpisodeError] | type[WorkerError] = EpisodeError) -> Iterator[None]:
-    """Run user code: any exception becomes an `error_class` that names the stage, the original exception and the lines of
+def fenced(stage: str) -> Iterator[None]:
+    """Run user code: any exception becomes an `EpisodeError` that names the stage, the original exception and the lines of
     user code that raised it.
 
     `RollbookError`s and cancellation pass unchanged.
@@ -112,4 +112,4 @@ def fenced(stage: str, error_class: type[EpisodeError] | type[WorkerError] = Epi
     except RollbookError:
         raise
     except Exception as error:
-        raise error_class(f"{stage} raised {describe_error(error)}") from error
+        raise EpisodeError(f"{stage} raised {describe_error(error)}") from error

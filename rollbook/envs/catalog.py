@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rollbook.concurrency.shield import finish
+from rollbook.concurrency.deadline import finish
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import load_plugin
 from rollbook.envs.builtin.arithmetic import Arithmetic

@@ -53,7 +53,7 @@ def print_preflight(found: Preflight, console: Console) -> None:
     console.print(f"pre-flight: ok ({found.seconds:.1f} s)", markup=False)
 
 
-def run_preflight(loaded: LoadedConfig, *, limit_s: float = LIMIT_S) -> Preflight:
+def run_preflight(loaded: LoadedConfig) -> Preflight:
     began = time.monotonic()
     try:
         require_libraries("tokenizers", "jinja2")
@@ -71,7 +71,7 @@ def run_preflight(loaded: LoadedConfig, *, limit_s: float = LIMIT_S) -> Prefligh
     )
     is_late = False
     try:
-        out, err = process.communicate(pickle.dumps(loaded), timeout=limit_s)
+        out, err = process.communicate(pickle.dumps(loaded), timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         is_late = True
         _kill(process)
@@ -95,7 +95,7 @@ def run_preflight(loaded: LoadedConfig, *, limit_s: float = LIMIT_S) -> Prefligh
                 is_done = True
     path, what = doing
     if is_late:
-        warnings.append(ConfigFault(path, f"{what} took longer than {limit_s:g} s; the rest was not checked"))
+        warnings.append(ConfigFault(path, f"{what} took longer than {LIMIT_S:g} s; the rest was not checked"))
     elif not is_done:
         output = indented("\n".join(err.decode(errors="replace").splitlines()[-SHOWN_OUTPUT_LINES:]))
         faults.append(ConfigFault(path, f"{what} ended the process with exit code {process.returncode}:\n{output}"))

@@ -26,7 +26,6 @@ class RolloutTable:
         self._last_step = max(written, default=0)
 
     def add(self, step: int, shown: Sequence[ShownSample]) -> None:
-        """Write the samples that are shown of a step."""
         if step <= self._last_step or not shown:
             return
         self._last_step = step

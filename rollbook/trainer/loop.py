@@ -16,8 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rollbook.concurrency.background import Background
-from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.concurrency.clock import SystemClock
 from rollbook.concurrency.exception_groups import first_error
 from rollbook.contracts.batch import AckReceipt, EncodedBatch, EndOfRun, TrainerRole
 from rollbook.contracts.errors import FencedError, RunError
@@ -33,9 +32,8 @@ from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.planner import Planner, open_planner, plans_in_child
 from rollbook.trainer.data.planning import ShownSample
 from rollbook.trainer.flops import devices_peak_flops, peak_memory_gb
-from rollbook.trainer.interruption import unless
 from rollbook.trainer.metrics import time_metrics
-from rollbook.trainer.pipeline import FetchedBatch, TrainedStep, digested, train_and_copy
+from rollbook.trainer.pipeline import Background, FetchedBatch, TrainedStep, digested, train_and_copy, unless
 from rollbook.trainer.publish import Publisher
 from rollbook.trainer.staleness import check_lag
 from rollbook.trainer.step import LearnerSnapshot
@@ -85,7 +83,6 @@ class TrainerLoop:
         metrics: MetricRecorder,
         spans: SpanRecorder,
         log: EventLog,
-        clock: Clock | None = None,
         stage: WeightStage | None = None,
         publishes_adapters: bool = False,
         doing: Callable[[str], None] = lambda text: None,
@@ -116,7 +113,7 @@ class TrainerLoop:
         self._metrics = metrics
         self._spans = spans
         self._log = log
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._checkpoints = Checkpoints(directory / "checkpoints", model_dir=model_dir, config=config)
         self._history_path = directory / "trainer_state.json"
         self._publisher = Publisher(

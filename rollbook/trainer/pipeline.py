@@ -1,11 +1,12 @@
-"""What the stages of the training loop pass on: planned batches, trained steps, digested weights.
+"""The stages of the training loop: what they pass on, and how they run concurrently.
 
 A batch is planned while the one before it trains, and a trained step is settled while the next one trains.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from rollbook.trainer.model.weights import digest_of, to_host
 from rollbook.trainer.staleness import LagReport
 from rollbook.trainer.step import StepReport, TrainStep
 from rollbook.trainer.team import Learner
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,3 +60,59 @@ def digested(weights: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], str]:
     """The weights in main memory, and their digest."""
     copies = to_host(weights)
     return copies, digest_of(copies)
+
+
+async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """Do `work`, or give it up (None) as soon as `stop` is set. Work that is done by then counts."""
+    async with asyncio.TaskGroup() as group:
+        working = group.create_task(work, name="trainer.interruptible")
+        stopping = group.create_task(stop.wait(), name="trainer.stop_watch")
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        working.cancel()  # without effect on work that is done
+    return None if working.cancelled() else working.result()
+
+
+class Background:
+    """Runs one coroutine at a time in a task group; an error ends the group."""
+
+    def __init__(self, group: asyncio.TaskGroup, name: str) -> None:
+        self._group = group
+        self._name = name
+        self._task: asyncio.Task[Any] | None = None
+
+    async def start(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Wait for the previous work, then start `work` and return."""
+        try:
+            await self.wait()
+        except BaseException:
+            work.close()
+            raise
+        self._task = self._group.create_task(work, name=self._name)
+
+    async def done_or(self, event: asyncio.Event) -> bool:
+        """Wait for the running work or the event. Whether the work is done."""
+        if self._task is None:
+            return True
+        waiting = asyncio.create_task(event.wait(), name=f"{self._name}.or")
+        try:
+            await asyncio.wait({self._task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        return self._task.done()
+
+    async def wait(self) -> Any:
+        """Wait for the running work; its result, or None without running work."""
+        if self._task is None:
+            return None
+        # Shielded: cancelling this wait must not cancel the work.
+        result = await asyncio.shield(self._task)
+        self._task = None
+        return result
+
+    async def cancel(self) -> None:
+        """Cancel the running work and wait for its end."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})

@@ -21,7 +21,7 @@ from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.weights import AdapterKind
 from rollbook.telemetry.token_records import Key, TokenArrays
-from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.config import Recipe, TrainerConfig
 from rollbook.trainer.data.minibatches import (
     Microbatch,
     Minibatch,
@@ -36,7 +36,6 @@ from rollbook.trainer.distributed.ranks import Passes, Ranks
 from rollbook.trainer.distributed.sharding import cpu_mesh, gathered, own_shards, shard_state
 from rollbook.trainer.files.random_states import random_states
 from rollbook.trainer.flops import training_flops
-from rollbook.trainer.loss_defaults import Recipe
 from rollbook.trainer.losses.corrections import correction, k3_divergence
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings
 from rollbook.trainer.losses.registry import loss_named
@@ -99,11 +98,10 @@ class TrainStep:
         *,
         step: int = 0,
         reference: PolicyModel | None = None,
-        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self.step = step
-        self.ranks = ranks or Ranks.here(config.ranks)
+        self.ranks = Ranks.here(config.ranks)
         self._cpu_mesh = cpu_mesh() if self.ranks.size > 1 else None
         self.guard = GradientGuard(max_in_a_row=config.max_skipped_steps, max_norm=config.skip_grad_norm_above)
         self._config = config.model_copy(update={"max_tokens_per_microbatch": model.tokens_per_pass(config)})

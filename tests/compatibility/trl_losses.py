@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from rollbook.contracts.group import GroupId
-from rollbook.trainer.config import ModelBuildConfig, ModelConfig, TrainerConfig
+from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import TrainRow
 from rollbook.trainer.model.model_directory import prepare_model_directory
 from rollbook.trainer.model.policy_model import PolicyModel
+from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
 from rollbook.trainer.step import TrainStep
 
 LONGEST, PROMPT, ROWS = 9, 4, 6

@@ -28,11 +28,12 @@ MAX_DESCRIPTORS = 64
 ROOT = Path(__file__).parents[2]
 OWNER = """
 import asyncio, sys
-from tests.parts.envs.aws import ministack_pool
+from rollbook.concurrency.deadline import Deadline
+from tests.parts.envs.aws import LONG_S, ministack_pool
 
 async def main():
     async with ministack_pool(pool_size=2) as pool:
-        leases = [await pool.acquire_now() for _ in range(2)]
+        leases = [await pool.acquire(Deadline(LONG_S, "test")) for _ in range(2)]
         print(*(pid for lease in leases for pid in lease.sandbox.pids), flush=True)
         await asyncio.sleep(600)
 
@@ -75,7 +76,7 @@ async def test_a_simulator_killed_during_an_episode_fails_the_episode_and_is_rep
 
 async def test_a_simulator_killed_before_the_checks_raises_an_error_instead_of_a_result() -> None:
     async with ministack_pool(pool_size=1) as pool:
-        lease = await pool.acquire_now()
+        lease = await pool.acquire(Deadline(LONG_S, "test"))
         assert (await lease.sandbox.call_api([ApiCall(service="s3", operation="list_buckets")]))[0].code is None
         os.kill(lease.sandbox.pids[0], signal.SIGKILL)
         with pytest.raises(SandboxDiedError, match="cannot be reached"):
@@ -95,7 +96,7 @@ async def test_a_command_line_killed_during_an_episode_fails_the_episode_and_is_
 
 async def test_a_stopped_simulator_is_not_lent() -> None:
     async with ministack_pool(pool_size=1) as pool:
-        lease = await pool.acquire_now()
+        lease = await pool.acquire(Deadline(LONG_S, "test"))
         stopped = lease.sandbox.pids[0]
         lease.release()
         await asyncio.sleep(0.2)
@@ -107,7 +108,7 @@ async def test_a_stopped_simulator_is_not_lent() -> None:
 
 async def test_a_simulator_that_dies_while_idle_is_replaced() -> None:
     async with ministack_pool(pool_size=1) as pool:
-        lease = await pool.acquire_now()
+        lease = await pool.acquire(Deadline(LONG_S, "test"))
         dead = lease.sandbox.pids[0]
         lease.release()
         await asyncio.sleep(0.2)

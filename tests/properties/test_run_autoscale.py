@@ -4,8 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.run.config.cluster import AutoscaleConfig
-from rollbook.run.supervision.autoscale import Finding, Observation, Streak, decide, find
-from rollbook.run.supervision.scale import Scale
+from rollbook.run.supervision.scale import Finding, Observation, Scale, Streak, decide, find
 
 HOLD_S = 60.0
 STARVED = Observation(trainer_wait=0.8, gate_free=4, queued_batches=0.2, policy_load=3.0, num_policies=2)

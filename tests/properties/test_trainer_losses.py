@@ -11,8 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.loss_defaults import LOSS_DEFAULTS
+from rollbook.trainer.config import LOSS_DEFAULTS, TrainerConfig
 from rollbook.trainer.losses.corrections import correction, k3_divergence
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
 from rollbook.trainer.losses.registry import LOSSES

@@ -16,12 +16,20 @@ from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.envs.builtin.awscli.cloud.backend import CREDENTIALS
 from rollbook.envs.builtin.awscli.environment import AwsCliEnvironment, AwsCliPool
-from rollbook.envs.builtin.awscli.solution import play_reference
 from rollbook.envs.builtin.awscli.tasks.task_bank import task_bank
 from rollbook.envs.config import EnvConfig
 from rollbook.envs.environment import EnvironmentsExhaustedError
 from rollbook.envs.pools.environment_pool import open_environment_pool
-from tests.parts.envs.aws import aws_pool, bucket_task, ministack_pool, one_environment, play, quiet_log
+from tests.parts.envs.aws import (
+    LONG_S,
+    aws_pool,
+    bucket_task,
+    ministack_pool,
+    one_environment,
+    play,
+    play_reference,
+    quiet_log,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 # Some tasks of each tier and mechanism: answers, files, lookups, forks, drift. A slow test plays them all.
@@ -293,7 +301,7 @@ def two_free_ports() -> int:
 async def test_slots_listen_on_consecutive_ports_and_a_port_in_use_is_reported() -> None:
     base = two_free_ports()
     async with ministack_pool(pool_size=2, base_port=base) as pool:
-        ports = {(await pool.acquire_now()).sandbox.port for _ in range(2)}
+        ports = {(await pool.acquire(Deadline(LONG_S, "test"))).sandbox.port for _ in range(2)}
         with pytest.raises(RunError, match=rf"port {base} .* cannot be used.*AWS_RL_ENV_MINISTACK_BASE_PORT"):
             async with ministack_pool(pool_size=1, base_port=base):
                 pytest.fail("the port is taken")

@@ -5,9 +5,8 @@ import asyncio
 import pytest
 
 from rollbook.envs.builtin.awscli.environment import AwsCliPool
-from rollbook.envs.builtin.awscli.solution import play_reference
 from rollbook.envs.builtin.awscli.tasks.task_bank import BANK, AwsTask, read_tasks
-from tests.parts.envs.aws import aws_pool, one_environment, play
+from tests.parts.envs.aws import aws_pool, one_environment, play, play_reference
 
 SEEDS = (0, 1, 2)
 pytestmark = pytest.mark.slow

@@ -23,8 +23,8 @@ from rollbook.rollout.settings import EpisodeLimits
 from rollbook.run.config.run import load_config
 from rollbook.run.config.sft import load_sft_config
 from rollbook.run.config.study import load_study
-from rollbook.trainer.config import ModelBuildConfig, ModelConfig
 from rollbook.trainer.model.model_directory import prepare_model_directory
+from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
 from tests.parts.rollout.guessing import GuessingEnvironment, setup_of
 from tests.parts.run.examples import modules_of
 from tests.parts.run.small import REPOSITORY

@@ -17,7 +17,7 @@ from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.store import StoreFaultError
 from rollbook.ledger.stores import s3
 from rollbook.ledger.stores.objects import objects_at
-from rollbook.ledger.stores.postgres import object_sweeper
+from rollbook.ledger.stores.postgres import store as postgres_store
 from rollbook.ledger.stores.postgres.connection import connect
 from rollbook.ledger.stores.registry import open_reader, open_store, reclaim, sqlite_url
 from rollbook.ledger.tools.audit import audit
@@ -117,15 +117,15 @@ async def test_objects_are_deleted_after_their_rows_and_the_rest_of_failed_commi
         await store.write(lambda tx: tx.payloads.delete(RUN, GroupId("a")))
         assert len(stored(location)) == 2, "a reader may have read the row before it was deleted"
         db = connect(url)
-        object_sweeper.sweep(db)
+        postgres_store.sweep(db)
         assert len(stored(location)) == 2
-        object_sweeper.sweep(db, kept_s=0)
+        postgres_store.sweep(db, kept_s=0)
         db.close()
         (kept,) = stored(location)
         objects_at(location).put("run-1/00/left", b"left by a commit that failed")
     reclaim(url)
     assert stored(location) == sorted([kept, "run-1/00/left"]), "it may belong to a commit that is not complete yet"
-    monkeypatch.setattr(object_sweeper, "UNUSED_S", -60.0)
+    monkeypatch.setattr(postgres_store, "UNUSED_S", -60.0)
     reclaim(url)
     assert stored(location) == [kept]
     async with open_store(url) as store:

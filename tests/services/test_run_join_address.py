@@ -21,8 +21,7 @@ from rollbook.ledger.http.wire import Announcement
 from rollbook.run.commands.cluster.join import JoinOptions, join_address
 from rollbook.run.config.run import load_config, load_resolved_config
 from rollbook.run.directory import RunDirectory
-from rollbook.run.members.announced_run import AnnouncedRun, AnnouncementWatch, Place, find_run
-from rollbook.run.members.announcer import announcement_of
+from rollbook.run.members.announced_run import AnnouncedRun, AnnouncementWatch, Place, announcement_of, find_run
 from tests.parts.ledger.groups import settings
 from tests.parts.ledger.service import serving
 from tests.parts.run.small import CONFIG, SmallRun

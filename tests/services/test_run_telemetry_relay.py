@@ -16,7 +16,7 @@ from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.http import relay
 from rollbook.ledger.http.relay import Relay, RelayFullError
 from rollbook.ledger.http.wire import CollectTelemetry, TelemetryBatch
-from rollbook.run.members.telemetry_collector import TelemetryCollector
+from rollbook.run.members.member_tasks import TelemetryCollector
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.shipping import Shipper
 from tests.parts.ledger.groups import RUN, settings

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rollbook.trainer.config import LoraSettings, ModelBuildConfig, TrainerConfig
+from rollbook.trainer.config import LoraSettings, TrainerConfig
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.skeleton import WeightFiles, skeleton
+from rollbook.trainer.model_config import ModelBuildConfig
 from tests.parts.trainer.batches import BUILD, quick, tiny_model_dir
 
 SHARDED = quick(ranks=2)

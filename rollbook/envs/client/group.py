@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 from aiohttp import ClientSession
 
-from rollbook.concurrency.shield import finish
+from rollbook.concurrency.deadline import finish
 from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.task import Observation
 from rollbook.envs.client.session import (

@@ -25,9 +25,8 @@ from aiohttp import (
     WSServerHandshakeError,
 )
 
-from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
+from rollbook.concurrency.deadline import Deadline, DeadlineExceededError, finish
 from rollbook.concurrency.retry import retry
-from rollbook.concurrency.shield import finish
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.task import Observation
 from rollbook.envs.server.protocol import (

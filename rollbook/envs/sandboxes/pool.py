@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
 
-from rollbook.concurrency.clock import Clock, SystemClock
-from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
+from rollbook.concurrency.deadline import Deadline, DeadlineExceededError, finish
 from rollbook.concurrency.exception_groups import first_error
 from rollbook.concurrency.retry import backoff
-from rollbook.concurrency.shield import finish
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.envs.sandboxes.orphans import sweep_orphans
 from rollbook.envs.sandboxes.sandbox import Sandbox, SandboxStartError
@@ -96,10 +94,6 @@ class Lease(Generic[S]):
         self._slot = slot
         self._release: Callable[[Slot[S], bool], None] | None = release
 
-    @property
-    def slot_index(self) -> int:
-        return self._slot.index
-
     def release(self, *, is_suspect: bool = False) -> None:
         """End the lease. A suspect sandbox is replaced, not cleaned. Raises `DoubleReleaseError` the second time."""
         if self._release is None:
@@ -120,13 +114,11 @@ class SandboxPool(Generic[S]):
         limits: PoolLimits,
         start: Callable[[int], Awaitable[S]],
         log: EventLog,
-        clock: Clock | None = None,
     ) -> None:
         self._name = name
         self._limits = limits
         self._start = start
         self._log = log
-        self._clock = clock or SystemClock()
         self._slots = [Slot[S](index) for index in range(limits.size + limits.spares)]
         # Unbounded, and never longer than twice the slots: a slot is added when it becomes idle, and removed by `acquire`.
         self._idle: asyncio.Queue[Slot[S]] = asyncio.Queue()
@@ -187,12 +179,6 @@ class SandboxPool(Generic[S]):
             raise PoolExhaustedError(
                 f"{self._name} pool exhausted: {self.leased} of {self.capacity} are leased, {error}{hint}"
             ) from error
-
-    async def acquire_now(self) -> Lease[S]:
-        """As `acquire`, but raises `PoolExhaustedError` at once when all are leased."""
-        if self._permits.locked():
-            raise PoolExhaustedError(f"{self._name} pool exhausted: all {self.capacity} are leased")
-        return await self.acquire(Deadline(CLEAN_WITHIN_S, f"{self._name} slot", clock=self._clock))
 
     async def _lease_idle_slot(self) -> Lease[S]:
         """Lease the next idle slot whose sandbox is healthy. Called with a permit; releases it on any error."""
@@ -270,7 +256,7 @@ class SandboxPool(Generic[S]):
         if (held := slot.sandbox.memory_bytes()) > self._limits.max_memory_bytes:
             return f"holds {held >> 20} MiB, more than the {self._limits.max_memory_bytes >> 20} MiB allowed"
         try:
-            async with Deadline(CLEAN_WITHIN_S, "clean-up", clock=self._clock).limit(f"cleaning {slot.sandbox.name}"):
+            async with Deadline(CLEAN_WITHIN_S, "clean-up").limit(f"cleaning {slot.sandbox.name}"):
                 await slot.sandbox.clean()
         except (EpisodeError, DeadlineExceededError) as error:
             return f"could not be cleaned: {error}"
@@ -297,7 +283,7 @@ class SandboxPool(Generic[S]):
             except SandboxStartError as error:
                 self._last_failure = str(error)
                 self._log.warning("envs.sandbox_start_failed", pool=self._name, slot=slot.index, error=str(error))
-            await self._clock.sleep(next(waits))
+            await asyncio.sleep(next(waits))
 
     async def _start_all(self) -> None:
         """Start every slot. Unlike a later replacement, a failure here is an error of configuration and stops the run."""

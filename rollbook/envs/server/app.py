@@ -20,7 +20,7 @@ import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from rollbook.access.guard import REFUSE
-from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import RollbookError
 from rollbook.envs.config import EnvServerConfig
@@ -89,11 +89,10 @@ def build_app(
     *,
     info: EnvironmentInfo,
     dialect: Dialect | None = None,
-    clock: Clock | None = None,
     log: EventLog | None = None,
 ) -> web.Application:
     """The application over an open pool. Raises `RunError` for settings that contradict each other."""
-    sessions = SessionManager(pool, config, clock=clock or SystemClock(), log=log or EventLog("env-server"))
+    sessions = SessionManager(pool, config, clock=SystemClock(), log=log or EventLog("env-server"))
     server = _Server(pool, sessions, config, info=info, dialect=dialect or TextDialect())
     app = web.Application(middlewares=[require_token(config), report_errors], client_max_size=config.max_message_bytes)
     app[REFUSE] = refuse

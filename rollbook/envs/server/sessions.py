@@ -12,8 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from rollbook.concurrency.clock import Clock
-from rollbook.concurrency.deadline import Deadline
-from rollbook.concurrency.shield import finish
+from rollbook.concurrency.deadline import Deadline, finish
 from rollbook.contracts.errors import EpisodeError, RollbookError, RunError, fenced
 from rollbook.contracts.ports import Environment
 from rollbook.contracts.task import Observation

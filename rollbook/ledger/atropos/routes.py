@@ -27,7 +27,6 @@ from rollbook.ledger.atropos.bodies import (
     read_body,
 )
 from rollbook.ledger.atropos.config import AtroposConfig
-from rollbook.ledger.atropos.docs_pages import REDOC_PAGE, SWAGGER_PAGE, page_response, read_docs_file
 from rollbook.ledger.atropos.models import (
     EMPTY_EXAMPLE,
     EnvIdentifier,
@@ -36,7 +35,7 @@ from rollbook.ledger.atropos.models import (
     check_storable,
     invalid_body,
 )
-from rollbook.ledger.atropos.openapi import OPENAPI, VERBS
+from rollbook.ledger.atropos.openapi import OPENAPI, REDOC_PAGE, SWAGGER_PAGE, VERBS, page_response, read_docs_file
 from rollbook.ledger.atropos.posts import Incoming, Post
 from rollbook.ledger.atropos.rules import NoTrainerError, UnknownEnvError
 from rollbook.ledger.atropos.scored_data import PostedGroup, invalid_fields, read_group, read_groups, read_json

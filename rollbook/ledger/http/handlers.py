@@ -34,12 +34,11 @@ from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import TaskId
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.auth import Keys
-from rollbook.ledger.http.bodies import BodyReader, encode_response, wants_zstd
+from rollbook.ledger.http.bodies import BodyReader, encode_response, send_frames, send_statuses, wants_zstd
 from rollbook.ledger.http.errors import KNOWN_ERRORS, error_response, status_of
 from rollbook.ledger.http.metrics import RequestMetrics, ledger_metrics
 from rollbook.ledger.http.openapi import openapi_document
 from rollbook.ledger.http.relay import Relay
-from rollbook.ledger.http.streams import send_frames, send_statuses
 from rollbook.ledger.http.verbs import Form, Verb
 from rollbook.ledger.records import GroupRecord, ProducerRecord
 from rollbook.ledger.rules.groups import Submission

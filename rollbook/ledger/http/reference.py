@@ -37,7 +37,6 @@ tokens by role are configured; elsewhere every request does. Requests of web pag
 
 
 def http_api_page() -> str:
-    """The whole page."""
     parts = [INTRODUCTION, _roles(), _errors(), _session(), "## Routes\n"]
     parts += [_verb(verb) for verb in VERBS]
     parts += ["## Messages\n", *_messages()]

@@ -37,7 +37,6 @@ class UnknownGroupError(RunError):
 
 
 def explain(reader: Reader, run_id: RunId, group_id: GroupId) -> list[str]:
-    """Explain one group."""
     return reader.read_now(lambda tx: explain_group(tx, run_id, group_id))
 
 

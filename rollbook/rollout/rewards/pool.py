@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from rollbook.concurrency.child_process.process import ChildEndedError, ChildProcess, ChildSpec
-from rollbook.concurrency.shield import finish
+from rollbook.concurrency.deadline import finish
 from rollbook.contracts.errors import RunError, WorkerError
 from rollbook.rollout.rewards.messages import (
     Call,

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from rollbook.concurrency.child_process.process import ChildEndedError, ChildProcess, ChildSpec, python_environment
-from rollbook.concurrency.shield import finish
+from rollbook.concurrency.deadline import finish
 from rollbook.contracts.errors import RunError, WorkerError
 from rollbook.rollout.groups.player import GroupOrder
 from rollbook.rollout.workers.messages import (

@@ -27,7 +27,7 @@ from rollbook.inference.pause import ADOPTED_EPOCH
 from rollbook.inference.server.app import SERVICE, build_app
 from rollbook.run.directory import write_json
 from rollbook.run.processes.inference_server import load_tokenizer
-from rollbook.trainer.config import ModelConfig
+from rollbook.trainer.model_config import ModelConfig
 
 DRAIN_S = 30.0
 """After the first signal, running requests may finish within this time. A second signal stops at once."""

@@ -22,16 +22,19 @@ from rich.console import Console
 from rollbook.access.tokens import read_or_create_token
 from rollbook.concurrency.blocking import run_blocking
 from rollbook.contracts.errors import RunError, UsageError
+from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.plugin import load_on_demand, require_libraries
 from rollbook.dashboard.run_files import RunReader, summarise
 from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
 from rollbook.ledger.serve import allow_many_connections
 from rollbook.ledger.tools.audit_findings import AuditReport
 from rollbook.run.commands.train_summary import EXIT_FAILED, TrainReport, print_summary
-from rollbook.run.config.resume import check_resume
 from rollbook.run.config.run import (
+    ConfigError,
+    ConfigFault,
     LoadedConfig,
     RunConfig,
+    changed_fields,
     checked_config,
     dump_toml,
     load_resolved_config,
@@ -51,6 +54,20 @@ VIEW_TICK_S = 0.25
 AUDIT_EVERY_S = 60.0
 # A process of a small run opens about 60 files; connections of workers and environments come on top.
 MIN_OPEN_FILES = 256
+# The ledger's record depends on these settings; a change would invalidate it.
+FROZEN = (
+    "run.name",
+    "run.seed",
+    "model",
+    "tasks",
+    "gate.groups_per_step",
+    "gate.max_head_offpolicy_versions",
+    "gate.batch_policy",
+    "gate.admission_share",
+    "rollout.quorum",
+)
+FROZEN_IN_PARTS = ("rollout.completions_per_prompt",)
+"""With batch policy `parts` the gate counts samples, so the size of a group is part of the record."""
 
 
 class RunFailedError(RunError):
@@ -335,3 +352,20 @@ def _audit(directory: RunDirectory, *, has_failed: bool) -> AuditReport | None:
         if has_failed:
             return None
         raise
+
+
+def check_resume(stored: RunConfig, wanted: RunConfig, *, source: str) -> dict[str, tuple[Any, Any]]:
+    """The changed settings, if the run can continue with them; else raises `ConfigError`.
+
+    The trainer itself checks the settings that alter its numbers: it knows whether steps would be replayed.
+    """
+    changed = changed_fields(stored, wanted)
+    fixed = FROZEN + (FROZEN_IN_PARTS if stored.gate.batch_policy is BatchPolicy.PARTS else ())
+    faults = [
+        ConfigFault(path, f"is {new!r} here and was {old!r} when this run began; start a new run for that")
+        for path, (old, new) in changed.items()
+        if any(path == frozen or path.startswith(f"{frozen}.") for frozen in fixed)
+    ]
+    if faults:
+        raise ConfigError(source, faults)
+    return changed

@@ -14,9 +14,8 @@ from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig, ScriptedConfig, VllmConfig
 from rollbook.ledger.config import GateConfig, RunLedgerConfig
 from rollbook.rollout.config import RolloutConfig
-from rollbook.run.config.cluster import ClusterConfig
+from rollbook.run.config.cluster import ClusterConfig, ResourcesConfig
 from rollbook.run.config.evaluation import EvaluationConfig
-from rollbook.run.config.resources import ResourcesConfig
 from rollbook.tasks.config import TasksConfig, is_file, is_hub
 from rollbook.trainer.config import LoraSettings, TrainerConfig
 

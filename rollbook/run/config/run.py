@@ -27,14 +27,14 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.ledger.config import GateConfig, RunLedgerConfig
 from rollbook.rollout.config import RolloutConfig
 from rollbook.run.config.checks import CROSS_CHECKS, missing_files, resolved_max_queued, resolved_publish
-from rollbook.run.config.cluster import ClusterConfig
+from rollbook.run.config.cluster import ClusterConfig, ResourcesConfig
 from rollbook.run.config.evaluation import EvaluationConfig
-from rollbook.run.config.resources import ResourcesConfig
 from rollbook.run.config.toml_lines import key_lines, line_of
 from rollbook.run.directory import RunDirectory
 from rollbook.tasks.config import ATROPOS, TasksConfig
 from rollbook.telemetry.config import TelemetryConfig
-from rollbook.trainer.config import ModelConfig, TrainerConfig
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.model_config import ModelConfig
 
 
 class RunSection(BaseModel, frozen=True, extra="forbid"):
@@ -76,7 +76,6 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     cluster: ClusterConfig = ClusterConfig()
 
     def ledger_settings(self, *, limits: TrainingLimits | None = None, directory_id: str = "") -> RunSettings:
-        """The settings of the run in the ledger."""
         is_in_parts = self.gate.batch_policy is BatchPolicy.PARTS
         return self.gate.settings(
             max_steps=self.trainer.max_steps,

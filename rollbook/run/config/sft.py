@@ -9,7 +9,8 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from rollbook.run.config.run import ConfigError, ConfigFault, RunSection, located, plain_message, read_table
-from rollbook.trainer.config import ModelConfig, TrainerConfig
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.model_config import ModelConfig
 from rollbook.trainer.sft_config import SftConfig, unread_settings
 
 MANIFEST = "sft.json"

@@ -1,16 +1,17 @@
 """A run that is found through its ledger: what `rollbook join LEDGER_URL` uses in place of the run directory.
 
-The announcement of the run becomes a small private directory on this machine, with the same layout as the run directory. Models and
-users' modules are looked up on this machine.
+The supervisor announces its run in the ledger's service. On the machine of a member the announcement becomes a small
+private directory with the same layout as the run directory. Models and users' modules are looked up on this machine.
 """
 
 import asyncio
+import hashlib
 import os
 import shutil
 import time
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,16 +21,18 @@ import tomli_w
 from rollbook import __version__
 from rollbook.access.private_files import make_private_directory
 from rollbook.access.tokens import read_token, write_token
-from rollbook.contracts.admission import LEASE_S
-from rollbook.contracts.errors import NotFoundError, RunError, TransientError, UsageError
+from rollbook.contracts.admission import BEATS_PER_LEASE, LEASE_S
+from rollbook.contracts.errors import NotFoundError, RollbookError, RunError, TransientError, UsageError
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.ledger.client.blocking import open_sync_ledger_client, split_address
 from rollbook.ledger.client.client import LedgerClient
+from rollbook.ledger.config import RunLedgerConfig
 from rollbook.ledger.http.wire import Announcement
 from rollbook.run.config.checks import missing_files
-from rollbook.run.config.run import RunConfig
+from rollbook.run.config.run import LoadedConfig, RunConfig, dump_toml
 from rollbook.run.directory import RunDirectory, machine_directory, write_json
-from rollbook.run.members.announcer import tokenizer_digest
+from rollbook.run.ledger_clients import open_run_ledger
+from rollbook.telemetry.events import EventLog
 
 TOKEN_VARIABLE = "ROLLBOOK_TRAINER_TOKENS"
 ENV_TOKEN_VARIABLE = "ROLLBOOK_ENV_TOKEN"
@@ -206,3 +209,54 @@ async def _is_refused(url: str) -> bool:
         return False
     writer.close()
     return False
+
+
+def announcement_of(config: RunConfig, directory: RunDirectory, addresses: Mapping[str, str]) -> Announcement:
+    """The model directory must exist."""
+    public = config.model_copy(
+        update={
+            # A member needs no other setting of the ledger, and the URL of the store may contain a password.
+            "ledger": RunLedgerConfig(url=config.ledger.url, request_s=config.ledger.request_s),
+            "env": config.env.model_copy(update={"token": None}),
+        }
+    )
+    files = (directory.token_file, directory.client_token_file)
+    return Announcement(
+        directory_id=directory.id,
+        version=__version__,
+        config=dump_toml(public),
+        addresses=dict(addresses),
+        tokens={file.name: read_token(file) for file in files},
+        tokenizer_digest=tokenizer_digest(directory.initial_model),
+        needs_env_token=config.env.token is not None,
+    )
+
+
+def tokenizer_digest(model_dir: Path) -> str:
+    """Empty if the model has no tokenizer."""
+    try:
+        return hashlib.sha256((model_dir / "tokenizer.json").read_bytes()).hexdigest()
+    except FileNotFoundError:
+        return ""
+
+
+async def announce(
+    loaded: LoadedConfig, directory: RunDirectory, addresses: Mapping[str, str], *, log: EventLog
+) -> None:
+    """Announce the run to every replica of the ledger's service.
+
+    Waits:  a third of the time after which an announcement ends.
+    Ends:   on cancellation.
+    """
+    announcement = announcement_of(loaded.config, directory, addresses)
+
+    async def repeat(url: str) -> None:
+        async with open_run_ledger(loaded, directory, url, log=log, is_trainer=True) as ledger:
+            while True:
+                with suppress(RollbookError):
+                    await ledger.announce(announcement)
+                await asyncio.sleep(LEASE_S / BEATS_PER_LEASE)
+
+    async with asyncio.TaskGroup() as group:
+        for url in addresses["ledger"].split(","):
+            group.create_task(repeat(url), name=f"run.announce {url}")

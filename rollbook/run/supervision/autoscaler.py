@@ -1,4 +1,4 @@
-"""Observes a run and changes the number of its additional processes by the rule of `autoscale.py`."""
+"""Observes a run and changes the number of its additional processes by the rule of `scale.py`."""
 
 import asyncio
 from collections import deque
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import MemberRole
 from rollbook.contracts.errors import TransientError
 from rollbook.dashboard.json_tail import JsonTail
@@ -18,8 +18,7 @@ from rollbook.run.config.run import LoadedConfig
 from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import client_token, member_source, open_run_ledger
 from rollbook.run.policy_clients import policy_urls
-from rollbook.run.supervision.autoscale import Observation, Streak, decide
-from rollbook.run.supervision.scale import Scale
+from rollbook.run.supervision.scale import Observation, Scale, Streak, decide
 from rollbook.telemetry.events import EventLog
 
 STATUS_S = 5.0
@@ -38,13 +37,12 @@ class RunObserver:
         groups_per_step: int,
         window_s: float,
         token: str | None = None,
-        clock: Clock | None = None,
     ) -> None:
         """`replicas`: the policy servers of the plan. `window_s`: the steps of this time count for the trainer's waiting."""
         self._ledger = ledger
         self._groups_per_step = groups_per_step
         self._window_s = window_s
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._replicas = member_source(ledger, MemberRole.POLICY, replicas)
         self._token = token
         self._metrics = JsonTail(metrics_file)
@@ -101,12 +99,11 @@ class Autoscaler:
         *,
         log: EventLog,
         say: Callable[[str], None] = lambda text: None,
-        clock: Clock | None = None,
     ) -> None:
         self._config = config
         self._directory = directory
         self._observer = observer
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._log = log
         self._say = say
 

@@ -31,8 +31,7 @@ from rollbook.run.supervision.extra_processes import ExtraProcesses
 from rollbook.run.supervision.host import LocalHost, ProcessHost, ProcessStart
 from rollbook.run.supervision.membership import machine_id, member_lease
 from rollbook.run.supervision.plan import plan_run, template_modules
-from rollbook.run.supervision.process import STOP_GRACE_S, ProcessState, SupervisedProcess
-from rollbook.run.supervision.process_files import ProcessFiles
+from rollbook.run.supervision.process import STOP_GRACE_S, ProcessFiles, ProcessState, SupervisedProcess
 from rollbook.run.supervision.restarts import GiveUp, RestartRule
 from rollbook.telemetry.events import EventLog
 
@@ -67,7 +66,6 @@ class Supervisor:
         directory: RunDirectory,
         *,
         log: EventLog,
-        rule: RestartRule | None = None,
         say: Callable[[str], None] = lambda text: None,
         has_trainer: bool = True,
         host: ProcessHost | None = None,
@@ -86,7 +84,7 @@ class Supervisor:
         self._directory_id = directory.file_id()
         self._log = log
         self._settings = config.run
-        self._rule = rule or RestartRule(most_quick_deaths=config.run.most_quick_deaths)
+        self._rule = RestartRule(most_quick_deaths=config.run.most_quick_deaths)
         self._say = say
         self._stopping = asyncio.Event()
         self._interrupts = 0

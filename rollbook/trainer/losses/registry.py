@@ -1,11 +1,87 @@
-"""The table of losses by name. `trainer/loss_defaults.py` lists the settings each one reads."""
+"""The losses and their table by name. `LOSS_DEFAULTS` in `trainer/config.py` lists the settings each one reads.
+
+r = current / old is the ratio of a token, or with `gspo` of a whole sequence.
+"""
+
+import torch
+from torch import Tensor
 
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.plugin import load_plugin
 from rollbook.contracts.user_errors import describe_error
-from rollbook.trainer.losses.clipped import clipped_importance, clipped_ratio, clipped_sequence_ratio, decoupled_clip
-from rollbook.trainer.losses.inputs import Loss, LossInputs, LossSettings, LossTerms
-from rollbook.trainer.losses.policy_gradient import direct_reward, importance_sampling, reinforce
+from rollbook.trainer.losses.inputs import MAX_LOG_RATIO, Loss, LossInputs, LossSettings, LossTerms
+
+
+def clipped_ratio(inputs: LossInputs, settings: LossSettings) -> LossTerms:
+    """max(-r*A, -clip(r, 1-low, 1+high)*A), and where A < 0 at most -dual*A.
+
+    A token whose ratio is beyond the clip in the direction of its advantage has no gradient.
+    """
+    return _clipped_terms(inputs.ratio_N, inputs.advantages_N, settings)
+
+
+def clipped_sequence_ratio(inputs: LossInputs, settings: LossSettings) -> LossTerms:
+    """As `clipped_ratio`, with one ratio per sequence: exp of the mean of log r over its trained tokens, independent of length.
+
+    Every token has the loss of its sequence; the gradient reaches every token through the mean.
+    """
+    ratio_N = torch.exp(inputs.sequence_mean_N(inputs.current_N - inputs.old_N).clamp(max=MAX_LOG_RATIO))
+    return _clipped_terms(ratio_N, inputs.advantages_N, settings)
+
+
+def clipped_importance(inputs: LossInputs, settings: LossSettings) -> LossTerms:
+    """-sg(clip(r))*A*log current, as in CISPO. A clipped token keeps a gradient; its weight is bounded."""
+    ratio_N = inputs.ratio_N.detach()
+    weight_N = torch.clamp(ratio_N, 1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    return LossTerms(loss_N=-weight_N * inputs.advantages_N * inputs.current_N, is_clipped_N=weight_N != ratio_N)
+
+
+def decoupled_clip(inputs: LossInputs, settings: LossSettings) -> LossTerms:
+    """The clipped ratio current / old, weighted by old / sampled, with old the weights at the start of the step.
+
+    Clipping around the sampling policy itself would pull a lagging learner back to it.
+    """
+    terms = clipped_ratio(inputs, settings)
+    behaviour_N = torch.exp((inputs.old_N - inputs.sampled_N).clamp(max=MAX_LOG_RATIO)).detach()
+    behaviour_N = torch.where(behaviour_N <= settings.behaviour_cap, behaviour_N, torch.zeros_like(behaviour_N))
+    return LossTerms(loss_N=terms.loss_N * behaviour_N, is_clipped_N=terms.is_clipped_N | (behaviour_N == 0))
+
+
+def _clipped_terms(ratio_N: Tensor, advantages_N: Tensor, settings: LossSettings) -> LossTerms:
+    plain = -ratio_N * advantages_N
+    clipped = -torch.clamp(ratio_N, 1.0 - settings.clip_low, 1.0 + settings.clip_high) * advantages_N
+    loss = torch.maximum(plain, clipped)
+    is_clipped = clipped > plain
+    if settings.dual_clip < float("inf"):
+        ceiling = -settings.dual_clip * advantages_N
+        is_beyond = (advantages_N < 0) & (loss > ceiling)
+        loss = torch.where(is_beyond, ceiling, loss)
+        is_clipped = is_clipped | is_beyond
+    return LossTerms(loss_N=loss, is_clipped_N=is_clipped.detach())
+
+
+def importance_sampling(inputs: LossInputs, settings: LossSettings) -> LossTerms:
+    """-r*A with r = current / old: unbiased, and unbounded."""
+    return LossTerms(
+        loss_N=-inputs.ratio_N * inputs.advantages_N,
+        is_clipped_N=torch.zeros_like(inputs.advantages_N, dtype=torch.bool),
+    )
+
+
+def reinforce(inputs: LossInputs, settings: LossSettings) -> LossTerms:
+    """-A*log current: the ratio is assumed to be 1."""
+    return LossTerms(
+        loss_N=-inputs.advantages_N * inputs.current_N,
+        is_clipped_N=torch.zeros_like(inputs.advantages_N, dtype=torch.bool),
+    )
+
+
+def direct_reward(inputs: LossInputs, settings: LossSettings) -> LossTerms:
+    """-(A*log current - beta/2*(log current - log old)^2): a quadratic penalty in place of the clip."""
+    moved_N = inputs.current_N - inputs.old_N
+    loss_N = -(inputs.advantages_N * inputs.current_N - 0.5 * settings.dro_beta * moved_N.square())
+    return LossTerms(loss_N=loss_N, is_clipped_N=torch.zeros_like(moved_N, dtype=torch.bool))
+
 
 LOSSES: dict[str, Loss] = {
     "grpo": clipped_ratio,

@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from rollbook.contracts.errors import RunError
-from rollbook.trainer.config import SPECIAL_TOKENS, ModelBuildConfig, ModelConfig
 from rollbook.trainer.files.atomic_files import sync_directory, sync_tree, writing
 from rollbook.trainer.model.built_tokenizer import fast_tokenizer
+from rollbook.trainer.model_config import SPECIAL_TOKENS, ModelBuildConfig, ModelConfig
 
 BUILD_FILE = "rollbook_build.json"
 """The settings a directory was built from. It is part of the atomic write, so its presence means the directory is complete."""

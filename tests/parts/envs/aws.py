@@ -2,7 +2,7 @@
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from rollbook.contracts.task import Observation
 from rollbook.envs.builtin.awscli.cloud.backend import CloudPool, open_cloud_pool
 from rollbook.envs.builtin.awscli.config import AwsCliConfig
 from rollbook.envs.builtin.awscli.environment import AwsCliEnvironment, AwsCliPool
+from rollbook.envs.builtin.awscli.solution import ReferencePolicy
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError, SandboxStartError
 from rollbook.telemetry.events import EventLog
 
@@ -130,3 +131,15 @@ class FakeFactory:
     @property
     def leaked(self) -> list[str]:
         return [sandbox.name for sandbox in self.made if not sandbox.is_removed]
+
+
+async def play_reference(env: Environment, row: Mapping[str, Any]) -> list[Observation]:
+    """Reset and play to the end. Returns all observations, including the first."""
+    policy = ReferencePolicy(row)
+    seen = [await env.reset(row)]
+    while not seen[-1].done:
+        line = policy.next_line(seen[-1])
+        if line is None:
+            break
+        seen.append(await env.step(line))
+    return seen

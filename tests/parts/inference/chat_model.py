@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from rollbook.trainer.config import ModelBuildConfig, ModelConfig
 from rollbook.trainer.model.model_directory import prepare_model_directory
+from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
 
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"

@@ -25,9 +25,9 @@ from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import build_app, serve
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.integrations.trl_trainer import use_cpu
-from rollbook.trainer.config import ModelBuildConfig, ModelConfig
 from rollbook.trainer.model.model_directory import prepare_model_directory
 from rollbook.trainer.model.weights import digest_of, write_weights
+from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
 
 
 def reward(completions: list[Any], **_: Any) -> list[float]:

@@ -10,9 +10,10 @@ from rollbook.contracts.group import PromptGroup, group_id
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
-from rollbook.trainer.config import ModelBuildConfig, ModelConfig, TrainerConfig
+from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import Microbatch
 from rollbook.trainer.model.model_directory import prepare_model_directory
+from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
 
 WORDS = tuple(str(number) for number in range(12))
 VOCABULARY_SIZE = len(WORDS) + 4

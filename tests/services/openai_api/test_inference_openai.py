@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from rollbook.trainer.config import SPECIAL_TOKENS
+from rollbook.trainer.model_config import SPECIAL_TOKENS
 from tests.parts.inference.chat_model import MAX_LEN
 from tests.services.openai_api.conftest import ROOT, PolicyProcess, policy_process
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollbook.concurrency.shield import finish
+from rollbook.concurrency.deadline import finish
 
 
 async def test_a_cleanup_that_completes_returns_true() -> None:

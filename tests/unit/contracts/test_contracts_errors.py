@@ -48,11 +48,6 @@ def test_an_exception_of_user_code_is_converted_and_names_the_stage() -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_the_class_of_the_converted_exception_can_be_chosen() -> None:
-    with pytest.raises(WorkerError, match="loading"), fenced("loading", WorkerError):
-        raise MemoryError
-
-
 def test_rollbook_errors_pass_unchanged() -> None:
     original = TransientError("503")
     with pytest.raises(TransientError) as caught, fenced("policy"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollbook.concurrency.shield import finish
+from rollbook.concurrency.deadline import finish
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.task import Observation
 from rollbook.envs.environment import EnvironmentAdapter

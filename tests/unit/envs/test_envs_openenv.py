@@ -8,8 +8,7 @@ from typing import ClassVar
 import pytest
 from pydantic import BaseModel
 
-from rollbook.concurrency.deadline import Deadline
-from rollbook.concurrency.shield import finish
+from rollbook.concurrency.deadline import Deadline, finish
 from rollbook.envs.server.openenv import OpenEnvPool
 
 

@@ -62,17 +62,8 @@ async def test_a_second_release_is_refused_and_does_not_end_the_new_lease() -> N
         with pytest.raises(DoubleReleaseError, match="already released"):
             first.release()
         with pytest.raises(PoolExhaustedError):
-            await pool.acquire_now()
+            await pool.acquire(Deadline(0.01, "impatient"))
         second.release()
-
-
-async def test_a_full_pool_refuses_at_once_when_asked_not_to_wait() -> None:
-    async with opened_pool(FakeFactory(), size=1) as pool:
-        lease = await pool.acquire_now()
-        with pytest.raises(RuntimeError, match="fake pool exhausted"):
-            await pool.acquire_now()
-        lease.release()
-        (await pool.acquire_now()).release()
 
 
 async def test_waiting_ends_with_the_deadline_and_takes_no_slot() -> None:
@@ -159,7 +150,7 @@ async def test_spares_do_not_raise_the_number_of_leases() -> None:
     async with opened_pool(FakeFactory(), size=1, spares=2) as pool:
         await pool.acquire(soon())
         with pytest.raises(PoolExhaustedError):
-            await pool.acquire_now()
+            await pool.acquire(Deadline(0.01, "impatient"))
 
 
 async def test_a_start_that_fails_is_tried_again() -> None:

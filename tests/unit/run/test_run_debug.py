@@ -23,8 +23,8 @@ from rollbook.run.commands.episodes.debug import RecordingOverError, debug_run, 
 from rollbook.run.config.run import dump_toml, load_config
 from rollbook.run.directory import RunDirectory
 from rollbook.telemetry.events import EventLog, read_json_lines
-from rollbook.trainer.config import ModelBuildConfig
 from rollbook.trainer.model.built_tokenizer import fast_tokenizer
+from rollbook.trainer.model_config import ModelBuildConfig
 
 CONFIG = """
 [model.build]

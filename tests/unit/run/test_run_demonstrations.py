@@ -12,8 +12,8 @@ from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.run.demonstrations import ChatError, DemonstrationError, chat_row, read_demonstrations
-from rollbook.trainer.config import ModelBuildConfig
 from rollbook.trainer.model.model_directory import build_tokenizer
+from rollbook.trainer.model_config import ModelBuildConfig
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<eos>\n{% endfor %}"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rollbook.run.directory import RunDirectory
-from rollbook.run.supervision.process_files import ProcessFiles
+from rollbook.run.supervision.process import ProcessFiles
 
 OURS, OTHERS = {"ledger": "http://10.0.0.1:1"}, {"ledger": "http://10.0.0.2:2"}
 

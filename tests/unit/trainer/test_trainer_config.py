@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rollbook.trainer.config import NOT_NUMERIC, ModelBuildConfig, ModelConfig, TrainerConfig
+from rollbook.trainer.config import LOSS_DEFAULTS, NOT_NUMERIC, TrainerConfig
 from rollbook.trainer.data.advantages import BASELINES
-from rollbook.trainer.loss_defaults import LOSS_DEFAULTS
 from rollbook.trainer.losses.registry import LOSSES
+from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoTokenizer
 
 from rollbook.contracts.errors import RunError
-from rollbook.trainer.config import ModelBuildConfig, ModelConfig
 from rollbook.trainer.model.model_directory import prepare_model_directory
 from rollbook.trainer.model.policy_model import PolicyModel
+from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
 from tests.parts.trainer.batches import BUILD, tiny_model_dir
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 import torch
 
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
-from rollbook.trainer.config import ModelBuildConfig, ModelConfig, TrainerConfig
+from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.model.model_directory import prepare_model_directory
 from rollbook.trainer.model.policy_model import PolicyModel
+from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
 from tests.parts.trainer.batches import one_pass
 
 BUILD = ModelBuildConfig(

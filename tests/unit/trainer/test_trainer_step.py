@@ -10,11 +10,11 @@ import torch
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
-from rollbook.trainer.config import ModelBuildConfig
 from rollbook.trainer.data.minibatches import sample_advantages
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
 from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.model.policy_model import PolicyModel
+from rollbook.trainer.model_config import ModelBuildConfig
 from rollbook.trainer.step import TrainStep
 from tests.parts.trainer.batches import BUILD, batch_of, one_pass, quick, recorded_batch, row, sample, tiny_model_dir
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from string import Template
 from typing import Any
 
-from rollbook.contracts.ports import Environment
 from rollbook.contracts.task import Observation
 from rollbook.envs.builtin.awscli.tasks.checks import fill
 from rollbook.envs.builtin.awscli.tasks.faults import chosen_drift, chosen_variant
@@ -62,15 +61,3 @@ def _is_json(text: str) -> bool:
     except json.JSONDecodeError:
         return False
     return True
-
-
-async def play_reference(env: Environment, row: Mapping[str, Any], *, seed: int = 0) -> list[Observation]:
-    """Reset and play to the end. Returns all observations, including the first."""
-    policy = ReferencePolicy(row, seed=seed)
-    seen = [await env.reset({**row, "seed": row.get("seed", seed)})]
-    while not seen[-1].done:
-        line = policy.next_line(seen[-1])
-        if line is None:
-            break
-        seen.append(await env.step(line))
-    return seen

@@ -51,7 +51,7 @@ class PostgresPayloads:
         return list(_transfers.map(_read, [self._row(run_id, group_id) for group_id in group_ids]))
 
     def delete(self, run_id: RunId, group_id: GroupId) -> None:
-        """The object is deleted after the commit, by `object_sweeper`."""
+        """The object is deleted after the commit, by `ObjectSweeper`."""
         self._session.flush()
         self._session.write("DELETE FROM payloads WHERE run_id = ? AND group_id = ?", (run_id, group_id))
         self._session.write(DELETE_OBJECT, (run_id, group_id))

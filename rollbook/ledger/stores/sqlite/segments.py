@@ -6,7 +6,7 @@ bytes are valid; bytes not referenced by a row are ignored.
 
 A segment is synced before a commit that must survive a power failure, so that a row on the disk always has its bytes. Commits that
 only need to survive the process sync nothing. For them the store records a mark, the number of synced bytes of a segment; payloads
-behind the mark are compared with their digests when the store is opened (`segment_recovery`).
+behind the mark are compared with their digests when the store is opened (`segment_upkeep`).
 """
 
 import fcntl

@@ -36,9 +36,8 @@ from rollbook.ledger.stores.sqlite.file import (
     find_damage,
     require_tables,
 )
-from rollbook.ledger.stores.sqlite.segment_compaction import close_holes, segment_bytes
 from rollbook.ledger.stores.sqlite.segment_payloads import SegmentPayloads
-from rollbook.ledger.stores.sqlite.segment_recovery import remove_unused
+from rollbook.ledger.stores.sqlite.segment_upkeep import close_holes, remove_unused, segment_bytes
 from rollbook.ledger.stores.sqlite.segments import sync_directory
 from rollbook.ledger.stores.sqlite.writer import SqliteWriter
 

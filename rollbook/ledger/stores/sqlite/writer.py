@@ -24,7 +24,7 @@ from rollbook.ledger.stores.sqlite.file import (
     fault_of,
 )
 from rollbook.ledger.stores.sqlite.segment_payloads import SegmentPayloads
-from rollbook.ledger.stores.sqlite.segment_recovery import SET_MARK, find_lost, first_free, remove_unused
+from rollbook.ledger.stores.sqlite.segment_upkeep import SET_MARK, find_lost, first_free, remove_unused
 from rollbook.ledger.stores.sqlite.segments import SegmentWriter, remove_segment
 
 PAGE_BYTES = 4_096

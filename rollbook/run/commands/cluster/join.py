@@ -120,7 +120,6 @@ async def _prepare_model(found: AnnouncedRun, start: ProcessStart) -> None:
 
 
 def running_addresses(directory: RunDirectory) -> dict[str, str]:
-    """The addresses of a run that is running."""
     try:
         found: dict[str, str] = json.loads(directory.addresses_file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

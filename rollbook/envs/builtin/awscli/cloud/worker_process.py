@@ -4,6 +4,8 @@ Messages are JSON: `run` runs one command line of the agent, `calls` calls the A
 that is killed when it exceeds its time. Both are confined to the scratch directory and the one endpoint.
 """
 
+import base64
+import datetime
 import gc
 import itertools
 import json
@@ -20,12 +22,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import awscli  # type: ignore[import-untyped]  # noqa: F401 - first: it brings its own botocore under this name
+from botocore.config import Config  # type: ignore[import-untyped]  # the package ships no types
+from botocore.exceptions import (  # type: ignore[import-untyped]
+    BotoCoreError,
+    ClientError,
+    HTTPClientError,
+    ParamValidationError,
+)
+from botocore.exceptions import ConnectionError as NoConnectionError
+from botocore.session import Session  # type: ignore[import-untyped]
+
 from rollbook.concurrency.child_process.child import connect_to_parent, kill_with_parent
 from rollbook.concurrency.child_process.frames import BlockingFrames
-from rollbook.envs.builtin.awscli.cloud.api import Api
 from rollbook.envs.builtin.awscli.cloud.warm_cli import WarmCli
 from rollbook.envs.sandboxes.confinement import Permissions, confine, interpreter_roots, limit_resources, package_root
 
+# Grading reads only small files; the rest of a longer body is not read.
+BODY_BYTES = 2**18
 MEMORY_BYTES = 4 * 2**30
 FILE_BYTES = 64 * 2**20
 TIMED_OUT = 124
@@ -33,6 +47,59 @@ DIED = 137
 MESSAGE_BYTES = 2**16
 # A command leaves about half a megabyte of garbage: 64 of them are collected within 50 ms.
 MESSAGES_BETWEEN_COLLECTIONS = 64
+
+
+class Api:
+    """API calls for set-up checks and grading, which the agent cannot observe. Cached clients, one for each service and region."""
+
+    def __init__(self, *, endpoint: str | None, loader: Any) -> None:
+        self._endpoint = endpoint
+        self._session = Session()
+        self._session.register_component("data_loader", loader)
+        self._clients: dict[tuple[str, str | None], Any] = {}
+
+    def call_all(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The answers, in order: a result, an error code, or the reason why there is no answer."""
+        return [self._call(**call) for call in calls]
+
+    def client(self, service: str, region: str | None = None) -> Any:
+        client = self._clients.get((service, region))
+        if client is None:
+            config = Config(retries={"max_attempts": 0}, connect_timeout=5, read_timeout=15)
+            client = self._clients[service, region] = self._session.create_client(
+                service, region_name=region, endpoint_url=self._endpoint, config=config
+            )
+        return client
+
+    def _call(
+        self, *, service: str, operation: str, params: dict[str, Any], region: str | None = None
+    ) -> dict[str, Any]:
+        try:
+            return {"result": plain(getattr(self.client(service, region), operation)(**params))}
+        except ClientError as error:
+            return {"code": error.response["Error"].get("Code", ""), "message": str(error)}
+        except (HTTPClientError, NoConnectionError) as error:
+            return {"unreachable": str(error)}
+        except (ParamValidationError, BotoCoreError, AttributeError, TypeError) as error:
+            return {"invalid": f"{service}.{operation}: {type(error).__name__}: {error}"}
+
+
+def plain(value: Any) -> Any:
+    """An API response as JSON values."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items() if key != "ResponseMetadata"}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, datetime.datetime):
+        return value.isoformat()
+    if hasattr(value, "read"):
+        value = value.read(BODY_BYTES)
+    if isinstance(value, bytes | bytearray):
+        try:
+            return bytes(value).decode("utf-8")
+        except UnicodeDecodeError:
+            return base64.b64encode(bytes(value)).decode("ascii")
+    return value
 
 
 def run_in_fork(
