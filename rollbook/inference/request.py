@@ -3,6 +3,7 @@
 import asyncio
 import time
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from rollbook.contracts.policy import (
 from rollbook.inference.engine import TokenConstraint
 
 _MASK_64 = (1 << 64) - 1
+_SEED_FACTOR = 0x9E3779B97F4A7C15
 
 
 class BadRequestError(EpisodeError, ValueError):
@@ -216,13 +218,15 @@ def token_array(tokens: TokenIds) -> NDArray[np.int32]:
     return np.frombuffer(array("i", tokens), dtype=np.int32)
 
 
-def seeded_uniforms(seed: int, start: int, count: int) -> NDArray[np.float64]:
-    """The random numbers in [0, 1) for `count` tokens of a request with this seed, from token `start` on (splitmix64).
+def seeded_uniforms(seeds: Sequence[int], counts: Sequence[int], *, start: int = 0) -> NDArray[np.float64]:
+    """Random numbers in [0, 1) for the tokens of requests, one request after the other (splitmix64).
 
-    Independent of other requests.
+    They depend on a request's seed and on the index of the token. `start`: the index of the first token of each request.
     """
-    mixed = np.arange(start + 1, start + 1 + count, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
-    mixed += np.uint64(seed * 0x9E3779B97F4A7C15 & _MASK_64)
+    firsts = np.cumsum(counts, dtype=np.uint64) - np.array(counts, dtype=np.uint64)
+    offsets = np.array([seed * _SEED_FACTOR & _MASK_64 for seed in seeds], dtype=np.uint64)
+    indices = np.arange(start + 1, start + 1 + sum(counts), dtype=np.uint64) - np.repeat(firsts, counts)
+    mixed = indices * np.uint64(0xD1B54A32D192ED03) + np.repeat(offsets, counts)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     uniforms: NDArray[np.float64] = ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(11)) / (1 << 53)
