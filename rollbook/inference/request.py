@@ -154,10 +154,11 @@ class Request:
         )
 
     def completion(self, reason: FinishReason) -> Completion:
+        """The result of a request that has ended: its arrays are shared, so no token can be added afterwards."""
         return Completion(
-            token_ids=np.frombuffer(self.tokens[:], np.int32),
-            logprobs=np.frombuffer(self.logprobs[:], np.float32),
-            versions=np.frombuffer(self.versions[:], np.int32),
+            token_ids=np.frombuffer(self.tokens, np.int32),
+            logprobs=np.frombuffer(self.logprobs, np.float32),
+            versions=np.frombuffer(self.versions, np.int32),
             finish_reason=reason,
             generation_s=time.monotonic() - self.started_at if self.tokens else 0.0,
             cached_tokens=self.cached_tokens,
@@ -201,7 +202,8 @@ def checked_prompt(prompt_ids: TokenIds, *, vocab_size: int, max_length: int) ->
         prompt = token_array(prompt_ids)
     except OverflowError:
         prompt = None
-    if prompt is None or prompt.min() < 0 or prompt.max() >= vocab_size:
+    # As an unsigned integer a negative token is larger than any vocabulary.
+    if prompt is None or prompt.view(np.uint32).max() >= vocab_size:
         position, token = next((at, token) for at, token in enumerate(prompt_ids) if not 0 <= token < vocab_size)
         raise BadRequestError(
             f"token {token} at position {position} of the prompt is outside the vocabulary of {vocab_size}",

@@ -122,5 +122,7 @@ def test_seeded_uniforms_are_spread_and_differ_by_seed_and_position() -> None:
     assert len(np.unique(drawn)) == len(drawn)
     assert ((drawn >= 0) & (drawn < 1)).all()
     assert (seeded_uniforms([7], [30], start=20) == drawn[7 * 50 + 20 : 8 * 50]).all()
-    assert (seeded_uniforms([3, 7], [5, 50]) == np.concatenate([drawn[3 * 50 : 3 * 50 + 5], drawn[7 * 50 : 8 * 50]])).all()
+    assert (
+        seeded_uniforms([3, 7], [5, 50]) == np.concatenate([drawn[3 * 50 : 3 * 50 + 5], drawn[7 * 50 : 8 * 50]])
+    ).all()
     assert np.histogram(drawn, bins=10, range=(0, 1))[0].min() > 140
