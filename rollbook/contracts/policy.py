@@ -2,14 +2,17 @@
 
 A *publication* is one set of weights pushed to the engines. Its id is never reused; its `step` is the policy version from which lag
 is computed (0 for the initial weights). Each token carries the id of the publication that sampled it.
+
+Values of every turn are msgspec structs: creating one takes a tenth of the time of a frozen dataclass.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,8 +39,7 @@ class Publication:
     digest: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How a completion is sampled. The trainer computes logprobs at the same temperature."""
 
     max_tokens: int = 256
@@ -83,8 +85,7 @@ class TopLogprobs:
     logprobs: NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens: ids, logprobs of the sampling distribution, and the publication of each token."""
 
     token_ids: NDArray[np.int32]
@@ -106,8 +107,7 @@ class Completion:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenChunk:
+class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a streaming request that were sampled since its last chunk."""
 
     token_ids: NDArray[np.int32]
@@ -127,7 +127,7 @@ Sampled = TypeVar("Sampled", Completion, TokenChunk)
 def first_tokens(sampled: Sampled, count: int) -> Sampled:
     """Without the tokens after the first `count`."""
     tops = sampled.tops
-    return replace(
+    return msgspec.structs.replace(
         sampled,
         token_ids=sampled.token_ids[:count],
         logprobs=sampled.logprobs[:count],

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from rollbook.contracts.policy import (
 from rollbook.inference.engine import TokenConstraint
 
 _MASK_64 = (1 << 64) - 1
+_SEED_FACTOR = 0x9E3779B97F4A7C15
 
 
 class BadRequestError(EpisodeError, ValueError):
@@ -152,10 +154,11 @@ class Request:
         )
 
     def completion(self, reason: FinishReason) -> Completion:
+        """The result of a request that has ended: its arrays are shared, so no token can be added afterwards."""
         return Completion(
-            token_ids=np.frombuffer(self.tokens[:], np.int32),
-            logprobs=np.frombuffer(self.logprobs[:], np.float32),
-            versions=np.frombuffer(self.versions[:], np.int32),
+            token_ids=np.frombuffer(self.tokens, np.int32),
+            logprobs=np.frombuffer(self.logprobs, np.float32),
+            versions=np.frombuffer(self.versions, np.int32),
             finish_reason=reason,
             generation_s=time.monotonic() - self.started_at if self.tokens else 0.0,
             cached_tokens=self.cached_tokens,
@@ -199,7 +202,8 @@ def checked_prompt(prompt_ids: TokenIds, *, vocab_size: int, max_length: int) ->
         prompt = token_array(prompt_ids)
     except OverflowError:
         prompt = None
-    if prompt is None or prompt.min() < 0 or prompt.max() >= vocab_size:
+    # As an unsigned integer a negative token is larger than any vocabulary.
+    if prompt is None or prompt.view(np.uint32).max() >= vocab_size:
         position, token = next((at, token) for at, token in enumerate(prompt_ids) if not 0 <= token < vocab_size)
         raise BadRequestError(
             f"token {token} at position {position} of the prompt is outside the vocabulary of {vocab_size}",
@@ -216,13 +220,15 @@ def token_array(tokens: TokenIds) -> NDArray[np.int32]:
     return np.frombuffer(array("i", tokens), dtype=np.int32)
 
 
-def seeded_uniforms(seed: int, start: int, count: int) -> NDArray[np.float64]:
-    """The random numbers in [0, 1) for `count` tokens of a request with this seed, from token `start` on (splitmix64).
+def seeded_uniforms(seeds: Sequence[int], counts: Sequence[int], *, start: int = 0) -> NDArray[np.float64]:
+    """Random numbers in [0, 1) for the tokens of requests, one request after the other (splitmix64).
 
-    Independent of other requests.
+    They depend on a request's seed and on the index of the token. `start`: the index of the first token of each request.
     """
-    mixed = np.arange(start + 1, start + 1 + count, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
-    mixed += np.uint64(seed * 0x9E3779B97F4A7C15 & _MASK_64)
+    firsts = np.cumsum(counts, dtype=np.uint64) - np.array(counts, dtype=np.uint64)
+    offsets = np.array([seed * _SEED_FACTOR & _MASK_64 for seed in seeds], dtype=np.uint64)
+    indices = np.arange(start + 1, start + 1 + sum(counts), dtype=np.uint64) - np.repeat(firsts, counts)
+    mixed = indices * np.uint64(0xD1B54A32D192ED03) + np.repeat(offsets, counts)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     uniforms: NDArray[np.float64] = ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(11)) / (1 << 53)

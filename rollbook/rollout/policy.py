@@ -4,12 +4,13 @@ Both are in a context variable that is set once per episode, so a rollout functi
 aborted is continued from its partial tokens; each token keeps the version that sampled it.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import final
+
+import msgspec
 
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.retry import backoff
@@ -122,7 +123,7 @@ class EpisodePolicy:
         max_tokens = params.max_tokens if max_tokens is None else max_tokens
         stops = params.stop_token_ids if stop_token_ids is None else tuple(stop_token_ids)
         if max_tokens != params.max_tokens or stops != params.stop_token_ids:
-            params = dataclasses.replace(params, max_tokens=max_tokens, stop_token_ids=stops)
+            params = msgspec.structs.replace(params, max_tokens=max_tokens, stop_token_ids=stops)
         if params.grammar is not None:
             on_tokens = None  # an aborted request with a grammar starts again
         started = self._clock.now()
@@ -153,7 +154,7 @@ class EpisodePolicy:
                 partial = first_tokens(partial, 0)
             left = params.max_tokens - len(partial.token_ids)
             if left <= 0:
-                return dataclasses.replace(partial, finish_reason=FinishReason.LENGTH)
+                return msgspec.structs.replace(partial, finish_reason=FinishReason.LENGTH)
             self.continued += 1
             with pause_episode_time():
                 await self._clock.sleep(next(waits))
@@ -161,7 +162,7 @@ class EpisodePolicy:
             seed = None if params.seed is None else params.seed + len(partial.token_ids)
             rest = await self._request(
                 [*prompt_ids, *partial.token_ids.tolist()],
-                dataclasses.replace(params, max_tokens=left, seed=seed),
+                msgspec.structs.replace(params, max_tokens=left, seed=seed),
                 on_tokens,
             )
             empty = empty + 1 if len(rest.token_ids) == 0 else 0

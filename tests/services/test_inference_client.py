@@ -288,6 +288,28 @@ async def test_an_invalid_frame_closes_the_connection_and_its_requests_are_cance
         await until(lambda: engine.stats().running == 0)
 
 
+async def test_completions_that_end_shortly_after_each_other_share_frames(tiny: TinyModel) -> None:
+    count = 60
+    async with (
+        opened(tiny, scripted=ScriptedConfig(token_s=0)) as (_, _, url),
+        aiohttp.ClientSession() as session,
+        session.ws_connect(url + STREAM_PATH) as socket,
+    ):
+        requests = [
+            StreamedRequest.of(tokens, [1], SamplingParams(max_tokens=tokens), min_publication=0)
+            for tokens in range(1, count + 1)
+        ]
+        await socket.send_bytes(msgspec.msgpack.encode(ClientFrame(requests, [])))
+        frames: list[list[int]] = []
+        while sum(map(len, frames)) < count:
+            message = await socket.receive()
+            frames.append([outcome.id for outcome in msgspec.msgpack.decode(message.data, type=ServerFrame).outcomes])
+    assert [number for frame in frames for number in frame] == list(range(1, count + 1)), (
+        "in the order in which they end"
+    )
+    assert len(frames) < count / 2
+
+
 async def test_a_stopping_server_sends_the_outcomes_that_are_ready(tiny: TinyModel) -> None:
     async with tiny.engine("scripted", published=1) as engine, AsyncExitStack() as stack:
         url = await stack.enter_async_context(serve(build_app(engine, engine_config("scripted"))))

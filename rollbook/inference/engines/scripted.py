@@ -6,10 +6,12 @@ system in seconds. Its logprobs are exact: 0 for a script, and uniform over the 
 
 import asyncio
 import math
+import random
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -91,25 +93,38 @@ def load_script(path: str, model_dir: Path | None) -> Script:
 class _Running:
     """A running request. Its tokens are drawn when it starts, but with a grammar each token decides which ones may follow."""
 
-    __slots__ = ("drawn", "logprob", "num_hidden", "reason", "reply", "request")
+    __slots__ = ("drawn", "due_step", "first_step", "logprob", "reason", "reply", "request")
 
-    def __init__(self, request: Request, reply: Reply | None) -> None:
+    def __init__(self, request: Request, reply: Reply | None, *, first_step: int) -> None:
         self.request = request
         self.reply = reply
+        self.first_step = self.due_step = first_step
+        """The step of its first token, and the next step in which its tokens are needed."""
         self.drawn: NDArray[np.int32] | None = None
         """All tokens of the completion; None with a grammar."""
-        self.num_hidden = 0
-        """Steps for which only the version of the token is recorded. The request gets these tokens together with its last one."""
         self.logprob = 0.0
         self.reason = FinishReason.LENGTH
 
-    def add_drawn(self) -> None:
-        """Give the request the drawn tokens that have a version, that is, whose step was taken."""
+    def draw(self, tokens: NDArray[np.int32]) -> None:
+        """Set the tokens of the completion, which ends with the first stop token."""
+        request = self.request
+        if request.sampling.stop_token_ids:
+            stops = np.flatnonzero(np.isin(tokens, list(request.sampling.stop_token_ids)))
+            if len(stops):
+                tokens = tokens[: stops[0] + 1]
+                self.reason = FinishReason.STOP
+        self.drawn = tokens
+        if request.on_tokens is None and not request.sampling.top_logprobs:
+            self.due_step += len(tokens) - 1
+
+    def add_drawn(self, *, next_step: int, publication: int) -> None:
+        """Give the request its tokens of the steps before `next_step`. `publication` has sampled all that it does not have yet."""
         request = self.request
         if self.drawn is not None:
-            new = self.drawn[len(request.tokens) : len(request.versions)]
+            new = self.drawn[len(request.tokens) : next_step - self.first_step]
             request.tokens.frombytes(new.tobytes())
             request.logprobs.extend([self.logprob] * len(new))
+            request.versions.extend([publication] * len(new))
 
 
 class ScriptedEngine:
@@ -127,7 +142,7 @@ class ScriptedEngine:
         self._script = script
         self._clock = clock or SystemClock()
         self._busy = BusyPeriods(spans)
-        self._rng = np.random.default_rng(config.seed)
+        self._rng = random.Random(config.seed)
         self._gate = Gate()
         self._publication: Publication | None = None
         self._adapter: Adapter | None = None
@@ -187,17 +202,17 @@ class ScriptedEngine:
                 f"the queue is full ({self._config.max_queued} requests); try again later", retry_after_s=0.2
             )
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append(
-            checked_request(
-                prompt_ids,
-                sampling,
-                vocab_size=self.vocab_size,
-                max_model_len=self.max_model_len,
-                future=future,
-                on_tokens=on_tokens,
-                constraint=constraint,
-            )
+        request = checked_request(
+            prompt_ids,
+            sampling,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            future=future,
+            on_tokens=on_tokens,
+            constraint=constraint,
         )
+        request.seed = self._rng.getrandbits(64) if sampling.seed is None else sampling.seed
+        self._waiting.append(request)
         self._woken.set()
         return future
 
@@ -249,6 +264,7 @@ class ScriptedEngine:
                 checked_settings(adapter.settings)
             await asyncio.to_thread(check)
             # A step has no await in it, so this is always between two steps.
+            self._add_drawn()
             self._publication, self._adapter = publication, adapter
             self._busy.updated(started, publication=publication.id, step=publication.step)
 
@@ -273,12 +289,18 @@ class ScriptedEngine:
         return num_running + len(waiting)
 
     def _abort_running(self) -> int:
+        self._add_drawn()
         aborted = [*self._running]
         self._running.clear()
         for running in aborted:
-            running.add_drawn()
             self._complete(running.request, FinishReason.ABORT)
         return len(aborted)
+
+    def _add_drawn(self) -> None:
+        """Give all running requests the tokens of the steps so far."""
+        if self._publication is not None:
+            for running in self._running:
+                running.add_drawn(next_step=self._steps, publication=self._publication.id)
 
     async def pause(self, mode: PauseMode) -> None:
         self._require_open()
@@ -332,16 +354,10 @@ class ScriptedEngine:
         if self._publication is None or not self._gate.may_step:
             return
         self._admit()
-        tokens = num_ended = 0
-        publication = self._publication.id
-        for running in self._running:
+        step, publication, num_ended = self._steps, self._publication.id, 0
+        for running in [running for running in self._running if running.due_step == step]:
             request = running.request
             if request.future.done():
-                continue
-            tokens += 1
-            if running.num_hidden:
-                running.num_hidden -= 1
-                request.versions.append(publication)
                 continue
             try:
                 reason = self._sample(running, publication)
@@ -351,6 +367,8 @@ class ScriptedEngine:
             if reason is not None:
                 self._complete(request, reason)
                 num_ended += 1
+            running.due_step += 1
+        tokens = len(self._running)
         self._steps += 1
         self._tokens += tokens
         self._busy.step(started, time.time(), requests=num_ended, tokens=tokens, publication=publication)
@@ -361,8 +379,7 @@ class ScriptedEngine:
         if drawn is None:
             reason = self._sample_allowed(request, running.reply, publication)
         else:
-            request.versions.append(publication)
-            running.add_drawn()
+            running.add_drawn(next_step=self._steps + 1, publication=publication)
             reason = running.reason if len(request.tokens) == len(drawn) else None
         if request.sampling.top_logprobs:
             self._add_tops(request, running.reply)
@@ -380,13 +397,13 @@ class ScriptedEngine:
             free_slots=self._config.max_running - len(self._running),
             max_tokens=self._config.step_prefill_tokens or ROUND_TOKENS,
         )
-        for _ in range(count):
-            request = self._waiting.popleft()
-            if not request.future.done():
-                self._start(request)
+        admitted = [self._waiting.popleft() for _ in range(count)]
+        self._draw([running for request in admitted if (running := self._start(request)) is not None])
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: Request) -> _Running | None:
         """A script is user code: its exception, or an invalid reply, fails its own request only."""
+        if request.future.done():
+            return None
         try:
             reply = self._reply(request)
         except Exception as error:
@@ -394,11 +411,10 @@ class ScriptedEngine:
                 f"the script failed on prompt {request.prompt.tolist()}: {type(error).__name__}: {error}"
             )
             request.future.set_exception(failure)
-            return
-        running = _Running(request, reply)
-        if request.constraint is None:
-            self._draw(running)
+            return None
+        running = _Running(request, reply, first_step=self._steps)
         self._running.append(running)
+        return running
 
     def _reply(self, request: Request) -> Reply | None:
         if self._script is None:
@@ -409,33 +425,29 @@ class ScriptedEngine:
             raise ValueError(f"its reply {list(reply)} is empty or outside the vocabulary of {self.vocab_size}")
         return reply
 
-    def _draw(self, running: _Running) -> None:
-        """Draw all tokens of a request."""
-        request, reply = running.request, running.reply
-        if reply is not None:
-            tokens = np.array(reply[: request.limit], dtype=np.int32)
-            running.reason = FinishReason.STOP if len(reply) < request.limit else FinishReason.LENGTH
-        else:
-            tokens = (self._uniforms(request, request.limit) * self.vocab_size).astype(np.int32)
+    def _draw(self, started: Sequence[_Running]) -> None:
+        """Draw all tokens of new requests, those of the random policy together."""
+        sampled: list[_Running] = []
+        for running in started:
+            request, reply = running.request, running.reply
+            if request.constraint is not None:
+                continue
+            request.start()
+            if reply is not None:
+                running.reason = FinishReason.STOP if len(reply) < request.limit else FinishReason.LENGTH
+                running.draw(np.array(reply[: request.limit], dtype=np.int32))
+                continue
             running.logprob = -math.log(self.vocab_size)
-        if request.sampling.stop_token_ids:
-            stops = np.flatnonzero(np.isin(tokens, list(request.sampling.stop_token_ids)))
-            if len(stops):
-                tokens = tokens[: stops[0] + 1]
-                running.reason = FinishReason.STOP
-        running.drawn = tokens
-        if request.on_tokens is None and not request.sampling.top_logprobs:
-            running.num_hidden = len(tokens) - 1
-        request.start()
-
-    def _uniforms(self, request: Request, count: int) -> NDArray[np.float64]:
-        """Random numbers in [0, 1) for the next `count` tokens of a request; zeros with temperature 0."""
-        sampling = request.sampling
-        if sampling.temperature == 0:
-            return np.zeros(count)
-        if sampling.seed is None:
-            return self._rng.random(count)
-        return seeded_uniforms(sampling.seed, len(request.tokens), count)
+            if request.sampling.temperature == 0:
+                running.draw(np.zeros(request.limit, dtype=np.int32))
+            else:
+                sampled.append(running)
+        if sampled:
+            counts = [running.request.limit for running in sampled]
+            uniforms = seeded_uniforms([running.request.seed for running in sampled], counts)
+            tokens = (uniforms * self.vocab_size).astype(np.int32)
+            for running, end in zip(sampled, accumulate(counts), strict=True):
+                running.draw(tokens[end - running.request.limit : end])
 
     def _sample_allowed(self, request: Request, reply: Reply | None, publication: int) -> FinishReason | None:
         """Add a token that the grammar allows. Returns a reason if it is the last."""
@@ -443,7 +455,8 @@ class ScriptedEngine:
         mask = request.update_mask()
         allowed = np.arange(self.vocab_size) if mask is None else np.flatnonzero(np.unpackbits(mask, bitorder="little"))
         if reply is None:
-            token, logprob = int(allowed[int(self._uniforms(request, 1)[0] * len(allowed))]), -math.log(len(allowed))
+            uniform = seeded_uniforms([request.seed], [1], start=index)[0] if request.sampling.temperature else 0.0
+            token, logprob = int(allowed[int(uniform * len(allowed))]), -math.log(len(allowed))
         elif reply[index] in allowed:
             token, logprob = reply[index], 0.0
         else:

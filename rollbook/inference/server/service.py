@@ -120,7 +120,7 @@ class PolicyService:
         on_tokens: OnTokens | None = None,
     ) -> asyncio.Future[Completion]:
         """Start one completion of token ids. Cancel the future to free its slot."""
-        self._admit(1, min_publication)
+        self._require_publication(min_publication)
         return self.engine.submit(prompt, sampling, on_tokens=on_tokens)
 
     @contextmanager
@@ -137,7 +137,8 @@ class PolicyService:
         grammar: CompiledGrammar | None = None,
     ) -> Iterator[list[Generation]]:
         """Start a generation for each prompt, or none of them. Leaving the block frees their slots."""
-        self._admit(len(requests), min_publication)
+        self._require_publication(min_publication)
+        self._require_queue_space(len(requests))
         started: list[Generation] = []
         try:
             # Append one by one: if the engine rejects a request, the generations started before it are abandoned below.
@@ -169,7 +170,7 @@ class PolicyService:
         """Abort requests by the ids that their senders chose. Returns the number of aborted completions."""
         return sum(generation.abort() for name in request_ids for generation in self._by_request_id.get(name, ()))
 
-    def _admit(self, count: int, min_publication: int) -> None:
+    def _require_publication(self, min_publication: int) -> None:
         if self.is_draining:
             raise DrainingError("this server is shutting down; use another replica or retry later", retry_after_s=1.0)
         publication = self.engine.publication
@@ -179,6 +180,9 @@ class PolicyService:
                 f"the request requires publication {min_publication} or newer, this server has {current}",
                 retry_after_s=RETRY_AFTER_S,
             )
+
+    def _require_queue_space(self, count: int) -> None:
+        """The engine itself checks the space for one request."""
         if self.engine.stats().queued + count > self.config.max_queued:
             raise QueueFullError(
                 f"the queue is full ({self.config.max_queued} requests); retry later", retry_after_s=RETRY_AFTER_S

@@ -349,7 +349,7 @@ class TokenCompletion(msgspec.Struct, array_like=True):
 
 
 def _bytes(values: NDArray[Any], dtype: type) -> memoryview:
-    return np.ascontiguousarray(values, dtype=dtype).reshape(-1).data
+    return np.ascontiguousarray(values, dtype=dtype).data
 
 
 class TokenReply(msgspec.Struct):

@@ -1,8 +1,8 @@
 """Frames of `GET /inference/v1/stream`, a WebSocket over which one client sends many requests at the same time.
 
-Frames are MessagePack. A frame holds all messages that were ready when it was sent, so the cost of a request falls as the load
-grows. Outcomes arrive in the order in which the requests end; the tokens of a streamed request arrive before its outcome. Closing
-the connection cancels its requests.
+Frames are MessagePack. A frame holds all messages that were ready when it was sent, and the server waits a little between two
+frames, so the cost of a request falls as the load grows. Outcomes arrive in the order in which the requests end; the tokens of a
+streamed request arrive before its outcome. Closing the connection cancels its requests.
 """
 
 from typing import Self

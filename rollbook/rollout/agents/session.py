@@ -7,8 +7,10 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from rollbook.contracts.errors import EpisodeError, RollbookError
 from rollbook.contracts.output_formats import (
@@ -181,7 +183,7 @@ class ProxySession:
             sampled = await self._policy.complete(
                 prompt.token_ids,
                 max_tokens=max_tokens,
-                sampling=replace(self._sampling, grammar=grammar, top_logprobs=request.top_logprobs)
+                sampling=msgspec.structs.replace(self._sampling, grammar=grammar, top_logprobs=request.top_logprobs)
                 if grammar is not None or request.top_logprobs
                 else None,
                 on_tokens=None if stream is None else stream.feed,
@@ -277,7 +279,7 @@ class ProxySession:
             kept += 1
             before += search.feed(decoder.feed(ids[kept - 1 : kept]))
         before += search.feed(decoder.finish())
-        return before, replace(first_tokens(sampled, kept), finish_reason=FinishReason.STOP), ""
+        return before, msgspec.structs.replace(first_tokens(sampled, kept), finish_reason=FinishReason.STOP), ""
 
     def build(
         self,

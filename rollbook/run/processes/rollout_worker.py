@@ -1,11 +1,11 @@
 """The parts of a rollout worker process: policy client, tokenizer, environments. Built inside the worker from plain values."""
 
-import dataclasses
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from pydantic import SecretStr
 
 from rollbook.access.tokens import read_token
@@ -36,7 +36,7 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
     sampling = rollout.sampling.params(tokenizer.eos_token_ids)
     if settings.get("is_greedy"):
         # For evaluation only; training always samples.
-        sampling = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
+        sampling = msgspec.structs.replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
     try:
         async with (
             _members(settings, log) as (policies, env_servers),

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 from pydantic import BaseModel
 
 import rollbook
@@ -104,8 +105,12 @@ def _members(kind: type) -> Iterator[str]:
     if issubclass(kind, enum.Enum):
         rows += [(member.name, str(member.value)) for member in kind]
     documented = field_docs(kind)
+    fields: list[str] = []
     if dataclasses.is_dataclass(kind):
-        rows += [(field.name, documented[field.name]) for field in dataclasses.fields(kind) if field.name in documented]
+        fields = [field.name for field in dataclasses.fields(kind)]
+    elif issubclass(kind, msgspec.Struct):
+        fields = list(kind.__struct_fields__)
+    rows += [(name, documented[name]) for name in fields if name in documented]
     for name, member in inspect.getmembers_static(kind):
         if name.startswith("_") or not _is_ours(kind, name):
             continue

@@ -115,4 +115,4 @@ def test_the_keys_of_a_row_are_the_uniforms_of_its_seed_and_count() -> None:
     table.prepare()
     uniforms = (table.keys.view(np.uint64) >> np.uint64(11)) / 2**53
     for row, seed in enumerate([0, 7, 2**64 - 1]):
-        assert uniforms[row] == seeded_uniforms(seed, row * 5, 1)[0]
+        assert uniforms[row] == seeded_uniforms([seed], [1], start=row * 5)[0]

@@ -118,8 +118,11 @@ def test_errors_can_be_pickled() -> None:
 
 
 def test_seeded_uniforms_are_spread_and_differ_by_seed_and_position() -> None:
-    drawn = np.concatenate([seeded_uniforms(seed, 0, 50) for seed in range(40)])
+    drawn = seeded_uniforms(range(40), [50] * 40)
     assert len(np.unique(drawn)) == len(drawn)
     assert ((drawn >= 0) & (drawn < 1)).all()
-    assert (seeded_uniforms(7, 20, 30) == drawn[7 * 50 + 20 : 8 * 50]).all()
+    assert (seeded_uniforms([7], [30], start=20) == drawn[7 * 50 + 20 : 8 * 50]).all()
+    assert (
+        seeded_uniforms([3, 7], [5, 50]) == np.concatenate([drawn[3 * 50 : 3 * 50 + 5], drawn[7 * 50 : 8 * 50]])
+    ).all()
     assert np.histogram(drawn, bins=10, range=(0, 1))[0].min() > 140

@@ -24,6 +24,8 @@ from rollbook.inference.wire.token_stream import (
 MAX_FRAME_BYTES = 64 * 2**20
 HEARTBEAT_S = 30.0
 """A client that does not respond for half of this time is gone; its requests are cancelled."""
+FRAME_INTERVAL_S = 0.002
+"""Least time between two frames of a connection. Adds at most this to a turn; fewer and larger frames take less CPU time."""
 
 
 class TokenStreamRoutes:
@@ -129,14 +131,15 @@ class TokenStream:
         """Send outcomes and streamed tokens to the client.
 
         Takes:  outcomes of requests, as they end, and tokens of streamed requests.
-        Gives:  frames with all messages since the last one.
-        Waits:  for the next message, and for a client that reads slowly.
+        Gives:  frames with all messages since the last one. The first message after a pause is sent at once.
+        Waits:  for the next message, for a client that reads slowly, and `FRAME_INTERVAL_S` after each frame.
         Ends:   on cancellation, or when the connection is lost.
         """
         with suppress(ConnectionError):
             while True:
                 await self._has_messages.wait()
                 await self._send_ready()
+                await asyncio.sleep(FRAME_INTERVAL_S)
 
     async def _send_ready(self) -> None:
         frame = ServerFrame(self._outcomes, self._tokens)

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import extend_search_path, load_on_demand
@@ -54,7 +56,7 @@ class PrintingPolicy:
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         if self._is_greedy:
-            sampling = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
+            sampling = msgspec.structs.replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
         ids: list[int] = []
         printed = ""
 
