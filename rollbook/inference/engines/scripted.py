@@ -328,7 +328,7 @@ class ScriptedEngine:
         """
         try:
             while True:
-                self._running = [running for running in self._running if not running.request.future.done()]
+                self._forget_done()
                 if not self._running:
                     self._gate.drained()
                 if not self._gate.may_step:
@@ -349,10 +349,14 @@ class ScriptedEngine:
                 if not request.future.done():
                     request.future.set_exception(EngineClosedError("the engine was closed before the request finished"))
 
+    def _forget_done(self) -> None:
+        self._running = [running for running in self._running if not running.request.future.done()]
+
     def _step(self, started: float) -> None:
         """Admit, then sample one token for each running request. Does nothing if the engine was paused during the wait."""
         if self._publication is None or not self._gate.may_step:
             return
+        self._forget_done()  # those that were cancelled during the wait
         self._admit()
         step, publication, num_ended = self._steps, self._publication.id, 0
         for running in [running for running in self._running if running.due_step == step]:
