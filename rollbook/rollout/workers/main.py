@@ -51,10 +51,10 @@ from rollbook.rollout.workers.spec import WorkerSpec
 
 EXIT_FAILED = 3
 """Exit status after a failure that was reported to the parent."""
-YOUNG_OBJECTS = 50_000
+YOUNG_OBJECTS = 100_000
 """More objects than at the last collection of garbage that start the next one. 10,000 episodes hold 600,000."""
-FULL_COLLECTION_S = 60.0
-"""Between two collections of all objects. With 10,000 episodes one takes up to half a second."""
+YOUNG_COLLECTIONS = 2
+"""Collections of young objects until those that survived are collected too: few, because that pause grows with their number."""
 
 Builder = Callable[[dict[str, Any]], AbstractAsyncContextManager[RolloutSetup]]
 
@@ -82,9 +82,9 @@ class WorkerLoop:
         try:
             async with asyncio.TaskGroup() as group:
                 beating = group.create_task(heartbeat(self._beat), name="worker.heartbeat")
-                collecting = group.create_task(collect_garbage(), name="worker.garbage")
                 await self._take_orders(group)
-                for task in (beating, collecting, *self._playing.values()):
+                beating.cancel()
+                for task in self._playing.values():
                     task.cancel()
         except BaseExceptionGroup as errors:
             raise first_error(errors) from errors
@@ -138,13 +138,6 @@ class WorkerLoop:
         await self._parent.drain()
 
 
-async def collect_garbage() -> None:
-    """Search all objects now and then. Only garbage of user code that lived long is left for it."""
-    while True:
-        await asyncio.sleep(FULL_COLLECTION_S)
-        gc.collect()
-
-
 async def work(sock: socket.socket) -> int:
     parent = await Frames.open(sock)
     this_task = asyncio.current_task()
@@ -190,8 +183,7 @@ async def _serve(spec: WorkerSpec, parent: Frames) -> None:
         transcripts = TranscriptLog(setup.log, decode=setup.tokenizer.decode)
         # Objects of waiting episodes live long. By default the collector would search them after every 700 new objects.
         gc.freeze()
-        # Those that survive two collections are searched by `collect_garbage` only.
-        gc.set_threshold(YOUNG_OBJECTS, 1, 1_000_000)
+        gc.set_threshold(YOUNG_OBJECTS, YOUNG_COLLECTIONS, 10)
         await WorkerLoop(assembler, parent, continued=lambda: setup.policy.continued, on_finished=transcripts.add).run()
 
 

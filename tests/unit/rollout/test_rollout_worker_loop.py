@@ -1,20 +1,15 @@
 """The loop of a worker process, over a real connection to its parent."""
 
 import asyncio
-import gc
 import socket
-import weakref
 from collections import Counter
 from typing import Any
-
-import pytest
 
 from rollbook.concurrency.child_process.frames import Frames
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.task import TaskId
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder
-from rollbook.rollout.workers import main
 from rollbook.rollout.workers.main import WorkerLoop
 from rollbook.rollout.workers.messages import Play, Stop, encode
 
@@ -65,24 +60,3 @@ async def test_orders_that_arrive_together_start_in_different_turns_of_the_event
     parent.close()
     child.close()
     assert max(started_in.values()) <= 2 * SAMPLES
-
-
-async def test_garbage_that_lived_long_is_collected_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Episode:
-        def __init__(self) -> None:
-            self.itself = self
-
-    monkeypatch.setattr(main, "FULL_COLLECTION_S", 0.01)
-    kept = Episode()
-    dead = weakref.ref(kept)
-    gc.collect()  # it is an old object now
-    gc.disable()
-    collecting = asyncio.create_task(main.collect_garbage())
-    try:
-        del kept
-        async with asyncio.timeout(60):
-            while dead() is not None:  # noqa: ASYNC110  # the collector cannot be awaited
-                await asyncio.sleep(0.01)
-    finally:
-        gc.enable()
-        collecting.cancel()
