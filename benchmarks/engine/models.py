@@ -28,6 +28,12 @@ class Shape:
     max_len: int
     tied: bool = True
 
+    @property
+    def layer_parameters(self) -> int:
+        """Of the matrices of one layer."""
+        head = self.hidden // self.heads
+        return self.hidden * head * (2 * self.heads + 2 * self.kv_heads) + 3 * self.hidden * self.ffn
+
 
 SMOLLM2_135M = Shape(layers=30, hidden=576, heads=9, kv_heads=3, ffn=1536, vocab=49152, max_len=8192)
 QWEN_1_5B = Shape(layers=28, hidden=1536, heads=12, kv_heads=2, ffn=8960, vocab=151_936, max_len=4096)

@@ -65,13 +65,10 @@ class Work:
 
     def limit_s(self, shape: Shape, rates: Rates) -> float:
         head = shape.hidden // shape.heads
-        per_layer = (
-            shape.hidden * head * (shape.heads + 2 * shape.kv_heads) + shape.hidden**2 + 3 * shape.hidden * shape.ffn
-        )
-        weights = shape.layers * per_layer + shape.hidden * shape.vocab
+        weights = shape.layers * shape.layer_parameters + shape.hidden * shape.vocab
         cache = 2 * shape.layers * shape.kv_heads * head
         read_s = 2 * (self.steps * weights + self.positions * cache) / rates.bytes_per_s
-        return read_s + 2.0 * shape.layers * per_layer * self.prefilled / rates.flops
+        return read_s + 2.0 * shape.layers * shape.layer_parameters * self.prefilled / rates.flops
 
 
 def work_of(jobs: Sequence[Job], in_flight: int) -> Work:

@@ -180,9 +180,7 @@ async def _play(engine: TransformersEngine, episodes: Sequence[Mapping[str, Any]
 def separate_flops(case: Case, sampled: float) -> float:
     """Of a step that computes every sample alone, prompt included. `sampled`: tokens of a sample, on average."""
     shape, length = case.shape, case.prompt + sampled + (case.turns - 1) * case.observation
-    head = shape.hidden // shape.heads
-    layer = shape.hidden * head * (2 * shape.heads + 2 * shape.kv_heads) + 3 * shape.hidden * shape.ffn
-    body = shape.layers * (layer * length + shape.heads * head * length**2)
+    body = shape.layers * (shape.layer_parameters * length + shape.hidden * length**2)
     return 6.0 * 8 * case.groups * (body + shape.hidden * shape.vocab * sampled)
 
 
