@@ -56,7 +56,7 @@ class PagedBatch:
         self._prefills: list[_Prefill] = []
         self._rounds_waited = 0
         with torch.inference_mode():
-            self._grow(min(pool.limit, first_blocks))
+            self._grow(first_blocks)
 
     def num_admissible(self, waiting: Iterable[Request]) -> int:
         running = self.table.num_owned
@@ -108,7 +108,7 @@ class PagedBatch:
 
     def remove(self, request: Request) -> None:
         if request.cached_kv is not None:
-            self.pool.release(request.cached_kv.blocks)
+            self.pool.release(request.cached_kv)
             request.cached_kv = None
         if any(prefill.request is request for prefill in self._prefills):
             self._prefills = [prefill for prefill in self._prefills if prefill.request is not request]
@@ -143,7 +143,7 @@ class PagedBatch:
         running = sorted(self.table.requests(), key=lambda request: request.order)
         for request in running:
             if request.cached_kv is not None:
-                self.pool.release(request.cached_kv.blocks)
+                self.pool.release(request.cached_kv)
                 request.cached_kv = None
             request.segments = []
             self.table.is_active[request.row] = False
@@ -203,7 +203,7 @@ class PagedBatch:
         self._ensure_free(needed)
         blocks = pool.allocate(needed, are_pins_kept=bool(self.table.is_active.any()))
         if blocks is None:
-            pool.release(row.blocks)
+            pool.release(row)
             return False
         row.blocks += blocks
         request.cached_kv = row

@@ -1,16 +1,15 @@
 """Which blocks of the cache are free, used by rows, or kept for prompts that start with the same tokens. Host side only.
 
-A block holds the keys and values of `size` consecutive tokens. A full block can be *registered*: then it is found by its tokens and
-all tokens before them, so siblings of a group and later turns of an episode share it without a copy. A registered block that no row
-uses stays cached until its space is needed and no other was used less recently. Registered blocks form a tree, in which each block
-finds those that continue it by their tokens, so a match is exact. New weights forget all registrations.
+A block holds the keys and values of `size` consecutive tokens. Full blocks can be *registered*: then they are found by their tokens
+and all tokens before them, so siblings of a group and later turns of an episode share them without a copy. Registered blocks that
+no row uses stay cached until their space is needed and no others were used less recently. They form a tree whose nodes are runs of
+blocks, so a long conversation is a few comparisons, and a match is exact. New weights forget all registrations.
 """
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,23 +20,27 @@ SCRATCH = 0
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A registered block in the tree, or its root."""
+    """Consecutive registered blocks, or the root of the tree, which has none."""
 
-    block: int = SCRATCH
     tokens: bytes = b""
-    siblings: "dict[bytes, _Node]" = field(default_factory=dict)
-    """The children of its parent, this one included."""
+    blocks: list[int] = field(default_factory=list)
+    parent: "_Node | None" = None
     children: "dict[bytes, _Node]" = field(default_factory=dict)
+    """By the tokens of their first block."""
+    num_rows: int = 0
+    """Rows whose tokens include those of this node. A row that ends within a node splits it."""
 
 
 @dataclass(slots=True, eq=False)
 class RowBlocks:
-    """The blocks of one row, in order. The first `num_known` hold registered content; `node` is the last of them in the tree."""
+    """The blocks of one row, in order. The first `num_known` hold registered content, which ends with `node`."""
 
     node: _Node
     weights_generation: int
     blocks: list[int] = field(default_factory=list)
     num_known: int = 0
+    copies: list[int] = field(default_factory=list)
+    """Blocks of the row whose content another row registered first."""
 
 
 class BlockPool:
@@ -57,17 +60,16 @@ class BlockPool:
         self.capacity = 1
         self.weights_generation = 0
         """Changes with the weights. Only rows computed completely since the last change are registered."""
+        self.num_cached = 0
+        """Registered blocks without a row."""
+        self._block_bytes = size * np.dtype(np.int32).itemsize
         self._max_cached = max_cached
         self._pin_s = pin_s
         self._clock = clock
         self._free: list[int] = []
-        self._uses = [0]
-        """Rows that use each block."""
-        self._nodes: list[_Node | None] = [None]
-        """The place of each block in the tree, if it is registered."""
         # Not a dict: finding its first entry takes longer the more entries were removed before it.
-        self._cached: OrderedDict[int, float] = OrderedDict()
-        """Registered blocks without a row, least recently used first, and when they were released."""
+        self._cached: OrderedDict[_Node, float] = OrderedDict()
+        """Nodes without a row and when they were released, least recently used first, and each before its parent."""
         self._root = _Node()
 
     @property
@@ -75,61 +77,32 @@ class BlockPool:
         return len(self._free)
 
     @property
-    def num_cached(self) -> int:
-        return len(self._cached)
-
-    @property
     def num_used(self) -> int:
-        return self.capacity - 1 - len(self._free) - len(self._cached)
+        return self.capacity - 1 - len(self._free) - self.num_cached
 
     def num_available(self, *, are_pins_kept: bool = False) -> int:
         """Blocks that rows could still get, growth and eviction included."""
-        evictable = len(self._cached)
-        if are_pins_kept and self._pin_s:
-            oldest_pinned = self._clock() - self._pin_s
-            evictable = sum(released_at <= oldest_pinned for released_at in self._cached.values())
-        return len(self._free) + evictable + self.limit - self.capacity
+        return len(self._free) + self._num_evictable(are_pins_kept=are_pins_kept) + self.limit - self.capacity
 
     def grow(self, capacity: int) -> None:
         """Add blocks up to `capacity` in all."""
         self._free.extend(range(capacity - 1, self.capacity - 1, -1))
-        self._uses += [0] * (capacity - self.capacity)
-        self._nodes += [None] * (capacity - self.capacity)
         self.capacity = capacity
 
     def match(self, tokens: NDArray[np.int32]) -> RowBlocks:
         """A row that starts with the longest registered prefix of `tokens`, without the last token: its logits must be computed."""
-        node, blocks = self._root, []
-        size = self.size * tokens.itemsize
-        raw = tokens.tobytes()
-        for start in range(0, (len(tokens) - 1) // self.size * size, size):
-            child = node.children.get(raw[start : start + size])
-            if child is None:
-                break
-            node = child
-            blocks.append(child.block)
-        uses = self._uses
-        for block in blocks:
-            if not uses[block]:
-                del self._cached[block]
-            uses[block] += 1
-        return RowBlocks(node, self.weights_generation, blocks, num_known=len(blocks))
+        row = RowBlocks(self._root, self.weights_generation)
+        row.blocks = self._enter(row, tokens.tobytes(), (len(tokens) - 1) // self.size * self._block_bytes)
+        return row
 
     def allocate(self, number: int, *, are_pins_kept: bool = False) -> list[int] | None:
         """Blocks for one row each, evicting the least recently used. None, and no change, if there are not enough."""
         to_evict = number - len(self._free)
-        if to_evict > len(self._cached):
+        if to_evict > self._num_evictable(are_pins_kept=are_pins_kept):
             return None
-        if to_evict > 0 and are_pins_kept and self._pin_s:
-            youngest = next(islice(self._cached.values(), to_evict - 1, to_evict))
-            if youngest > self._clock() - self._pin_s:
-                return None
-        for _ in range(to_evict):
-            self._evict()
+        self._evict(to_evict)
         blocks = self._free[len(self._free) - number :][::-1]
         del self._free[len(self._free) - number :]
-        for block in blocks:
-            self._uses[block] = 1
         return blocks
 
     def register(self, row: RowBlocks, tokens: NDArray[np.int32]) -> None:
@@ -139,51 +112,111 @@ class BlockPool:
         """
         if row.weights_generation != self.weights_generation or not self._max_cached:
             return
-        node = row.node
-        size = self.size * tokens.itemsize
         raw = tokens.tobytes()
-        for start in range(0, len(tokens) // self.size * size, size):
-            content = raw[start : start + size]
-            child = node.children.get(content)
-            if child is None:
-                # If another row registered the same tokens before, this row keeps its copy for itself.
-                block = row.blocks[row.num_known]
-                child = _Node(block, content, siblings=node.children)
-                node.children[content] = self._nodes[block] = child
-            node = child
-            row.num_known += 1
-        row.node = node
+        first, end = row.num_known, len(tokens) // self.size * self._block_bytes
+        shared = self._enter(row, raw, end)
+        row.copies += row.blocks[first : row.num_known]
+        content = raw[len(shared) * self._block_bytes : end]
+        if not content:
+            return
+        blocks = row.blocks[row.num_known : row.num_known + len(content) // self._block_bytes]
+        row.num_known += len(blocks)
+        if row.node.num_rows == 1 and not row.node.children:
+            row.node.tokens += content
+            row.node.blocks += blocks
+        else:
+            new = _Node(content, blocks, parent=row.node, num_rows=1)
+            row.node.children[self._key(new)] = new
+            row.node = new
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """A row no longer uses these blocks. Registered ones stay cached, the end of a sequence is evicted before its start."""
-        now, uses = self._clock(), self._uses
-        for block in reversed(blocks):
-            uses[block] -= 1
-            if uses[block]:
-                continue
-            if self._nodes[block] is None:
-                self._free.append(block)
-            else:
-                self._cached[block] = now
-        while len(self._cached) > self._max_cached:
-            self._evict()
+    def release(self, row: RowBlocks) -> None:
+        """A row no longer uses its blocks. Registered ones stay cached, the end of a sequence is evicted before its start."""
+        self._free += row.copies
+        self._free += reversed(row.blocks[row.num_known :])
+        now, is_current = self._clock(), row.weights_generation == self.weights_generation
+        node = row.node
+        while node.parent is not None:
+            node.num_rows -= 1
+            if not node.num_rows and is_current:
+                self._cached[node] = now
+                self.num_cached += len(node.blocks)
+            elif not node.num_rows:
+                self._free += node.blocks
+            node = node.parent
+        self._evict(self.num_cached - self._max_cached)
 
     def weights_changed(self) -> None:
         """Forget all registrations. Rows keep their blocks."""
         self.weights_generation += 1
-        self._free.extend(self._cached)
+        for node in self._cached:
+            self._free += node.blocks
         self._cached.clear()
-        for node in self._nodes:
-            if node is not None:
-                # Without it the tree is a circle of references, which only the garbage collector frees.
-                node.siblings = {}
-        self._nodes = [None] * self.capacity
+        self.num_cached = 0
+        old = [self._root]
+        for node in old:
+            old.extend(node.children.values())
+            # Otherwise parents and children refer to each other, and only the garbage collector frees them.
+            node.children = {}
         self._root = _Node()
 
-    def _evict(self) -> None:
-        block, _ = self._cached.popitem(last=False)
-        node = self._nodes[block]
-        assert node is not None, "only registered blocks are cached"
-        del node.siblings[node.tokens]
-        self._nodes[block] = None
-        self._free.append(block)
+    def _enter(self, row: RowBlocks, raw: bytes, end: int) -> list[int]:
+        """Continue a row through the nodes that hold its next tokens, `raw[:end]`, as far as there are any. Their blocks."""
+        blocks: list[int] = []
+        start = 0
+        while start < end:
+            child = row.node.children.get(raw[start : start + self._block_bytes])
+            if child is None:
+                break
+            if not raw.startswith(child.tokens, start, end):
+                child = self._split(child, self._num_equal(child, raw[start:end]))
+            elif not child.num_rows:
+                del self._cached[child]
+            if not child.num_rows:
+                self.num_cached -= len(child.blocks)
+            child.num_rows += 1
+            row.node = child
+            row.num_known += len(child.blocks)
+            blocks += child.blocks
+            start += len(child.tokens)
+        return blocks
+
+    def _num_equal(self, node: _Node, raw: bytes) -> int:
+        """Number of blocks at the start of a node that hold the same tokens."""
+        size = min(len(node.tokens), len(raw))
+        is_other = np.frombuffer(node.tokens[:size], np.int32) != np.frombuffer(raw[:size], np.int32)
+        same = int(is_other.argmax()) if is_other.any() else len(is_other)
+        return same // self.size
+
+    def _split(self, node: _Node, count: int) -> _Node:
+        """Move the first `count` blocks of a node to a new node before it. A row is about to enter it, so it is not cached."""
+        size = count * self._block_bytes
+        first = _Node(node.tokens[:size], node.blocks[:count], parent=node.parent, num_rows=node.num_rows)
+        assert node.parent is not None, "the root is not split"
+        node.parent.children[self._key(node)] = first
+        node.tokens, node.blocks, node.parent = node.tokens[size:], node.blocks[count:], first
+        first.children[self._key(node)] = node
+        return first
+
+    def _key(self, node: _Node) -> bytes:
+        return node.tokens[: self._block_bytes]
+
+    def _num_evictable(self, *, are_pins_kept: bool) -> int:
+        if not are_pins_kept or not self._pin_s:
+            return self.num_cached
+        oldest_pinned = self._clock() - self._pin_s
+        return sum(len(node.blocks) for node, released_at in self._cached.items() if released_at <= oldest_pinned)
+
+    def _evict(self, number: int) -> None:
+        """Free that many cached blocks: the ends of the nodes that were used least recently."""
+        while number > 0:
+            node = next(iter(self._cached))
+            kept = max(0, len(node.blocks) - number)
+            if not kept:
+                del self._cached[node]
+                assert node.parent is not None, "the root is not cached"
+                del node.parent.children[self._key(node)]
+            evicted = node.blocks[kept:]
+            node.blocks, node.tokens = node.blocks[:kept], node.tokens[: kept * self._block_bytes]
+            self._free += evicted
+            self.num_cached -= len(evicted)
+            number -= len(evicted)
