@@ -138,7 +138,8 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
 
     kv_memory_mb: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Maximum memory for keys and values. When it is full, the youngest requests are preempted and computed again later. `auto`:
-    85 % of the free memory of a GPU after the weights are loaded, half of the available memory of a host."""
+    85 % of the free memory of a GPU after the weights are loaded, half of the available memory of a host. On a GPU, a given size is
+    allocated at the start, and of `auto` a quarter; the rest on demand, which delays requests."""
 
     step_prefill_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of prompt tokens prefilled in a step, so that long prompts do not delay running requests. A longer prompt is

@@ -18,6 +18,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.inference.engine import GenerationError, QueueFullError
 from rollbook.inference.engines.embedded.engine import TransformersEngine, open_engine
+from rollbook.inference.engines.embedded.paged.batch import PagedBatch
 from rollbook.inference.engines.embedded.runner import Runner
 from rollbook.inference.pause import PauseMode
 from tests.parts.inference.engines import TinyModel, engine_config, next_step, until
@@ -68,6 +69,23 @@ async def test_a_long_prompt_is_prefilled_in_pieces_while_others_continue(root: 
         completions = await asyncio.gather(running, waiting)
     assert_faithful(tiny, short, completions[0])
     assert_faithful(tiny, long, completions[1])
+
+
+async def test_the_blocks_of_running_requests_keep_their_content_when_the_cache_grows(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollbook.inference.engines.embedded.build.FIRST_SHARE", 0.0)
+    tiny = TinyModel(root=root)
+    prompts = some_prompts(8, 20, 60, seed=8)
+    async with embedded(tiny, is_captured=True, steps_ahead=2) as engine:
+        batch = engine.parts.scheduler.batch
+        assert isinstance(batch, PagedBatch)
+        before = batch.pool.capacity
+        completions = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=100)) for p in prompts))
+        assert batch.pool.capacity > before
+        assert engine.parts.scheduler.preemptions == 0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert_faithful(tiny, prompt, completion)
 
 
 @pytest.mark.parametrize("is_captured", [False, True])

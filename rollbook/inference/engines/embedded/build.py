@@ -36,8 +36,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 CPU_FORWARD_TOKENS, GPU_STEP_TOKENS = 768, 4096
 CPU_ROUND_TOKENS = 4096
 GPU_AHEAD = 2
-GPU_FIRST_LENGTH = 1024
-"""The blocks allocated at first hold this many tokens for each row."""
+FIRST_SHARE = 0.25
+"""Of an automatic limit, at most this share is allocated at first: a trainer may use the same GPU. More follows on demand."""
 BLOCK_SIZE = 16
 CPU_MIN_PREFIX = 32
 GPU_MEMORY_SHARE = 0.85
@@ -160,6 +160,10 @@ def _paged_batch(config: InferenceConfig, model: LlamaForward, capture: Capture)
             f"the cache may use {max_bytes / 1e6:.0f} MB, but one sequence of {model.max_model_len} tokens needs "
             f"{needed * per_block / 1e6:.0f}; raise inference.kv_memory_mb or lower inference.max_model_len"
         )
+    first_blocks = limit
+    if config.kv_memory_mb == "auto":
+        # Twice what all rows can use is never grown.
+        first_blocks = max(needed, min(2 * max_rows * needed, int(limit * FIRST_SHARE)))
     cache = BlockCache(
         shape,
         num_layers=num_layers,
@@ -187,7 +191,7 @@ def _paged_batch(config: InferenceConfig, model: LlamaForward, capture: Capture)
         runner,
         pool,
         max_rows=max_rows,
-        first_blocks=max_rows * -(-min(model.max_model_len, GPU_FIRST_LENGTH) // BLOCK_SIZE) + 1,
+        first_blocks=first_blocks,
         prompt_tokens=config.step_prefill_tokens or step_tokens,
         step_tokens=step_tokens,
     )
@@ -214,7 +218,7 @@ def _budget(
 
 
 def _cache_bytes(device: torch.device, kv_memory_mb: float | str) -> int:
-    """Maximum size of keys and values. It is allocated on demand."""
+    """Maximum size of keys and values."""
     if not isinstance(kv_memory_mb, str):
         return int(kv_memory_mb * 1_000_000)
     if device.type == "cuda":
