@@ -17,7 +17,7 @@ from rollbook.inference.engines.embedded.model.packed import PackedStep, PackedT
 from rollbook.inference.engines.embedded.model.torch_ops import HeadNorms, HeadShape
 from rollbook.inference.engines.embedded.paged.step_input import Piece, StepShape, layout_of
 from rollbook.inference.engines.embedded.row_table import RowTable
-from rollbook.inference.engines.embedded.sampling import RowSampling
+from rollbook.inference.engines.embedded.sampling import RowSampling, sample
 
 CAN_RUN = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -145,12 +145,13 @@ def test_norm_and_gate() -> None:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 64 tokens, because the interpreter is slow."""
-    monkeypatch.setattr("rollbook.inference.engines.embedded.model.triton_sampling.QUARTER", 16)
+    monkeypatch.setattr("rollbook.inference.engines.embedded.model.triton_sampling.TILE", 64)
 
 
 def rows_of(count: int, *, temperature: float = 1.0, **changes: Any) -> RowSampling:
+    keys = np.random.default_rng(0).integers(-(2**63), 2**63, count)
     rows = RowSampling(
-        keys_N=torch.arange(count, device=DEVICE) * 0x9E3779B9 + 12345,
+        keys_N=torch.from_numpy(keys).to(DEVICE),
         temperatures_N=torch.full((count,), temperature, device=DEVICE),
         top_k_N=torch.zeros(count, dtype=torch.int32, device=DEVICE),
         top_p_N=torch.ones(count, device=DEVICE),
@@ -177,7 +178,7 @@ def test_sampled_tokens_have_the_logprob_of_the_softmax(vocab: int, temperature:
 def test_samples_follow_the_distribution_across_tiles() -> None:
     vocab, count = 70, 150
     logits_V = torch.full((vocab,), float("-inf"), device=DEVICE)
-    # In different quarters of the first tile, and in the second tile.
+    # In the first and in the second tile.
     places = [0, 18, 33, 63, 69]
     logits_V[places] = torch.tensor([0.0, 1.0, -1.0, 0.5, 1.5], device=DEVICE)
     tokens_N, _ = sample_with_kernels(logits_V.expand(count, vocab).contiguous(), rows_of(count))
@@ -186,6 +187,19 @@ def test_samples_follow_the_distribution_across_tiles() -> None:
     expected = logits_V[places].softmax(0).cpu()
     # Four standard deviations of each binomial frequency.
     assert ((frequency - expected).abs() < 4 * (expected * (1 - expected) / count).sqrt()).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.0])
+@pytest.mark.usefixtures("small_tiles")
+def test_a_row_draws_the_same_token_as_on_a_cpu(temperature: float) -> None:
+    logits_NV = random(200, 300) * 3
+    # An empty tile, an empty start and tokens that are much less likely than others.
+    logits_NV[:, 64:128] = logits_NV[:, :5] = float("-inf")
+    logits_NV[:, 200:] -= 12
+    rows = rows_of(200, temperature=temperature)
+    ours, expected = sample_with_kernels(logits_NV, rows), sample(logits_NV, rows)
+    assert ours[0].tolist() == expected[0].tolist()
+    torch.testing.assert_close(ours[1], expected[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("small_tiles")
