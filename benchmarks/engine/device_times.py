@@ -38,7 +38,7 @@ def kernel_split(operation: Callable[[], None]) -> dict[str, float]:
         "norms": ("_rms_norm",),
         "rotary and cache write": ("_rotate_and_store",),
         "gates": ("_gate",),
-        "sampling": ("_sample_tiles", "_join_tiles"),
+        "sampling": ("_reduce_tiles", "_choose"),
         "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "splitk", "wgmma", "xmma"),
     }
     repeats = 10

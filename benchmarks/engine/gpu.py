@@ -479,7 +479,7 @@ def main() -> int:
             "fidelity": lambda: asyncio.run(logprob_fidelity.figures(plan.device, plan.shape)),
             "steps": lambda: asyncio.run(step_times(setup)),
             "agent_turns": lambda: _on_uvloop(agent_turns(open_with, plan.shape, rates, sizes, is_gpu=is_gpu)),
-            "mixed_lengths": lambda: _on_uvloop(mixed_lengths(open_with, plan.shape.vocab, sizes, is_gpu=is_gpu)),
+            "mixed_lengths": lambda: _on_uvloop(mixed_lengths(open_with, plan.shape, rates, sizes, is_gpu=is_gpu)),
             "closed_loop": lambda: _on_uvloop(in_process_loop(setup)),
             "http": lambda: [http_loop(setup)],
         }
