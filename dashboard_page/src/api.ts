@@ -203,3 +203,27 @@ export function useResource<T>(path: string | null, tick = 0): Resource<T> {
   );
   return { ...state, isLoading: isLoading || state.path !== path, reload: () => path !== null && load(path) };
 }
+
+export interface More<T> {
+  pages: T[];
+  error: ApiError | null;
+  isLoading: boolean;
+  load: (path: string) => void;
+}
+
+/** The pages after the first one of `path`. They are forgotten when `path` changes, also one that arrives later. */
+export function useMore<T>(path: string): More<T> {
+  const none = { path, pages: [] as T[], error: null as ApiError | null, isLoading: false };
+  const [state, setState] = useState(none);
+  useEffect(() => setState(none), [path]);
+  const current = state.path === path ? state : none;
+  const load = (wanted: string) => {
+    setState({ ...current, error: null, isLoading: true });
+    const change = (next: Partial<typeof none>) => setState((old) => (old.path === path ? { ...old, ...next, isLoading: false } : old));
+    request<T>(wanted).then(
+      (page) => change({ pages: [...current.pages, page] }),
+      (error: ApiError) => change({ error }),
+    );
+  };
+  return { pages: current.pages, error: current.error, isLoading: current.isLoading, load };
+}

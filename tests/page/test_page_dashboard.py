@@ -439,6 +439,26 @@ def test_lists_have_no_gap_and_no_foreign_rows_while_the_run_goes_on(
         page.close()
 
 
+def test_a_page_of_a_list_that_could_not_be_loaded_says_why_and_can_be_tried_again(
+    browser: Browser, tmp_path: Path
+) -> None:
+    run = large_run(tmp_path / "run", 150 * LARGE_STEP)
+    with running_server(tmp_path, "dashboard", str(run.path)) as (url, _):
+        page = browser.new_page()
+        for path, label, first, both in (("steps", "Load older steps", 100, 150), ("rollouts", "Load more", 50, 100)):
+            page.goto(f"{url}/{path}")
+            rows = page.locator("tbody tr")
+            expect(rows).to_have_count(first)
+            page.route(re.compile("before=|cursor="), lambda route: route.abort())
+            page.get_by_role("button", name=label).click()
+            expect(page.get_by_role("alert")).to_contain_text("does not answer")
+            page.unroute_all()
+            page.get_by_role("button", name="Try again").click()
+            expect(rows).to_have_count(both)
+            expect(page.get_by_role("alert")).to_have_count(0)
+        page.close()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_page_works_on_a_run_with_a_million_groups(browser: Browser, watched: Watched, tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
 // The list of groups, with filters in the address.
 import { useEffect, useRef, useState } from "preact/hooks";
-import { type GroupRow, type Groups, apiPath, request, useResource } from "../api";
+import { type GroupRow, type Groups, apiPath, useMore, useResource } from "../api";
 import { FILTERS, type FilterName, LABELS, filterText, onlyFilters, toggled } from "../filters";
 import { clock, count, dateTime, duration, fixed, number, percent, plural, words } from "../format";
 import { useKeys } from "../keys";
 import { useHeldTick, useTick } from "../live";
-import { Empty, Loaded, Notice, Page, Panel, State } from "../parts/basic";
+import { Empty, LoadMore, Loaded, Notice, Page, Panel, State } from "../parts/basic";
 import { Histogram } from "../parts/histogram";
 import { type Filters, go, href, setFilters, useRoute } from "../router";
 import { visible } from "../text";
@@ -18,32 +18,15 @@ const RANGES: [FilterName, string, string][] = [["step", "Step", "10-20"], ["tok
 export function RolloutsPage() {
   const { query } = useRoute();
   const filters = onlyFilters(query);
-  const [more, setMore] = useState<Groups[]>([]);
-  const [chosen, setChosen] = useState(-1);
-  const isBrowsing = more.length > 0 || chosen >= 0;
-  const tick = useHeldTick(useTick(3000), isBrowsing);
   const path = apiPath("groups", { ...filters, limit: LIMIT });
-  const first = useResource<Groups>(path, tick);
-  const shownPath = useRef(path);
-  shownPath.current = path;
-  useEffect(() => {
-    setMore([]);
-    setChosen(-1);
-  }, [path]);
-  const pages = first.data ? [first.data, ...more] : [];
+  const more = useMore<Groups>(path);
+  const [chosen, setChosen] = useState(-1);
+  const isBrowsing = more.isLoading || more.pages.length > 0 || chosen >= 0;
+  const first = useResource<Groups>(path, useHeldTick(useTick(3000), isBrowsing));
+  useEffect(() => setChosen(-1), [path]);
+  const pages = first.data ? [first.data, ...more.pages] : [];
   const rows = pages.flatMap((page) => page.groups);
   const cursor = pages.at(-1)?.next_cursor ?? null;
-  const [isLoadingMore, setLoadingMore] = useState(false);
-  const loadMore = async () => {
-    setLoadingMore(true);
-    try {
-      const next = await request<Groups>(apiPath("groups", { ...filters, limit: LIMIT, cursor }));
-      // The filter may have been changed meanwhile.
-      if (shownPath.current === path) setMore((old) => [...old, next]);
-    } finally {
-      setLoadingMore(false);
-    }
-  };
   const search = useRef<HTMLInputElement>(null);
   const open = (row: GroupRow | undefined) => row && go(rowLink(row, filters));
   useKeys({
@@ -117,13 +100,7 @@ export function RolloutsPage() {
               ) : (
                 <GroupTable rows={rows} chosen={chosen} filters={filters} />
               )}
-              {cursor ? (
-                <p class="load-more">
-                  <button class="button" disabled={isLoadingMore} onClick={() => void loadMore()}>
-                    {isLoadingMore ? "Loading…" : data.searched && !data.searched.is_complete ? "Search further back" : "Load more"}
-                  </button>
-                </p>
-              ) : null}
+              {cursor ? <LoadMore more={more} path={apiPath("groups", { ...filters, limit: LIMIT, cursor })} label={data.searched && !data.searched.is_complete ? "Search further back" : "Load more"} /> : null}
             </Panel>
           </>
         )}

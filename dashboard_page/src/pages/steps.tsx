@@ -1,17 +1,17 @@
 // Every trained step, newest first.
-import { useState } from "preact/hooks";
-import { type StepRow, type Steps, apiPath, request, useResource } from "../api";
+import { type StepRow, type Steps, apiPath, useMore, useResource } from "../api";
 import { clock, count, duration, fixed, number, percent } from "../format";
 import { useHeldTick, useTick } from "../live";
-import { Badge, Empty, Loaded, Page, Panel } from "../parts/basic";
+import { Badge, Empty, LoadMore, Loaded, Page, Panel } from "../parts/basic";
 import { go, href } from "../router";
 
 export function StepsPage() {
-  const [older, setOlder] = useState<Steps[]>([]);
+  const path = apiPath("steps", { limit: 100 });
+  const older = useMore<Steps>(path);
   // Later first pages would leave a gap before the older ones.
-  const first = useResource<Steps>(apiPath("steps", { limit: 100 }), useHeldTick(useTick(3000), older.length > 0));
-  const oldest = older.at(-1) ?? first.data;
-  const rows = mergeSteps([first.data?.steps ?? [], ...older.map((page) => page.steps)]);
+  const first = useResource<Steps>(path, useHeldTick(useTick(3000), older.isLoading || older.pages.length > 0));
+  const oldest = older.pages.at(-1) ?? first.data;
+  const rows = [...(first.data?.steps ?? []), ...older.pages.flatMap((page) => page.steps)];
   return (
     <Page title="Steps" about="One row per trained batch. A step opens its batch: what each sample waited for and which version generated it.">
       <Loaded from={first}>
@@ -23,26 +23,13 @@ export function StepsPage() {
           ) : (
             <Panel flush>
               <StepTable rows={rows} />
-              {oldest?.next_before ? (
-                <p class="load-more">
-                  <button class="button" onClick={() => void request<Steps>(apiPath("steps", { limit: 100, before: oldest.next_before })).then((page) => setOlder((all) => [...all, page]))}>
-                    Load older steps
-                  </button>
-                </p>
-              ) : null}
+              {oldest?.next_before ? <LoadMore more={older} path={apiPath("steps", { limit: 100, before: oldest.next_before })} label="Load older steps" /> : null}
             </Panel>
           )
         }
       </Loaded>
     </Page>
   );
-}
-
-/** Pages overlap when the button is pressed twice before the first reply. */
-function mergeSteps(pages: StepRow[][]): StepRow[] {
-  const found = new Map<number, StepRow>();
-  for (const row of pages.flat()) if (!found.has(row.step)) found.set(row.step, row);
-  return [...found.values()].sort((a, b) => b.step - a.step);
 }
 
 function StepTable({ rows }: { rows: StepRow[] }) {

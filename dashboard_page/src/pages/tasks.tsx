@@ -1,9 +1,8 @@
 // How well each task is solved, by tier, and which tasks were never solved.
-import { useEffect, useState } from "preact/hooks";
-import { type TaskRow, type Tasks, apiPath, request, useResource } from "../api";
+import { type TaskRow, type Tasks, apiPath, useMore, useResource } from "../api";
 import { count, fixed, number, percent, plural } from "../format";
 import { useHeldTick, useTick } from "../live";
-import { Badge, Empty, Loaded, Meter, Page, Panel, Stat } from "../parts/basic";
+import { Badge, Empty, LoadMore, Loaded, Meter, Page, Panel, Stat } from "../parts/basic";
 import { Chart } from "../parts/chart";
 import { href, linkTo, setFilters, useRoute } from "../router";
 import { visible } from "../text";
@@ -14,10 +13,9 @@ export function TasksPage() {
   const { query } = useRoute();
   const filters = { sort: query.get("sort"), like: query.get("like"), tier: query.get("tier"), never_solved: query.get("never_solved") };
   const path = apiPath("tasks", { ...filters, limit: 200 });
-  const [more, setMore] = useState<Tasks[]>([]);
-  const first = useResource<Tasks>(path, useHeldTick(useTick(5000), more.length > 0));
-  useEffect(() => setMore([]), [path]);
-  const pages = first.data ? [first.data, ...more] : [];
+  const more = useMore<Tasks>(path);
+  const first = useResource<Tasks>(path, useHeldTick(useTick(5000), more.isLoading || more.pages.length > 0));
+  const pages = first.data ? [first.data, ...more.pages] : [];
   const cursor = pages.at(-1)?.next_cursor ?? null;
   const rows = pages.flatMap((page) => page.tasks);
   return (
@@ -51,13 +49,7 @@ export function TasksPage() {
             </div>
             <Panel flush>
               {rows.length ? <TaskTable rows={rows} sort={filters.sort ?? "task"} /> : <Empty title={data.total ? "No task matches." : "No task was drawn yet."} />}
-              {cursor ? (
-                <p class="load-more">
-                  <button class="button" onClick={() => void request<Tasks>(apiPath("tasks", { ...filters, limit: 200, cursor })).then((page) => setMore((all) => [...all, page]))}>
-                    Load more
-                  </button>
-                </p>
-              ) : null}
+              {cursor ? <LoadMore more={more} path={apiPath("tasks", { ...filters, limit: 200, cursor })} label="Load more" /> : null}
             </Panel>
           </>
         )}

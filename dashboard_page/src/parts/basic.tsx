@@ -1,7 +1,7 @@
 // Small parts that every page uses.
 import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
-import type { Resource } from "../api";
+import type { More, Resource } from "../api";
 import { NONE, words } from "../format";
 import { visible } from "../text";
 
@@ -94,6 +94,18 @@ export function Notice({ tone, title, children }: { tone: Tone; title?: string }
     <div class={`notice ${tone}`} role={tone === "bad" ? "alert" : "status"}>
       {title ? <b>{title}</b> : null}
       <span>{children}</span>
+    </div>
+  );
+}
+
+/** A button for the next page of a list, and why it could not be loaded. */
+export function LoadMore<T>({ more, path, label }: { more: More<T>; path: string; label: string }) {
+  return (
+    <div class="load-more">
+      {more.error ? <Notice tone="bad">{more.error.message}</Notice> : null}
+      <button class="button" disabled={more.isLoading} onClick={() => more.load(path)}>
+        {more.isLoading ? "Loading…" : more.error ? "Try again" : label}
+      </button>
     </div>
   );
 }

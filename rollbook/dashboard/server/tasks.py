@@ -115,8 +115,9 @@ def _key(row: dict[str, Any], sort: str) -> tuple[float, str]:
 
 
 def _curve(points: list[MasteryPoint]) -> dict[str, list[Any]]:
-    stride = max(1, len(points) // MASTERY_POINTS)
-    kept = points[::stride]
+    stride = max(1, math.ceil(len(points) / MASTERY_POINTS))
+    # From the end, so that the newest is kept.
+    kept = points[::-stride][::-1]
     return {
         "draws": [point.draws for point in kept],
         "rate": [point.rate for point in kept],
