@@ -19,6 +19,7 @@ from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.inference.engine import GenerationError, QueueFullError
 from rollbook.inference.engines.embedded.engine import TransformersEngine, open_engine
 from rollbook.inference.engines.embedded.paged.batch import PagedBatch
+from rollbook.inference.engines.embedded.paged.block_cache import BlockCache
 from rollbook.inference.engines.embedded.runner import Runner
 from rollbook.inference.pause import PauseMode
 from tests.parts.inference.engines import TinyModel, engine_config, next_step, until
@@ -86,6 +87,39 @@ async def test_the_blocks_of_running_requests_keep_their_content_when_the_cache_
         assert engine.parts.scheduler.preemptions == 0
     for prompt, completion in zip(prompts, completions, strict=True):
         assert_faithful(tiny, prompt, completion)
+
+
+async def test_requests_finish_if_the_device_has_no_memory_for_a_larger_cache(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rollbook.inference.engines.embedded.build.FIRST_SHARE", 0.0)
+    tiny = TinyModel(root=root)
+    prompts = some_prompts(8, 20, 60, seed=8)
+    async with embedded(tiny, is_captured=True, steps_ahead=2) as engine:
+
+        def refuse(num_blocks: int) -> None:
+            raise torch.OutOfMemoryError(f"no memory for {num_blocks} blocks")
+
+        batch = engine.parts.scheduler.batch
+        assert isinstance(batch, PagedBatch)
+        monkeypatch.setattr(engine.parts.runner.cache, "resize", refuse)  # type: ignore[union-attr]  # blocks have a cache
+        completions = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=100)) for p in prompts))
+        assert engine.parts.scheduler.preemptions > 0
+    assert "kv_memory_mb" in caplog.text
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert_faithful(tiny, prompt, completion)
+
+
+async def test_a_cache_that_the_device_cannot_hold_is_refused_at_the_start(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(cache: BlockCache, num_blocks: int) -> None:
+        raise torch.OutOfMemoryError(f"no memory for {num_blocks} blocks")
+
+    monkeypatch.setattr(BlockCache, "resize", refuse)
+    with pytest.raises(RunError, match=r"lower inference\.kv_memory_mb"):
+        async with embedded(TinyModel(root=root), is_captured=True, kv_memory_mb=10):
+            pass
 
 
 @pytest.mark.parametrize("is_captured", [False, True])

@@ -154,16 +154,16 @@ def _paged_batch(config: InferenceConfig, model: LlamaForward, capture: Capture)
     step_tokens = config.forward_tokens or GPU_STEP_TOKENS
     per_block = BlockCache.bytes_per_block(shape, num_layers=num_layers, block_size=BLOCK_SIZE, dtype=model.dtype)
     max_bytes = _cache_bytes(model.device, config.kv_memory_mb)
-    limit, needed = max_bytes // per_block, -(-model.max_model_len // BLOCK_SIZE) + 1
-    if limit < needed:
+    allowed, needed = max_bytes // per_block, -(-model.max_model_len // BLOCK_SIZE) + 1
+    if allowed < needed:
         raise RunError(
             f"the cache may use {max_bytes / 1e6:.0f} MB, but one sequence of {model.max_model_len} tokens needs "
             f"{needed * per_block / 1e6:.0f}; raise inference.kv_memory_mb or lower inference.max_model_len"
         )
-    first_blocks = limit
-    if config.kv_memory_mb == "auto":
-        # Twice what all rows can use is never grown.
-        first_blocks = max(needed, min(2 * max_rows * needed, int(limit * FIRST_SHARE)))
+    max_cached = int(allowed * config.prefix_cache_share)
+    # More cannot be used.
+    limit = min(allowed, max_rows * needed + max_cached + 1)
+    first_blocks = limit if config.kv_memory_mb != "auto" else min(limit, max(needed, int(allowed * FIRST_SHARE)))
     cache = BlockCache(
         shape,
         num_layers=num_layers,
@@ -181,20 +181,18 @@ def _paged_batch(config: InferenceConfig, model: LlamaForward, capture: Capture)
         sampler=sample_with_kernels if isinstance(model.packed_ops, KernelOps) else sample,
         capture=capture,
     )
-    pool = BlockPool(
-        size=BLOCK_SIZE,
-        limit=limit,
-        max_cached=int(limit * config.prefix_cache_share),
-        pin_s=config.prefix_pin_s,
-    )
     batch = PagedBatch(
         runner,
-        pool,
+        BlockPool(size=BLOCK_SIZE, limit=limit, max_cached=max_cached, pin_s=config.prefix_pin_s),
         max_rows=max_rows,
-        first_blocks=first_blocks,
         prompt_tokens=config.step_prefill_tokens or step_tokens,
         step_tokens=step_tokens,
     )
+    if not batch.grow(first_blocks):
+        raise RunError(
+            f"the device has no {first_blocks * per_block / 1e6:.0f} MB left for keys and values; lower inference.kv_memory_mb, or "
+            "give the trainer another device"
+        )
     return batch, runner
 
 

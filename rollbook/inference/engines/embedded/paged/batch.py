@@ -4,6 +4,7 @@ A row gets blocks for its prompt when its prefill starts, and one more whenever 
 same tokens share blocks, also with rows of the same forward: each layer writes all keys before any token reads them.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,8 @@ from rollbook.inference.request import Request, token_array
 
 GATHER_ROUNDS, GATHER_PROMPTS = 4, 16
 """While others decode, new prompts wait for at most this many rounds, or until there are this many of them."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -40,11 +43,10 @@ class PagedBatch:
         pool: BlockPool,
         *,
         max_rows: int,
-        first_blocks: int,
         prompt_tokens: int,
         step_tokens: int,
     ) -> None:
-        """`prompt_tokens`: maximum number of prompt tokens in a round. `step_tokens`: of all tokens."""
+        """`prompt_tokens`: maximum number of prompt tokens in a round. `step_tokens`: of all tokens. First, `grow` it."""
         self.table = RowTable(max_rows)
         self.pool = pool
         self.cached_tokens = 0
@@ -55,8 +57,6 @@ class PagedBatch:
         """The number of tokens that the blocks of each row hold."""
         self._prefills: list[_Prefill] = []
         self._rounds_waited = 0
-        with torch.inference_mode():
-            self._grow(first_blocks)
 
     def num_admissible(self, waiting: Iterable[Request]) -> int:
         running = self.table.num_owned
@@ -117,7 +117,10 @@ class PagedBatch:
         """Nothing to do: attention reads no position that the row has not written."""
 
     def to_preempt(self) -> list[Request]:
-        if len(self._full_rows()) <= self.pool.num_available():
+        """Grows the cache first, if it can."""
+        number = len(self._full_rows())
+        self._ensure_free(number)
+        if number <= self.pool.num_available():
             return []
         with_blocks = [request for request in self.table.requests() if request.cached_kv is not None]
         return [max(with_blocks, key=lambda request: request.order)]
@@ -127,7 +130,6 @@ class PagedBatch:
         rows = self._full_rows()
         if not len(rows):
             return
-        self._ensure_free(len(rows))
         blocks = self.pool.allocate(len(rows))
         assert blocks is not None, "`to_preempt` has made sure that there are enough"
         self._cache.set_blocks(rows, self._room[rows].astype(np.int64) // self.pool.size, np.array(blocks))
@@ -220,12 +222,25 @@ class PagedBatch:
         Growing is expensive: it copies all blocks, and steps are captured again.
         """
         pool = self.pool
-        if pool.num_free < number and 2 * (pool.num_used + number) > pool.capacity < pool.limit:
-            self._grow(min(pool.limit, max(2 * pool.capacity, pool.capacity + number)))
+        is_needed = pool.num_free < number and 2 * (pool.num_used + number) > pool.capacity < pool.limit
+        if is_needed and not self.grow(min(pool.limit, max(2 * pool.capacity, pool.capacity + number))):
+            log.warning(
+                "the device has no memory for more than %d cache blocks of %d tokens; from now on requests wait instead, or the "
+                "youngest are preempted. Set inference.kv_memory_mb to reserve memory",
+                pool.capacity,
+                pool.size,
+            )
+            pool.limit = pool.capacity
 
-    def _grow(self, num_blocks: int) -> None:
-        self._cache.resize(num_blocks)
+    def grow(self, num_blocks: int) -> bool:
+        """Grow the cache to `num_blocks`. False, and no change, if the device has not enough memory."""
+        try:
+            with torch.inference_mode():
+                self._cache.resize(num_blocks)
+        except torch.OutOfMemoryError:
+            return False
         self.pool.grow(num_blocks)
+        return True
 
 
 def _length(request: Request) -> int:
