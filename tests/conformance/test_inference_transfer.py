@@ -17,7 +17,7 @@ from aiohttp import web
 from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.policy import Publication, SamplingParams
 from rollbook.inference.config import UpdateSequence
-from rollbook.inference.connection import open_connection
+from rollbook.inference.connection import PolicyConnection, open_connection
 from rollbook.inference.engine import Engine
 from rollbook.inference.server.app import build_app, serve
 from rollbook.inference.server.routes.responses import Handler
@@ -305,3 +305,47 @@ async def test_weights_that_changed_in_a_replicas_memory_are_noticed_by_their_di
             await server_api.require(replica, published, dtype=None)
             with pytest.raises(TransientError, match="uses weights with digest"):
                 await server_api.require(replica, published, dtype="float32")
+
+
+async def test_a_replica_that_restarted_joins_the_group_again(tiny: TinyModel, tmp_path: Path) -> None:
+    async with two_replicas(tiny, "gloo", tmp_path, engine="scripted") as setup:
+        await setup.push(1)
+        # A restarted server is not a member of any group.
+        async with open_connection(setup.urls[1], max_connections=1, api_key=setup.token) as replica:
+            await RollbookServerApi().leave(replica)
+        second = await setup.push(2)
+        assert list(await setup.client.reported()) == [second, second]
+        assert setup.client.quarantined == ()
+
+
+async def test_replicas_are_resumed_if_another_one_refuses_to_pause_or_the_push_is_cancelled(
+    tiny: TinyModel, tmp_path: Path
+) -> None:
+    class Pausing(RollbookServerApi):
+        """Pauses the first replica. The second one refuses, or does not respond."""
+
+        is_refused = True
+
+        async def pause(self, replica: PolicyConnection, mode: str) -> None:
+            if replica.url == setup.urls[0]:
+                await super().pause(replica, mode)
+                return
+            await until(lambda: setup.engines[0].is_paused)
+            if not self.is_refused:
+                await asyncio.Event().wait()
+            raise RunError("403: the token is not accepted")
+
+    server_api = Pausing()
+    sequence = UpdateSequence.PAUSED
+    async with two_replicas(
+        tiny, "directory", tmp_path, engine="scripted", sequence=sequence, server_api=server_api
+    ) as setup:
+        with pytest.raises(RunError, match="not accepted"):
+            await setup.push(1)
+        assert not setup.engines[0].is_paused
+        server_api.is_refused = False
+        pushing = asyncio.create_task(setup.push(1))
+        await until(lambda: setup.engines[0].is_paused)
+        pushing.cancel()
+        await asyncio.wait([pushing])
+        assert not setup.engines[0].is_paused

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Sequence
 
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.inference.connection import PolicyConnection
 from rollbook.inference.weights.server_api import WeightServerApi
 from rollbook.inference.weights.transport import GroupTransport
@@ -21,11 +21,18 @@ class WeightGroup:
     async def send(self, members: Sequence[PolicyConnection], info: UpdateInfo, location: str) -> None:
         """Raises `TransientError` if a member is gone. The group is then dissolved, and the next call forms a new one."""
         members = tuple(members)
+        is_new = members != self._members
         try:
-            if members != self._members:
+            if is_new:
                 await self._form(members)
             updates = (self._server_api.update(replica, info) for replica in members)
             await _all_or_none(*updates, self._transport.send(location))
+        except EpisodeError as error:
+            self._members = ()
+            if is_new:
+                raise
+            # A member that restarted is not in the group any more. Only a refusal by a new group is final.
+            raise TransientError(f"a member refused the update, so a new weight group is formed: {error}") from error
         except BaseException:
             # Also after a refused update: data already sent to the replica would be read as the next update.
             self._members = ()
