@@ -158,3 +158,16 @@ async def test_weights_of_a_killed_run_are_removed_from_shared_memory_by_a_later
     await later.close()
     await in_use.close()
     assert set(tmp_path.iterdir()) == {fresh, open_to_all, link, elsewhere}
+
+
+async def test_a_replaced_trainer_does_not_remove_the_weights_of_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "SHARED", tmp_path)
+    replaced, successor = (files.open_transport("shared_memory", TransportOptions(directory="run")) for _ in range(2))
+    location = await successor.put(publication(2, "d"), {"a": torch.zeros(4)})
+    await replaced.close()
+    assert Path(location).exists()
+    await successor.put(publication(3, "d"), {"a": torch.zeros(4)})
+    await successor.close()
+    assert not list(tmp_path.iterdir())
