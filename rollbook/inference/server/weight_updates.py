@@ -107,7 +107,7 @@ class WeightUpdates:
             ) from error
 
     async def _receive(self, info: UpdateInfo, publication: Publication) -> None:
-        is_needed = needs_loading(self._engine.publication, publication)
+        needs_loading(self._engine.publication, publication)  # refuses an outdated update
         if self._receiver is None or self._backend != info.backend:
             if info.backend != "cuda_ipc":
                 raise BadRequestError(
@@ -119,8 +119,7 @@ class WeightUpdates:
         tensors = await receiver.take(info)
         if receiver is not self._receiver:
             raise TransientError(f"the group of publication {publication.id} was replaced; nothing was loaded")
-        if is_needed:
-            await self._engine.load_tensors(publication, tensors, adapter=info.adapter_contract())
+        await self._engine.load_tensors(publication, tensors, adapter=info.adapter_contract())
 
 
 def _open_receiver(info: InitInfo) -> Receiver:
