@@ -19,6 +19,7 @@ from rollbook.inference.weights.shared_memory import ABANDONED_S, directory_name
 from rollbook.inference.weights.transport import TransportOptions, open_transport
 from rollbook.inference.weights.transports import files
 from rollbook.inference.weights.transports.cuda_ipc import decode_handle, encode_handle
+from rollbook.inference.weights.transports.gloo import GlooTransport
 from rollbook.inference.weights.transports.nccl import NcclTransport
 from rollbook.inference.weights.transports.packing import headers_of, pack, unpack_bytes, unpack_views
 from rollbook.trainer.model.weights import digest_of
@@ -171,3 +172,9 @@ async def test_a_replaced_trainer_does_not_remove_the_weights_of_its_successor(
     await successor.put(publication(3, "d"), {"a": torch.zeros(4)})
     await successor.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_host_that_is_not_of_this_machine_is_refused_with_the_name_of_its_setting() -> None:
+    transport = GlooTransport(host="192.0.2.1", timeout_s=1.0)
+    with pytest.raises(RunError, match=r"inference\.transfer_host = '192\.0\.2\.1'"):
+        transport.invitations([1])
