@@ -21,6 +21,7 @@ from rollbook.inference.connection import PolicyConnection, open_connection
 from rollbook.inference.engine import Engine
 from rollbook.inference.server.app import build_app, serve
 from rollbook.inference.server.routes.responses import Handler
+from rollbook.inference.weights import process_group
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.inference.weights.server_api import RollbookServerApi
 from rollbook.inference.weights.transport import TransportOptions, WeightTransport, open_transport
@@ -349,3 +350,35 @@ async def test_replicas_are_resumed_if_another_one_refuses_to_pause_or_the_push_
         pushing.cancel()
         await asyncio.wait([pushing])
         assert not setup.engines[0].is_paused
+
+
+async def test_weights_that_changed_in_a_replicas_memory_are_loaded_again_by_the_next_push(
+    tiny: TinyModel, tmp_path: Path
+) -> None:
+    async with two_replicas(tiny, "directory", tmp_path) as setup:
+        published, weights = setup.published(1)
+        location = await setup.client.put(published, weights)
+        await setup.client.receive(published, location)
+        server_api = RollbookServerApi()
+        damaged: Any = setup.engines[0]
+        async with open_connection(setup.urls[0], max_connections=1, api_key=setup.token) as replica:
+            next(iter(damaged.parts.weights._targets.values())).add_(1.0)
+            with pytest.raises(TransientError, match="it is pushed again"):
+                await server_api.require(replica, published, dtype="float32")
+            await setup.client.receive(published, location)
+            await server_api.require(replica, published, dtype="float32")
+
+
+async def test_a_client_closes_although_a_member_of_its_group_does_not_respond(
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class WithoutResponse(RollbookServerApi):
+        async def leave(self, replica: PolicyConnection) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(process_group, "LEAVE_S", 0.2, raising=False)
+    async with asyncio.timeout(20), AsyncExitStack() as stack:
+        setup = await stack.enter_async_context(
+            two_replicas(tiny, "gloo", tmp_path, engine="scripted", server_api=WithoutResponse())
+        )
+        await setup.push(1)

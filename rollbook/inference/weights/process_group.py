@@ -3,11 +3,15 @@
 import asyncio
 from collections.abc import Awaitable, Sequence
 
+from rollbook.concurrency.deadline import finish
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.inference.connection import PolicyConnection
 from rollbook.inference.weights.server_api import WeightServerApi
 from rollbook.inference.weights.transport import GroupTransport
 from rollbook.inference.wire.weights import UpdateInfo
+
+LEAVE_S = 5.0
+"""How long the end of a group waits for its members. One of them may not respond any more."""
 
 
 class WeightGroup:
@@ -40,7 +44,11 @@ class WeightGroup:
 
     async def dissolve(self) -> None:
         members, self._members = self._members, ()
-        await asyncio.gather(*(self._server_api.leave(replica) for replica in members), return_exceptions=True)
+
+        async def leave() -> None:
+            await asyncio.gather(*map(self._server_api.leave, members), return_exceptions=True)
+
+        await finish(leave(), within_s=LEAVE_S, name="leave the weight group")
 
     async def _form(self, members: tuple[PolicyConnection, ...]) -> None:
         self._members = ()
