@@ -1,6 +1,8 @@
 """Parts of the transports that can be tested without a GPU."""
 
+import asyncio
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from rollbook.inference.weights.transports.gloo import GlooTransport
 from rollbook.inference.weights.transports.nccl import NcclTransport
 from rollbook.inference.weights.transports.packing import headers_of, pack, unpack_bytes, unpack_views
 from rollbook.trainer.model.weights import digest_of
+from tests.parts.inference.engines import until
 from tests.parts.inference.models import publication
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
@@ -178,3 +181,26 @@ def test_a_host_that_is_not_of_this_machine_is_refused_with_the_name_of_its_sett
     transport = GlooTransport(host="192.0.2.1", timeout_s=1.0)
     with pytest.raises(RunError, match=r"inference\.transfer_host = '192\.0\.2\.1'"):
         transport.invitations([1])
+
+
+async def test_an_nccl_group_that_is_formed_after_its_deadline_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_complete, formed = threading.Event(), list[RecordingCommunicator]()
+
+    class SlowGroup:
+        @staticmethod
+        def create(**settings: Any) -> dict[str, Any]:
+            is_complete.wait(10)
+            return settings
+
+    def communicator(group: Any, device: Any) -> RecordingCommunicator:
+        formed.append(RecordingCommunicator(group, device))
+        return formed[0]
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    transport = NcclTransport(host="127.0.0.1", communicator=communicator, group=SlowGroup)
+    transport.invitations([1])
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await transport.assemble(2)
+    is_complete.set()
+    await until(lambda: bool(formed) and formed[0].is_destroyed)
