@@ -5,7 +5,7 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from rollbook.inference.server.app import build_app, serve
 from rollbook.inference.server.routes.responses import Handler
 from rollbook.inference.weights import process_group
 from rollbook.inference.weights.client import WeightTransferClient
+from rollbook.inference.weights.node_copies import NodeCopies
 from rollbook.inference.weights.server_api import RollbookServerApi
 from rollbook.inference.weights.transport import TransportOptions, WeightTransport, open_transport
 from rollbook.trainer.model.weights import digest_of, named_weights
@@ -382,3 +383,19 @@ async def test_a_client_closes_although_a_member_of_its_group_does_not_respond(
             two_replicas(tiny, "gloo", tmp_path, engine="scripted", server_api=WithoutResponse())
         )
         await setup.push(1)
+
+
+async def test_a_copy_that_was_damaged_on_its_machine_is_fetched_again(tiny: TinyModel, tmp_path: Path) -> None:
+    async with two_replicas(tiny, "pull", tmp_path, engine="scripted", confirm_s=3.0) as setup:
+        await setup.push(1)
+        setup.refusing.add(1)
+        await setup.push(2)
+        with closing(NodeCopies(setup.token)) as copies:
+            found = copies.find(2)
+        assert found is not None
+        damaged = bytearray(found[1].read_bytes())
+        damaged[-1] ^= 1
+        found[1].write_bytes(damaged)
+        setup.refusing.clear()
+        second = await setup.push(2)
+        assert list(await setup.client.reported()) == [second, second]

@@ -100,10 +100,10 @@ class WeightUpdates:
         try:
             await self._engine.load_weights(publication, path, adapter=info.adapter_contract())
         except WeightsError as error:
-            if path.exists():
+            if not await asyncio.to_thread(self._copies.remove_if_damaged, publication.id):
                 raise
             raise TransientError(
-                f"another replica has removed publication {publication.id}, because it has newer ones"
+                f"this machine's copy of publication {publication.id} was damaged, or removed by a replica with newer ones: {error}"
             ) from error
 
     async def _receive(self, info: UpdateInfo, publication: Publication) -> None:

@@ -21,6 +21,7 @@ from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Publication
 from rollbook.inference.weights.range_client import RangeClient, Reusable
+from rollbook.inference.weights.ranges import manifest_of
 from rollbook.inference.weights.shared_memory import (
     LOCK_FILE,
     SHARED,
@@ -83,6 +84,20 @@ class NodeCopies:
         except (OSError, msgspec.MsgspecError):
             return None
         return manifest, folder / FILE
+
+    def remove_if_damaged(self, publication: int) -> bool:
+        """Whether this machine has no intact copy of a publication now. Reads the whole file."""
+        if (found := self.find(publication)) is None:
+            return True
+        manifest, path = found
+        try:
+            read = manifest_of(path, publication, manifest.digest, range_bytes=manifest.range_bytes)
+        except OSError:
+            return True  # another replica removes it
+        if read.digests == manifest.digests:
+            return False
+        shutil.rmtree(path.parent, ignore_errors=True)
+        return True
 
     async def fetch(self, publication: Publication, sources: Sequence[str]) -> Path:
         """The file of a publication, from this machine or from one of the sources.
