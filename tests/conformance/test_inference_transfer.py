@@ -5,7 +5,7 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ from aiohttp import web
 from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.policy import Publication, SamplingParams
 from rollbook.inference.config import UpdateSequence
-from rollbook.inference.connection import open_connection
+from rollbook.inference.connection import PolicyConnection, open_connection
 from rollbook.inference.engine import Engine
 from rollbook.inference.server.app import build_app, serve
 from rollbook.inference.server.routes.responses import Handler
+from rollbook.inference.weights import process_group
 from rollbook.inference.weights.client import WeightTransferClient
+from rollbook.inference.weights.node_copies import NodeCopies
 from rollbook.inference.weights.server_api import RollbookServerApi
 from rollbook.inference.weights.transport import TransportOptions, WeightTransport, open_transport
 from rollbook.trainer.model.weights import digest_of, named_weights
@@ -305,3 +307,95 @@ async def test_weights_that_changed_in_a_replicas_memory_are_noticed_by_their_di
             await server_api.require(replica, published, dtype=None)
             with pytest.raises(TransientError, match="uses weights with digest"):
                 await server_api.require(replica, published, dtype="float32")
+
+
+async def test_a_replica_that_restarted_joins_the_group_again(tiny: TinyModel, tmp_path: Path) -> None:
+    async with two_replicas(tiny, "gloo", tmp_path, engine="scripted") as setup:
+        await setup.push(1)
+        # A restarted server is not a member of any group.
+        async with open_connection(setup.urls[1], max_connections=1, api_key=setup.token) as replica:
+            await RollbookServerApi().leave(replica)
+        second = await setup.push(2)
+        assert list(await setup.client.reported()) == [second, second]
+        assert setup.client.quarantined == ()
+
+
+async def test_replicas_are_resumed_if_another_one_refuses_to_pause_or_the_push_is_cancelled(
+    tiny: TinyModel, tmp_path: Path
+) -> None:
+    class Pausing(RollbookServerApi):
+        """Pauses the first replica. The second one refuses, or does not respond."""
+
+        is_refused = True
+
+        async def pause(self, replica: PolicyConnection, mode: str) -> None:
+            if replica.url == setup.urls[0]:
+                await super().pause(replica, mode)
+                return
+            await until(lambda: setup.engines[0].is_paused)
+            if not self.is_refused:
+                await asyncio.Event().wait()
+            raise RunError("403: the token is not accepted")
+
+    server_api = Pausing()
+    sequence = UpdateSequence.PAUSED
+    async with two_replicas(
+        tiny, "directory", tmp_path, engine="scripted", sequence=sequence, server_api=server_api
+    ) as setup:
+        with pytest.raises(RunError, match="not accepted"):
+            await setup.push(1)
+        assert not setup.engines[0].is_paused
+        server_api.is_refused = False
+        pushing = asyncio.create_task(setup.push(1))
+        await until(lambda: setup.engines[0].is_paused)
+        pushing.cancel()
+        await asyncio.wait([pushing])
+        assert not setup.engines[0].is_paused
+
+
+async def test_weights_that_changed_in_a_replicas_memory_are_loaded_again_by_the_next_push(
+    tiny: TinyModel, tmp_path: Path
+) -> None:
+    async with two_replicas(tiny, "directory", tmp_path) as setup:
+        published, weights = setup.published(1)
+        location = await setup.client.put(published, weights)
+        await setup.client.receive(published, location)
+        server_api = RollbookServerApi()
+        damaged: Any = setup.engines[0]
+        async with open_connection(setup.urls[0], max_connections=1, api_key=setup.token) as replica:
+            next(iter(damaged.parts.weights._targets.values())).add_(1.0)
+            with pytest.raises(TransientError, match="it is pushed again"):
+                await server_api.require(replica, published, dtype="float32")
+            await setup.client.receive(published, location)
+            await server_api.require(replica, published, dtype="float32")
+
+
+async def test_a_client_closes_although_a_member_of_its_group_does_not_respond(
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class WithoutResponse(RollbookServerApi):
+        async def leave(self, replica: PolicyConnection) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(process_group, "LEAVE_S", 0.2, raising=False)
+    async with asyncio.timeout(20), AsyncExitStack() as stack:
+        setup = await stack.enter_async_context(
+            two_replicas(tiny, "gloo", tmp_path, engine="scripted", server_api=WithoutResponse())
+        )
+        await setup.push(1)
+
+
+async def test_a_copy_that_was_damaged_on_its_machine_is_fetched_again(tiny: TinyModel, tmp_path: Path) -> None:
+    async with two_replicas(tiny, "pull", tmp_path, engine="scripted", confirm_s=3.0) as setup:
+        await setup.push(1)
+        setup.refusing.add(1)
+        await setup.push(2)
+        with closing(NodeCopies(setup.token)) as copies:
+            found = copies.find(2)
+        assert found is not None
+        damaged = bytearray(found[1].read_bytes())
+        damaged[-1] ^= 1
+        found[1].write_bytes(damaged)
+        setup.refusing.clear()
+        second = await setup.push(2)
+        assert list(await setup.client.reported()) == [second, second]

@@ -5,9 +5,11 @@ import os
 import secrets
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, closing
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -22,6 +24,7 @@ from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Publication, PublicationId
 from rollbook.inference.engine import WeightsError
 from rollbook.inference.server.routes.responses import Handler
+from rollbook.inference.weights import node_copies, range_client
 from rollbook.inference.weights.node_copies import NodeCopies
 from rollbook.inference.weights.range_client import RangeClient
 from rollbook.inference.weights.ranges import DATA_ROUTE, MANIFEST_ROUTE, Find, RangeRoutes, manifest_of
@@ -217,3 +220,86 @@ async def test_a_publication_that_was_replaced_under_its_number_is_not_loaded(
             await nodes("node").fetch(old, [server.url])
         async with RangeClient(1, [server.url], token=token) as client:
             assert (await client.manifest()).size == SIZE
+
+
+@pytest.mark.parametrize("step", ["make_private_directory", "has_locked"])
+async def test_a_replica_that_opens_while_the_last_one_closes_can_fetch(
+    nodes: Nodes, trainer: Trainer, token: str, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    published = trainer.publish(1, os.urandom(SIZE))
+    last = [nodes("node")]
+    original = getattr(node_copies, step)
+
+    def while_the_last_one_closes(*arguments: Any) -> Any:
+        if step == "make_private_directory":
+            original(*arguments)
+        while last:
+            last.pop().close()
+        return original(*arguments) if step == "has_locked" else None
+
+    monkeypatch.setattr(node_copies, step, while_the_last_one_closes)
+    replica = nodes("node")
+    async with serving(trainer.files.get, token) as server:
+        assert (await replica.fetch(published, [server.url])).exists()
+
+
+async def test_a_source_that_does_not_respond_is_used_last(
+    nodes: Nodes, trainer: Trainer, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(range_client, "RANGE_S", 0.5)
+    content = os.urandom(SIZE)
+    published = trainer.publish(1, content)
+    requests = []
+
+    async def hang(request: web.Request) -> web.Response:
+        requests.append(request.path)
+        await asyncio.Event().wait()
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", hang)
+    async with (
+        serving(trainer.files.get, token) as server,
+        serve_app(app, listening_socket("127.0.0.1", 0)) as hanging_url,
+    ):
+        path = await nodes("node").fetch(published, [server.url, hanging_url])
+    assert path.read_bytes() == content
+    assert len(requests) <= range_client.CONCURRENT_RANGES
+
+
+async def test_ranges_of_a_damaged_copy_are_not_reused(nodes: Nodes, trainer: Trainer, token: str) -> None:
+    content = os.urandom(SIZE)
+    replica = nodes("node")
+    async with serving(trainer.files.get, token) as server:
+        damaged = await replica.fetch(trainer.publish(1, content), [server.url])
+        damaged.write_bytes(b"\0" * RANGE + content[RANGE:])
+        path = await replica.fetch(trainer.publish(2, content), [server.url])
+    assert path.read_bytes() == content
+    assert replica.fetched_bytes == SIZE + RANGE
+
+
+async def test_a_fetch_that_fails_writes_to_no_other_file(
+    trainer: Trainer, token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.publish(1, os.urandom(2 * RANGE))
+    manifest, _ = trainer.files[1]
+    manifest.digests[1] = "not the digest of this range"
+    is_writing, may_write = threading.Event(), threading.Event()
+    write_at = range_client._write_at
+
+    def slow_write(descriptor: int, data: bytes, start: int) -> None:
+        is_writing.set()
+        may_write.wait(2)
+        write_at(descriptor, data, start)
+
+    monkeypatch.setattr(range_client, "_write_at", slow_write)
+    async with serving(trainer.files.get, token) as server, RangeClient(1, [server.url], token=token) as client:
+        with pytest.raises(WeightsError, match="announced with"):
+            await client.fetch(manifest, tmp_path / "fetched", reusable={})
+        assert is_writing.is_set()
+        with ExitStack() as stack:
+            # One of these files gets the descriptor of the closed one.
+            others = [stack.enter_context((tmp_path / f"other-{n}").open("wb")) for n in range(8)]
+            may_write.set()
+            await asyncio.sleep(0.5)
+        assert [Path(other.name).stat().st_size for other in others] == [0] * 8

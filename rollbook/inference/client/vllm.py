@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from rollbook.concurrency.deadline import finish
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import EpisodeError, TransientError
 from rollbook.contracts.policy import Completion, Publication, PublicationId
@@ -19,6 +20,8 @@ from rollbook.inference.wire.weights import UNPUBLISHED, InitInfo, UpdateInfo
 UNKNOWN = -1
 """For a field of a publication that vLLM does not know."""
 RETRY_AFTER_S = 0.1
+RECOVERY_S = 10.0
+"""For the requests that follow a failed update. The deadline of the update may be over, and the server may not respond."""
 TORCH_DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -97,7 +100,8 @@ class VllmServerApi:
 
     `reload`: vLLM reads a directory again. `plugin`: `integrations/vllm_plugin.py` checks the digest before it loads a file.
     `nccl`: vLLM's own transport. The engine is paused while weights and version change, so that no token gets the wrong version;
-    running requests continue afterwards.
+    running requests continue afterwards. If an update fails and the version cannot be reset, the engine stays paused until the next
+    push.
     """
 
     refuses_old_epochs = False
@@ -127,17 +131,27 @@ class VllmServerApi:
     async def update(self, replica: PolicyConnection, info: UpdateInfo) -> None:
         await self.pause(replica, "keep")
         try:
-            if self._update == "reload":
-                await self.post(
-                    replica, "/collective_rpc", method="reload_weights", kwargs={"weights_path": _directory(info)}
-                )
-                await self.post(replica, "/update_weight_version", new_version=str(info.publication))
-                return
-            await self.post(replica, "/start_weight_update")
-            await self.post(replica, "/update_weights", update_info=self._update_info(info))
-            await self.post(replica, "/finish_weight_update", weight_version=str(info.publication))
-        finally:
+            await self._load(replica, info)
             await self.resume(replica)
+        except BaseException:
+            await finish(self._resume_unpublished(replica), within_s=RECOVERY_S, name="resume")
+            raise
+
+    async def _load(self, replica: PolicyConnection, info: UpdateInfo) -> None:
+        if self._update == "reload":
+            await self.post(
+                replica, "/collective_rpc", method="reload_weights", kwargs={"weights_path": _directory(info)}
+            )
+            await self.post(replica, "/update_weight_version", new_version=str(info.publication))
+            return
+        await self.post(replica, "/start_weight_update")
+        await self.post(replica, "/update_weights", update_info=self._update_info(info))
+        await self.post(replica, "/finish_weight_update", weight_version=str(info.publication))
+
+    async def _resume_unpublished(self, replica: PolicyConnection) -> None:
+        """After a failed update the weights may be new, old or both. They belong to no publication until the next push."""
+        await self.post(replica, "/update_weight_version", new_version=UNPUBLISHED)
+        await self.resume(replica)
 
     def _update_info(self, info: UpdateInfo) -> dict[str, Any]:
         if self._update == "plugin":

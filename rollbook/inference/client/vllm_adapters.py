@@ -5,6 +5,7 @@ A request keeps its adapter to the end, so all its tokens have the same publicat
 """
 
 import asyncio
+import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from rollbook.contracts.decoding import json_decoder
-from rollbook.contracts.errors import TransientError
+from rollbook.contracts.errors import EpisodeError, TransientError
 from rollbook.contracts.policy import Completion, Publication, PublicationId
 from rollbook.contracts.weights import adapter_name, named_publication
 from rollbook.inference.client.server_protocol import CompletionRequest, ReplicaStatus
@@ -91,9 +92,14 @@ class VllmAdapterServerApi(VllmServerApi):
             raise ValueError("adapter: whole weights cannot be loaded as one; set inference.publish = 'full'")
         loaded = await _loaded(replica)
         if info.publication not in loaded:
-            await self.post(
-                replica, "/v1/load_lora_adapter", lora_name=info.adapter.name, lora_path=str(Path(info.path).parent)
-            )
+            try:
+                await self.post(
+                    replica, "/v1/load_lora_adapter", lora_name=info.adapter.name, lora_path=str(Path(info.path).parent)
+                )
+            except EpisodeError:
+                # vLLM refuses a loaded name. An earlier attempt, whose response was not awaited, may have loaded it meanwhile.
+                if info.publication not in await _loaded(replica):
+                    raise
         await self.post(replica, "/update_weight_version", new_version=str(info.publication))
         await self._unload_idle(replica, {*loaded, info.publication})
 
@@ -108,7 +114,8 @@ class VllmAdapterServerApi(VllmServerApi):
         for number in old:
             name = adapter_name(PublicationId(number))
             if name not in used:
-                await self.post(replica, "/v1/unload_lora_adapter", lora_name=name)
+                with contextlib.suppress(NotFoundError):  # an earlier attempt has unloaded it
+                    await self.post(replica, "/v1/unload_lora_adapter", lora_name=name)
 
 
 async def _loaded(connection: PolicyConnection) -> set[int]:

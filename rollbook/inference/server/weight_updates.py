@@ -100,14 +100,14 @@ class WeightUpdates:
         try:
             await self._engine.load_weights(publication, path, adapter=info.adapter_contract())
         except WeightsError as error:
-            if path.exists():
+            if not await asyncio.to_thread(self._copies.remove_if_damaged, publication.id):
                 raise
             raise TransientError(
-                f"another replica has removed publication {publication.id}, because it has newer ones"
+                f"this machine's copy of publication {publication.id} was damaged, or removed by a replica with newer ones: {error}"
             ) from error
 
     async def _receive(self, info: UpdateInfo, publication: Publication) -> None:
-        is_needed = needs_loading(self._engine.publication, publication)
+        needs_loading(self._engine.publication, publication)  # refuses an outdated update
         if self._receiver is None or self._backend != info.backend:
             if info.backend != "cuda_ipc":
                 raise BadRequestError(
@@ -119,8 +119,7 @@ class WeightUpdates:
         tensors = await receiver.take(info)
         if receiver is not self._receiver:
             raise TransientError(f"the group of publication {publication.id} was replaced; nothing was loaded")
-        if is_needed:
-            await self._engine.load_tensors(publication, tensors, adapter=info.adapter_contract())
+        await self._engine.load_tensors(publication, tensors, adapter=info.adapter_contract())
 
 
 def _open_receiver(info: InitInfo) -> Receiver:

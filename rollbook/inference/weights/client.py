@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
+from rollbook.concurrency.deadline import Deadline, DeadlineExceededError, finish
 from rollbook.concurrency.retry import retry
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.policy import Publication
@@ -244,7 +244,15 @@ class WeightTransferClient:
         async def pause(index: int) -> None:
             await self._server_api.pause(self._replicas[index], "keep")
 
-        paused = await self._or_quarantine(serving, pause, "pause", push.deadline)
+        async def resume_all() -> None:
+            await asyncio.gather(*map(self._resume_one, serving), return_exceptions=True)
+
+        try:
+            paused = await self._or_quarantine(serving, pause, "pause", push.deadline)
+        except BaseException:
+            # Some of them may be paused.
+            await finish(resume_all(), within_s=self._confirm_s, name="resume")
+            raise
         try:
             await self._push(paused, push)
         finally:

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -20,12 +21,14 @@ from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Publication
 from rollbook.inference.weights.range_client import RangeClient, Reusable
+from rollbook.inference.weights.ranges import manifest_of
 from rollbook.inference.weights.shared_memory import (
     LOCK_FILE,
     SHARED,
     directory_name,
     has_locked,
     has_shared_memory,
+    is_at,
     remove_abandoned,
 )
 from rollbook.inference.wire.weights import RangeManifest
@@ -44,15 +47,27 @@ class NodeCopies:
         self._token = token
         self._directory = parent / directory_name(f"copies-{key}")
         remove_abandoned(parent)
-        make_private_directory(self._directory)
-        self._users = (self._directory / LOCK_FILE).open("w")
-        if has_locked(self._users, fcntl.LOCK_EX):
-            # No other replica uses the directory: killed ones left these.
-            for folder in self._directory.glob("publication-*"):
-                shutil.rmtree(folder, ignore_errors=True)
-        fcntl.flock(self._users, fcntl.LOCK_SH)
+        self._users = self._locked_directory()
         self.fetched_bytes = 0
         """Received over the network by this replica."""
+
+    def _locked_directory(self) -> IO[str]:
+        """Create the directory and lock it. Another replica that closes may remove it before it is locked; then repeat."""
+        path = self._directory / LOCK_FILE
+        while True:
+            try:
+                make_private_directory(self._directory)
+                users = path.open("w")
+            except FileNotFoundError:
+                continue
+            if has_locked(users, fcntl.LOCK_EX):
+                # No other replica uses the directory: killed ones left these.
+                for folder in self._directory.glob("publication-*"):
+                    shutil.rmtree(folder, ignore_errors=True)
+            fcntl.flock(users, fcntl.LOCK_SH)
+            if is_at(users, path):
+                return users
+            users.close()
 
     def close(self) -> None:
         """Idempotent."""
@@ -69,6 +84,20 @@ class NodeCopies:
         except (OSError, msgspec.MsgspecError):
             return None
         return manifest, folder / FILE
+
+    def remove_if_damaged(self, publication: int) -> bool:
+        """Whether this machine has no intact copy of a publication now. Reads the whole file."""
+        if (found := self.find(publication)) is None:
+            return True
+        manifest, path = found
+        try:
+            read = manifest_of(path, publication, manifest.digest, range_bytes=manifest.range_bytes)
+        except OSError:
+            return True  # another replica removes it
+        if read.digests == manifest.digests:
+            return False
+        shutil.rmtree(path.parent, ignore_errors=True)
+        return True
 
     async def fetch(self, publication: Publication, sources: Sequence[str]) -> Path:
         """The file of a publication, from this machine or from one of the sources.

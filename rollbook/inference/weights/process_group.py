@@ -3,11 +3,15 @@
 import asyncio
 from collections.abc import Awaitable, Sequence
 
-from rollbook.contracts.errors import RunError
+from rollbook.concurrency.deadline import finish
+from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.inference.connection import PolicyConnection
 from rollbook.inference.weights.server_api import WeightServerApi
 from rollbook.inference.weights.transport import GroupTransport
 from rollbook.inference.wire.weights import UpdateInfo
+
+LEAVE_S = 5.0
+"""How long the end of a group waits for its members. One of them may not respond any more."""
 
 
 class WeightGroup:
@@ -21,11 +25,18 @@ class WeightGroup:
     async def send(self, members: Sequence[PolicyConnection], info: UpdateInfo, location: str) -> None:
         """Raises `TransientError` if a member is gone. The group is then dissolved, and the next call forms a new one."""
         members = tuple(members)
+        is_new = members != self._members
         try:
-            if members != self._members:
+            if is_new:
                 await self._form(members)
             updates = (self._server_api.update(replica, info) for replica in members)
             await _all_or_none(*updates, self._transport.send(location))
+        except EpisodeError as error:
+            self._members = ()
+            if is_new:
+                raise
+            # A member that restarted is not in the group any more. Only a refusal by a new group is final.
+            raise TransientError(f"a member refused the update, so a new weight group is formed: {error}") from error
         except BaseException:
             # Also after a refused update: data already sent to the replica would be read as the next update.
             self._members = ()
@@ -33,7 +44,11 @@ class WeightGroup:
 
     async def dissolve(self) -> None:
         members, self._members = self._members, ()
-        await asyncio.gather(*(self._server_api.leave(replica) for replica in members), return_exceptions=True)
+
+        async def leave() -> None:
+            await asyncio.gather(*map(self._server_api.leave, members), return_exceptions=True)
+
+        await finish(leave(), within_s=LEAVE_S, name="leave the weight group")
 
     async def _form(self, members: tuple[PolicyConnection, ...]) -> None:
         self._members = ()

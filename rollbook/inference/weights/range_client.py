@@ -44,6 +44,8 @@ class RangeClient:
         self._publication = publication
         self._trainer = sources[0]
         self._sources = list(sources)
+        self._failed: set[str] = set()
+        """Sources that did not deliver a range. They are used last: each attempt may take `RANGE_S`."""
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=RANGE_S),
             headers={"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"},
@@ -96,18 +98,24 @@ class RangeClient:
             if data is None:
                 data = await self._fetch_range(start, length, digest)
                 self.fetched_bytes += length
-            await asyncio.to_thread(_write_at, descriptor, data, start)
+            writing = asyncio.ensure_future(asyncio.to_thread(_write_at, descriptor, data, start))
+            try:
+                await asyncio.shield(writing)
+            finally:
+                # A thread cannot be cancelled. After the file is closed, its descriptor may belong to another file.
+                await asyncio.wait([writing])
 
     async def _fetch_range(self, start: int, length: int, digest: str) -> bytes:
         await self._refresh_sources()
         refusals: list[_RefusedError] = []
         is_damaged_at_trainer = False
         for _ in range(ROUNDS):
-            for source in random.sample(self._sources, len(self._sources)):
+            for source in sorted(random.sample(self._sources, len(self._sources)), key=self._failed.__contains__):
                 try:
                     return await self._range_at(source, start, length, digest)
                 except _RefusedError as error:
                     refusals.append(error)
+                    self._failed.add(source)
                     is_damaged_at_trainer |= error.is_damaged and source == self._trainer
         message = f"bytes {start} to {start + length} of publication {self._publication}: {refusals[-1]}"
         raise WeightsError(message) if is_damaged_at_trainer else TransientError(message)
@@ -161,7 +169,7 @@ def _read_own(reusable: Reusable, digest: str, length: int) -> bytes | None:
             data = file.read(length)
     except OSError:
         return None  # another replica has removed it
-    return data if len(data) == length else None
+    return data if len(data) == length and range_digest(data) == digest else None
 
 
 def _write_at(descriptor: int, data: bytes, start: int) -> None:

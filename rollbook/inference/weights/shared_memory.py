@@ -41,6 +41,14 @@ def has_locked(file: IO[str], kind: int) -> bool:
     return True
 
 
+def is_at(file: IO[str], path: Path) -> bool:
+    """Whether the open file is the one at `path`. Another process may have removed or replaced it."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def remove_abandoned(parent: Path) -> None:
     """Remove this user's directories of weights that no process uses."""
     for directory in parent.glob(directory_name("*")):

@@ -18,6 +18,8 @@ from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision.child_main import RoleContext
 
 POLL_S = 0.5
+HEALTH_S = 5.0
+"""For one request to the health route. A server that starts may accept connections and not respond."""
 END_S = 6.0
 """From SIGTERM to SIGKILL. Short: vLLM has nothing to save, and the supervisor kills this process soon after."""
 REQUIRED_FLAGS = ("--enable-scale-out", "--enable-server-load-tracking", "--logprobs-mode", "processed_logprobs")
@@ -114,11 +116,11 @@ def server_command(
 
 async def _until_healthy(url: str, died: asyncio.Task[int], drained: asyncio.Task[bool]) -> None:
     """Wait for the health route. The supervisor's time limit ends a start that takes too long."""
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HEALTH_S)) as session:
         while not drained.done():
             if died.done():
                 raise WorkerError(f"vLLM did not start: exit code {died.result()}; see its output above")
-            with contextlib.suppress(aiohttp.ClientError):
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 async with session.get(url + "/health") as response:
                     if response.status == 200:
                         return

@@ -1,6 +1,8 @@
 """Parts of the transports that can be tested without a GPU."""
 
+import asyncio
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,11 @@ from rollbook.inference.weights.shared_memory import ABANDONED_S, directory_name
 from rollbook.inference.weights.transport import TransportOptions, open_transport
 from rollbook.inference.weights.transports import files
 from rollbook.inference.weights.transports.cuda_ipc import decode_handle, encode_handle
+from rollbook.inference.weights.transports.gloo import GlooTransport
 from rollbook.inference.weights.transports.nccl import NcclTransport
 from rollbook.inference.weights.transports.packing import headers_of, pack, unpack_bytes, unpack_views
 from rollbook.trainer.model.weights import digest_of
+from tests.parts.inference.engines import until
 from tests.parts.inference.models import publication
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
@@ -158,3 +162,45 @@ async def test_weights_of_a_killed_run_are_removed_from_shared_memory_by_a_later
     await later.close()
     await in_use.close()
     assert set(tmp_path.iterdir()) == {fresh, open_to_all, link, elsewhere}
+
+
+async def test_a_replaced_trainer_does_not_remove_the_weights_of_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "SHARED", tmp_path)
+    replaced, successor = (files.open_transport("shared_memory", TransportOptions(directory="run")) for _ in range(2))
+    location = await successor.put(publication(2, "d"), {"a": torch.zeros(4)})
+    await replaced.close()
+    assert Path(location).exists()
+    await successor.put(publication(3, "d"), {"a": torch.zeros(4)})
+    await successor.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_host_that_is_not_of_this_machine_is_refused_with_the_name_of_its_setting() -> None:
+    transport = GlooTransport(host="192.0.2.1", timeout_s=1.0)
+    with pytest.raises(RunError, match=r"inference\.transfer_host = '192\.0\.2\.1'"):
+        transport.invitations([1])
+
+
+async def test_an_nccl_group_that_is_formed_after_its_deadline_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_complete, formed = threading.Event(), list[RecordingCommunicator]()
+
+    class SlowGroup:
+        @staticmethod
+        def create(**settings: Any) -> dict[str, Any]:
+            is_complete.wait(10)
+            return settings
+
+    def communicator(group: Any, device: Any) -> RecordingCommunicator:
+        formed.append(RecordingCommunicator(group, device))
+        return formed[0]
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    transport = NcclTransport(host="127.0.0.1", communicator=communicator, group=SlowGroup)
+    transport.invitations([1])
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await transport.assemble(2)
+    is_complete.set()
+    await until(lambda: bool(formed) and formed[0].is_destroyed)

@@ -1,5 +1,6 @@
 """The command line of the vLLM servers that a run starts."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 
 from rollbook.concurrency.child_process.process import PACKAGE_ROOT
+from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.contracts.errors import RunError
 from rollbook.inference.config import InferenceConfig
 from rollbook.run.directory import RunDirectory
+from rollbook.run.processes import vllm_server
 from rollbook.run.processes.vllm_server import server_command, server_environment
 
 
@@ -73,3 +76,14 @@ def test_a_server_imports_its_guard_from_the_run_directory_and_none_of_our_packa
     )
     assert loaded.stdout.split() == [module], "the guard needs the standard library only"
     assert directory.vllm.stat().st_mode & 0o077 == 0
+
+
+async def test_a_drain_is_noticed_while_a_starting_server_does_not_respond(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_server, "HEALTH_S", 0.2, raising=False)
+    running: asyncio.Task[int] = asyncio.create_task(asyncio.sleep(60, result=0))
+    drained = asyncio.create_task(asyncio.sleep(0.5, result=True))
+    with listening_socket("127.0.0.1", 0) as sock:  # accepts connections and never responds
+        async with asyncio.timeout(15):
+            await vllm_server._until_healthy(url_of(sock), running, drained)
+    assert drained.done()
+    running.cancel()

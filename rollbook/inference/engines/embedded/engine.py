@@ -92,6 +92,8 @@ class TransformersEngine:
         self._busy = BusyPeriods(spans)
         self.thread = EngineThread(parts, config, loop=loop, busy=self._busy)
         self._updating = asyncio.Lock()
+        self._is_damaged = False
+        """The weights in use do not have the published digest. The same publication is then loaded again."""
         # One thread for all updates, because a GPU library initialises itself once for each thread.
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="policy-staging")
         self._arrived: list[Request] = []
@@ -216,13 +218,14 @@ class TransformersEngine:
 
     async def _load(self, publication: Publication, make_plan: Callable[[], LoadPlan]) -> None:
         async with self._updating:
-            if not needs_loading(self.thread.publication, publication):
+            if not needs_loading(self.thread.publication, publication) and not self._is_damaged:
                 return
             started = time.time()
             plan = await self._loop.run_in_executor(self._stager, make_plan)
 
             def apply() -> None:
                 self.parts.weights.apply(plan)
+                self._is_damaged = False
                 self.parts.scheduler.weights_changed()
                 self.thread.is_cache_outdated = self._config.kv_after_update is KvAfterUpdate.RECOMPUTE
                 self.thread.publication = publication
@@ -236,13 +239,23 @@ class TransformersEngine:
             self.thread.publication = publication
 
     async def weights_digest(self) -> str:
+        weights = self.parts.weights
         async with self._updating:
-            adapter = await self._loop.run_in_executor(self._stager, self.parts.weights.adapter_snapshot)
-            if adapter is not None:
-                return await asyncio.to_thread(weights_digest, adapter)
-        snapshot: list[RawTensor] = []
-        await self.thread.between_rounds(lambda: snapshot.extend(self.parts.weights.snapshot()))
-        return await asyncio.to_thread(weights_digest, snapshot)
+            publication, is_comparable = self.thread.publication, weights.is_comparable
+            tensors = await self._loop.run_in_executor(self._stager, weights.adapter_snapshot)
+        if tensors is None:
+            tensors = snapshot = list[RawTensor]()
+
+            def read() -> None:
+                nonlocal publication, is_comparable
+                publication, is_comparable = self.thread.publication, weights.is_comparable
+                snapshot.extend(weights.snapshot())
+
+            await self.thread.between_rounds(read)
+        digest = await asyncio.to_thread(weights_digest, tensors)
+        if publication is not None and publication == self.thread.publication and is_comparable:
+            self._is_damaged = digest != publication.digest
+        return digest
 
     async def abort_all(self) -> int:
         self._flush()

@@ -34,6 +34,8 @@ class LoadPlan:
     merge: AdapterMerge | None = None
     """The adapter that is live afterwards. None: no adapter."""
     is_new_base: bool = False
+    is_comparable: bool = False
+    """Whether the digest of the live weights is then the published one: they have the dtype of the published tensors."""
 
 
 class LiveWeights:
@@ -45,6 +47,8 @@ class LiveWeights:
         self._device = device
         self._staging = _stream(device) if device.type == "cuda" else None
         self._merge: AdapterMerge | None = None
+        self.is_comparable = False
+        """As in the last applied plan."""
         self._base_digest: str | None = None
         self._upload = Upload(device) if device.type == "cuda" else None
         self._applied: torch.cuda.Event | None = None
@@ -77,13 +81,14 @@ class LiveWeights:
             _require_shape(name, tensor, self._targets[name].shape)
         targets = [self._targets[name] for name in tensors]
         if self._upload is None:
-            sources = [_host_tensor(tensor) for tensor in tensors.values()]
+            sources = placed = [_host_tensor(tensor) for tensor in tensors.values()]
         else:
             with self._staged():
                 uploaded = self._upload([tensor for tensor in tensors.values() if is_raw(tensor)])
                 placed = [uploaded[n] if n in uploaded else _host_tensor(tensor) for n, tensor in tensors.items()]
                 sources = [s.to(device=self._device, dtype=t.dtype) for s, t in zip(placed, targets, strict=True)]
-        return LoadPlan(sources=sources, targets=targets, is_new_base=True)
+        is_comparable = all(p.dtype is t.dtype for p, t in zip(placed, targets, strict=True))
+        return LoadPlan(sources=sources, targets=targets, is_new_base=True, is_comparable=is_comparable)
 
     def plan_adapter(self, adapter: Adapter, tensors: Mapping[str, TensorSource]) -> LoadPlan:
         """Every adapted matrix becomes base + scale x B A; a matrix that only the previous adapter changed becomes its base.
@@ -116,7 +121,8 @@ class LiveWeights:
             changed = merge.merged_by_groups() if self._staging is not None else merge.merged_one_by_one()
         restored = {name: tensor for name, tensor in old_base.items() if name not in changed}
         sources = {**restored, **changed}
-        return LoadPlan(sources=list(sources.values()), targets=[self._targets[name] for name in sources], merge=merge)
+        targets = [self._targets[name] for name in sources]
+        return LoadPlan(sources=list(sources.values()), targets=targets, merge=merge, is_comparable=True)
 
     def _adapted_base(self) -> Mapping[str, Tensor]:
         """The base of the matrices that the live adapter changes."""
@@ -147,7 +153,7 @@ class LiveWeights:
         sources, targets = plan.sources, plan.targets
         if plan.is_new_base:
             self._base_digest = None
-        self._merge = plan.merge
+        self._merge, self.is_comparable = plan.merge, plan.is_comparable
         with torch.inference_mode():
             if self._staging is not None:
                 torch._foreach_copy_(targets, sources)

@@ -22,7 +22,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.weights import Adapter
 from rollbook.inference.weights.lora import CONFIG_FILE, TENSOR_FILE
-from rollbook.inference.weights.shared_memory import LOCK_FILE, SHARED, directory_name, remove_abandoned
+from rollbook.inference.weights.shared_memory import LOCK_FILE, SHARED, directory_name, is_at, remove_abandoned
 from rollbook.inference.weights.transport import TransportOptions, update_message
 from rollbook.inference.weights.transports.packing import NAMES
 from rollbook.inference.wire.weights import Backend, UpdateInfo
@@ -43,7 +43,7 @@ def open_transport(name: str, options: TransportOptions) -> "FileTransport":
 
 
 class FileTransport:
-    """`is_temporary`: the folder holds nothing else and is removed at start and at close."""
+    """`is_temporary`: the folder holds nothing else and is removed at start and at close, unless it was replaced."""
 
     takes_gpu_weights = False
 
@@ -77,8 +77,10 @@ class FileTransport:
         return update_message(publication, self._backend, path=location)
 
     async def close(self) -> None:
-        if self._is_temporary:
-            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+        if self._is_temporary and not self._lock.closed:
+            # A trainer that replaced this one has made the directory again.
+            if is_at(self._lock, self._directory / LOCK_FILE):
+                await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
             self._lock.close()
 
     def _write(self, weights: Mapping[str, Tensor], path: Path, digest: str, adapter: Adapter | None) -> None:

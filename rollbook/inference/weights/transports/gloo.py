@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, ProcessGroupGloo, Store, TCPStore
 
-from rollbook.contracts.errors import TransientError
+from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.weights import Adapter
 from rollbook.inference.engine import TensorSource
@@ -148,6 +148,11 @@ class GlooReceiver:
 
 
 def free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as probe:
-        port: int = probe.getsockname()[1]
+    try:
+        with socket.create_server((host, 0)) as probe:
+            port: int = probe.getsockname()[1]
+    except OSError as error:
+        raise RunError(
+            f"the trainer cannot form a weight group on inference.transfer_host = {host!r}: {error.strerror or error}"
+        ) from error
     return port

@@ -81,8 +81,13 @@ class NcclTransport:
             group = self._group.create(host=self._host, port=self._port, rank=0, world_size=world_size)
             return self._communicator(group, device=torch.device("cuda", torch.cuda.current_device()))
 
+        joining = asyncio.ensure_future(asyncio.to_thread(join))
         try:
-            self._joined = await asyncio.to_thread(join)
+            self._joined = await asyncio.shield(joining)
+        except asyncio.CancelledError:
+            # The thread continues, and may form the group later.
+            joining.add_done_callback(_destroy)
+            raise
         except RuntimeError as error:
             raise TransientError(f"the NCCL group of {world_size} was not formed: {error}") from error
 
@@ -112,3 +117,8 @@ class NcclTransport:
         joined, self._joined = self._joined, None
         if joined is not None:
             joined.destroy()
+
+
+def _destroy(joining: "asyncio.Future[Any]") -> None:
+    if not joining.cancelled() and joining.exception() is None:
+        joining.result().destroy()
