@@ -244,7 +244,7 @@ class TransformersEngine:
             publication, is_comparable = self.thread.publication, weights.is_comparable
             tensors = await self._loop.run_in_executor(self._stager, weights.adapter_snapshot)
         if tensors is None:
-            tensors = snapshot = list[RawTensor]()
+            snapshot: list[RawTensor] = []
 
             def read() -> None:
                 nonlocal publication, is_comparable
@@ -252,6 +252,7 @@ class TransformersEngine:
                 snapshot.extend(weights.snapshot())
 
             await self.thread.between_rounds(read)
+            tensors = snapshot
         digest = await asyncio.to_thread(weights_digest, tensors)
         if publication is not None and publication == self.thread.publication and is_comparable:
             self._is_damaged = digest != publication.digest
