@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.inference.engine import GenerationError, QueueFullError
 from rollbook.inference.engines.embedded.engine import TransformersEngine, open_engine
 from rollbook.inference.engines.embedded.paged.batch import PagedBatch
-from rollbook.inference.engines.embedded.runner import Runner
+from rollbook.inference.engines.embedded.runner import PendingResults, Runner
 from rollbook.inference.pause import PauseMode
 from tests.parts.inference.engines import TinyModel, engine_config, next_step, until
-from tests.parts.inference.models import MAX_LEN, VOCAB, plain_logprobs
+from tests.parts.inference.models import MAX_LEN, VOCAB, plain_logprobs, publish
 
 BYTES_PER_TOKEN = {"llama": 2 * 2 * 2 * 8 * 4, "gpt2": 2 * 2 * 4 * 8 * 4}
 """Layers, keys and values, heads, head size, float32."""
@@ -325,3 +326,96 @@ async def test_a_request_cancelled_while_waiting_frees_its_place_in_the_queue(ro
         waiting = engine.submit([1], SamplingParams(max_tokens=1))
         await engine.resume()
         assert len((await waiting).token_ids) == 1
+
+
+class _BrokenConstraint:
+    """Allows every token and fails when one is reported."""
+
+    def allowed(self) -> NDArray[np.uint8]:
+        return np.full(-(-VOCAB // 8), 255, dtype=np.uint8)
+
+    def accept(self, token_id: int) -> None:
+        raise RuntimeError(f"token {token_id} is not accepted")
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+async def test_requests_at_their_limit_fail_too_when_the_results_of_their_round_cannot_be_processed(
+    root: Path, is_captured: bool
+) -> None:
+    tiny = TinyModel(root=root)
+    async with embedded(tiny, is_captured=is_captured, steps_ahead=2) as engine:
+        broken = engine.submit([1], SamplingParams(max_tokens=5), constraint=_BrokenConstraint())
+        ending = [engine.submit([n], SamplingParams(max_tokens=1, top_logprobs=2)) for n in range(3)]
+        async with asyncio.timeout(10):
+            outcomes = await asyncio.gather(broken, *ending, return_exceptions=True)
+        assert all("is not accepted" in str(outcome) for outcome in outcomes)
+        assert engine.stats().running == engine.stats().queued == 0
+        completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=9))
+    assert_faithful(tiny, [1, 2, 3], completion)
+
+
+async def test_tokens_launched_after_a_stop_token_are_not_counted_when_the_limit_was_reached(root: Path) -> None:
+    tiny = TinyModel(root=root)
+    async with embedded(tiny, is_captured=True, steps_ahead=3) as engine:
+        futures = [
+            engine.submit([n % VOCAB], SamplingParams(max_tokens=4, stop_token_ids=tuple(range(8)), seed=n))
+            for n in range(40)
+        ]
+        completions = await asyncio.gather(*futures)
+        assert {completion.finish_reason for completion in completions} == {FinishReason.STOP, FinishReason.LENGTH}
+        assert engine.stats().tokens == sum(len(completion.token_ids) for completion in completions)
+
+
+async def test_tokens_that_are_not_numbers_are_not_counted(root: Path, tmp_path: Path) -> None:
+    tiny = TinyModel(root=root)
+    broken = tiny.model(1)
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(float("nan"))
+    path = tmp_path / "broken.safetensors"
+    async with embedded(tiny, is_captured=True, steps_ahead=3) as engine:
+        await engine.load_weights(publish(path, broken, 2), path)
+        outcomes = await asyncio.gather(
+            *(engine.generate([n], SamplingParams(max_tokens=20)) for n in range(3)), return_exceptions=True
+        )
+        assert all(isinstance(outcome, GenerationError) for outcome in outcomes)
+        await engine.load_weights(*tiny.weights(3))
+        await engine.generate([1, 2], SamplingParams(max_tokens=20))
+        assert engine.stats().tokens == 20
+
+
+async def test_requests_that_finished_before_a_failure_of_the_device_during_a_pause_are_returned(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = TinyModel(root=root)
+    wait = PendingResults.wait
+    calls: list[int] | None = None
+
+    def failing_wait(self: PendingResults) -> Any:
+        if calls is not None:
+            calls.append(0)
+            if len(calls) == 3:
+                raise RuntimeError("device failure")
+        return wait(self)
+
+    monkeypatch.setattr(PendingResults, "wait", failing_wait)
+    async with embedded(tiny, is_captured=True, steps_ahead=3) as engine:
+        drain = engine.parts.scheduler.drain
+
+        def observed_drain(*args: Any) -> Any:
+            nonlocal calls
+            calls = []
+            return drain(*args)
+
+        monkeypatch.setattr(engine.parts.scheduler, "drain", observed_drain)
+        futures = [engine.submit([n % VOCAB], SamplingParams(max_tokens=n + 1)) for n in range(100)]
+        await until(lambda: engine.stats().tokens > 1000)
+        async with asyncio.timeout(10):
+            await engine.pause(PauseMode.KEEP)
+            await engine.resume()
+            outcomes = await asyncio.gather(*futures, return_exceptions=True)
+        assert calls is not None
+        assert len(calls) >= 3
+        assert {type(outcome) for outcome in outcomes} == {Completion, GenerationError}
+        for number, outcome in enumerate(outcomes):
+            if isinstance(outcome, Completion):
+                assert_faithful(tiny, [number % VOCAB], outcome)

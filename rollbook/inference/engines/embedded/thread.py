@@ -138,10 +138,12 @@ class EngineThread:
 
     def _drain(self) -> None:
         """Wait for all launched rounds. If the device fails, all running requests fail."""
+        results = RoundResults()
         try:
-            self._report(self._scheduler.drain())
+            self._scheduler.drain(results)
         except Exception as error:
-            self._report(self._all_failed(error))
+            results.failed += self._all_failed(error).failed
+        self._report(results)
 
     def _all_failed(self, error: Exception) -> RoundResults:
         message = f"a forward of {self._scheduler.num_running} running requests failed: {type(error).__name__}: {error}"
