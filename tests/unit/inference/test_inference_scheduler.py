@@ -419,3 +419,26 @@ async def test_requests_that_finished_before_a_failure_of_the_device_during_a_pa
         for number, outcome in enumerate(outcomes):
             if isinstance(outcome, Completion):
                 assert_faithful(tiny, [number % VOCAB], outcome)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("mode", [PauseMode.WAIT, PauseMode.ABORT])
+async def test_a_pause_ends_preempted_requests_as_it_ends_running_ones(
+    root: Path, mode: PauseMode, is_captured: bool
+) -> None:
+    tiny = TinyModel(root=root)
+    memory_mb = (MAX_LEN + 4 * 64) * BYTES_PER_TOKEN["llama"] / 1e6
+    async with embedded(tiny, is_captured=is_captured, kv_memory_mb=memory_mb) as engine:
+        futures = [engine.submit([n], SamplingParams(max_tokens=200)) for n in range(4)]
+        await until(lambda: engine.stats().running == 4)
+        if mode is PauseMode.ABORT:
+            await until(lambda: engine.parts.scheduler.preemptions > 0)
+        await engine.pause(mode)
+        assert engine.parts.scheduler.preemptions > 0
+        assert engine.stats().queued == engine.stats().running == 0
+        completions = await asyncio.gather(*futures)
+    reasons = {completion.finish_reason for completion in completions}
+    assert FinishReason.ABORT in reasons if mode is PauseMode.ABORT else reasons == {FinishReason.LENGTH}
+    for number, completion in enumerate(completions):
+        assert (len(completion.token_ids) == 200) is (completion.finish_reason is FinishReason.LENGTH)
+        assert_faithful(tiny, [number], completion)
