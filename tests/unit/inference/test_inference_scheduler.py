@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.inference.engine import GenerationError, QueueFullError
+from rollbook.inference.engines.embedded.build import BLOCK_SIZE
 from rollbook.inference.engines.embedded.engine import TransformersEngine, open_engine
 from rollbook.inference.engines.embedded.paged.batch import PagedBatch
+from rollbook.inference.engines.embedded.paged.runner import PackedRunner
 from rollbook.inference.engines.embedded.runner import PendingResults, Runner
 from rollbook.inference.pause import PauseMode
 from tests.parts.inference.engines import TinyModel, engine_config, next_step, until
@@ -442,3 +444,76 @@ async def test_a_pause_ends_preempted_requests_as_it_ends_running_ones(
     for number, completion in enumerate(completions):
         assert (len(completion.token_ids) == 200) is (completion.finish_reason is FinishReason.LENGTH)
         assert_faithful(tiny, [number], completion)
+
+
+async def test_a_cache_that_cannot_grow_continues_with_its_blocks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollbook.inference.engines.embedded.build.FIRST_SHARE", 0.0)
+    tiny = TinyModel(root=root)
+    prompts = some_prompts(8, 20, 60, seed=8)
+    async with embedded(tiny, is_captured=True, steps_ahead=2) as engine:
+        runner, batch = engine.parts.runner, engine.parts.scheduler.batch
+        assert isinstance(runner, PackedRunner)
+        assert isinstance(batch, PagedBatch)
+        capacity, generation, empty = batch.pool.capacity, runner.cache.generation, torch.empty
+        failures = 0
+
+        def failing_empty(*size: int, **options: Any) -> torch.Tensor:
+            nonlocal failures
+            # The first layer grows, the second does not.
+            if len(size) == 5 and size[0] > capacity and len(runner.cache.layers[0]) > capacity:
+                failures += 1
+                raise torch.OutOfMemoryError("out of memory")
+            return empty(*size, **options)
+
+        monkeypatch.setattr(torch, "empty", failing_empty)
+        completions = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=100)) for p in prompts))
+        assert failures == 1
+        assert batch.pool.capacity == capacity
+        # The first layer has moved, so captured graphs are not used again.
+        assert runner.cache.generation > generation
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert_faithful(tiny, prompt, completion)
+
+
+async def test_slots_of_unequal_size_are_not_used_after_a_failed_allocation(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = TinyModel(root=root)
+    prompts = some_prompts(6, 20, 40, seed=3)
+    async with embedded(tiny) as engine:
+        zeros, calls = torch.zeros, 0
+
+        def failing_zeros(*args: Any, **options: Any) -> torch.Tensor:
+            nonlocal calls
+            if isinstance(args[0], tuple) and len(args[0]) == 5:
+                calls += 1
+                if calls == 2:
+                    raise RuntimeError("out of memory")
+            return zeros(*args, **options)
+
+        monkeypatch.setattr(torch, "zeros", failing_zeros)
+        failed = await asyncio.gather(
+            *(engine.generate(prompt, SamplingParams(max_tokens=9)) for prompt in prompts), return_exceptions=True
+        )
+        assert all(isinstance(outcome, GenerationError) for outcome in failed)
+        completion = await engine.generate(prompts[0], SamplingParams(max_tokens=9))
+    assert_faithful(tiny, prompts[0], completion)
+
+
+async def test_a_cache_below_its_limit_grows_instead_of_waiting_for_pinned_prefixes(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollbook.inference.engines.embedded.build.FIRST_SHARE", 0.0)
+    tiny = TinyModel(root=root)
+    async with embedded(tiny, is_captured=True, prefix_pin_s=600.0) as engine:
+        batch = engine.parts.scheduler.batch
+        assert isinstance(batch, PagedBatch)
+        for prompt in some_prompts(2, 110, 110, seed=4):
+            await engine.generate(prompt, SamplingParams(max_tokens=1))
+        pinned = batch.pool.num_cached
+        running = engine.submit([1], SamplingParams(max_tokens=250))
+        await until(lambda: engine.stats().tokens > 2)
+        await engine.generate(some_prompts(1, 60, 60, seed=5)[0], SamplingParams(max_tokens=1))
+        assert not running.done()
+        assert batch.pool.num_cached == pinned + 60 // BLOCK_SIZE
+        running.cancel()

@@ -4,6 +4,7 @@ A row gets blocks for its prompt when its prefill starts, and one more whenever 
 same tokens share blocks, also with rows of the same forward: each layer writes all keys before any token reads them.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,8 @@ from rollbook.inference.request import Request, token_array
 
 GATHER_ROUNDS, GATHER_PROMPTS = 4, 16
 """While others decode, new prompts wait for at most this many rounds, or until there are this many of them."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +120,9 @@ class PagedBatch:
         """Nothing to do: attention reads no position that the row has not written."""
 
     def to_preempt(self) -> list[Request]:
-        if len(self._full_rows()) <= self.pool.num_available():
+        needed = len(self._full_rows())
+        self._ensure_free(needed)
+        if needed <= self.pool.num_available():
             return []
         with_blocks = [request for request in self.table.requests() if request.cached_kv is not None]
         return [max(with_blocks, key=lambda request: request.order)]
@@ -127,7 +132,6 @@ class PagedBatch:
         rows = self._full_rows()
         if not len(rows):
             return
-        self._ensure_free(len(rows))
         blocks = self.pool.allocate(len(rows))
         assert blocks is not None, "`to_preempt` has made sure that there are enough"
         self._cache.set_blocks(rows, self._room[rows].astype(np.int64) // self.pool.size, np.array(blocks))
@@ -200,8 +204,9 @@ class PagedBatch:
         prefill.tokens = np.concatenate([request.prompt, token_array(sampled)]) if sampled else request.prompt
         row: RowBlocks = pool.match(prefill.tokens)
         needed = self._needed(len(prefill.tokens)) - len(row.blocks)
-        self._ensure_free(needed)
-        blocks = pool.allocate(needed, are_pins_kept=bool(self.table.is_active.any()))
+        are_pins_kept = bool(self.table.is_active.any())
+        self._ensure_free(needed, are_pins_kept=are_pins_kept)
+        blocks = pool.allocate(needed, are_pins_kept=are_pins_kept)
         if blocks is None:
             pool.release(row)
             return False
@@ -214,14 +219,24 @@ class PagedBatch:
         self._cache.set_row(request.row, row.blocks)
         return True
 
-    def _ensure_free(self, number: int) -> None:
-        """Grow the cache, within its limit, if rows use more than half of it. Otherwise cached blocks are evicted.
+    def _ensure_free(self, number: int, *, are_pins_kept: bool = False) -> None:
+        """Grow the cache, within its limit, if rows use more than half of it or too little can be evicted. Otherwise cached blocks
+        are evicted.
 
         Growing is expensive: it copies all blocks, and steps are captured again.
         """
         pool = self.pool
-        if pool.num_free < number and 2 * (pool.num_used + number) > pool.capacity < pool.limit:
+        if pool.num_free >= number or pool.capacity == pool.limit:
+            return
+        without_growth = pool.num_available(are_pins_kept=are_pins_kept) - (pool.limit - pool.capacity)
+        if 2 * (pool.num_used + number) <= pool.capacity and number <= without_growth:
+            return
+        try:
             self._grow(min(pool.limit, max(2 * pool.capacity, pool.capacity + number)))
+        except torch.OutOfMemoryError:
+            # Another process uses the GPU's memory. One sequence of full length fits into the blocks so far.
+            pool.limit = pool.capacity
+            log.warning("the GPU has no memory for more cache blocks; the engine continues with %d", pool.capacity)
 
     def _grow(self, num_blocks: int) -> None:
         self._cache.resize(num_blocks)

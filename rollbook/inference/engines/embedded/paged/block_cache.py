@@ -48,14 +48,14 @@ class BlockCache:
         return num_layers * block_size * shape.elements * dtype.itemsize
 
     def resize(self, num_blocks: int) -> None:
-        """Grow to `num_blocks`. Layer by layer, to limit the extra memory."""
+        """Grow to `num_blocks`. Layer by layer, to limit the extra memory. If it raises, some layers have moved."""
+        self.generation += 1
         for index, old in enumerate(self.layers):
             new = torch.empty(num_blocks, *self._block_shape, dtype=self._dtype, device=self._device)
             new[: len(old)] = old
             self.layers[index] = new
             del old
         self.num_blocks = num_blocks
-        self.generation += 1
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
