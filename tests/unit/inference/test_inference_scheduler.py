@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
-from rollbook.inference.engine import GenerationError, QueueFullError
+from rollbook.inference.engine import EngineClosedError, GenerationError, QueueFullError
 from rollbook.inference.engines.embedded.build import BLOCK_SIZE
 from rollbook.inference.engines.embedded.engine import TransformersEngine, open_engine
 from rollbook.inference.engines.embedded.paged.batch import PagedBatch
 from rollbook.inference.engines.embedded.paged.runner import PackedRunner
 from rollbook.inference.engines.embedded.runner import PendingResults, Runner
 from rollbook.inference.pause import PauseMode
+from rollbook.inference.request import BadRequestError
 from tests.parts.inference.engines import TinyModel, engine_config, next_step, until
 from tests.parts.inference.models import MAX_LEN, VOCAB, plain_logprobs, publish
 
@@ -517,3 +518,34 @@ async def test_a_cache_below_its_limit_grows_instead_of_waiting_for_pinned_prefi
         assert not running.done()
         assert batch.pool.num_cached == pinned + 60 // BLOCK_SIZE
         running.cancel()
+
+
+async def test_prompts_of_another_dtype_share_only_equal_prefixes(root: Path) -> None:
+    tiny = TinyModel(root=root)
+    first, second = some_prompts(2, 96, 96, seed=6)
+    second[:40] = first[:40]
+    async with embedded(tiny, is_captured=True) as engine:
+        await engine.generate(np.array(first, dtype=np.int64), SamplingParams(max_tokens=1))
+        completion = await engine.generate(np.array(second, dtype=np.int64), SamplingParams(max_tokens=9))
+        assert completion.cached_tokens == 40 // BLOCK_SIZE * BLOCK_SIZE
+        with pytest.raises(BadRequestError, match="outside the vocabulary"):
+            engine.submit(np.array([2**33 + 1]), SamplingParams())
+    assert_faithful(tiny, second, completion)
+
+
+async def test_all_row_counts_are_captured_before_the_first_request(root: Path) -> None:
+    async with embedded(TinyModel(root=root), is_captured=True, max_running=3) as engine:
+        runner = engine.parts.runner
+        assert isinstance(runner, PackedRunner)
+        captures = runner.captures
+        await asyncio.gather(*(engine.generate([n], SamplingParams(max_tokens=9)) for n in range(3)))
+        assert runner.captures == captures
+
+
+async def test_a_closed_engine_refuses_weights_as_it_refuses_requests(root: Path) -> None:
+    tiny = TinyModel(root=root)
+    async with embedded(tiny) as engine:
+        pass
+    for call in (engine.load_weights(*tiny.weights(2)), engine.weights_digest(), engine.base_digest()):
+        with pytest.raises(EngineClosedError):
+            await call
