@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -38,6 +39,8 @@ from rollbook.inference.pause import PauseMode, needs_loading, require_unpublish
 from rollbook.inference.request import Request, checked_prompt, checked_request
 from rollbook.inference.weights.safetensors import read_published_weights, require_published
 from rollbook.telemetry.spans import SpanRecorder
+
+T = TypeVar("T")
 
 RETRY_FULL_S = 0.2
 """Retry advice for a client when the queue is full."""
@@ -173,7 +176,7 @@ class TransformersEngine:
 
         await self.thread.between_rounds(prepare)
         if self._config.publish == "adapter":
-            await self._loop.run_in_executor(self._stager, self.parts.weights.warm_up_adapters)
+            await self._staged(self.parts.weights.warm_up_adapters)
 
     async def generate(self, prompt_ids: TokenIds, sampling: SamplingParams) -> Completion:
         return await self.submit(prompt_ids, sampling)
@@ -208,7 +211,13 @@ class TransformersEngine:
 
     async def base_digest(self) -> str:
         async with self._updating:
-            return await self._loop.run_in_executor(self._stager, self.parts.weights.base_digest)
+            return await self._staged(self.parts.weights.base_digest)
+
+    async def _staged(self, function: Callable[[], T]) -> T:
+        """Run a function in the thread for updates."""
+        if self.thread.is_closed:
+            raise EngineClosedError("the engine is closed")
+        return await self._loop.run_in_executor(self._stager, function)
 
     def _plan(self, tensors: Mapping[str, TensorSource], adapter: Adapter | None) -> LoadPlan:
         weights = self.parts.weights
@@ -219,7 +228,7 @@ class TransformersEngine:
             if not needs_loading(self.thread.publication, publication):
                 return
             started = time.time()
-            plan = await self._loop.run_in_executor(self._stager, make_plan)
+            plan = await self._staged(make_plan)
 
             def apply() -> None:
                 self.parts.weights.apply(plan)
@@ -237,7 +246,7 @@ class TransformersEngine:
 
     async def weights_digest(self) -> str:
         async with self._updating:
-            adapter = await self._loop.run_in_executor(self._stager, self.parts.weights.adapter_snapshot)
+            adapter = await self._staged(self.parts.weights.adapter_snapshot)
             if adapter is not None:
                 return await asyncio.to_thread(weights_digest, adapter)
         snapshot: list[RawTensor] = []
