@@ -549,3 +549,33 @@ async def test_a_closed_engine_refuses_weights_as_it_refuses_requests(root: Path
     for call in (engine.load_weights(*tiny.weights(2)), engine.weights_digest(), engine.base_digest()):
         with pytest.raises(EngineClosedError):
             await call
+
+
+@pytest.mark.parametrize("failing", ["copy_out", "collect"])
+async def test_requests_at_their_limit_fail_too_when_their_launch_fails_late(
+    root: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    tiny = TinyModel(root=root)
+    async with embedded(tiny, prefix_cache_least=1) as engine:
+        runner = engine.parts.runner
+        assert isinstance(runner, Runner)
+        owner = runner.slots if failing == "copy_out" else runner
+        method = getattr(owner, failing)
+        calls = 0
+
+        def second_call_fails(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise RuntimeError("out of memory")
+            return method(*args, **options)
+
+        monkeypatch.setattr(owner, failing, second_call_fails)
+        async with asyncio.timeout(10):
+            outcomes = await asyncio.gather(
+                *(engine.generate([n], SamplingParams(max_tokens=2)) for n in range(4)), return_exceptions=True
+            )
+        assert all("out of memory" in str(outcome) for outcome in outcomes)
+        assert engine.stats().running == engine.stats().queued == 0
+        completion = await engine.generate([1, 2], SamplingParams(max_tokens=9))
+    assert_faithful(tiny, [1, 2], completion)

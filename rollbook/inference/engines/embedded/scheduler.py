@@ -191,6 +191,7 @@ class Scheduler:
     def _launch(self, publication: int) -> None:
         table = self.table
         rows, started = self.batch.launch(self._number)
+        results = self.batch.collect()
         if started:
             rows = np.concatenate([rows, np.array(started, dtype=np.int64)])
         owners = table.owners[rows]
@@ -203,7 +204,7 @@ class Scheduler:
         self._launched.append(
             LaunchedRound(
                 number=self._number,
-                results=self.batch.collect(),
+                results=results,
                 publication=publication,
                 rows=rows,
                 owners=owners,
@@ -227,14 +228,14 @@ class Scheduler:
     def _retire(self, rows: NDArray[np.int64]) -> list[Request]:
         """Free the rows that have launched all their tokens."""
         table = self.table
-        ended: list[int] = rows[table.counts[rows] >= table.limits[rows]].tolist()
-        ending: list[Request] = []
-        for row in ended:
-            request: Request = table.owners[row]
-            request.segments = [*request.segments[:-1], (*request.segments[-1][:2], self._number + 1)]
-            ending.append(request)
+        ended = rows[table.counts[rows] >= table.limits[rows]]
+        ending: list[Request] = table.owners[ended].tolist()
+        for request in ending:
             self.batch.retire(request)
-            table.release(row)
+        # Only now: if `retire` raises, `clear` must find all of them in their rows.
+        for request in ending:
+            request.segments = [*request.segments[:-1], (*request.segments[-1][:2], self._number + 1)]
+            table.release(request.row)
         return ending
 
     # --- processing a launched round ---
