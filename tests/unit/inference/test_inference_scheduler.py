@@ -579,3 +579,13 @@ async def test_requests_at_their_limit_fail_too_when_their_launch_fails_late(
         assert engine.stats().running == engine.stats().queued == 0
         completion = await engine.generate([1, 2], SamplingParams(max_tokens=9))
     assert_faithful(tiny, [1, 2], completion)
+
+
+async def test_a_request_with_many_stop_tokens_does_not_slow_down_later_ones(root: Path) -> None:
+    async with embedded(TinyModel(root=root), is_captured=True) as engine:
+        many = await engine.generate([1], SamplingParams(max_tokens=20, stop_token_ids=tuple(range(8, 1000))))
+        assert many.finish_reason is FinishReason.STOP
+        sampling = SamplingParams(max_tokens=100, stop_token_ids=(3, 4))
+        completions = await asyncio.gather(*(engine.generate([n], sampling) for n in range(5)))
+        assert engine.parts.scheduler.table.stops.shape[1] == 2
+    assert all(completion.token_ids[-1] in (3, 4) for completion in completions)
