@@ -589,3 +589,20 @@ async def test_a_request_with_many_stop_tokens_does_not_slow_down_later_ones(roo
         completions = await asyncio.gather(*(engine.generate([n], sampling) for n in range(5)))
         assert engine.parts.scheduler.table.stops.shape[1] == 2
     assert all(completion.token_ids[-1] in (3, 4) for completion in completions)
+
+
+async def test_a_preempted_request_does_not_report_its_own_prompt_as_cached(root: Path) -> None:
+    memory_mb = (MAX_LEN + 3 * BLOCK_SIZE) * BYTES_PER_TOKEN["llama"] / 1e6
+    async with embedded(
+        TinyModel(root=root), is_captured=True, kv_memory_mb=memory_mb, prefix_cache_share=0.9
+    ) as engine:
+        # The second is preempted shortly before the first ends, so most of its blocks are still cached.
+        completions = await asyncio.gather(
+            *(
+                engine.generate(prompt, SamplingParams(max_tokens=limit))
+                for prompt, limit in zip(some_prompts(2, 64, 64, seed=7), (90, 120), strict=True)
+            )
+        )
+        assert engine.parts.scheduler.preemptions > 0
+        assert [completion.cached_tokens for completion in completions] == [0, 0]
+        assert engine.stats().cached_tokens == 0

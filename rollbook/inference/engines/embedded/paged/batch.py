@@ -213,8 +213,10 @@ class PagedBatch:
         row.blocks += blocks
         request.cached_kv = row
         prefill.done = row.num_known * pool.size
-        request.cached_tokens = min(prefill.done, len(request.prompt))
-        self.cached_tokens += prefill.done
+        if not sampled:
+            # A preempted request may find its own blocks again: they are not counted.
+            request.cached_tokens = prefill.done
+            self.cached_tokens += prefill.done
         self._room[request.row] = len(row.blocks) * pool.size
         self._cache.set_row(request.row, row.blocks)
         return True
