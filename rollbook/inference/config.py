@@ -160,7 +160,8 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     """Number of steps launched before the tokens of earlier steps are read. Unset: 2 on a GPU, 0 elsewhere."""
 
     prompt_memo_mb: float = Field(default=16.0, ge=0)
-    """Memory for the next-token logits of recent prompts, because episodes of a group repeat the same prompts. 0: off."""
+    """Memory for the next-token logits of recent prompts, because episodes of a group repeat the same prompts. 0: off.
+    Has no effect with blocks (on a GPU)."""
 
     prefix_cache_share: float = Field(default=0.25, ge=0, lt=1)
     """Share of `kv_memory_mb` for keys and values of finished requests: the next turn of an episode starts with the tokens of the

@@ -215,7 +215,10 @@ def checked_prompt(prompt_ids: TokenIds, *, vocab_size: int, max_length: int) ->
 def token_array(tokens: TokenIds) -> NDArray[np.int32]:
     """Raises `OverflowError` if a token does not fit."""
     if isinstance(tokens, np.ndarray):
-        return tokens
+        if tokens.dtype == np.int32:
+            return tokens
+        # Prefixes are compared as bytes, so every prompt must have the same dtype.
+        tokens = tokens.tolist()
     # Several times faster than `np.array` of a list.
     return np.frombuffer(array("i", tokens), dtype=np.int32)
 

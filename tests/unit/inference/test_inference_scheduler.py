@@ -13,17 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
-from rollbook.inference.engine import GenerationError, QueueFullError
+from rollbook.inference.engine import EngineClosedError, GenerationError, QueueFullError
+from rollbook.inference.engines.embedded.build import BLOCK_SIZE
 from rollbook.inference.engines.embedded.engine import TransformersEngine, open_engine
 from rollbook.inference.engines.embedded.paged.batch import PagedBatch
 from rollbook.inference.engines.embedded.paged.block_cache import BlockCache
-from rollbook.inference.engines.embedded.runner import Runner
+from rollbook.inference.engines.embedded.paged.runner import PackedRunner
+from rollbook.inference.engines.embedded.runner import PendingResults, Runner
 from rollbook.inference.pause import PauseMode
+from rollbook.inference.request import BadRequestError
 from tests.parts.inference.engines import TinyModel, engine_config, next_step, until
-from tests.parts.inference.models import MAX_LEN, VOCAB, plain_logprobs
+from tests.parts.inference.models import MAX_LEN, VOCAB, plain_logprobs, publish
 
 BYTES_PER_TOKEN = {"llama": 2 * 2 * 2 * 8 * 4, "gpt2": 2 * 2 * 4 * 8 * 4}
 """Layers, keys and values, heads, head size, float32."""
@@ -85,27 +89,6 @@ async def test_the_blocks_of_running_requests_keep_their_content_when_the_cache_
         completions = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=100)) for p in prompts))
         assert batch.pool.capacity > before
         assert engine.parts.scheduler.preemptions == 0
-    for prompt, completion in zip(prompts, completions, strict=True):
-        assert_faithful(tiny, prompt, completion)
-
-
-async def test_requests_finish_if_the_device_has_no_memory_for_a_larger_cache(
-    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("rollbook.inference.engines.embedded.build.FIRST_SHARE", 0.0)
-    tiny = TinyModel(root=root)
-    prompts = some_prompts(8, 20, 60, seed=8)
-    async with embedded(tiny, is_captured=True, steps_ahead=2) as engine:
-
-        def refuse(num_blocks: int) -> None:
-            raise torch.OutOfMemoryError(f"no memory for {num_blocks} blocks")
-
-        batch = engine.parts.scheduler.batch
-        assert isinstance(batch, PagedBatch)
-        monkeypatch.setattr(engine.parts.runner.cache, "resize", refuse)  # type: ignore[union-attr]  # blocks have a cache
-        completions = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=100)) for p in prompts))
-        assert engine.parts.scheduler.preemptions > 0
-    assert "kv_memory_mb" in caplog.text
     for prompt, completion in zip(prompts, completions, strict=True):
         assert_faithful(tiny, prompt, completion)
 
@@ -359,3 +342,284 @@ async def test_a_request_cancelled_while_waiting_frees_its_place_in_the_queue(ro
         waiting = engine.submit([1], SamplingParams(max_tokens=1))
         await engine.resume()
         assert len((await waiting).token_ids) == 1
+
+
+class _BrokenConstraint:
+    """Allows every token and fails when one is reported."""
+
+    def allowed(self) -> NDArray[np.uint8]:
+        return np.full(-(-VOCAB // 8), 255, dtype=np.uint8)
+
+    def accept(self, token_id: int) -> None:
+        raise RuntimeError(f"token {token_id} is not accepted")
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+async def test_requests_at_their_limit_fail_too_when_the_results_of_their_round_cannot_be_processed(
+    root: Path, is_captured: bool
+) -> None:
+    tiny = TinyModel(root=root)
+    async with embedded(tiny, is_captured=is_captured, steps_ahead=2) as engine:
+        broken = engine.submit([1], SamplingParams(max_tokens=5), constraint=_BrokenConstraint())
+        ending = [engine.submit([n], SamplingParams(max_tokens=1, top_logprobs=2)) for n in range(3)]
+        async with asyncio.timeout(10):
+            outcomes = await asyncio.gather(broken, *ending, return_exceptions=True)
+        assert all("is not accepted" in str(outcome) for outcome in outcomes)
+        assert engine.stats().running == engine.stats().queued == 0
+        completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=9))
+    assert_faithful(tiny, [1, 2, 3], completion)
+
+
+async def test_tokens_launched_after_a_stop_token_are_not_counted_when_the_limit_was_reached(root: Path) -> None:
+    tiny = TinyModel(root=root)
+    async with embedded(tiny, is_captured=True, steps_ahead=3) as engine:
+        futures = [
+            engine.submit([n % VOCAB], SamplingParams(max_tokens=4, stop_token_ids=tuple(range(8)), seed=n))
+            for n in range(40)
+        ]
+        completions = await asyncio.gather(*futures)
+        assert {completion.finish_reason for completion in completions} == {FinishReason.STOP, FinishReason.LENGTH}
+        assert engine.stats().tokens == sum(len(completion.token_ids) for completion in completions)
+
+
+async def test_tokens_that_are_not_numbers_are_not_counted(root: Path, tmp_path: Path) -> None:
+    tiny = TinyModel(root=root)
+    broken = tiny.model(1)
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(float("nan"))
+    path = tmp_path / "broken.safetensors"
+    async with embedded(tiny, is_captured=True, steps_ahead=3) as engine:
+        await engine.load_weights(publish(path, broken, 2), path)
+        outcomes = await asyncio.gather(
+            *(engine.generate([n], SamplingParams(max_tokens=20)) for n in range(3)), return_exceptions=True
+        )
+        assert all(isinstance(outcome, GenerationError) for outcome in outcomes)
+        await engine.load_weights(*tiny.weights(3))
+        await engine.generate([1, 2], SamplingParams(max_tokens=20))
+        assert engine.stats().tokens == 20
+
+
+async def test_requests_that_finished_before_a_failure_of_the_device_during_a_pause_are_returned(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = TinyModel(root=root)
+    wait = PendingResults.wait
+    calls: list[int] | None = None
+
+    def failing_wait(self: PendingResults) -> Any:
+        if calls is not None:
+            calls.append(0)
+            if len(calls) == 3:
+                raise RuntimeError("device failure")
+        return wait(self)
+
+    monkeypatch.setattr(PendingResults, "wait", failing_wait)
+    async with embedded(tiny, is_captured=True, steps_ahead=3) as engine:
+        drain = engine.parts.scheduler.drain
+
+        def observed_drain(*args: Any) -> Any:
+            nonlocal calls
+            calls = []
+            return drain(*args)
+
+        monkeypatch.setattr(engine.parts.scheduler, "drain", observed_drain)
+        futures = [engine.submit([n % VOCAB], SamplingParams(max_tokens=n + 1)) for n in range(100)]
+        await until(lambda: engine.stats().tokens > 1000)
+        async with asyncio.timeout(10):
+            await engine.pause(PauseMode.KEEP)
+            await engine.resume()
+            outcomes = await asyncio.gather(*futures, return_exceptions=True)
+        assert calls is not None
+        assert len(calls) >= 3
+        assert {type(outcome) for outcome in outcomes} == {Completion, GenerationError}
+        for number, outcome in enumerate(outcomes):
+            if isinstance(outcome, Completion):
+                assert_faithful(tiny, [number % VOCAB], outcome)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("mode", [PauseMode.WAIT, PauseMode.ABORT])
+async def test_a_pause_ends_preempted_requests_as_it_ends_running_ones(
+    root: Path, mode: PauseMode, is_captured: bool
+) -> None:
+    tiny = TinyModel(root=root)
+    memory_mb = (MAX_LEN + 4 * 64) * BYTES_PER_TOKEN["llama"] / 1e6
+    async with embedded(tiny, is_captured=is_captured, kv_memory_mb=memory_mb) as engine:
+        futures = [engine.submit([n], SamplingParams(max_tokens=200)) for n in range(4)]
+        await until(lambda: engine.stats().running == 4)
+        if mode is PauseMode.ABORT:
+            await until(lambda: engine.parts.scheduler.preemptions > 0)
+        await engine.pause(mode)
+        assert engine.parts.scheduler.preemptions > 0
+        assert engine.stats().queued == engine.stats().running == 0
+        completions = await asyncio.gather(*futures)
+    reasons = {completion.finish_reason for completion in completions}
+    assert FinishReason.ABORT in reasons if mode is PauseMode.ABORT else reasons == {FinishReason.LENGTH}
+    for number, completion in enumerate(completions):
+        assert (len(completion.token_ids) == 200) is (completion.finish_reason is FinishReason.LENGTH)
+        assert_faithful(tiny, [number], completion)
+
+
+async def test_a_cache_that_cannot_grow_continues_with_its_blocks(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rollbook.inference.engines.embedded.build.FIRST_SHARE", 0.0)
+    tiny = TinyModel(root=root)
+    prompts = some_prompts(8, 20, 60, seed=8)
+    async with embedded(tiny, is_captured=True, steps_ahead=2) as engine:
+        runner, batch = engine.parts.runner, engine.parts.scheduler.batch
+        assert isinstance(runner, PackedRunner)
+        assert isinstance(batch, PagedBatch)
+        capacity, generation, empty = batch.pool.capacity, runner.cache.generation, torch.empty
+        failures = 0
+
+        def failing_empty(*size: int, **options: Any) -> torch.Tensor:
+            nonlocal failures
+            # The first layer grows, the second does not.
+            if len(size) == 5 and size[0] > capacity and len(runner.cache.layers[0]) > capacity:
+                failures += 1
+                raise torch.OutOfMemoryError("out of memory")
+            return empty(*size, **options)
+
+        monkeypatch.setattr(torch, "empty", failing_empty)
+        completions = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=100)) for p in prompts))
+        assert failures == 1
+        assert "kv_memory_mb" in caplog.text
+        assert engine.parts.scheduler.preemptions > 0
+        assert batch.pool.capacity == capacity
+        # The first layer has moved, so captured graphs are not used again.
+        assert runner.cache.generation > generation
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert_faithful(tiny, prompt, completion)
+
+
+async def test_slots_of_unequal_size_are_not_used_after_a_failed_allocation(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = TinyModel(root=root)
+    prompts = some_prompts(6, 20, 40, seed=3)
+    async with embedded(tiny) as engine:
+        zeros, calls = torch.zeros, 0
+
+        def failing_zeros(*args: Any, **options: Any) -> torch.Tensor:
+            nonlocal calls
+            if isinstance(args[0], tuple) and len(args[0]) == 5:
+                calls += 1
+                if calls == 2:
+                    raise RuntimeError("out of memory")
+            return zeros(*args, **options)
+
+        monkeypatch.setattr(torch, "zeros", failing_zeros)
+        failed = await asyncio.gather(
+            *(engine.generate(prompt, SamplingParams(max_tokens=9)) for prompt in prompts), return_exceptions=True
+        )
+        assert all(isinstance(outcome, GenerationError) for outcome in failed)
+        completion = await engine.generate(prompts[0], SamplingParams(max_tokens=9))
+    assert_faithful(tiny, prompts[0], completion)
+
+
+async def test_a_cache_below_its_limit_grows_instead_of_waiting_for_pinned_prefixes(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollbook.inference.engines.embedded.build.FIRST_SHARE", 0.0)
+    tiny = TinyModel(root=root)
+    async with embedded(tiny, is_captured=True, prefix_pin_s=600.0) as engine:
+        batch = engine.parts.scheduler.batch
+        assert isinstance(batch, PagedBatch)
+        for prompt in some_prompts(2, 110, 110, seed=4):
+            await engine.generate(prompt, SamplingParams(max_tokens=1))
+        pinned = batch.pool.num_cached
+        running = engine.submit([1], SamplingParams(max_tokens=250))
+        await until(lambda: engine.stats().tokens > 2)
+        await engine.generate(some_prompts(1, 60, 60, seed=5)[0], SamplingParams(max_tokens=1))
+        assert not running.done()
+        assert batch.pool.num_cached == pinned + 60 // BLOCK_SIZE
+        running.cancel()
+
+
+async def test_prompts_of_another_dtype_share_only_equal_prefixes(root: Path) -> None:
+    tiny = TinyModel(root=root)
+    first, second = some_prompts(2, 96, 96, seed=6)
+    second[:40] = first[:40]
+    async with embedded(tiny, is_captured=True) as engine:
+        await engine.generate(np.array(first, dtype=np.int64), SamplingParams(max_tokens=1))
+        completion = await engine.generate(np.array(second, dtype=np.int64), SamplingParams(max_tokens=9))
+        assert completion.cached_tokens == 40 // BLOCK_SIZE * BLOCK_SIZE
+        with pytest.raises(BadRequestError, match="outside the vocabulary"):
+            engine.submit(np.array([2**33 + 1]), SamplingParams())
+    assert_faithful(tiny, second, completion)
+
+
+async def test_all_row_counts_are_captured_before_the_first_request(root: Path) -> None:
+    async with embedded(TinyModel(root=root), is_captured=True, max_running=3) as engine:
+        runner = engine.parts.runner
+        assert isinstance(runner, PackedRunner)
+        captures = runner.captures
+        await asyncio.gather(*(engine.generate([n], SamplingParams(max_tokens=9)) for n in range(3)))
+        assert runner.captures == captures
+
+
+async def test_a_closed_engine_refuses_weights_as_it_refuses_requests(root: Path) -> None:
+    tiny = TinyModel(root=root)
+    async with embedded(tiny) as engine:
+        pass
+    for call in (engine.load_weights(*tiny.weights(2)), engine.weights_digest(), engine.base_digest()):
+        with pytest.raises(EngineClosedError):
+            await call
+
+
+@pytest.mark.parametrize("failing", ["copy_out", "collect"])
+async def test_requests_at_their_limit_fail_too_when_their_launch_fails_late(
+    root: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    tiny = TinyModel(root=root)
+    async with embedded(tiny, prefix_cache_least=1) as engine:
+        runner = engine.parts.runner
+        assert isinstance(runner, Runner)
+        owner = runner.slots if failing == "copy_out" else runner
+        method = getattr(owner, failing)
+        calls = 0
+
+        def second_call_fails(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise RuntimeError("out of memory")
+            return method(*args, **options)
+
+        monkeypatch.setattr(owner, failing, second_call_fails)
+        async with asyncio.timeout(10):
+            outcomes = await asyncio.gather(
+                *(engine.generate([n], SamplingParams(max_tokens=2)) for n in range(4)), return_exceptions=True
+            )
+        assert all("out of memory" in str(outcome) for outcome in outcomes)
+        assert engine.stats().running == engine.stats().queued == 0
+        completion = await engine.generate([1, 2], SamplingParams(max_tokens=9))
+    assert_faithful(tiny, [1, 2], completion)
+
+
+async def test_a_request_with_many_stop_tokens_does_not_slow_down_later_ones(root: Path) -> None:
+    async with embedded(TinyModel(root=root), is_captured=True) as engine:
+        many = await engine.generate([1], SamplingParams(max_tokens=20, stop_token_ids=tuple(range(8, 1000))))
+        assert many.finish_reason is FinishReason.STOP
+        sampling = SamplingParams(max_tokens=100, stop_token_ids=(3, 4))
+        completions = await asyncio.gather(*(engine.generate([n], sampling) for n in range(5)))
+        assert engine.parts.scheduler.table.stops.shape[1] == 2
+    assert all(completion.token_ids[-1] in (3, 4) for completion in completions)
+
+
+async def test_a_preempted_request_does_not_report_its_own_prompt_as_cached(root: Path) -> None:
+    memory_mb = (MAX_LEN + 3 * BLOCK_SIZE) * BYTES_PER_TOKEN["llama"] / 1e6
+    async with embedded(
+        TinyModel(root=root), is_captured=True, kv_memory_mb=memory_mb, prefix_cache_share=0.9
+    ) as engine:
+        # The second is preempted shortly before the first ends, so most of its blocks are still cached.
+        completions = await asyncio.gather(
+            *(
+                engine.generate(prompt, SamplingParams(max_tokens=limit))
+                for prompt, limit in zip(some_prompts(2, 64, 64, seed=7), (90, 120), strict=True)
+            )
+        )
+        assert engine.parts.scheduler.preemptions > 0
+        assert [completion.cached_tokens for completion in completions] == [0, 0]
+        assert engine.stats().cached_tokens == 0

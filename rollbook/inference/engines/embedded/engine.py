@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -38,6 +39,8 @@ from rollbook.inference.pause import PauseMode, needs_loading, require_unpublish
 from rollbook.inference.request import Request, checked_prompt, checked_request
 from rollbook.inference.weights.safetensors import read_published_weights, require_published
 from rollbook.telemetry.spans import SpanRecorder
+
+T = TypeVar("T")
 
 RETRY_FULL_S = 0.2
 """Retry advice for a client when the queue is full."""
@@ -175,7 +178,7 @@ class TransformersEngine:
 
         await self.thread.between_rounds(prepare)
         if self._config.publish == "adapter":
-            await self._loop.run_in_executor(self._stager, self.parts.weights.warm_up_adapters)
+            await self._staged(self.parts.weights.warm_up_adapters)
 
     async def generate(self, prompt_ids: TokenIds, sampling: SamplingParams) -> Completion:
         return await self.submit(prompt_ids, sampling)
@@ -210,7 +213,13 @@ class TransformersEngine:
 
     async def base_digest(self) -> str:
         async with self._updating:
-            return await self._loop.run_in_executor(self._stager, self.parts.weights.base_digest)
+            return await self._staged(self.parts.weights.base_digest)
+
+    async def _staged(self, function: Callable[[], T]) -> T:
+        """Run a function in the thread for updates."""
+        if self.thread.is_closed:
+            raise EngineClosedError("the engine is closed")
+        return await self._loop.run_in_executor(self._stager, function)
 
     def _plan(self, tensors: Mapping[str, TensorSource], adapter: Adapter | None) -> LoadPlan:
         weights = self.parts.weights
@@ -221,7 +230,7 @@ class TransformersEngine:
             if not needs_loading(self.thread.publication, publication) and not self._is_damaged:
                 return
             started = time.time()
-            plan = await self._loop.run_in_executor(self._stager, make_plan)
+            plan = await self._staged(make_plan)
 
             def apply() -> None:
                 self.parts.weights.apply(plan)
@@ -242,7 +251,7 @@ class TransformersEngine:
         weights = self.parts.weights
         async with self._updating:
             publication, is_comparable = self.thread.publication, weights.is_comparable
-            tensors = await self._loop.run_in_executor(self._stager, weights.adapter_snapshot)
+            tensors = await self._staged(weights.adapter_snapshot)
         if tensors is None:
             snapshot: list[RawTensor] = []
 

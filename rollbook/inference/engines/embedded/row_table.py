@@ -153,7 +153,11 @@ class RowTable:
         self.is_scaled = bool(((self.temperatures != 1.0) & (self.temperatures != 0.0)).any())
         self.is_any_greedy = bool((self.temperatures == 0.0).any())
         self.is_truncated = bool(((self.top_k > 0) | (self.top_p < 1.0)).any())
-        self.has_stops = bool((self.stops != NO_STOP).any())
+        widest = int((self.stops != NO_STOP).sum(axis=1).max())
+        self.has_stops = widest > 0
+        # One request with many stop tokens must not slow down later rounds.
+        if self.stops.shape[1] > max(1, widest):
+            self.stops = self.stops[:, : max(1, widest)].copy()
         self.has_tops = bool(self.tops.any())
 
 

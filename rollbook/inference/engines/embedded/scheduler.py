@@ -151,19 +151,17 @@ class Scheduler:
                 self.batch.invalidate()
                 raise
             while len(self._launched) > self._ahead or (self._launched and not self.num_running):
-                self._process(self._launched.popleft(), results)
+                self._process_oldest(results)
 
     def take_preempted(self) -> list[Request]:
         """The requests preempted since the last call, in order of arrival. They keep their tokens and must join again."""
         preempted, self._preempted = self._preempted, []
         return sorted(preempted, key=lambda request: request.order)
 
-    def drain(self) -> RoundResults:
-        """Wait for all launched rounds."""
-        results = RoundResults()
+    def drain(self, results: RoundResults) -> None:
+        """Wait for all launched rounds. Adds to `results`, also when it raises."""
         with torch.inference_mode():
             self._process_launched(results)
-        return results
 
     def clear(self) -> list[Request]:
         """Remove all requests. They keep the tokens processed so far; call `drain` first to keep all of them."""
@@ -193,6 +191,7 @@ class Scheduler:
     def _launch(self, publication: int) -> None:
         table = self.table
         rows, started = self.batch.launch(self._number)
+        results = self.batch.collect()
         if started:
             rows = np.concatenate([rows, np.array(started, dtype=np.int64)])
         owners = table.owners[rows]
@@ -205,7 +204,7 @@ class Scheduler:
         self._launched.append(
             LaunchedRound(
                 number=self._number,
-                results=self.batch.collect(),
+                results=results,
                 publication=publication,
                 rows=rows,
                 owners=owners,
@@ -229,21 +228,26 @@ class Scheduler:
     def _retire(self, rows: NDArray[np.int64]) -> list[Request]:
         """Free the rows that have launched all their tokens."""
         table = self.table
-        ended: list[int] = rows[table.counts[rows] >= table.limits[rows]].tolist()
-        ending: list[Request] = []
-        for row in ended:
-            request: Request = table.owners[row]
-            request.segments = [*request.segments[:-1], (*request.segments[-1][:2], self._number + 1)]
-            ending.append(request)
+        ended = rows[table.counts[rows] >= table.limits[rows]]
+        ending: list[Request] = table.owners[ended].tolist()
+        for request in ending:
             self.batch.retire(request)
-            table.release(row)
+        # Only now: if `retire` raises, `clear` must find all of them in their rows.
+        for request in ending:
+            request.segments = [*request.segments[:-1], (*request.segments[-1][:2], self._number + 1)]
+            table.release(request.row)
         return ending
 
     # --- processing a launched round ---
 
     def _process_launched(self, results: RoundResults) -> None:
         while self._launched:
-            self._process(self._launched.popleft(), results)
+            self._process_oldest(results)
+
+    def _process_oldest(self, results: RoundResults) -> None:
+        self._process(self._launched[0], results)
+        # Only now: if processing raises, `clear` must find the requests that end with this round.
+        self._launched.popleft()
 
     def _process(self, launched: LaunchedRound, results: RoundResults) -> None:
         tokens_S, logprobs_S = launched.results.wait()
@@ -288,7 +292,7 @@ class Scheduler:
 
     def _fail(self, launched: LaunchedRound, is_broken: NDArray[np.bool_], results: RoundResults) -> None:
         broken = [request for request in launched.owners[is_broken] if not request.is_finished]
-        results.tokens -= int(is_broken.sum())
+        results.tokens -= len(broken)
         for request in broken:
             self._log.flush(request, launched.number)
             row = request.row
@@ -305,11 +309,12 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Remove a request. Frees its row, unless it has left it already."""
         request.is_finished = True
-        request.segments = []
-        self.batch.remove(request)
-        if request.row >= 0 and self.table.owners[request.row] is request:
+        if request.segments:
             # Tokens that are already launched for it are not counted.
             self._dropped_until = self._number
+            request.segments = []
+        self.batch.remove(request)
+        if request.row >= 0 and self.table.owners[request.row] is request:
             self.table.release(request.row)
 
     def _processed_until(self) -> int:

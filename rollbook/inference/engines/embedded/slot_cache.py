@@ -64,6 +64,8 @@ class SlotCache:
         if self.generation and (rows, length) == (self.rows, self.length):
             return
         keep_rows, keep_length = min(rows, self.rows), min(length, self.length)
+        # If an allocation fails, the layers differ in size: the next call must allocate all of them again.
+        self.rows = self.length = 0
         is_joint = all(shape.key_size == shape.value_size for shape in self._shapes)
         for index, shape in enumerate(self._shapes):
             old = self.pairs[index] if index < len(self.pairs) else None

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice, takewhile
 from queue import Empty, SimpleQueue
 
 import torch
@@ -128,20 +129,23 @@ class EngineThread:
     def _abort(self, *, with_waiting: bool) -> int:
         self._drain()
         ended = self._scheduler.clear()
-        if with_waiting:
-            ended += self._waiting
-            self.admitted += len(self._waiting)
-            self._waiting.clear()
+        removed = [request for request in self._waiting if with_waiting or _is_preempted(request)]
+        ended += removed
+        self.admitted += len(removed)
+        # Preempted requests are the first in the queue.
+        self._waiting = deque(islice(self._waiting, len(removed), None))
         ended = [request for request in ended if not request.future.done()]
         self._return([(request.future, request.completion(FinishReason.ABORT)) for request in ended])
         return len(ended)
 
     def _drain(self) -> None:
         """Wait for all launched rounds. If the device fails, all running requests fail."""
+        results = RoundResults()
         try:
-            self._report(self._scheduler.drain())
+            self._scheduler.drain(results)
         except Exception as error:
-            self._report(self._all_failed(error))
+            results.failed += self._all_failed(error).failed
+        self._report(results)
 
     def _all_failed(self, error: Exception) -> RoundResults:
         message = f"a forward of {self._scheduler.num_running} running requests failed: {type(error).__name__}: {error}"
@@ -182,7 +186,13 @@ class EngineThread:
         self._return([(r.future, error) for r, error in results.failed])
 
     def _has_work(self) -> bool:
-        return (bool(self._waiting) and self.gate.may_admit) or (self._scheduler.num_running > 0 and self.gate.may_step)
+        return self._may_admit() or (self._scheduler.num_running > 0 and self.gate.may_step)
+
+    def _may_admit(self) -> bool:
+        """Whether the first waiting request may join. While running requests finish, preempted ones join again."""
+        if not self._waiting:
+            return False
+        return self.gate.may_admit or (self.gate.may_step and _is_preempted(self._waiting[0]))
 
     def _read_inbox(self) -> bool:
         """Process all arrivals; waits for one only if there is no work. False once the engine is closed."""
@@ -211,7 +221,7 @@ class EngineThread:
     def _notify_drained(self) -> None:
         if not self._drain_waiters or self._scheduler.has_launched:
             return
-        if not self._scheduler.num_running:
+        if not self._scheduler.num_running and not self._may_admit():
             self.gate.drained()
         if not self.gate.may_step or self.gate.may_admit:
             waiters, self._drain_waiters = self._drain_waiters, []
@@ -240,14 +250,14 @@ class EngineThread:
         return results
 
     def _admit(self) -> None:
-        if not self.gate.may_admit:
-            return
         while self._waiting and self._waiting[0].future.done():
             self._waiting.popleft()
             self.admitted += 1
-        if not self._waiting:
+        if not self._may_admit():
             return
-        count = self._scheduler.num_admissible(self._waiting)
+        count = self._scheduler.num_admissible(
+            self._waiting if self.gate.may_admit else takewhile(_is_preempted, self._waiting)
+        )
         admitted = [self._waiting.popleft() for _ in range(count)]
         self.admitted += count
         self._scheduler.join([request for request in admitted if not request.future.done()])
@@ -269,6 +279,11 @@ class EngineThread:
         self._return([(request.future, error) for request in remaining])
         for waiter in self._drain_waiters:
             self._loop.call_soon_threadsafe(_settle, waiter, error)
+
+
+def _is_preempted(waiting: Request) -> bool:
+    """Whether a waiting request had a row before."""
+    return waiting.row >= 0
 
 
 # --- called on the event loop by the thread ---

@@ -202,28 +202,36 @@ class PagedBatch:
         prefill.tokens = np.concatenate([request.prompt, token_array(sampled)]) if sampled else request.prompt
         row: RowBlocks = pool.match(prefill.tokens)
         needed = self._needed(len(prefill.tokens)) - len(row.blocks)
-        self._ensure_free(needed)
-        blocks = pool.allocate(needed, are_pins_kept=bool(self.table.is_active.any()))
+        are_pins_kept = bool(self.table.is_active.any())
+        self._ensure_free(needed, are_pins_kept=are_pins_kept)
+        blocks = pool.allocate(needed, are_pins_kept=are_pins_kept)
         if blocks is None:
             pool.release(row)
             return False
         row.blocks += blocks
         request.cached_kv = row
         prefill.done = row.num_known * pool.size
-        request.cached_tokens = min(prefill.done, len(request.prompt))
-        self.cached_tokens += prefill.done
+        if not sampled:
+            # A preempted request may find its own blocks again: they are not counted.
+            request.cached_tokens = prefill.done
+            self.cached_tokens += prefill.done
         self._room[request.row] = len(row.blocks) * pool.size
         self._cache.set_row(request.row, row.blocks)
         return True
 
-    def _ensure_free(self, number: int) -> None:
-        """Grow the cache, within its limit, if rows use more than half of it. Otherwise cached blocks are evicted.
+    def _ensure_free(self, number: int, *, are_pins_kept: bool = False) -> None:
+        """Grow the cache, within its limit, if rows use more than half of it or too little can be evicted. Otherwise cached blocks
+        are evicted.
 
         Growing is expensive: it copies all blocks, and steps are captured again.
         """
         pool = self.pool
-        is_needed = pool.num_free < number and 2 * (pool.num_used + number) > pool.capacity < pool.limit
-        if is_needed and not self.grow(min(pool.limit, max(2 * pool.capacity, pool.capacity + number))):
+        if pool.num_free >= number or pool.capacity == pool.limit:
+            return
+        without_growth = pool.num_available(are_pins_kept=are_pins_kept) - (pool.limit - pool.capacity)
+        if 2 * (pool.num_used + number) <= pool.capacity and number <= without_growth:
+            return
+        if not self.grow(min(pool.limit, max(2 * pool.capacity, pool.capacity + number))):
             log.warning(
                 "the device has no memory for more than %d cache blocks of %d tokens; from now on requests wait instead, or the "
                 "youngest are preempted. Set inference.kv_memory_mb to reserve memory",

@@ -103,12 +103,15 @@ class PackedRunner:
         keys = self.model.heads.keys
         shapes = [
             StepShape.decode(rows, key_heads=keys, is_split=is_split)
-            for rows in self._buckets(ROW_BUCKETS, self._max_rows)
+            for rows in [*(rows for rows in ROW_BUCKETS if rows < self._max_rows), self._max_rows]
             for is_split in (False, True)
         ]
         shapes += [
             StepShape.mixed(tokens, rows, key_heads=keys, query_tile=self.query_tile, is_split=is_split)
-            for tokens in self._buckets(TOKEN_BUCKETS, self._max_tokens)
+            for tokens in [
+                *(tokens for tokens in TOKEN_BUCKETS if tokens < self._max_tokens),
+                bucket(self._max_tokens, TOKEN_BUCKETS),
+            ]
             for rows in self._mixed_rows()
             for is_split in (False, True)
         ]
@@ -200,10 +203,6 @@ class PackedRunner:
 
     def _mixed_rows(self) -> list[int]:
         return [FEW_ROWS, self._max_rows] if self._max_rows > FEW_ROWS else [self._max_rows]
-
-    @staticmethod
-    def _buckets(buckets: Sequence[int], most: int) -> list[int]:
-        return [*(size for size in buckets if size < most), bucket(most, buckets)]
 
     def _drop_stale_graphs(self) -> None:
         if self._generation != self.cache.generation:
