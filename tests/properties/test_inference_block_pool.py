@@ -43,7 +43,11 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def start_a_row(self, data: st.DataObject, more: list[int], are_pins_kept: bool) -> None:
         """A new conversation, or the next turn of one that has ended."""
         tokens = [*data.draw(st.sampled_from(self.ended)), *more]
+        before = self.pool.num_available(are_pins_kept=are_pins_kept)
+        held = self.pool.num_held(self._array(tokens), are_pins_kept=are_pins_kept)
         row = self.pool.match(self._array(tokens))
+        # What a match takes from the available blocks.
+        assert before - self.pool.num_available(are_pins_kept=are_pins_kept) == row.num_known - held
         reused = row.num_known * SIZE
         assert reused <= max(0, len(tokens) - 1)
         for position in range(reused):

@@ -537,6 +537,23 @@ async def test_a_cache_below_its_limit_grows_instead_of_waiting_for_pinned_prefi
         running.cancel()
 
 
+async def test_the_next_turn_of_a_pinned_conversation_does_not_wait_for_its_own_blocks(root: Path) -> None:
+    tiny = TinyModel(root=root)
+    memory_mb = 32 * BLOCK_SIZE * BYTES_PER_TOKEN["llama"] / 1e6
+    first = some_prompts(1, 160, 160, seed=4)[0]
+    async with embedded(
+        tiny, is_captured=True, prefix_pin_s=600.0, prefix_cache_share=0.9, kv_memory_mb=memory_mb
+    ) as engine:
+        await engine.generate(first, SamplingParams(max_tokens=1))
+        running = engine.submit(some_prompts(1, 200, 200, seed=5)[0], SamplingParams(max_tokens=50))
+        await next_step(engine)
+        await next_step(engine)
+        completion = await engine.generate([*first, 1, 2, 3], SamplingParams(max_tokens=2))
+        assert not running.done()
+        assert completion.cached_tokens == 160 // BLOCK_SIZE * BLOCK_SIZE
+        await running
+
+
 async def test_prompts_of_another_dtype_share_only_equal_prefixes(root: Path) -> None:
     tiny = TinyModel(root=root)
     first, second = some_prompts(2, 96, 96, seed=6)

@@ -66,7 +66,9 @@ class PagedBatch:
         available = self.pool.num_available(are_pins_kept=running > 0) - reserved - running
         admitted = 0
         for request in waiting:
-            available -= self._needed(_length(request)) + 1
+            # The next turn of a pinned conversation does not wait for its own blocks.
+            held = self.pool.num_held(_tokens(request), are_pins_kept=running > 0)
+            available -= self._needed(_length(request)) - held + 1
             if admitted == free_rows or (available < 0 and running + admitted > 0):
                 break
             admitted += 1
@@ -198,8 +200,7 @@ class PagedBatch:
     def _start(self, prefill: _Prefill) -> bool:
         """Give a row its blocks: first those that others computed, then new ones. False if there are not enough."""
         request, pool = prefill.request, self.pool
-        sampled = request.tokens
-        prefill.tokens = np.concatenate([request.prompt, token_array(sampled)]) if sampled else request.prompt
+        prefill.tokens = _tokens(request)
         row: RowBlocks = pool.match(prefill.tokens)
         needed = self._needed(len(prefill.tokens)) - len(row.blocks)
         are_pins_kept = bool(self.table.is_active.any())
@@ -211,7 +212,7 @@ class PagedBatch:
         row.blocks += blocks
         request.cached_kv = row
         prefill.done = row.num_known * pool.size
-        if not sampled:
+        if not request.tokens:
             # A preempted request may find its own blocks again: they are not counted.
             request.cached_tokens = prefill.done
             self.cached_tokens += prefill.done
@@ -253,3 +254,7 @@ class PagedBatch:
 
 def _length(request: Request) -> int:
     return len(request.prompt) + len(request.tokens)
+
+
+def _tokens(request: Request) -> NDArray[np.int32]:
+    return np.concatenate([request.prompt, token_array(request.tokens)]) if request.tokens else request.prompt

@@ -95,6 +95,23 @@ class BlockPool:
         row.blocks = self._enter(row, tokens.tobytes(), (len(tokens) - 1) // self.size * self._block_bytes)
         return row
 
+    def num_held(self, tokens: NDArray[np.int32], *, are_pins_kept: bool = False) -> int:
+        """How many of the blocks that `match` would find are used or pinned, so that `num_available` does not count them."""
+        raw, end = tokens.tobytes(), (len(tokens) - 1) // self.size * self._block_bytes
+        node, start, held = self._root, 0, 0
+        while start < end:
+            child = node.children.get(raw[start : start + self._block_bytes])
+            if child is None:
+                break
+            is_whole = raw.startswith(child.tokens, start, end)
+            if child.num_rows or (are_pins_kept and self._cached[child] > self._oldest_pin()):
+                held += len(child.blocks) if is_whole else self._num_equal(child, raw[start:end])
+            if not is_whole:
+                break
+            node = child
+            start += len(child.tokens)
+        return held
+
     def allocate(self, number: int, *, are_pins_kept: bool = False) -> list[int] | None:
         """Blocks for one row each, evicting the least recently used. None, and no change, if there are not enough."""
         to_evict = number - len(self._free)
@@ -203,8 +220,12 @@ class BlockPool:
     def _num_evictable(self, *, are_pins_kept: bool) -> int:
         if not are_pins_kept or not self._pin_s:
             return self.num_cached
-        oldest_pinned = self._clock() - self._pin_s
-        return sum(len(node.blocks) for node, released_at in self._cached.items() if released_at <= oldest_pinned)
+        oldest = self._oldest_pin()
+        return sum(len(node.blocks) for node, released_at in self._cached.items() if released_at <= oldest)
+
+    def _oldest_pin(self) -> float:
+        """Nodes that were released later are pinned."""
+        return self._clock() - self._pin_s
 
     def _evict(self, number: int) -> None:
         """Free that many cached blocks: the ends of the nodes that were used least recently."""
