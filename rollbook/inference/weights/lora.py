@@ -74,6 +74,14 @@ def checked_settings(raw: Mapping[str, Any]) -> AdapterSettings:
         raise WeightsError(f"peft_type {settings.peft_type!r} is not LORA; nothing was loaded")
     if min(settings.r, *(settings.rank_pattern or {}).values(), settings.r) < 1:
         raise WeightsError("an adapter's rank must be at least 1; nothing was loaded")
+    for field in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(settings, field) or {}:
+            try:
+                re.compile(_anchored(pattern))
+            except re.error as error:
+                raise WeightsError(
+                    f"{field}: {pattern!r} is not a regular expression: {error}; nothing was loaded"
+                ) from error
     unsupported = [name for name, values in NEUTRAL.items() if name in raw and raw[name] not in values]
     initializer = settings.init_lora_weights
     if isinstance(initializer, str) and initializer.lower() not in KNOWN_INITIALIZERS:
@@ -120,6 +128,10 @@ def read_adapter(directory: Path) -> tuple[dict[str, Any], Mapping[str, FileTens
 
 def _matching(patterns: Mapping[str, float] | None, layer: str, default: float) -> float:
     for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", layer):
+        if re.match(_anchored(pattern), layer):
             return value
     return default
+
+
+def _anchored(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"

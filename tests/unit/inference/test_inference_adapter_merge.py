@@ -154,6 +154,11 @@ def test_an_adapter_of_a_bfloat16_model_is_merged_in_float32_and_rounded_once() 
         ({"r": 2, "lora_alpha": 4, "peft_type": "IA3"}, "peft_type"),
         ({"r": 0, "lora_alpha": 4}, "rank"),
         ({"lora_alpha": 4}, "r"),
+        (
+            {"r": 2, "lora_alpha": 4, "rank_pattern": {"(q_proj": 2}},
+            r"rank_pattern: '\(q_proj' is not a regular expression",
+        ),
+        ({"r": 2, "lora_alpha": 4, "alpha_pattern": {"*": 2.0}}, r"alpha_pattern: '\*' is not a regular expression"),
     ],
 )
 def test_unsupported_settings_are_refused_by_name(settings: dict[str, Any], named: str) -> None:
