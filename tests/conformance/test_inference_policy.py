@@ -84,14 +84,17 @@ class Rig:
     """Whether a request keeps the weights that it started with."""
 
     async def publish(self) -> Publication:
+        published, location = await self.put()
+        await self.weights.receive(published, location)
+        return published
+
+    async def put(self) -> tuple[Publication, str]:
+        """Makes a model and stores its weights where the server can receive them."""
         if self.has_adapters:
             published, model, kind = self.models.next_adapter()
-            adapter = kind.published(published.id)
-            await self.weights.receive(published, await self.weights.put(published, model.weights(), adapter=adapter))
-            return published
+            return published, await self.weights.put(published, model.weights(), adapter=kind.published(published.id))
         published, model = self.models.next()
-        await self.weights.receive(published, await self.weights.put(published, model.weights()))
-        return published
+        return published, await self.weights.put(published, model.weights())
 
     async def wait_for_load(self, count: int) -> None:
         """Wait until the server has this many requests, running or queued."""
@@ -265,9 +268,13 @@ async def test_pause_keep_holds_all_requests_and_resume_completes_them(rig: Rig)
 
 async def test_weights_that_arrive_during_a_request_appear_in_its_versions(rig: Rig) -> None:
     first = await rig.publish()
-    for _ in range(12):
+    for attempt in range(12):
+        # Before the request starts: next to a busy engine this can take longer than the whole request.
+        second, location = await rig.put()
         running = await rig.request_in_progress([1, 2, 3], max_tokens=450)
-        second = await rig.publish()
+        # An update that comes too early meets a request without tokens, one that comes too late none at all.
+        await asyncio.sleep(0.05 * attempt)
+        await rig.weights.receive(second, location)
         completion = await running
         assert len(completion.token_ids) == 450
         assert (np.diff(completion.versions) >= 0).all()
