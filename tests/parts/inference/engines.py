@@ -1,17 +1,25 @@
 """Opens either engine over one tiny model, for tests that apply to both."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollbook.contracts.policy import Publication
+import numpy as np
+
+from rollbook.contracts.policy import Completion, Publication
 from rollbook.inference.config import InferenceConfig, ScriptedConfig
 from rollbook.inference.engine import Engine, open_engine
+from rollbook.inference.engines.embedded.engine import TransformersEngine
+from rollbook.inference.engines.embedded.engine import open_engine as open_embedded
 from rollbook.telemetry.spans import SpanRecorder
-from tests.parts.inference.models import MAX_LEN, VOCAB, build_model, publish, save_model
+from tests.parts.inference.models import MAX_LEN, VOCAB, build_model, plain_logprobs, publish, save_model
+
+BYTES_PER_TOKEN = {"llama": 2 * 2 * 2 * 8 * 4, "gpt2": 2 * 2 * 4 * 8 * 4}
+"""Layers, keys and values, heads, head size, float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,3 +71,23 @@ async def until(is_true: Callable[[], bool], *, within_s: float = 30.0) -> None:
     async with asyncio.timeout(within_s):
         while not is_true():  # noqa: ASYNC110  # the counters of another thread have no event
             await asyncio.sleep(0.0005)
+
+
+@asynccontextmanager
+async def embedded(tiny: TinyModel, *, is_captured: bool = False, **settings: Any) -> AsyncIterator[TransformersEngine]:
+    """`is_captured`: as on a GPU, with cache blocks and bucketed shapes, but with plain calls instead of captured graphs."""
+    options: dict[str, Any] = {"capture": lambda operation: operation} if is_captured else {}
+    async with open_embedded(engine_config("transformers", **settings), tiny.model_dir, **options) as engine:
+        await engine.load_weights(*tiny.weights(1))
+        yield engine
+
+
+def some_prompts(count: int, shortest: int, longest: int, *, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
+
+
+def assert_faithful(tiny: TinyModel, prompt: list[int], completion: Completion, **changes: Any) -> None:
+    tokens = [*prompt, *completion.token_ids.tolist()]
+    expected = plain_logprobs(tiny.model(1), tokens, len(prompt), **changes)
+    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)

@@ -22,10 +22,9 @@ from rollbook.contracts.policy import SamplingParams
 from rollbook.inference.engine import GenerationError
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.grammars import GrammarCompiler
-from tests.parts.inference.engines import TinyModel
+from tests.parts.inference.engines import BYTES_PER_TOKEN, TinyModel, embedded, some_prompts
 from tests.parts.inference.models import MAX_LEN, VOCAB
 from tests.parts.rollout.agents import word_tokenizer
-from tests.unit.inference.test_inference_scheduler import BYTES_PER_TOKEN, embedded, some_prompts
 
 TIGHT_MB = (MAX_LEN + 4 * 64) * BYTES_PER_TOKEN["llama"] / 1e6
 

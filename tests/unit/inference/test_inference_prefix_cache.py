@@ -18,9 +18,8 @@ from rollbook.inference.engines.embedded.prefix_cache import PrefixCache
 from rollbook.inference.engines.embedded.slot_batch import SlotBatch
 from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache
 from rollbook.inference.pause import PauseMode
-from tests.parts.inference.engines import TinyModel, until
+from tests.parts.inference.engines import BYTES_PER_TOKEN, TinyModel, assert_faithful, embedded, some_prompts, until
 from tests.parts.inference.models import MAX_LEN, VOCAB, plain_logprobs
-from tests.unit.inference.test_inference_scheduler import BYTES_PER_TOKEN, assert_faithful, embedded, some_prompts
 
 STOPS = (3, 4, 5, 6, 7)
 CAPTURED: dict[str, Any] = {"is_captured": True, "steps_ahead": 2}

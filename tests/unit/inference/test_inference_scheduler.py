@@ -5,57 +5,36 @@ Chunked prefill, preemption, steps launched ahead, captured steps and late stops
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
-from rollbook.inference.engine import EngineClosedError, GenerationError, QueueFullError
+from rollbook.contracts.policy import FinishReason, SamplingParams
+from rollbook.inference.engine import QueueFullError
 from rollbook.inference.engines.embedded.build import BLOCK_SIZE
-from rollbook.inference.engines.embedded.engine import TransformersEngine, open_engine
 from rollbook.inference.engines.embedded.paged.batch import PagedBatch
-from rollbook.inference.engines.embedded.paged.block_cache import BlockCache
 from rollbook.inference.engines.embedded.paged.runner import PackedRunner
-from rollbook.inference.engines.embedded.runner import PendingResults, Runner
+from rollbook.inference.engines.embedded.runner import Runner
 from rollbook.inference.pause import PauseMode
 from rollbook.inference.request import BadRequestError
-from tests.parts.inference.engines import TinyModel, engine_config, next_step, until
-from tests.parts.inference.models import MAX_LEN, VOCAB, plain_logprobs, publish
-
-BYTES_PER_TOKEN = {"llama": 2 * 2 * 2 * 8 * 4, "gpt2": 2 * 2 * 4 * 8 * 4}
-"""Layers, keys and values, heads, head size, float32."""
+from tests.parts.inference.engines import (
+    BYTES_PER_TOKEN,
+    TinyModel,
+    assert_faithful,
+    embedded,
+    next_step,
+    some_prompts,
+    until,
+)
+from tests.parts.inference.models import MAX_LEN, VOCAB, plain_logprobs
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("stepping")
-
-
-@asynccontextmanager
-async def embedded(tiny: TinyModel, *, is_captured: bool = False, **settings: Any) -> AsyncIterator[TransformersEngine]:
-    """`is_captured`: as on a GPU, with cache blocks and bucketed shapes, but with plain calls instead of captured graphs."""
-    options: dict[str, Any] = {"capture": lambda operation: operation} if is_captured else {}
-    async with open_engine(engine_config("transformers", **settings), tiny.model_dir, **options) as engine:
-        await engine.load_weights(*tiny.weights(1))
-        yield engine
-
-
-def some_prompts(count: int, shortest: int, longest: int, *, seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(VOCAB) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
-
-
-def assert_faithful(tiny: TinyModel, prompt: list[int], completion: Completion, **changes: Any) -> None:
-    tokens = [*prompt, *completion.token_ids.tolist()]
-    expected = plain_logprobs(tiny.model(1), tokens, len(prompt), **changes)
-    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -91,18 +70,6 @@ async def test_the_blocks_of_running_requests_keep_their_content_when_the_cache_
         assert engine.parts.scheduler.preemptions == 0
     for prompt, completion in zip(prompts, completions, strict=True):
         assert_faithful(tiny, prompt, completion)
-
-
-async def test_a_cache_that_the_device_cannot_hold_is_refused_at_the_start(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(cache: BlockCache, num_blocks: int) -> None:
-        raise torch.OutOfMemoryError(f"no memory for {num_blocks} blocks")
-
-    monkeypatch.setattr(BlockCache, "resize", refuse)
-    with pytest.raises(RunError, match=r"lower inference\.kv_memory_mb"):
-        async with embedded(TinyModel(root=root), is_captured=True, kv_memory_mb=10):
-            pass
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
@@ -292,46 +259,6 @@ async def test_the_engine_reports_its_choices_and_their_reasons(root: Path) -> N
     assert_faithful(TinyModel(root=root), [1, 2], completion)
 
 
-async def test_a_missing_device_is_named_in_the_error(root: Path) -> None:
-    if torch.backends.mps.is_available() or torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    for device in ("cuda", "mps"):
-        with pytest.raises(RunError, match=device):
-            async with embedded(TinyModel(root=root), device=device):
-                raise AssertionError("the engine must not open")
-
-
-@pytest.mark.parametrize("ahead", [0, 3])
-async def test_a_failed_forward_fails_its_requests_and_the_engine_continues(
-    root: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
-) -> None:
-    tiny = TinyModel(root=root)
-    async with embedded(tiny, steps_ahead=ahead, max_running=4) as engine:
-        runner = engine.parts.runner
-        assert isinstance(runner, Runner)
-        decode = runner.decode
-        calls = 0
-
-        def failing_decode(*args: Any, **kwargs: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == 6:
-                raise RuntimeError("device failure")
-            decode(*args, **kwargs)
-
-        monkeypatch.setattr(runner, "decode", failing_decode)
-        # Limits around the failure: some requests have launched all their tokens when it happens.
-        futures = [engine.submit([n], SamplingParams(max_tokens=n + 4)) for n in range(8)]
-        outcomes = await asyncio.gather(*futures, return_exceptions=True)
-        failed = [outcome for outcome in outcomes if isinstance(outcome, GenerationError)]
-        assert failed
-        assert all("device failure" in str(outcome) for outcome in failed)
-        assert all(isinstance(outcome, GenerationError | Completion) for outcome in outcomes)
-        completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=9))
-        assert engine.stats().running == engine.stats().queued == 0
-    assert_faithful(tiny, [1, 2, 3], completion)
-
-
 async def test_a_request_cancelled_while_waiting_frees_its_place_in_the_queue(root: Path) -> None:
     async with embedded(TinyModel(root=root), max_queued=3) as engine:
         await engine.pause(PauseMode.KEEP)
@@ -344,32 +271,6 @@ async def test_a_request_cancelled_while_waiting_frees_its_place_in_the_queue(ro
         assert len((await waiting).token_ids) == 1
 
 
-class _BrokenConstraint:
-    """Allows every token and fails when one is reported."""
-
-    def allowed(self) -> NDArray[np.uint8]:
-        return np.full(-(-VOCAB // 8), 255, dtype=np.uint8)
-
-    def accept(self, token_id: int) -> None:
-        raise RuntimeError(f"token {token_id} is not accepted")
-
-
-@pytest.mark.parametrize("is_captured", [False, True])
-async def test_requests_at_their_limit_fail_too_when_the_results_of_their_round_cannot_be_processed(
-    root: Path, is_captured: bool
-) -> None:
-    tiny = TinyModel(root=root)
-    async with embedded(tiny, is_captured=is_captured, steps_ahead=2) as engine:
-        broken = engine.submit([1], SamplingParams(max_tokens=5), constraint=_BrokenConstraint())
-        ending = [engine.submit([n], SamplingParams(max_tokens=1, top_logprobs=2)) for n in range(3)]
-        async with asyncio.timeout(10):
-            outcomes = await asyncio.gather(broken, *ending, return_exceptions=True)
-        assert all("is not accepted" in str(outcome) for outcome in outcomes)
-        assert engine.stats().running == engine.stats().queued == 0
-        completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=9))
-    assert_faithful(tiny, [1, 2, 3], completion)
-
-
 async def test_tokens_launched_after_a_stop_token_are_not_counted_when_the_limit_was_reached(root: Path) -> None:
     tiny = TinyModel(root=root)
     async with embedded(tiny, is_captured=True, steps_ahead=3) as engine:
@@ -380,61 +281,6 @@ async def test_tokens_launched_after_a_stop_token_are_not_counted_when_the_limit
         completions = await asyncio.gather(*futures)
         assert {completion.finish_reason for completion in completions} == {FinishReason.STOP, FinishReason.LENGTH}
         assert engine.stats().tokens == sum(len(completion.token_ids) for completion in completions)
-
-
-async def test_tokens_that_are_not_numbers_are_not_counted(root: Path, tmp_path: Path) -> None:
-    tiny = TinyModel(root=root)
-    broken = tiny.model(1)
-    with torch.no_grad():
-        broken.lm_head.weight.fill_(float("nan"))
-    path = tmp_path / "broken.safetensors"
-    async with embedded(tiny, is_captured=True, steps_ahead=3) as engine:
-        await engine.load_weights(publish(path, broken, 2), path)
-        outcomes = await asyncio.gather(
-            *(engine.generate([n], SamplingParams(max_tokens=20)) for n in range(3)), return_exceptions=True
-        )
-        assert all(isinstance(outcome, GenerationError) for outcome in outcomes)
-        await engine.load_weights(*tiny.weights(3))
-        await engine.generate([1, 2], SamplingParams(max_tokens=20))
-        assert engine.stats().tokens == 20
-
-
-async def test_requests_that_finished_before_a_failure_of_the_device_during_a_pause_are_returned(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiny = TinyModel(root=root)
-    wait = PendingResults.wait
-    calls: list[int] | None = None
-
-    def failing_wait(self: PendingResults) -> Any:
-        if calls is not None:
-            calls.append(0)
-            if len(calls) == 3:
-                raise RuntimeError("device failure")
-        return wait(self)
-
-    monkeypatch.setattr(PendingResults, "wait", failing_wait)
-    async with embedded(tiny, is_captured=True, steps_ahead=3) as engine:
-        drain = engine.parts.scheduler.drain
-
-        def observed_drain(*args: Any) -> Any:
-            nonlocal calls
-            calls = []
-            return drain(*args)
-
-        monkeypatch.setattr(engine.parts.scheduler, "drain", observed_drain)
-        futures = [engine.submit([n % VOCAB], SamplingParams(max_tokens=n + 1)) for n in range(100)]
-        await until(lambda: engine.stats().tokens > 1000)
-        async with asyncio.timeout(10):
-            await engine.pause(PauseMode.KEEP)
-            await engine.resume()
-            outcomes = await asyncio.gather(*futures, return_exceptions=True)
-        assert calls is not None
-        assert len(calls) >= 3
-        assert {type(outcome) for outcome in outcomes} == {Completion, GenerationError}
-        for number, outcome in enumerate(outcomes):
-            if isinstance(outcome, Completion):
-                assert_faithful(tiny, [number % VOCAB], outcome)
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
@@ -458,64 +304,6 @@ async def test_a_pause_ends_preempted_requests_as_it_ends_running_ones(
     for number, completion in enumerate(completions):
         assert (len(completion.token_ids) == 200) is (completion.finish_reason is FinishReason.LENGTH)
         assert_faithful(tiny, [number], completion)
-
-
-async def test_a_cache_that_cannot_grow_continues_with_its_blocks(
-    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("rollbook.inference.engines.embedded.build.FIRST_SHARE", 0.0)
-    tiny = TinyModel(root=root)
-    prompts = some_prompts(8, 20, 60, seed=8)
-    async with embedded(tiny, is_captured=True, steps_ahead=2) as engine:
-        runner, batch = engine.parts.runner, engine.parts.scheduler.batch
-        assert isinstance(runner, PackedRunner)
-        assert isinstance(batch, PagedBatch)
-        capacity, generation, empty = batch.pool.capacity, runner.cache.generation, torch.empty
-        failures = 0
-
-        def failing_empty(*size: int, **options: Any) -> torch.Tensor:
-            nonlocal failures
-            # The first layer grows, the second does not.
-            if len(size) == 5 and size[0] > capacity and len(runner.cache.layers[0]) > capacity:
-                failures += 1
-                raise torch.OutOfMemoryError("out of memory")
-            return empty(*size, **options)
-
-        monkeypatch.setattr(torch, "empty", failing_empty)
-        completions = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=100)) for p in prompts))
-        assert failures == 1
-        assert "kv_memory_mb" in caplog.text
-        assert engine.parts.scheduler.preemptions > 0
-        assert batch.pool.capacity == capacity
-        # The first layer has moved, so captured graphs are not used again.
-        assert runner.cache.generation > generation
-    for prompt, completion in zip(prompts, completions, strict=True):
-        assert_faithful(tiny, prompt, completion)
-
-
-async def test_slots_of_unequal_size_are_not_used_after_a_failed_allocation(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiny = TinyModel(root=root)
-    prompts = some_prompts(6, 20, 40, seed=3)
-    async with embedded(tiny) as engine:
-        zeros, calls = torch.zeros, 0
-
-        def failing_zeros(*args: Any, **options: Any) -> torch.Tensor:
-            nonlocal calls
-            if isinstance(args[0], tuple) and len(args[0]) == 5:
-                calls += 1
-                if calls == 2:
-                    raise RuntimeError("out of memory")
-            return zeros(*args, **options)
-
-        monkeypatch.setattr(torch, "zeros", failing_zeros)
-        failed = await asyncio.gather(
-            *(engine.generate(prompt, SamplingParams(max_tokens=9)) for prompt in prompts), return_exceptions=True
-        )
-        assert all(isinstance(outcome, GenerationError) for outcome in failed)
-        completion = await engine.generate(prompts[0], SamplingParams(max_tokens=9))
-    assert_faithful(tiny, prompts[0], completion)
 
 
 async def test_a_cache_below_its_limit_grows_instead_of_waiting_for_pinned_prefixes(
@@ -574,45 +362,6 @@ async def test_all_row_counts_are_captured_before_the_first_request(root: Path) 
         captures = runner.captures
         await asyncio.gather(*(engine.generate([n], SamplingParams(max_tokens=9)) for n in range(3)))
         assert runner.captures == captures
-
-
-async def test_a_closed_engine_refuses_weights_as_it_refuses_requests(root: Path) -> None:
-    tiny = TinyModel(root=root)
-    async with embedded(tiny) as engine:
-        pass
-    for call in (engine.load_weights(*tiny.weights(2)), engine.weights_digest(), engine.base_digest()):
-        with pytest.raises(EngineClosedError):
-            await call
-
-
-@pytest.mark.parametrize("failing", ["copy_out", "collect"])
-async def test_requests_at_their_limit_fail_too_when_their_launch_fails_late(
-    root: Path, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
-    tiny = TinyModel(root=root)
-    async with embedded(tiny, prefix_cache_least=1) as engine:
-        runner = engine.parts.runner
-        assert isinstance(runner, Runner)
-        owner = runner.slots if failing == "copy_out" else runner
-        method = getattr(owner, failing)
-        calls = 0
-
-        def second_call_fails(*args: Any, **options: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == 2:
-                raise RuntimeError("out of memory")
-            return method(*args, **options)
-
-        monkeypatch.setattr(owner, failing, second_call_fails)
-        async with asyncio.timeout(10):
-            outcomes = await asyncio.gather(
-                *(engine.generate([n], SamplingParams(max_tokens=2)) for n in range(4)), return_exceptions=True
-            )
-        assert all("out of memory" in str(outcome) for outcome in outcomes)
-        assert engine.stats().running == engine.stats().queued == 0
-        completion = await engine.generate([1, 2], SamplingParams(max_tokens=9))
-    assert_faithful(tiny, [1, 2], completion)
 
 
 async def test_a_request_with_many_stop_tokens_does_not_slow_down_later_ones(root: Path) -> None:

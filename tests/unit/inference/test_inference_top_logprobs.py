@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from rollbook.contracts.policy import SamplingParams
-from tests.parts.inference.engines import TinyModel
+from tests.parts.inference.engines import BYTES_PER_TOKEN, TinyModel, embedded, some_prompts
 from tests.parts.inference.models import MAX_LEN, VOCAB
-from tests.unit.inference.test_inference_scheduler import BYTES_PER_TOKEN, embedded, some_prompts
 
 TIGHT_MB = (MAX_LEN + 4 * 64) * BYTES_PER_TOKEN["llama"] / 1e6
 

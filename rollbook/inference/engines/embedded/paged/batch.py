@@ -7,6 +7,7 @@ same tokens share blocks, also with rows of the same forward: each layer writes 
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import torch
@@ -65,11 +66,11 @@ class PagedBatch:
         # One block is left for each running row, so that it is not preempted soon.
         available = self.pool.num_available(are_pins_kept=running > 0) - reserved - running
         admitted = 0
-        for request in waiting:
+        for request in islice(waiting, free_rows):
             # The next turn of a pinned conversation does not wait for its own blocks.
             held = self.pool.num_held(_tokens(request), are_pins_kept=running > 0)
             available -= self._needed(_length(request)) - held + 1
-            if admitted == free_rows or (available < 0 and running + admitted > 0):
+            if available < 0 and running + admitted > 0:
                 break
             admitted += 1
         return admitted

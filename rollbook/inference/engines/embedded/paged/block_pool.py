@@ -6,9 +6,10 @@ no row uses stay cached until their space is needed and no others were used less
 blocks, so a long conversation is a few comparisons, and a match is exact. New weights forget all registrations.
 """
 
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -90,27 +91,16 @@ class BlockPool:
         self.capacity = capacity
 
     def match(self, tokens: NDArray[np.int32]) -> RowBlocks:
-        """A row that starts with the longest registered prefix of `tokens`, without the last token: its logits must be computed."""
+        """A row that starts with the longest registered prefix of `tokens`."""
         row = RowBlocks(self._root, self.weights_generation)
-        row.blocks = self._enter(row, tokens.tobytes(), (len(tokens) - 1) // self.size * self._block_bytes)
+        row.blocks = self._enter(row, tokens.tobytes(), self._matchable(tokens))
         return row
 
     def num_held(self, tokens: NDArray[np.int32], *, are_pins_kept: bool = False) -> int:
         """How many of the blocks that `match` would find are used or pinned, so that `num_available` does not count them."""
-        raw, end = tokens.tobytes(), (len(tokens) - 1) // self.size * self._block_bytes
-        node, start, held = self._root, 0, 0
-        while start < end:
-            child = node.children.get(raw[start : start + self._block_bytes])
-            if child is None:
-                break
-            is_whole = raw.startswith(child.tokens, start, end)
-            if child.num_rows or (are_pins_kept and self._cached[child] > self._oldest_pin()):
-                held += len(child.blocks) if is_whole else self._num_equal(child, raw[start:end])
-            if not is_whole:
-                break
-            node = child
-            start += len(child.tokens)
-        return held
+        oldest = self._oldest_pin() if are_pins_kept else math.inf
+        path = self._path(self._root, tokens.tobytes(), self._matchable(tokens))
+        return sum(count for node, count in path if node.num_rows or self._cached[node] > oldest)
 
     def allocate(self, number: int, *, are_pins_kept: bool = False) -> list[int] | None:
         """Blocks for one row each, evicting the least recently used. None, and no change, if there are not enough."""
@@ -176,26 +166,37 @@ class BlockPool:
             node.children = {}
         self._root = _Node()
 
+    def _matchable(self, tokens: NDArray[np.int32]) -> int:
+        """The bytes of the full blocks, without the last token: its logits must be computed."""
+        return (len(tokens) - 1) // self.size * self._block_bytes
+
     def _enter(self, row: RowBlocks, raw: bytes, end: int) -> list[int]:
         """Continue a row through the nodes that hold its next tokens, `raw[:end]`, as far as there are any. Their blocks."""
         blocks: list[int] = []
-        start = 0
-        while start < end:
-            child = row.node.children.get(raw[start : start + self._block_bytes])
-            if child is None:
-                break
-            if not raw.startswith(child.tokens, start, end):
-                child = self._split(child, self._num_equal(child, raw[start:end]))
-            elif not child.num_rows:
-                del self._cached[child]
-            if not child.num_rows:
-                self.num_cached -= len(child.blocks)
-            child.num_rows += 1
-            row.node = child
-            row.num_known += len(child.blocks)
-            blocks += child.blocks
-            start += len(child.tokens)
+        for found, count in self._path(row.node, raw, end):
+            node = found
+            if count < len(found.blocks):
+                node = self._split(found, count)
+            elif not found.num_rows:
+                del self._cached[found]
+            if not node.num_rows:
+                self.num_cached -= len(node.blocks)
+            node.num_rows += 1
+            row.node = node
+            row.num_known += len(node.blocks)
+            blocks += node.blocks
         return blocks
+
+    def _path(self, node: _Node, raw: bytes, end: int) -> Iterator[tuple[_Node, int]]:
+        """The nodes after `node` that hold the next tokens, `raw[:end]`, and how many blocks of each: of the last maybe not all."""
+        start = 0
+        while start < end and (child := node.children.get(raw[start : start + self._block_bytes])) is not None:
+            if not raw.startswith(child.tokens, start, end):
+                yield child, self._num_equal(child, raw[start:end])
+                return
+            yield child, len(child.blocks)
+            node = child
+            start += len(child.tokens)
 
     def _num_equal(self, node: _Node, raw: bytes) -> int:
         """Number of blocks at the start of a node that hold the same tokens."""
