@@ -1,6 +1,7 @@
 """The group codec: encoding is exact, and payloads that are not groups are rejected."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import PromptGroup, group_id
-from rollbook.contracts.group_checks import UnusableGroupError, inspect_frame
+from rollbook.contracts.group_checks import UnusableGroupError, facts_of, inspect_frame
 from rollbook.contracts.group_codec import (
     FORMAT,
     RUN_FIELDS,
@@ -21,6 +22,8 @@ from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
 from tests.parts.ledger.frames import changed_frame
 from tests.parts.ledger.groups import big_group, group_of, token_row
+
+FRAMES = Path(__file__).parent / "frames"
 
 
 def rich_group() -> PromptGroup:
@@ -54,17 +57,47 @@ def assert_same_row(left: TokenRow, right: TokenRow) -> None:
         assert one.tobytes() == other.tobytes()
 
 
-def test_an_encoded_group_is_decoded_exactly() -> None:
-    group = rich_group()
-    back = decode_group(encode_group(group).payload)
-    assert (back.id, back.task_id, back.draw, len(back.samples)) == (group.id, group.task_id, group.draw, 2)
+def assert_same_group(group: PromptGroup, back: PromptGroup) -> None:
+    for name in ("id", "task_id", "draw", "part", "baseline"):
+        assert getattr(group, name) == getattr(back, name), name
     for one, other in zip(group.samples, back.samples, strict=True):
         for left, right in zip(one.sequences, other.sequences, strict=True):
             assert_same_row(left, right)
-        for name in ("sampling", "reward", "finish_reason", "invalid_cause", "solved", "messages", "turns", "facts"):
+        names = ("sampling", "reward", "finish_reason", "invalid_cause", "solved", "messages", "turns", "facts")
+        for name in (*names, "started_at", "ended_at"):
             assert getattr(one, name) == getattr(other, name), name
+
+
+def test_an_encoded_group_is_decoded_exactly() -> None:
+    group = rich_group()
+    back = decode_group(encode_group(group).payload)
+    assert_same_group(group, back)
     assert back.samples[0].metrics["wait"] == 1e-300
     assert np.isnan(back.samples[0].metrics["nan"])
+
+
+def test_a_stored_frame_of_format_2_is_decoded_exactly() -> None:
+    """The file was written when 2 was the newest format. Groups of old runs must stay readable: never write it again."""
+    payload = (FRAMES / "format-2.bin").read_bytes()
+    back = decode_group(payload)
+    scored, broken = rich_group().samples
+    first, second = scored.sequences
+    expected = replace(
+        rich_group(),
+        samples=(
+            replace(
+                scored,
+                sequences=(first, replace(second, advantages=np.full(len(second), -0.5, dtype=np.float32))),
+                started_at=1_700_000_000.25,
+                ended_at=1_700_000_001.5,
+            ),
+            broken,
+        ),
+        part=2,
+        baseline=(0.0, 1.0),
+    )
+    assert_same_group(expected, back)
+    assert inspect_frame(payload, back.id) == facts_of(back)
 
 
 def test_logprobs_keep_every_bit_including_nan() -> None:
