@@ -65,6 +65,10 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from rollbook.commands.record.evaluate import EvaluationReport, evaluate
+    from rollbook.commands.record.replay import replay
+    from rollbook.commands.training.train import RunFailedError, train
+    from rollbook.commands.training.train_summary import TrainReport
     from rollbook.contracts.admission import RunSettings
     from rollbook.contracts.errors import EpisodeError, RollbookError
     from rollbook.contracts.freshness import FreshnessRule
@@ -90,10 +94,6 @@ if TYPE_CHECKING:
     from rollbook.rollout.groups.player import GroupAssembler
     from rollbook.rollout.remote.protocol import RolloutService
     from rollbook.rollout.rewards.messages import RewardCase
-    from rollbook.run.commands.evaluate import EvaluationReport, evaluate
-    from rollbook.run.commands.replay import replay
-    from rollbook.run.commands.train import RunFailedError, train
-    from rollbook.run.commands.train_summary import TrainReport
     from rollbook.run.config.run import ConfigError, RunConfig
     from rollbook.run.record import audit
     from rollbook.tasks.curriculum import Curriculum
@@ -110,7 +110,7 @@ _MODULES = {
     "EndReason": "rollbook.contracts.trajectory",
     "Environment": "rollbook.contracts.ports",
     "EpisodeError": "rollbook.contracts.errors",
-    "EvaluationReport": "rollbook.run.commands.evaluate",
+    "EvaluationReport": "rollbook.commands.record.evaluate",
     "FinishReason": "rollbook.contracts.policy",
     "FreshnessRule": "rollbook.contracts.freshness",
     "GroupAssembler": "rollbook.rollout.groups.player",
@@ -133,7 +133,7 @@ _MODULES = {
     "RolloutSetup": "rollbook.rollout.contract",
     "RowRequest": "rollbook.integrations.async_recipe",
     "RunConfig": "rollbook.run.config.run",
-    "RunFailedError": "rollbook.run.commands.train",
+    "RunFailedError": "rollbook.commands.training.train",
     "RunSettings": "rollbook.contracts.admission",
     "SamplingParams": "rollbook.contracts.policy",
     "StalenessController": "rollbook.rollout.dispatch.slots",
@@ -141,18 +141,18 @@ _MODULES = {
     "SyncWeightTransferClient": "rollbook.integrations.weight_sync",
     "Task": "rollbook.contracts.task",
     "TokenRow": "rollbook.contracts.trajectory",
-    "TrainReport": "rollbook.run.commands.train_summary",
+    "TrainReport": "rollbook.commands.training.train_summary",
     "TrajectoryAssembler": "rollbook.rollout.assemblers.tokens",
     "WeightTransferClient": "rollbook.inference.weights.client",
     "audit": "rollbook.run.record",
-    "evaluate": "rollbook.run.commands.evaluate",
+    "evaluate": "rollbook.commands.record.evaluate",
     "open_host": "rollbook.integrations.trl_run",
     "open_ledger_client": "rollbook.ledger.client.client",
     "open_sync_ledger_client": "rollbook.ledger.client.blocking",
-    "replay": "rollbook.run.commands.replay",
+    "replay": "rollbook.commands.record.replay",
     "rollout_to_prompt_group": "rollbook.integrations.async_recipe",
     "run_async_rl_loop": "rollbook.integrations.async_recipe",
-    "train": "rollbook.run.commands.train",
+    "train": "rollbook.commands.training.train",
 }
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
+from rollbook.commands.training import train
 from rollbook.dashboard.run_metrics import RunMetrics
 from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer
-from rollbook.run.commands import train
 
 ROOT = Path(__file__).parents[1]
 SHOWN_STEP = 30

@@ -430,7 +430,7 @@ def original() -> Iterator[Server]:
 def ledger(home: str, durability: Durability) -> Iterator[Server]:
     port, token_file = free_port(), Path(home) / "token"
     store = ("--store", f"sqlite:///{home}/{durability}", "--durability", durability.value)
-    module = ("-m", "rollbook.run.commands.serve_atropos")
+    module = ("-m", "rollbook.commands.servers.run_api")
     command = (sys.executable, *module, "--port", str(port), *store, "--token-file", str(token_file))
     with started(command, port, has_child=True, token=read_or_create_token(token_file)) as server:
         yield server

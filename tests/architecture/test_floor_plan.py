@@ -22,7 +22,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dashboard": GROUND,
     "integrations": GROUND | ROOMS,
     "run": GROUND | ROOMS | {"dashboard"},
-    "cli": {"run", "contracts", "access"},
+    "commands": GROUND | ROOMS | {"dashboard", "run"},
+    "cli": {"commands", "run", "contracts", "access"},
 }
 # Heavy libraries, and the only modules that may import them.
 DOORS: dict[str, tuple[str, ...]] = {

@@ -13,7 +13,7 @@ from tests.parts.ledger.run_api import ROOT
 
 FILES = {"test_api_compression.py": 7, "test_api_legacy.py": 3, "test_api_messages_handling.py": 26}
 # The suite starts its server with `python -m atroposlib.cli.run_api`.
-OUR_SERVER = "from rollbook.run.commands.serve_atropos import run\nrun()\n"
+OUR_SERVER = "from rollbook.commands.servers.run_api import run\nrun()\n"
 
 pytestmark = [
     pytest.mark.slow,

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from rollbook.commands.servers.run_api import MAX_QUICK_EXITS, QUICK_S
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.group import DropKind, DropReason
@@ -21,7 +22,6 @@ from rollbook.ledger.rules.run_transaction import run_transaction
 from rollbook.ledger.store import Store, Transaction
 from rollbook.ledger.stores.sqlite.store import open_memory_store, open_readonly, open_sqlite_store
 from rollbook.ledger.tools.audit import audit
-from rollbook.run.commands.serve_atropos import MAX_QUICK_EXITS, QUICK_S
 from tests.parts.ledger.atropos import RUN, Client, dialect, dialect_on, name_of, registration, scored
 from tests.parts.ledger.run_api import running_api
 

@@ -13,6 +13,8 @@ import aiohttp
 import psutil
 import pytest
 
+from rollbook.commands.servers.ledger import compact_store
+from rollbook.commands.servers.run_api import EXIT_CANNOT_SERVE
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError
 from rollbook.ledger.atropos.rules import SERVING_LEASE_S
@@ -21,8 +23,6 @@ from rollbook.ledger.serve import open_ledger_service
 from rollbook.ledger.store import StoreFaultError
 from rollbook.ledger.stores.registry import open_reader, sqlite_url
 from rollbook.ledger.tools.audit import audit
-from rollbook.run.commands.serve_atropos import EXIT_CANNOT_SERVE
-from rollbook.run.commands.serve_ledger import compact_store
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.atropos import name_of, registration, scored
 from tests.parts.ledger.postgres import shared_server

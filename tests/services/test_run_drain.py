@@ -13,11 +13,11 @@ import psutil
 import pytest
 from rich.console import Console
 
+from rollbook.commands.training.train import resolve_run, write_or_check_config
 from rollbook.contracts.admission import ActionKind, GateState, LedgerStatus
 from rollbook.ledger.rules import runs
 from rollbook.ledger.stores.registry import only_service, open_reader, sqlite_url
 from rollbook.run.actions import act
-from rollbook.run.commands.train import resolve_run, write_or_check_config
 from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import MODEL_FILE, RunDirectory
 from rollbook.run.supervision import drain

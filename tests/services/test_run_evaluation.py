@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rollbook.commands.record.evaluate import evaluation_request, table
 from rollbook.contracts.errors import RunError
-from rollbook.run.commands.evaluate import evaluation_request, table
 from rollbook.run.processes.evaluate import evaluate
 from rollbook.run.processes.replay import changed_settings, compare_losses
 from rollbook.run.record import open_run

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rollbook.commands.training.models import get_model
 from rollbook.contracts.errors import RunError
 from rollbook.inference.weights.safetensors import read_weights
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from rollbook.run.commands.fetch_model import get_model
 from rollbook.trainer.model.policy_model import PolicyModel
 from tests.parts.inference.gguf import in_a_wheel, write_gguf
 

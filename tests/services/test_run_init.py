@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rollbook.cli.main import app
+from rollbook.commands.training.init import TEMPLATES_DIR, init_project, template_names
 from rollbook.contracts.errors import UsageError
-from rollbook.run.commands.init import TEMPLATES_DIR, init_project, template_names
 from rollbook.run.config.run import load_config
 from rollbook.run.record import open_run
 from tests.parts.run.small import REPOSITORY

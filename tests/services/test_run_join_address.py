@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from rollbook.access.tokens import read_token, write_token
+from rollbook.commands.training.join import JoinOptions, join_address
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.admission import LEASE_S, RunId
 from rollbook.contracts.errors import NotFoundError, UsageError
@@ -18,7 +19,6 @@ from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.http.auth import steering_keys
 from rollbook.ledger.http.relay import Relay
 from rollbook.ledger.http.wire import Announcement
-from rollbook.run.commands.cluster.join import JoinOptions, join_address
 from rollbook.run.config.run import load_config, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.members.announced_run import AnnouncedRun, AnnouncementWatch, Place, announcement_of, find_run

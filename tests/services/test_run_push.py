@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from rollbook.commands.record.push import push
 from rollbook.contracts.errors import RunError, UsageError
-from rollbook.run.commands.push import push
 from rollbook.run.config.run import dump_toml, load_config
 from rollbook.run.directory import RunDirectory
 from tests.parts.run.small import REPOSITORY, rollbook

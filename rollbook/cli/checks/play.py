@@ -28,5 +28,5 @@ def play(
         sys.stdout.flush()
 
     # Needs the extra `train`, which the help of this verb must not need.
-    play_episode = load_on_demand("rollbook.run.commands.episodes.play:play_episode")
+    play_episode = load_on_demand("rollbook.commands.checks.play:play_episode")
     play_episode(config, overrides=override or (), task=task, is_greedy=greedy, write=write)

@@ -21,7 +21,7 @@ def check(
 ) -> None:
     """Render conversations with the chat template; exit code 1 if earlier turns are rewritten."""
     # Needs the extra `rollout`, which the help of this verb must not need.
-    command = load_on_demand("rollbook.run.commands.check_tokens")
+    command = load_on_demand("rollbook.commands.checks.tokens")
     findings = command.check_tokens(model, tool_parser=tool_parser)
     if as_json:
         result_json(command.finding_row(findings))

@@ -26,7 +26,7 @@ def debug(
     The exit code is 1 if your code raised, 0 otherwise.
     """
     # Needs the extra `rollout`, which the help of this verb must not need.
-    command = load_on_demand("rollbook.run.commands.episodes.debug")
+    command = load_on_demand("rollbook.commands.record.debug")
     try:
         command.debug_run(run, group=group, sample=sample, say=result)
     except command.RecordingOverError as error:

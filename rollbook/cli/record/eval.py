@@ -10,7 +10,7 @@ from rich.table import Table
 
 from rollbook.cli.arguments import AsJson, Overrides
 from rollbook.cli.output import result_json, stderr_console
-from rollbook.run.commands.evaluate import evaluate, table
+from rollbook.commands.record.evaluate import evaluate, table
 
 HEADINGS = ("", "tasks", "episodes", "solved [95 %]", "once", "reward [95 %]", "no score")
 

@@ -7,7 +7,7 @@ import typer
 
 from rollbook.cli.arguments import RunOrLedger, is_address
 from rollbook.cli.output import result
-from rollbook.run.commands.serve_ledger import explain_in_directory, explain_remote
+from rollbook.commands.servers.ledger import explain_in_directory, explain_remote
 
 
 def explain(

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from rollbook.cli.output import result
-from rollbook.run.commands.inspect import group_lines, groups_lines, overview_lines
+from rollbook.commands.record.inspect import group_lines, groups_lines, overview_lines
 from rollbook.run.record import open_run
 
 

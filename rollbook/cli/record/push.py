@@ -7,7 +7,7 @@ import typer
 
 from rollbook.cli.arguments import AsJson
 from rollbook.cli.output import result_json, stderr_console
-from rollbook.run.commands.push import push as upload
+from rollbook.commands.record.push import push as upload
 
 
 def push(

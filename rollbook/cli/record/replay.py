@@ -8,8 +8,8 @@ from rich.table import Table
 
 from rollbook.cli.arguments import AsJson
 from rollbook.cli.output import EXIT_FAILED, result_json, stderr_console
-from rollbook.run.commands.replay import LossComparison
-from rollbook.run.commands.replay import replay as run_replay
+from rollbook.commands.record.replay import LossComparison
+from rollbook.commands.record.replay import replay as run_replay
 
 
 def replay(

@@ -10,8 +10,8 @@ from rollbook.access.guard import AllowedClients
 from rollbook.access.tokens import read_or_create_token
 from rollbook.cli.arguments import AllowHost, AllowOrigin, verb_group
 from rollbook.cli.output import stderr_console
+from rollbook.commands.servers.env import EnvConfig, EnvServerConfig, serve_environment
 from rollbook.contracts.errors import RunError
-from rollbook.run.commands.serve_env import EnvConfig, EnvServerConfig, serve_environment
 
 env_app = verb_group()
 

@@ -7,7 +7,7 @@ import typer
 
 from rollbook.cli.arguments import AllowHost, AllowOrigin, TokenFile, verb_group
 from rollbook.cli.output import result_json, stderr_console
-from rollbook.run.commands.serve_ledger import compact_store, export_run, import_run_file, serve, store_of
+from rollbook.commands.servers.ledger import compact_store, export_run, import_run_file, serve, store_of
 
 ledger_app = verb_group()
 

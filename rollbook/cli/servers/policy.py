@@ -8,7 +8,7 @@ import typer
 from rollbook.access.guard import AllowedClients
 from rollbook.cli.arguments import AllowHost, AllowOrigin, TokenFile, verb_group
 from rollbook.cli.output import stderr_console
-from rollbook.run.commands.serve_policy import PolicyServerOptions, serve_policy
+from rollbook.commands.servers.policy import PolicyServerOptions, serve_policy
 
 policy_app = verb_group()
 

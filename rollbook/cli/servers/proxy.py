@@ -36,7 +36,7 @@ def proxy(  # noqa: PLR0917 - a command line is a list of flags
 ) -> None:
     """Try an agent: point it at BASE_URL/s/ANY_NAME/v1, then POST {"reward": 1.0} as JSON to BASE_URL/s/ANY_NAME/end."""
     # Needs the extra `rollout`, which the help of this verb must not need.
-    command = load_on_demand("rollbook.run.commands.serve_proxy")
+    command = load_on_demand("rollbook.commands.servers.proxy")
     options = command.ProxyOptions(
         policy_url=policy,
         model_dir=model,

@@ -8,9 +8,9 @@ import typer
 
 from rollbook.cli.arguments import Dashboard, Overrides
 from rollbook.cli.output import result_json, stderr_console
-from rollbook.run.commands.train import RunFailedError
-from rollbook.run.commands.train import train as launch
-from rollbook.run.commands.train_summary import summary_row
+from rollbook.commands.training.train import RunFailedError
+from rollbook.commands.training.train import train as launch
+from rollbook.commands.training.train_summary import summary_row
 
 CONFIG = Path(__file__).parents[2] / "demo" / "run.toml"
 

@@ -7,7 +7,7 @@ import typer
 
 from rollbook.cli.arguments import Overrides
 from rollbook.cli.output import EXIT_FAILED, print_error, stderr_console
-from rollbook.run.commands.host import host as serve
+from rollbook.commands.training.host import host as serve
 
 
 def host(

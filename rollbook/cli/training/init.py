@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from rollbook.cli.output import result, stderr_console
-from rollbook.run.commands.init import init_project, template_names
+from rollbook.commands.training.init import init_project, template_names
 
 
 def init(

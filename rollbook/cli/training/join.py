@@ -8,7 +8,7 @@ import typer
 
 from rollbook.cli.arguments import is_address
 from rollbook.cli.output import stderr_console
-from rollbook.run.commands.cluster.join import JoinOptions, join_address, join_directory, member_name
+from rollbook.commands.training.join import JoinOptions, join_address, join_directory, member_name
 from rollbook.run.members.announced_run import Place
 
 

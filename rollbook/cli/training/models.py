@@ -7,7 +7,7 @@ import typer
 
 from rollbook.cli.arguments import verb_group
 from rollbook.cli.output import result_json, stderr_console
-from rollbook.run.commands.fetch_model import CATALOG, get_model
+from rollbook.commands.training.models import CATALOG, get_model
 
 models_app = verb_group()
 

@@ -7,7 +7,7 @@ import typer
 
 from rollbook.cli.arguments import AsJson
 from rollbook.cli.output import result_json, stderr_console
-from rollbook.run.commands.cluster.scale import scale as change
+from rollbook.commands.training.scale import scale as change
 
 
 def scale(

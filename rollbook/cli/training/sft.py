@@ -7,7 +7,7 @@ import typer
 
 from rollbook.cli.arguments import Overrides
 from rollbook.cli.output import result_json
-from rollbook.run.commands.sft import run_sft
+from rollbook.commands.training.sft import run_sft
 
 
 def sft(

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from rollbook.cli.arguments import AsJson, Overrides
 from rollbook.cli.output import result, result_json, stderr_console
-from rollbook.run.commands.study.report import HEADINGS, table
-from rollbook.run.commands.study.runner import study as run_study
+from rollbook.commands.training.study import study as run_study
+from rollbook.commands.training.study_report import HEADINGS, table
 from rollbook.run.config.study import load_study
 
 SHOWN_COLUMNS = 5

@@ -10,6 +10,8 @@ from aiohttp import web
 
 from rollbook.access.guard import AllowedClients
 from rollbook.access.server import serve_app
+from rollbook.commands.servers.policy import adopt_directory_weights
+from rollbook.commands.servers.proxy import ProxyOptions, RecordingProxy
 from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.contracts.policy import SamplingParams
 from rollbook.dashboard.server.access import DashboardAccess
@@ -33,8 +35,6 @@ from rollbook.rollout.agents.server import ProxyServer
 from rollbook.rollout.policy import EpisodePolicy
 from rollbook.rollout.remote.protocol import RolloutRequest
 from rollbook.rollout.remote.server import FunctionService, rollout_app
-from rollbook.run.commands.serve_policy import adopt_directory_weights
-from rollbook.run.commands.serve_proxy import ProxyOptions, RecordingProxy
 from rollbook.run.dashboard.catalog import open_catalog
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.sinks.prometheus import LatestValues, metrics_app
@@ -200,6 +200,6 @@ STARTED_IN = {
     "run/processes/dashboard.py",
     "run/processes/env_server.py",
     "run/processes/inference_server.py",
-    "run/commands/serve_policy.py",
+    "commands/servers/policy.py",
 }
 """The modules that start these servers. A test compares them with the source."""

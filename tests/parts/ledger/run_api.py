@@ -22,7 +22,7 @@ class RunApi:
             [
                 sys.executable,
                 "-m",
-                "rollbook.run.commands.serve_atropos",
+                "rollbook.commands.servers.run_api",
                 "--port",
                 str(port),
                 "--store",

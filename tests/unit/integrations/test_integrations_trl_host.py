@@ -10,10 +10,10 @@ import pytest
 from accelerate.data_loader import DataLoaderDispatcher
 from rich.console import Console
 
+from rollbook.commands.training.host import host, host_info
 from rollbook.contracts.errors import RunError
 from rollbook.integrations.trl import RollbookCallback
 from rollbook.integrations.trl_run import HostInfo
-from rollbook.run.commands.host import host, host_info
 from rollbook.run.config.run import load_config
 from rollbook.run.directory import RunDirectory
 

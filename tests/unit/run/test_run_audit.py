@@ -5,8 +5,8 @@ import sqlite3
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from rollbook.commands.training.train import audits
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
-from rollbook.run.commands.train import audits
 from rollbook.run.directory import RunDirectory
 from rollbook.run.record import audit
 from rollbook.telemetry.events import EventLog, read_json_lines

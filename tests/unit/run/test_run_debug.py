@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollbook.commands.record.debug import RecordingOverError, debug_run, root_cause
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.group import GroupId, PromptGroup
@@ -19,7 +20,6 @@ from rollbook.rollout.workers.episode_records import (
     FailedEpisodes,
     TranscriptLog,
 )
-from rollbook.run.commands.episodes.debug import RecordingOverError, debug_run, root_cause
 from rollbook.run.config.run import dump_toml, load_config
 from rollbook.run.directory import RunDirectory
 from rollbook.telemetry.events import EventLog, read_json_lines

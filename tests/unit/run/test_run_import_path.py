@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rollbook.commands.servers import run_api
 from rollbook.concurrency.child_process.process import PACKAGE_ROOT, python_command, python_environment
-from rollbook.run.commands import serve_atropos
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def _signal_handlers() -> Iterator[None]:
     "module",
     [
         "rollbook.run.supervision.child_main",
-        "rollbook.run.commands.serve_atropos",
+        "rollbook.commands.servers.run_api",
     ],
 )
 def test_a_child_finds_the_package_in_the_parent_directory_of_a_clone(parent_of_a_clone: Path, module: str) -> None:
@@ -69,8 +69,8 @@ def test_run_api_gives_up_on_a_server_that_cannot_import_its_modules(
         starts.append(module)
         return [sys.executable, "-c", "import no_such_module"]
 
-    monkeypatch.setattr(serve_atropos, "python_command", broken)
-    code = serve_atropos.main(["--port", "0", "--store", f"sqlite:///{tmp_path / 'store'}"])
+    monkeypatch.setattr(run_api, "python_command", broken)
+    code = run_api.main(["--port", "0", "--store", f"sqlite:///{tmp_path / 'store'}"])
     printed = capfd.readouterr().err
     assert code == 1
     assert len(starts) == 1

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rollbook.commands.training.train_summary import TrainReport, summary_row
 from rollbook.dashboard.run_files import summarise
-from rollbook.run.commands.train_summary import TrainReport, summary_row
 from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome

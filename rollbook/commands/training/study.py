@@ -24,14 +24,14 @@ from typing import Any
 
 from rich.console import Console
 
+from rollbook.commands.training.sft import run_sft
+from rollbook.commands.training.study_report import StudyReport, write_report
 from rollbook.concurrency.blocking import run_blocking
 from rollbook.concurrency.child_process.process import ChildProcess, ChildSpec
 from rollbook.contracts.errors import RunError, UsageError
 from rollbook.contracts.plugin import require_libraries
 from rollbook.dashboard.run_files import RunReader
 from rollbook.dashboard.terminal import duration
-from rollbook.run.commands.sft import run_sft
-from rollbook.run.commands.study.report import StudyReport, write_report
 from rollbook.run.config.run import load_config
 from rollbook.run.config.sft import FINAL
 from rollbook.run.config.study import Cell, Study, load_study
@@ -226,7 +226,7 @@ class _Runner:
         self._say(f"{cell.name} seed {cell.seed}: {'resumed' if run_dir.exists() else 'started'}")
         child = await ChildProcess.start(
             ChildSpec(
-                module="rollbook.run.commands.study.cell", arguments=[str(request)], has_own_group=True, output=log
+                module="rollbook.commands.training.study_cell", arguments=[str(request)], has_own_group=True, output=log
             )
         )
         self._running[cell] = child

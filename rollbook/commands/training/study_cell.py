@@ -1,6 +1,6 @@
 """The process of one run of a study. It trains, or resumes, and writes how the run ended. It stops when the study is killed.
 
-Started as `python -m rollbook.run.commands.study.cell CHANNEL REQUEST_FILE`.
+Started as `python -m rollbook.commands.training.study_cell CHANNEL REQUEST_FILE`.
 """
 
 import json
@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from rollbook.commands.training.train import RunFailedError, train
+from rollbook.commands.training.train_summary import summary_row
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent
 from rollbook.contracts.errors import RollbookError
-from rollbook.run.commands.train import RunFailedError, train
-from rollbook.run.commands.train_summary import summary_row
 from rollbook.run.directory import write_json
 
 STOP_S = 30.0

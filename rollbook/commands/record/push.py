@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from rollbook import __version__
+from rollbook.commands.record.evaluate import checkpoint_model
 from rollbook.contracts.errors import UsageError
 from rollbook.contracts.plugin import load_on_demand
-from rollbook.run.commands.evaluate import checkpoint_model
 from rollbook.run.config.run import RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.telemetry.metrics import read_metrics

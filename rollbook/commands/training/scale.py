@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rollbook.commands.training.join import running_addresses
 from rollbook.contracts.errors import UsageError
-from rollbook.run.commands.cluster.join import running_addresses
 from rollbook.run.config.run import load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision.scale import ROLES, Scale

@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from rollbook.access.tokens import read_or_create_token
+from rollbook.commands.training.train_summary import EXIT_FAILED, TrainReport, print_summary
 from rollbook.concurrency.blocking import run_blocking
 from rollbook.contracts.errors import RunError, UsageError
 from rollbook.contracts.freshness import BatchPolicy
@@ -28,7 +29,6 @@ from rollbook.dashboard.run_files import RunReader, summarise
 from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
 from rollbook.ledger.serve import allow_many_connections
 from rollbook.ledger.tools.audit_findings import AuditReport
-from rollbook.run.commands.train_summary import EXIT_FAILED, TrainReport, print_summary
 from rollbook.run.config.run import (
     ConfigError,
     ConfigFault,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from rollbook.commands.training.train import resolve_run, write_or_check_config
 from rollbook.concurrency.child_process.child import die_with_parent
 from rollbook.contracts.errors import RunError, TransientError
-from rollbook.run.commands.train import resolve_run, write_or_check_config
 from rollbook.run.config.run import LoadedConfig, RunConfig
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.ledger_clients import ledger_token_file, open_run_ledger

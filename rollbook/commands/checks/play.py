@@ -10,6 +10,9 @@ from typing import Any
 
 import msgspec
 
+from rollbook.commands.record.debug import Say, score
+from rollbook.commands.record.evaluate import checkpoint_model
+from rollbook.commands.servers.policy import adopt_directory_weights
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import extend_search_path, load_on_demand
@@ -24,9 +27,6 @@ from rollbook.inference.engine import Engine, open_engine
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.contract import RolloutSetup
 from rollbook.rollout.groups.player import checked_sample
-from rollbook.run.commands.episodes.debug import Say, score
-from rollbook.run.commands.evaluate import checkpoint_model
-from rollbook.run.commands.serve_policy import adopt_directory_weights
 from rollbook.run.config.run import LoadedConfig, load_config
 from rollbook.run.directory import RunDirectory, model_directory
 from rollbook.run.episodes import begin_episode, open_rollout

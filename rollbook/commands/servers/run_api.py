@@ -123,7 +123,7 @@ def _child_command(args: argparse.Namespace, listening: socket.socket, parent: s
         "--parent-fd": parent.fileno(),
     }
     return python_command(
-        "rollbook.run.commands.serve_atropos",
+        "rollbook.commands.servers.run_api",
         *(str(part) for pair in given.items() for part in pair),
         *(part for host in args.allow_host for part in ("--allow-host", host)),
         *(part for origin in args.allow_origin for part in ("--allow-origin", origin)),

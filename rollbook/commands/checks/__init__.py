@@ -1,0 +1,1 @@
+"""Verbs that check a configuration, a machine or a rollout."""

@@ -1,0 +1,1 @@
+"""Verbs that read or use what a run recorded."""

@@ -1,0 +1,1 @@
+"""Verbs that serve one part without a run."""

@@ -1,0 +1,1 @@
+"""Verbs that start or change training."""
