@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.contracts.errors import RunError
-from rollbook.rollout.agents.template_check import Finding, Verdict, advice, check_template
+from rollbook.rollout.agents.template_check import TemplateFinding, TemplateVerdict, advice, check_template
 from rollbook.rollout.agents.tool_calls import load_parser
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 
 
-def check_tokens(model: str, *, tool_parser: str) -> list[Finding]:
+def check_tokens(model: str, *, tool_parser: str) -> list[TemplateFinding]:
     directory = Path(model)
     if not directory.is_dir():
         raise RunError(f"{model} is not a directory; it must contain tokenizer.json and a chat template")
@@ -20,15 +20,15 @@ def check_tokens(model: str, *, tool_parser: str) -> list[Finding]:
     return check_template(tokenizer, style=tool_parser, parser=load_parser(tool_parser))
 
 
-def is_exact(findings: Sequence[Finding]) -> bool:
-    return all(finding.verdict is not Verdict.REWRITTEN for finding in findings)
+def is_exact(findings: Sequence[TemplateFinding]) -> bool:
+    return all(finding.verdict is not TemplateVerdict.REWRITTEN for finding in findings)
 
 
-def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
+def finding_lines(findings: Sequence[TemplateFinding]) -> Iterator[str]:
     width = max(len(finding.case) for finding in findings)
     yield f"{'case':<{width}}  {'continuation':<12}  re-tokenised"
     for finding in findings:
-        drift = "" if finding.verdict is not Verdict.EXACT else "the same"
+        drift = "" if finding.verdict is not TemplateVerdict.EXACT else "the same"
         if finding.drift is not None:
             drift = f"differs at token {finding.drift}"
         yield f"{finding.case:<{width}}  {finding.verdict:<12}  {drift}".rstrip()
@@ -37,6 +37,6 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
     yield advice(findings)
 
 
-def finding_row(findings: Sequence[Finding]) -> dict[str, Any]:
+def finding_row(findings: Sequence[TemplateFinding]) -> dict[str, Any]:
     cases = {f.case: {"verdict": f.verdict, "detail": f.detail, "drift": f.drift} for f in findings}
     return {"exact": is_exact(findings), "advice": advice(findings), "cases": cases}

@@ -16,7 +16,7 @@ from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
 from rollbook.dashboard.run_files import summarise
 from rollbook.ledger.records import GroupRecord
-from rollbook.rollout.chat.provenance import Pieces, Span, spans_of
+from rollbook.rollout.chat.provenance import Pieces, TokenSpan, spans_of
 from rollbook.rollout.contract import Tokenizer
 from rollbook.rollout.dispatch.selection_bias import MaskedSample, PlayedGroup, compare, compare_masked
 from rollbook.run.record import RunRecordReader
@@ -185,7 +185,9 @@ def _result(sample: RolloutSample) -> str:
     return f"{scored}{solved}, ended {sample.finish_reason}, {len(sample.turns)} turns, {sample.num_trained} trained tokens"
 
 
-def _tokens(row: TokenRow, masked: NDArray[np.bool_], spans: Sequence[Span], tokenizer: _Tokenizer) -> Iterator[str]:
+def _tokens(
+    row: TokenRow, masked: NDArray[np.bool_], spans: Sequence[TokenSpan], tokenizer: _Tokenizer
+) -> Iterator[str]:
     """Token by token: its author, and for trained tokens the logprob and the version that sampled it."""
     yield f"  {'at':>4} {'id':>7}  {'token':<20} {'author':<10} {'logprob':>9} {'version':>7} trained"
     for span in spans:

@@ -136,7 +136,7 @@ def _usage(turn: ChatTurn) -> dict[str, int]:
     }
 
 
-class ChatReply:
+class ChatCompletion:
     """The response to one request, whole or as a stream."""
 
     def __init__(self, body: Mapping[str, Any], session: ProxySession) -> None:

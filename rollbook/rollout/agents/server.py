@@ -18,7 +18,7 @@ from rollbook.access.tokens import bearer_token
 from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.errors import EpisodeError, RollbookError, TransientError
 from rollbook.contracts.policy import SamplingParams
-from rollbook.rollout.agents.chat_completions import ChatReply, models
+from rollbook.rollout.agents.chat_completions import ChatCompletion, models
 from rollbook.rollout.agents.messages import BadChatError
 from rollbook.rollout.agents.responses import ResponsesReply
 from rollbook.rollout.agents.session import ChatRequest, ChatTurn, EpisodeOverError, ProxySession
@@ -32,7 +32,7 @@ MAX_BODY_BYTES = 64 * 2**20
 SESSION_HEADER = "X-Rollbook-Session"
 
 
-class Reply(Protocol):
+class AgentReply(Protocol):
     """The response of one API to one request."""
 
     request: ChatRequest
@@ -44,7 +44,7 @@ class Reply(Protocol):
     def end(self, turn: ChatTurn) -> Iterable[bytes]: ...
 
 
-MakeReply: TypeAlias = Callable[[Mapping[str, Any], ProxySession], Reply]
+MakeReply: TypeAlias = Callable[[Mapping[str, Any], ProxySession], AgentReply]
 
 
 class MakeSession(Protocol):
@@ -120,7 +120,7 @@ class ProxyServer:
         return _error(404, "not_found", f"{wanted} is not served here; use POST /v1/chat/completions or /v1/responses")
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self.respond(request, ChatReply)
+        return await self.respond(request, ChatCompletion)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         return await self.respond(request, ResponsesReply)
@@ -178,7 +178,7 @@ async def open_proxy_sessions(
         await server.close()
 
 
-async def _stream(request: web.Request, session: ProxySession, reply: Reply) -> web.StreamResponse:
+async def _stream(request: web.Request, session: ProxySession, reply: AgentReply) -> web.StreamResponse:
     """Send parts of the turn while it is sampled. If the agent stops reading, this is cancelled and the turn ends there.
 
     The first part opens the stream, so an earlier error still has its HTTP status. A later one is sent as an event.

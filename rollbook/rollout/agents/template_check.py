@@ -17,7 +17,7 @@ from rollbook.rollout.chat.tokenizer import RenderError
 from rollbook.rollout.contract import Message, Tokenizer
 
 
-class Verdict(StrEnum):
+class TemplateVerdict(StrEnum):
     EXACT = "exact"
     REWRITTEN = "rewritten"
     """The template changes an earlier reply, so a new sequence starts."""
@@ -36,9 +36,9 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class TemplateFinding:
     case: str
-    verdict: Verdict
+    verdict: TemplateVerdict
     detail: str = ""
     drift: int | None = None
     """First token that would differ if the last history were tokenised again from its text; None if none would."""
@@ -124,30 +124,32 @@ TOOL_CASES: dict[str, tuple[Case, ...]] = {
 """By format of tool calls."""
 
 
-def check_template(tokenizer: Tokenizer, *, style: str = "hermes", parser: ToolParser | None = None) -> list[Finding]:
+def check_template(
+    tokenizer: Tokenizer, *, style: str = "hermes", parser: ToolParser | None = None
+) -> list[TemplateFinding]:
     """`style`: format of tool calls. A user's parser is checked with the Hermes cases."""
     cases = (*CASES, *TOOL_CASES.get(style, TOOL_CASES["hermes"]))
     return [_check(tokenizer, parser or PARSERS[style], case) for case in cases]
 
 
-def advice(findings: Sequence[Finding]) -> str:
+def advice(findings: Sequence[TemplateFinding]) -> str:
     """Which assembler to use."""
-    rewritten = [finding.case for finding in findings if finding.verdict is Verdict.REWRITTEN]
+    rewritten = [finding.case for finding in findings if finding.verdict is TemplateVerdict.REWRITTEN]
     if not rewritten:
         return "every case is exact: with `linear` and `branching` an episode is one sequence"
-    if len(rewritten) == sum(finding.verdict is not Verdict.UNSUPPORTED for finding in findings):
+    if len(rewritten) == sum(finding.verdict is not TemplateVerdict.UNSUPPORTED for finding in findings):
         return "no history is kept: use `per_turn`, or a template that keeps earlier turns unchanged"
     return f"earlier turns are rewritten ({', '.join(rewritten)}): use `branching`; `linear` refuses such episodes"
 
 
-def _check(tokenizer: Tokenizer, parser: ToolParser, case: Case) -> Finding:
+def _check(tokenizer: Tokenizer, parser: ToolParser, case: Case) -> TemplateFinding:
     try:
         return _play(tokenizer, parser, case)
     except RenderError as error:
-        return Finding(case=case.name, verdict=Verdict.UNSUPPORTED, detail=str(error))
+        return TemplateFinding(case=case.name, verdict=TemplateVerdict.UNSUPPORTED, detail=str(error))
 
 
-def _play(tokenizer: Tokenizer, parser: ToolParser, case: Case) -> Finding:
+def _play(tokenizer: Tokenizer, parser: ToolParser, case: Case) -> TemplateFinding:
     history = ChatHistory(tokenizer, parser)
     parse = parser if case.tools else ParsedText
     end = tokenizer.eos_token_ids[:1]
@@ -157,11 +159,13 @@ def _play(tokenizer: Tokenizer, parser: ToolParser, case: Case) -> Finding:
     for number, (before, reply) in enumerate(case.turns, start=1):
         messages = normalised([*messages, *before])
         if omission := _omission(tokenizer, messages, before, case.tools):
-            return Finding(case=case.name, verdict=Verdict.UNSUPPORTED, detail=omission)
+            return TemplateFinding(case=case.name, verdict=TemplateVerdict.UNSUPPORTED, detail=omission)
         prompt = history.prompt(messages, case.tools)
         if prompt.rewrite is not None or (number > 1 and not prompt.is_continued):
             cause = prompt.rewrite or "the earlier reply was not recognised"
-            return Finding(case=case.name, verdict=Verdict.REWRITTEN, detail=f"before turn {number}: {cause}")
+            return TemplateFinding(
+                case=case.name, verdict=TemplateVerdict.REWRITTEN, detail=f"before turn {number}: {cause}"
+            )
         drift = _first_drift(prompt.token_ids, tokenizer.encode(prompt.rendered))
         tokens = prompt.token_ids + tokenizer.encode(reply) + ([] if case.is_cut else list(end))
         messages = normalised([*messages, parse(reply).to_message()])
@@ -170,7 +174,7 @@ def _play(tokenizer: Tokenizer, parser: ToolParser, case: Case) -> Finding:
             case.tools,
             PlayedTurn(tokens=tokens, rendered=prompt.rendered, reply=reply, end_text=end_text),
         )
-    return Finding(case=case.name, verdict=Verdict.EXACT, drift=drift)
+    return TemplateFinding(case=case.name, verdict=TemplateVerdict.EXACT, drift=drift)
 
 
 def _omission(

@@ -24,7 +24,7 @@ class Pieces(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TokenSpan:
     """Tokens `start` to `end` (exclusive) of one author."""
 
     start: int
@@ -38,7 +38,7 @@ def spans_of(
     turns: Sequence[TurnMark],
     messages: Sequence[Mapping[str, Any]] | None,
     tokenizer: Pieces,
-) -> list[Span]:
+) -> list[TokenSpan]:
     """`turns` are those of this sequence."""
     ids = row.token_ids.tolist()
     authors = [CONTEXT if messages is None else TEMPLATE] * len(ids)
@@ -69,11 +69,11 @@ def _message_spans(messages: Sequence[Mapping[str, Any]], text: str) -> list[tup
     return found
 
 
-def _joined(authors: Sequence[str]) -> list[Span]:
-    spans: list[Span] = []
+def _joined(authors: Sequence[str]) -> list[TokenSpan]:
+    spans: list[TokenSpan] = []
     start = 0
     for at in range(1, len(authors) + 1):
         if at == len(authors) or authors[at] != authors[start]:
-            spans.append(Span(start=start, end=at, author=authors[start]))
+            spans.append(TokenSpan(start=start, end=at, author=authors[start]))
             start = at
     return spans

@@ -3,17 +3,18 @@
 import sys
 
 from rollbook.rollout.dispatch.failure_breaker import MAX_CONSECUTIVE, MAX_SHARE, WINDOW
-from rollbook.rollout.groups.failures import FAILURES, OUTCOMES, Action
+from rollbook.rollout.groups.failures import FAILURES, OUTCOMES, FailureAction
 from rollbook.rollout.workers.pool import MAX_BARREN_DEATHS
 
 MEANINGS = {
-    Action.DROP_SAMPLE: "the sample stays in its group as unscorable, or is missing from it; it is not played again, has no "
+    FailureAction.DROP_SAMPLE: "the sample stays in its group as unscorable, or is missing from it; it is not played again, has no "
     "advantage, and is counted",
-    Action.RETRY_SAMPLE: "the sample is played again within the group's `rollout.retry_budget` and lease; then it is dropped",
-    Action.FAIL_GROUP: "the group is stored as dropped(invalid) with its causes, and the failure breaker counts it",
-    Action.REPLACE_WORKER: "the process is replaced, and its groups get another attempt from the ledger, `gate.max_attempts` "
-    "in all",
-    Action.STOP_RUN: "the run stops with exit code 1 and an error that says what a person must do",
+    FailureAction.RETRY_SAMPLE: "the sample is played again within the group's `rollout.retry_budget` and lease; "
+    "then it is dropped",
+    FailureAction.FAIL_GROUP: "the group is stored as dropped(invalid) with its causes, and the failure breaker counts it",
+    FailureAction.REPLACE_WORKER: "the process is replaced, and its groups get another attempt from the ledger, "
+    "`gate.max_attempts` in all",
+    FailureAction.STOP_RUN: "the run stops with exit code 1 and an error that says what a person must do",
 }
 
 DEADLINES: tuple[tuple[str, str, str], ...] = (

@@ -15,7 +15,7 @@ from rollbook.rollout.groups.filters import FilterError
 from rollbook.rollout.policy import EpisodeTimeUpError
 
 
-class Action(StrEnum):
+class FailureAction(StrEnum):
     DROP_SAMPLE = "dropped sample"
     """The sample stays in its group as unscorable, or is missing; it is not played again."""
     RETRY_SAMPLE = "retried sample"
@@ -47,35 +47,41 @@ class SampleRaisedError(EpisodeError):
 @dataclass(frozen=True, slots=True)
 class Failure:
     error: type[BaseException]
-    action: Action
+    action: FailureAction
     why: str
 
 
 FAILURES: tuple[Failure, ...] = (
     Failure(
-        RunError, Action.STOP_RUN, "bad config, expired licence, fenced process: every other sample would fail too"
+        RunError,
+        FailureAction.STOP_RUN,
+        "bad config, expired licence, fenced process: every other sample would fail too",
     ),
-    Failure(WorkerError, Action.REPLACE_WORKER, "memory leak, lost heartbeat, broken interpreter state"),
+    Failure(WorkerError, FailureAction.REPLACE_WORKER, "memory leak, lost heartbeat, broken interpreter state"),
     Failure(
-        MemoryError, Action.REPLACE_WORKER, "the state of the process is unreliable, and other episodes need memory"
+        MemoryError,
+        FailureAction.REPLACE_WORKER,
+        "the state of the process is unreliable, and other episodes need memory",
     ),
-    Failure(FilterError, Action.FAIL_GROUP, "a broken filter must neither keep nor silently drop a group"),
+    Failure(FilterError, FailureAction.FAIL_GROUP, "a broken filter must neither keep nor silently drop a group"),
     Failure(
         UnscorableError,
-        Action.DROP_SAMPLE,
+        FailureAction.DROP_SAMPLE,
         "a reward function returned None or NaN, raised or timed out; replacing the episode would select samples that are "
         "easy to score",
     ),
     Failure(
         EpisodeTimeUpError,
-        Action.DROP_SAMPLE,
+        FailureAction.DROP_SAMPLE,
         "the function used all its time and returned nothing; a retry would select fast episodes",
     ),
-    Failure(RolloutHangsError, Action.RETRY_SAMPLE, "the function hung outside the policy"),
-    Failure(TransientError, Action.RETRY_SAMPLE, "connection lost, or no response in time"),
-    Failure(EpisodeError, Action.RETRY_SAMPLE, "environment failed, sandbox died, parse error"),
+    Failure(RolloutHangsError, FailureAction.RETRY_SAMPLE, "the function hung outside the policy"),
+    Failure(TransientError, FailureAction.RETRY_SAMPLE, "connection lost, or no response in time"),
+    Failure(EpisodeError, FailureAction.RETRY_SAMPLE, "environment failed, sandbox died, parse error"),
     Failure(
-        Exception, Action.RETRY_SAMPLE, "any other exception in user code is an infrastructure failure, never reward 0"
+        Exception,
+        FailureAction.RETRY_SAMPLE,
+        "any other exception in user code is an infrastructure failure, never reward 0",
     ),
 )
 """The first row whose class matches decides."""
@@ -90,7 +96,7 @@ OUTCOMES: dict[EndReason, str] = {
 SHOWN_CAUSES = 3
 
 
-def action_on(error: BaseException) -> Action:
+def action_on(error: BaseException) -> FailureAction:
     """Not for cancellation, which is not a failure."""
     return next(row for row in FAILURES if isinstance(error, row.error)).action
 

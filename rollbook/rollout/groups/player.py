@@ -28,8 +28,8 @@ from rollbook.contracts.user_errors import describe_error
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import RolloutFn
 from rollbook.rollout.groups.failures import (
-    Action,
     BadSampleError,
+    FailureAction,
     RolloutHangsError,
     SampleRaisedError,
     UnscorableError,
@@ -246,7 +246,7 @@ class GroupAssembler:
             wait_s = next(waits)
             # A result after the end of the lease would be discarded.
             is_late = self._clock.now() + wait_s >= tally.until
-            if action_on(error) is not Action.RETRY_SAMPLE or tally.retries_left == 0 or is_late:
+            if action_on(error) is not FailureAction.RETRY_SAMPLE or tally.retries_left == 0 or is_late:
                 return sample
             tally.retries_left -= 1
             tally.retried += 1
@@ -275,7 +275,7 @@ class GroupAssembler:
                 # The clean-up of the rollout function failed. As a failure, the episode of a cancelled group would be retried.
                 raise asyncio.CancelledError from error
             match action_on(error):
-                case Action.STOP_RUN | Action.REPLACE_WORKER:
+                case FailureAction.STOP_RUN | FailureAction.REPLACE_WORKER:
                     if isinstance(error, RollbookError):
                         raise
                     raise WorkerError(f"rollout raised {describe_error(error)}") from error

@@ -15,7 +15,7 @@ from rollbook.contracts.task import Observation
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.episodes.chat import make_rollout
 from rollbook.rollout.episodes.env_calls import EnvironmentTimeoutError, with_timeouts
-from rollbook.rollout.groups.failures import Action, action_on
+from rollbook.rollout.groups.failures import FailureAction, action_on
 from rollbook.rollout.policy import EpisodeContext, EpisodeTimeUpError, enter_episode
 from rollbook.rollout.settings import EpisodeLimits
 from tests.parts.rollout.guessing import CHATML, GuessingEnvironment, open_guessing, setup_of
@@ -102,7 +102,7 @@ async def test_a_first_turn_that_takes_all_the_time_is_not_played_again() -> Non
     enter_episode(EpisodeContext(group_id=GroupId("g"), min_publication=0, until=SystemClock().now() - 1.0))
     with pytest.raises(EpisodeTimeUpError) as raised:
         await make_rollout(setup)({"secret": 1})
-    assert action_on(raised.value) is Action.DROP_SAMPLE, "a retry would select fast episodes"
+    assert action_on(raised.value) is FailureAction.DROP_SAMPLE, "a retry would select fast episodes"
 
 
 async def test_a_first_prompt_beyond_the_token_limit_is_an_error() -> None:

@@ -7,8 +7,8 @@ from rollbook.contracts.trajectory import EndReason
 from rollbook.rollout.groups.failures import (
     FAILURES,
     OUTCOMES,
-    Action,
     BadSampleError,
+    FailureAction,
     RolloutHangsError,
     UnscorableError,
     action_on,
@@ -24,23 +24,23 @@ from rollbook.rollout.workers.handle import WorkerDiedError
 @pytest.mark.parametrize(
     ("error", "action"),
     [
-        (RunError("x"), Action.STOP_RUN),
-        (FencedError("x"), Action.STOP_RUN),
-        (WorkerError("x"), Action.REPLACE_WORKER),
-        (WorkerDiedError("x"), Action.REPLACE_WORKER),
-        (MemoryError(), Action.REPLACE_WORKER),
-        (FilterError("x"), Action.FAIL_GROUP),
-        (UnscorableError("x"), Action.DROP_SAMPLE),
-        (EpisodeTimeUpError("x"), Action.DROP_SAMPLE),
-        (RolloutHangsError("x"), Action.RETRY_SAMPLE),
-        (BadSampleError("x"), Action.RETRY_SAMPLE),
-        (TransientError("x"), Action.RETRY_SAMPLE),
-        (EpisodeError("x"), Action.RETRY_SAMPLE),
-        (TimeoutError(), Action.RETRY_SAMPLE),
-        (ValueError(), Action.RETRY_SAMPLE),
+        (RunError("x"), FailureAction.STOP_RUN),
+        (FencedError("x"), FailureAction.STOP_RUN),
+        (WorkerError("x"), FailureAction.REPLACE_WORKER),
+        (WorkerDiedError("x"), FailureAction.REPLACE_WORKER),
+        (MemoryError(), FailureAction.REPLACE_WORKER),
+        (FilterError("x"), FailureAction.FAIL_GROUP),
+        (UnscorableError("x"), FailureAction.DROP_SAMPLE),
+        (EpisodeTimeUpError("x"), FailureAction.DROP_SAMPLE),
+        (RolloutHangsError("x"), FailureAction.RETRY_SAMPLE),
+        (BadSampleError("x"), FailureAction.RETRY_SAMPLE),
+        (TransientError("x"), FailureAction.RETRY_SAMPLE),
+        (EpisodeError("x"), FailureAction.RETRY_SAMPLE),
+        (TimeoutError(), FailureAction.RETRY_SAMPLE),
+        (ValueError(), FailureAction.RETRY_SAMPLE),
     ],
 )
-def test_every_error_class_has_one_action(error: Exception, action: Action) -> None:
+def test_every_error_class_has_one_action(error: Exception, action: FailureAction) -> None:
     assert action_on(error) is action
 
 
@@ -49,7 +49,7 @@ def test_the_table_covers_every_error_and_no_row_is_hidden_by_an_earlier_one() -
         assert not any(issubclass(row.error, earlier.error) for earlier in FAILURES[:number]), row
     assert issubclass(RollbookError, FAILURES[-1].error)
     assert set(OUTCOMES) == set(EndReason)
-    assert {row.action for row in FAILURES} == set(Action)
+    assert {row.action for row in FAILURES} == set(FailureAction)
 
 
 def test_causes_are_listed_most_frequent_first_and_limited() -> None:

@@ -7,7 +7,14 @@ import pytest
 from typer.testing import CliRunner
 
 from rollbook.cli.main import app
-from rollbook.rollout.agents.template_check import CASES, TOOL_CASES, Finding, Verdict, advice, check_template
+from rollbook.rollout.agents.template_check import (
+    CASES,
+    TOOL_CASES,
+    TemplateFinding,
+    TemplateVerdict,
+    advice,
+    check_template,
+)
 from tests.parts.rollout.agents import FORGETS_THINKING, TOOLS_TEMPLATE, bpe_vocabulary, word_tokenizer
 from tests.parts.rollout.guessing import CHATML, REWRITING
 
@@ -15,13 +22,13 @@ TRIMS = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}" + CHATML
 
 
-def findings(template: str) -> dict[str, Finding]:
+def findings(template: str) -> dict[str, TemplateFinding]:
     return {finding.case: finding for finding in check_template(word_tokenizer(template))}
 
 
 def test_a_template_that_keeps_replies_is_exact_in_every_case() -> None:
     found = findings(TOOLS_TEMPLATE)
-    assert {finding.verdict for finding in found.values()} == {Verdict.EXACT}
+    assert {finding.verdict for finding in found.values()} == {TemplateVerdict.EXACT}
     assert len(found) == len(CASES) + len(TOOL_CASES["hermes"])
     assert "`linear`" in advice(list(found.values()))
     # The template writes the call in another layout than the policy, so tokenising again would drift.
@@ -31,9 +38,11 @@ def test_a_template_that_keeps_replies_is_exact_in_every_case() -> None:
 
 def test_chatml_is_exact_and_does_not_render_tools() -> None:
     found = findings(CHATML)
-    assert found["tool call and result"].verdict is Verdict.UNSUPPORTED
+    assert found["tool call and result"].verdict is TemplateVerdict.UNSUPPORTED
     assert "does not render tools" in found["tool call and result"].detail
-    assert all(f.verdict is Verdict.EXACT for f in found.values() if "tool" not in f.case and "call" not in f.case)
+    assert all(
+        f.verdict is TemplateVerdict.EXACT for f in found.values() if "tool" not in f.case and "call" not in f.case
+    )
 
 
 def test_tool_calls_are_checked_in_the_format_of_the_model() -> None:
@@ -42,38 +51,38 @@ def test_tool_calls_are_checked_in_the_format_of_the_model() -> None:
         TOOLS_TEMPLATE.replace("<tool_call>\n", "").replace("\n</tool_call>", "").replace('"arguments"', '"parameters"')
     )
     as_json = {finding.case: finding for finding in check_template(word_tokenizer(bare), style="json")}
-    assert as_json["tool call and result"].verdict is Verdict.EXACT
+    assert as_json["tool call and result"].verdict is TemplateVerdict.EXACT
     assert as_json["tool call and result"].drift is not None
-    assert findings(bare)["tool call and result"].verdict is Verdict.REWRITTEN
+    assert findings(bare)["tool call and result"].verdict is TemplateVerdict.REWRITTEN
 
 
 def test_a_template_that_drops_thinking_is_reported_with_the_first_difference() -> None:
     found = findings(FORGETS_THINKING)
     finding = found["thinking, then a user turn"]
-    assert finding.verdict is Verdict.REWRITTEN
+    assert finding.verdict is TemplateVerdict.REWRITTEN
     prompt = "<|im_start|>user\nWhich?<|im_end|>\n<|im_start|>assistant\n"
     assert f"before turn 2: at character {len(prompt)} the template renders" in finding.detail
     assert "<think>" in finding.detail
-    assert found["two turns"].verdict is Verdict.EXACT
+    assert found["two turns"].verdict is TemplateVerdict.EXACT
     assert "use `branching`" in advice(list(found.values()))
 
 
 def test_trimmed_white_space_is_kept_as_sampled_and_reported_as_drift() -> None:
     found = findings(TRIMS)["white space around answers"]
-    assert found.verdict is Verdict.EXACT
+    assert found.verdict is TemplateVerdict.EXACT
     assert found.drift is not None
     assert findings(CHATML)["white space around answers"].drift is None
 
 
 def test_the_advice_for_a_template_that_rewrites_every_reply_is_per_turn() -> None:
     found = findings(REWRITING)
-    assert "`per_turn`" in advice([f for f in found.values() if f.verdict is not Verdict.EXACT])
-    assert found["two turns"].verdict is Verdict.REWRITTEN
+    assert "`per_turn`" in advice([f for f in found.values() if f.verdict is not TemplateVerdict.EXACT])
+    assert found["two turns"].verdict is TemplateVerdict.REWRITTEN
 
 
 def test_the_error_of_a_template_that_refuses_messages_is_reported() -> None:
     finding = findings(NO_SYSTEM)["system message"]
-    assert (finding.verdict, "no system messages" in finding.detail) == (Verdict.UNSUPPORTED, True)
+    assert (finding.verdict, "no system messages" in finding.detail) == (TemplateVerdict.UNSUPPORTED, True)
 
 
 def model_dir(directory: Path, template: str) -> str:
