@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import xxhash
 
+from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import PublicationId
 
 PREFIX = "policy-v"
@@ -34,6 +35,10 @@ DTYPE_NAMES = {
 """The name of a dtype in safetensors, by its name in torch."""
 
 
+class WeightsError(RunError):
+    """The weights cannot be loaded: unreadable, damaged, or of another model. Nothing was changed."""
+
+
 class RawTensor(Protocol):
     """A named tensor as plain bytes in row-major order."""
 
@@ -45,6 +50,17 @@ class RawTensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def data(self) -> bytes | memoryview: ...
+
+
+class DeviceTensor(Protocol):
+    """A tensor of the engine's library (a torch tensor), on any device."""
+
+    def data_ptr(self) -> int: ...
+    def numel(self) -> int: ...
+
+
+TensorSource = RawTensor | DeviceTensor
+"""One tensor of an update: bytes in host memory with their dtype and shape, or a tensor that the engine can copy."""
 
 
 def weights_digest(tensors: Iterable[RawTensor]) -> str:

@@ -1,1 +1,1 @@
-"""WHO ANSWERS: engines, policy server, client."""
+"""Generates text: engines, policy server, clients, weight updates, and vLLM."""

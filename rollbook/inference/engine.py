@@ -15,10 +15,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.contracts.errors import EpisodeError, RunError, TransientError
+from rollbook.contracts.errors import EpisodeError, TransientError
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Completion, OnTokens, Publication, SamplingParams, TokenIds, TopLogprobs
-from rollbook.contracts.weights import Adapter, RawTensor
+from rollbook.contracts.weights import Adapter, TensorSource
 from rollbook.inference.config import InferenceConfig, KvAfterUpdate
 from rollbook.inference.pause import PauseMode
 from rollbook.telemetry.spans import SpanRecorder
@@ -38,10 +38,6 @@ class EngineClosedError(TransientError):
 
 class GenerationError(EpisodeError):
     """The model failed on this request (NaN logits, a forward that raised). Other requests continue."""
-
-
-class WeightsError(RunError):
-    """The weights cannot be loaded: unreadable, damaged, or of another model. Nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,17 +77,6 @@ class TokenConstraint(Protocol):
 
     def accept(self, token_id: int) -> None:
         """Report the sampled token."""
-
-
-class DeviceTensor(Protocol):
-    """A tensor of the engine's library (a torch tensor), on any device."""
-
-    def data_ptr(self) -> int: ...
-    def numel(self) -> int: ...
-
-
-TensorSource = RawTensor | DeviceTensor
-"""One tensor of an update: bytes in host memory with their dtype and shape, or a tensor that the engine can copy."""
 
 
 class Engine(Protocol):

@@ -1,1 +1,1 @@
-"""Adapters to other projects: TRL's trainer on Rollbook's rollouts, and a weight transfer plug-in for vLLM."""
+"""Adapters to other trainers: TRL on Rollbook's rollouts, the published recipe, and weight updates."""

@@ -11,9 +11,9 @@ from rollbook.contracts.errors import RunError
 from rollbook.inference.client.client import PolicyClient, open_policy_client
 from rollbook.inference.client.fleet import ReplicaSource
 from rollbook.inference.client.server_protocol import RollbookProtocol, ServerProtocol
-from rollbook.inference.client.vllm import VllmProtocol, VllmServerApi
-from rollbook.inference.client.vllm_adapters import VllmAdapterProtocol, VllmAdapterServerApi
 from rollbook.inference.config import InferenceConfig
+from rollbook.inference.vllm.adapters import VllmAdapterProtocol, VllmAdapterServerApi
+from rollbook.inference.vllm.client import VllmProtocol, VllmServerApi
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.inference.weights.server_api import RollbookServerApi, WeightServerApi
 from rollbook.inference.weights.shared_memory import has_shared_memory

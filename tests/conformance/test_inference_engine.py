@@ -9,7 +9,8 @@ import pytest
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import FinishReason, SamplingParams, TokenChunk
-from rollbook.inference.engine import EngineClosedError, QueueFullError, UnpublishedError, WeightsError
+from rollbook.contracts.weights import WeightsError
+from rollbook.inference.engine import EngineClosedError, QueueFullError, UnpublishedError
 from rollbook.inference.pause import OutdatedUpdateError, PauseMode
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.weights.safetensors import read_weights

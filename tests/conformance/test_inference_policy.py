@@ -13,17 +13,17 @@ import pytest_asyncio
 import torch
 from yarl import URL
 
-from rollbook.access.vllm_guard import OPEN_PATHS
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams
 from rollbook.contracts.weights import AdapterKind
 from rollbook.inference.client.client import PolicyClient, open_policy_client
 from rollbook.inference.client.server_protocol import RollbookProtocol, ServerProtocol
-from rollbook.inference.client.vllm import VllmProtocol, VllmServerApi
-from rollbook.inference.client.vllm_adapters import VllmAdapterProtocol, VllmAdapterServerApi, adapters_in_use
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import build_app, serve
+from rollbook.inference.vllm.adapters import VllmAdapterProtocol, VllmAdapterServerApi, adapters_in_use
+from rollbook.inference.vllm.client import VllmProtocol, VllmServerApi
+from rollbook.inference.vllm.guard import OPEN_PATHS
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.inference.weights.server_api import RollbookServerApi, WeightServerApi
 from rollbook.inference.weights.transport import TransportOptions, open_transport

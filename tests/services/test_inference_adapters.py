@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.policy import Publication, SamplingParams
 from rollbook.inference.client.client import open_policy_client
-from rollbook.inference.client.vllm_adapters import VllmAdapterProtocol
 from rollbook.inference.engine import Engine
 from rollbook.inference.server.app import build_app, serve
 from rollbook.inference.server.routes.responses import Handler
+from rollbook.inference.vllm.adapters import VllmAdapterProtocol
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.inference.weights.lora import CONFIG_FILE
 from rollbook.inference.weights.transport import TransportOptions, open_transport

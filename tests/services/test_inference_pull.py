@@ -22,7 +22,7 @@ from rollbook.access.tokens import Secret, bearer_token
 from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Publication, PublicationId
-from rollbook.inference.engine import WeightsError
+from rollbook.contracts.weights import WeightsError
 from rollbook.inference.server.routes.responses import Handler
 from rollbook.inference.weights import node_copies, range_client
 from rollbook.inference.weights.node_copies import NodeCopies

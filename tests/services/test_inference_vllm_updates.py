@@ -12,10 +12,10 @@ from aiohttp import web
 from rollbook.access.server import serve_app
 from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.errors import TransientError
-from rollbook.inference.client import vllm
-from rollbook.inference.client.vllm import VllmServerApi
-from rollbook.inference.client.vllm_adapters import VllmAdapterServerApi
 from rollbook.inference.connection import PolicyConnection, open_connection
+from rollbook.inference.vllm import client as vllm_client
+from rollbook.inference.vllm.adapters import VllmAdapterServerApi
+from rollbook.inference.vllm.client import VllmServerApi
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.inference.weights.transport import update_message
 from rollbook.inference.wire.weights import AdapterInfo
@@ -89,7 +89,7 @@ async def connected(server: VllmStandIn) -> AsyncIterator[PolicyConnection]:
 async def test_a_push_to_a_server_that_hangs_ends_with_its_deadline(
     server: VllmStandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(vllm, "RECOVERY_S", 0.2, raising=False)
+    monkeypatch.setattr(vllm_client, "RECOVERY_S", 0.2)
     server.hanging = {"/collective_rpc", "/update_weight_version", "/resume"}
     async with WeightTransferClient([server.url], request_s=0.5, server_api=VllmServerApi()) as client:
         async with asyncio.timeout(20):

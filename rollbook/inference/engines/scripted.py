@@ -29,7 +29,7 @@ from rollbook.contracts.policy import (
     TokenIds,
     TopLogprobs,
 )
-from rollbook.contracts.weights import Adapter
+from rollbook.contracts.weights import Adapter, TensorSource
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import (
     EngineClosedError,
@@ -37,7 +37,6 @@ from rollbook.inference.engine import (
     GenerationError,
     PromptScores,
     QueueFullError,
-    TensorSource,
     TokenConstraint,
     UnpublishedError,
 )

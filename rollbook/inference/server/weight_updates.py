@@ -8,7 +8,8 @@ from typing import Protocol
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Publication
-from rollbook.inference.engine import Engine, TensorSource, WeightsError
+from rollbook.contracts.weights import TensorSource, WeightsError
+from rollbook.inference.engine import Engine
 from rollbook.inference.pause import needs_loading
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.weights.node_copies import NodeCopies

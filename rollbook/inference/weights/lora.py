@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from rollbook.contracts.decoding import convert, json_decoder
-from rollbook.inference.engine import WeightsError
+from rollbook.contracts.weights import WeightsError
 from rollbook.inference.weights.safetensors import FileTensor, read_weights
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"

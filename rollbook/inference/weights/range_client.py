@@ -13,7 +13,7 @@ import msgspec
 from rollbook.concurrency.exception_groups import first_error
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import TransientError
-from rollbook.inference.engine import WeightsError
+from rollbook.contracts.weights import WeightsError
 from rollbook.inference.weights.ranges import ROOT, range_digest
 from rollbook.inference.wire.weights import RangeManifest
 

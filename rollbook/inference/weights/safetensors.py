@@ -13,8 +13,7 @@ import msgspec
 
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.policy import Publication
-from rollbook.contracts.weights import RawTensor, weights_digest
-from rollbook.inference.engine import TensorSource, WeightsError
+from rollbook.contracts.weights import RawTensor, TensorSource, WeightsError, weights_digest
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the format's reference reader."""

@@ -74,7 +74,7 @@ _OPENERS = {
     "gloo": "rollbook.inference.weights.transports.gloo:open_transport",
     "cuda_ipc": "rollbook.inference.weights.transports.cuda_ipc:open_transport",
     "pull": "rollbook.inference.weights.transports.pull:open_transport",
-    "nccl": "rollbook.inference.weights.transports.nccl:open_transport",
+    "nccl": "rollbook.inference.vllm.nccl:open_transport",
 }
 
 

@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from rollbook.access import vllm_guard
 from rollbook.concurrency.child_process.process import PACKAGE_ROOT
 from rollbook.concurrency.child_process.stopping import end_process
 from rollbook.contracts.errors import RunError, WorkerError
 from rollbook.inference.config import InferenceConfig
+from rollbook.inference.vllm import guard as vllm_guard
 from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision.child_main import RoleContext
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollbook.contracts.policy import Publication, PublicationId, SamplingParams
-from rollbook.contracts.weights import Adapter, weights_digest
+from rollbook.contracts.weights import Adapter, WeightsError, weights_digest
 from rollbook.inference.config import InferenceConfig
-from rollbook.inference.engine import Engine, WeightsError
+from rollbook.inference.engine import Engine
 from rollbook.inference.engines.embedded.engine import open_engine
 from rollbook.inference.engines.embedded.live_weights import LiveWeights
 from rollbook.inference.pause import OutdatedUpdateError

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rollbook.contracts.policy import Completion, SamplingParams
-from rollbook.inference.engine import Engine, GenerationError, WeightsError
+from rollbook.contracts.weights import WeightsError
+from rollbook.inference.engine import Engine, GenerationError
 from rollbook.inference.pause import PauseMode
 from tests.parts.inference.engines import TinyModel, next_step, until
 from tests.parts.inference.models import VOCAB, plain_logprobs, publish, write_weights

@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollbook.contracts.weights import weights_digest
-from rollbook.inference.engine import WeightsError
+from rollbook.contracts.weights import WeightsError, weights_digest
 from rollbook.inference.weights.safetensors import read_published_weights, read_weights
 from tests.parts.inference.models import publication
 

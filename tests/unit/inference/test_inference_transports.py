@@ -13,16 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.weights import weights_digest
-from rollbook.inference.client.vllm import VllmServerApi, publication_id
-from rollbook.inference.engine import WeightsError
+from rollbook.contracts.weights import WeightsError, weights_digest
 from rollbook.inference.engines.embedded.upload import Upload
+from rollbook.inference.vllm.client import VllmServerApi, publication_id
+from rollbook.inference.vllm.nccl import NcclTransport
 from rollbook.inference.weights.shared_memory import ABANDONED_S, directory_name
 from rollbook.inference.weights.transport import TransportOptions, open_transport
 from rollbook.inference.weights.transports import files
 from rollbook.inference.weights.transports.cuda_ipc import decode_handle, encode_handle
 from rollbook.inference.weights.transports.gloo import GlooTransport
-from rollbook.inference.weights.transports.nccl import NcclTransport
 from rollbook.inference.weights.transports.packing import headers_of, pack, unpack_bytes, unpack_views
 from rollbook.trainer.model.weights import digest_of
 from tests.parts.inference.engines import until

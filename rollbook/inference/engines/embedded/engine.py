@@ -18,14 +18,13 @@ import torch
 from rollbook.concurrency.gpu_launches import prompt_launches
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Completion, OnTokens, Publication, SamplingParams, TokenIds
-from rollbook.contracts.weights import Adapter, RawTensor, weights_digest
+from rollbook.contracts.weights import Adapter, RawTensor, TensorSource, weights_digest
 from rollbook.inference.config import InferenceConfig, KvAfterUpdate
 from rollbook.inference.engine import (
     EngineClosedError,
     EngineStats,
     PromptScores,
     QueueFullError,
-    TensorSource,
     TokenConstraint,
     UnpublishedError,
 )

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rollbook.contracts.weights import Adapter, RawTensor, weights_digest
-from rollbook.inference.engine import TensorSource, WeightsError
+from rollbook.contracts.weights import Adapter, RawTensor, TensorSource, WeightsError, weights_digest
 from rollbook.inference.engines.embedded.adapter_merge import AdapterMerge
 from rollbook.inference.engines.embedded.upload import Upload
 from rollbook.inference.weights.lora import checked_settings, low_rank_pairs

@@ -7,7 +7,8 @@ import msgspec
 from aiohttp import web
 
 from rollbook.contracts.errors import EpisodeError, TransientError
-from rollbook.inference.engine import GenerationError, QueueFullError, UnpublishedError, WeightsError
+from rollbook.contracts.weights import WeightsError
+from rollbook.inference.engine import GenerationError, QueueFullError, UnpublishedError
 from rollbook.inference.pause import OutdatedUpdateError
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.service import RETRY_AFTER_S, StaleWeightsError, UnknownModelError

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Publication
-from rollbook.contracts.weights import Adapter
-from rollbook.inference.engine import TensorSource, WeightsError
+from rollbook.contracts.weights import Adapter, TensorSource, WeightsError
 from rollbook.inference.weights.transport import TransportOptions, update_message
 from rollbook.inference.weights.transports.packing import TensorHeader, header_fields, headers_of, pack, unpack_views
 from rollbook.inference.wire.weights import InitInfo, UpdateInfo

@@ -16,8 +16,7 @@ from torch._C._distributed_c10d import BroadcastOptions, ProcessGroupGloo, Store
 
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.policy import Publication
-from rollbook.contracts.weights import Adapter
-from rollbook.inference.engine import TensorSource
+from rollbook.contracts.weights import Adapter, TensorSource
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.weights.transport import TransportOptions, update_message
 from rollbook.inference.weights.transports.packing import (

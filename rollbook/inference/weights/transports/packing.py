@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollbook.contracts.weights import DTYPE_NAMES
-from rollbook.inference.engine import WeightsError
+from rollbook.contracts.weights import DTYPE_NAMES, WeightsError
 from rollbook.inference.weights.safetensors import FileTensor
 
 ALIGNMENT = 64

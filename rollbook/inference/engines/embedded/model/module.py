@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.weights import Adapter
-from rollbook.inference.engine import WeightsError
+from rollbook.contracts.weights import Adapter, WeightsError
 from rollbook.inference.engines.embedded.live_weights import LiveWeights
 from rollbook.inference.engines.embedded.model.forward import PrefillInput, PrefillPositions
 from rollbook.inference.engines.embedded.model.hf_cache import DecodeCache, PrefillCache, ProbeCache

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.access.vllm_guard import OPEN_PATHS, TOKEN_FILE, VllmGuard
+from rollbook.inference.vllm.guard import OPEN_PATHS, TOKEN_FILE, VllmGuard
 
 TOKEN = "a-token-of-at-least-sixteen-characters"
 STEERING = [

@@ -1,4 +1,4 @@
-"""ASGI middleware for vLLM: requests that steer a server need the run's token, and web pages may not call it.
+"""ASGI middleware for vLLM: requests that control a server need the run's token, and web pages may not call it.
 
 vLLM's `--api-key` does not cover its development routes, with which weights are replaced. A run copies this file to its directory
 and starts vLLM with `--middleware`. Another interpreter imports it, so it uses the standard library only.
@@ -39,7 +39,7 @@ OPEN_PATHS = frozenset(
         "/inference/v1/generate",
     }
 )
-"""What processes of this machine may request without the token, as from Rollbook's own policy server. All else steers."""
+"""Open to every process of this machine, as on Rollbook's own policy server. All other routes control the server."""
 
 
 class VllmGuard:

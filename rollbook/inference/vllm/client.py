@@ -1,6 +1,6 @@
 """vLLM as a policy server: completions with exact versions, pause and resume, and weight updates.
 
-vLLM's token versions are texts; Rollbook uses publication ids. vLLM knows neither a minimum version nor epochs. So completions
+vLLM's token versions are strings; Rollbook uses publication ids. vLLM knows neither a minimum version nor epochs. So completions
 from too old weights are detected by their versions and requested again, and the trainer checks its epoch at the ledger first.
 """
 
@@ -18,10 +18,10 @@ from rollbook.inference.wire.generate import GenerateBody, GenerateChoice, Gener
 from rollbook.inference.wire.weights import UNPUBLISHED, InitInfo, UpdateInfo
 
 UNKNOWN = -1
-"""For a field of a publication that vLLM does not know."""
+"""Stands for a field of a publication that vLLM does not know."""
 RETRY_AFTER_S = 0.1
 RECOVERY_S = 10.0
-"""For the requests that follow a failed update. The deadline of the update may be over, and the server may not respond."""
+"""Time limit for the requests after a failed update. The deadline of the update may be over, and the server may not respond."""
 TORCH_DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -34,7 +34,7 @@ TORCH_DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""From the names of safetensors to those of torch."""
+"""Names of safetensors to names of torch."""
 
 
 class _Version(msgspec.Struct):
@@ -82,7 +82,7 @@ class VllmProtocol:
         return completion
 
     def set_versions(self, choice: GenerateChoice, model: str) -> None:
-        """Replace vLLM's version texts by publication ids."""
+        """Replace vLLM's version strings by publication ids."""
         for span in choice.weight_versions or ():
             span.version = publication_id(str(span.version))
 
@@ -98,7 +98,7 @@ class VllmProtocol:
 class VllmServerApi:
     """Satisfies `server_api.WeightServerApi`.
 
-    `reload`: vLLM reads a directory again. `plugin`: `integrations/vllm_plugin.py` checks the digest before it loads a file.
+    `reload`: vLLM reads a directory again. `plugin`: `plugin.py` checks the digest before it loads a file.
     `nccl`: vLLM's own transport. The engine is paused while weights and version change, so that no token gets the wrong version;
     running requests continue afterwards. If an update fails and the version cannot be reset, the engine stays paused until the next
     push.
