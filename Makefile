@@ -59,12 +59,12 @@ format: $(STAMP) ## format the sources
 	$(BIN)/ruff check --fix .
 
 docs: $(STAMP) ## write the generated references
-	$(BIN)/python -m rollbook.run.reference.configuration > docs/configuration.md
-	$(BIN)/python -m rollbook.run.reference.python_api > docs/python-api.md
-	$(BIN)/python -m rollbook.run.reference.metrics > docs/metrics.md
-	$(BIN)/python -m rollbook.ledger.http.reference > docs/http-api.md
+	$(BIN)/python -m scripts.docs.configuration > docs/configuration.md
+	$(BIN)/python -m scripts.docs.python_api > docs/python-api.md
+	$(BIN)/python -m scripts.docs.metrics > docs/metrics.md
+	$(BIN)/python -m scripts.docs.http_api > docs/http-api.md
 	$(BIN)/python -m tests.compatibility.report > docs/compatibility.md
-	$(BIN)/python -m rollbook.rollout.dispatch.failure_reference > docs/failures.md
+	$(BIN)/python -m scripts.docs.failures > docs/failures.md
 	$(BIN)/python -m tests.faults.chaos_report >> docs/failures.md
 
 site: $(STAMP) ## build the documentation as a site in build/site; broken links are errors

@@ -40,7 +40,7 @@ def recording_view(
 
 
 if __name__ == "__main__":
-    train.open_view = recording_view
+    vars(train)["open_view"] = recording_view
     example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert example is not None
     exec(compile(example[1], "README.md", "exec"))

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import rollbook
-from rollbook.run.reference.configuration import reference
-from rollbook.run.reference.metrics import reference as metrics_reference
-from rollbook.run.reference.python_api import GROUPS
-from rollbook.run.reference.python_api import reference as api_reference
+from scripts.docs.configuration import reference
+from scripts.docs.metrics import reference as metrics_reference
+from scripts.docs.python_api import GROUPS
+from scripts.docs.python_api import reference as api_reference
 from tests.compatibility.report import page as compatibility_page
 
 ROOT = Path(__file__).parents[2]

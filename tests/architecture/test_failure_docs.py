@@ -5,8 +5,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from rollbook.rollout.dispatch.failure_reference import DEADLINES, page
 from rollbook.run.config.run import RunConfig
+from scripts.docs.failures import DEADLINES, page
 from tests.faults.chaos_report import section
 
 ROOT = Path(__file__).parents[2]

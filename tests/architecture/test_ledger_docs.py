@@ -4,8 +4,8 @@ from pathlib import Path
 
 from rollbook.ledger.http.handlers import LedgerHandlers
 from rollbook.ledger.http.openapi import openapi_document
-from rollbook.ledger.http.reference import http_api_page
 from rollbook.ledger.http.verbs import VERBS
+from scripts.docs.http_api import http_api_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "http-api.md"
 

@@ -21,8 +21,8 @@ from rollbook.contracts.admission import RunId
 from rollbook.contracts.batch import EndOfRun, TrainingBatch
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import GroupState
+from rollbook.ledger.atropos.feed import AtroposFeed
 from rollbook.ledger.client.client import open_ledger_client
-from rollbook.run.atropos_feed import AtroposFeed
 from rollbook.run.record import open_run
 from rollbook.tasks.config import AtroposSourceConfig
 from rollbook.telemetry.events import EventLog
@@ -142,8 +142,15 @@ async def test_the_lag_of_a_posted_group_is_judged_by_its_policy_version(tmp_pat
         await trainer.create_run(rule)
         await trainer.take_role(restored_step=0)
         await trainer.confirm(await trainer.register(0, "w0"))
-        config = AtroposSourceConfig(batch_sequences=2)
-        feed = AtroposFeed(trainer, url=server.url, config=config, max_queued=9, num_steps=None, log=log)
+        feed = AtroposFeed(
+            trainer,
+            url=server.url,
+            batch_sequences=2,
+            max_token_len=AtroposSourceConfig().max_token_len,
+            max_queued=9,
+            num_steps=None,
+            log=log,
+        )
         feeding = asyncio.create_task(feed.run())
         await server.post("/scored_data", scored(10, policy_version=0))
         assert await train(1) == 10

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollbook.contracts.errors import RunError
+from rollbook.rollout.chat.demonstrations import read_demonstrations
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.run.config.sft import load_sft_config
-from rollbook.run.demonstrations import read_demonstrations
 from rollbook.run.processes.sft import write_or_check_manifest
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder, read_metrics

@@ -6,10 +6,10 @@ from rollbook.access.server import DRAIN_S
 from rollbook.concurrency.sockets import url_of
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.atropos.config import AtroposConfig
+from rollbook.ledger.atropos.feed import posts_run
 from rollbook.ledger.atropos.routes import atropos_dialect
 from rollbook.ledger.serve import open_ledger_service
 from rollbook.ledger.stores.registry import store_warnings
-from rollbook.run.atropos_feed import posts_run
 from rollbook.run.ledger_clients import ledger_keys, run_settings, store_url
 from rollbook.run.supervision.child_main import RoleContext
 

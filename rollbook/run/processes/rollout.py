@@ -9,9 +9,9 @@ from rollbook.contracts.admission import MemberRole
 from rollbook.contracts.errors import RollbookError, TransientError
 from rollbook.contracts.policy import NOT_SAMPLED
 from rollbook.inference.client.fleet import Fleet, Replica
+from rollbook.ledger.atropos.feed import AtroposFeed
 from rollbook.rollout.dispatch.dispatcher import Dispatcher
 from rollbook.rollout.metrics import rollout_metrics
-from rollbook.run.atropos_feed import AtroposFeed
 from rollbook.run.ledger_clients import client_token, member_source, open_run_ledger
 from rollbook.run.policy_clients import open_policy, policy_urls
 from rollbook.run.supervision.child_main import RoleContext
@@ -108,7 +108,8 @@ async def _fetch_posts(context: RoleContext) -> str:
         source = AtroposFeed(
             ledger,
             url=config.tasks.atropos.url or context.addresses["ledger"],
-            config=config.tasks.atropos,
+            batch_sequences=config.tasks.atropos.batch_sequences,
+            max_token_len=config.tasks.atropos.max_token_len,
             max_queued=config.gate.groups_per_step * (config.gate.max_head_offpolicy_versions + 1),
             num_steps=config.trainer.max_steps,
             log=context.log,

@@ -15,9 +15,9 @@ from typing import Any
 from rollbook.concurrency.child_process.child import die_with_parent
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.trajectory import TokenRow
+from rollbook.rollout.chat.demonstrations import Demonstrations, digest_of_rows, read_demonstrations
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.run.config.sft import FINAL, MANIFEST, LoadedSftConfig, load_sft_config
-from rollbook.run.demonstrations import Demonstrations, digest_of_rows, read_demonstrations
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder

@@ -1,4 +1,4 @@
-"""Generates the configuration reference from the config classes: `python -m rollbook.run.reference.configuration`."""
+"""Prints docs/configuration.md from the config classes: `python -m scripts.docs.configuration`."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Generates docs/http-api.md from the verbs and the message types: `python -m rollbook.ledger.http.reference` prints it."""
+"""Prints docs/http-api.md from the verbs and the message types: `python -m scripts.docs.http_api`."""
 
 import inspect
 import sys

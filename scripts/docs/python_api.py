@@ -1,4 +1,4 @@
-"""Generates the reference of the public names from their docstrings: `python -m rollbook.run.reference.python_api`."""
+"""Prints docs/python-api.md from the docstrings of the public names: `python -m scripts.docs.python_api`."""
 
 import dataclasses
 import enum

@@ -20,7 +20,6 @@ from rollbook.contracts.group_codec import encode_group
 from rollbook.contracts.task import TaskId
 from rollbook.ledger.atropos.codec import decode_scored_data
 from rollbook.ledger.client.client import LedgerClient
-from rollbook.tasks.config import AtroposSourceConfig
 from rollbook.telemetry.events import EventLog
 
 POLL_S = 0.1
@@ -45,14 +44,16 @@ class AtroposFeed:
         ledger: LedgerClient,
         *,
         url: str,
-        config: AtroposSourceConfig,
+        batch_sequences: int,
+        max_token_len: int,
         max_queued: int,
         num_steps: int | None,
         log: EventLog,
     ) -> None:
         self._ledger = ledger
         self._url = url.rstrip("/")
-        self._config = config
+        self._batch_sequences = batch_sequences
+        self._max_token_len = max_token_len
         self._max_queued = max_queued
         self._num_steps = num_steps
         self._log = log
@@ -98,8 +99,8 @@ class AtroposFeed:
         body = {
             "wandb_group": "rollbook",
             "wandb_project": "rollbook",
-            "batch_size": self._config.batch_sequences,
-            "max_token_len": self._config.max_token_len,
+            "batch_size": self._batch_sequences,
+            "max_token_len": self._max_token_len,
             "checkpoint_dir": "",
             "save_checkpoint_interval": 0,
             "starting_step": starting_step,

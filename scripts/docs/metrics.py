@@ -1,4 +1,4 @@
-"""Generates the reference of the metrics from their tables: `python -m rollbook.run.reference.metrics`."""
+"""Prints docs/metrics.md from the tables of metrics: `python -m scripts.docs.metrics`."""
 
 import sys
 from collections.abc import Iterable

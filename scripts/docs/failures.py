@@ -1,4 +1,4 @@
-"""Writes `docs/failures.md` from the tables in the code: `python -m rollbook.rollout.dispatch.failure_reference`."""
+"""Prints docs/failures.md from the tables in the code: `python -m scripts.docs.failures`."""
 
 import sys
 

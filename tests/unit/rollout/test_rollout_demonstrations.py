@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
+from rollbook.rollout.chat.demonstrations import ChatError, DemonstrationError, chat_row, read_demonstrations
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from rollbook.run.demonstrations import ChatError, DemonstrationError, chat_row, read_demonstrations
 from rollbook.trainer.model.model_directory import build_tokenizer
 from rollbook.trainer.model_config import ModelBuildConfig
 
