@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.report import Figure, print_figures, print_status
-from rollbook.dashboard.json_tail import JsonTail
+from rollbook.telemetry.json_tail import JsonTail
 from tests.parts.run.small import SmallRun
 
 ROLES = ("trainer", "policy", "ledger", "rollout", "worker")

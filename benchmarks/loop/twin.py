@@ -27,15 +27,16 @@ import tomli_w
 
 from benchmarks.pinned_jobs import run_pinned
 from benchmarks.report import Figure, print_figures, print_status
+from rollbook.commands.record.simulate import trace_of
 from rollbook.contracts.errors import RollbookError
 from rollbook.contracts.freshness import FreshnessRule
 from rollbook.run.config.run import override_table
 from rollbook.run.directory import RunDirectory
-from rollbook.run.simulation.durations import Durations
-from rollbook.run.simulation.fit import Fit, fit
-from rollbook.run.simulation.prediction import Prediction, predict, recommend, setting_of
-from rollbook.run.simulation.simulator import Setting
-from rollbook.run.simulation.trace import Trace, read_trace
+from rollbook.simulation.durations import Durations
+from rollbook.simulation.fit import Fit, fit
+from rollbook.simulation.prediction import Prediction, predict, recommend
+from rollbook.simulation.setting import Setting
+from rollbook.simulation.trace import Trace
 from rollbook.telemetry.metrics import read_metrics
 
 DEMO = Path(__file__).parents[2] / "rollbook" / "demo"
@@ -122,7 +123,7 @@ class Measured:
 
     @classmethod
     def of(cls, trace: Trace) -> "Measured":
-        first_measured = 3 + trace.config.gate.max_head_offpolicy_versions
+        first_measured = 3 + trace.run.setting.rule.max_head_offpolicy_versions
         steps = [step for step in trace.steps if step.step >= first_measured]
         if len(steps) < 3:
             raise RunFailedError(f"{trace.path}: {len(steps)} measured steps are too few; use more --seconds")
@@ -218,7 +219,7 @@ def run_all(cases: Sequence[Case], home: Path, *, seconds: float) -> dict[Case, 
     """A run that fails is reported and left out."""
 
     def one(case: Case) -> tuple[Case, Trace]:
-        return case, read_trace(run(case, home, seconds=seconds))
+        return case, trace_of(run(case, home, seconds=seconds))
 
     found: dict[Case, Trace] = {}
     for job in run_pinned([functools.partial(one, case) for case in cases]):
@@ -240,7 +241,7 @@ def mean_speed(runs: Sequence[Prediction]) -> float:
 
 
 def compare(case: Case, trace: Trace, fitted: Fit) -> Compared:
-    runs, measured = predicted(setting_of(trace.config), fitted.durations), Measured.of(trace)
+    runs, measured = predicted(trace.run.setting, fitted.durations), Measured.of(trace)
     row = {
         name: round(statistics.mean(getattr(run, name) for run in runs), 4)
         for name in ("steps_per_s", "samples_per_s", "lag_mean", "trainer_idle", "masked")
@@ -284,7 +285,7 @@ def recommended_cases(traces: Mapping[Case, Trace], fits: Mapping[str, Fit]) -> 
         default = next(case for case in CASES if case.workload == workload)
         if default in traces and workload in fits:
             durations = fits[workload].durations
-            setting = setting_of(traces[default].config)
+            setting = traces[default].run.setting
             better = recommend(predict(setting, durations, steps=60), durations)
             rule = better.setting.rule
             case = Case(

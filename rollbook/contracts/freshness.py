@@ -1,12 +1,22 @@
-"""The one place where lag is computed, used by admission (`capacity`) and batch forming (`is_fresh`).
+"""The one place where lag is computed, used by admission (`capacity`) and batch forming (`is_fresh`, `choose`).
+
+Pure functions of numbers: the ledger and the rollout workers call them in a run, `simulation` in a predicted one.
 
 Batch s is trained on version s-1, so a token sampled by version q has lag (s-1) - q. The lag of a group is that of its oldest
 trained token. Symbols: P groups per step, n samples per group, C groups in flight, O the staleness bound, S <= O the part of it
 that admission may use, W the window within which a younger group may overtake an older one.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
+
+from rollbook.contracts.group import GroupId
+
+SAME_MOMENT_S = 0.05
+"""Samples that finish within this time are submitted in one part. Short against an episode, and long enough that episodes of equal
+length do not make a part each."""
 
 
 class BatchPolicy(StrEnum):
@@ -149,3 +159,60 @@ class FreshnessRule:
         They are already counted in `capacity` and only need a slot under C.
         """
         return max(0, min(counts.waiting, self.max_in_flight * self.unit - counts.leased))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """The fields of a queued group that the choice depends on."""
+
+    group_id: GroupId
+    sequence: int
+    arrival: int
+    oldest_version: int | None
+    newest_version: int | None = None
+    part: int = 1
+    is_external: bool = False
+    """Its producer never registered: it gets the places that granted groups leave."""
+    size: int = 1
+    """What it counts in a batch: 1, or its samples with policy `parts`."""
+
+
+def is_stale(candidate: Candidate, rule: FreshnessRule, *, step: int) -> bool:
+    """Too old for batch `step`, and so for every later one. A group of unknown versions is never stale.
+
+    A policy that masks tokens needs one fresh token, the others need all tokens to be fresh.
+    """
+    deciding = candidate.newest_version if rule.policy.masks_tokens else candidate.oldest_version
+    return deciding is not None and not rule.is_fresh(step=step, oldest_version=deciding)
+
+
+def choose(
+    queued: Iterable[Candidate], *, oldest_dispatched: int | None, rule: FreshnessRule, step: int
+) -> tuple[Candidate, ...]:
+    """Groups for batch `step`, in the order they are taken: P of them, or as many parts as P groups have samples, or all.
+
+    `oldest_dispatched` is the lowest admission sequence that is still being played or waits for another attempt.
+    """
+    fresh = [candidate for candidate in queued if not is_stale(candidate, rule, step=step)]
+    if rule.policy is BatchPolicy.DROP:
+        return tuple(sorted(fresh, key=lambda c: (c.is_external, c.arrival))[: rule.groups_per_step])
+    by_admission = sorted(fresh, key=lambda c: (c.is_external, c.sequence, c.part))
+    if rule.policy.masks_tokens:
+        sizes = accumulate((candidate.size for candidate in by_admission), initial=0)
+        return tuple(
+            candidate for candidate, before in zip(by_admission, sizes, strict=False) if before < rule.batch_size
+        )
+    # A group may be less than W above the oldest one that is still played. That one is the same for each pick: a window over the
+    # first W open groups would slide with every pick and let a young group overtake without bound.
+    within = [c for c in by_admission if oldest_dispatched is None or c.sequence < oldest_dispatched + rule.window]
+    return tuple(within[: rule.groups_per_step])
+
+
+def is_part_complete(*, part: int, scorable: int, quorum: int) -> bool:
+    """Whether the finished samples are submitted without waiting for the others of the group."""
+    return part > 1 or scorable >= quorum
+
+
+def default_quorum(samples_per_group: int) -> int:
+    """Three quarters of a group."""
+    return -(-3 * samples_per_group // 4)

@@ -10,10 +10,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from rollbook.dashboard.intervals import Intervals, read_intervals
 from rollbook.dashboard.run_files import MasteryPoint, read_evaluations, read_mastery, read_steps
 from rollbook.dashboard.run_metrics import EvaluationPoint, StepMetrics, moving_average, trainer_utilisation
 from rollbook.dashboard.study import CellResult, StudyResults, mean_curve
+from rollbook.telemetry.intervals import Intervals, read_intervals
 
 INK, GRID = "#2b2b2b", "#dddddd"
 REWARD, SOLVED, LIMIT = "#3b6ea8", "#2f8f5b", "#b3382c"

@@ -7,14 +7,12 @@ A step that was trained again after a crash has two rows; the last row counts.
 """
 
 import json
-import sys
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
-from rollbook.dashboard.json_tail import FolderTail, JsonTail
 from rollbook.dashboard.learning_problems import LearningMonitor, learning_problems
 from rollbook.dashboard.run_metrics import (
     EvaluationPoint,
@@ -26,6 +24,7 @@ from rollbook.dashboard.run_metrics import (
     tenth_means,
     trainer_utilisation,
 )
+from rollbook.telemetry.json_tail import FolderTail, JsonTail, is_number
 
 METRICS_FILE = "metrics.jsonl"
 JOINED_METRICS = "metrics-*.jsonl"
@@ -34,7 +33,6 @@ MASTERY_FILE = "mastery.jsonl"
 TIERS_FILE = "tiers.json"
 WORKER_LOG = Path("logs") / "rollout-worker.jsonl"
 TRANSCRIPT_EVENT = "rollout.transcript"
-LARGEST = sys.float_info.max
 KEPT_STEPS = 512
 """Enough for a sparkline and a pace. Plots read the whole file."""
 
@@ -193,11 +191,6 @@ def read_tiers(run_dir: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return {str(task): str(tier) for task, tier in found.items()} if isinstance(found, dict) else {}
-
-
-def is_number(value: Any) -> TypeGuard[int | float]:
-    """Finite, and no bool. Long runs have millions of values, so this calls nothing."""
-    return (type(value) is float or type(value) is int) and -LARGEST <= value <= LARGEST
 
 
 def _measured(row: Mapping[str, Any]) -> dict[str, float]:

@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.dashboard.json_tail import JsonTail
-from rollbook.dashboard.run_files import METRICS_FILE, is_number
+from rollbook.dashboard.run_files import METRICS_FILE
 from rollbook.dashboard.run_metrics import Change
+from rollbook.telemetry.json_tail import JsonTail, is_number
 
 MAX_POINTS = 2000
 NAN = math.nan

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from rollbook.contracts.decoding import json_decoder
-from rollbook.dashboard.intervals import Intervals
 from rollbook.telemetry.cpu_time import CPU_SPAN
+from rollbook.telemetry.intervals import Intervals
 
 READ_BYTES = 2 << 20
 """Read of one file for one window: about 5,000 spans. More than can be shown one by one."""

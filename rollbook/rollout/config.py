@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
+from rollbook.contracts.freshness import default_quorum
 from rollbook.contracts.policy import SamplingParams
 from rollbook.rollout.settings import EpisodeLimits, Missing, RewardFunction, RewardRules
 
@@ -243,8 +244,3 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     def slots(self) -> int:
         """Maximum number of groups in flight in this dispatcher."""
         return self.workers * self.groups_per_worker
-
-
-def default_quorum(completions_per_prompt: int) -> int:
-    """Three quarters of a group."""
-    return -(-3 * completions_per_prompt // 4)

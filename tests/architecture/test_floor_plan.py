@@ -20,10 +20,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "access": {"contracts", "concurrency"},
     **dict.fromkeys(ROOMS, GROUND),
     "dashboard": GROUND,
+    "simulation": GROUND,
     "integrations": GROUND | ROOMS,
-    "run": GROUND | ROOMS | {"dashboard"},
-    "commands": GROUND | ROOMS | {"dashboard", "run"},
-    "cli": {"commands", "run", "contracts", "access"},
+    "run": GROUND | ROOMS | {"dashboard", "simulation"},
+    "commands": GROUND | ROOMS | {"dashboard", "simulation", "run"},
+    "cli": {"commands", "run", "simulation", "contracts", "access"},
 }
 # Heavy libraries, and the only modules that may import them.
 DOORS: dict[str, tuple[str, ...]] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rollbook.dashboard.json_tail import JsonTail
+from rollbook.telemetry.json_tail import JsonTail
 from tests.parts.ledger.postgres import PostgresServer, own_server
 from tests.parts.run.network import Machine, machines
 from tests.parts.run.small import REPOSITORY

@@ -3,9 +3,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.contracts.freshness import AdmissionShare, BatchPolicy, FreshnessRule, GateCounts
+from rollbook.contracts.freshness import (
+    AdmissionShare,
+    BatchPolicy,
+    Candidate,
+    FreshnessRule,
+    GateCounts,
+    choose,
+    is_stale,
+)
 from rollbook.contracts.group import GroupId
-from rollbook.ledger.rules.selection import Candidate, choose, is_stale
 
 
 def rules_of(*policies: BatchPolicy) -> st.SearchStrategy[FreshnessRule]:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.ledger.rules.groups import register_producer, submit
-from rollbook.ledger.rules.selection import Backlog, reserved_places, share_places
+from rollbook.ledger.rules.shares import Backlog, reserved_places, share_places
 from tests.parts.ledger.groups import draws, group_of, part_of, submission_of
 from tests.parts.ledger.groups import settings as run_settings
 from tests.parts.ledger.run_driver import RunDriver

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.dashboard.json_tail import JsonTail
+from rollbook.telemetry.json_tail import JsonTail
 from tests.parts.run.network import Machine, machines
 from tests.parts.run.small import EXAMPLE, REPOSITORY, SmallRun, rollbook
 

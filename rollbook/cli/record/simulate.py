@@ -7,8 +7,9 @@ import typer
 
 from rollbook.cli.arguments import AsJson, Overrides
 from rollbook.cli.output import result, result_json, stderr_console
-from rollbook.run.simulation.report import draw, report_lines
-from rollbook.run.simulation.report import simulate as run_simulation
+from rollbook.commands.record.simulate import draw
+from rollbook.commands.record.simulate import simulate as run_simulation
+from rollbook.simulation.report import report_lines
 
 
 def simulate(

@@ -8,12 +8,12 @@ from itertools import accumulate
 from rollbook.contracts.admission import EndOfDataRule
 from rollbook.contracts.batch import BatchEntry, BatchManifest, EndOfRun
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
+from rollbook.contracts.freshness import BatchPolicy, Candidate, FreshnessRule, choose
 from rollbook.contracts.group import DropKind, DropReason, GroupState
 from rollbook.ledger.records import BatchRecord, GroupRecord, Origin, ProducerRecord
 from rollbook.ledger.rules.publications import Masks
 from rollbook.ledger.rules.run_transaction import RunTransaction
-from rollbook.ledger.rules.selection import Backlog, Candidate, choose, reserved_places, share_places
+from rollbook.ledger.rules.shares import Backlog, reserved_places, share_places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

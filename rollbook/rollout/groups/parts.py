@@ -7,14 +7,10 @@ the others. The rewards of the quorum are the baseline of all parts: they are fi
 from dataclasses import dataclass, field
 
 from rollbook.contracts.admission import OpenPart
+from rollbook.contracts.freshness import is_part_complete
 from rollbook.contracts.group import GroupId, PromptGroup, part_id
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample
-
-
-def is_part_complete(*, part: int, scorable: int, quorum: int) -> bool:
-    """Whether the finished samples are submitted without waiting for the others of the group."""
-    return part > 1 or scorable >= quorum
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +42,7 @@ class GroupParts:
 
     @property
     def has_quorum(self) -> bool:
-        """Whether the next part need not wait for further samples."""
+        """Whether the next part can be submitted now."""
         scorable = sum(sample.is_scorable for sample in self._waiting)
         return is_part_complete(part=self.number, scorable=scorable, quorum=self.quorum)
 

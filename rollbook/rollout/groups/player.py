@@ -20,6 +20,7 @@ from rollbook.concurrency.stacks import where_cancelled
 from rollbook.contracts.admission import OpenPart
 from rollbook.contracts.decoding import msgpack_decoder
 from rollbook.contracts.errors import RollbookError, WeightsAwaitedError, WorkerError
+from rollbook.contracts.freshness import SAME_MOMENT_S
 from rollbook.contracts.group import DropKind, DropReason, GroupId, PromptGroup, group_id
 from rollbook.contracts.policy import Completion
 from rollbook.contracts.task import Task, TaskId
@@ -44,9 +45,6 @@ from rollbook.rollout.stopwatch import EpisodeTime, MovableTimeout
 
 LATE_S = 2.0
 """The dispatcher cancels a late group within this time."""
-SAME_MOMENT_S = 0.05
-"""Samples that finish within this time are submitted in one part. Short against an episode, and long enough that episodes of equal
-length do not make a part each."""
 _ANNOTATIONS = msgpack_decoder(tuple[list[dict[str, Any]] | None, dict[str, float | bool], dict[str, Any], str | None])
 """Messages, metrics, facts and invalid cause of a sample."""
 

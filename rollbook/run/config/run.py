@@ -295,12 +295,17 @@ def dump_toml(config: RunConfig, *, masks_secrets: bool = False) -> str:
 
 def changed_fields(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Paths whose values differ, with both values."""
-    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    before, after = flat_values(old), flat_values(new)
     return {
         path: (before.get(path), after.get(path))
         for path in sorted(before.keys() | after.keys())
         if before.get(path) != after.get(path)
     }
+
+
+def flat_values(config: RunConfig) -> dict[str, Any]:
+    """Every value by its path, such as `inference.device`."""
+    return _flat(config.model_dump(mode="json"))
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:

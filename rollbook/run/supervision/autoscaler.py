@@ -9,7 +9,6 @@ from pathlib import Path
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import MemberRole
 from rollbook.contracts.errors import TransientError
-from rollbook.dashboard.json_tail import JsonTail
 from rollbook.inference.client.server_protocol import RollbookProtocol
 from rollbook.inference.connection import PolicyConnection, open_connection
 from rollbook.ledger.client.client import LedgerClient
@@ -20,6 +19,7 @@ from rollbook.run.ledger_clients import client_token, member_source, open_run_le
 from rollbook.run.policy_clients import policy_urls
 from rollbook.run.supervision.scale import Observation, Scale, Streak, decide
 from rollbook.telemetry.events import EventLog
+from rollbook.telemetry.json_tail import JsonTail
 
 STATUS_S = 5.0
 """For one observation: a server that does not respond is left out."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from rollbook.dashboard.json_tail import JsonTail
+from rollbook.telemetry.json_tail import JsonTail
 from tests.parts.concurrency.processes import descendants_running, require_end
 from tests.parts.run.network import Machine
 

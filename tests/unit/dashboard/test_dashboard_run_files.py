@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.dashboard.json_tail import MAX_LINE_BYTES, FolderTail, JsonTail
 from rollbook.dashboard.process_files import read_processes
 from rollbook.dashboard.run_files import RunReader, read_steps, summarise
 from rollbook.dashboard.run_metrics import moving_average, tenth_means
+from rollbook.telemetry.json_tail import MAX_LINE_BYTES, FolderTail, JsonTail
 from tests.parts.dashboard.run_dir import BEGIN, append_rows, trainer_row, write_run
 
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.dashboard import timeline
-from rollbook.dashboard.intervals import read_intervals
 from rollbook.dashboard.series import Axis, MetricSeries, reduced
 from rollbook.dashboard.timeline import bounds, read_lanes
+from rollbook.telemetry.intervals import read_intervals
 from tests.parts.dashboard.run_dir import BEGIN, append_rows, trainer_row, write_run
 
 ANY = {"low": -math.inf, "high": math.inf}

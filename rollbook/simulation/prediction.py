@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
-from rollbook.rollout.config import default_quorum
-from rollbook.run.config.run import RunConfig, changed_fields
-from rollbook.run.simulation.durations import Durations, Episode, RequestTime, TaskDurations, TrainingTime
-from rollbook.run.simulation.fit import Fit
-from rollbook.run.simulation.processors import UNLIMITED, Processors, num_replicas, replicas_per_device
-from rollbook.run.simulation.simulator import Setting, SimulatedRun, Simulation
+from rollbook.contracts.freshness import BatchPolicy, FreshnessRule, default_quorum
+from rollbook.simulation.durations import Durations, Episode, RequestTime, TaskDurations, TrainingTime
+from rollbook.simulation.fit import Fit
+from rollbook.simulation.processors import UNLIMITED, Processors
+from rollbook.simulation.setting import ConfiguredRun, Setting
+from rollbook.simulation.simulator import SimulatedRun, Simulation
 
 MAX_EPISODES = 60_000
 """Simulated episodes of one prediction: a few seconds."""
@@ -29,29 +28,6 @@ POLICY_GAIN = 0.05
 """Another batch policy changes what is trained, so it is recommended only for more than this."""
 RECOMMENDED_POLICIES = (BatchPolicy.WAIT, BatchPolicy.TRIM, BatchPolicy.PARTS)
 """`drop` trains slow tasks less, which a throughput does not show."""
-UNDERSTOOD = (
-    "gate.groups_per_step",
-    "gate.max_groups_in_flight",
-    "gate.max_head_offpolicy_versions",
-    "gate.batch_policy",
-    "gate.admission_share",
-    "rollout.workers",
-    "rollout.groups_per_worker",
-    "rollout.completions_per_prompt",
-    "rollout.quorum",
-    "inference.replicas",
-)
-"""Settings whose effect is simulated."""
-WITHOUT_EFFECT = (
-    "run.",
-    "telemetry.",
-    "evaluation.",
-    "trainer.max_steps",
-    "trainer.lr",
-    "tasks.seed",
-    "inference.seed",
-)
-"""Settings without an effect on durations. Every other difference from the trace is reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,21 +80,10 @@ class WhatIf:
     """Relative change of the trained tokens per second."""
 
 
-def setting_of(config: RunConfig) -> Setting:
-    return Setting(
-        rule=replace(config.ledger_settings().rule, max_steps=None),
-        samples_per_group=config.rollout.completions_per_prompt,
-        slots=config.rollout.slots,
-        workers=config.rollout.workers,
-        replicas=num_replicas(config),
-        replicas_per_device=replicas_per_device(config),
-    )
-
-
-def on_machine(fit: Fit, config: RunConfig, *, cores: float | None = None) -> Fit:
+def on_machine(fit: Fit, run: ConfiguredRun, *, cores: float | None = None) -> Fit:
     """With another number of cores. A run that may have several machines is not limited by those of the trace."""
     processors = fit.durations.processors
-    if processors is UNLIMITED or (cores is None and config.cluster.has_members):
+    if processors is UNLIMITED or (cores is None and run.has_members):
         return replace(fit, durations=replace(fit.durations, processors=UNLIMITED))
     return replace(
         fit, durations=replace(fit.durations, processors=replace(processors, cores=cores or processors.cores))
@@ -140,7 +105,7 @@ def is_large(setting: Setting) -> bool:
 
 
 def predict_part(setting: Setting, durations: Durations, *, seed: int = 0, steps: int | None = None) -> Prediction:
-    """As `predict`, but of a large run only a part is simulated, with engines and a trainer that are slower by the same factor.
+    """Like `predict`, but simulates only a part of a large run, with engines and a trainer that are slower by the same factor.
 
     So the search for better settings of a run with 10,000 workers takes seconds. Parts of large runs behave alike.
     """
@@ -374,7 +339,7 @@ def frontier(points: Sequence[Prediction]) -> list[Prediction]:
     return best
 
 
-def extrapolations(fit: Fit, config: RunConfig, prediction: Prediction) -> list[str]:
+def extrapolations(fit: Fit, run: ConfiguredRun, prediction: Prediction) -> list[str]:
     """Where the prediction leaves what the traces cover, in sentences."""
     covered, setting = fit.covered, prediction.setting
     found = []
@@ -383,7 +348,7 @@ def extrapolations(fit: Fit, config: RunConfig, prediction: Prediction) -> list[
             f"a replica has up to {prediction.max_load} concurrent requests; the trace has at most {covered.max_load:.0f}, so the "
             "duration of a request is extrapolated in a straight line"
         )
-    found += _processes_beyond(fit, config, setting)
+    found += _processes_beyond(fit, run, setting)
     samples = setting.rule.groups_per_step * setting.samples_per_group
     least, most = covered.samples_per_step
     if not 0.8 * least <= samples <= 1.2 * most:
@@ -395,18 +360,18 @@ def extrapolations(fit: Fit, config: RunConfig, prediction: Prediction) -> list[
         found.append("training without concurrent generation was not traced: it may be faster than predicted")
     if not is_synchronous and high < 0.5:
         found.append("training with concurrent generation was not traced: both may be slower than predicted")
-    found += _unknown_changes(fit, config)
+    found += _unknown_changes(fit, run)
     return found
 
 
-def _processes_beyond(fit: Fit, config: RunConfig, setting: Setting) -> Iterator[str]:
+def _processes_beyond(fit: Fit, run: ConfiguredRun, setting: Setting) -> Iterator[str]:
     covered, processors = fit.covered, fit.durations.processors
     device = "each replica is assumed to have a separate device"
     worker = "workers are assumed to have cores of their own, and no effect"
     if processors is not UNLIMITED:
         shared = f"all processes are assumed to share {processors.cores:.3g} cores"
         worker = f"{shared}, and a worker to use at most one"
-        device = shared if config.inference.device == "cpu" else device
+        device = shared if run.values.get("inference.device") == "cpu" else device
     if setting.replicas_per_device > 1:
         device = "replicas are assumed to share one GPU"
     for name, number, known, assumed in (
@@ -423,19 +388,10 @@ def _processes_beyond(fit: Fit, config: RunConfig, setting: Setting) -> Iterator
             yield f"the run has {processors.cores:.3g} cores; the trace has {', '.join(f'{cores:.3g}' for cores in traced)}"
 
 
-def _unknown_changes(fit: Fit, config: RunConfig) -> Iterator[str]:
-    known = set(UNDERSTOOD)
-    differing = [
-        {
-            path
-            for path in changed_fields(trace.config, config)
-            if path not in known and not path.startswith(WITHOUT_EFFECT)
-        }
-        for trace in fit.traces
-    ]
-    if names := sorted(set.intersection(*differing)):
+def _unknown_changes(fit: Fit, run: ConfiguredRun) -> Iterator[str]:
+    if names := sorted(set.intersection(*(run.unsimulated_changes(trace.run) for trace in fit.traces))):
         yield f"these settings differ from the trace, and their effect is not simulated: {', '.join(names)}"
-    if config.rollout.oversample:
+    if run.values.get("rollout.oversample"):
         yield "rollout.oversample is not simulated: a group has exactly completions_per_prompt episodes"
-    if config.rollout.adaptive.enabled:
+    if run.values.get("rollout.adaptive.enabled"):
         yield "rollout.adaptive is not simulated: the limit of groups in flight is fixed"

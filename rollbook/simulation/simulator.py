@@ -14,26 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollbook.contracts.errors import UsageError
-from rollbook.contracts.freshness import BatchPolicy, FreshnessRule, lag
-from rollbook.ledger.rules.selection import Candidate
-from rollbook.rollout.groups.parts import is_part_complete
-from rollbook.rollout.groups.player import SAME_MOMENT_S
-from rollbook.run.simulation.durations import Durations, Episode, EpisodeSource
-from rollbook.run.simulation.engine import SimulatedReplica, SlowedClock
-from rollbook.run.simulation.ledger import SimulatedBatch, SimulatedLedger
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """The sizes of a run that a simulation varies."""
-
-    rule: FreshnessRule
-    samples_per_group: int
-    slots: int
-    """Groups that all workers can play at the same time."""
-    workers: int = 1
-    replicas: int = 1
-    replicas_per_device: int = 1
+from rollbook.contracts.freshness import SAME_MOMENT_S, BatchPolicy, Candidate, is_part_complete, lag
+from rollbook.simulation.durations import Durations, Episode, EpisodeSource
+from rollbook.simulation.engine import SimulatedReplica, SlowedClock
+from rollbook.simulation.ledger import SimulatedBatch, SimulatedLedger
+from rollbook.simulation.setting import Setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +32,7 @@ class SimulatedStep:
     """Trainable tokens, masked ones included."""
     masked_tokens: float
     lags: tuple[int, ...]
-    """Of each group or part: the lag of its oldest trained token."""
+    """The lag of the oldest trained token of each group or part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

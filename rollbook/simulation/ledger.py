@@ -1,7 +1,7 @@
 """The ledger of a simulated run: the rules of the real one, on counters and lists instead of a store.
 
-Admission is `FreshnessRule.capacity`, batch forming is `selection.is_stale` and `selection.choose`: the functions that the real
-ledger calls. Only the bookkeeping around them is different. A test feeds the same history to both and compares every decision.
+Admission is `FreshnessRule.capacity`, batch forming is `freshness.is_stale` and `freshness.choose`: the functions that the
+real ledger calls. Only the bookkeeping around them is different. A test feeds the same history to both and compares every decision.
 """
 
 from bisect import insort
@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from rollbook.contracts.freshness import BatchPolicy, FreshnessRule, GateCounts
+from rollbook.contracts.freshness import BatchPolicy, Candidate, FreshnessRule, GateCounts, choose, is_stale
 from rollbook.contracts.group import GroupId
-from rollbook.ledger.rules.selection import Candidate, choose, is_stale
 
 _UNUSED_ID = GroupId("")
 """The rules choose by sequence and arrival; nothing simulated has an id."""

@@ -12,8 +12,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.dashboard.intervals import Intervals
-from rollbook.run.simulation.durations import (
+from rollbook.simulation.durations import (
     Durations,
     Episode,
     RequestTime,
@@ -21,15 +20,14 @@ from rollbook.run.simulation.durations import (
     TrainingTime,
     Turn,
 )
-from rollbook.run.simulation.processors import (
+from rollbook.simulation.processors import (
     UNLIMITED,
     fit_processors,
-    num_replicas,
-    replicas_per_device,
     slowness_during,
     training_seconds,
 )
-from rollbook.run.simulation.trace import Trace, TracedEpisode
+from rollbook.simulation.trace import Trace, TracedEpisode
+from rollbook.telemetry.intervals import Intervals
 
 Array = NDArray[np.float64]
 
@@ -37,8 +35,8 @@ LOAD_BINS, SHARE_BINS = 12, 3
 SLOWDOWNS = np.linspace(0.0, 3.0, 61)
 MIN_SPREAD = 0.15
 """A share of time that varies less than this over the trace says nothing about its effect."""
-WORTH = 0.9
-"""A further term must reduce the squared error to this part of it."""
+MAX_ERROR_RATIO = 0.9
+"""Keep a term only if it cuts the squared error by 10 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,16 +117,16 @@ def _mean(values: Iterable[float]) -> float:
 def _requests_of(trace: Trace) -> _Requests:
     pairs = np.array([request for one in trace.episodes for request in one.requests])
     own = Intervals(pairs[:, 0], pairs[:, 1])
-    config = trace.config
+    setting = trace.run.setting
     slowness = slowness_during(trace, own)
     return _Requests(
         seconds=own.lengths / slowness,
         load=np.maximum(1.0, trace.requests.concurrency_during(own)),
         training=trace.share_with_training(own),
         slowness=float(slowness.mean()),
-        replicas=num_replicas(config),
-        per_device=replicas_per_device(config),
-        workers=config.rollout.workers,
+        replicas=setting.replicas,
+        per_device=setting.replicas_per_device,
+        workers=setting.workers,
     )
 
 
@@ -183,7 +181,7 @@ def _binned(run: _Requests) -> Array:
 
 
 def _least_squares(columns: dict[str, Array], target: Array) -> tuple[float, dict[str, float]]:
-    """The squared error and the coefficients, none of them negative. A further term must be worth it."""
+    """The squared error and the coefficients, none of them negative. Terms that hardly reduce the error are left out."""
     best: tuple[float, dict[str, float]] = (float(target @ target), {})
     for size in range(1, len(columns) + 1):
         of_size: tuple[float, dict[str, float]] | None = None
@@ -193,7 +191,7 @@ def _least_squares(columns: dict[str, Array], target: Array) -> tuple[float, dic
             error = float(((matrix @ values - target) ** 2).sum())
             if (values >= 0).all() and (of_size is None or error < of_size[0]):
                 of_size = (error, dict(zip(names, map(float, values), strict=True)))
-        if of_size is not None and of_size[0] <= best[0] * WORTH:
+        if of_size is not None and of_size[0] <= best[0] * MAX_ERROR_RATIO:
             best = of_size
     return best
 

@@ -1,4 +1,4 @@
-"""Reads what a run recorded about time: spans, metrics and the outcomes of its groups. The run may be finished or running."""
+"""Reads what a run recorded about time: its spans and metrics. The run may be finished or running."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,20 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import UsageError
-from rollbook.contracts.group import DropKind, GroupOutcome, SampleOutcome, group_id
-from rollbook.dashboard.intervals import Intervals
-from rollbook.dashboard.json_tail import FolderTail
-from rollbook.run.config.run import RunConfig
-from rollbook.run.record import RunRecordReader, open_run
+from rollbook.contracts.group import DropKind, SampleOutcome
+from rollbook.simulation.setting import ConfiguredRun
 from rollbook.telemetry.cpu_time import CPU_SPAN
+from rollbook.telemetry.intervals import Intervals
+from rollbook.telemetry.json_tail import FolderTail
 from rollbook.telemetry.metrics import read_metrics
 from rollbook.telemetry.spans import Span, span_of
 
-MAX_GROUPS = 20_000
-"""The newest groups of a trace that are used: enough for the distribution of durations."""
-PAGE = 1_000
 MIN_EPISODES, MIN_STEPS = 8, 2
 DROPPED_AT_END = {DropKind.FILTERED.value, DropKind.INVALID.value}
 
@@ -69,7 +64,7 @@ class Trace:
     """The steady part of one run: its start is left out."""
 
     path: Path
-    config: RunConfig
+    run: ConfiguredRun
     episodes: tuple[TracedEpisode, ...]
     steps: tuple[TracedStep, ...]
     requests: Intervals
@@ -99,14 +94,15 @@ class Trace:
         return np.clip(self.training.union().concurrency_during(periods), 0.0, 1.0)
 
 
-def read_trace(path: Path) -> Trace:
-    """Raises `UsageError` if the run has recorded too little."""
+def read_trace(path: Path, run: ConfiguredRun, samples: Mapping[str, Sequence[SampleOutcome]]) -> Trace:
+    """Read the spans and metrics of a run directory. Raises `UsageError` if the run has recorded too little.
+
+    `samples`: those that the ledger stored for each draw, by the time at which they ended.
+    """
     spans: dict[str, list[Span]] = defaultdict(list)
     for row in FolderTail(path / "spans").poll():
         if (span := span_of(row)) is not None:
             spans[span.name].append(span)
-    with open_run(path) as run:
-        config, tokens = run.config, _tokens_by_group(run)
     metrics = {
         int(row["step"]): row
         for row in read_metrics(path / "metrics.jsonl", process="trainer")
@@ -116,7 +112,7 @@ def read_trace(path: Path) -> Trace:
     # The first steps wait for processes that start, and compile or allocate.
     left_out = min(2, len(steps) // 3)
     since = steps[left_out - 1].end if left_out else 0.0
-    whole = list(_episodes(spans["rollout.episode"], tokens))
+    whole = list(_episodes(spans["rollout.episode"], samples))
     episodes = tuple(one for one in whole if one.start >= since)
     if len(episodes) < MIN_EPISODES or len(steps) - left_out < MIN_STEPS:
         raise UsageError(
@@ -129,7 +125,7 @@ def read_trace(path: Path) -> Trace:
     open_s, submit_s = _group_overheads(groups, spans["rollout.episode"])
     return Trace(
         path=path,
-        config=config,
+        run=run,
         episodes=episodes,
         steps=tuple(steps[left_out:]),
         requests=Intervals(_array(start for start, _ in requests), _array(end for _, end in requests)),
@@ -153,22 +149,7 @@ def _intervals(spans: list[Span]) -> Intervals:
     return Intervals(_array(span.start for span in spans), _array(span.end for span in spans))
 
 
-def _tokens_by_group(run: RunRecordReader) -> dict[str, list[SampleOutcome]]:
-    """The samples of each draw, by the time at which they ended."""
-    found: dict[str, list[SampleOutcome]] = defaultdict(list)
-    start = max(0, run.status().opened - MAX_GROUPS)
-    while page := run.groups(state=None, start=start, limit=PAGE):
-        for record in page:
-            if record.outcome is not None:
-                outcome = json_decoder(GroupOutcome).decode(record.outcome)
-                found[group_id(record.task_id, record.draw)] += outcome.samples
-        start = page[-1].sequence + 1
-    for samples in found.values():
-        samples.sort(key=lambda sample: (sample.started_at or 0.0) + (sample.seconds or 0.0))
-    return found
-
-
-def _episodes(spans: list[Span], samples: Mapping[str, list[SampleOutcome]]) -> Iterator[TracedEpisode]:
+def _episodes(spans: list[Span], samples: Mapping[str, Sequence[SampleOutcome]]) -> Iterator[TracedEpisode]:
     """The scored episodes. The spans have the times of their requests, the ledger has their tokens."""
     by_group: dict[str, list[Span]] = defaultdict(list)
     for span in spans:

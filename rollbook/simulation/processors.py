@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.dashboard.intervals import Intervals
-from rollbook.run.config.run import RunConfig
-from rollbook.run.simulation.trace import Trace, TracedCpu
+from rollbook.simulation.trace import Trace, TracedCpu
+from rollbook.telemetry.intervals import Intervals
 
 Array = NDArray[np.float64]
 
@@ -57,18 +56,6 @@ class Processors:
 
 UNLIMITED = Processors(cores=math.inf)
 """For traces without CPU times, and for runs on several machines."""
-
-
-def num_replicas(config: RunConfig) -> int:
-    """Those that the run starts, or the servers of others."""
-    return max(config.inference.replicas, len(config.inference.urls))
-
-
-def replicas_per_device(config: RunConfig) -> int:
-    """Replicas that share a GPU. On a CPU they share its cores instead; servers of others have devices of their own."""
-    inference = config.inference
-    is_shared = inference.device != "cpu" and not config.resources.policy_gpus
-    return inference.replicas if is_shared and not inference.urls and not config.cluster.has_members else 1
 
 
 @dataclass(frozen=True, slots=True)

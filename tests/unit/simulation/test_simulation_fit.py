@@ -9,35 +9,36 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollbook.commands.record.simulate import configured_run, simulate
 from rollbook.contracts.errors import UsageError
 from rollbook.contracts.freshness import BatchPolicy
-from rollbook.dashboard.intervals import Intervals
-from rollbook.run.config.run import RunConfig, load_config
-from rollbook.run.simulation.fit import fit
-from rollbook.run.simulation.prediction import (
+from rollbook.run.config.run import load_config
+from rollbook.simulation.fit import fit
+from rollbook.simulation.prediction import (
     extrapolations,
     frontier,
     on_machine,
     predict,
     recommend,
-    setting_of,
     what_ifs,
 )
-from rollbook.run.simulation.processors import UNLIMITED, Processors
-from rollbook.run.simulation.report import Report, bottleneck, recommendation, report_lines, simulate
-from rollbook.run.simulation.trace import Trace, TracedCpu, TracedEpisode, TracedStep, traced_cpu
+from rollbook.simulation.processors import UNLIMITED, Processors
+from rollbook.simulation.report import PredictionReport, bottleneck, recommendation, report_lines
+from rollbook.simulation.setting import ConfiguredRun
+from rollbook.simulation.trace import Trace, TracedCpu, TracedEpisode, TracedStep, traced_cpu
+from rollbook.telemetry.intervals import Intervals
 from rollbook.telemetry.spans import Span
 
 DEMO = Path(__file__).parents[3] / "rollbook" / "demo" / "run.toml"
 STEP_S = 0.5
 
 
-def demo(*overrides: str) -> RunConfig:
-    return load_config(DEMO, overrides).config
+def demo(*overrides: str) -> ConfiguredRun:
+    return configured_run(load_config(DEMO, overrides).config)
 
 
 def trace(
-    config: RunConfig,
+    run: ConfiguredRun,
     *,
     base_s: float = 0.1,
     per_request_s: float = 0.0,
@@ -82,7 +83,7 @@ def trace(
     ends = np.array([end for one in episodes for _, end in one.requests])
     return Trace(
         path=Path("trace"),
-        config=config,
+        run=run,
         episodes=tuple(episodes),
         steps=tuple(steps),
         requests=Intervals(starts, ends),
@@ -119,9 +120,9 @@ def test_the_duration_of_a_request_is_fitted_over_the_load() -> None:
 
 def test_external_servers_of_a_trace_are_replicas() -> None:
     """Four servers share the load: each other request of the same server costs four times what one of any server does."""
-    config = demo('inference.urls=["http://a:1","http://b:1","http://c:1","http://d:1"]', "inference.replicas=1")
-    found = fit([trace(config, base_s=0.1, per_request_s=0.002)])
-    assert setting_of(config).replicas == 4
+    run = demo('inference.urls=["http://a:1","http://b:1","http://c:1","http://d:1"]', "inference.replicas=1")
+    found = fit([trace(run, base_s=0.1, per_request_s=0.002)])
+    assert run.setting.replicas == 4
     assert found.covered.replicas == {4}
     assert found.durations.request.per_request_s == pytest.approx(0.008, rel=1e-3)
 
@@ -170,8 +171,8 @@ def test_the_cores_of_a_trace_are_those_that_other_programs_left() -> None:
 @pytest.mark.parametrize(("gpus", "expected"), [("[]", 0.004), ("[0, 1]", 0.002)])
 def test_replicas_on_one_gpu_share_it(gpus: str, expected: float) -> None:
     found = fit([trace(demo('inference.device="cuda"'), per_request_s=0.002)])
-    config = demo('inference.device="cuda"', "inference.replicas=2", f"resources.policy_gpus={gpus}")
-    setting = setting_of(config)
+    run = demo('inference.device="cuda"', "inference.replicas=2", f"resources.policy_gpus={gpus}")
+    setting = run.setting
     slope = found.durations.request.slope(replicas=2, per_device=setting.replicas_per_device, workers=1)
     assert slope == pytest.approx(expected, rel=1e-3)
 
@@ -197,7 +198,7 @@ def test_durations_are_fitted_without_the_wait_for_cores_of_the_trace() -> None:
     assert slow.request.base_s == pytest.approx(fast.request.base_s / 2)
     assert slow.training.base_s == pytest.approx(fast.training.base_s / 2)
     # On the same cores, the traced run takes as long as it did.
-    setting = setting_of(demo("gate.max_head_offpolicy_versions=0", "gate.max_groups_in_flight=16"))
+    setting = demo("gate.max_head_offpolicy_versions=0", "gate.max_groups_in_flight=16").setting
     of_slow, of_fast = predict(setting, slow, steps=12), predict(setting, fast, steps=12)
     assert of_slow.steps_per_s == pytest.approx(of_fast.steps_per_s, rel=0.02)
     more = replace(slow, processors=replace(slow.processors, cores=1.0))
@@ -207,20 +208,19 @@ def test_durations_are_fitted_without_the_wait_for_cores_of_the_trace() -> None:
 def test_a_prediction_for_other_cores_says_so() -> None:
     cpu = TracedCpu(cores=2.0, used={"policy": 0.5, "worker": 0.2}, waited={})
     found = fit([trace(demo(), cpu=cpu)])
-    config = demo("inference.replicas=2", "rollout.workers=2")
-    more = on_machine(found, config, cores=8.0)
+    run = demo("inference.replicas=2", "rollout.workers=2")
+    more = on_machine(found, run, cores=8.0)
     assert more.durations.processors.cores == 8.0
-    texts = extrapolations(more, config, predict(setting_of(config), more.durations, steps=12))
+    texts = extrapolations(more, run, predict(run.setting, more.durations, steps=12))
     for part in (
         "the run has 8 cores; the trace has 2",
         "inference.replicas is 2, the trace has 1: all processes are assumed to share 8",
     ):
         assert any(part in text for text in texts), f"{part!r} is not in {texts}"
-    same = on_machine(found, config)
+    same = on_machine(found, run)
     assert same.durations.processors.cores == 2.0
     assert not any(
-        "the run has" in text
-        for text in extrapolations(same, config, predict(setting_of(config), same.durations, steps=12))
+        "the run has" in text for text in extrapolations(same, run, predict(run.setting, same.durations, steps=12))
     )
 
 
@@ -232,7 +232,7 @@ def test_the_cores_of_a_trace_do_not_limit_a_run_on_several_machines() -> None:
 
 def test_the_bottleneck_may_be_the_cores_or_the_workers() -> None:
     durations = fit([trace(demo(), per_request_s=0.0001)]).durations
-    setting = setting_of(demo())
+    setting = demo().setting
     for processors, expected in (
         (Processors(cores=2.0, request_s=0.05, worker_s=0.001), "cores"),
         (Processors(cores=100.0, request_s=0.05, worker_s=0.05), "workers"),
@@ -251,8 +251,8 @@ def test_a_trace_without_cpu_times_has_no_limit_of_cores() -> None:
 
 def test_a_prediction_names_what_the_trace_does_not_cover() -> None:
     found = fit([trace(demo(), per_request_s=0.002, loads=(4, 8))])
-    config = demo("inference.replicas=3", "rollout.workers=2", "inference.max_running=64", "gate.groups_per_step=64")
-    texts = extrapolations(found, config, predict(setting_of(config), found.durations, steps=12))
+    run = demo("inference.replicas=3", "rollout.workers=2", "inference.max_running=64", "gate.groups_per_step=64")
+    texts = extrapolations(found, run, predict(run.setting, found.durations, steps=12))
     for part in (
         "concurrent requests; the trace has at most",
         "inference.replicas is 3, the trace has 1",
@@ -263,25 +263,25 @@ def test_a_prediction_names_what_the_trace_does_not_cover() -> None:
     ):
         assert any(part in text for text in texts), f"{part!r} is not in {texts}"
     same = demo("gate.groups_per_step=5")
-    quiet = extrapolations(found, same, predict(setting_of(same), found.durations, steps=12))
+    quiet = extrapolations(found, same, predict(same.setting, found.durations, steps=12))
     assert not any("replicas" in text or "differ" in text for text in quiet)
 
 
 def test_the_bottleneck_is_the_part_whose_doubling_gains_most() -> None:
     durations = fit([trace(demo(), per_request_s=0.0001)]).durations
     slow_training = replace(durations, training=replace(durations.training, base_s=5.0))
-    base = predict(setting_of(demo()), slow_training, steps=12)
+    base = predict(demo().setting, slow_training, steps=12)
     gains = what_ifs(base, slow_training, steps=12)
     assert gains[0].name == "trainer"
     assert bottleneck(base, gains).startswith("the trainer, which trains 100% of the time")
     slow_engines = replace(durations, request=replace(durations.request, per_request_s=0.02))
-    base = predict(setting_of(demo()), slow_engines, steps=12)
+    base = predict(demo().setting, slow_engines, steps=12)
     assert what_ifs(base, slow_engines, steps=12)[0].name == "engines"
 
 
 def test_more_groups_in_flight_are_recommended_only_if_they_help() -> None:
     durations = fit([trace(demo(), per_request_s=0.0)]).durations
-    few = predict(setting_of(demo("gate.max_groups_in_flight=4")), durations, steps=12)
+    few = predict(demo("gate.max_groups_in_flight=4").setting, durations, steps=12)
     better = recommend(few, durations, steps=12)
     assert better.setting.rule.max_in_flight > 4
     assert better.tokens_per_s > few.tokens_per_s
@@ -292,8 +292,8 @@ def test_more_groups_in_flight_are_recommended_only_if_they_help() -> None:
 
 def test_a_gain_that_needs_more_slots_names_their_setting() -> None:
     durations = fit([trace(demo(), per_request_s=0.0)]).durations
-    config = demo("gate.max_groups_in_flight=4", "rollout.workers=2", "rollout.groups_per_worker=2")
-    few = predict(setting_of(config), durations, steps=12)
+    run = demo("gate.max_groups_in_flight=4", "rollout.workers=2", "rollout.groups_per_worker=2")
+    few = predict(run.setting, durations, steps=12)
     better = recommend(few, durations, steps=12)
     assert better.setting.slots > 4
     size = better.setting.rule.max_in_flight
@@ -305,8 +305,7 @@ def test_a_gain_that_needs_more_slots_names_their_setting() -> None:
 def test_the_frontier_has_no_point_that_another_one_beats() -> None:
     durations = fit([trace(demo(), per_request_s=0.001)]).durations
     points = [
-        predict(setting_of(demo(f"gate.max_head_offpolicy_versions={bound}")), durations, steps=12)
-        for bound in (0, 1, 2)
+        predict(demo(f"gate.max_head_offpolicy_versions={bound}").setting, durations, steps=12) for bound in (0, 1, 2)
     ]
     best = frontier(points)
     assert best[0].lag_mean == 0
@@ -315,8 +314,8 @@ def test_the_frontier_has_no_point_that_another_one_beats() -> None:
 
 def test_the_report_is_plain_text_and_plain_json() -> None:
     found = fit([trace(demo())])
-    base = predict(setting_of(demo()), found.durations, steps=12)
-    report = Report(
+    base = predict(demo().setting, found.durations, steps=12)
+    report = PredictionReport(
         fit=found,
         prediction=base,
         what_ifs=tuple(what_ifs(base, found.durations, steps=12)),

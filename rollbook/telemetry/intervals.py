@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.dashboard.json_tail import FolderTail
-from rollbook.dashboard.run_files import is_number
+from rollbook.telemetry.json_tail import FolderTail, is_number
 
 
 @dataclass(frozen=True, slots=True)

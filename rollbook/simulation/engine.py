@@ -28,7 +28,7 @@ class SlowedClock:
         self._slowness = slowness
 
     def simulated_time_of(self, moment: float) -> float:
-        """When this clock will show a moment, if nothing changes before."""
+        """Simulated time at which the clock reaches `moment`, if nothing changes before."""
         return self._at + max(0.0, moment - self.now) * self._slowness
 
 

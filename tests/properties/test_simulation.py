@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rollbook.contracts.admission import Grant
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
 from rollbook.contracts.group import DropKind, DropReason
-from rollbook.run.simulation.durations import (
+from rollbook.simulation.durations import (
     Durations,
     Episode,
     RequestTime,
@@ -19,10 +19,11 @@ from rollbook.run.simulation.durations import (
     TrainingTime,
     Turn,
 )
-from rollbook.run.simulation.ledger import SimulatedLedger
-from rollbook.run.simulation.prediction import ideal_samples_per_s, predict, predict_part
-from rollbook.run.simulation.processors import Processors
-from rollbook.run.simulation.simulator import Setting, SimulatedRun, Simulation
+from rollbook.simulation.ledger import SimulatedLedger
+from rollbook.simulation.prediction import ideal_samples_per_s, predict, predict_part
+from rollbook.simulation.processors import Processors
+from rollbook.simulation.setting import Setting
+from rollbook.simulation.simulator import SimulatedRun, Simulation
 from tests.parts.ledger.groups import draws, part_of
 from tests.parts.ledger.groups import settings as run_settings
 from tests.parts.ledger.run_driver import RunDriver

@@ -1,34 +1,12 @@
-"""`rollbook simulate`: predicts a run with other sizes from the trace of a run."""
+"""The report of a prediction, as text and as JSON: throughput, lag, bottleneck, recommended settings, and a sweep."""
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rollbook.contracts.errors import UsageError
-from rollbook.contracts.freshness import BatchPolicy
-from rollbook.contracts.plugin import load_on_demand
-from rollbook.run.config.run import ConfigError, RunConfig, load_config
-from rollbook.run.simulation.fit import Fit, fit
-from rollbook.run.simulation.prediction import (
-    SAME,
-    Prediction,
-    WhatIf,
-    changed_sizes,
-    extrapolations,
-    frontier,
-    ideal_samples_per_s,
-    on_machine,
-    predict,
-    recommend,
-    setting_of,
-    what_ifs,
-)
-from rollbook.run.simulation.processors import UNLIMITED
-from rollbook.run.simulation.trace import read_trace
-
-SWEPT_BOUNDS = (0, 1, 2, 4)
+from rollbook.simulation.fit import Fit
+from rollbook.simulation.prediction import SAME, Prediction, WhatIf, changed_sizes, ideal_samples_per_s
+from rollbook.simulation.processors import UNLIMITED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +18,7 @@ class SweptPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class PredictionReport:
     fit: Fit
     prediction: Prediction
     what_ifs: tuple[WhatIf, ...]
@@ -67,97 +45,12 @@ class Report:
         }
 
 
-def simulate(
-    config_file: Path,
-    traces: Sequence[Path],
-    *,
-    overrides: Sequence[str] = (),
-    cores: float | None = None,
-    seed: int = 0,
-    varied: Sequence[str] | None = None,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Report:
-    """`varied`: `SECTION.FIELD=V1,V2,...` of a sweep; empty: bounds, policies and groups in flight; None: no sweep.
-
-    `cores` of the machine; None: those of the trace.
-    """
-    if not traces:
-        raise UsageError("no trace: give the directory of a run with --trace RUN")
-    config = load_config(config_file, overrides).config
-    progress(f"reading {len(traces)} {'trace' if len(traces) == 1 else 'traces'}")
-    fitted = on_machine(fit([read_trace(path) for path in traces]), config, cores=cores)
-    durations = fitted.durations
-    prediction = predict(setting_of(config), durations, seed=seed)
-    progress("simulating changes of one setting")
-    gains = what_ifs(prediction, durations, seed=seed)
-    progress("looking for better settings")
-    better = recommend(prediction, durations, seed=seed)
-    points: list[tuple[tuple[str, ...], Prediction]] = []
-    if varied is not None:
-        grid = list(_grid(config, varied))
-        for number, settings in enumerate(grid, start=1):
-            progress(f"sweep: {number} of {len(grid)}")
-            try:
-                other = load_config(config_file, [*overrides, *settings]).config
-            except ConfigError:
-                if varied:
-                    raise
-                continue  # a combination of the default grid that this config excludes
-            points.append((settings, predict(setting_of(other), durations, seed=seed)))
-    best = {id(point) for point in frontier([point for _, point in points])}
-    return Report(
-        fit=fitted,
-        prediction=prediction,
-        what_ifs=tuple(gains),
-        recommended=better,
-        extrapolations=tuple(extrapolations(fitted, config, prediction)),
-        points=tuple(
-            SweptPoint(overrides=settings, prediction=point, is_best=id(point) in best) for settings, point in points
-        ),
-    )
-
-
-def _grid(config: RunConfig, varied: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    if varied:
-        axes = []
-        for text in varied:
-            name, equals, values = text.partition("=")
-            if not equals or not values:
-                raise UsageError(f"--vary {text}: must look like gate.max_groups_in_flight=8,16,32")
-            axes.append([f"{name}={value.strip()}" for value in values.split(",")])
-        yield from itertools.product(*axes)
-        return
-    per_step = config.gate.groups_per_step
-    bounds = sorted({*SWEPT_BOUNDS, config.gate.max_head_offpolicy_versions})
-    for bound, policy in itertools.product(bounds, BatchPolicy):
-        for size in sorted({per_step, (bound + 1) * per_step}):
-            yield (
-                f"gate.max_head_offpolicy_versions={bound}",
-                f'gate.batch_policy="{policy}"',
-                f"gate.max_groups_in_flight={size}",
-            )
-
-
-def draw(path: Path, report: Report) -> Path:
-    """The swept points, the frontier and the run itself, as SVG."""
-    draw_frontier = load_on_demand("rollbook.dashboard.plots:draw_frontier")
-    series: dict[str, list[tuple[float, float, str]]] = {}
-    for point in report.points:
-        one = point.prediction
-        entry = (one.lag_mean, one.tokens_per_s, _sizes(one))
-        series.setdefault(str(one.setting.rule.policy), []).append(entry)
-    best = [(p.prediction.lag_mean, p.prediction.tokens_per_s) for p in report.points if p.is_best]
-    own = (report.prediction.lag_mean, report.prediction.tokens_per_s)
-    drawn: Path = draw_frontier(path, series, frontier=sorted(best), current=own)
-    return drawn
-
-
-def _sizes(one: Prediction) -> str:
+def size_label(one: Prediction) -> str:
     rule = one.setting.rule
     return f"bound {rule.max_head_offpolicy_versions}, {rule.max_in_flight} in flight"
 
 
-def report_lines(report: Report) -> Iterator[str]:
+def report_lines(report: PredictionReport) -> Iterator[str]:
     one, rule = report.prediction, report.prediction.setting.rule
     episodes = sum(len(trace.episodes) for trace in report.fit.traces)
     steps = sum(len(trace.steps) for trace in report.fit.traces)
@@ -167,7 +60,7 @@ def report_lines(report: Report) -> Iterator[str]:
         f"durations of requests are fitted within {report.fit.request_error:.0%}"
     )
     yield (
-        f"setting       {rule.groups_per_step} groups a step, {_sizes(one)}, policy {rule.policy}, "
+        f"setting       {rule.groups_per_step} groups a step, {size_label(one)}, policy {rule.policy}, "
         + ", ".join(
             f"{count} {noun}{'s' if count != 1 else ''}"
             for count, noun in ((one.setting.workers, "worker"), (one.setting.replicas, "replica"))
@@ -216,7 +109,7 @@ def bottleneck(one: Prediction, gains: Sequence[WhatIf]) -> str:
         "workers": "the worker processes: each one uses at most one core",
         "publication": "the publication of weights: the gate waits for every new version",
         "groups in flight": "the number of groups in flight: engines and trainer could do more",
-        "staleness bound": "the staleness bound: the gate admits no further groups",
+        "staleness bound": "the staleness bound: the gate admits no more groups",
         "slow episodes": f"slow episodes: policy {one.setting.rule.policy} makes the trainer wait for them",
     }
     return f"{reasons[first.name]}. {first.text}: {first.gain:+.0%} trained tokens/s"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.dashboard.intervals import Intervals, read_intervals
+from rollbook.telemetry.intervals import Intervals, read_intervals
 from tests.parts.dashboard.run_dir import append_rows, write_run
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda p: (p[0], p[0] + p[1])), max_size=30)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from rollbook.run.simulation.processors import UNLIMITED, Processors
+from rollbook.simulation.processors import UNLIMITED, Processors
 
 GOLDEN = (5**0.5 - 1) / 2
 

@@ -1,32 +1,12 @@
-"""Selection of the groups of the next batch: pure functions of candidates and numbers, independent of time and of live versions.
+"""How the places of a batch are shared between producers: pure functions, independent of time and of live versions.
 
 Minimum shares of registered producers come first (`reserved_places`), then the groups that the gate granted, by the run's policy,
-then groups of producers that never registered (`choose`). The remaining places go to the registered producer with the most credit
-(`share_places`). A producer without ready groups neither delays a batch nor gains credit.
+then groups of producers that never registered (`contracts.freshness.choose`). The remaining places go to the registered producer
+with the most credit (`share_places`). A producer without ready groups neither delays a batch nor gains credit.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-
-from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
-from rollbook.contracts.group import GroupId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """The fields of a queued group that the choice depends on."""
-
-    group_id: GroupId
-    sequence: int
-    arrival: int
-    oldest_version: int | None
-    newest_version: int | None = None
-    part: int = 1
-    is_external: bool = False
-    """Of a producer that never registered: it gets the places that granted groups leave."""
-    size: int = 1
-    """What it counts in a batch: 1, or its samples with policy `parts`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +37,7 @@ def reserved_places(backlogs: Iterable[Backlog], *, batch_size: int) -> dict[str
     backlogs = sorted(backlogs, key=lambda b: b.name)
     requested = sum(b.min_share for b in backlogs if b.ready)
     scale = min(1.0, 1.0 / requested) if requested else 0.0
-    # The tolerance is for binary fractions: a tenth of ten is one.
+    # 1e-9 absorbs float error.
     return {b.name: min(b.ready, int(batch_size * b.min_share * scale + 1e-9)) for b in backlogs}
 
 
@@ -90,34 +70,3 @@ def share_places(backlogs: Sequence[Backlog], *, places: int, batch_size: int) -
 def _bounded(credit: float, batch_size: int) -> float:
     """Credit is limited to one batch: a minimum share would otherwise build up a debt without limit."""
     return max(-float(batch_size), min(float(batch_size), credit))
-
-
-def is_stale(candidate: Candidate, rule: FreshnessRule, *, step: int) -> bool:
-    """Too old for batch `step`, and so for every later one. A group of unknown versions is never stale.
-
-    A policy that masks tokens needs one fresh token, the others need all tokens to be fresh.
-    """
-    deciding = candidate.newest_version if rule.policy.masks_tokens else candidate.oldest_version
-    return deciding is not None and not rule.is_fresh(step=step, oldest_version=deciding)
-
-
-def choose(
-    queued: Iterable[Candidate], *, oldest_dispatched: int | None, rule: FreshnessRule, step: int
-) -> tuple[Candidate, ...]:
-    """Groups for batch `step`, in the order they are taken: P of them, or as many parts as P groups have samples, or all.
-
-    `oldest_dispatched` is the lowest admission sequence that is still being played or waits for another attempt.
-    """
-    fresh = [candidate for candidate in queued if not is_stale(candidate, rule, step=step)]
-    if rule.policy is BatchPolicy.DROP:
-        return tuple(sorted(fresh, key=lambda c: (c.is_external, c.arrival))[: rule.groups_per_step])
-    by_admission = sorted(fresh, key=lambda c: (c.is_external, c.sequence, c.part))
-    if rule.policy.masks_tokens:
-        sizes = accumulate((candidate.size for candidate in by_admission), initial=0)
-        return tuple(
-            candidate for candidate, before in zip(by_admission, sizes, strict=False) if before < rule.batch_size
-        )
-    # A group may be less than W above the oldest one that is still played. That one is the same for each pick: a window over the
-    # first W open groups would slide with every pick and let a young group overtake without bound.
-    within = [c for c in by_admission if oldest_dispatched is None or c.sequence < oldest_dispatched + rule.window]
-    return tuple(within[: rule.groups_per_step])
