@@ -207,7 +207,7 @@ async def test_open_pages_are_notified_when_the_run_changes_and_then_get_its_new
     directory: RunDirectory, client: DashboardClient
 ) -> None:
     async with client.session.get(f"{client.url}/api/events") as response:
-        assert response.headers["Content-Type"] == "text/event-stream"
+        assert response.content_type == "text/event-stream"
 
         async def next_event() -> dict[str, Any]:
             async for line in response.content:

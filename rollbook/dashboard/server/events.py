@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
+from rollbook.access.event_stream import KEEP_ALIVE, EventStream, json_event
 from rollbook.contracts.errors import RollbookError
 from rollbook.dashboard.server.overview import state_of
 from rollbook.dashboard.server.runs import OpenRuns
@@ -15,7 +15,6 @@ from rollbook.dashboard.server.runs import OpenRuns
 POLL_S = 0.5
 KEEPALIVE_S = 15.0
 SHOWN = ("rollout/reward", "rollout/accuracy", "train/loss", "perf/overlap_ratio", "async/version_offset_max")
-HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
 class Events:
@@ -34,20 +33,20 @@ class Events:
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         key = (await self._runs.find(request.query.get("run"))).details.key
-        response = web.StreamResponse(headers=HEADERS)
-        await response.prepare(request)
+        stream = EventStream(request)
+        await stream.write()
         reader = self._readers.setdefault(key, _Reader(self._runs, key, self._on_change))
         task = asyncio.current_task()
         assert task is not None
         self._streams.add(task)
         try:
             async for message in reader.messages():
-                await response.write(message)
+                await stream.write(message)
         except (ConnectionResetError, asyncio.CancelledError):
             pass  # the page was closed, or the server stops
         finally:
             self._streams.discard(task)
-        return response
+        return stream.response
 
 
 class _Reader:
@@ -79,7 +78,7 @@ class _Reader:
                     async with asyncio.timeout(KEEPALIVE_S):
                         await changed.wait()
                 except TimeoutError:
-                    yield b": keep-alive\n\n"
+                    yield KEEP_ALIVE
         finally:
             self._pages -= 1
             if self._pages == 0 and self._polling is not None:
@@ -106,9 +105,8 @@ class _Reader:
             status = await view.ledger.status()
             metrics = await view.metrics()
         except (RollbookError, OSError) as error:
-            return _message("problem", {"run": self._key, "text": str(error)})
-        return _message(
-            "changed",
+            return json_event({"run": self._key, "text": str(error)}, "problem")
+        return json_event(
             {
                 "run": self._key,
                 "step": status.acknowledged_step,
@@ -119,8 +117,5 @@ class _Reader:
                 "state": state_of(view, status),
                 "last": {name: metrics.gauges.get(name) for name in SHOWN},
             },
+            "changed",
         )
-
-
-def _message(event: str, value: dict[str, Any]) -> bytes:
-    return b"event: " + event.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"

@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from rollbook.access.event_stream import KEEP_ALIVE, EventStream, json_event
 from rollbook.contracts.admission import LedgerStatus
 from rollbook.contracts.decoding import json_decoder, msgpack_decoder
 from rollbook.contracts.errors import RollbookError, RunError, TransientError
@@ -164,17 +165,17 @@ async def send_frames(
 
 async def send_statuses(request: web.Request, statuses: AsyncIterator[LedgerStatus | None]) -> web.StreamResponse:
     """Server-sent events until the client disconnects or the service stops. None is sent as a keep-alive comment."""
-    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
-    await stream.prepare(request)
+    stream = EventStream(request)
     try:
+        await stream.write()
         async for status in statuses:
             if status is None:
-                await stream.write(b": keep-alive\n\n")
+                await stream.write(KEEP_ALIVE)
             else:
-                await stream.write(b"event: status\ndata: " + msgspec.json.encode(status) + b"\n\n")
+                await stream.write(json_event(status, "status"))
                 await asyncio.sleep(MIN_EVENT_INTERVAL_S)
-        await stream.write(b"event: end\ndata: {}\n\n")
-        await stream.write_eof()
+        await stream.write(json_event({}, "end"))
+        await stream.end()
     except ConnectionResetError:
         pass  # the client disconnected
-    return stream
+    return stream.response

@@ -9,8 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
+from rollbook.access.event_stream import DONE, json_event
 from rollbook.contracts.policy import MAX_TOP_LOGPROBS
 from rollbook.rollout.agents.messages import BadChatError
 from rollbook.rollout.agents.session import ChatRequest, ChatTurn, ProxySession
@@ -123,7 +122,7 @@ def _stops(stop: Any) -> tuple[str, ...]:
         return ()
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else None
     if stops is None or not all(isinstance(text, str) for text in stops):
-        raise BadChatError("stop: a text or a list of texts is required", "stop")
+        raise BadChatError("stop: a string or a list of strings is required", "stop")
     return stops
 
 
@@ -190,15 +189,15 @@ class ChatCompletion:
         # The logprobs of tool calls and of the end token have no chunk with text.
         yield self._chunk({}, turn.finish_reason, logprobs)
         if self._has_usage:
-            yield event({**self._head, "choices": [], "usage": _usage(turn)})
-        yield b"data: [DONE]\n\n"
+            yield json_event({**self._head, "choices": [], "usage": _usage(turn)})
+        yield DONE
 
     def _chunk(self, delta: Mapping[str, Any], finish: str | None = None, logprobs: Any = None) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
-        return event({**self._head, "choices": [choice]})
+        return json_event({**self._head, "choices": [choice]})
 
     def _logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
-        """Of all sampled tokens, tool calls and end token included."""
+        """Logprobs of all sampled tokens, including those of tool calls and the end token."""
         return {"content": logprob_entries(tokens, self._token_bytes)} if self._has_logprobs else None
 
 
@@ -211,11 +210,6 @@ def logprob_entries(tokens: Sequence[SampledToken], token_bytes: Callable[[int],
         {**entry(token.id, token.logprob), "top_logprobs": [entry(*other) for other in token.alternatives]}
         for token in tokens
     ]
-
-
-def event(value: Any, name: str | None = None) -> bytes:
-    lead = b"" if name is None else f"event: {name}\n".encode()
-    return lead + b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def models() -> dict[str, Any]:

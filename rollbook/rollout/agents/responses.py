@@ -5,13 +5,13 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rollbook.access.event_stream import json_event
 from rollbook.rollout.agents.chat_completions import (
     CHANGES_SAMPLING,
     MODEL_NAME,
     SET_BY_THE_RUN,
     checked_max_tokens,
     checked_top_logprobs,
-    event,
     logprob_entries,
     refuse_unsupported,
     requested_tools,
@@ -260,4 +260,4 @@ class ResponsesReply:
 
     def _event(self, kind: str, **more: Any) -> bytes:
         self._number += 1
-        return event({"type": kind, "sequence_number": self._number, **more}, kind)
+        return json_event({"type": kind, "sequence_number": self._number, **more}, kind)

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 from aiohttp import web
 
+from rollbook.access.event_stream import EventStream, event
 from rollbook.access.guard import REFUSE, AllowedClients, Problem
 from rollbook.access.server import serve_app
 from rollbook.access.tokens import bearer_token
@@ -187,33 +188,26 @@ async def _stream(request: web.Request, session: ProxySession, reply: AgentReply
     parts: asyncio.Queue[TurnPart | None] = asyncio.Queue()
     playing = asyncio.create_task(session.complete(reply.request, parts.put_nowait), name=f"proxy.turn.{session.id}")
     playing.add_done_callback(lambda _: parts.put_nowait(None))
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-
-    async def write(events: Iterable[bytes]) -> None:
-        if not response.prepared:
-            await response.prepare(request)
-        for part in events:
-            await response.write(part)
-
+    stream = EventStream(request)
     try:
         with suppress(ConnectionError):
             while (part := await parts.get()) is not None:
-                await write(reply.part(part))
+                await stream.write(*reply.part(part))
         turn = await playing
     except RollbookError as error:
-        if not response.prepared:
+        if not stream.is_open:
             raise
         failure = _error_of(error).body
         assert isinstance(failure, bytes)
-        last: Iterable[bytes] = [b"data: " + failure + b"\n\n"]
+        last: Iterable[bytes] = [event(failure)]
     else:
         last = reply.end(turn)
     finally:
         playing.cancel()
     with suppress(ConnectionError):
-        await write(last)
-        await response.write_eof()
-    return response
+        await stream.write(*last)
+        await stream.end()
+    return stream.response
 
 
 def _json(value: Any, *, status: int = 200) -> web.Response:

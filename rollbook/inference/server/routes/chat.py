@@ -6,13 +6,14 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from rollbook.access.event_stream import EventStream, json_event
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.output_formats import ToolCall, parse_tool_calls
 from rollbook.contracts.policy import Completion, TokenChunk
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.generation import Generation, GenerationResult, Piece
 from rollbook.inference.server.routes.responses import json_response
-from rollbook.inference.server.routes.streaming import EventStream, possible_tokens, stream_completions
+from rollbook.inference.server.routes.streaming import possible_tokens, stream_completions
 from rollbook.inference.server.service import PolicyService
 from rollbook.inference.server.text import Tokenizer, ToolCallStream, token_names
 from rollbook.inference.wire.chat import (
@@ -182,13 +183,12 @@ async def _stream(
 ) -> web.StreamResponse:
     has_tools = bool(body.rendered_tools())
     choices = [_StreamedChoice(body, tokenizer, ToolCallStream() if has_tools else None) for _ in generations]
-    await stream.send(
-        msgspec.structs.replace(
-            head,
-            choices=[ChunkChoice(index=at, delta=Delta(role="assistant", content="")) for at in range(len(choices))],
-            prompt_token_ids=prompt if body.return_token_ids else None,
-        )
+    first = msgspec.structs.replace(
+        head,
+        choices=[ChunkChoice(index=at, delta=Delta(role="assistant", content="")) for at in range(len(choices))],
+        prompt_token_ids=prompt if body.return_token_ids else None,
     )
+    await stream.write(json_event(first))
     return await stream_completions(
         stream,
         generations,

@@ -9,13 +9,14 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
+from rollbook.access.event_stream import EventStream
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.policy import Completion, FinishReason, TopLogprobs, joined_completion
 from rollbook.inference.engine import PromptScores
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.generation import Generation, GenerationResult, Piece
 from rollbook.inference.server.routes.responses import json_response
-from rollbook.inference.server.routes.streaming import EventStream, possible_tokens, stream_completions
+from rollbook.inference.server.routes.streaming import possible_tokens, stream_completions
 from rollbook.inference.server.service import PolicyService
 from rollbook.inference.server.text import TokenName, token_id_name, token_names
 from rollbook.inference.wire.completions import (

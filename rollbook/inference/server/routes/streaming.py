@@ -8,44 +8,14 @@ from contextlib import aclosing
 import msgspec
 from aiohttp import web
 
+from rollbook.access.event_stream import DONE, EventStream, event, json_event
 from rollbook.contracts.policy import TopLogprobs
 from rollbook.inference.server.generation import Generation, Piece
-from rollbook.inference.server.routes.responses import encode_json, response_to
+from rollbook.inference.server.routes.responses import response_to
 from rollbook.inference.wire.completions import SamplingBody, Usage
 
 MAX_WAITING_PIECES = 64
-"""For a slow reader. Further pieces stay in the queues of their generations, which `max_tokens` bounds."""
-
-
-class EventStream:
-    """Server-sent events. The first event opens the stream, so that an earlier error can still set the HTTP status."""
-
-    def __init__(self, request: web.Request) -> None:
-        self._request = request
-        self._response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        )
-
-    async def send(self, value: object) -> None:
-        await self._write(encode_json(value))
-
-    async def send_error(self, error: Exception) -> None:
-        """An error after the start of the stream: the status has been sent, so it is sent as an event."""
-        response = response_to(error)
-        if response is None:
-            raise error
-        assert isinstance(response.body, bytes)
-        await self._write(response.body)
-
-    async def finish(self) -> web.StreamResponse:
-        await self._write(b"[DONE]")
-        await self._response.write_eof()
-        return self._response
-
-    async def _write(self, event: bytes) -> None:
-        if not self._response.prepared:
-            await self._response.prepare(self._request)
-        await self._response.write(b"data: " + event + b"\n\n")
+"""Limit for a slow reader. More pieces stay in the queues of their generations, which `max_tokens` bounds."""
 
 
 async def stream_completions(
@@ -62,16 +32,22 @@ async def stream_completions(
     try:
         async with aclosing(merged(generations)) as pieces:
             async for index, piece in pieces:
-                await stream.send(chunk(index, piece))
+                await stream.write(json_event(chunk(index, piece)))
                 if piece.result is not None:
                     completions[index] = piece.result.completion
     except Exception as error:
-        await stream.send_error(error)
-        return await stream.finish()
+        response = response_to(error)
+        if response is None:
+            raise
+        assert isinstance(response.body, bytes)
+        # The HTTP status may have been sent already.
+        await stream.write(event(response.body), DONE)
+        return await stream.end()
     if body.has_usage_chunk:
         ordered = [completions[index] for index in sorted(completions)]
-        await stream.send(usage_chunk(Usage.of(prompt_tokens, ordered, n=body.count)))
-    return await stream.finish()
+        await stream.write(json_event(usage_chunk(Usage.of(prompt_tokens, ordered, n=body.count))))
+    await stream.write(DONE)
+    return await stream.end()
 
 
 async def merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Piece], None]:
