@@ -10,17 +10,22 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 __all__ = [
+    "TO_BE_SCORED",
     "AsyncRolloutWorker",
     "Completion",
     "ConfigError",
     "Curriculum",
     "CursorDataLoader",
     "EndReason",
+    "EnvConfig",
+    "EnvSession",
     "Environment",
+    "EnvironmentSource",
     "EpisodeError",
     "EvaluationReport",
     "FinishReason",
     "FreshnessRule",
+    "FunctionService",
     "GroupAssembler",
     "GrpoPool",
     "LedgerClient",
@@ -29,6 +34,7 @@ __all__ = [
     "LossTerms",
     "MessageTrajectoryAssembler",
     "MiniStackPool",
+    "ModelTokenizer",
     "MultiTurnEnvPool",
     "Observation",
     "PromptGroup",
@@ -36,6 +42,7 @@ __all__ = [
     "RollbookError",
     "Rollout",
     "RolloutFn",
+    "RolloutRequest",
     "RolloutSample",
     "RolloutService",
     "RolloutSetup",
@@ -54,13 +61,17 @@ __all__ = [
     "WeightTransferClient",
     "__version__",
     "audit",
+    "encode_group",
     "evaluate",
     "open_host",
     "open_ledger_client",
     "open_sync_ledger_client",
+    "parse_tool_calls",
     "replay",
     "rollout_to_prompt_group",
     "run_async_rl_loop",
+    "serve_environments",
+    "serve_rollouts",
     "train",
 ]
 
@@ -73,13 +84,19 @@ if TYPE_CHECKING:
     from rollbook.contracts.errors import EpisodeError, RollbookError
     from rollbook.contracts.freshness import FreshnessRule
     from rollbook.contracts.group import PromptGroup
+    from rollbook.contracts.group_codec import encode_group
+    from rollbook.contracts.output_formats import parse_tool_calls
     from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
     from rollbook.contracts.ports import Environment
     from rollbook.contracts.task import Observation, Task
     from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow
     from rollbook.envs.builtin.awscli.cloud.ministack_pool import MiniStackPool
+    from rollbook.envs.catalog import EnvironmentSource
     from rollbook.envs.client.blocking import MultiTurnEnvPool
     from rollbook.envs.client.group import GrpoPool
+    from rollbook.envs.client.session import EnvSession
+    from rollbook.envs.config import EnvConfig
+    from rollbook.envs.server.run import serve_environments
     from rollbook.inference.weights.client import WeightTransferClient
     from rollbook.integrations.async_recipe import Rollout, RowRequest, rollout_to_prompt_group, run_async_rl_loop
     from rollbook.integrations.rollout_worker import AsyncRolloutWorker
@@ -89,11 +106,14 @@ if TYPE_CHECKING:
     from rollbook.ledger.client.client import LedgerClient, open_ledger_client
     from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
     from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
+    from rollbook.rollout.chat.tokenizer import ModelTokenizer
     from rollbook.rollout.contract import RolloutFn, RolloutSetup
     from rollbook.rollout.dispatch.slots import StalenessController
     from rollbook.rollout.groups.player import GroupAssembler
-    from rollbook.rollout.remote.protocol import RolloutService
+    from rollbook.rollout.remote.protocol import RolloutRequest, RolloutService
+    from rollbook.rollout.remote.server import FunctionService, serve_rollouts
     from rollbook.rollout.rewards.messages import RewardCase
+    from rollbook.rollout.settings import TO_BE_SCORED
     from rollbook.run.config.run import ConfigError, RunConfig
     from rollbook.run.record import audit
     from rollbook.tasks.curriculum import Curriculum
@@ -108,11 +128,15 @@ _MODULES = {
     "Curriculum": "rollbook.tasks.curriculum",
     "CursorDataLoader": "rollbook.tasks.cursor",
     "EndReason": "rollbook.contracts.trajectory",
+    "EnvConfig": "rollbook.envs.config",
+    "EnvSession": "rollbook.envs.client.session",
     "Environment": "rollbook.contracts.ports",
+    "EnvironmentSource": "rollbook.envs.catalog",
     "EpisodeError": "rollbook.contracts.errors",
     "EvaluationReport": "rollbook.commands.record.evaluate",
     "FinishReason": "rollbook.contracts.policy",
     "FreshnessRule": "rollbook.contracts.freshness",
+    "FunctionService": "rollbook.rollout.remote.server",
     "GroupAssembler": "rollbook.rollout.groups.player",
     "GrpoPool": "rollbook.envs.client.group",
     "LedgerClient": "rollbook.ledger.client.client",
@@ -121,6 +145,7 @@ _MODULES = {
     "LossTerms": "rollbook.trainer.losses.inputs",
     "MessageTrajectoryAssembler": "rollbook.rollout.assemblers.chat",
     "MiniStackPool": "rollbook.envs.builtin.awscli.cloud.ministack_pool",
+    "ModelTokenizer": "rollbook.rollout.chat.tokenizer",
     "MultiTurnEnvPool": "rollbook.envs.client.blocking",
     "Observation": "rollbook.contracts.task",
     "PromptGroup": "rollbook.contracts.group",
@@ -128,6 +153,7 @@ _MODULES = {
     "RollbookError": "rollbook.contracts.errors",
     "Rollout": "rollbook.integrations.async_recipe",
     "RolloutFn": "rollbook.rollout.contract",
+    "RolloutRequest": "rollbook.rollout.remote.protocol",
     "RolloutSample": "rollbook.contracts.trajectory",
     "RolloutService": "rollbook.rollout.remote.protocol",
     "RolloutSetup": "rollbook.rollout.contract",
@@ -139,19 +165,24 @@ _MODULES = {
     "StalenessController": "rollbook.rollout.dispatch.slots",
     "SyncLedgerClient": "rollbook.ledger.client.blocking",
     "SyncWeightTransferClient": "rollbook.integrations.weight_sync",
+    "TO_BE_SCORED": "rollbook.rollout.settings",
     "Task": "rollbook.contracts.task",
     "TokenRow": "rollbook.contracts.trajectory",
     "TrainReport": "rollbook.commands.training.train_summary",
     "TrajectoryAssembler": "rollbook.rollout.assemblers.tokens",
     "WeightTransferClient": "rollbook.inference.weights.client",
     "audit": "rollbook.run.record",
+    "encode_group": "rollbook.contracts.group_codec",
     "evaluate": "rollbook.commands.record.evaluate",
     "open_host": "rollbook.integrations.trl_run",
     "open_ledger_client": "rollbook.ledger.client.client",
     "open_sync_ledger_client": "rollbook.ledger.client.blocking",
+    "parse_tool_calls": "rollbook.contracts.output_formats",
     "replay": "rollbook.commands.record.replay",
     "rollout_to_prompt_group": "rollbook.integrations.async_recipe",
     "run_async_rl_loop": "rollbook.integrations.async_recipe",
+    "serve_environments": "rollbook.envs.server.run",
+    "serve_rollouts": "rollbook.rollout.remote.server",
     "train": "rollbook.commands.training.train",
 }
 

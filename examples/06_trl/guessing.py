@@ -3,6 +3,7 @@
 The contract does not depend on the trainer: `make_rollout(setup)` returns the function that plays one episode.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from rollbook import RolloutFn, RolloutSample, RolloutSetup, TrajectoryAssembler
@@ -25,3 +26,9 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
         return assembler.build(reward=seen.reward, solved=seen.solved, facts=seen.facts)
 
     return rollout
+
+
+def tasks(low: int, high: int) -> Iterator[dict[str, Any]]:
+    """The rows of `tasks.source`: one for each secret."""
+    for secret in range(low, high + 1):
+        yield {"id": f"guess-{secret}", "secret": secret, "low": low, "high": high}

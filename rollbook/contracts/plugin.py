@@ -1,12 +1,13 @@
-"""Loads objects by `module:attribute`: user code that the configuration names, and our own modules behind optional libraries."""
+"""Loads objects by short name or `module:attribute`: built-in parts, user code, and our own modules behind optional libraries."""
 
 import ast
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rollbook.contracts.errors import RunError
@@ -50,6 +51,8 @@ EXTRAS = {
 }
 """Optional libraries, by the name under which they are imported, and the extra of this package that installs each."""
 
+NO_SHORT_NAMES: Mapping[str, str] = MappingProxyType({})
+
 _search_path: list[str] = []
 """Directories added by `extend_search_path`. Only for error messages: imports use `sys.path`."""
 
@@ -63,15 +66,20 @@ def extend_search_path(directories: Iterable[str | Path]) -> None:
             sys.path.insert(0, directory)
 
 
-def load_plugin(path: str, *, setting: str, default: str | None = None) -> Any:
-    """The callable at `module:attribute`, or the attribute `default` of `module`. `setting` names it in error messages."""
-    module_name, attribute = _split(path, setting, default)
+def load_plugin(
+    path: str, *, setting: str, default: str | None = None, builtin: Mapping[str, str] = NO_SHORT_NAMES
+) -> Any:
+    """The callable at `module:attribute`, or the attribute `default` of `module`. `setting` names it in error messages.
+
+    `builtin` maps short names to paths. A short name takes precedence over a user's module of the same name.
+    """
+    module_name, attribute = _split(path, setting, default, builtin)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if module_name == missing or module_name.startswith(f"{missing}."):
-            raise PluginError(_no_module(path, setting, module_name, _search_path)) from error
+            raise PluginError(_no_module(path, setting, module_name, _search_path, builtin)) from error
         hint = f": {_install_command(missing)}" if _extra_of(missing) else ""
         raise PluginError(
             f"{setting} = {path!r}: {module_name} imports {missing!r}, which is not installed{hint}"
@@ -88,17 +96,22 @@ def load_plugin(path: str, *, setting: str, default: str | None = None) -> Any:
 
 
 def plugin_fault(
-    path: str, *, setting: str, search_path: Sequence[str | Path], default: str | None = None
+    path: str,
+    *,
+    setting: str,
+    search_path: Sequence[str | Path],
+    default: str | None = None,
+    builtin: Mapping[str, str] = NO_SHORT_NAMES,
 ) -> str | None:
     """Why `load_plugin` would not find this path, or None. Reads source files and imports nothing."""
     try:
-        module_name, attribute = _split(path, setting, default)
+        module_name, attribute = _split(path, setting, default, builtin)
     except PluginError as error:
         return str(error)
     directories = [str(directory) for directory in search_path]
     spec = find_module(module_name, directories)
     if spec is None:
-        return _no_module(path, setting, module_name, directories)
+        return _no_module(path, setting, module_name, directories, builtin)
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
     try:
@@ -145,20 +158,28 @@ def _extra_of(library: str) -> str | None:
     return EXTRAS.get(library.partition(".")[0])
 
 
-def _split(path: str, setting: str, default: str | None) -> tuple[str, str]:
-    module_name, colon, attribute = path.partition(":")
+def _split(path: str, setting: str, default: str | None, builtin: Mapping[str, str]) -> tuple[str, str]:
+    module_name, colon, attribute = builtin.get(path, path).partition(":")
     if not colon and default is not None:
         attribute = default
     if not module_name or not attribute:
+        if builtin:
+            raise PluginError(
+                f"{setting} = {path!r} is neither built in ({', '.join(sorted(builtin))}) nor module:attribute of your own"
+                f"{did_you_mean(path, builtin)}"
+            )
         raise PluginError(f"{setting} = {path!r} does not have the form module:attribute")
     return module_name, attribute
 
 
-def _no_module(path: str, setting: str, module_name: str, directories: Sequence[str]) -> str:
+def _no_module(
+    path: str, setting: str, module_name: str, directories: Sequence[str], builtin: Mapping[str, str]
+) -> str:
     places = " or ".join([*directories, "the installed packages"])
     found = [file.stem for directory in directories for file in Path(directory).glob("*.py")]
-    advice = did_you_mean(module_name, found) or "; create it, or correct the path"
-    return f"{setting} = {path!r}: no module {module_name!r} in {places}{advice}"
+    known = f" (built in: {', '.join(sorted(builtin))})" if builtin else ""
+    advice = did_you_mean(module_name, [*builtin, *found]) or "; create it, or correct the path"
+    return f"{setting} = {path!r}: no module {module_name!r} in {places}{known}{advice}"
 
 
 def _no_attribute(path: str, setting: str, module_name: str, attribute: str, names: Iterable[str]) -> str:
@@ -171,7 +192,7 @@ def _no_attribute(path: str, setting: str, module_name: str, attribute: str, nam
 
 
 def find_module(module_name: str, directories: Sequence[str]) -> ModuleSpec | None:
-    """As `importlib.util.find_spec`, which would import the parent packages."""
+    """Like `importlib.util.find_spec`, but does not import the parent packages."""
     parts = module_name.split(".")
     saved = list(sys.path)
     sys.path[:0] = directories

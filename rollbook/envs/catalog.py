@@ -1,4 +1,4 @@
-"""Maps names to environment classes, and creates environments from them."""
+"""Loads environment classes by name, and creates environments from them."""
 
 import inspect
 from collections.abc import AsyncIterator, Callable
@@ -8,28 +8,10 @@ from typing import Any
 from rollbook.concurrency.deadline import finish
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import load_plugin
-from rollbook.envs.builtin.arithmetic import Arithmetic
-from rollbook.envs.builtin.maths import Maths
-from rollbook.envs.builtin.number_guessing import DelayedNumberGuessing, NumberGuessing
-from rollbook.envs.builtin.question import Question
-from rollbook.envs.builtin.terminal.environment import Terminal
-from rollbook.envs.config import EnvConfig
+from rollbook.envs.config import ENVIRONMENTS, EnvConfig
 from rollbook.envs.daemon_threads import DaemonThreads
 from rollbook.envs.environment import EnvironmentAdapter
 
-CATALOG: dict[str, type] = {
-    "arithmetic": Arithmetic,
-    "delayed_number_guessing": DelayedNumberGuessing,
-    "maths": Maths,
-    "number_guessing": NumberGuessing,
-    "question": Question,
-    "terminal": Terminal,
-}
-# Environments that need an optional package, imported only if they are chosen.
-ON_DEMAND = {
-    "aws": "rollbook.envs.builtin.awscli.environment:AwsCliEnvironment",
-    "reasoning_gym": "rollbook.envs.builtin.reasoning_gym_maths:ReasoningGymMaths",
-}
 # Closing a container or a connection may take seconds; longer means that it hangs.
 CLOSE_WITHIN_S = 20.0
 METHODS = ("reset", "step", "close")
@@ -72,19 +54,11 @@ class EnvironmentSource:
 
 
 def environment_class(name: str) -> Callable[..., Any]:
-    """The class of a catalog name or of `module:Class`. Raises `RunError` with the known names."""
-    if name in CATALOG:
-        return CATALOG[name]
-    path = ON_DEMAND.get(name, name)
-    if ":" not in path:
-        raise RunError(
-            f"env.name: there is no environment {name!r}; known are {', '.join(sorted([*CATALOG, *ON_DEMAND]))}, "
-            "and 'module:Class' for your own"
-        )
-    kind = load_plugin(path, setting="env.name")
+    """The class of a built-in environment or of `module:Class`. Raises `RunError` with the known names."""
+    kind = load_plugin(name, setting="env.name", builtin=ENVIRONMENTS)
     if not isinstance(kind, type):
-        raise RunError(f"env.name = {path!r} is not a class")
+        raise RunError(f"env.name = {name!r} is not a class")
     missing = [method for method in METHODS if not callable(getattr(kind, method, None))]
     if missing:
-        raise RunError(f"env.name: {path} lacks {', '.join(missing)}; an environment has reset, step and close")
+        raise RunError(f"env.name: {name} lacks {', '.join(missing)}; an environment has reset, step and close")
     return kind

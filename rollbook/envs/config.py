@@ -4,12 +4,25 @@ from typing import Any
 
 from pydantic import BaseModel, Field, SecretStr, model_validator
 
+ENVIRONMENTS = {
+    "arithmetic": "rollbook.envs.builtin.arithmetic:Arithmetic",
+    "aws": "rollbook.envs.builtin.awscli.environment:AwsCliEnvironment",
+    "delayed_number_guessing": "rollbook.envs.builtin.number_guessing:DelayedNumberGuessing",
+    "maths": "rollbook.envs.builtin.maths:Maths",
+    "number_guessing": "rollbook.envs.builtin.number_guessing:NumberGuessing",
+    "question": "rollbook.envs.builtin.question:Question",
+    "reasoning_gym": "rollbook.envs.builtin.reasoning_gym_maths:ReasoningGymMaths",
+    "terminal": "rollbook.envs.builtin.terminal.environment:Terminal",
+}
+"""Built-in environments: short name to class, imported when a run chooses it."""
+
 
 class EnvConfig(BaseModel, frozen=True, extra="forbid"):
     """The section `[env]` of a run."""
 
     name: str = Field(default="number_guessing", min_length=1)
-    """The environment: a name of the catalog, or `module:Class` for your own. Where the run has reward functions and no rollout
+    """The environment: a built-in one (`number_guessing`, `delayed_number_guessing`, `arithmetic`, `maths`, `question`, `terminal`,
+    `aws`, `reasoning_gym`), or `module:Class` for your own. Where the run has reward functions and no rollout
     function, the default is `question`: each task asks its `question`, and the reply is scored."""
 
     args: dict[str, Any] = Field(default_factory=dict)

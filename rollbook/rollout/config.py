@@ -2,11 +2,11 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from rollbook.contracts.freshness import default_quorum
 from rollbook.contracts.policy import SamplingParams
-from rollbook.rollout.settings import EpisodeLimits, Missing, RewardFunction, RewardRules
+from rollbook.rollout.settings import EpisodeLimits, Missing, RewardFunction, RewardRules, rollout_name
 
 
 class SamplingConfig(BaseModel, frozen=True, extra="forbid"):
@@ -49,7 +49,7 @@ class EpisodeSettings(BaseModel, frozen=True, extra="forbid"):
     """Tools that the chat template describes to the policy, in OpenAI's format."""
 
     template: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the chat template: `{ enable_thinking = false }`."""
+    """More arguments of the chat template: `{ enable_thinking = false }`."""
 
 
 class RewardFunctionConfig(BaseModel, frozen=True, extra="forbid"):
@@ -130,11 +130,12 @@ class AdaptiveConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
-    function: str = Field(default="rollbook.rollout.episodes.chat", min_length=1)
-    """Module with a `make_rollout(setup)`, or `module:attribute`. The default plays any environment as a chat."""
+    function: str = Field(default="chat", min_length=1)
+    """`chat` plays any environment as a chat, `agent` runs a program that calls OpenAI's API, `remote` calls a service over HTTP.
+    Your own: a module with a `make_rollout(setup)`, or `module:attribute`."""
 
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Settings of that module."""
+    """Settings of that function."""
 
     completions_per_prompt: int = Field(default=8, ge=1)
     """Episodes of one group. Advantages are relative to the group, so it needs at least two; 1 is possible with
@@ -209,6 +210,11 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
 
     heartbeat_s: float = Field(default=5.0, gt=0)
     """Interval of heartbeats to the ledger. Keep it well below the ledger's owner_ttl_s."""
+
+    @field_validator("function")
+    @classmethod
+    def _shorten(cls, function: str) -> str:
+        return rollout_name(function)
 
     @model_validator(mode="after")
     def _check_group_size(self) -> "RolloutConfig":

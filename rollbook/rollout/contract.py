@@ -20,13 +20,13 @@ from rollbook.contracts.ports import Environment
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.contracts.user_errors import describe_error
 from rollbook.rollout.policy import EpisodePolicy
-from rollbook.rollout.settings import EpisodeLimits
+from rollbook.rollout.settings import ROLLOUTS, EpisodeLimits, rollout_name
 from rollbook.telemetry.events import EventLog
 
 SettingsModel = TypeVar("SettingsModel", bound=BaseModel)
 RolloutFn: TypeAlias = Callable[[dict[str, Any]], Awaitable[RolloutSample | None]]
 Message: TypeAlias = Mapping[str, Any]
-"""A chat message: `role`, `content` and further fields that the model's template reads."""
+"""A chat message: `role`, `content` and other fields that the model's template reads."""
 
 
 class Tokenizer(Protocol):
@@ -144,8 +144,10 @@ MakeRollout: TypeAlias = Callable[[RolloutSetup], RolloutFn]
 
 
 def load_rollout(path: str) -> MakeRollout:
-    """Load `make_rollout` from `module` or `module:attribute`."""
-    make: MakeRollout = load_plugin(path, setting="rollout.function", default="make_rollout")
+    """Load a built-in rollout function by its short name, or `make_rollout` from `module` or `module:attribute`."""
+    make: MakeRollout = load_plugin(
+        rollout_name(path), setting="rollout.function", default="make_rollout", builtin=ROLLOUTS
+    )
     if inspect.iscoroutinefunction(make):
         raise PluginError(
             f"rollout.function = {path!r}: make_rollout is async; it must be a plain function that returns the async one"

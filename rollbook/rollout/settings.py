@@ -1,10 +1,24 @@
-"""Plain values that worker code reads: the limits of an episode, and how reward functions make one reward."""
+"""Plain values that worker code reads: built-in rollout functions, the limits of an episode, how rewards are combined."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from rollbook.contracts.trajectory import EndReason
+
+ROLLOUTS = {
+    "agent": "rollbook.rollout.agents.rollout",
+    "chat": "rollbook.rollout.episodes.chat",
+    "remote": "rollbook.rollout.remote.client",
+}
+"""Built-in rollout functions: short name to module."""
+
+_DOTTED_NAMES = {
+    "rollbook.rollout.agents.rollout": "agent",
+    "rollbook.rollout.episodes.chat": "chat",
+    "rollbook.rollout.remote.client": "remote",
+}
+"""Names in configurations of earlier versions. They stay valid if a module moves."""
 
 TO_BE_SCORED = "to be scored by rollout.rewards"
 """The `invalid_cause` of a sample whose rollout function leaves scoring to the reward functions."""
@@ -16,6 +30,11 @@ SECONDS_KEY = "reward_seconds"
 def score_key(name: str) -> str:
     """Metric of a sample and of the run: the value of one reward function; absent if it could not score."""
     return f"reward/{name}"
+
+
+def rollout_name(function: str) -> str:
+    """The value of `rollout.function` with the dotted name of a built-in function replaced by its short name."""
+    return _DOTTED_NAMES.get(function.removesuffix(":make_rollout"), function)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from rollbook.contracts.user_errors import did_you_mean
+
 CLIPPED: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
 # Without a ratio to the policy that sampled, training on groups with a lag of a few versions can collapse (decision 0019).
 TO_SAMPLER: dict[str, Any] = {"old_logprobs": "engine"}
@@ -273,6 +275,7 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
         elif self.loss not in LOSS_DEFAULTS:
             raise ValueError(
                 f"unknown loss {self.loss!r}: use one of {', '.join(LOSS_DEFAULTS)}, or your own as package.module:function"
+                f"{did_you_mean(self.loss, LOSS_DEFAULTS)}"
             )
         else:
             unread = sorted(name for name in self._loss_settings() if name not in LOSS_DEFAULTS[self.loss])

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -31,16 +32,25 @@ The README has a complete script. `train` takes functions and classes as objects
 | of the script, of a notebook cell, inside another function; a lambda | by value: pickled into `objects/` of the run directory |
 | tasks: rows, or a function that the processes cannot import | as rows, in `objects/` |
 
-An object that is passed by value may use numbers, texts, functions and classes, but no connections, locks or open files. If a part
-cannot be pickled, the error names it. The object is copied when `train` is called: later changes of a global variable do not reach
-the run, and changes made by the run do not come back. Modules that the object imports are found in the installed packages and in
-the directories from which the script itself imports.
+An object that is passed by value may use numbers, strings, functions and classes, but no connections, locks or open files. If a
+part cannot be pickled, the error names it. The object is copied when `train` is called: later changes of a global variable do not
+reach the run, and changes made by the run do not come back. Modules that the object imports are found in the installed packages and
+in the directories from which the script itself imports.
 """
 MAX_LINE = 110
 GROUPS: dict[str, tuple[str, ...]] = {
     "Runs": ("train", "TrainReport", "evaluate", "EvaluationReport", "replay", "audit", "RunConfig"),
     "Errors": ("RollbookError", "ConfigError", "RunFailedError", "EpisodeError"),
-    "What you write": ("Environment", "Observation", "RewardCase", "RolloutSetup", "RolloutFn"),
+    "What you write": (
+        "Environment",
+        "Observation",
+        "RewardCase",
+        "RolloutSetup",
+        "RolloutFn",
+        "TO_BE_SCORED",
+        "parse_tool_calls",
+        "ModelTokenizer",
+    ),
     "Trajectories": (
         "TrajectoryAssembler",
         "MessageTrajectoryAssembler",
@@ -60,14 +70,25 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "SyncLedgerClient",
         "RunSettings",
         "FreshnessRule",
+        "encode_group",
     ),
     "Tasks": ("Task", "CursorDataLoader", "Curriculum"),
     "The asynchronous recipe": ("run_async_rl_loop", "RowRequest", "Rollout", "rollout_to_prompt_group"),
-    "Rollouts": ("GroupAssembler", "StalenessController", "RolloutService"),
+    "Rollouts": (
+        "GroupAssembler",
+        "StalenessController",
+        "RolloutService",
+        "RolloutRequest",
+        "FunctionService",
+        "serve_rollouts",
+    ),
     "Another trainer": ("open_host", "AsyncRolloutWorker"),
-    "Weights and environments": (
-        "WeightTransferClient",
-        "SyncWeightTransferClient",
+    "Weights": ("WeightTransferClient", "SyncWeightTransferClient"),
+    "Environments": (
+        "EnvConfig",
+        "EnvironmentSource",
+        "serve_environments",
+        "EnvSession",
         "GrpoPool",
         "MultiTurnEnvPool",
         "MiniStackPool",
@@ -86,10 +107,10 @@ def reference() -> str:
 def _entry(name: str, value: Any) -> Iterator[str]:
     yield f"### `{name}`\n"
     if not isinstance(value, type) and not inspect.isfunction(value):
-        yield f"```python\n{name} = {_short(str(value))}\n```\n"
+        yield f"```python\n{name} = {json.dumps(value) if isinstance(value, str) else _short(str(value))}\n```\n"
         return
     if isinstance(value, type) and issubclass(value, BaseModel):
-        yield from ("The sections of a run file: [configuration](configuration.md).\n",)
+        yield f"{_text(value) or 'The sections of a run file.'} Fields: [configuration](configuration.md).\n"
         return
     is_called = not isinstance(value, type) or not issubclass(value, enum.Enum | Exception)
     if is_called and not getattr(value, "_is_protocol", False):

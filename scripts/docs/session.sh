@@ -29,8 +29,7 @@ get $LEDGER/v1/runs/demo/progress
 # A group is submitted as one frame (base64 in JSON). `rollbook.LedgerClient` does this in Python.
 python3 - > group.json <<'PYTHON'
 import base64, json
-from rollbook import PromptGroup, RolloutSample
-from rollbook.contracts.group_codec import encode_group
+from rollbook import PromptGroup, RolloutSample, encode_group
 
 samples = tuple(
     RolloutSample.flat([5, 6, 7], logprobs=[0, -0.5, -0.25], loss_mask=[0, 1, 1], versions=[-1, 0, 0], reward=reward)

@@ -16,16 +16,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rollbook
-from rollbook.envs.config import EnvConfig
-from rollbook.envs.server.run import serve_environments
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import build_app, serve
 from rollbook.integrations.trl_rows import TrlRow
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import load_rollout
-from rollbook.rollout.remote.protocol import RolloutReply, RolloutRequest, reply_of
-from rollbook.rollout.remote.server import serve_rollouts
+from rollbook.rollout.remote.protocol import RolloutReply, reply_of
 from rollbook.rollout.rewards.pool import open_reward_pool
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.service import serving
@@ -55,7 +52,7 @@ def sample(reward: float = 1.0) -> rollbook.RolloutSample:
 
 
 def group(task: str = "t1") -> rollbook.PromptGroup:
-    return rollbook.PromptGroup(id=f"{task}@0", task_id=task, draw=0, samples=(sample(1.0), sample(0.0)))  # type: ignore[arg-type]  # ids are texts
+    return rollbook.PromptGroup(id=f"{task}@0", task_id=task, draw=0, samples=(sample(1.0), sample(0.0)))  # type: ignore[arg-type]  # ids are strings
 
 
 @pytest.fixture
@@ -67,7 +64,7 @@ async def policy_server() -> AsyncIterator[str]:
 
 @pytest.fixture
 async def env_server() -> AsyncIterator[str]:
-    async with serve_environments(EnvConfig(name="arithmetic"), size=2) as server:
+    async with rollbook.serve_environments(rollbook.EnvConfig(name="arithmetic"), size=2) as server:
         yield server.url
 
 
@@ -115,7 +112,7 @@ def test_a_message_assembler_renders_only_what_is_new() -> None:
 async def test_a_setup_plays_an_episode_and_an_assembler_joins_a_group() -> None:
     setup, _ = setup_of()
     assert isinstance(setup, rollbook.RolloutSetup)
-    play: rollbook.RolloutFn = load_rollout("rollbook.rollout.episodes.chat")(setup)
+    play: rollbook.RolloutFn = load_rollout("chat")(setup)
     assert isinstance(await play({"secret": 3}), rollbook.RolloutSample)
 
     async def broken(row: dict[str, Any]) -> rollbook.RolloutSample:
@@ -172,7 +169,7 @@ def test_a_controller_requests_no_more_groups_than_it_can_play() -> None:
 
 
 def test_task_sources_draw_every_task() -> None:
-    tasks = [rollbook.Task(id=name, row={"n": number}) for number, name in enumerate("abc")]  # type: ignore[arg-type]  # ids are texts
+    tasks = [rollbook.Task(id=name, row={"n": number}) for number, name in enumerate("abc")]  # type: ignore[arg-type]  # ids are strings
     for source in (rollbook.CursorDataLoader(tasks, epochs=1), rollbook.Curriculum(tasks)):
         assert {draw.task_id for draw in source.propose(3)} == {"a", "b", "c"}
 
@@ -194,15 +191,54 @@ async def test_a_rollout_service_plays_an_episode_behind_http() -> None:
     class Service:
         tokenizer_id = setup.tokenizer.identity
 
-        async def play(self, request: RolloutRequest) -> RolloutReply | None:
+        async def play(self, request: rollbook.RolloutRequest) -> RolloutReply | None:
             return reply_of(sample(), tokenizer_id=self.tokenizer_id)
 
-    service: rollbook.RolloutService = Service()
-    async with serve_rollouts(service) as url:
-        play = load_rollout("rollbook.rollout.remote.client")(dataclasses.replace(setup, settings={"url": url}))
-        played = await play({"secret": 3})
-    assert played is not None
-    assert played.sequences[0].token_ids.tolist() == [5, 6, 7, 8]
+    async def one_sample(request: rollbook.RolloutRequest) -> rollbook.RolloutSample:
+        return sample()
+
+    services: list[rollbook.RolloutService] = [
+        Service(),
+        rollbook.FunctionService(setup.tokenizer.identity, one_sample),
+    ]
+    for service in services:
+        async with rollbook.serve_rollouts(service) as url:
+            play = load_rollout("remote")(dataclasses.replace(setup, settings={"url": url}))
+            played = await play({"secret": 3})
+        assert played is not None
+        assert played.sequences[0].token_ids.tolist() == [5, 6, 7, 8]
+
+
+def test_a_sample_without_a_reward_waits_for_the_reward_functions() -> None:
+    trajectory = rollbook.TrajectoryAssembler(SAMPLING)
+    trajectory.add_prompt([5])
+    trajectory.add_completion(completion(7))
+    waiting = trajectory.build(reward=None, invalid_cause=rollbook.TO_BE_SCORED)
+    assert waiting.invalid_cause == rollbook.TO_BE_SCORED
+
+
+def test_tool_calls_are_parsed_from_the_text_of_a_completion() -> None:
+    text, calls = rollbook.parse_tool_calls('look: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    assert text.strip() == "look:"
+    assert [call.name for call in calls] == ["add"]
+
+
+def test_a_tokenizer_is_read_from_a_model_directory(tmp_path: Path) -> None:
+    with pytest.raises(rollbook.RollbookError, match="tokenizer"):
+        rollbook.ModelTokenizer.from_directory(tmp_path)
+
+
+def test_a_group_is_encoded_once_for_every_wire() -> None:
+    assert rollbook.encode_group(group()).id == "t1@0"
+
+
+async def test_an_environment_is_played_without_a_server() -> None:
+    environments = rollbook.EnvironmentSource(rollbook.EnvConfig(name="arithmetic"))
+    async with environments.open() as opened:
+        env: rollbook.Environment = opened
+        await env.reset({"left": 2, "sign": "+", "right": 3})
+        assert (await env.step("5")).reward == 1.0
+    environments.close()
 
 
 async def test_the_ledger_stores_a_group_and_hands_out_its_batch(tmp_path: Path) -> None:
@@ -228,7 +264,7 @@ async def test_the_ledger_stores_a_group_and_hands_out_its_batch(tmp_path: Path)
 async def test_environments_are_played_in_groups(env_server: str) -> None:
     task = {"left": 2, "sign": "+", "right": 3}
 
-    async def play(session: rollbook.Environment) -> rollbook.Observation:
+    async def play(session: rollbook.EnvSession) -> rollbook.Observation:
         return await session.step("5")
 
     async with rollbook.GrpoPool(env_server, size=2) as pool:

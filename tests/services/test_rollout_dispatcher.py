@@ -193,7 +193,7 @@ async def test_workers_that_keep_dying_stop_the_run_with_their_last_output(
     [
         ({"function": "no_such_rollout"}, {}, "no module 'no_such_rollout'"),
         ({"filter": "tests.parts.rollout.functions:absent"}, {}, "has no 'absent'"),
-        ({"settings": {}, "function": "rollbook.rollout.episodes.chat"}, {"user": {"typo": 1}}, "typo"),
+        ({"settings": {}, "function": "chat"}, {"user": {"typo": 1}}, "typo"),
     ],
 )
 async def test_a_faulty_setup_stops_the_run_before_anything_is_opened(

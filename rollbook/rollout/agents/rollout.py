@@ -1,7 +1,7 @@
 """A rollout function for unmodified agents: they call OpenAI's API at a `base_url`, and their turns become the sample.
 
     [rollout]
-    function = "rollbook.rollout.agents.rollout"
+    function = "agent"
     [rollout.settings]
     agent = "my_agent:solve"            # solve(row, base_url), async or plain; or command = ["python", "my_agent.py"]
     reward = "my_agent:reward"          # reward(row, result, messages) -> float, or None if it cannot be scored

@@ -58,8 +58,8 @@ PARSERS: dict[str, ToolParser] = {"hermes": parse_hermes, "json": parse_json, "n
 
 
 def load_parser(name: str) -> ToolParser:
-    """A parser of the table, or `module:function` that takes the text and returns a `ParsedText`."""
+    """A built-in parser, or `module:function` that takes the text and returns a `ParsedText`."""
     if name in PARSERS:
         return PARSERS[name]
-    parser: ToolParser = load_plugin(name, setting="tool_parser")
+    parser: ToolParser = load_plugin(name, setting="tool_parser", builtin=dict.fromkeys(PARSERS, __name__))
     return parser

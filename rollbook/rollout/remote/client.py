@@ -1,7 +1,7 @@
 """A rollout function whose episodes are played by a remote service over HTTP.
 
     [rollout]
-    function = "rollbook.rollout.remote.client"
+    function = "remote"
     [rollout.settings]
     url = "http://agents.internal:9000"
 
@@ -51,7 +51,7 @@ class ServiceSettings(BaseModel, frozen=True, extra="forbid"):
     """Sent as a bearer token."""
 
     assembler: Literal["linear", "branching", "per_turn"] = "branching"
-    """How turns become sequences, as in `rollbook.rollout.agents.rollout`."""
+    """How turns become sequences, as in the rollout function `agent`."""
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:

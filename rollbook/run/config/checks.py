@@ -9,11 +9,12 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from rollbook.contracts.freshness import BatchPolicy
-from rollbook.contracts.plugin import plugin_fault
-from rollbook.envs.config import EnvConfig
+from rollbook.contracts.plugin import NO_SHORT_NAMES, plugin_fault
+from rollbook.envs.config import ENVIRONMENTS, EnvConfig
 from rollbook.inference.config import InferenceConfig, ScriptedConfig, VllmConfig
 from rollbook.ledger.config import GateConfig, RunLedgerConfig
 from rollbook.rollout.config import RolloutConfig
+from rollbook.rollout.settings import ROLLOUTS
 from rollbook.run.config.cluster import ClusterConfig, ResourcesConfig
 from rollbook.run.config.evaluation import EvaluationConfig
 from rollbook.tasks.config import TasksConfig, is_file, is_hub
@@ -309,7 +310,6 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
 )
 
 
-AGENT_ROLLOUT = "rollbook.rollout.agents.rollout"
 AGENT_SETTINGS = ("agent", "reward", "tool_parser")
 
 
@@ -318,8 +318,8 @@ def missing_files(parts: Parts, source_dir: Path, search_path: Sequence[Path]) -
     for path, source in _task_sources(parts):
         if is_file(source) and not (source_dir / source).exists():
             yield path, f"no such file: {source_dir / source}"
-    for path, plugin, default in _plugins(parts):
-        fault = plugin_fault(plugin, setting=path, search_path=search_path, default=default)
+    for path, plugin, default, builtin in _plugins(parts):
+        fault = plugin_fault(plugin, setting=path, search_path=search_path, default=default, builtin=builtin)
         if fault is not None:
             yield path, fault.removeprefix(f"{path} = ")
 
@@ -333,28 +333,30 @@ def _task_sources(parts: Parts) -> Faults:
             yield "evaluation.source", source
 
 
-def _plugins(parts: Parts) -> Iterator[tuple[str, str, str | None]]:
-    """Path in the file, `module:attribute`, attribute where the value names a module only."""
+def _plugins(parts: Parts) -> Iterator[tuple[str, str, str | None, Mapping[str, str]]]:
+    """Path in the file, value, attribute where the value names a module only, built-in names."""
     yield from (
-        (path, source, None) for path, source in _task_sources(parts) if not (is_file(source) or is_hub(source))
+        (path, source, None, NO_SHORT_NAMES)
+        for path, source in _task_sources(parts)
+        if not (is_file(source) or is_hub(source))
     )
     match parts.get("rollout"):
         case RolloutConfig() as rollout:
-            yield "rollout.function", rollout.function, "make_rollout"
+            yield "rollout.function", rollout.function, "make_rollout", ROLLOUTS
             if rollout.filter is not None:
-                yield "rollout.filter", rollout.filter, None
+                yield "rollout.filter", rollout.filter, None, NO_SHORT_NAMES
             for name, function in rollout.rewards.functions.items():
-                yield f"rollout.rewards.functions.{name}.path", function.path, None
-            if rollout.function.partition(":")[0] == AGENT_ROLLOUT:
+                yield f"rollout.rewards.functions.{name}.path", function.path, None, NO_SHORT_NAMES
+            if rollout.function == "agent":
                 for name in AGENT_SETTINGS:
                     if ":" in (value := str(rollout.settings.get(name, ""))):
-                        yield f"rollout.settings.{name}", value, None
+                        yield f"rollout.settings.{name}", value, None, NO_SHORT_NAMES
     match parts.get("env"):
-        case EnvConfig(name=str(name)) if ":" in name:
-            yield "env.name", name, None
+        case EnvConfig(name=str(name), url=None):
+            yield "env.name", name, None, ENVIRONMENTS
     match parts.get("inference"):
         case InferenceConfig(scripted=ScriptedConfig(script=str(script))):
-            yield "inference.scripted.script", script, None
+            yield "inference.scripted.script", script, None, NO_SHORT_NAMES
     match parts.get("trainer"):
         case TrainerConfig(loss=str(loss)) if ":" in loss:
-            yield "trainer.loss", loss, None
+            yield "trainer.loss", loss, None, NO_SHORT_NAMES

@@ -54,7 +54,6 @@ MAX_REQUESTS = 32
 """Requests to the canned policy. A rollout function that ignores the turn limit is stopped here, without a fault."""
 LEDGER_S = 5.0
 """Time limit of a request to an external ledger."""
-REMOTE_ROLLOUT = "rollbook.rollout.remote"
 
 
 class Findings:
@@ -297,7 +296,7 @@ class Checks:
         try:
             opened = open_rollout(self._loaded, policy, tokenizer=tokenizer, log=self._log, adapt=watch.adapt)
             async with opened as play:
-                if rollout.function.startswith(REMOTE_ROLLOUT):
+                if rollout.function == "remote":
                     return None
                 findings.doing("rollout.function", f"playing an episode of task {task.id!r}")
                 begin_episode("preflight", max_seconds=rollout.max_seconds)

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from rollbook import MessageTrajectoryAssembler, RolloutFn, RolloutSample, RolloutSetup
-from rollbook.rollout.rewards.scorer import TO_BE_SCORED
+from rollbook import TO_BE_SCORED, MessageTrajectoryAssembler, RolloutFn, RolloutSample, RolloutSetup
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:

@@ -5,9 +5,15 @@ from typing import Any
 
 from tools import SYSTEM_PROMPT, call_tool
 
-from rollbook import EndReason, MessageTrajectoryAssembler, RolloutFn, RolloutSample, RolloutSetup
-from rollbook.contracts.output_formats import parse_tool_calls
-from rollbook.rollout.rewards.scorer import TO_BE_SCORED
+from rollbook import (
+    TO_BE_SCORED,
+    EndReason,
+    MessageTrajectoryAssembler,
+    RolloutFn,
+    RolloutSample,
+    RolloutSetup,
+    parse_tool_calls,
+)
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:

@@ -8,9 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from rollbook.contracts.errors import EpisodeError, RunError
+from rollbook.contracts.plugin import plugin_fault
 from rollbook.envs.builtin.terminal.environment import TASKS
-from rollbook.envs.catalog import CATALOG, EnvironmentSource, environment_class
-from rollbook.envs.config import EnvConfig
+from rollbook.envs.catalog import EnvironmentSource, environment_class
+from rollbook.envs.config import ENVIRONMENTS, EnvConfig
 
 OWN_ENVIRONMENT = """
 from rollbook.contracts.task import Observation
@@ -50,7 +51,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 # `question` has no reward: reward functions score the reply.
-@pytest.mark.parametrize("name", sorted(CATALOG.keys() - {"question"}))
+@pytest.mark.parametrize("name", sorted(EPISODES.keys() - {"question"}))
 async def test_a_solved_episode_ends_with_its_reward(name: str) -> None:
     args, task, actions = EPISODES[name]
     source = EnvironmentSource(EnvConfig(name=name, args=args))
@@ -63,7 +64,7 @@ async def test_a_solved_episode_ends_with_its_reward(name: str) -> None:
     assert sum(observation.reward for observation in seen) > 0
 
 
-@pytest.mark.parametrize("name", sorted(CATALOG))
+@pytest.mark.parametrize("name", sorted(EPISODES))
 async def test_every_reset_starts_from_a_clean_state(name: str) -> None:
     args, task, actions = EPISODES[name]
     source = EnvironmentSource(EnvConfig(name=name, args=args))
@@ -102,10 +103,16 @@ async def test_episodes_do_not_share_an_environment() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(
-        RunError, match=r"no environment 'chess'; known are .*delayed_number_guessing, .*number_guessing"
-    ):
+    with pytest.raises(RunError, match=r"'chess' is neither built in \(.*delayed_number_guessing, .*number_guessing"):
         environment_class("chess")
+    with pytest.raises(RunError, match="did you mean 'number_guessing'"):
+        environment_class("numberguessing")
+
+
+def test_every_built_in_environment_exists() -> None:
+    assert EPISODES.keys() == ENVIRONMENTS.keys() - {"aws", "reasoning_gym"}
+    for name, path in ENVIRONMENTS.items():
+        assert plugin_fault(name, setting="env.name", search_path=(), builtin=ENVIRONMENTS) is None, path
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from rollbook.contracts.errors import RunError
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import build_rollout, load_rollout
+from rollbook.rollout.settings import ROLLOUTS
 from rollbook.rollout.workers.spec import WorkerSpec
 from tests.parts.rollout.guessing import setup_of
 
@@ -15,8 +16,28 @@ HERE = "tests.parts.rollout.functions"
 
 def test_make_rollout_is_loaded_from_a_module_or_an_attribute() -> None:
     setup, _ = setup_of()
-    for path in (HERE, f"{HERE}:make_rollout", "rollbook.rollout.episodes.chat"):
+    for path in (HERE, f"{HERE}:make_rollout", "chat"):
         assert asyncio.iscoroutinefunction(build_rollout(load_rollout(path), setup, path=path))
+
+
+DOTTED = {
+    "agent": "rollbook.rollout.agents.rollout",
+    "chat": "rollbook.rollout.episodes.chat",
+    "remote": "rollbook.rollout.remote.client",
+}
+
+
+@pytest.mark.parametrize("name", ROLLOUTS)
+def test_a_built_in_rollout_function_has_a_short_name_and_keeps_its_dotted_name(name: str) -> None:
+    found = load_rollout(name)
+    assert load_rollout(DOTTED[name]) is found
+    assert load_rollout(f"{DOTTED[name]}:make_rollout") is found
+    assert RolloutConfig(function=DOTTED[name]).function == RolloutConfig(function=name).function == name
+
+
+def test_an_unknown_short_name_lists_the_known_ones_and_suggests_the_nearest() -> None:
+    with pytest.raises(RunError, match=r"'agnet'.*\(built in: agent, chat, remote\); did you mean 'agent'\?"):
+        load_rollout("agnet")
 
 
 @pytest.mark.parametrize(

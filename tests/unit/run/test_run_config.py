@@ -23,7 +23,7 @@ vocabulary = ["a", "b"]
 [tasks]
 source = "rows.jsonl"
 [rollout]
-function = "rollbook.rollout.episodes.chat"
+function = "chat"
 [trainer]
 max_steps = 3
 """
@@ -50,7 +50,7 @@ def test_a_small_config_is_enough(tmp_path: Path) -> None:
 
 def test_a_model_tasks_and_a_reward_are_enough(tmp_path: Path) -> None:
     (tmp_path / "scores.py").write_text("def length(case): return 0.0\n", encoding="utf-8")
-    scored = GOOD.replace('[rollout]\nfunction = "rollbook.rollout.episodes.chat"\n', "")
+    scored = GOOD.replace('[rollout]\nfunction = "chat"\n', "")
     scored += '[rollout.rewards.functions.length]\npath = "scores:length"\n'
 
     def environment(text: str, *overrides: str) -> str:
@@ -59,7 +59,7 @@ def test_a_model_tasks_and_a_reward_are_enough(tmp_path: Path) -> None:
     assert environment(scored) == "question"
     assert environment(scored, "env.name=maths") == "maths"
     assert environment(GOOD) == "number_guessing"
-    assert environment(scored, "rollout.function=rollbook.rollout.episodes.chat") == "number_guessing"
+    assert environment(scored, "rollout.function=chat") == "number_guessing"
 
 
 def test_five_mistakes_in_five_sections_are_listed_as_five(tmp_path: Path) -> None:
@@ -155,9 +155,9 @@ PLUGIN_SETTINGS = {
     "rollout.function": (),
     "rollout.filter": (),
     "rollout.rewards.functions.own.path": (),
-    "rollout.settings.agent": ("rollout.function=rollbook.rollout.agents.rollout",),
-    "rollout.settings.reward": ("rollout.function=rollbook.rollout.agents.rollout",),
-    "rollout.settings.tool_parser": ("rollout.function=rollbook.rollout.agents.rollout",),
+    "rollout.settings.agent": ("rollout.function=agent",),
+    "rollout.settings.reward": ("rollout.function=agent",),
+    "rollout.settings.tool_parser": ("rollout.function=agent",),
     "inference.scripted.script": ("inference.engine=scripted",),
     "trainer.loss": ("trainer.advantage=group", "trainer.reduction=token_mean"),
 }
@@ -171,6 +171,17 @@ def test_missing_user_code_is_reported_before_anything_starts(tmp_path: Path, se
     assert "no module 'no_such_module'" in faults_of(tmp_path, GOOD, (*needs, f"{setting}=no_such_module:f"))[setting]
     assert "module mine has no 'absent'" in faults_of(tmp_path, GOOD, (*needs, f"{setting}=mine:absent"))[setting]
     load_config(write_config(tmp_path, GOOD), [*needs, f"{setting}=mine:present"])
+
+
+def test_an_unknown_short_name_lists_the_known_ones_and_suggests_the_nearest(tmp_path: Path) -> None:
+    for setting, wrong, known, nearest in (
+        ("rollout.function", "agents", "agent, chat, remote", "agent"),
+        ("env.name", "arithmetics", "arithmetic, aws", "arithmetic"),
+    ):
+        fault = faults_of(tmp_path, GOOD, (f"{setting}={wrong}",))[setting]
+        assert known in fault
+        assert f"did you mean '{nearest}'?" in fault
+    assert "did you mean 'grpo'?" in str(faults_of(tmp_path, GOOD, ("trainer.loss=grppo",)))
 
 
 def test_a_module_without_an_attribute_must_define_make_rollout(tmp_path: Path) -> None:
