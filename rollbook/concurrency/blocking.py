@@ -4,15 +4,18 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 Result = TypeVar("Result")
+CANCEL_S = 5.0
+"""How long `LoopThread.stop` waits for tasks that it cancelled."""
 
 
 def run_blocking(main: Coroutine[Any, Any, Result], *, on_interrupt: Callable[[], None] = lambda: None) -> Result:
-    """As `asyncio.run`, but also works while an event loop runs in this thread, as in a notebook.
+    """Like `asyncio.run`, but works even while an event loop runs in this thread, as in a notebook.
 
     The coroutine then runs in another thread, where signals cannot be caught: `on_interrupt` is called in its loop for each Ctrl-C.
     """
@@ -34,7 +37,7 @@ def run_blocking(main: Coroutine[Any, Any, Result], *, on_interrupt: Callable[[]
 
 
 def _run(main: Coroutine[Any, Any, Result]) -> Result:
-    """As `asyncio.run`. The result is returned also if the loop cannot be closed, because no more threads can be started."""
+    """Like `asyncio.run`, but returns the result even if the loop cannot be closed because no more threads can be started."""
     results: list[Result] = []
 
     async def keep_result() -> None:
@@ -61,27 +64,48 @@ def _on_sigint(call: Callable[[], object]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+class LoopStoppedError(RuntimeError):
+    """A call that a `LoopThread` cannot finish, because it was stopped."""
+
+
 class LoopThread:
     """An event loop in its own thread, for blocking classes over asynchronous ones. Any other thread may call it."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._contexts = AsyncExitStack()
+        self._lock = threading.Lock()
+        self._is_stopped = False
         # A daemon: a call that never returns must not keep the interpreter from exiting.
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
         self._thread.start()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
     @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
+    def is_current_thread(self) -> bool:
+        """Whether the caller runs in this loop. It must await; `run` would wait for itself."""
+        return threading.current_thread() is self._thread
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of a coroutine. An interrupt here cancels it."""
-        if not self.is_running:
-            work.close()
-            raise RuntimeError(f"{self._thread.name} is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:  # what is submitted before `stop` is cancelled by it; a later call is refused
+            if self._is_stopped:
+                work.close()
+                raise LoopStoppedError(f"{self._thread.name} is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except CancelledError:
+            if not self._is_stopped:
+                raise
+            raise LoopStoppedError(f"{self._thread.name} was closed during the call") from None
         except BaseException:
             future.cancel()
             raise
@@ -94,8 +118,39 @@ class LoopThread:
 
         self.run(run())
 
-    def stop(self) -> None:
-        if self.is_running:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+    def enter(self, context: AbstractAsyncContextManager[Result]) -> Result:
+        """Enter a context manager; `stop` leaves it, in another task of the same loop."""
+        return self.run(self._contexts.enter_async_context(context))
+
+    def stop(self, *, within_s: float | None = None) -> bool:
+        """Leave every context, cancel what is still running, and end the thread. A second call does nothing.
+
+        False if that takes longer than `within_s`: the loop is blocked. It still stops as soon as it can.
+        """
+        with self._lock:
+            if self._is_stopped:
+                return not self._thread.is_alive()
+            self._is_stopped = True
+            end = asyncio.run_coroutine_threadsafe(self._clean_up(), self._loop)
+            end.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
+        self._thread.join(within_s)
+        if self._thread.is_alive():
+            return False
+        end.result()  # raises the error of a context
+        return True
+
+    def _run_loop(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
             self._loop.close()
+
+    async def _clean_up(self) -> None:
+        try:
+            await self._contexts.aclose()
+        finally:
+            running = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in running:
+                task.cancel()
+            if running:
+                await asyncio.wait(running, timeout=CANCEL_S)

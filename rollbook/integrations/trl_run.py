@@ -11,16 +11,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 from torch import Tensor
 
 from rollbook.access.tokens import read_token
+from rollbook.concurrency.blocking import LoopStoppedError, LoopThread
 from rollbook.concurrency.child_process.process import python_environment
 from rollbook.concurrency.child_process.stopping import end_process_blocking
 from rollbook.concurrency.clock import SystemClock
@@ -38,7 +37,6 @@ from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.model.weights import digest_of
 from rollbook.trainer.publish import Publisher
 
-T = TypeVar("T")
 READY_S = 300.0
 LONG_POLL_S = 5.0
 STOP_S = 20.0
@@ -65,7 +63,7 @@ class HostInfo:
 
     @property
     def rows_per_step(self) -> int:
-        """Of the largest batch. With policy `parts`, which never splits a part, it has up to n - 1 rows more."""
+        """Rows of the largest batch. With policy `parts`, which never splits a part, it has up to n - 1 rows more."""
         surplus = self.completions_per_prompt - 1 if self.batch_policy is BatchPolicy.PARTS else 0
         return self.groups_per_step * self.completions_per_prompt + surplus
 
@@ -79,9 +77,7 @@ class RollbookRun:
         self._process = process
         self._log = EventLog("trl", directory / "logs" / "trl.jsonl")
         self._spans = SpanRecorder("trl", directory / "spans" / "trl.jsonl")
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollbook.trl", daemon=True)
-        self._stack = AsyncExitStack()
+        self._loop = LoopThread("rollbook.trl")
         self._ledger: LedgerClient
         self._publisher: Publisher
         self._watch: asyncio.Task[None] | None = None
@@ -89,11 +85,11 @@ class RollbookRun:
         self._trained = threading.Condition()
         self._step = 0
         self._unusable: dict[int, Mapping[GroupId, str]] = {}
-        """Of batches that are not acknowledged yet."""
+        """Groups of batches that are not acknowledged yet, by step."""
         self._has_initial_weights = False
         """Whether the initial weights were published. They belong to no step."""
         self.divergences = 0
-        """Steps that gave other weights when they were trained again after a crash."""
+        """Steps whose weights differed when they were trained again after a crash."""
 
     @property
     def step(self) -> int:
@@ -111,11 +107,11 @@ class RollbookRun:
         return self._role
 
     def status(self) -> LedgerStatus:
-        return self._wait(self._ledger.status())
+        return self._loop.run(self._ledger.status())
 
     def begin(self, restored_step: int) -> None:
         """Take the trainer role with the weights of `restored_step`."""
-        self._role = self._wait(self._ledger.take_role(restored_step=restored_step))
+        self._role = self._loop.run(self._ledger.take_role(restored_step=restored_step))
         self._step = restored_step
         self._log.info(
             "trl.role_taken", epoch=self._role.epoch, restored=restored_step, decided=self._role.last_decided
@@ -130,8 +126,8 @@ class RollbookRun:
                 self._trained.wait(0.2)
         while not stopping.is_set():
             try:
-                found = self._wait(self._ledger.batch(step, wait_s=LONG_POLL_S))
-            except CancelledError:
+                found = self._loop.run(self._ledger.batch(step, wait_s=LONG_POLL_S))
+            except LoopStoppedError:
                 return None
             if isinstance(found, TrainingBatch) and found.unusable:
                 self._unusable[step] = found.unusable
@@ -149,12 +145,12 @@ class RollbookRun:
         confirmed = self.role.last_confirmed
         # While old batches are trained again, rollouts keep using the newer weights.
         if confirmed is None or self._step >= confirmed.step:
-            self._wait(self._publisher.publish(weights, step=self._step, digest=digest))
+            self._loop.run(self._publisher.publish(weights, step=self._step, digest=digest))
         with self._trained:
             self._trained.notify_all()
 
     def _acknowledge(self, step: int, digest: str) -> None:
-        receipt = self._wait(self._ledger.acknowledge(step, digest, unusable=self._unusable.pop(step, None)))
+        receipt = self._loop.run(self._ledger.acknowledge(step, digest, unusable=self._unusable.pop(step, None)))
         if receipt is AckReceipt.DIVERGED:
             self.divergences += 1
             self._log.warning("trl.diverged", step=step, digest=digest)
@@ -162,11 +158,11 @@ class RollbookRun:
             self._step = step
 
     def checkpointed(self, step: int, *, oldest_kept: int) -> None:
-        self._wait(self._ledger.checkpointed(step, oldest_kept=oldest_kept))
+        self._loop.run(self._ledger.checkpointed(step, oldest_kept=oldest_kept))
 
     def finish(self) -> None:
         """End the run: open groups are dropped and the rollout processes stop."""
-        self._wait(self._ledger.finish(EndOfRun.MAX_STEPS))
+        self._loop.run(self._ledger.finish(EndOfRun.MAX_STEPS))
 
     def last_checkpoint(self, output_dir: str | Path) -> str | None:
         """The newest checkpoint that the ledger knows to be complete, for `train(resume_from_checkpoint=…)`."""
@@ -185,59 +181,42 @@ class RollbookRun:
         if self._process is not None and (code := self._process.poll()) is not None:
             raise RunError(f"`rollbook host` ended with code {code}; see {self.directory / 'logs'}")
 
-    def _wait(self, call: Coroutine[Any, Any, T]) -> T:
-        waiting = asyncio.run_coroutine_threadsafe(call, self._loop)
-        try:
-            return waiting.result()
-        except BaseException:
-            waiting.cancel()
-            raise
-
     def open(self) -> None:
-        self._thread.start()
-        self._wait(self._open())
+        self._loop.enter(self._connection())
 
-    async def _open(self) -> None:
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[None]:
         info, token = self.info, read_token(Path(self.info.token_file))
-        self._ledger = await self._stack.enter_async_context(
+        ledger_token = None if info.ledger_token_file is None else read_token(Path(info.ledger_token_file))
+        async with (
             open_ledger_client(
-                info.ledger_url,
-                RunId(info.run),
-                request_s=info.request_s,
+                info.ledger_url, RunId(info.run), request_s=info.request_s, log=self._log, token=ledger_token
+            ) as self._ledger,
+            WeightTransferClient(info.policy_urls, request_s=info.request_s, api_key=token, log=self._log) as receiver,
+        ):
+            self._publisher = Publisher(
+                source=self._ledger,
+                receiver=receiver,
+                directory=self.directory / "weights",
+                config=TrainerConfig(),
+                clock=SystemClock(),
                 log=self._log,
-                token=None if info.ledger_token_file is None else read_token(Path(info.ledger_token_file)),
+                spans=self._spans,
             )
-        )
-        receiver = await self._stack.enter_async_context(
-            WeightTransferClient(info.policy_urls, request_s=info.request_s, api_key=token, log=self._log)
-        )
-        self._publisher = Publisher(
-            source=self._ledger,
-            receiver=receiver,
-            directory=self.directory / "weights",
-            config=TrainerConfig(),
-            clock=SystemClock(),
-            log=self._log,
-            spans=self._spans,
-        )
-        self._watch = asyncio.create_task(self._publisher.run(), name="trl.watch_replicas")
+            self._watch = asyncio.create_task(self._publisher.run(), name="trl.watch_replicas")
+            try:
+                yield
+            finally:
+                self._watch.cancel()
+                await asyncio.gather(self._watch, return_exceptions=True)
 
     def close(self) -> None:
         with suppress(TransientError):
-            self._wait(self._close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(STOP_S)
-        self._loop.close()
+            self._loop.stop(within_s=STOP_S)
         self._spans.close()
         self._log.close()
         if self._process is not None:
             end_process_blocking(self._process, grace_s=STOP_S)
-
-    async def _close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
-        await self._stack.aclose()
 
 
 @contextmanager

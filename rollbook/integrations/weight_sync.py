@@ -82,7 +82,7 @@ class SyncWeightTransferClient:
         )
         self._loop = loop
         try:
-            loop.run(self._client.__aenter__())
+            loop.enter(self._client)
             reported = loop.run(self._client.reported())
         except BaseException:
             self.destroy()
@@ -109,7 +109,7 @@ class SyncWeightTransferClient:
             await self._client.keep_only([location])
 
         running = self._running
-        # Also if it fails: a server may have loaded these weights, and refuses others with the same id.
+        # Even if it fails: a server may have loaded these weights, and refuses others with the same id.
         self._last_id = publication.id
         running.run(push())
         self.version = publication.step
@@ -124,9 +124,8 @@ class SyncWeightTransferClient:
         if loop is None:
             return
         try:
-            loop.run(self._client.__aexit__(None, None, None))
-        finally:
             loop.stop()
+        finally:
             if self._scratch is not None:
                 self._scratch.cleanup()
 

@@ -10,12 +10,11 @@ connection. `close` ends within its time limit even if the server or a rollout h
 import asyncio
 import inspect
 import logging
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import CancelledError as FutureCancelledError
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
+from rollbook.concurrency.blocking import LoopStoppedError, LoopThread
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.task import Observation
 from rollbook.envs.client.group import GroupResult, GrpoPool, Task, results_of
@@ -30,7 +29,7 @@ CLOSE_MARGIN_S = 5.0
 class BlockingSession:
     """A session with blocking methods, for any thread except the pool's own."""
 
-    def __init__(self, session: EnvSession, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, session: EnvSession, loop: LoopThread) -> None:
         self._session = session
         self._loop = loop
 
@@ -62,13 +61,9 @@ class MultiTurnEnvPool:
     ) -> None:
         self._pool = GrpoPool(url, size, first_task=first_task, on_result=on_result, options=options)
         self._close_s = 3 * options.close_s + CLOSE_MARGIN_S
-        self._loop = asyncio.new_event_loop()
-        self._is_closed = False
-        # A daemon: a rollout that never returns must not keep the interpreter from exiting.
-        self._thread = threading.Thread(target=self._run_loop, name="env-pool", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("env-pool")
         try:
-            self._call(self._pool.connect())
+            self._loop.enter(self._pool)
         except BaseException:
             self.close()
             raise
@@ -114,40 +109,14 @@ class MultiTurnEnvPool:
 
     def close(self) -> None:
         """Close every session and end the thread, within a time limit. A second call does nothing."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        try:
-            asyncio.run_coroutine_threadsafe(self._pool.close(), self._loop).result(self._close_s)
-        except TimeoutError:
+        if not self._loop.stop(within_s=self._close_s):
             # An async rollout blocks the loop. Its sockets close with the process, which frees the server's slots.
             logging.getLogger("rollbook.envs").warning(
                 "the pool of %s did not close within %g s: its event loop is blocked", self._pool.url, self._close_s
             )
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_MARGIN_S)
-
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.run_until_complete(self._end(asyncio.all_tasks(self._loop)))
-            self._loop.close()
-
-    async def _end(self, running: set[asyncio.Task[Any]]) -> None:
-        """Cancel running tasks. If the loop was blocked during `close`, the sessions are closed here."""
-        for task in running:
-            task.cancel()
-        if running:
-            await asyncio.wait(running, timeout=self._close_s)
-        await self._pool.close()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._is_closed:
-            work.close()
-            raise RunError("this pool is closed; make a new one")
-        if threading.current_thread() is self._thread:
+        if self._loop.is_current_thread:
             work.close()
             raise RunError(
                 "an async rollout runs in the pool's own loop: await the session there, and do not call the pool"
@@ -160,23 +129,15 @@ class MultiTurnEnvPool:
         # One thread for each rollout: a hanging one must not delay others.
         thread = DaemonThreads(1, name="env-rollout")
         try:
-            return await self._loop.run_in_executor(
+            return await asyncio.get_running_loop().run_in_executor(
                 thread, cast(PlainRollout[T], rollout_fn), BlockingSession(session, self._loop), first
             )
         finally:
             thread.shutdown(wait=False)
 
 
-def _wait(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
-    """The result of a coroutine in another thread's loop. An interrupt here cancels the coroutine."""
-    if loop.is_closed():
-        work.close()
-        raise RunError("this pool is closed; make a new one")
-    future = asyncio.run_coroutine_threadsafe(work, loop)
+def _wait(work: Coroutine[Any, Any, T], loop: LoopThread) -> T:
     try:
-        return future.result()
-    except FutureCancelledError:
-        raise RunError("this pool was closed during the call") from None
-    except BaseException:
-        future.cancel()
-        raise
+        return loop.run(work)
+    except LoopStoppedError as error:
+        raise RunError(f"the pool is closed; make a new one ({error})") from None

@@ -3,14 +3,13 @@
 A thread with its own event loop runs the asynchronous client, so both behave alike. Methods may be called from several threads.
 """
 
-import asyncio
 import functools
-import threading
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from rollbook.concurrency.blocking import LoopThread
 from rollbook.contracts.admission import Receipt, RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, PromptGroup
@@ -40,18 +39,13 @@ def _blocking(
 class SyncLedgerClient:
     """One run of a ledger service. Created by `open_sync_ledger_client`. Its methods are those of `LedgerClient`."""
 
-    def __init__(self, client: LedgerClient, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, client: LedgerClient, loop: LoopThread) -> None:
         self.client = client
         self._loop = loop
 
     def wait(self, call: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine of the asynchronous client to its end."""
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # Ctrl-C in the caller's thread also ends the request
-            raise
+        return self._loop.run(call)
 
     def submit(
         self,
@@ -106,11 +100,7 @@ def open_sync_ledger_client(
     token: str | None = None,
     is_compressed: bool = False,
 ) -> Iterator[SyncLedgerClient]:
-    """As `open_ledger_client`, for code without `await`: `with open_sync_ledger_client(url, "my-run") as ledger`."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="ledger-client", daemon=True)
-    thread.start()
-    stack = AsyncExitStack()
+    """Like `open_ledger_client`, for code without `await`: `with open_sync_ledger_client(url, "my-run") as ledger`."""
     opened = open_ledger_client(
         url,
         run_id,
@@ -119,14 +109,8 @@ def open_sync_ledger_client(
         token=token,
         is_compressed=is_compressed,
     )
-    try:
-        client = asyncio.run_coroutine_threadsafe(stack.enter_async_context(opened), loop).result()
-        yield SyncLedgerClient(client, loop)
-    finally:
-        asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+    with LoopThread("ledger-client") as loop:
+        yield SyncLedgerClient(loop.enter(opened), loop)
 
 
 def audit_at(url: str, *, token: str | None = None, full: bool = False) -> list[wire.AuditView]:

@@ -1,6 +1,5 @@
-"""Serves the latest value of every metric for Prometheus at `/metrics`. Needs no further library."""
+"""Serves the latest value of every metric for Prometheus at `/metrics`. Needs no optional library."""
 
-import asyncio
 import re
 import threading
 from pathlib import Path
@@ -10,6 +9,7 @@ from aiohttp import hdrs, web
 
 from rollbook.access.server import serve_app
 from rollbook.access.tokens import Secret, bearer_token, read_or_create_token
+from rollbook.concurrency.blocking import LoopThread
 from rollbook.concurrency.sockets import listening_socket
 from rollbook.telemetry.config import TelemetryConfig
 from rollbook.telemetry.prometheus import Family, Kind, Sample, metrics_response
@@ -57,7 +57,6 @@ class PrometheusSink(Sink):
 
     def __init__(self, host: str, port: int, *, run_name: str, token: str | None = None) -> None:
         self._values = LatestValues(run_name)
-        self._app = metrics_app(self._values, token=token)
         try:
             sock = listening_socket(host, port)
         except OSError as error:
@@ -65,26 +64,14 @@ class PrometheusSink(Sink):
                 f"telemetry.prometheus_port {port} on {host} cannot be used ({error}); choose another one"
             ) from error
         self.port = int(sock.getsockname()[1])
-        self._loop = asyncio.new_event_loop()
-        self._ending = asyncio.Event()
-
-        async def serve() -> None:
-            async with serve_app(self._app, sock):
-                await self._ending.wait()
-
-        def run() -> None:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(serve())
-
-        self._thread = threading.Thread(target=run, name="prometheus", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("prometheus")
+        self._loop.enter(serve_app(metrics_app(self._values, token=token), sock))
 
     def write(self, values: dict[str, float], *, process: str, step: int, at: float) -> None:
         self._values.update(values, process=process, step=step)
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._ending.set)
-        self._thread.join()
+        self._loop.stop()
 
 
 def metric_name(name: str) -> str:

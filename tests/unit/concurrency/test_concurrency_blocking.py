@@ -1,4 +1,4 @@
-"""`run_blocking` runs a coroutine where `asyncio.run` would refuse."""
+"""`run_blocking` runs a coroutine where `asyncio.run` would refuse; a `LoopThread` runs many, until it is stopped."""
 
 import asyncio
 import gc
@@ -6,10 +6,13 @@ import os
 import signal
 import threading
 import warnings
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from rollbook.concurrency.blocking import run_blocking
+from rollbook.concurrency.blocking import LoopStoppedError, LoopThread, run_blocking
 
 
 async def thread_name() -> str:
@@ -70,3 +73,59 @@ def test_the_result_is_kept_if_no_more_threads_can_be_started_to_close_the_loop(
         assert run_blocking(work()) == "done"
         monkeypatch.undo()
         gc.collect()
+
+
+def test_a_loop_thread_runs_coroutines_until_it_is_stopped() -> None:
+    with LoopThread("loop") as loop:
+        assert loop.run(thread_name()) == "loop"
+        assert not loop.is_current_thread
+    with pytest.raises(LoopStoppedError, match="loop is closed"):
+        loop.run(thread_name())
+    assert loop.stop()
+
+
+def test_a_stopped_loop_thread_leaves_its_contexts_in_reverse_order_and_ends_its_calls() -> None:
+    left: list[str] = []
+    began = threading.Event()
+
+    @asynccontextmanager
+    async def context(name: str) -> AsyncIterator[str]:
+        yield name
+        left.append(name)
+
+    async def wait_forever() -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    loop = LoopThread("loop")
+    assert [loop.enter(context(name)) for name in ("first", "second")] == ["first", "second"]
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(loop.run, wait_forever())
+        began.wait()
+        assert loop.stop()
+        with pytest.raises(LoopStoppedError, match="closed during the call"):
+            call.result()
+    assert left == ["second", "first"]
+
+
+def test_stopping_a_loop_thread_raises_the_error_of_a_context() -> None:
+    @asynccontextmanager
+    async def context() -> AsyncIterator[None]:
+        yield
+        raise ValueError("broken")
+
+    loop = LoopThread("loop")
+    loop.enter(context())
+    with pytest.raises(ValueError, match="broken"):
+        loop.stop()
+
+
+def test_a_blocked_loop_thread_is_reported_and_stops_once_it_can() -> None:
+    released = threading.Event()
+    loop = LoopThread("loop")
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(loop.call, released.wait)
+        assert not loop.stop(within_s=0.01)
+        released.set()
+        with suppress(LoopStoppedError):
+            call.result()

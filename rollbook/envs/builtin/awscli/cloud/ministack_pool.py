@@ -7,7 +7,6 @@ with MiniStackPool(8) as pool:
 """
 
 import threading
-from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
@@ -29,13 +28,10 @@ class MiniStackPool:
         self._config = AwsCliConfig(pool_size=size, base_port=base_port)
         self._log = log or EventLog("ministack")
         self._loop = LoopThread("ministack-pool")
-        self._stack = AsyncExitStack()
         self._lock = threading.Lock()
         self._leases: dict[int, Lease[SimulatedCloud]] = {}
         try:
-            self._pool: CloudPool = self._loop.run(
-                self._stack.enter_async_context(open_cloud_pool(self._config, log=self._log))
-            )
+            self._pool: CloudPool = self._loop.enter(open_cloud_pool(self._config, log=self._log))
         except BaseException:
             self._loop.stop()
             raise
@@ -79,8 +75,4 @@ class MiniStackPool:
 
     def close(self) -> None:
         """Stop all simulators. A second call does nothing."""
-        if self._loop.is_running:
-            try:
-                self._loop.run(self._stack.aclose())
-            finally:
-                self._loop.stop()
+        self._loop.stop()
