@@ -51,7 +51,7 @@ class TokenReader(Protocol):
         """Start, end (exclusive) and author of each stretch of tokens."""
 
 
-class Act(Protocol):
+class OperatorAct(Protocol):
     """Raises `RollbookError` if the action is refused or the ledger cannot be reached; the message says why."""
 
     async def __call__(
@@ -85,7 +85,7 @@ class OpenedRun:
     ledger: LedgerSource
     index_file: Path
     directory: Path | None = None
-    act: Act | None = None
+    act: OperatorAct | None = None
     """Acts on the run, in its ledger."""
     audited_at: Callable[[], float | None] = lambda: None
     """When the run's processes or a command last audited it without a violation."""

@@ -71,7 +71,7 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     by: str
 
 
-class History(msgspec.Struct, frozen=True, kw_only=True):
+class GroupTimeline(msgspec.Struct, frozen=True, kw_only=True):
     group: GroupRow
     moves: tuple[Move, ...]
     sentences: tuple[str, ...]
@@ -110,7 +110,7 @@ class LedgerSource(Protocol):
     async def changes(self, *, after: int | None, limit: int) -> Changes:
         """The groups that changed after the change number `after`. None: only the number of the last change."""
 
-    async def history(self, group_id: str) -> History:
+    async def history(self, group_id: str) -> GroupTimeline:
         """Raises `NotFoundError` if there is no such group."""
 
     async def payload(self, group_id: str) -> bytes | None: ...

@@ -250,3 +250,18 @@ def test_processes_without_a_model_start_without_torch(process: str) -> None:
     code = f"import sys, {process}; print(*sorted({heavy!r} & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert loaded == []
+
+
+# Being renamed.
+DEFINED_TWICE: set[str] = set(
+    "Batch Bucket ErrorReply Finding Findings GateState GrammarCompiler GroupView Health NotFoundError Observation Payloads Piece Place QueueFullError Report Role TokenStream Tokenizer Verb".split()
+)
+
+
+def test_a_public_class_name_is_defined_in_one_module() -> None:
+    modules: dict[str, list[str]] = {}
+    for path in sources():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                modules.setdefault(node.name, []).append(path.relative_to(PACKAGE).as_posix())
+    assert {name: paths for name, paths in modules.items() if len(paths) > 1 and name not in DEFINED_TWICE} == {}

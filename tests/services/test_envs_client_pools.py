@@ -13,7 +13,7 @@ from aiohttp import web
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.task import Observation
 from rollbook.envs.client.blocking import BlockingSession, MultiTurnEnvPool
-from rollbook.envs.client.group import GroupResult, GrpoPool
+from rollbook.envs.client.group import GroupRewards, GrpoPool
 from rollbook.envs.client.session import ClientOptions, EnvSession, GroupTooLargeError
 from tests.parts.envs.environments import GAME, FailsOneReset, Notebook, Waiter, served, until
 
@@ -48,7 +48,7 @@ async def counting_resets() -> AsyncIterator[None]:
 
 
 async def test_a_group_plays_the_same_task_concurrently() -> None:
-    results: list[GroupResult] = []
+    results: list[GroupRewards] = []
     async with served("number_guessing", size=8) as server:
         async with GrpoPool(server.url, size=8, on_result=results.append) as pool:
             for _ in range(3):
@@ -196,7 +196,7 @@ async def test_a_synchronous_trainer_plays_groups_with_plain_and_with_async_roll
         return await bisect(env)
 
     def train(url: str) -> None:
-        results: list[GroupResult] = []
+        results: list[GroupRewards] = []
         with MultiTurnEnvPool(url, size=8, on_result=results.append) as pool:
             for rollout in (bisect_blocking, play):
                 rewards = pool.run_group(GAME, rollout)

@@ -9,7 +9,7 @@ import pytest
 from rollbook.contracts.group import GroupOutcome
 from rollbook.contracts.task import Observation, Task, TaskId
 from rollbook.envs.client.blocking import BlockingSession, MultiTurnEnvPool
-from rollbook.envs.client.group import GroupResult
+from rollbook.envs.client.group import GroupRewards
 from rollbook.tasks.curriculum import Curriculum
 from tests.parts.envs.environments import AWS_ARGS, served
 
@@ -17,7 +17,7 @@ pytest.importorskip("ministack")
 pytest.importorskip("awscli")
 
 from rollbook.envs.builtin.awscli.solution import ReferencePolicy
-from rollbook.envs.builtin.awscli.tasks.task_bank import Tier, task_bank
+from rollbook.envs.builtin.awscli.tasks.task_bank import TaskTier, task_bank
 
 GROUP = 8
 NUM_GROUPS = 4
@@ -31,7 +31,7 @@ def play_solution(row: Mapping[str, Any], session: BlockingSession, seen: Observ
     return total
 
 
-def outcome_of(result: GroupResult) -> GroupOutcome:
+def outcome_of(result: GroupRewards) -> GroupOutcome:
     return GroupOutcome(
         num_samples=len(result.rewards),
         num_scorable=len(result.scored),
@@ -46,11 +46,11 @@ def outcome_of(result: GroupResult) -> GroupOutcome:
 
 
 async def test_a_synchronous_loop_solves_its_tasks_and_reports_each_group_to_the_curriculum() -> None:
-    creates = [task for task in task_bank().values() if task.tier is Tier.BEGINNER and not task.setup]
+    creates = [task for task in task_bank().values() if task.tier is TaskTier.BEGINNER and not task.setup]
     curriculum = Curriculum(
         [Task(id=TaskId(task.id), row={"id": task.id, "seed": 7, "tier": task.tier.value}) for task in creates]
     )
-    recorded: list[GroupResult] = []
+    recorded: list[GroupRewards] = []
 
     def train(url: str) -> None:
         with MultiTurnEnvPool(url, size=GROUP, on_result=recorded.append) as pool:

@@ -17,7 +17,7 @@ MAX_STEP = 2**31 - 1
 SOLVED = ("all", "some", "none", "unknown")
 
 
-class FilterError(UsageError):
+class FilterSyntaxError(UsageError):
     """A filter cannot be read."""
 
 
@@ -74,13 +74,13 @@ class GroupFilter:
 
     @classmethod
     def parse(cls, query: Mapping[str, str]) -> "GroupFilter":
-        """From the parameters of a request; others are ignored. Raises `FilterError`."""
+        """From the parameters of a request; others are ignored. Raises `FilterSyntaxError`."""
         found: dict[str, Any] = {}
         for field in fields(cls):
             value = query.get(field.name, "")
             if value:
                 if len(value) > MAX_TEXT:
-                    raise FilterError(f"{field.name}: the value has more than {MAX_TEXT} characters")
+                    raise FilterSyntaxError(f"{field.name}: the value has more than {MAX_TEXT} characters")
                 found[field.name] = _PARSERS[field.name](field.name, value)
         return cls(**found)
 
@@ -101,7 +101,7 @@ def _choice(known: Iterable[str]) -> Callable[[str, str], str]:
 
 def _one_of(name: str, value: str, allowed: list[str]) -> str:
     if value not in allowed:
-        raise FilterError(f"{name}={value}: choose one of {', '.join(allowed)}")
+        raise FilterSyntaxError(f"{name}={value}: choose one of {', '.join(allowed)}")
     return value
 
 
@@ -111,9 +111,9 @@ def _range(name: str, value: str) -> Range:
     try:
         found = Range(float(low or "-inf"), float(high or "inf")) if colon else Range(float(value), float(value))
     except ValueError:
-        raise FilterError(f"{name}={value}: write LOW:HIGH with two numbers; either may be left out") from None
+        raise FilterSyntaxError(f"{name}={value}: write LOW:HIGH with two numbers; either may be left out") from None
     if math.isnan(found.low) or math.isnan(found.high):
-        raise FilterError(f"{name}={value}: NaN is not a number")
+        raise FilterSyntaxError(f"{name}={value}: NaN is not a number")
     return found
 
 
@@ -121,7 +121,7 @@ def _steps(name: str, value: str) -> Range:
     """`12` or `10-20`."""
     low, dash, high = value.partition("-")
     if not low.isdecimal() or (dash and not high.isdecimal()) or len(value) > 21:
-        raise FilterError(f"{name}={value}: write one step, or FIRST-LAST")
+        raise FilterSyntaxError(f"{name}={value}: write one step, or FIRST-LAST")
     return Range(min(int(low), MAX_STEP), min(int(high if dash else low), MAX_STEP))
 
 

@@ -21,7 +21,7 @@ SESSION_S = 7 * 24 * 3600.0
 MAX_COOKIE = 512
 
 
-class Role(StrEnum):
+class PageRole(StrEnum):
     VIEWER = "viewer"
     OPERATOR = "operator"
     """May act on the run."""
@@ -33,23 +33,23 @@ class DashboardAccess:
     def __init__(self, *, viewer: str | None = None, operator: str | None = None) -> None:
         self._secrets = [
             (role, Secret(token))
-            for role, token in ((Role.OPERATOR, operator), (Role.VIEWER, viewer))
+            for role, token in ((PageRole.OPERATOR, operator), (PageRole.VIEWER, viewer))
             if token is not None
         ]
         self.needs_token = viewer is not None
         # Sessions end with the process: the key is not stored.
         self._key = secrets.token_bytes(32)
 
-    def role_of_token(self, token: str) -> Role | None:
+    def role_of_token(self, token: str) -> PageRole | None:
         return next((role for role, secret in self._secrets if secret.matches(token)), None)
 
-    def role_of(self, request: web.Request) -> Role | None:
+    def role_of(self, request: web.Request) -> PageRole | None:
         """The role of a request; None if it may not even read."""
         token = bearer_token(request.headers.get("Authorization"))
         found = self.role_of_token(token) if token else self._role_of_cookie(request.cookies.get(COOKIE, ""))
-        return found or (None if self.needs_token else Role.VIEWER)
+        return found or (None if self.needs_token else PageRole.VIEWER)
 
-    def start_session(self, response: web.StreamResponse, role: Role, *, is_https: bool) -> None:
+    def start_session(self, response: web.StreamResponse, role: PageRole, *, is_https: bool) -> None:
         until = str(int(time.time() + SESSION_S))
         response.set_cookie(
             COOKIE,
@@ -61,14 +61,14 @@ class DashboardAccess:
             path="/",
         )
 
-    def _role_of_cookie(self, cookie: str) -> Role | None:
+    def _role_of_cookie(self, cookie: str) -> PageRole | None:
         parts = cookie[:MAX_COOKIE].split(".")
         if len(parts) != 3 or not parts[1].isascii() or not parts[1].isdecimal():
             return None
         role, until, signature = parts
         if not hmac.compare_digest(signature.encode(errors="replace"), self._signature(role, until).encode()):
             return None
-        return Role(role) if int(until) > time.time() else None
+        return PageRole(role) if int(until) > time.time() else None
 
     def _signature(self, role: str, until: str) -> str:
         return hmac.new(self._key, f"{role}.{until}".encode(errors="replace"), sha256).hexdigest()

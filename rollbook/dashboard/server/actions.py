@@ -9,7 +9,7 @@ from aiohttp import web
 from rollbook.contracts.admission import MAX_AUTHOR, MAX_NOTE, ActionKind, GateState, LedgerStatus
 from rollbook.contracts.decoding import json_decoder
 from rollbook.dashboard.run_view import RunView
-from rollbook.dashboard.server.request import BadRequestError, ForbiddenError
+from rollbook.dashboard.server.request import BadPageRequestError, ForbiddenError
 
 LISTED = 200
 """Actions on the page, the newest. Persons do not act often."""
@@ -48,10 +48,10 @@ async def act(view: RunView, request: web.Request) -> dict[str, Any]:
     try:
         wanted = json_decoder(ActRequest).decode(await request.read())
     except msgspec.MsgspecError as error:
-        raise BadRequestError(f"the body cannot be read: {error}") from None
+        raise BadPageRequestError(f"the body cannot be read: {error}") from None
     texts = (wanted.author, wanted.target, wanted.note)
     if any("\x00" in text for text in texts) or len(wanted.author) > MAX_AUTHOR or len(wanted.note) > MAX_NOTE:
-        raise BadRequestError(
+        raise BadPageRequestError(
             f"an author has at most {MAX_AUTHOR} characters and a note {MAX_NOTE}; neither has zero bytes"
         )
     if view.run.act is None or wanted.kind is ActionKind.DRAINED:

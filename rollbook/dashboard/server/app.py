@@ -17,10 +17,10 @@ from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import NotFoundError, RollbookError, RunError, UsageError
 from rollbook.dashboard.run_view import RunView
 from rollbook.dashboard.server import actions, charts, fleet, groups, overview, steps, tasks
-from rollbook.dashboard.server.access import DashboardAccess, Role
+from rollbook.dashboard.server.access import DashboardAccess, PageRole
 from rollbook.dashboard.server.events import Events
 from rollbook.dashboard.server.request import (
-    BadRequestError,
+    BadPageRequestError,
     BusyError,
     ForbiddenError,
     SharedReplies,
@@ -108,7 +108,7 @@ def build_app(runs: OpenRuns, access: DashboardAccess, *, static: Path = STATIC)
     async def act(request: web.Request) -> web.StreamResponse:
         if not runs.allows_actions:
             raise ForbiddenError("this dashboard only shows runs; start it with --allow-actions to act on them")
-        if access.role_of(request) is not Role.OPERATOR:
+        if access.role_of(request) is not PageRole.OPERATOR:
             raise ForbiddenError("this needs the token of an operator")
         return reply(await actions.act(await runs.find(request.query.get("run")), request))
 
@@ -142,7 +142,7 @@ async def _body(request: web.Request, kind: type[Login]) -> Login:
     try:
         return json_decoder(kind).decode(await request.read())
     except msgspec.MsgspecError as error:
-        raise BadRequestError(f"the body cannot be read: {error}") from None
+        raise BadPageRequestError(f"the body cannot be read: {error}") from None
 
 
 async def _unknown(request: web.Request) -> web.StreamResponse:
@@ -180,7 +180,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         )
     except NotFoundError as error:
         return error_reply(404, "not_found", str(error))
-    except (BadRequestError, UsageError) as error:
+    except (BadPageRequestError, UsageError) as error:
         return error_reply(400, "bad_request", str(error))
     except ForbiddenError as error:
         return error_reply(403, "forbidden", str(error))

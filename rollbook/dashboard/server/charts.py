@@ -17,7 +17,7 @@ from rollbook.dashboard.index.index import ViewIndex
 from rollbook.dashboard.run_view import RunView
 from rollbook.dashboard.series import MAX_POINTS, Axis, MetricSeries, Series
 from rollbook.dashboard.server.overview import unknown_wait
-from rollbook.dashboard.server.request import BadRequestError, choice, number, whole_number
+from rollbook.dashboard.server.request import BadPageRequestError, choice, number, whole_number
 from rollbook.dashboard.server.runs import OpenRuns
 from rollbook.dashboard.timeline import bounds, read_lanes
 
@@ -70,7 +70,7 @@ def _lines(found: MetricSeries, names: Iterable[str], window: _Window) -> dict[s
 def _names(request: web.Request) -> list[str]:
     names = [name for name in request.query.get("metrics", "").split(",") if name]
     if len(names) > MAX_METRICS:
-        raise BadRequestError(f"{len(names)} metrics were requested; request at most {MAX_METRICS}")
+        raise BadPageRequestError(f"{len(names)} metrics were requested; request at most {MAX_METRICS}")
     return list(dict.fromkeys(names))
 
 
@@ -210,7 +210,7 @@ async def _marks(view: RunView, low: float, high: float) -> list[dict[str, Any]]
 async def compare(runs: OpenRuns, request: web.Request) -> dict[str, Any]:
     keys = list(dict.fromkeys(key for key in request.query.get("runs", "").split(",") if key))
     if len(keys) > MAX_COMPARED:
-        raise BadRequestError(f"{len(keys)} runs were requested; at most {MAX_COMPARED} can be compared")
+        raise BadPageRequestError(f"{len(keys)} runs were requested; at most {MAX_COMPARED} can be compared")
     names = _names(request) or ["rollout/reward"]
     window = _window(request)
     listed, lines, settings = [], {name: dict[str, Series]() for name in names}, dict[str, dict[str, Any]]()

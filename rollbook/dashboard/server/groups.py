@@ -18,7 +18,7 @@ from rollbook.dashboard.index.filters import GroupFilter
 from rollbook.dashboard.index.follower import FollowedIndex
 from rollbook.dashboard.index.index import ViewIndex
 from rollbook.dashboard.run_view import RunView
-from rollbook.dashboard.server.request import BadRequestError, checked_number, whole_number
+from rollbook.dashboard.server.request import BadPageRequestError, checked_number, whole_number
 from rollbook.dashboard.source import GroupRow
 from rollbook.telemetry.token_records import TokenRecord, read_token_record
 
@@ -298,7 +298,7 @@ async def tokens(view: RunView, request: web.Request) -> dict[str, Any]:
     sample = group.samples[number]
     sequence = whole_number(request, "sequence", 0, high=len(sample.sequences) - 1)
     if len(sample.sequences[sequence]) > MAX_TOKENS:
-        raise BadRequestError(f"the sequence has more than {MAX_TOKENS} tokens")
+        raise BadPageRequestError(f"the sequence has more than {MAX_TOKENS} tokens")
     versions = await view.version_of(history.group.publications)
     advantages = view.run.advantages(group)
     reader = await view.tokens()

@@ -18,7 +18,7 @@ SHARED_S = 1.0
 MAX_SHARED = 32
 
 
-class BadRequestError(RollbookError):
+class BadPageRequestError(RollbookError):
     """A parameter of the request cannot be read."""
 
 
@@ -96,10 +96,10 @@ def whole_number(request: web.Request, name: str, default: int, *, low: int = 0,
 def checked_number(name: str, text: str, *, low: int = 0, high: int = LARGEST) -> int:
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdecimal()) or len(text) > 20:
-        raise BadRequestError(f"{name}={text[:50]}: a whole number is expected")
+        raise BadPageRequestError(f"{name}={text[:50]}: a whole number is expected")
     number = int(text)
     if not low <= number <= high:
-        raise BadRequestError(f"{name}={number}: it must be between {low} and {high}")
+        raise BadPageRequestError(f"{name}={number}: it must be between {low} and {high}")
     return number
 
 
@@ -110,16 +110,16 @@ def number(request: web.Request, name: str, default: float) -> float:
     try:
         found = float(text)
     except ValueError:
-        raise BadRequestError(f"{name}={text[:50]}: a number is expected") from None
+        raise BadPageRequestError(f"{name}={text[:50]}: a number is expected") from None
     if math.isnan(found):
-        raise BadRequestError(f"{name}: NaN is not a number")
+        raise BadPageRequestError(f"{name}: NaN is not a number")
     return found
 
 
 def choice(request: web.Request, name: str, default: str, allowed: tuple[str, ...]) -> str:
     text = request.query.get(name, "") or default
     if text not in allowed:
-        raise BadRequestError(f"{name}={text[:50]}: choose one of {', '.join(allowed)}")
+        raise BadPageRequestError(f"{name}={text[:50]}: choose one of {', '.join(allowed)}")
     return text
 
 

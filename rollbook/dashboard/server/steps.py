@@ -14,7 +14,7 @@ from rollbook.contracts.group_codec import decode_payload
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.dashboard.run_view import RunView
 from rollbook.dashboard.server.request import checked_number, whole_number
-from rollbook.dashboard.source import History
+from rollbook.dashboard.source import GroupTimeline
 
 MAX_STEPS = 500
 ANATOMY_GROUPS = 512
@@ -113,7 +113,7 @@ async def _decoded(view: RunView, group_id: str) -> PromptGroup | None:
 
 
 def _group(
-    history: History,
+    history: GroupTimeline,
     group: PromptGroup | None,
     versions: Mapping[int, int],
     *,

@@ -18,7 +18,7 @@ from rollbook.contracts.task import Observation
 NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
-class Reply(StrEnum):
+class GuessReply(StrEnum):
     HIGHER = "higher"
     LOWER = "lower"
     CORRECT = "correct"
@@ -44,12 +44,12 @@ class Game:
             raise ValueError(f"the task lacks {', '.join(missing)}; it needs secret, low and high")
         return cls(secret=int(task["secret"]), low=int(task["low"]), high=int(task["high"]))
 
-    def reply(self, guess: int | None) -> Reply:
+    def reply(self, guess: int | None) -> GuessReply:
         if guess is None or not self.low <= guess <= self.high:
-            return Reply.INVALID
+            return GuessReply.INVALID
         if guess == self.secret:
-            return Reply.CORRECT
-        return Reply.HIGHER if guess < self.secret else Reply.LOWER
+            return GuessReply.CORRECT
+        return GuessReply.HIGHER if guess < self.secret else GuessReply.LOWER
 
 
 def parse_guess(action: str) -> int | None:
@@ -97,7 +97,7 @@ class NumberGuessing:
         guess = parse_guess(action)
         reply = self._game.reply(guess)
         self._guesses.append(guess)
-        solved = reply is Reply.CORRECT
+        solved = reply is GuessReply.CORRECT
         self._is_over = solved or len(self._guesses) == self._max_turns
         return Observation(
             text=reply.value,

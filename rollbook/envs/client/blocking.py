@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar, cast
 from rollbook.concurrency.blocking import LoopStoppedError, LoopThread
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.task import Observation
-from rollbook.envs.client.group import GroupResult, GrpoPool, Task, results_of
+from rollbook.envs.client.group import GroupRewards, GrpoPool, Task, results_of
 from rollbook.envs.client.session import DEFAULTS, ClientOptions, EnvSession
 from rollbook.envs.daemon_threads import DaemonThreads
 
@@ -56,7 +56,7 @@ class MultiTurnEnvPool:
         size: int = 8,
         *,
         first_task: Task | None = None,
-        on_result: Callable[[GroupResult], None] | None = None,
+        on_result: Callable[[GroupRewards], None] | None = None,
         options: ClientOptions = DEFAULTS,
     ) -> None:
         self._pool = GrpoPool(url, size, first_task=first_task, on_result=on_result, options=options)
@@ -104,7 +104,7 @@ class MultiTurnEnvPool:
 
         return self._call(play())
 
-    def record_group_result(self, task: Task, rewards: Sequence[float | None]) -> GroupResult:
+    def record_group_result(self, task: Task, rewards: Sequence[float | None]) -> GroupRewards:
         return self._pool.record_group_result(task, rewards)
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ Task = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupResult:
+class GroupRewards:
     """The rewards of a group. A reward is None if the episode could not be scored."""
 
     task: Task
@@ -60,7 +60,7 @@ class GrpoPool:
         size: int = 8,
         *,
         first_task: Task | None = None,
-        on_result: Callable[[GroupResult], None] | None = None,
+        on_result: Callable[[GroupRewards], None] | None = None,
         options: ClientOptions = DEFAULTS,
     ) -> None:
         if size < 1:
@@ -159,14 +159,14 @@ class GrpoPool:
         outcomes = await asyncio.gather(*(act(i, action) for i, action in enumerate(actions)), return_exceptions=True)
         return results_of(outcomes)
 
-    def record_group_result(self, task: Task, rewards: Sequence[float | None]) -> GroupResult:
+    def record_group_result(self, task: Task, rewards: Sequence[float | None]) -> GroupRewards:
         """Report the rewards to `on_result` (a curriculum). NaN and None mean "could not be scored", not 0."""
         if len(rewards) != self.size:
             raise ValueError(
                 f"{len(rewards)} rewards for a group of {self.size}; give one each, None where there is none"
             )
         known = tuple(None if reward is None or not math.isfinite(reward) else float(reward) for reward in rewards)
-        result = GroupResult(task=task, rewards=known)
+        result = GroupRewards(task=task, rewards=known)
         if self._on_result is not None:
             self._on_result(result)
         return result

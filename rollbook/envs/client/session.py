@@ -33,10 +33,10 @@ from rollbook.envs.server.protocol import (
     ACTION_FIELD,
     RESERVATIONS_PATH,
     SOCKET_PATH,
+    EnvReply,
+    EnvVerb,
     ErrorCode,
-    Reply,
     ReplyKind,
-    Verb,
     WireError,
     encode,
     observation_of,
@@ -294,15 +294,15 @@ class EnvSession:
         data: dict[str, Any] = dict(task) if name is None else {name: dict(task)}
         if episode_id is not None:
             data["episode_id"] = episode_id
-        return self._observation(await self._request(Verb.RESET, data))
+        return self._observation(await self._request(EnvVerb.RESET, data))
 
     async def step(self, action: str | Mapping[str, Any]) -> Observation:
         """One step. A text is sent in `action_field`; a mapping is sent unchanged."""
         data = {self._options.action_field: action} if isinstance(action, str) else dict(action)
-        return self._observation(await self._request(Verb.STEP, data))
+        return self._observation(await self._request(EnvVerb.STEP, data))
 
     async def state(self) -> dict[str, Any]:
-        return (await self._request(Verb.STATE)).data
+        return (await self._request(EnvVerb.STATE)).data
 
     async def close(self) -> None:
         """Close the session and wait up to `close_s` for the server to free it. Never raises; a second call does nothing."""
@@ -312,14 +312,14 @@ class EnvSession:
         with suppress(TimeoutError, ClientError, ConnectionError, WireError):
             if not was_lost:
                 async with asyncio.timeout(self._options.close_s):
-                    await self._socket.send_str(encode(Verb.CLOSE))
+                    await self._socket.send_str(encode(EnvVerb.CLOSE))
                     # The server closes its side once the slot is free, so the next connect succeeds.
                     while (await self._socket.receive()).type in (WSMsgType.TEXT, WSMsgType.BINARY):
                         pass
         with suppress(ClientError, ConnectionError):
             await self._socket.close()
 
-    async def _request(self, verb: Verb, data: Mapping[str, Any] | None = None) -> Reply:
+    async def _request(self, verb: EnvVerb, data: Mapping[str, Any] | None = None) -> EnvReply:
         async with self._lock:
             if self._lost is not None:
                 raise SessionLostError(f"{verb}: the session with {self._address} is closed ({self._lost})")
@@ -346,7 +346,7 @@ class EnvSession:
             raise self._error(verb, reply.data)
         return reply
 
-    def _error(self, verb: Verb, data: Mapping[str, Any]) -> Exception:
+    def _error(self, verb: EnvVerb, data: Mapping[str, Any]) -> Exception:
         code = data.get("code")
         message = f"{verb}: {self._address} reports: {data.get('message', 'nothing')} ({code})"
         if code == ErrorCode.CAPACITY_REACHED:
@@ -358,7 +358,7 @@ class EnvSession:
             return SessionLostError(message)
         return EpisodeError(message)
 
-    def _observation(self, reply: Reply) -> Observation:
+    def _observation(self, reply: EnvReply) -> Observation:
         try:
             return observation_of(reply.data)
         except WireError as error:

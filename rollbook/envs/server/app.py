@@ -34,12 +34,12 @@ from rollbook.envs.server.protocol import (
     RESERVATIONS_PATH,
     SOCKET_PATH,
     Dialect,
+    EnvRequest,
+    EnvVerb,
     EpisodeState,
     ErrorCode,
     ReplyKind,
-    Request,
     TextDialect,
-    Verb,
     WireError,
     encode,
     encode_body,
@@ -235,7 +235,7 @@ class _Server:
             is_over = False
             try:
                 request = read_request(text)
-                if request.verb is Verb.CLOSE:
+                if request.verb is EnvVerb.CLOSE:
                     return
                 reply = await self._reply(session, request)
             except (WireError, RollbookError) as error:
@@ -243,13 +243,13 @@ class _Server:
             if not await _send(socket, reply) or is_over or session.failure is not None:
                 return
 
-    async def _reply(self, session: Session, request: Request) -> str:
+    async def _reply(self, session: Session, request: EnvRequest) -> str:
         match request.verb:
-            case Verb.RESET:
+            case EnvVerb.RESET:
                 seen = await session.reset(self._task_of(request.data), episode_id=episode_id_of(request.data))
-            case Verb.STEP:
+            case EnvVerb.STEP:
                 seen = await session.step(self._dialect.action_of(request.data))
-            case Verb.MCP:
+            case EnvVerb.MCP:
                 return encode(
                     ReplyKind.MCP, await answer_mcp(request.data, session, self._dialect, name=self._info.name)
                 )

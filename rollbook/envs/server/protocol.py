@@ -33,7 +33,7 @@ RESET_FIELDS = {"task", "seed", "episode_id"}
 ACTION_FIELD = "action"
 
 
-class Verb(StrEnum):
+class EnvVerb(StrEnum):
     RESET = "reset"
     STEP = "step"
     STATE = "state"
@@ -77,13 +77,13 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    verb: Verb
+class EnvRequest:
+    verb: EnvVerb
     data: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class EnvReply:
     kind: ReplyKind
     data: dict[str, Any]
 
@@ -102,20 +102,20 @@ def encode_body(body: Mapping[str, Any]) -> str:
         ) from error
 
 
-def read_request(text: str | bytes) -> Request:
+def read_request(text: str | bytes) -> EnvRequest:
     message = _read(text)
     try:
-        return Request(Verb(message.type), message.data)
+        return EnvRequest(EnvVerb(message.type), message.data)
     except ValueError:
         raise WireError(
-            ErrorCode.UNKNOWN_TYPE, f"unknown message type {message.type!r}; known are {', '.join(Verb)}"
+            ErrorCode.UNKNOWN_TYPE, f"unknown message type {message.type!r}; known are {', '.join(EnvVerb)}"
         ) from None
 
 
-def read_reply(text: str | bytes) -> Reply:
+def read_reply(text: str | bytes) -> EnvReply:
     message = _read(text)
     try:
-        return Reply(ReplyKind(message.type), message.data)
+        return EnvReply(ReplyKind(message.type), message.data)
     except ValueError:
         raise WireError(
             ErrorCode.UNKNOWN_TYPE, f"the server replied with the unknown message type {message.type!r}"

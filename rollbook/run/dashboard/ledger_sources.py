@@ -11,7 +11,7 @@ from rollbook.contracts.batch import BatchManifest
 from rollbook.contracts.errors import NotFoundError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.policy import Publication
-from rollbook.dashboard.source import Audit, Changes, GroupRow, History, Move, Producer
+from rollbook.dashboard.source import Audit, Changes, GroupRow, GroupTimeline, Move, Producer
 from rollbook.ledger.client.client import LedgerClient
 from rollbook.ledger.http import wire
 from rollbook.ledger.records import GroupRecord, MoveRecord, ProducerRecord
@@ -56,12 +56,12 @@ class StoreSource:
 
         return await self._read(read)
 
-    async def history(self, group_id: str) -> History:
-        def read(tx: Transaction) -> History:
+    async def history(self, group_id: str) -> GroupTimeline:
+        def read(tx: Transaction) -> GroupTimeline:
             group = tx.groups.get(self._run_id, GroupId(group_id))
             if group is None:
                 raise NotFoundError(f"run {self._run_id}: there is no group {group_id}")
-            return History(
+            return GroupTimeline(
                 group=_row_of_record(group),
                 moves=tuple(map(_move, tx.history.of_group(self._run_id, group.group_id))),
                 sentences=tuple(explain_group(tx, self._run_id, group.group_id)),
@@ -125,9 +125,11 @@ class HttpSource:
         found = await self._client.changes(after=after, limit=limit)
         return Changes(next=found.next, is_complete=found.is_complete, groups=tuple(map(_row_of_view, found.groups)))
 
-    async def history(self, group_id: str) -> History:
+    async def history(self, group_id: str) -> GroupTimeline:
         found = await self._client.explain(GroupId(group_id))
-        return History(group=_row_of_view(found.group), moves=tuple(map(_move, found.moves)), sentences=found.sentences)
+        return GroupTimeline(
+            group=_row_of_view(found.group), moves=tuple(map(_move, found.moves)), sentences=found.sentences
+        )
 
     async def payload(self, group_id: str) -> bytes | None:
         try:

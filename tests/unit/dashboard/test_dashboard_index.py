@@ -13,7 +13,7 @@ from rollbook.contracts.group import DropKind, GroupOutcome, GroupState, SampleO
 from rollbook.contracts.trajectory import EndReason
 from rollbook.dashboard.index import columns as columns_module
 from rollbook.dashboard.index import index as index_module
-from rollbook.dashboard.index.filters import SOLVED, FilterError, GroupFilter, Order, Range
+from rollbook.dashboard.index.filters import SOLVED, FilterSyntaxError, GroupFilter, Order, Range
 from rollbook.dashboard.index.index import Position, ViewIndex, open_index
 from rollbook.dashboard.source import GroupRow
 
@@ -248,5 +248,5 @@ def test_clearing_an_index_forgets_groups_and_position(tmp_path: Path) -> None:
     ],
 )
 def test_a_filter_that_cannot_be_read_is_explained(query: dict[str, str], message: str) -> None:
-    with pytest.raises(FilterError, match=message):
+    with pytest.raises(FilterSyntaxError, match=message):
         GroupFilter.parse(query)

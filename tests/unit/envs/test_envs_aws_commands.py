@@ -14,8 +14,8 @@ from rollbook.envs.builtin.awscli.commands import (
     GLOBAL_OPTIONS,
     REFUSED_OPTIONS,
     Command,
+    CommandVerb,
     Refusal,
-    Verb,
     parse_move,
     positionals,
     split,
@@ -67,13 +67,13 @@ def test_only_the_first_of_several_commands_is_used_and_the_others_are_counted()
 
 def test_an_answer_contains_the_rest_of_the_line() -> None:
     move = parsed("answer rate(5 minutes)")
-    assert (move.verb, move.argv) == (Verb.ANSWER, ("rate(5 minutes)",))
+    assert (move.verb, move.argv) == (CommandVerb.ANSWER, ("rate(5 minutes)",))
 
 
 def test_a_line_that_begins_with_answer_is_ignored_if_the_task_has_no_question() -> None:
     move = parse_move("answer the question first\naws s3 ls", may_answer=False)
     assert isinstance(move, Command)
-    assert (move.verb, move.argv, move.skipped) == (Verb.AWS, ("s3", "ls"), 0)
+    assert (move.verb, move.argv, move.skipped) == (CommandVerb.AWS, ("s3", "ls"), 0)
 
 
 def test_a_query_may_contain_backticks() -> None:

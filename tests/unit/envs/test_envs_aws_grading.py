@@ -22,8 +22,8 @@ from rollbook.envs.builtin.awscli.tasks.task_bank import (
     AwsTask,
     Check,
     Split,
-    Step,
-    Tier,
+    TaskStep,
+    TaskTier,
     aws_tasks,
     parse_task,
     task_bank,
@@ -168,7 +168,7 @@ def test_an_unknown_variable_is_reported_and_a_dollar_sign_stays() -> None:
 
 
 def test_a_kept_value_must_exist_in_the_output() -> None:
-    step = Step(run="aws x", keep={"id": "Vpc.VpcId"})
+    step = TaskStep(run="aws x", keep={"id": "Vpc.VpcId"})
     assert kept_values(step, '{"Vpc": {"VpcId": "v-1"}}', {}) == {"id": "v-1"}
     with pytest.raises(ValueError, match="printed nothing"):
         kept_values(step, "{}", {})
@@ -192,7 +192,7 @@ def test_the_same_seed_gives_the_same_names_and_faults_and_seeds_differ() -> Non
 
 
 def strikes(seed: int, scale: float) -> list[FaultKind | None]:
-    task = next(task for task in task_bank().values() if task.chaos and task.tier is Tier.ADVANCED)
+    task = next(task for task in task_bank().values() if task.chaos and task.tier is TaskTier.ADVANCED)
     chaos = Chaos(task, seed=seed, scale=scale)
     return [fault.kind if (fault := chaos.draw(is_last_move=move == 9)) else None for move in range(10)]
 
@@ -218,7 +218,7 @@ def test_the_bank_has_the_documented_size_and_services() -> None:
     bank = task_bank()
     assert len(bank) >= 120
     assert len({service for task in bank.values() for service in task.services}) >= 15
-    assert {task.tier for task in bank.values()} == set(Tier)
+    assert {task.tier for task in bank.values()} == set(TaskTier)
     assert all(len(set(task.hints)) == 3 for task in bank.values())
 
 
@@ -226,7 +226,7 @@ def test_every_tier_is_in_every_split_and_no_task_in_two() -> None:
     rows = {split: aws_tasks(split=split) for split in Split}
     ids = [row["id"] for split in Split for row in rows[split]]
     assert sorted(ids) == sorted(task_bank())
-    assert all({row["tier"] for row in rows[split]} == {tier.value for tier in Tier} for split in Split)
+    assert all({row["tier"] for row in rows[split]} == {tier.value for tier in TaskTier} for split in Split)
     assert len(rows[Split.TRAIN]) > len(rows[Split.TEST]) + len(rows[Split.VALIDATION])
 
 

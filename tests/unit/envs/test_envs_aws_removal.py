@@ -8,7 +8,7 @@ from awscli.botocore import xform_name  # type: ignore[import-untyped]  # the pa
 from awscli.botocore.session import Session  # type: ignore[import-untyped]
 
 from rollbook.envs.builtin.awscli.cloud.account import _is_named
-from rollbook.envs.builtin.awscli.cloud.removal import KINDS, PAGES, Kind
+from rollbook.envs.builtin.awscli.cloud.removal import KINDS, PAGES, ResourceKind
 from rollbook.envs.builtin.awscli.cloud.worker import ApiCall
 
 
@@ -26,7 +26,7 @@ def operation_of(session: Any, call: ApiCall) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.service}.{kind.listing}")
-def test_calls_and_fields_of_a_kind_exist_in_the_service_description(session: Any, kind: Kind) -> None:
+def test_calls_and_fields_of_a_kind_exist_in_the_service_description(session: Any, kind: ResourceKind) -> None:
     listing = operation_of(session, kind.list_call(None, {}))
     assert re.split(r"\W", kind.path)[0] in listing.output_shape.members
     operation_of(session, kind.delete_call("x", None))
@@ -37,7 +37,7 @@ def test_calls_and_fields_of_a_kind_exist_in_the_service_description(session: An
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.service}.{kind.listing}")
-def test_every_page_of_a_listing_is_read(session: Any, kind: Kind) -> None:
+def test_every_page_of_a_listing_is_read(session: Any, kind: ResourceKind) -> None:
     listing = operation_of(session, kind.list_call(None, {}))
     followed = {PAGES[name] for name in PAGES if name in listing.output_shape.members}
     starts = {

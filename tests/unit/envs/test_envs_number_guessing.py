@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from rollbook.contracts.task import Observation
 from rollbook.envs.builtin.number_guessing import (
+    GuessReply,
     NumberGuessing,
-    Reply,
     number_guessing_tasks,
     parse_guess,
     reward_for,
@@ -33,7 +33,7 @@ def halve(secret: int, low: int, high: int) -> list[Observation]:
     while not seen or not seen[-1].done:
         middle = (low + high) // 2
         seen.append(env.step(f"{middle}"))
-        low, high = (middle + 1, high) if seen[-1].text == Reply.HIGHER else (low, middle - 1)
+        low, high = (middle + 1, high) if seen[-1].text == GuessReply.HIGHER else (low, middle - 1)
     return seen
 
 

@@ -4,10 +4,10 @@ import pytest
 
 from rollbook.contracts.task import Observation
 from rollbook.envs.server.protocol import (
+    EnvVerb,
     ErrorCode,
     ReplyKind,
     TextDialect,
-    Verb,
     WireError,
     encode,
     episode_id_of,
@@ -36,8 +36,8 @@ def test_an_invalid_message_is_refused_with_the_error_code_of_the_protocol(text:
 
 
 def test_an_encoded_request_is_decoded_unchanged() -> None:
-    request = read_request(encode(Verb.STEP, {"action": "aws s3 ls", "metadata": {"turn": 1}}))
-    assert (request.verb, TextDialect().action_of(request.data)) == (Verb.STEP, "aws s3 ls")
+    request = read_request(encode(EnvVerb.STEP, {"action": "aws s3 ls", "metadata": {"turn": 1}}))
+    assert (request.verb, TextDialect().action_of(request.data)) == (EnvVerb.STEP, "aws s3 ls")
 
 
 @pytest.mark.parametrize("name", ["action", "command", "message", "text"])

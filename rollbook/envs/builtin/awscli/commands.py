@@ -69,7 +69,7 @@ READING = re.compile(
 CHANGING = frozenset({"get-login", "get-session-token"})
 
 
-class Verb(StrEnum):
+class CommandVerb(StrEnum):
     AWS = "aws"
     HINT = "hint"
     ANSWER = "answer"
@@ -79,7 +79,7 @@ class Verb(StrEnum):
 class Command:
     """One move. `argv` excludes the leading `aws`; `text` is the parsed line; `skipped` counts further, unused commands."""
 
-    verb: Verb
+    verb: CommandVerb
     text: str
     argv: tuple[str, ...] = ()
     skipped: int = 0
@@ -113,8 +113,8 @@ def parse_move(action: str, *, may_answer: bool = True) -> Command | Refusal:
     line, skipped = lines[0], len(lines) - 1
     if len(line) > MAX_LINE_CHARS:
         return Refusal(text=f"the command has {len(line)} characters; the limit is {MAX_LINE_CHARS}")
-    verb = Verb(line.split(maxsplit=1)[0])
-    if verb is not Verb.AWS:
+    verb = CommandVerb(line.split(maxsplit=1)[0])
+    if verb is not CommandVerb.AWS:
         rest = line.split(maxsplit=1)[1:]
         return Command(verb=verb, text=line, argv=tuple(rest), skipped=skipped)
     words = split(line)
@@ -135,8 +135,8 @@ def _command_lines(action: str, *, may_answer: bool) -> list[str]:
         if decoration[1]:  # a trailing backtick closes a leading one; otherwise it may be part of a query
             line = line.rstrip("`").rstrip()
         first = line.split(maxsplit=1)[0] if line else ""
-        is_answer = may_answer and first == Verb.ANSWER and line != Verb.ANSWER
-        if first == Verb.AWS or line == Verb.HINT or is_answer:
+        is_answer = may_answer and first == CommandVerb.ANSWER and line != CommandVerb.ANSWER
+        if first == CommandVerb.AWS or line == CommandVerb.HINT or is_answer:
             found.append(line)
     return found
 

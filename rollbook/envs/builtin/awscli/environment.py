@@ -19,14 +19,14 @@ from rollbook.contracts.task import Observation
 from rollbook.envs.builtin.awscli.cloud.account import AccountCloud
 from rollbook.envs.builtin.awscli.cloud.backend import Backend, CloudPool, SimulatedCloud, open_cloud_pool
 from rollbook.envs.builtin.awscli.cloud.worker import CommandResult
-from rollbook.envs.builtin.awscli.commands import Command, Refusal, Verb, parse_move
+from rollbook.envs.builtin.awscli.commands import Command, CommandVerb, Refusal, parse_move
 from rollbook.envs.builtin.awscli.config import AwsCliConfig
 from rollbook.envs.builtin.awscli.episode import AwsEpisode
 from rollbook.envs.builtin.awscli.tasks.checks import fill
 from rollbook.envs.builtin.awscli.tasks.faults import FaultKind, chosen_variant
 from rollbook.envs.builtin.awscli.tasks.grading import GradingRule, hint_text
 from rollbook.envs.builtin.awscli.tasks.setup import prepare
-from rollbook.envs.builtin.awscli.tasks.task_bank import AwsTask, Tier, aws_tasks, find_task, task_bank
+from rollbook.envs.builtin.awscli.tasks.task_bank import AwsTask, TaskTier, aws_tasks, find_task, task_bank
 from rollbook.envs.environment import EnvironmentAdapter, EnvironmentPool, EnvironmentsExhaustedError, PoolHealth
 from rollbook.envs.sandboxes.pool import PoolExhaustedError
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError
@@ -83,9 +83,9 @@ class AwsCliEnvironment:
             variant = chosen_variant(task, AwsCliConfig().seed)
             return re.sub(r"\$\{(\w+)\}", lambda name: str(variant.get(name[1], "…")), task.goal)
 
-        order = list(Tier)
+        order = list(TaskTier)
         rows = ({**row, "description": goal(task_bank()[row["id"]])} for row in aws_tasks())
-        return sorted(rows, key=lambda row: order.index(Tier(row["tier"])))
+        return sorted(rows, key=lambda row: order.index(TaskTier(row["tier"])))
 
     async def reset(self, task: Mapping[str, Any]) -> Observation:
         """A row has the `id` of a task of the bank (or is a whole task), and optionally `seed` and `chaos_scale`."""
@@ -139,12 +139,12 @@ class AwsCliEnvironment:
         prepared = episode.prepared
         if isinstance(move, Refusal):
             return f"error: {move.text}"
-        if move.verb is Verb.HINT:
+        if move.verb is CommandVerb.HINT:
             hints = [fill(hint, prepared.variables) for hint in prepared.task.hints]
             text = hint_text(hints, episode.hints_used, self._config.hint_price)
             episode.take_hint()
             return text
-        if move.verb is Verb.ANSWER:
+        if move.verb is CommandVerb.ANSWER:
             return "correct" if episode.answer(" ".join(move.argv)) else "that is not the answer"
         fault = None if move.is_read_only else episode.draw_fault()
         if fault is not None and fault.kind is FaultKind.REFUSED:

@@ -10,7 +10,7 @@ from rollbook.contracts.task import Observation
 from rollbook.envs.builtin.awscli.tasks.checks import fill
 from rollbook.envs.builtin.awscli.tasks.faults import chosen_drift, chosen_variant
 from rollbook.envs.builtin.awscli.tasks.setup import kept_values
-from rollbook.envs.builtin.awscli.tasks.task_bank import Step, find_task
+from rollbook.envs.builtin.awscli.tasks.task_bank import TaskStep, find_task
 
 # The environment appends remarks to a command's output, each in parentheses on a separate line.
 REMARK = re.compile(r"\n+(?:\([^\n]*\)|The task is solved\.|The episode is over[^\n]*)\s*$")
@@ -25,7 +25,7 @@ class ReferencePolicy:
     def __init__(self, row: Mapping[str, Any], *, seed: int = 0) -> None:
         task = find_task(row)
         seed = int(row.get("seed", seed))
-        self._steps: list[Step] = [
+        self._steps: list[TaskStep] = [
             *task.solution,
             *(step for fault in chosen_drift(task, seed) for step in fault.repair),
         ]

@@ -14,9 +14,9 @@ import jmespath  # type: ignore[import-untyped]  # the package ships no types
 
 from rollbook.contracts.errors import RunError
 from rollbook.envs.builtin.awscli.cloud.backend import CREDENTIALS, worker_settings
-from rollbook.envs.builtin.awscli.cloud.removal import KINDS, PAGES, SERVICES, Kind, Parts
+from rollbook.envs.builtin.awscli.cloud.removal import KINDS, PAGES, SERVICES, Parts, ResourceKind
 from rollbook.envs.builtin.awscli.cloud.worker import ApiAnswer, ApiCall, AwsWorker, CommandResult
-from rollbook.envs.builtin.awscli.commands import GLOBAL_OPTIONS, Command, Verb, matching_options, positionals
+from rollbook.envs.builtin.awscli.commands import GLOBAL_OPTIONS, Command, CommandVerb, matching_options, positionals
 from rollbook.envs.builtin.awscli.config import AwsCliConfig
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError
 from rollbook.telemetry.events import EventLog
@@ -26,7 +26,7 @@ SANDBOX_MARK = "/rollbook/sandbox"
 REFUSED = 254
 Place = tuple[str, str | None]
 """A service in a region; None is the default region."""
-Inventory = dict[tuple[Kind, str | None], set[str]]
+Inventory = dict[tuple[ResourceKind, str | None], set[str]]
 
 
 class AccountCloud:
@@ -63,7 +63,7 @@ class AccountCloud:
         return self._worker.scratch
 
     async def run(self, argv: Sequence[str]) -> CommandResult:
-        if Command(verb=Verb.AWS, text="", argv=tuple(argv)).is_read_only:
+        if Command(verb=CommandVerb.AWS, text="", argv=tuple(argv)).is_read_only:
             return await self._worker.run(argv)
         place = _place(argv)
         if place[0] not in SERVICES:
@@ -112,7 +112,7 @@ class AccountCloud:
         service, region = place
         return {(kind, region): await self._listed(kind, region) for kind in KINDS if kind.service == service}
 
-    async def _listed(self, kind: Kind, region: str | None) -> set[str]:
+    async def _listed(self, kind: ResourceKind, region: str | None) -> set[str]:
         names: set[str] = set()
         page: dict[str, Any] = {}
         while True:
@@ -122,7 +122,7 @@ class AccountCloud:
             if not page:
                 return names
 
-    async def _remove(self, kind: Kind, name: str, region: str | None) -> list[str]:
+    async def _remove(self, kind: ResourceKind, name: str, region: str | None) -> list[str]:
         """Delete an object with its parts. Returns the problem, if there is one."""
         try:
             for parts in kind.parts:
@@ -138,7 +138,7 @@ class AccountCloud:
         self._log.info("env.account_object_removed", account=self.name, service=kind.service, object=name)
         return []
 
-    async def _parts(self, kind: Kind, parts: Parts, name: str, region: str | None) -> Any:
+    async def _parts(self, kind: ResourceKind, parts: Parts, name: str, region: str | None) -> Any:
         return jmespath.search(parts.path, await self._call(kind.parts_call(parts, name, region)))
 
     async def _call(self, call: ApiCall) -> Mapping[str, Any]:

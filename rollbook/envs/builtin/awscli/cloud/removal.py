@@ -32,7 +32,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Kind:
+class ResourceKind:
     """A kind of object. `path` lists the ids, which `deletion` takes as the parameter `key`."""
 
     service: str
@@ -96,8 +96,8 @@ def _policies(owner: str) -> tuple[Parts, ...]:
 
 
 # In the order of deletion: an object comes before those it depends on.
-KINDS: tuple[Kind, ...] = (
-    Kind(
+KINDS: tuple[ResourceKind, ...] = (
+    ResourceKind(
         service="s3",
         listing="list_buckets",
         path="Buckets[].Name",
@@ -118,12 +118,14 @@ KINDS: tuple[Kind, ...] = (
             ),
         ],
     ),
-    Kind(service="sqs", listing="list_queues", path="QueueUrls", deletion="delete_queue", key="QueueUrl"),
-    Kind(service="sns", listing="list_topics", path="Topics[].TopicArn", deletion="delete_topic", key="TopicArn"),
-    Kind(
+    ResourceKind(service="sqs", listing="list_queues", path="QueueUrls", deletion="delete_queue", key="QueueUrl"),
+    ResourceKind(
+        service="sns", listing="list_topics", path="Topics[].TopicArn", deletion="delete_topic", key="TopicArn"
+    ),
+    ResourceKind(
         service="ssm", listing="describe_parameters", path="Parameters[].Name", deletion="delete_parameter", key="Name"
     ),
-    Kind(
+    ResourceKind(
         service="secretsmanager",
         listing="list_secrets",
         path="SecretList[].Name",
@@ -131,29 +133,31 @@ KINDS: tuple[Kind, ...] = (
         key="SecretId",
         options={"ForceDeleteWithoutRecovery": True},
     ),
-    Kind(service="dynamodb", listing="list_tables", path="TableNames", deletion="delete_table", key="TableName"),
-    Kind(
+    ResourceKind(
+        service="dynamodb", listing="list_tables", path="TableNames", deletion="delete_table", key="TableName"
+    ),
+    ResourceKind(
         service="logs",
         listing="describe_log_groups",
         path="logGroups[].logGroupName",
         deletion="delete_log_group",
         key="logGroupName",
     ),
-    Kind(
+    ResourceKind(
         service="lambda",
         listing="list_event_source_mappings",
         path="EventSourceMappings[].UUID",
         deletion="delete_event_source_mapping",
         key="UUID",
     ),
-    Kind(
+    ResourceKind(
         service="lambda",
         listing="list_functions",
         path="Functions[].FunctionName",
         deletion="delete_function",
         key="FunctionName",
     ),
-    Kind(
+    ResourceKind(
         service="events",
         listing="list_rules",
         path="Rules[].Name",
@@ -169,16 +173,20 @@ KINDS: tuple[Kind, ...] = (
             )
         ],
     ),
-    Kind(
+    ResourceKind(
         service="cloudwatch",
         listing="describe_alarms",
         path="MetricAlarms[].AlarmName",
         deletion="delete_alarms",
         key="AlarmNames",
     ),
-    Kind(service="kinesis", listing="list_streams", path="StreamNames", deletion="delete_stream", key="StreamName"),
-    Kind(service="kms", listing="list_aliases", path="Aliases[].AliasName", deletion="delete_alias", key="AliasName"),
-    Kind(
+    ResourceKind(
+        service="kinesis", listing="list_streams", path="StreamNames", deletion="delete_stream", key="StreamName"
+    ),
+    ResourceKind(
+        service="kms", listing="list_aliases", path="Aliases[].AliasName", deletion="delete_alias", key="AliasName"
+    ),
+    ResourceKind(
         service="kms",
         listing="list_keys",
         path="Keys[].KeyId",
@@ -186,7 +194,7 @@ KINDS: tuple[Kind, ...] = (
         key="KeyId",
         options={"PendingWindowInDays": 7},
     ),
-    Kind(
+    ResourceKind(
         service="ecr",
         listing="describe_repositories",
         path="repositories[].repositoryName",
@@ -194,14 +202,14 @@ KINDS: tuple[Kind, ...] = (
         key="repositoryName",
         options={"force": True},
     ),
-    Kind(
+    ResourceKind(
         service="stepfunctions",
         listing="list_state_machines",
         path="stateMachines[].stateMachineArn",
         deletion="delete_state_machine",
         key="stateMachineArn",
     ),
-    Kind(
+    ResourceKind(
         service="iam",
         listing="list_instance_profiles",
         path="InstanceProfiles[].InstanceProfileName",
@@ -216,7 +224,7 @@ KINDS: tuple[Kind, ...] = (
             )
         ],
     ),
-    Kind(
+    ResourceKind(
         service="iam",
         listing="list_users",
         path="Users[].UserName",
@@ -238,7 +246,7 @@ KINDS: tuple[Kind, ...] = (
             *_policies("user"),
         ],
     ),
-    Kind(
+    ResourceKind(
         service="iam",
         listing="list_groups",
         path="Groups[].GroupName",
@@ -254,7 +262,7 @@ KINDS: tuple[Kind, ...] = (
             *_policies("group"),
         ],
     ),
-    Kind(
+    ResourceKind(
         service="iam",
         listing="list_roles",
         path="Roles[].RoleName",
@@ -262,7 +270,7 @@ KINDS: tuple[Kind, ...] = (
         key="RoleName",
         parts=_policies("role"),
     ),
-    Kind(
+    ResourceKind(
         service="iam",
         listing="list_policies",
         path="Policies[].Arn",

@@ -15,7 +15,7 @@ import jmespath  # type: ignore[import-untyped]  # the package ships no types
 from jmespath.exceptions import JMESPathTypeError  # type: ignore[import-untyped]
 
 from rollbook.envs.builtin.awscli.cloud.worker import ApiAnswer, ApiCall
-from rollbook.envs.builtin.awscli.tasks.task_bank import Check, Question
+from rollbook.envs.builtin.awscli.tasks.task_bank import ApiQuestion, Check
 
 Variables = Mapping[str, str]
 
@@ -34,7 +34,7 @@ def fill(value: Any, variables: Variables) -> Any:
     return value
 
 
-def call_of(question: Question, variables: Variables) -> ApiCall:
+def call_of(question: ApiQuestion, variables: Variables) -> ApiCall:
     service, _, operation = question.call.partition(".")
     return ApiCall(
         service=service,
@@ -44,7 +44,7 @@ def call_of(question: Question, variables: Variables) -> ApiCall:
     )
 
 
-def value_of(question: Question, answer: ApiAnswer, variables: Variables) -> Any:
+def value_of(question: ApiQuestion, answer: ApiAnswer, variables: Variables) -> Any:
     """The value the question selects from the answer; None if the API refused the call or the value does not exist."""
     if answer.code is not None:
         return None

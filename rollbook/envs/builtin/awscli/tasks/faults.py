@@ -10,10 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rollbook.envs.builtin.awscli.tasks.task_bank import AwsTask, Fault, Step, Tier
+from rollbook.envs.builtin.awscli.tasks.task_bank import AwsTask, Fault, TaskStep, TaskTier
 
 # The chance of a chaos fault at each move, before the operator's factor.
-CHANCE = {Tier.WARM_UP: 0.0, Tier.BEGINNER: 0.05, Tier.INTERMEDIATE: 0.1, Tier.ADVANCED: 0.15, Tier.EXPERT: 0.2}
+CHANCE = {
+    TaskTier.WARM_UP: 0.0,
+    TaskTier.BEGINNER: 0.05,
+    TaskTier.INTERMEDIATE: 0.1,
+    TaskTier.ADVANCED: 0.15,
+    TaskTier.EXPERT: 0.2,
+}
 # With more faults an episode would depend mostly on chance.
 MAX_FAULTS = 2
 REFUSALS = (
@@ -54,7 +60,7 @@ class ChaosFault:
 
     kind: FaultKind
     text: str = ""
-    step: Step | None = None
+    step: TaskStep | None = None
 
 
 class Chaos:

@@ -15,7 +15,7 @@ from rollbook.envs.builtin.awscli.cloud.backend import Backend
 from rollbook.envs.builtin.awscli.tasks.checks import Variables, call_of, fill, holds, value_of
 from rollbook.envs.builtin.awscli.tasks.faults import chosen_drift, chosen_variant
 from rollbook.envs.builtin.awscli.tasks.grading import CheckResults, start_problem
-from rollbook.envs.builtin.awscli.tasks.task_bank import AwsTask, Check, Fault, Question, Step
+from rollbook.envs.builtin.awscli.tasks.task_bank import ApiQuestion, AwsTask, Check, Fault, TaskStep
 
 # Stands for the id of a resource that does not exist; calls with it are refused. Long enough for the API's length checks.
 MISSING_ID = "not-there-not-there-not-there"
@@ -76,7 +76,7 @@ async def prepare(task: AwsTask, cloud: Backend, *, seed: int) -> PreparedTask:
     return PreparedTask(task=task, seed=seed, cloud=cloud, variables=variables, faults=faults, start=start, truth=truth)
 
 
-async def _truth(task: AwsTask, question: Question, cloud: Backend, variables: Variables) -> Any:
+async def _truth(task: AwsTask, question: ApiQuestion, cloud: Backend, variables: Variables) -> Any:
     (answer,) = await cloud.call_api([call_of(question, variables)])
     truth = value_of(question, answer, variables)
     if truth is None or truth in ([], {}, ""):
@@ -113,7 +113,7 @@ async def run_checks(cloud: Backend, task: AwsTask, goals: Sequence[Check], vari
     )
 
 
-def kept_values(step: Step, output: str, variables: Variables) -> dict[str, str]:
+def kept_values(step: TaskStep, output: str, variables: Variables) -> dict[str, str]:
     """The values of a command's JSON output that later steps use. Raises `ValueError` if one is missing."""
     if not step.keep:
         return {}
@@ -132,7 +132,7 @@ def kept_values(step: Step, output: str, variables: Variables) -> dict[str, str]
     return values
 
 
-async def _run_setup_step(task: AwsTask, cloud: Backend, step: Step, variables: Variables) -> dict[str, str]:
+async def _run_setup_step(task: AwsTask, cloud: Backend, step: TaskStep, variables: Variables) -> dict[str, str]:
     line = fill(step.run, variables)
     words = shlex.split(line)
     if words[:1] != ["aws"]:

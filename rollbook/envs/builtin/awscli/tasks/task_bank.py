@@ -22,7 +22,7 @@ NUM_HINTS = 3
 SPLIT_PARTS = {"test": 12, "validation": 12}
 
 
-class Tier(StrEnum):
+class TaskTier(StrEnum):
     WARM_UP = "warm-up"
     BEGINNER = "beginner"
     INTERMEDIATE = "intermediate"
@@ -36,21 +36,27 @@ class Split(StrEnum):
     TEST = "test"
 
 
-MAX_STEPS = {Tier.WARM_UP: 6, Tier.BEGINNER: 8, Tier.INTERMEDIATE: 12, Tier.ADVANCED: 20, Tier.EXPERT: 24}
+MAX_STEPS = {
+    TaskTier.WARM_UP: 6,
+    TaskTier.BEGINNER: 8,
+    TaskTier.INTERMEDIATE: 12,
+    TaskTier.ADVANCED: 20,
+    TaskTier.EXPERT: 24,
+}
 
 
 class _Model(BaseModel, frozen=True, extra="forbid", populate_by_name=True):
     pass
 
 
-class Step(_Model):
+class TaskStep(_Model):
     """One command of a set-up or a solution. `keep` maps names to JMESPath queries into its JSON output, for use as `${name}`."""
 
     run: str
     keep: dict[str, str] = Field(default_factory=dict)
 
 
-class Question(_Model):
+class ApiQuestion(_Model):
     """One API call and a query into its answer."""
 
     call: str = Field(pattern=r"^[a-z0-9-]+\.[a-z0-9_]+$")
@@ -69,7 +75,7 @@ class Question(_Model):
     """If the value is a string that contains JSON: JMESPath into it."""
 
 
-class Check(Question):
+class Check(ApiQuestion):
     """A statement about the cloud, with at most one expectation. Without one, the call must succeed and the value must not be
     empty.
     """
@@ -109,9 +115,9 @@ class Fault(_Model):
     """One drift fault: the commands that cause it, the checks that detect it, the commands that repair it."""
 
     name: str = Field(min_length=1)
-    breaks: list[Step] = Field(min_length=1)
+    breaks: list[TaskStep] = Field(min_length=1)
     checks: list[Check] = Field(min_length=1)
-    repair: list[Step] = Field(min_length=1)
+    repair: list[TaskStep] = Field(min_length=1)
 
     @field_validator("breaks", "repair", mode="before")
     @classmethod
@@ -121,7 +127,7 @@ class Fault(_Model):
 
 class AwsTask(_Model):
     id: str = Field(pattern=r"^[a-z0-9-]+$")
-    tier: Tier
+    tier: TaskTier
     services: list[str] = Field(min_length=1)
     goal: str = Field(min_length=10)
     """The agent's instruction. `${names}` come from the variant and from values the set-up kept."""
@@ -132,10 +138,10 @@ class AwsTask(_Model):
     files: dict[str, str | dict[str, str]] = Field(default_factory=dict)
     """Local files in the agent's working directory: texts, or a mapping of texts for a zip archive."""
 
-    setup: list[Step] = Field(default_factory=list)
+    setup: list[TaskStep] = Field(default_factory=list)
     """Commands that run before the agent starts. If one fails, the reset fails."""
 
-    lookups: dict[str, Question] = Field(default_factory=dict)
+    lookups: dict[str, ApiQuestion] = Field(default_factory=dict)
     """Ids assigned by the cloud, looked up in order before the checks; each may use earlier ones as `${name}`."""
 
     checks: list[Check] = Field(default_factory=list)
@@ -144,7 +150,7 @@ class AwsTask(_Model):
     keeps: list[Check] = Field(default_factory=list)
     """Hold at the start and must hold at the end."""
 
-    answer: Question | None = None
+    answer: ApiQuestion | None = None
     """A question: the agent replies with `answer VALUE`, which is compared with the state of the cloud at the start."""
 
     drift: list[Fault] = Field(default_factory=list)
@@ -153,10 +159,10 @@ class AwsTask(_Model):
     drift_count: tuple[int, int] = (2, 3)
     """The minimum and maximum number of applied faults."""
 
-    chaos: list[Step] = Field(default_factory=list)
+    chaos: list[TaskStep] = Field(default_factory=list)
     """Commands that undo part of the work, run as chaos faults."""
 
-    solution: list[Step] = Field(min_length=1)
+    solution: list[TaskStep] = Field(min_length=1)
     """The reference solution. With drift, the repairs of the applied faults follow it."""
 
     hints: list[str] = Field(min_length=NUM_HINTS, max_length=NUM_HINTS)
@@ -258,9 +264,11 @@ def find_task(row: Mapping[str, Any]) -> AwsTask:
     return task
 
 
-def aws_tasks(*, split: Split | str | None = None, tiers: Iterable[Tier | str] | None = None) -> list[dict[str, Any]]:
+def aws_tasks(
+    *, split: Split | str | None = None, tiers: Iterable[TaskTier | str] | None = None
+) -> list[dict[str, Any]]:
     """Rows for a dataset: id, tier, services, split. The environment looks up the rest by id."""
-    wanted = set(Tier) if tiers is None else {Tier(tier) for tier in tiers}
+    wanted = set(TaskTier) if tiers is None else {TaskTier(tier) for tier in tiers}
     return [
         {"id": task.id, "tier": task.tier.value, "services": list(task.services), "split": task.split.value}
         for task in task_bank().values()
