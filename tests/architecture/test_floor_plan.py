@@ -253,30 +253,28 @@ def test_processes_without_a_model_start_without_torch(process: str) -> None:
 
 
 # Being renamed.
-DEFINED_TWICE: set[str] = set(
-    [
-        "Batch",
-        "Bucket",
-        "ErrorReply",
-        "Finding",
-        "Findings",
-        "GateState",
-        "GrammarCompiler",
-        "GroupView",
-        "Health",
-        "NotFoundError",
-        "Observation",
-        "Payloads",
-        "Piece",
-        "Place",
-        "QueueFullError",
-        "Report",
-        "Role",
-        "TokenStream",
-        "Tokenizer",
-        "Verb",
-    ]
-)
+DEFINED_TWICE = {
+    "Batch",
+    "Bucket",
+    "ErrorReply",
+    "Finding",
+    "Findings",
+    "GateState",
+    "GrammarCompiler",
+    "GroupView",
+    "Health",
+    "NotFoundError",
+    "Observation",
+    "Payloads",
+    "Piece",
+    "Place",
+    "QueueFullError",
+    "Report",
+    "Role",
+    "TokenStream",
+    "Tokenizer",
+    "Verb",
+}
 
 
 def test_a_public_class_name_is_defined_in_one_module() -> None:
