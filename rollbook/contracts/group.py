@@ -177,7 +177,7 @@ def _solved_rate(samples: tuple[SampleOutcome, ...]) -> float | None:
 
 def check_baseline(rewards: tuple[float, ...] | None) -> None:
     """Raises `ValueError` for a baseline with a value that no reward may have."""
-    # Written so that NaN fails.
+    # `not (x <= max)` also rejects NaN.
     if rewards is not None and not all(-MAX_REWARD <= reward <= MAX_REWARD for reward in rewards):
         raise ValueError(f"the baseline {rewards} must be between -{MAX_REWARD:g} and {MAX_REWARD:g}")
 

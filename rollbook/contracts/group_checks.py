@@ -22,12 +22,13 @@ from rollbook.contracts.group_codec import (
     RUN_FIELDS,
     GroupFrame,
     SampleFrame,
+    decode_columns,
     decode_payload,
     is_frame,
     read_frame,
 )
 from rollbook.contracts.policy import NOT_SAMPLED, SamplingParams
-from rollbook.contracts.trajectory import LOGPROB_SLACK, MAX_REWARD, MIN_LOGPROB, check_column
+from rollbook.contracts.trajectory import LOGPROB_SLACK, MAX_REWARD, MIN_LOGPROB, Extent, check_columns
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 """Outside of this range a trainer cannot compute log-probabilities at the temperature of the sampler; 0 is greedy sampling."""
@@ -238,7 +239,7 @@ def _facts_of_frame(frame: GroupView) -> GroupFacts:
             scored.append(sample)
             rewards.append(reward)
             num_trained += trained
-    # Written so that NaN fails.
+    # `not (x <= max)` also rejects NaN.
     if not all(-MAX_REWARD <= reward <= MAX_REWARD for reward in rewards):
         raise ValueError(f"the rewards {rewards} must be between -{MAX_REWARD:g} and {MAX_REWARD:g}")
     temperatures = {_temperature(sampling) for sampling in {bytes(sample.sampling) for sample in frame.samples}}
@@ -264,13 +265,14 @@ def _facts_of_frame(frame: GroupView) -> GroupFacts:
 
 
 def _check_uncommon(sample: SampleView, number: int, num_trained: int) -> None:
-    """The checks that a sample with a reward, trained tokens, no marked turns and no optional arrays passes anyway."""
+    """The checks that a sample with a reward, trained tokens, no marked turns and no columns passes anyway."""
     lengths = [len(row[0]) // 4 for row in sample.sequences]
     if sample.columns and len(sample.columns) != len(lengths):
-        raise ValueError(f"sample {number} has optional arrays for {len(sample.columns)} of {len(lengths)} sequences")
-    for columns, length in zip(sample.columns, lengths, strict=False):
-        for name, raw in columns.items():
-            check_column(name, np.frombuffer(raw, "<f4").astype(np.float32), length)
+        raise ValueError(f"sample {number} has columns for {len(sample.columns)} of {len(lengths)} sequences")
+    for at, columns in enumerate(sample.columns):
+        num_turns = sum(turn.sequence == at for turn in sample.turns)
+        num_entries = {Extent.TOKEN: lengths[at], Extent.TURN: num_turns, Extent.SEQUENCE: 1}
+        check_columns(decode_columns(columns), num_entries)
     if not lengths:
         raise ValueError(f"sample {number} has no sequence")
     for turn in sample.turns:

@@ -59,7 +59,7 @@ class RowFrame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             runs=_runs_of(row.versions, row.loss_mask),
         )
 
-    def to_contract(self, columns: Mapping[str, bytes] | None = None) -> TokenRow:
+    def to_contract(self, columns: Mapping[str, bytes] = {}) -> TokenRow:
         token_ids = np.frombuffer(self.token_ids, "<i4").astype(np.int32)
         runs = np.frombuffer(self.runs, "<i4").astype(np.int32).reshape(-1, RUN_FIELDS)
         lengths = runs[:, 0]
@@ -71,14 +71,12 @@ class RowFrame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             or int(np.add.reduce(lengths, dtype=np.int64)) != num_tokens
         ):
             raise ValueError(f"the runs of a sequence do not cover its {num_tokens} tokens")
-        if columns and not columns.keys() <= set(COLUMNS):
-            raise ValueError(f"a sequence has the unknown arrays {sorted(columns.keys() - set(COLUMNS))}")
         return TokenRow(
             token_ids=token_ids,
             logprobs=np.frombuffer(self.logprobs, "<f4").astype(np.float32),
             loss_mask=(runs[:, 2] == 1).repeat(lengths),
             versions=runs[:, 1].repeat(lengths),
-            **{name: np.frombuffer(raw, "<f4").astype(np.float32) for name, raw in (columns or {}).items()},
+            columns=decode_columns(columns),
         )
 
 
@@ -94,7 +92,7 @@ class SampleFrame(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
     turns: tuple[TurnMark, ...] = ()
     facts: dict[str, Any] = {}
     columns: tuple[dict[str, bytes], ...] = ()
-    """The optional arrays of each sequence, as float32; empty if no sequence has one."""
+    """The columns of each sequence, by name; empty if no sequence has one."""
     started_at: float | None = None
     ended_at: float | None = None
 
@@ -112,7 +110,10 @@ class SampleFrame(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
             metrics={name: float(value) for name, value in sample.metrics.items()},
             turns=sample.turns,
             facts=dict(sample.facts),
-            columns=tuple({name: _raw(array, "<f4") for name, array in row.columns.items()} for row in sample.sequences)
+            columns=tuple(
+                {name: spec.encode(row.columns[name]) for name, spec in COLUMNS.items() if name in row.columns}
+                for row in sample.sequences
+            )
             if any(row.columns for row in sample.sequences)
             else (),
             started_at=sample.started_at,
@@ -196,6 +197,17 @@ def decode_group(payload: bytes) -> PromptGroup:
         )
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise RunError(f"a stored group of {len(payload)} bytes cannot be decoded: {error}") from error
+
+
+def decode_columns(columns: Mapping[str, bytes]) -> dict[str, NDArray[Any]]:
+    """Raises `ValueError` for a column that this version does not have: none is ignored."""
+    unknown = sorted(columns.keys() - COLUMNS.keys())
+    if unknown:
+        raise ValueError(
+            f"a sequence has the column {unknown[0]!r}, which is unknown here; frames of format {FORMAT} may have "
+            f"{', '.join(COLUMNS)}. It may come from a newer version of Rollbook"
+        )
+    return {name: COLUMNS[name].decode(raw) for name, raw in columns.items()}
 
 
 def read_frame(decoder: msgspec.msgpack.Decoder[FrameT], payload: bytes | memoryview) -> FrameT:

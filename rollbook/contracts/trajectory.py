@@ -6,7 +6,7 @@ check them again.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -23,25 +23,86 @@ MAX_REWARD = 1e6
 """With larger rewards, gradients overflow."""
 
 
-COLUMNS = ("weights", "advantages", "reference_logprobs")
-"""The optional arrays of a `TokenRow`."""
+class Extent(StrEnum):
+    """What a column of a sequence has one entry for."""
+
+    TOKEN = "token"
+    """Each token of the sequence."""
+    TURN = "turn"
+    """Each turn of the sample that is marked in the sequence, in the order of `RolloutSample.turns`."""
+    SEQUENCE = "sequence"
 
 
-def check_column(name: str, column: NDArray[Any], num_tokens: int) -> None:
-    """Raises `ValueError` for an optional array that a trainer cannot use."""
-    if name not in COLUMNS:
-        raise ValueError(f"token row: there is no array {name!r}; the optional ones are {', '.join(COLUMNS)}")
-    if column.ndim != 1 or column.dtype != np.float32 or len(column) != num_tokens:
-        raise ValueError(
-            f"token row: {name} must be a one-dimensional array of {num_tokens} float32, got {column.dtype} of shape "
-            f"{column.shape}"
-        )
-    # Written so that NaN fails, except for a logprob, where it means unknown.
-    bad = ~(np.abs(column) <= MAX_REWARD) if name != "reference_logprobs" else column < MIN_LOGPROB
-    bad |= column < 0 if name == "weights" else column > LOGPROB_SLACK if name == "reference_logprobs" else False
-    if bad.any():
-        at = int(bad.argmax())
-        raise ValueError(f"token row: {name} has {column[at]} at position {at}, which cannot be trained")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """An optional array of a sequence. Stored as little-endian numbers of `dtype`, entry after entry."""
+
+    dtype: str = "float32"
+    extent: Extent = Extent.TOKEN
+    width: int = 1
+    """Numbers per entry. With more than one, the array has two dimensions."""
+    lowest: float = -MAX_REWARD
+    highest: float = MAX_REWARD
+    may_be_unknown: bool = False
+    """Whether NaN, for unknown, is a value."""
+
+    def array(self, values: ArrayLike) -> NDArray[Any]:
+        return np.asarray(values, dtype=self.dtype)
+
+    def encode(self, array: NDArray[Any]) -> bytes:
+        return np.ascontiguousarray(array, dtype=self._stored).tobytes()
+
+    def decode(self, raw: bytes) -> NDArray[Any]:
+        """Raises `ValueError` if the bytes are not a whole number of entries."""
+        array = np.frombuffer(raw, self._stored).astype(self.dtype)
+        return array if self.width == 1 else array.reshape(-1, self.width)
+
+    @property
+    def _stored(self) -> np.dtype[Any]:
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    def check(self, name: str, array: NDArray[Any], num_entries: int) -> None:
+        """Raises `ValueError` for an array that a trainer cannot use."""
+        shape = (num_entries,) if self.width == 1 else (num_entries, self.width)
+        if array.dtype != self.dtype or array.shape != shape:
+            raise ValueError(
+                f"token row: {name} must be {self.dtype} of shape {shape} (entries: one per {self.extent}), "
+                f"got {array.dtype} of shape {array.shape}"
+            )
+        # `not (x <= highest)` also rejects NaN.
+        is_bad = ~((array >= self.lowest) & (array <= self.highest))
+        if self.may_be_unknown:
+            is_bad &= ~np.isnan(array)
+        if is_bad.any():
+            at = int(is_bad.argmax())
+            raise ValueError(
+                f"token row: {name} has {array.flat[at]} at position {at // self.width}, which cannot be trained"
+            )
+
+
+COLUMNS: dict[str, Column] = {
+    "weights": Column(lowest=0.0),
+    "advantages": Column(),
+    "reference_logprobs": Column(lowest=MIN_LOGPROB, highest=LOGPROB_SLACK, may_be_unknown=True),
+}
+"""The optional columns; a new one is one line here. Producer, ledger and trainer check them with `check_columns`. Names that are
+not in the table are refused, so a column is never ignored."""
+
+
+def column(name: str) -> Column:
+    """Raises `ValueError` for a name that is not in the table."""
+    found = COLUMNS.get(name)
+    if found is None:
+        raise ValueError(f"there is no column {name!r}; a sequence may have {', '.join(COLUMNS)}")
+    return found
+
+
+def check_columns(columns: Mapping[str, NDArray[Any]], num_entries: Mapping[Extent, int]) -> None:
+    """Check the columns of one sequence whose extent is in `num_entries`. Raises `ValueError`."""
+    for name, array in columns.items():
+        declared = column(name)
+        if declared.extent in num_entries:
+            declared.check(name, array, num_entries[declared.extent])
 
 
 _ARRAYS = (
@@ -80,12 +141,8 @@ class TokenRow:
     logprobs: NDArray[np.float32]
     loss_mask: NDArray[np.bool_]
     versions: NDArray[np.int32]
-    weights: NDArray[np.float32] | None = None
-    """Factor of each token's loss; None: 1."""
-    advantages: NDArray[np.float32] | None = None
-    """Advantages that the producer computed; None: the trainer computes one from the rewards of the group."""
-    reference_logprobs: NDArray[np.float32] | None = None
-    """Logprobs under the reference policy, for the KL penalty; None, or NaN: the trainer computes them."""
+    columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Optional arrays by name, see `COLUMNS`."""
 
     @classmethod
     def of(
@@ -95,25 +152,35 @@ class TokenRow:
         logprobs: ArrayLike,
         loss_mask: ArrayLike,
         versions: ArrayLike,
-        weights: ArrayLike | None = None,
-        advantages: ArrayLike | None = None,
-        reference_logprobs: ArrayLike | None = None,
+        **columns: ArrayLike | None,
     ) -> "TokenRow":
-        """Build from any sequences, converting dtypes."""
+        """Build from any sequences, converting dtypes. `columns` that are None are left out."""
         return cls(
             token_ids=np.asarray(token_ids, dtype=np.int32),
             logprobs=np.asarray(logprobs, dtype=np.float32),
             loss_mask=np.asarray(loss_mask, dtype=np.bool_),
             versions=np.asarray(versions, dtype=np.int32),
-            weights=None if weights is None else np.asarray(weights, dtype=np.float32),
-            advantages=None if advantages is None else np.asarray(advantages, dtype=np.float32),
-            reference_logprobs=None if reference_logprobs is None else np.asarray(reference_logprobs, dtype=np.float32),
+            columns=_arrays(columns),
         )
 
+    def with_columns(self, **columns: ArrayLike) -> "TokenRow":
+        """A copy with these columns set."""
+        return replace(self, columns={**self.columns, **_arrays(columns)})
+
     @property
-    def columns(self) -> dict[str, NDArray[np.float32]]:
-        """The optional arrays that are set, by name."""
-        return {name: array for name in COLUMNS if (array := getattr(self, name)) is not None}
+    def weights(self) -> NDArray[np.float32] | None:
+        """Factor of each token's loss; None: 1."""
+        return self.columns.get("weights")
+
+    @property
+    def advantages(self) -> NDArray[np.float32] | None:
+        """Advantages that the producer computed; None: the trainer computes one from the rewards of the group."""
+        return self.columns.get("advantages")
+
+    @property
+    def reference_logprobs(self) -> NDArray[np.float32] | None:
+        """Logprobs under the reference policy, for the KL penalty; None, or NaN: the trainer computes them."""
+        return self.columns.get("reference_logprobs")
 
     def __post_init__(self) -> None:
         arrays = (self.token_ids, self.logprobs, self.loss_mask, self.versions)
@@ -144,9 +211,8 @@ class TokenRow:
             raise ValueError(
                 f"token row: logprob {self.logprobs[at]} at position {at} is not the logarithm of a probability"
             )
-        for name in COLUMNS:
-            if (column := getattr(self, name)) is not None:
-                check_column(name, column, lengths[0])
+        if self.columns:
+            check_columns(self.columns, {Extent.TOKEN: lengths[0], Extent.SEQUENCE: 1})
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -163,6 +229,10 @@ class TokenRow:
     def trained_publications(self) -> frozenset[int]:
         """Publications that sampled the trained tokens; contains NOT_SAMPLED if one is unknown."""
         return frozenset(self.versions[self.loss_mask].tolist())
+
+
+def _arrays(columns: Mapping[str, ArrayLike | None]) -> dict[str, NDArray[Any]]:
+    return {name: column(name).array(values) for name, values in columns.items() if values is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +326,9 @@ class RolloutSample:
                 and 0 <= turn.start <= turn.end <= len(self.sequences[turn.sequence])
             ):
                 raise ValueError(f"turn mark {turn} is outside the sample's sequences")
+        for number, row in enumerate(self.sequences):
+            if row.columns:
+                check_columns(row.columns, {Extent.TURN: sum(turn.sequence == number for turn in self.turns)})
 
     @property
     def is_scorable(self) -> bool:

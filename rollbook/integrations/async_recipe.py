@@ -92,7 +92,7 @@ def rollout_to_prompt_group(
 
 def _with_advantage(sample: RolloutSample, advantage: float, row_meta: Mapping[str, Any] | None) -> RolloutSample:
     sequences = tuple(
-        row if row.advantages is not None else replace(row, advantages=np.full(len(row), advantage, np.float32))
+        row if row.advantages is not None else row.with_columns(advantages=np.full(len(row), advantage))
         for row in sample.sequences
     )
     facts = sample.facts if row_meta is None else {**sample.facts, "row_meta": dict(row_meta)}

@@ -102,7 +102,7 @@ def _row(tokens: TokenRow, mask: NDArray[np.bool_], **fields: Any) -> TrlRow:
         raise RunError("TRL needs the sampling logprob of every trained token; this group was submitted without them")
     if tokens.columns:
         raise RunError(
-            f"TRL has one advantage for a sequence; this group was submitted with {', '.join(tokens.columns)} of each token"
+            f"TRL has one advantage for a sequence; this group was submitted with the columns {', '.join(tokens.columns)}"
         )
     return TrlRow(
         input_ids=tokens.token_ids.astype(np.int64),

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
+from numpy.typing import ArrayLike
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import PromptGroup, group_id
@@ -19,7 +20,7 @@ from rollbook.contracts.group_codec import (
 )
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
-from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
+from rollbook.contracts.trajectory import COLUMNS, Column, EndReason, Extent, RolloutSample, TokenRow, TurnMark
 from tests.parts.ledger.frames import changed_frame
 from tests.parts.ledger.groups import big_group, group_of, token_row
 
@@ -28,10 +29,9 @@ FRAMES = Path(__file__).parent / "frames"
 
 def rich_group() -> PromptGroup:
     first, second = token_row([0, 3, -1]), token_row([2], prompt=5)
-    weights, reference = np.linspace(0, 1, len(first)), np.full(len(first), -0.3)
     scored = RolloutSample(
         sequences=(
-            replace(first, weights=weights.astype(np.float32), reference_logprobs=reference.astype(np.float32)),
+            first.with_columns(weights=np.linspace(0, 1, len(first)), reference_logprobs=np.full(len(first), -0.3)),
             second,
         ),
         sampling=SamplingParams(max_tokens=7, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(1, 2), seed=2**40),
@@ -51,8 +51,9 @@ def rich_group() -> PromptGroup:
 
 def assert_same_row(left: TokenRow, right: TokenRow) -> None:
     assert left.columns.keys() == right.columns.keys()
-    for name in ("token_ids", "logprobs", "loss_mask", "versions", *left.columns):
-        one, other = getattr(left, name), getattr(right, name)
+    pairs = [(getattr(left, name), getattr(right, name)) for name in ("token_ids", "logprobs", "loss_mask", "versions")]
+    for one, other in [*pairs, *((left.columns[name], right.columns[name]) for name in left.columns)]:
+        assert one.shape == other.shape
         assert one.dtype == other.dtype
         assert one.tobytes() == other.tobytes()
 
@@ -87,7 +88,7 @@ def test_a_stored_frame_of_format_2_is_decoded_exactly() -> None:
         samples=(
             replace(
                 scored,
-                sequences=(first, replace(second, advantages=np.full(len(second), -0.5, dtype=np.float32))),
+                sequences=(first, second.with_columns(advantages=np.full(len(second), -0.5))),
                 started_at=1_700_000_000.25,
                 ended_at=1_700_000_001.5,
             ),
@@ -98,6 +99,63 @@ def test_a_stored_frame_of_format_2_is_decoded_exactly() -> None:
     )
     assert_same_group(expected, back)
     assert inspect_frame(payload, back.id) == facts_of(back)
+
+
+EXTENTS = {
+    "turn_rewards": Column(extent=Extent.TURN),
+    "experts": Column(dtype="uint8", width=2, lowest=0, highest=63),
+    "parent": Column(dtype="int64", extent=Extent.SEQUENCE, lowest=-1, highest=2**40),
+}
+
+
+def turned_group(**columns: ArrayLike) -> PromptGroup:
+    """A group of one sample with two sequences of five and six tokens, and two turns in the second one."""
+    sample = RolloutSample(
+        sequences=(token_row([0, 0, 0]), token_row([0, 0, 0, 0]).with_columns(**columns)),
+        sampling=SamplingParams(),
+        reward=1.0,
+        turns=(TurnMark(sequence=1, start=2, end=3), TurnMark(sequence=1, start=4, end=5)),
+    )
+    return PromptGroup(id=group_id(TaskId("t"), 0), task_id=TaskId("t"), draw=0, samples=(sample,))
+
+
+def test_a_new_column_of_any_extent_needs_only_its_line_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, declared in EXTENTS.items():
+        monkeypatch.setitem(COLUMNS, name, declared)
+    group = turned_group(turn_rewards=[0.5, -1.0], experts=np.arange(12).reshape(6, 2), parent=[2**33])
+    payload = encode_group(group).payload
+    assert_same_group(group, decode_group(payload))
+    assert inspect_frame(payload, group.id) == facts_of(group)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"turn_rewards": [0.5]}, r"turn_rewards must be float32 of shape \(2,\)"),
+        ({"experts": np.zeros((6, 3))}, r"experts must be uint8 of shape \(6, 2\)"),
+        ({"experts": np.full((6, 2), 64)}, "experts has 64 at position 0"),
+        ({"parent": [1, 2]}, r"parent must be int64 of shape \(1,\)"),
+        ({"colour": [1, 2]}, "no column 'colour'; a sequence may have weights, advantages"),
+    ],
+)
+def test_a_column_that_does_not_fit_its_line_is_refused(
+    monkeypatch: pytest.MonkeyPatch, columns: dict[str, ArrayLike], message: str
+) -> None:
+    for name, declared in EXTENTS.items():
+        monkeypatch.setitem(COLUMNS, name, declared)
+    with pytest.raises(ValueError, match=message):
+        turned_group(**columns)
+
+
+def test_a_frame_with_an_unknown_column_is_refused_with_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as newer:
+        newer.setitem(COLUMNS, "parent", EXTENTS["parent"])
+        payload = encode_group(turned_group(parent=[1])).payload
+    expected = f"has the column 'parent', which is unknown here; frames of format {FORMAT} may have weights"
+    with pytest.raises(RunError, match=expected):
+        decode_group(payload)
+    with pytest.raises(UnusableGroupError, match=expected):
+        inspect_frame(payload, "t@0")
 
 
 def test_logprobs_keep_every_bit_including_nan() -> None:

@@ -51,7 +51,7 @@ def test_an_unknown_publication_of_a_trained_token_is_reported() -> None:
         ({"logprobs": [0.0, -0.5, 0.4, 0.0]}, r"logprob 0\.4\d* at position 2"),
         ({"logprobs": [0.0, -math.inf, -0.5, 0.0]}, "logprob -inf at position 1"),
         ({"token_ids": [[1, 7], [8, 3]]}, "one-dimensional array"),
-        ({"weights": [0, 1, 1]}, "weights must be a one-dimensional array of 4 float32"),
+        ({"weights": [0, 1, 1]}, r"weights must be float32 of shape \(4,\)"),
         ({"weights": [0, 1, -0.5, 0]}, r"weights has -0\.5 at position 2"),
         ({"weights": [0, math.nan, 1, 0]}, "weights has nan at position 1"),
         ({"advantages": [0, math.inf, 1, 0]}, "advantages has inf at position 1"),

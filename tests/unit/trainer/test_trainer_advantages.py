@@ -45,7 +45,7 @@ def test_reinforce_plus_plus_normalises_over_the_batch() -> None:
 
 
 def test_token_weights_multiply_the_weight_of_the_reduction() -> None:
-    weighted = replace(row([1, 5, 6, 7], [1, 2, 3]), weights=np.array([9, 0.5, 2, 0], np.float32))
+    weighted = row([1, 5, 6, 7], [1, 2, 3]).with_columns(weights=[9, 0.5, 2, 0])
     plain = row([1, 8, 9], [2])
     rows = flatten(batch_of(1, [[sample(weighted, reward=1.0), sample(plain, reward=0.0)]]), quick())
     for reduction, expected in (("token_mean", [0.125, 0.5, 0, 0.25]), ("sequence_mean", [1 / 12, 1 / 3, 0, 0.5])):

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -100,7 +99,7 @@ def test_with_lora_the_base_model_is_the_reference(model_dir: Path) -> None:
 
 def test_reference_logprobs_of_the_producer_are_used_where_they_are_known(model_dir: Path) -> None:
     def kl(*reference: float) -> float:
-        given = replace(row([1, 5, 6], [1, 2]), reference_logprobs=np.array([0.0, *reference], np.float32))
+        given = row([1, 5, 6], [1, 2]).with_columns(reference_logprobs=[0.0, *reference])
         batch = batch_of(1, [[sample(given, reward=1.0), sample(given, reward=0.0)]])
         report = initial_learner(model_dir, quick(kl_coef=0.1)).run(batch)
         return report.metrics["train/reference_kl"] or 0.0
