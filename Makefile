@@ -65,7 +65,7 @@ docs: $(STAMP) ## write the generated references
 	$(BIN)/python -m scripts.docs.http_api > docs/http-api.md
 	$(BIN)/python -m tests.compatibility.report > docs/compatibility.md
 	$(BIN)/python -m scripts.docs.failures > docs/failures.md
-	$(BIN)/python -m tests.faults.chaos_report >> docs/failures.md
+	$(BIN)/python -m tests.faults.chaos_report > docs/results/chaos.md
 
 site: $(STAMP) ## build the documentation as a site in build/site; broken links are errors
 	$(BIN)/zensical build --clean --strict

@@ -515,7 +515,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--heal-s", type=float, default=HEAL_S, help="a run that has not healed after this has failed")
     parser.add_argument("--keep", type=Path, help="copy the directories of failed runs to this directory")
-    parser.add_argument("--write", action="store_true", help="record the result for docs/failures.md (then: make docs)")
+    parser.add_argument(
+        "--write", action="store_true", help="record the result for docs/results/chaos.md (then: make docs)"
+    )
     args = parser.parse_args(argv)
     plan = Plan(
         envs=args.env,

@@ -1,7 +1,7 @@
-"""The result of a chaos run: faults with their times to heal, what was trained, and the section of docs/failures.md.
+"""The result of a chaos run: faults with their times to heal, what was trained, and the page docs/results/chaos.md.
 
 `make chaos` with `--write` adds its result to docs/results/chaos.json, `make chaos-cluster` to cluster-chaos.json;
-`python -m tests.faults.chaos_report` prints the section. Both files are lists, newest first.
+`python -m tests.faults.chaos_report` prints the page. Both files are lists, newest first.
 """
 
 import itertools
@@ -156,20 +156,18 @@ def record(file: Path, row: Mapping[str, Any]) -> None:
     file.write_text(json.dumps([row, *kept], indent=2) + "\n", encoding="utf-8")
 
 
-def section() -> str:
-    """The section of docs/failures.md with the recorded chaos runs; empty if there are none."""
-    if not RESULTS.exists():
-        return ""
+def page() -> str:
+    """docs/results/chaos.md: the recorded chaos runs."""
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))
     return "\n".join(
         [
+            "# Times to heal",
             "",
-            "## Times to heal",
+            "What each fault does is in [failures](../failures.md). This page has the measured times; `make docs` writes it from",
+            "`chaos.json` and `cluster-chaos.json`.",
             "",
-            "From `make chaos`: the time from a fault until the process is ready again. Simulators, command lines and reward",
+            "`make chaos` measures the time from a fault until the process is ready again. Simulators, command lines and reward",
             "processes count when their replacement has started; faults of the whole run, when the next step is trained.",
-            "A run with one kill every 30 s trains at least 0.88 of the steps of a run without kills on two dedicated cores, and",
-            "0.80 on two cores with a load average of 11 to 19 (`make bench-ettr`, in `benchmarks/notes.md`).",
             "",
             *itertools.chain.from_iterable(_session(row) for row in rows),
             *_cluster_section(),
@@ -180,7 +178,7 @@ def section() -> str:
 def _session(row: Mapping[str, Any]) -> Sequence[str]:
     """One chaos session: several runs at the same time on one machine and one commit."""
     return [
-        f"### {row['kills']} kills on {row['cores']} cores",
+        f"## {row['kills']} kills on {row['cores']} cores",
         "",
         f"Commit {row['commit']}, {row['date']}, seed {row['seed']}, load average {row['load']}: {row['faults']} faults of",
         f"{row['runs']} runs ({row['env']}) in {row['seconds']} s.",
@@ -195,13 +193,11 @@ def _session(row: Mapping[str, Any]) -> Sequence[str]:
 
 def _cluster_section() -> Sequence[str]:
     """The recorded chaos runs on several machines."""
-    if not CLUSTER_RESULTS.exists():
-        return []
     rows = json.loads(CLUSTER_RESULTS.read_text(encoding="utf-8"))
     return [
-        "### On several machines",
+        "## On several machines",
         "",
-        "From `make chaos-cluster`: three machines in network namespaces, the ledger in PostgreSQL with a synchronous standby, and",
+        "`make chaos-cluster` runs three machines in network namespaces, the ledger in PostgreSQL with a synchronous standby, and",
         "a policy server and a dispatcher that joined from other machines. The time counts from the end of a fault of links,",
         "disks, database or head until the next step is trained; for a lost machine, until its process has joined again; for a",
         "single process, until its replacement is ready.",
@@ -246,4 +242,4 @@ def _summary(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(section())
+    sys.stdout.write(page())

@@ -14,7 +14,7 @@ from rollbook.run.config.run import RunConfig
 from tests.parts.run.doc_blocks import Block, blocks_of
 from tests.parts.run.small import REPOSITORY
 
-GENERATED = {"configuration.md", "failures.md", "http-api.md", "python-api.md"}
+GENERATED = {"chaos.md", "configuration.md", "failures.md", "http-api.md", "python-api.md"}
 PAGES = [
     REPOSITORY / "README.md",
     *sorted(page for page in (REPOSITORY / "docs").rglob("*.md") if page.name not in GENERATED),
