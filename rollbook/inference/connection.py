@@ -15,12 +15,13 @@ from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import (
     EpisodeError,
     FencedError,
+    NotFoundError,
     RollbookError,
     RunError,
     TransientError,
     WeightsAwaitedError,
 )
-from rollbook.inference.wire.completions import GENERATION_FAILED, QUEUE_FULL, STALE_WEIGHTS, ErrorDetail, ErrorReply
+from rollbook.inference.wire.completions import GENERATION_FAILED, QUEUE_FULL, STALE_WEIGHTS, ErrorDetail, OpenAiError
 
 T = TypeVar("T", covariant=True)
 HEARTBEAT_S = 30.0
@@ -40,10 +41,6 @@ class ReplicaBusyError(TransientError):
 
 class StaleReplicaError(ReplicaBusyError, WeightsAwaitedError):
     """The weights of the replica are too old."""
-
-
-class NotFoundError(RunError):
-    """The server has no such model, adapter or route."""
 
 
 class PolicyConnection:
@@ -113,7 +110,7 @@ async def open_connection(
 def error_of(status: int, raw: bytes, retry_after: str | None, *, where: str) -> RollbookError:
     """The error for a response that is not 200. Its class says who must act."""
     try:
-        detail = json_decoder(ErrorReply).decode(raw).error
+        detail = json_decoder(OpenAiError).decode(raw).error
     except msgspec.MsgspecError:
         detail = ErrorDetail(message=raw[:200].decode(errors="replace"), type="unknown", code=status)
     message = f"{where} returned {status} ({detail.type}): {detail.message}"

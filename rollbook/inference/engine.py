@@ -24,7 +24,7 @@ from rollbook.inference.pause import PauseMode
 from rollbook.telemetry.spans import SpanRecorder
 
 
-class QueueFullError(TransientError):
+class EngineQueueFullError(TransientError):
     """The queue of waiting requests is full."""
 
 
@@ -109,7 +109,10 @@ class Engine(Protocol):
         on_tokens: OnTokens | None = None,
         constraint: TokenConstraint | None = None,
     ) -> asyncio.Future[Completion]:
-        """Queue a request. Raises `BadRequestError`, `QueueFullError` or `UnpublishedError` at once. Cancel the future to abort."""
+        """Queue a request. Cancel the future to abort.
+
+        Raises `BadRequestError`, `EngineQueueFullError` or `UnpublishedError` at once.
+        """
 
     async def generate(self, prompt_ids: TokenIds, sampling: SamplingParams) -> Completion: ...
 

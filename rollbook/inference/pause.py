@@ -19,16 +19,16 @@ class PauseMode(StrEnum):
     """Running requests end at once with their tokens so far, as `abort`."""
 
 
-class GateState(StrEnum):
+class PauseState(StrEnum):
     RUNNING = "running"
     DRAINING = "draining"
     PAUSED = "paused"
 
 
-MOVES: dict[GateState, frozenset[GateState]] = {
-    GateState.RUNNING: frozenset({GateState.DRAINING, GateState.PAUSED}),
-    GateState.DRAINING: frozenset({GateState.PAUSED, GateState.RUNNING}),
-    GateState.PAUSED: frozenset({GateState.RUNNING}),
+MOVES: dict[PauseState, frozenset[PauseState]] = {
+    PauseState.RUNNING: frozenset({PauseState.DRAINING, PauseState.PAUSED}),
+    PauseState.DRAINING: frozenset({PauseState.PAUSED, PauseState.RUNNING}),
+    PauseState.PAUSED: frozenset({PauseState.RUNNING}),
 }
 
 
@@ -44,31 +44,31 @@ class Gate:
     """The pause state machine. Waiting requests are not affected: they start after resume."""
 
     def __init__(self) -> None:
-        self.state = GateState.RUNNING
+        self.state = PauseState.RUNNING
 
     @property
     def may_admit(self) -> bool:
-        return self.state is GateState.RUNNING
+        return self.state is PauseState.RUNNING
 
     @property
     def may_step(self) -> bool:
-        return self.state is not GateState.PAUSED
+        return self.state is not PauseState.PAUSED
 
     def pause(self, mode: PauseMode) -> None:
         """Idempotent. `keep` and `abort` end a drain in progress."""
-        if self.state is GateState.PAUSED:
+        if self.state is PauseState.PAUSED:
             return
-        self._move(GateState.DRAINING if mode is PauseMode.WAIT else GateState.PAUSED)
+        self._move(PauseState.DRAINING if mode is PauseMode.WAIT else PauseState.PAUSED)
 
     def drained(self) -> None:
         """No request runs."""
-        if self.state is GateState.DRAINING:
-            self._move(GateState.PAUSED)
+        if self.state is PauseState.DRAINING:
+            self._move(PauseState.PAUSED)
 
     def resume(self) -> None:
-        self._move(GateState.RUNNING)
+        self._move(PauseState.RUNNING)
 
-    def _move(self, to: GateState) -> None:
+    def _move(self, to: PauseState) -> None:
         if to is self.state:
             return
         if to not in MOVES[self.state]:

@@ -40,7 +40,7 @@ def _unpickle_bad_request(message: str, param: str | None) -> BadRequestError:
     return BadRequestError(message, param=param)
 
 
-class Request:
+class GenerationRequest:
     """Used by its engine only. A caller aborts it by cancelling `future`.
 
     These fields belong to the embedded engine: `order` (of arrival), `row`, `segments` (row, first round, round after the last),
@@ -181,11 +181,11 @@ def checked_request(
     future: asyncio.Future[Completion],
     on_tokens: OnTokens | None = None,
     constraint: TokenConstraint | None = None,
-) -> Request:
+) -> GenerationRequest:
     """A valid request; raises `BadRequestError` otherwise. The model's length limits the completion."""
     prompt = checked_prompt(prompt_ids, vocab_size=vocab_size, max_length=max_model_len - 1)
     limit = min(sampling.max_tokens, max_model_len - len(prompt))
-    return Request(prompt, sampling, limit=limit, future=future, on_tokens=on_tokens, constraint=constraint)
+    return GenerationRequest(prompt, sampling, limit=limit, future=future, on_tokens=on_tokens, constraint=constraint)
 
 
 def checked_prompt(prompt_ids: TokenIds, *, vocab_size: int, max_length: int) -> NDArray[np.int32]:

@@ -10,7 +10,7 @@ import pytest
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import FinishReason, SamplingParams, TokenChunk
 from rollbook.contracts.weights import WeightsError
-from rollbook.inference.engine import EngineClosedError, QueueFullError, UnpublishedError
+from rollbook.inference.engine import EngineClosedError, EngineQueueFullError, UnpublishedError
 from rollbook.inference.pause import OutdatedUpdateError, PauseMode
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.weights.safetensors import read_weights
@@ -266,7 +266,7 @@ async def test_a_full_queue_refuses_requests_until_it_is_emptied(tiny: TinyModel
     async with tiny.engine(name, max_queued=3) as engine:
         await engine.pause(PauseMode.KEEP)
         waiting = [engine.submit([1], SamplingParams(max_tokens=1)) for _ in range(3)]
-        with pytest.raises(QueueFullError) as caught:
+        with pytest.raises(EngineQueueFullError) as caught:
             engine.submit([1], SamplingParams(max_tokens=1))
         assert caught.value.retry_after_s is not None
         assert engine.stats().queued == 3

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.inference.client.circuit import FAILURES_TO_OPEN, MAX_OPEN_S, CircuitState, ReplicaCircuit
-from rollbook.inference.client.replica_choice import ReplicaView, Tier, choose_replica
+from rollbook.inference.client.replica_choice import ReplicaTier, ReplicaView, choose_replica
 
 
 @st.composite
@@ -65,8 +65,8 @@ def test_sessions_are_spread_over_the_replicas() -> None:
 
 def test_a_replica_that_missed_a_publication_is_quarantined() -> None:
     behind = ReplicaView(name="b", load=0, publication=3)
-    assert behind.tier(4) is Tier.QUARANTINED
-    assert behind.tier(3) is Tier.IN_SERVICE
+    assert behind.tier(4) is ReplicaTier.QUARANTINED
+    assert behind.tier(3) is ReplicaTier.IN_SERVICE
     assert choose_replica([behind, ReplicaView(name="a", load=99, publication=4)], min_publication=4) == 1
 
 

@@ -14,7 +14,7 @@ AFFINITY_SPREAD = 8
 """A home may have this many requests more than the least loaded replica: up to there a warm cache is worth more."""
 
 
-class Tier(IntEnum):
+class ReplicaTier(IntEnum):
     """The order of preference. A worse tier is used only when no better replica is left."""
 
     IN_SERVICE = 0
@@ -42,16 +42,16 @@ class ReplicaView:
     is_draining: bool = False
     is_gone: bool = False
 
-    def tier(self, min_publication: int) -> Tier:
+    def tier(self, min_publication: int) -> ReplicaTier:
         if self.is_gone:
-            return Tier.GONE
+            return ReplicaTier.GONE
         if self.is_draining:
-            return Tier.DRAINING
+            return ReplicaTier.DRAINING
         if self.is_broken:
-            return Tier.BROKEN
+            return ReplicaTier.BROKEN
         if self.is_behind or (self.publication is not None and self.publication < min_publication):
-            return Tier.QUARANTINED
-        return Tier.IN_SERVICE
+            return ReplicaTier.QUARANTINED
+        return ReplicaTier.IN_SERVICE
 
 
 def choose_replica(

@@ -10,7 +10,7 @@ from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Completion, OnTokens, SamplingParams
 from rollbook.inference.client.token_stream import TokenStream
 from rollbook.inference.connection import PolicyConnection
-from rollbook.inference.wire.completions import MSGPACK, CompletionBody, Health, StructuredOutputs, TokenReply
+from rollbook.inference.wire.completions import MSGPACK, CompletionBody, EngineHealth, StructuredOutputs, TokenReply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class RollbookProtocol:
     def __init__(self) -> None:
         self._streams: dict[PolicyConnection, TokenStream] = {}
         self._reply = msgpack_decoder(TokenReply)
-        self._health = json_decoder(Health)
+        self._health = json_decoder(EngineHealth)
         self._encode = msgspec.json.Encoder().encode
 
     async def complete(self, connection: PolicyConnection, request: CompletionRequest) -> Completion:

@@ -75,7 +75,7 @@ def admissible(prompt_lengths: Iterable[int], *, free_slots: int, max_tokens: in
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PrefillSpan:
     """Tokens `start` to `end` of sequence `index`, prefilled in one forward."""
 
     index: int
@@ -87,12 +87,14 @@ class Piece:
         return self.end - self.start
 
 
-def pieces_of_round(remaining: Sequence[tuple[int, int]], *, max_tokens: int, piece_tokens: int) -> list[list[Piece]]:
+def pieces_of_round(
+    remaining: Sequence[tuple[int, int]], *, max_tokens: int, piece_tokens: int
+) -> list[list[PrefillSpan]]:
     """The pieces of the sequences (done, total) that are prefilled in this round, in waves: each sequence at most once per wave.
 
     In order of arrival, at most `max_tokens` in all, at least one piece. A later wave continues the pieces of an earlier one.
     """
-    waves: list[list[Piece]] = []
+    waves: list[list[PrefillSpan]] = []
     left = max_tokens
     for index, (prefilled, total) in enumerate(remaining):
         done, wave = prefilled, 0
@@ -100,7 +102,7 @@ def pieces_of_round(remaining: Sequence[tuple[int, int]], *, max_tokens: int, pi
             end = min(total, done + min(piece_tokens, left))
             if wave == len(waves):
                 waves.append([])
-            waves[wave].append(Piece(index, done, end))
+            waves[wave].append(PrefillSpan(index, done, end))
             left -= end - done
             done = end
             wave += 1

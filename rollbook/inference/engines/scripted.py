@@ -33,17 +33,17 @@ from rollbook.contracts.weights import Adapter, TensorSource
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import (
     EngineClosedError,
+    EngineQueueFullError,
     EngineStats,
     GenerationError,
     PromptScores,
-    QueueFullError,
     TokenConstraint,
     UnpublishedError,
 )
 from rollbook.inference.engines.batching import admissible
 from rollbook.inference.engines.busy import BusyPeriods
 from rollbook.inference.pause import Gate, PauseMode, needs_loading, require_unpublished
-from rollbook.inference.request import Request, checked_prompt, checked_request, seeded_uniforms
+from rollbook.inference.request import GenerationRequest, checked_prompt, checked_request, seeded_uniforms
 from rollbook.inference.weights.lora import checked_settings
 from rollbook.inference.weights.safetensors import read_published_weights, require_published
 from rollbook.telemetry.spans import SpanRecorder
@@ -94,7 +94,7 @@ class _Running:
 
     __slots__ = ("drawn", "due_step", "first_step", "logprob", "reason", "reply", "request")
 
-    def __init__(self, request: Request, reply: Reply | None, *, first_step: int) -> None:
+    def __init__(self, request: GenerationRequest, reply: Reply | None, *, first_step: int) -> None:
         self.request = request
         self.reply = reply
         self.first_step = self.due_step = first_step
@@ -146,7 +146,7 @@ class ScriptedEngine:
         self._publication: Publication | None = None
         self._adapter: Adapter | None = None
         self._updating = asyncio.Lock()
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[GenerationRequest] = deque()
         self._running: list[_Running] = []
         self._woken = asyncio.Event()
         self._drained = asyncio.Event()
@@ -197,7 +197,7 @@ class ScriptedEngine:
         if self._publication is None:
             raise UnpublishedError("no weights were published to this engine yet, so it does not sample")
         if len(self._waiting) >= self._config.max_queued:
-            raise QueueFullError(
+            raise EngineQueueFullError(
                 f"the queue is full ({self._config.max_queued} requests); try again later", retry_after_s=0.2
             )
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -403,7 +403,7 @@ class ScriptedEngine:
         admitted = [self._waiting.popleft() for _ in range(count)]
         self._draw([running for request in admitted if (running := self._start(request)) is not None])
 
-    def _start(self, request: Request) -> _Running | None:
+    def _start(self, request: GenerationRequest) -> _Running | None:
         """A script is user code: its exception, or an invalid reply, fails its own request only."""
         if request.future.done():
             return None
@@ -419,7 +419,7 @@ class ScriptedEngine:
         self._running.append(running)
         return running
 
-    def _reply(self, request: Request) -> Reply | None:
+    def _reply(self, request: GenerationRequest) -> Reply | None:
         if self._script is None:
             return None
         prompt = request.prompt.tolist()
@@ -452,7 +452,7 @@ class ScriptedEngine:
             for running, end in zip(sampled, accumulate(counts), strict=True):
                 running.draw(tokens[end - running.request.limit : end])
 
-    def _sample_allowed(self, request: Request, reply: Reply | None, publication: int) -> FinishReason | None:
+    def _sample_allowed(self, request: GenerationRequest, reply: Reply | None, publication: int) -> FinishReason | None:
         """Add a token that the grammar allows. Returns a reason if it is the last."""
         index = len(request.tokens)
         mask = request.update_mask()
@@ -470,7 +470,7 @@ class ScriptedEngine:
             return FinishReason.STOP
         return reason
 
-    def _add_tops(self, request: Request, reply: Reply | None) -> None:
+    def _add_tops(self, request: GenerationRequest, reply: Reply | None) -> None:
         """A script has one possible token; for the random policy all are equally likely."""
         count, token = min(request.sampling.top_logprobs, self.vocab_size), request.tokens[-1]
         ids = [token, *(other for other in range(count + 1) if other != token)][:count]
@@ -478,7 +478,7 @@ class ScriptedEngine:
         request.top_tokens.append(np.array(ids, dtype=np.int32))
         request.top_logprobs.append(np.array([request.logprobs[-1], *[others] * (count - 1)], dtype=np.float32))
 
-    def _complete(self, request: Request, reason: FinishReason) -> None:
+    def _complete(self, request: GenerationRequest, reason: FinishReason) -> None:
         self._requests += 1
         if not request.future.done():
             request.future.set_result(request.completion(reason))

@@ -21,7 +21,7 @@ from rollbook.inference.server.routes.token_stream import TokenStreamRoutes
 from rollbook.inference.server.routes.tokens import TokenRoutes
 from rollbook.inference.server.routes.weights import AdapterRoutes, WeightRoutes
 from rollbook.inference.server.service import MODEL_NAME, PolicyService
-from rollbook.inference.server.text import Tokenizer
+from rollbook.inference.server.text import TextTokenizer
 from rollbook.inference.server.weight_updates import WeightUpdates
 from rollbook.inference.weights.ranges import DATA_ROUTE, MANIFEST_ROUTE, RangeRoutes
 from rollbook.inference.wire.token_stream import STREAM_PATH
@@ -39,7 +39,7 @@ def build_app(
     engine: Engine,
     config: InferenceConfig,
     *,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: TextTokenizer | None = None,
     model_names: Sequence[str] = (MODEL_NAME,),
     api_key: str | None = None,
     steering_token: str | None = None,

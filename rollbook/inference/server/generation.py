@@ -20,7 +20,7 @@ from rollbook.contracts.policy import (
     joined_completion,
 )
 from rollbook.inference.engine import Engine, TokenConstraint
-from rollbook.inference.server.text import Tokenizer
+from rollbook.inference.server.text import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class GenerationResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class GenerationChunk:
     """Decoded text and the tokens since the last piece."""
 
     text: str
@@ -50,7 +50,7 @@ class Generation:
         prompt: Sequence[int],
         sampling: SamplingParams,
         *,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: TextTokenizer | None = None,
         skip_special_tokens: bool = True,
         stops: Sequence[str] = (),
         is_streamed: bool = False,
@@ -87,7 +87,7 @@ class Generation:
             text = self._decode_text(ids if self._stop_token(completion) is None else ids[:-1])
         return self._result(completion, text)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncIterator[GenerationChunk]:
         """A piece whenever there is new text. The last piece may be empty."""
         text, chunks = "", list[TokenChunk]()
         while (chunk := await self._chunks.get()) is not None:
@@ -103,7 +103,7 @@ class Generation:
         rest = "" if self._decoder is None else self._decoder.finish()
         text += self._stops.feed(rest) + self._stops.finish()
         piece = self._piece(text, chunks)
-        yield Piece(text=text, tokens=piece.tokens, result=self._result(completion, self._text))
+        yield GenerationChunk(text=text, tokens=piece.tokens, result=self._result(completion, self._text))
 
     def abort(self) -> bool:
         """End with the tokens so far and the reason `abort`. False: it had ended before."""
@@ -118,10 +118,10 @@ class Generation:
         if not self._completion.cancel() and not self._completion.cancelled():
             self._completion.exception()  # mark it as retrieved, so that asyncio does not log it
 
-    def _piece(self, text: str, chunks: Sequence[TokenChunk]) -> Piece:
+    def _piece(self, text: str, chunks: Sequence[TokenChunk]) -> GenerationChunk:
         self._text += text
         self._used += chunks
-        return Piece(text=text, tokens=joined_chunks(chunks))
+        return GenerationChunk(text=text, tokens=joined_chunks(chunks))
 
     def _decode(self, chunk: TokenChunk) -> tuple[str, TokenChunk]:
         """The text of a chunk, and its tokens up to the end of a stop string."""

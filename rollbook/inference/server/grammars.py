@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from rollbook.inference.engine import GenerationError
 from rollbook.inference.request import BadRequestError
-from rollbook.inference.server.text import Tokenizer
+from rollbook.inference.server.text import TextTokenizer
 
 CACHED_GRAMMARS = 256
 MAX_GRAMMAR_CHARS = 1 << 17
@@ -17,10 +17,10 @@ NO_FORCING = '%llguidance {"no_forcing": true}\n'
 """The policy chooses the tokens of a text that the grammar fixes. Otherwise llguidance would force the tokenizer's choice."""
 
 
-class GrammarCompiler:
+class LlguidanceCompiler:
     """For one tokenizer. `vocab_size` is the model's; models may have more tokens than their tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
+    def __init__(self, tokenizer: TextTokenizer, *, vocab_size: int) -> None:
         if not tokenizer.eos_token_ids:
             raise BadRequestError("this tokenizer has no end token, which a grammar needs")
         self._tokenizer = llguidance.LLTokenizer(
@@ -68,7 +68,7 @@ class _Vocabulary:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: TextTokenizer, vocab_size: int) -> None:
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
         self.eos_token_id = tokenizer.eos_token_ids[0]
         unnamed = (token for token, raw in enumerate(self.tokens) if not raw)

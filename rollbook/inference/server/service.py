@@ -12,10 +12,10 @@ from rollbook.contracts.errors import RollbookError, TransientError
 from rollbook.contracts.plugin import MissingExtraError, load_on_demand
 from rollbook.contracts.policy import Completion, OnTokens, SamplingParams, TokenIds
 from rollbook.inference.config import InferenceConfig
-from rollbook.inference.engine import Engine, QueueFullError, TokenConstraint
+from rollbook.inference.engine import Engine, EngineQueueFullError, TokenConstraint
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.generation import Generation
-from rollbook.inference.server.text import Tokenizer
+from rollbook.inference.server.text import TextTokenizer
 
 MODEL_NAME = "policy"
 RETRY_AFTER_S = 0.1
@@ -51,7 +51,7 @@ class PolicyService:
         engine: Engine,
         config: InferenceConfig,
         *,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: TextTokenizer | None = None,
         model_names: Sequence[str] = (MODEL_NAME,),
     ) -> None:
         self.engine = engine
@@ -87,7 +87,7 @@ class PolicyService:
             raise UnknownModelError(f"the model {name!r} is not served here; available: {', '.join(names)}")
         return name
 
-    def require_tokenizer(self, field: str) -> Tokenizer:
+    def require_tokenizer(self, field: str) -> TextTokenizer:
         if self.tokenizer is None:
             raise BadRequestError(f"{field}: this server has no tokenizer; send and request token ids", param=field)
         return self.tokenizer
@@ -101,7 +101,7 @@ class PolicyService:
         async with self._compiling:
             if self._compiler is None:
                 try:
-                    make = load_on_demand("rollbook.inference.server.grammars:GrammarCompiler")
+                    make = load_on_demand("rollbook.inference.server.grammars:LlguidanceCompiler")
                 except MissingExtraError as error:
                     raise BadRequestError(
                         f"{field}: this server cannot follow grammars: {error}", param=field
@@ -184,6 +184,6 @@ class PolicyService:
     def _require_queue_space(self, count: int) -> None:
         """The engine itself checks the space for one request."""
         if self.engine.stats().queued + count > self.config.max_queued:
-            raise QueueFullError(
+            raise EngineQueueFullError(
                 f"the queue is full ({self.config.max_queued} requests); retry later", retry_after_s=RETRY_AFTER_S
             )

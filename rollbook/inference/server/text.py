@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeAlias
 from rollbook.contracts.output_formats import OPENING, StopStrings, ToolCall, parse_tool_calls
 
 
-class Tokenizer(Protocol):
+class TextTokenizer(Protocol):
     """What the server needs of a tokenizer. The caller of `build_app` provides it, so no tokenizer library is imported here."""
 
     @property
@@ -48,7 +48,7 @@ def token_id_name(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def token_names(tokenizer: Tokenizer, *, is_id: bool | None) -> TokenName:
+def token_names(tokenizer: TextTokenizer, *, is_id: bool | None) -> TokenName:
     return token_id_name if is_id else lambda token: tokenizer.token_bytes(token).decode(errors="replace")
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 
 from rollbook.contracts.decoding import json_decoder
-from rollbook.contracts.errors import EpisodeError, TransientError
+from rollbook.contracts.errors import EpisodeError, NotFoundError, TransientError
 from rollbook.contracts.policy import Completion, Publication, PublicationId
 from rollbook.contracts.weights import adapter_name, named_publication
 from rollbook.inference.client.server_protocol import CompletionRequest, ReplicaStatus
-from rollbook.inference.connection import NotFoundError, PolicyConnection, ReplicaBusyError
+from rollbook.inference.connection import PolicyConnection, ReplicaBusyError
 from rollbook.inference.vllm.client import RETRY_AFTER_S, UNKNOWN, VllmProtocol, VllmServerApi
 from rollbook.inference.wire.completions import VersionSpan
 from rollbook.inference.wire.generate import GenerateChoice

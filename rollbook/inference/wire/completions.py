@@ -363,11 +363,11 @@ class ErrorDetail(msgspec.Struct):
     param: str | None = None
 
 
-class ErrorReply(msgspec.Struct):
+class OpenAiError(msgspec.Struct):
     error: ErrorDetail
 
 
-class Health(msgspec.Struct):
+class EngineHealth(msgspec.Struct):
     status: str
     publication: int | None
     step: int | None

@@ -7,7 +7,7 @@ from rollbook.contracts.admission import MemberRole
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import SERVICE, build_app
-from rollbook.inference.server.text import Tokenizer
+from rollbook.inference.server.text import TextTokenizer
 from rollbook.run.ledger_clients import client_token
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.run.supervision.membership import membership, until_unused
@@ -39,9 +39,11 @@ async def main(context: RoleContext) -> str:
     return "stopped"
 
 
-def load_tokenizer(model_dir: Path | None) -> Tokenizer | None:
+def load_tokenizer(model_dir: Path | None) -> TextTokenizer | None:
     """The model's tokenizer, as rollouts use it. Without one, the server accepts and returns token ids only."""
     if model_dir is None or not (model_dir / "tokenizer.json").exists():
         return None
-    tokenizer: Tokenizer = load_on_demand("rollbook.rollout.chat.tokenizer:ModelTokenizer").from_directory(model_dir)
+    tokenizer: TextTokenizer = load_on_demand("rollbook.rollout.chat.tokenizer:ModelTokenizer").from_directory(
+        model_dir
+    )
     return tokenizer

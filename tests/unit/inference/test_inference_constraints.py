@@ -21,7 +21,7 @@ from rollbook.contracts.output_formats import (
 from rollbook.contracts.policy import SamplingParams
 from rollbook.inference.engine import GenerationError
 from rollbook.inference.request import BadRequestError
-from rollbook.inference.server.grammars import GrammarCompiler
+from rollbook.inference.server.grammars import LlguidanceCompiler
 from tests.parts.inference.engines import BYTES_PER_TOKEN, TinyModel, embedded, some_prompts
 from tests.parts.inference.models import MAX_LEN, VOCAB
 from tests.parts.rollout.agents import word_tokenizer
@@ -141,7 +141,7 @@ def conforms(value: Any, schema: Any) -> bool:
 
 
 TOKENIZER = word_tokenizer()
-COMPILER = GrammarCompiler(TOKENIZER, vocab_size=TOKENIZER.vocab_size + 5)
+COMPILER = LlguidanceCompiler(TOKENIZER, vocab_size=TOKENIZER.vocab_size + 5)
 
 
 def random_text(grammar: str, seed: int) -> str:

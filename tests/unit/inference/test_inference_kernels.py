@@ -15,7 +15,7 @@ from torch import Tensor
 from rollbook.inference.engines.embedded.model.kernels import KernelOps, kernels_missing, sample_with_kernels
 from rollbook.inference.engines.embedded.model.packed import PackedStep, PackedTorchOps
 from rollbook.inference.engines.embedded.model.torch_ops import HeadNorms, HeadShape
-from rollbook.inference.engines.embedded.paged.step_input import Piece, StepShape, layout_of
+from rollbook.inference.engines.embedded.paged.step_input import PromptSlice, StepShape, layout_of
 from rollbook.inference.engines.embedded.row_table import RowTable
 from rollbook.inference.engines.embedded.sampling import RowSampling, sample
 
@@ -54,7 +54,9 @@ class Case:
         return random(len(self.step.tokens_M), self.heads.fused * self.heads.size, seed=5)
 
 
-def make_case(heads: HeadShape, *, pieces: list[Piece] | None = None, chunk: int = 1024, padding: int = 3) -> Case:
+def make_case(
+    heads: HeadShape, *, pieces: list[PromptSlice] | None = None, chunk: int = 1024, padding: int = 3
+) -> Case:
     pieces = pieces or []
     positions = np.array([0, 15, 16, 37, 100])
     table = RowTable(ROWS)
@@ -110,7 +112,7 @@ def test_decode_attention(name: str, chunk: int) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_attention_of_prompts_and_decoding_rows_in_one_step(name: str) -> None:
     tokens = np.arange(30, dtype=np.int32)
-    case = make_case(SHAPES[name], pieces=[Piece(5, 0, tokens, is_last=True)], chunk=32)
+    case = make_case(SHAPES[name], pieces=[PromptSlice(5, 0, tokens, is_last=True)], chunk=32)
     ours, expected = (ops.attend(case.fused(), case.step, case.blocks) for ops in case.ops)
     torch.testing.assert_close(ours[is_real(case)], expected[is_real(case)], rtol=1e-4, atol=1e-5)
 
@@ -118,7 +120,7 @@ def test_attention_of_prompts_and_decoding_rows_in_one_step(name: str) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "head norms"])
 def test_rotation_and_cache_write(name: str, has_norms: bool) -> None:
-    case = make_case(SHAPES[name], pieces=[Piece(5, 20, np.arange(14, dtype=np.int32), is_last=True)])
+    case = make_case(SHAPES[name], pieces=[PromptSlice(5, 20, np.arange(14, dtype=np.int32), is_last=True)])
     size = case.heads.size
     norms = HeadNorms(queries_D=random(size, seed=8), keys_D=random(size, seed=9), epsilon=1e-5) if has_norms else None
     queries, stored = [], []

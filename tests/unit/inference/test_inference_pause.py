@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollbook.inference.pause import Gate, GateState, OutdatedUpdateError, PauseMode, needs_loading
+from rollbook.inference.pause import Gate, OutdatedUpdateError, PauseMode, PauseState, needs_loading
 from tests.parts.inference.models import publication
 
 
@@ -10,7 +10,7 @@ from tests.parts.inference.models import publication
 def test_keep_and_abort_stop_at_once(mode: PauseMode) -> None:
     gate = Gate()
     gate.pause(mode)
-    assert gate.state is GateState.PAUSED
+    assert gate.state is PauseState.PAUSED
     assert not gate.may_admit
     assert not gate.may_step
 
@@ -21,7 +21,7 @@ def test_wait_continues_stepping_until_no_request_runs() -> None:
     assert gate.may_step
     assert not gate.may_admit
     gate.drained()
-    assert gate.state is GateState.PAUSED
+    assert gate.state is PauseState.PAUSED
     gate.resume()
     assert gate.may_admit
 
@@ -29,14 +29,14 @@ def test_wait_continues_stepping_until_no_request_runs() -> None:
 def test_drained_has_no_effect_on_a_gate_that_is_not_draining() -> None:
     gate = Gate()
     gate.drained()
-    assert gate.state is GateState.RUNNING
+    assert gate.state is PauseState.RUNNING
 
 
 def test_keep_ends_a_drain_in_progress() -> None:
     gate = Gate()
     gate.pause(PauseMode.WAIT)
     gate.pause(PauseMode.KEEP)
-    assert gate.state is GateState.PAUSED
+    assert gate.state is PauseState.PAUSED
 
 
 def test_the_first_weights_are_always_accepted() -> None:

@@ -10,7 +10,7 @@ import torch
 from rollbook.contracts.policy import SamplingParams
 from rollbook.inference.engines.embedded.row_table import RowTable
 from rollbook.inference.engines.embedded.sampling import RowSampling, sample
-from rollbook.inference.request import Request, seeded_uniforms
+from rollbook.inference.request import GenerationRequest, seeded_uniforms
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])
 
@@ -108,7 +108,7 @@ def test_a_row_of_nan_has_a_nan_logprob_and_does_not_affect_other_rows(sampling:
 def test_the_keys_of_a_row_are_the_uniforms_of_its_seed_and_count() -> None:
     table = RowTable(4)
     for row, seed in enumerate([0, 7, 2**64 - 1]):
-        request = Request([1], SamplingParams(), limit=9, future=None)  # type: ignore[arg-type]
+        request = GenerationRequest([1], SamplingParams(), limit=9, future=None)  # type: ignore[arg-type]
         request.seed = seed
         table.occupy(row, request)
         table.counts[row] = row * 5

@@ -13,7 +13,7 @@ import torch
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import FinishReason, SamplingParams
-from rollbook.inference.engine import QueueFullError
+from rollbook.inference.engine import EngineQueueFullError
 from rollbook.inference.engines.embedded.build import BLOCK_SIZE
 from rollbook.inference.engines.embedded.paged.batch import PagedBatch
 from rollbook.inference.engines.embedded.paged.runner import PackedRunner
@@ -206,7 +206,7 @@ async def test_a_thousand_requests_wait_and_one_more_is_refused_with_retry_advic
     async with embedded(tiny, max_running=64, max_queued=1000) as engine:
         await engine.pause(PauseMode.KEEP)
         futures = [engine.submit([n % VOCAB], SamplingParams(max_tokens=2)) for n in range(1000)]
-        with pytest.raises(QueueFullError) as refused:
+        with pytest.raises(EngineQueueFullError) as refused:
             engine.submit([1], SamplingParams())
         assert refused.value.retry_after_s
         for future in futures[1::2]:

@@ -22,9 +22,9 @@ from rollbook.contracts.weights import Adapter, RawTensor, TensorSource, weights
 from rollbook.inference.config import InferenceConfig, KvAfterUpdate
 from rollbook.inference.engine import (
     EngineClosedError,
+    EngineQueueFullError,
     EngineStats,
     PromptScores,
-    QueueFullError,
     TokenConstraint,
     UnpublishedError,
 )
@@ -35,7 +35,7 @@ from rollbook.inference.engines.embedded.model.prompt_scores import score_prompt
 from rollbook.inference.engines.embedded.paged.runner import Capture
 from rollbook.inference.engines.embedded.thread import EngineThread
 from rollbook.inference.pause import PauseMode, needs_loading, require_unpublished
-from rollbook.inference.request import Request, checked_prompt, checked_request
+from rollbook.inference.request import GenerationRequest, checked_prompt, checked_request
 from rollbook.inference.weights.safetensors import read_published_weights, require_published
 from rollbook.telemetry.spans import SpanRecorder
 
@@ -98,8 +98,8 @@ class TransformersEngine:
         """The weights in use do not have the published digest. The same publication is then loaded again."""
         # One thread for all updates, because a GPU library initialises itself once for each thread.
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="policy-staging")
-        self._arrived: list[Request] = []
-        self._cancelled: list[Request] = []
+        self._arrived: list[GenerationRequest] = []
+        self._cancelled: list[GenerationRequest] = []
         self._submitted = 0
 
     @property
@@ -145,7 +145,7 @@ class TransformersEngine:
     ) -> asyncio.Future[Completion]:
         self._require_weights()
         if self._submitted - self.thread.admitted >= self._config.max_queued:
-            raise QueueFullError(
+            raise EngineQueueFullError(
                 f"the queue is full ({self._config.max_queued} requests); try again later", retry_after_s=RETRY_FULL_S
             )
         future: asyncio.Future[Completion] = self._loop.create_future()
@@ -281,7 +281,7 @@ class TransformersEngine:
         self.thread.close()
         self._stager.shutdown(wait=False)
 
-    def _cancel(self, request: Request) -> None:
+    def _cancel(self, request: GenerationRequest) -> None:
         """The thread frees the slot before its next step."""
         self._schedule_flush()
         self._cancelled.append(request)

@@ -11,23 +11,23 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rollbook.inference.engines.batching import Piece, pieces_of_round, prefill_forwards
+from rollbook.inference.engines.batching import PrefillSpan, pieces_of_round, prefill_forwards
 from rollbook.inference.engines.embedded.prefix_cache import NOT_REUSABLE, PrefixCache, PrefixHit, PromptMemo
 from rollbook.inference.engines.embedded.row_table import RowTable
 from rollbook.inference.engines.embedded.runner import Runner
-from rollbook.inference.request import Request
+from rollbook.inference.request import GenerationRequest
 
 
 @dataclass(slots=True, eq=False)
 class Prefill:
     """A request in prefill. Its siblings have the same tokens and get a copy of its row."""
 
-    request: Request
+    request: GenerationRequest
     tokens: list[int]
     done: int = 0
     hit: PrefixHit | None = None
     """A cached prefix that is still to be copied into the row."""
-    siblings: list[Request] = field(default_factory=list)
+    siblings: list[GenerationRequest] = field(default_factory=list)
 
     @property
     def is_complete(self) -> bool:
@@ -65,7 +65,7 @@ class Prefiller:
         self._table = table
         self._round_tokens, self._forward_tokens = round_tokens, forward_tokens
         self._memo = PromptMemo(memo_rows)
-        self._memoized: list[tuple[Request, Tensor]] = []
+        self._memoized: list[tuple[GenerationRequest, Tensor]] = []
         self._prefills: list[Prefill] = []
 
     @property
@@ -77,7 +77,7 @@ class Prefiller:
         """Positions that the longest of them needs, its first new token included."""
         return max((len(prefill.tokens) + 1 for prefill in self._prefills), default=1)
 
-    def add(self, requests: Sequence[Request]) -> None:
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Each request must already own a row."""
         leaders: dict[tuple[int, ...], Prefill] = {}
         for request in requests:
@@ -92,7 +92,7 @@ class Prefiller:
                 leaders[tokens] = Prefill(request, list(tokens), 0 if hit is None else hit.length, hit)
         self._prefills.extend(leaders.values())
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: GenerationRequest) -> None:
         """Its siblings continue without it."""
         self._memoized = [(other, logits_V) for other, logits_V in self._memoized if other is not request]
         for prefill in self._prefills:
@@ -113,7 +113,7 @@ class Prefiller:
             prefill.request.cached_tokens = 0
             self._table.positions[prefill.request.row] = 0
 
-    def recompute(self, rows: Sequence[tuple[Request, list[int]]]) -> None:
+    def recompute(self, rows: Sequence[tuple[GenerationRequest, list[int]]]) -> None:
         """Prefill rows that are being decoded, completely, and sample nothing."""
         prefills = [Prefill(request, tokens) for request, tokens in rows]
         while not all(prefill.is_complete for prefill in prefills):
@@ -182,7 +182,7 @@ class Prefiller:
                 ):
                     yield self._forward(prefills, [pieces[index] for index in forward], is_fresh=is_fresh)
 
-    def _forward(self, prefills: Sequence[Prefill], pieces: Sequence[Piece], *, is_fresh: bool) -> _ForwardOutput:
+    def _forward(self, prefills: Sequence[Prefill], pieces: Sequence[PrefillSpan], *, is_fresh: bool) -> _ForwardOutput:
         logits_NV = self._runner.prefill(
             [prefills[piece.index].request.row for piece in pieces],
             [prefills[piece.index].tokens[piece.start : piece.end] for piece in pieces],

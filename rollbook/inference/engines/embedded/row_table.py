@@ -9,7 +9,7 @@ therefore be launched ahead, and a row that reaches its limit is free at launch.
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.inference.request import Request
+from rollbook.inference.request import GenerationRequest
 
 _STREAM = np.uint64(0xD1B54A32D192ED03)
 _SEED = 0x9E3779B97F4A7C15
@@ -60,7 +60,7 @@ class RowTable:
         owned = np.flatnonzero(self._is_owned)
         return int(owned[-1]) + 1 if len(owned) else 0
 
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[GenerationRequest]:
         return list(self.owners[self._is_owned])
 
     def free_rows(self, count: int) -> list[int]:
@@ -78,7 +78,7 @@ class RowTable:
         rows: list[int] = np.flatnonzero(self.is_constrained).tolist()
         return {row: self.owners[row].mask for row in rows}
 
-    def occupy(self, row: int, request: Request) -> None:
+    def occupy(self, row: int, request: GenerationRequest) -> None:
         sampling = request.sampling
         self.owners[row] = request
         self._is_owned[row] = True
@@ -118,7 +118,7 @@ class RowTable:
 
     def move(self, source: int, target: int) -> None:
         """Move the owner of a row to a free row."""
-        request: Request = self.owners[source]
+        request: GenerationRequest = self.owners[source]
         for column in (
             self.positions,
             self.temperatures,
@@ -185,7 +185,7 @@ class RoundLog:
         self.logprobs[line] = logprobs
         self.versions[line] = version
 
-    def flush(self, request: Request, until: int) -> None:
+    def flush(self, request: GenerationRequest, until: int) -> None:
         """Append a request's tokens of the rounds before `until`. Must be called before their lines are overwritten."""
         segments, request.segments = request.segments, []
         for row, start, end in segments:
@@ -201,7 +201,7 @@ class RoundLog:
             if end is None or end > last:
                 request.segments.append((row, max(start, last), end))
 
-    def _flush_tops(self, request: Request, lines: list[int], row: int, count: int) -> None:
+    def _flush_tops(self, request: GenerationRequest, lines: list[int], row: int, count: int) -> None:
         for line in lines:
             tops = self.tops[line]
             assert tops is not None, "a round with such a row collects them"

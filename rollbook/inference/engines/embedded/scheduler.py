@@ -17,7 +17,7 @@ from rollbook.contracts.policy import FinishReason
 from rollbook.inference.engine import GenerationError
 from rollbook.inference.engines.embedded.row_table import RoundLog, RowTable
 from rollbook.inference.engines.embedded.runner import PendingResults
-from rollbook.inference.request import Request
+from rollbook.inference.request import GenerationRequest
 
 LOG_ROUNDS = 4096
 
@@ -26,9 +26,9 @@ LOG_ROUNDS = 4096
 class RoundResults:
     """What the processed rounds produced."""
 
-    done: list[tuple[Request, FinishReason]] = field(default_factory=list)
-    failed: list[tuple[Request, Exception]] = field(default_factory=list)
-    streamed: list[Request] = field(default_factory=list)
+    done: list[tuple[GenerationRequest, FinishReason]] = field(default_factory=list)
+    failed: list[tuple[GenerationRequest, Exception]] = field(default_factory=list)
+    streamed: list[GenerationRequest] = field(default_factory=list)
     """Streaming requests with new tokens."""
     tokens: int = 0
 
@@ -44,10 +44,10 @@ class LaunchedRound:
     owners: NDArray[np.object_]
     stops: NDArray[np.int32] | None
     is_constrained: NDArray[np.bool_]
-    ending: list[Request]
+    ending: list[GenerationRequest]
 
 
-class Batch(Protocol):
+class RunningBatch(Protocol):
     """The running requests with their memory: `SlotBatch` on a CPU, `PagedBatch` on a GPU. Used by one thread."""
 
     table: RowTable
@@ -56,10 +56,10 @@ class Batch(Protocol):
     def cached_tokens(self) -> int:
         """Prompt tokens whose keys and values were taken from earlier requests, in all."""
 
-    def num_admissible(self, waiting: Iterable[Request]) -> int:
+    def num_admissible(self, waiting: Iterable[GenerationRequest]) -> int:
         """How many of the waiting requests, in order, can join now."""
 
-    def add(self, requests: Sequence[Request]) -> None:
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Prefill requests in the next rounds. Each owns a row."""
 
     def launch(self, number: int) -> tuple[NDArray[np.int64], list[int]]:
@@ -68,19 +68,19 @@ class Batch(Protocol):
     def collect(self) -> PendingResults:
         """The results of the last launch."""
 
-    def retire(self, request: Request) -> None:
+    def retire(self, request: GenerationRequest) -> None:
         """All tokens of the request are launched: its row will be released now, before its tokens are known."""
 
-    def keep(self, request: Request) -> None:
+    def keep(self, request: GenerationRequest) -> None:
         """The request is complete and its tokens are known: keep its keys and values for prompts that continue it."""
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: GenerationRequest) -> None:
         """Free the memory of a request. Its row is released afterwards, if it still has one."""
 
     def clean(self, row: int) -> None:
         """A released row may hold NaN: it must not affect the row's next owner."""
 
-    def to_preempt(self) -> list[Request]:
+    def to_preempt(self) -> list[GenerationRequest]:
         """The youngest requests that must leave before all rows can continue."""
 
     def make_space(self, number: int) -> None:
@@ -88,7 +88,7 @@ class Batch(Protocol):
 
     def weights_changed(self) -> None: ...
 
-    def recompute(self, decoding: Sequence[Request]) -> None:
+    def recompute(self, decoding: Sequence[GenerationRequest]) -> None:
         """Compute the keys and values of every row again under the current weights. All tokens are known."""
 
     def invalidate(self) -> None:
@@ -98,18 +98,18 @@ class Batch(Protocol):
 class Scheduler:
     """Requests enter by `join` and leave by `round` or `drain`."""
 
-    def __init__(self, batch: Batch, *, max_length: int, ahead: int) -> None:
+    def __init__(self, batch: RunningBatch, *, max_length: int, ahead: int) -> None:
         """`ahead`: number of rounds launched before the host waits for the oldest."""
         self.batch = batch
         self.table = batch.table
         self._ahead = ahead
         self._log = RoundLog(self.table.max_rows, min(LOG_ROUNDS, 2 * max_length + 2 * ahead + 2))
         self._launched: deque[LaunchedRound] = deque()
-        self._streaming: list[Request] = []
+        self._streaming: list[GenerationRequest] = []
         self._number = 0
         self._dropped_until = -1
         self.preemptions = 0
-        self._preempted: list[Request] = []
+        self._preempted: list[GenerationRequest] = []
 
     @property
     def num_running(self) -> int:
@@ -120,11 +120,11 @@ class Scheduler:
         """Whether launched rounds are still to be processed."""
         return bool(self._launched)
 
-    def num_admissible(self, waiting: Iterable[Request]) -> int:
+    def num_admissible(self, waiting: Iterable[GenerationRequest]) -> int:
         """How many of the waiting requests, in order, can join now."""
         return self.batch.num_admissible(waiting)
 
-    def join(self, requests: Sequence[Request]) -> None:
+    def join(self, requests: Sequence[GenerationRequest]) -> None:
         """Give each request a row. Limited by `num_admissible`."""
         rows = self.table.free_rows(len(requests))
         for request, row in zip(requests, rows, strict=True):
@@ -133,7 +133,7 @@ class Scheduler:
                 self._streaming.append(request)
         self.batch.add(requests)
 
-    def cancel(self, requests: Sequence[Request]) -> None:
+    def cancel(self, requests: Sequence[GenerationRequest]) -> None:
         """Free the rows of cancelled requests and drop their pending tokens."""
         for request in requests:
             if not request.is_finished:
@@ -153,7 +153,7 @@ class Scheduler:
             while len(self._launched) > self._ahead or (self._launched and not self.num_running):
                 self._process_oldest(results)
 
-    def take_preempted(self) -> list[Request]:
+    def take_preempted(self) -> list[GenerationRequest]:
         """The requests preempted since the last call, in order of arrival. They keep their tokens and must join again."""
         preempted, self._preempted = self._preempted, []
         return sorted(preempted, key=lambda request: request.order)
@@ -163,7 +163,7 @@ class Scheduler:
         with torch.inference_mode():
             self._process_launched(results)
 
-    def clear(self) -> list[Request]:
+    def clear(self) -> list[GenerationRequest]:
         """Remove all requests. They keep the tokens processed so far; call `drain` first to keep all of them."""
         # Requests that have launched all their tokens have left their rows, but are not finished.
         ending = [request for launched in self._launched for request in launched.ending if not request.is_finished]
@@ -181,7 +181,7 @@ class Scheduler:
         """Recompute the keys and values of every row under the current weights."""
         with torch.inference_mode():
             self._process_launched(results)
-            decoding: list[Request] = self.table.owners[self.table.is_active].tolist()
+            decoding: list[GenerationRequest] = self.table.owners[self.table.is_active].tolist()
             for request in decoding:
                 self._log.flush(request, self._processed_until())
             self.batch.recompute(decoding)
@@ -225,11 +225,11 @@ class Scheduler:
                 results.failed.append((request, error))
                 self._release(request)
 
-    def _retire(self, rows: NDArray[np.int64]) -> list[Request]:
+    def _retire(self, rows: NDArray[np.int64]) -> list[GenerationRequest]:
         """Free the rows that have launched all their tokens."""
         table = self.table
         ended = rows[table.counts[rows] >= table.limits[rows]]
-        ending: list[Request] = table.owners[ended].tolist()
+        ending: list[GenerationRequest] = table.owners[ended].tolist()
         for request in ending:
             self.batch.retire(request)
         # Only now: if `retire` raises, `clear` must find all of them in their rows.
@@ -282,7 +282,7 @@ class Scheduler:
             for request in self.table.requests():
                 self._log.flush(request, until)
 
-    def _finish(self, request: Request, until: int, reason: FinishReason, results: RoundResults) -> None:
+    def _finish(self, request: GenerationRequest, until: int, reason: FinishReason, results: RoundResults) -> None:
         self._log.flush(request, until)
         self.batch.keep(request)
         self._release(request)
@@ -306,7 +306,7 @@ class Scheduler:
             if self.table.owners[row] is None:
                 self.batch.clean(row)
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: GenerationRequest) -> None:
         """Remove a request. Frees its row, unless it has left it already."""
         request.is_finished = True
         if request.segments:

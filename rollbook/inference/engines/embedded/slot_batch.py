@@ -14,11 +14,11 @@ from rollbook.inference.engines.embedded.prefill import Prefiller
 from rollbook.inference.engines.embedded.prefix_cache import PrefixCache
 from rollbook.inference.engines.embedded.row_table import RowTable
 from rollbook.inference.engines.embedded.runner import PendingResults, Runner
-from rollbook.inference.request import Request
+from rollbook.inference.request import GenerationRequest
 
 
 class SlotBatch:
-    """The requests that share the slots. Implements `scheduler.Batch`."""
+    """The requests that share the slots. Implements `scheduler.RunningBatch`."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class SlotBatch:
     def cached_tokens(self) -> int:
         return self.prefixes.cached_tokens
 
-    def num_admissible(self, waiting: Iterable[Request]) -> int:
+    def num_admissible(self, waiting: Iterable[GenerationRequest]) -> int:
         return joinable(
             (len(request.prompt) + len(request.tokens) + 1 for request in waiting),
             running=self.table.num_owned,
@@ -63,7 +63,7 @@ class SlotBatch:
             free_slots=self._budget.max_rows - self.table.num_owned,
         )
 
-    def add(self, requests: Sequence[Request]) -> None:
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
             request.weights_generation = self.prefixes.weights_generation
         self._prefiller.add(requests)
@@ -85,14 +85,14 @@ class SlotBatch:
     def collect(self) -> PendingResults:
         return self._runner.collect(has_tops=self.table.has_tops)
 
-    def retire(self, request: Request) -> None:
+    def retire(self, request: GenerationRequest) -> None:
         # Copied now, because the row's next owner may be launched before this round is processed.
         row = request.row
         request.cached_kv = self.prefixes.copy_out(
             row, int(self.table.positions[row]), weights_generation=request.weights_generation
         )
 
-    def keep(self, request: Request) -> None:
+    def keep(self, request: GenerationRequest) -> None:
         generation = request.weights_generation
         if request.cached_kv is None and self.table.owners[request.row] is request:
             length = len(request.prompt) + len(request.tokens) - 1
@@ -101,14 +101,14 @@ class SlotBatch:
             tokens = [*request.prompt.tolist(), *request.tokens[:-1]]
             self.prefixes.add(tokens, request.cached_kv, weights_generation=generation)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: GenerationRequest) -> None:
         request.cached_kv = None
         self._prefiller.remove(request)
 
     def clean(self, row: int) -> None:
         self._runner.slots.zero_rows([row])
 
-    def to_preempt(self) -> list[Request]:
+    def to_preempt(self) -> list[GenerationRequest]:
         return self._capacity.to_preempt(self._longest())
 
     def make_space(self, number: int) -> None:
@@ -118,7 +118,7 @@ class SlotBatch:
         self._prefiller.weights_changed()
         self.prefixes.weights_changed()
 
-    def recompute(self, decoding: Sequence[Request]) -> None:
+    def recompute(self, decoding: Sequence[GenerationRequest]) -> None:
         # Without the last token: its keys are written by the decode step that consumes it.
         self._prefiller.recompute([(r, [*r.prompt.tolist(), *r.tokens[:-1]]) for r in decoding])
         self._prefiller.restart()
@@ -143,7 +143,7 @@ class SlotCapacity:
         self._table = table
         self._budget = budget
 
-    def to_preempt(self, longest: int) -> list[Request]:
+    def to_preempt(self, longest: int) -> list[GenerationRequest]:
         """The youngest requests that must leave before the longest row can grow to `longest` positions."""
         over = excess(running=self._table.num_owned, longest=longest, budget=self._budget)
         if not over:
@@ -178,7 +178,7 @@ class SlotCapacity:
         self._slots.copy_rows(sources, targets, length=length)
         self._runner.move_tokens(sources, targets)
         for source, target in moves:
-            request: Request = table.owners[source]
+            request: GenerationRequest = table.owners[source]
             if request.segments:
                 request.segments = [
                     *request.segments[:-1],

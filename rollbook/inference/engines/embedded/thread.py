@@ -22,7 +22,7 @@ from rollbook.inference.engines.busy import IDLE_GAP_S, BusyPeriods
 from rollbook.inference.engines.embedded.build import EngineParts
 from rollbook.inference.engines.embedded.scheduler import RoundResults
 from rollbook.inference.pause import Gate, PauseMode
-from rollbook.inference.request import Request
+from rollbook.inference.request import GenerationRequest
 
 Command = Callable[[], None]
 
@@ -47,13 +47,13 @@ class EngineThread:
         self._loop = loop
         self._busy = busy
         # Bounded by max_queued: the engine limits the requests that are submitted and not yet admitted.
-        self._inbox: SimpleQueue[Command | list[Request]] = SimpleQueue()
-        self._waiting: deque[Request] = deque()
+        self._inbox: SimpleQueue[Command | list[GenerationRequest]] = SimpleQueue()
+        self._waiting: deque[GenerationRequest] = deque()
         self._drain_waiters: list[asyncio.Future[None]] = []
 
     # --- for the event loop ---
 
-    def enqueue(self, requests: list[Request], cancelled: list[Request]) -> None:
+    def enqueue(self, requests: list[GenerationRequest], cancelled: list[GenerationRequest]) -> None:
         if requests:
             self._inbox.put(requests)
         if cancelled:
@@ -119,7 +119,7 @@ class EngineThread:
             self._busy.end_period()
             self._fail_all(EngineClosedError("the engine was closed before the request finished"))
 
-    def _cancel(self, cancelled: Sequence[Request]) -> None:
+    def _cancel(self, cancelled: Sequence[GenerationRequest]) -> None:
         """Free the slots of cancelled requests, and remove them from the queue."""
         self._scheduler.cancel(cancelled)
         waiting = deque(request for request in self._waiting if not request.future.done())
@@ -204,7 +204,7 @@ class EngineThread:
         except Empty:
             return not self.is_closed
 
-    def _wait_for_arrival(self) -> Command | list[Request]:
+    def _wait_for_arrival(self) -> Command | list[GenerationRequest]:
         if self._busy.is_open:
             try:
                 return self._inbox.get(timeout=IDLE_GAP_S)
@@ -212,7 +212,7 @@ class EngineThread:
                 self._busy.end_period()
         return self._inbox.get()
 
-    def _accept(self, arrival: Command | list[Request]) -> None:
+    def _accept(self, arrival: Command | list[GenerationRequest]) -> None:
         if isinstance(arrival, list):
             self._waiting.extend(arrival)
         else:
@@ -281,7 +281,7 @@ class EngineThread:
             self._loop.call_soon_threadsafe(_settle, waiter, error)
 
 
-def _is_preempted(waiting: Request) -> bool:
+def _is_preempted(waiting: GenerationRequest) -> bool:
     """Whether a waiting request had a row before."""
     return waiting.row >= 0
 

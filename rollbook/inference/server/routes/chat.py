@@ -11,11 +11,11 @@ from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.output_formats import ToolCall, parse_tool_calls
 from rollbook.contracts.policy import Completion, TokenChunk
 from rollbook.inference.request import BadRequestError
-from rollbook.inference.server.generation import Generation, GenerationResult, Piece
+from rollbook.inference.server.generation import Generation, GenerationChunk, GenerationResult
 from rollbook.inference.server.routes.responses import json_response
 from rollbook.inference.server.routes.streaming import possible_tokens, stream_completions
 from rollbook.inference.server.service import PolicyService
-from rollbook.inference.server.text import Tokenizer, ToolCallStream, token_names
+from rollbook.inference.server.text import TextTokenizer, ToolCallStream, token_names
 from rollbook.inference.wire.chat import (
     AssistantMessage,
     ChatBody,
@@ -76,7 +76,7 @@ class ChatRoutes:
         return json_response(reply)
 
 
-def _prompt(body: ChatBody, tokenizer: Tokenizer) -> list[int]:
+def _prompt(body: ChatBody, tokenizer: TextTokenizer) -> list[int]:
     text = tokenizer.render(
         template_messages(body.messages),
         add_generation_prompt=body.add_generation_prompt,
@@ -126,7 +126,7 @@ def _template_call(call: Any, at: int) -> dict[str, Any]:
     return {**call, "function": function}
 
 
-def _choice(index: int, result: GenerationResult, body: ChatBody, tokenizer: Tokenizer) -> ChatChoice:
+def _choice(index: int, result: GenerationResult, body: ChatBody, tokenizer: TextTokenizer) -> ChatChoice:
     completion, content, calls = result.completion, result.text, list[ToolCall]()
     if body.rendered_tools():
         content, calls = parse_tool_calls(result.text)
@@ -156,7 +156,7 @@ def _tool_call_parts(calls: list[ToolCall], *, has_index: bool = False) -> list[
     ]
 
 
-def _logprobs(sampled: Completion | TokenChunk, body: ChatBody, tokenizer: Tokenizer) -> ChatLogprobs | None:
+def _logprobs(sampled: Completion | TokenChunk, body: ChatBody, tokenizer: TextTokenizer) -> ChatLogprobs | None:
     if not body.logprobs:
         return None
     name, tops = token_names(tokenizer, is_id=body.return_tokens_as_token_ids), sampled.tops
@@ -179,7 +179,7 @@ async def _stream(
     head: ChatChunk,
     *,
     prompt: list[int],
-    tokenizer: Tokenizer,
+    tokenizer: TextTokenizer,
 ) -> web.StreamResponse:
     has_tools = bool(body.rendered_tools())
     choices = [_StreamedChoice(body, tokenizer, ToolCallStream() if has_tools else None) for _ in generations]
@@ -200,13 +200,13 @@ async def _stream(
 
 
 class _StreamedChoice:
-    def __init__(self, body: ChatBody, tokenizer: Tokenizer, tools: ToolCallStream | None) -> None:
+    def __init__(self, body: ChatBody, tokenizer: TextTokenizer, tools: ToolCallStream | None) -> None:
         self._body = body
         self._tokenizer = tokenizer
         self._tools = tools
         self._num_tokens = 0
 
-    def chunk(self, index: int, piece: Piece) -> ChunkChoice:
+    def chunk(self, index: int, piece: GenerationChunk) -> ChunkChoice:
         content, calls, result, tokens = piece.text, list[ToolCall](), piece.result, piece.tokens
         if self._tools is not None:
             content = self._tools.feed(piece.text)

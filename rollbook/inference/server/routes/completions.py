@@ -14,7 +14,7 @@ from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.policy import Completion, FinishReason, TopLogprobs, joined_completion
 from rollbook.inference.engine import PromptScores
 from rollbook.inference.request import BadRequestError
-from rollbook.inference.server.generation import Generation, GenerationResult, Piece
+from rollbook.inference.server.generation import Generation, GenerationChunk, GenerationResult
 from rollbook.inference.server.routes.responses import json_response
 from rollbook.inference.server.routes.streaming import possible_tokens, stream_completions
 from rollbook.inference.server.service import PolicyService
@@ -105,7 +105,7 @@ class CompletionRoutes:
                     for at in range(len(generations))
                 ]
 
-                def chunk(index: int, piece: Piece) -> CompletionReply:
+                def chunk(index: int, piece: GenerationChunk) -> CompletionReply:
                     return msgspec.structs.replace(head, choices=[choices[index].chunk(index, piece)])
 
                 return await stream_completions(
@@ -246,7 +246,7 @@ class _StreamedChoice:
         self._text_offset = 0
         self._is_first = True
 
-    def chunk(self, index: int, piece: Piece) -> Choice:
+    def chunk(self, index: int, piece: GenerationChunk) -> Choice:
         tokens, result = piece.tokens, piece.result
         echo = self._echo if self._is_first else None
         block = None

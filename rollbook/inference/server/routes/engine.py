@@ -10,7 +10,7 @@ from rollbook.inference.pause import PauseMode
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.routes.responses import json_response
 from rollbook.inference.server.service import PolicyService
-from rollbook.inference.wire.completions import Health
+from rollbook.inference.wire.completions import EngineHealth
 from rollbook.inference.wire.weights import AbortBody, WeightInfo
 from rollbook.telemetry.prometheus import Family, Kind, Sample, metrics_response
 
@@ -23,7 +23,7 @@ class EngineRoutes:
     async def health(self, _request: web.Request) -> web.Response:
         stats, weights = self._engine.stats(), WeightInfo.of(self._engine.publication)
         return json_response(
-            Health(
+            EngineHealth(
                 status="draining" if self._service.is_draining else "ok",
                 publication=weights.publication,
                 step=weights.step,

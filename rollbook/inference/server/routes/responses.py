@@ -8,7 +8,7 @@ from aiohttp import web
 
 from rollbook.contracts.errors import EpisodeError, TransientError
 from rollbook.contracts.weights import WeightsError
-from rollbook.inference.engine import GenerationError, QueueFullError, UnpublishedError
+from rollbook.inference.engine import EngineQueueFullError, GenerationError, UnpublishedError
 from rollbook.inference.pause import OutdatedUpdateError
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.service import RETRY_AFTER_S, StaleWeightsError, UnknownModelError
@@ -18,7 +18,7 @@ from rollbook.inference.wire.completions import (
     QUEUE_FULL,
     STALE_WEIGHTS,
     ErrorDetail,
-    ErrorReply,
+    OpenAiError,
 )
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -35,7 +35,7 @@ def error_response(
     status: int, kind: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
 ) -> web.Response:
     detail = ErrorDetail(message=message, type=kind, code=status, param=param)
-    response = json_response(ErrorReply(error=detail), status=status)
+    response = json_response(OpenAiError(error=detail), status=status)
     if retry_after_s is not None:
         response.headers["Retry-After"] = f"{retry_after_s:g}"
     return response
@@ -58,7 +58,7 @@ def response_to(error: Exception) -> web.Response | None:
         case GenerationError():
             return error_response(500, GENERATION_FAILED, message)
         case TransientError():
-            kind = QUEUE_FULL if isinstance(error, QueueFullError) else "unavailable"
+            kind = QUEUE_FULL if isinstance(error, EngineQueueFullError) else "unavailable"
             return error_response(503, kind, message, retry_after_s=error.retry_after_s or RETRY_AFTER_S)
         case EpisodeError():
             return error_response(400, "BadRequestError", message, param="messages")

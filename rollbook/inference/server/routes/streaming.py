@@ -10,7 +10,7 @@ from aiohttp import web
 
 from rollbook.access.event_stream import DONE, EventStream, event, json_event
 from rollbook.contracts.policy import TopLogprobs
-from rollbook.inference.server.generation import Generation, Piece
+from rollbook.inference.server.generation import Generation, GenerationChunk
 from rollbook.inference.server.routes.responses import response_to
 from rollbook.inference.wire.completions import SamplingBody, Usage
 
@@ -24,7 +24,7 @@ async def stream_completions(
     body: SamplingBody,
     *,
     prompt_tokens: int,
-    chunk: Callable[[int, Piece], msgspec.Struct],
+    chunk: Callable[[int, GenerationChunk], msgspec.Struct],
     usage_chunk: Callable[[Usage], msgspec.Struct],
 ) -> web.StreamResponse:
     """Send a chunk for each piece, then the usage if it was requested."""
@@ -50,9 +50,9 @@ async def stream_completions(
     return await stream.end()
 
 
-async def merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Piece], None]:
+async def merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
     """The pieces of several generations in the order they are made, each with the index of its choice."""
-    ready: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue(MAX_WAITING_PIECES)
+    ready: asyncio.Queue[tuple[int, GenerationChunk] | Exception] = asyncio.Queue(MAX_WAITING_PIECES)
 
     async def follow(index: int, generation: Generation) -> None:
         try:

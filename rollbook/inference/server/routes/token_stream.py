@@ -31,12 +31,12 @@ FRAME_INTERVAL_S = 0.002
 class TokenStreamRoutes:
     def __init__(self, service: PolicyService) -> None:
         self._service = service
-        self._streams: set[TokenStream] = set()
+        self._streams: set[StreamSession] = set()
 
     async def connect(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse(max_msg_size=MAX_FRAME_BYTES, compress=False, heartbeat=HEARTBEAT_S)
         await socket.prepare(request)
-        stream = TokenStream(self._service, socket)
+        stream = StreamSession(self._service, socket)
         self._streams.add(stream)
         try:
             await stream.run()
@@ -49,7 +49,7 @@ class TokenStreamRoutes:
         await asyncio.gather(*(stream.close() for stream in list(self._streams)))
 
 
-class TokenStream:
+class StreamSession:
     """One connection. A request costs no task: its outcome joins the next frame when the engine has finished it."""
 
     def __init__(self, service: PolicyService, socket: web.WebSocketResponse) -> None:

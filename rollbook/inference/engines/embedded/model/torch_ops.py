@@ -1,6 +1,6 @@
 """The small operations of a decoder layer over slots, in plain torch: for a CPU, and where Triton is not installed.
 
-`Step` holds the data that all layers of one forward share. `packed.py` has the operations over blocks.
+`SlotStep` holds the data that all layers of one forward share. `packed.py` has the operations over blocks.
 """
 
 # M tokens of a forward, N rows, C tokens a row, S slots, H key/value heads, G query heads a key/value head, Q = H x G, T positions,
@@ -51,7 +51,7 @@ def normed_heads(fused_MXD: Tensor, heads: HeadShape, norms: HeadNorms) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class SlotStep:
     """Shared by all layers of one forward: rotary factors (cosines and signed sines, M x 1 x D) and target slots of its tokens."""
 
     cosines_M1D: Tensor
@@ -73,7 +73,7 @@ class TorchOps:
         # The table includes the sign of the rotation, so that rotating only swaps the halves.
         self._signed_sines_TD = torch.cat((-sines_TD[:, :half], sines_TD[:, half:]), dim=1)
 
-    def decode_step(self, positions_N: Tensor, slots: SlotCache, *, length: int) -> Step:
+    def decode_step(self, positions_N: Tensor, slots: SlotCache, *, length: int) -> SlotStep:
         count = len(positions_N)
         rows_N = torch.arange(count, device=positions_N.device)
         is_future_NT = torch.arange(length, device=positions_N.device) > positions_N[:, None]
@@ -81,7 +81,7 @@ class TorchOps:
         mask_NT.masked_fill_(is_future_NT, float("-inf"))
         return self._step(positions_N, rows_N, positions_N, slots, mask=mask_NT[:, None, None], length=length)
 
-    def prefill_step(self, positions: PrefillPositions, slots: SlotCache) -> Step:
+    def prefill_step(self, positions: PrefillPositions, slots: SlotCache) -> SlotStep:
         positions_M = positions.positions_NC.flatten()
         mask = None if positions.is_fresh else positions.mask_N1CT(self._cosines_TD.dtype)
         return self._step(
@@ -96,7 +96,7 @@ class TorchOps:
     def norm(self, x_ME: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
         return F.rms_norm(x_ME, weight_E.shape, weight_E, epsilon)
 
-    def rotate_and_store(self, fused_MX: Tensor, step: Step, joint: Tensor, norms: HeadNorms | None) -> None:
+    def rotate_and_store(self, fused_MX: Tensor, step: SlotStep, joint: Tensor, norms: HeadNorms | None) -> None:
         """Rotate queries and keys in place, and write keys and values to the slots."""
         heads = self._heads
         fused_MXD = fused_MX.view(len(fused_MX), heads.fused, heads.size)
@@ -108,7 +108,7 @@ class TorchOps:
         rotated_MRD.mul_(step.cosines_M1D).addcmul_(swapped_MRD, step.sines_M1D)
         joint.view(-1, heads.size).index_copy_(0, step.write_at, fused_MXD[:, heads.queries :].reshape(-1, heads.size))
 
-    def attend_one(self, fused_NX: Tensor, step: Step, joint: Tensor) -> Tensor:
+    def attend_one(self, fused_NX: Tensor, step: SlotStep, joint: Tensor) -> Tensor:
         """One query per row, over the row's slot. Queries that share keys form one block, so keys are not repeated."""
         heads, count = self._heads, len(fused_NX)
         queries_NHGD = fused_NX.view(count, heads.fused, heads.size)[:, : heads.queries].view(
@@ -118,7 +118,7 @@ class TorchOps:
         attended = F.scaled_dot_product_attention(queries_NHGD, keys_NHTD, values_NHTD, attn_mask=step.mask)
         return attended.reshape(count, heads.queries * heads.size)
 
-    def attend_many(self, fused_MX: Tensor, step: Step, joint: Tensor, positions: PrefillPositions) -> Tensor:
+    def attend_many(self, fused_MX: Tensor, step: SlotStep, joint: Tensor, positions: PrefillPositions) -> Tensor:
         heads = self._heads
         rows, tokens = positions.positions_NC.shape
         fused_NXCD = fused_MX.view(rows, tokens, heads.fused, heads.size).transpose(1, 2)
@@ -153,13 +153,13 @@ class TorchOps:
         *,
         mask: Tensor | None,
         length: int,
-    ) -> Step:
+    ) -> SlotStep:
         device, keys = positions_M.device, self._heads.keys
         joint = slots.joint[0]
         kinds_2, heads_H = torch.arange(2, device=device), torch.arange(keys, device=device)
         slot_M2 = kinds_2 * joint.shape[1] + rows_M[:, None]
         write_at_M2H = (slot_M2[:, :, None] * keys + heads_H) * joint.shape[3] + write_at_M[:, None, None]
-        return Step(
+        return SlotStep(
             cosines_M1D=self._cosines_TD[positions_M][:, None],
             sines_M1D=self._signed_sines_TD[positions_M][:, None],
             write_at=write_at_M2H.flatten(),

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from rollbook.inference.engines.embedded.paged.block_pool import BlockPool, RowBlocks
 from rollbook.inference.engines.embedded.paged.runner import PackedRunner
-from rollbook.inference.engines.embedded.paged.step_input import Piece
+from rollbook.inference.engines.embedded.paged.step_input import PromptSlice
 from rollbook.inference.engines.embedded.row_table import RowTable
 from rollbook.inference.engines.embedded.runner import PendingResults
-from rollbook.inference.request import Request, token_array
+from rollbook.inference.request import GenerationRequest, token_array
 
 GATHER_ROUNDS, GATHER_PROMPTS = 4, 16
 """While others decode, new prompts wait for at most this many rounds, or until there are this many of them."""
@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 class _Prefill:
     """A request that owns a row and is not decoded yet. It has blocks and an array of tokens once its prefill has started."""
 
-    request: Request
+    request: GenerationRequest
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     done: int = 0
 
 
 class PagedBatch:
-    """The requests that share the blocks. Implements `scheduler.Batch`. A request's `cached_kv` is its `RowBlocks`."""
+    """The requests that share the blocks. Implements `scheduler.RunningBatch`. A request's `cached_kv` is its `RowBlocks`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class PagedBatch:
         self._prefills: list[_Prefill] = []
         self._rounds_waited = 0
 
-    def num_admissible(self, waiting: Iterable[Request]) -> int:
+    def num_admissible(self, waiting: Iterable[GenerationRequest]) -> int:
         running = self.table.num_owned
         free_rows = self.table.max_rows - running
         reserved = sum(self._needed(_length(p.request)) for p in self._prefills if p.request.cached_kv is None)
@@ -75,7 +75,7 @@ class PagedBatch:
             admitted += 1
         return admitted
 
-    def add(self, requests: Sequence[Request]) -> None:
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
         self._prefills.extend(map(_Prefill, requests))
 
     def launch(self, number: int) -> tuple[NDArray[np.int64], list[int]]:
@@ -98,10 +98,10 @@ class PagedBatch:
     def collect(self) -> PendingResults:
         return self._runner.collect(has_tops=self.table.has_tops)
 
-    def retire(self, request: Request) -> None:
+    def retire(self, request: GenerationRequest) -> None:
         """Nothing to do: the blocks belong to the request, not to its row."""
 
-    def keep(self, request: Request) -> None:
+    def keep(self, request: GenerationRequest) -> None:
         row: RowBlocks | None = request.cached_kv
         if row is not None:
             # Without the last token, whose keys were never written.
@@ -109,7 +109,7 @@ class PagedBatch:
             new = token_array(request.tokens[max(0, start) : -1])
             self.pool.register(row, new if start >= 0 else np.concatenate([request.prompt[start:], new]))
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: GenerationRequest) -> None:
         if request.cached_kv is not None:
             self.pool.release(request.cached_kv)
             request.cached_kv = None
@@ -119,7 +119,7 @@ class PagedBatch:
     def clean(self, row: int) -> None:
         """Nothing to do: attention reads no position that the row has not written."""
 
-    def to_preempt(self) -> list[Request]:
+    def to_preempt(self) -> list[GenerationRequest]:
         """Grows the cache first, if it can."""
         number = len(self._full_rows())
         self._ensure_free(number)
@@ -143,7 +143,7 @@ class PagedBatch:
     def weights_changed(self) -> None:
         self.pool.weights_changed()
 
-    def recompute(self, decoding: Sequence[Request]) -> None:
+    def recompute(self, decoding: Sequence[GenerationRequest]) -> None:
         """Every row starts again: its tokens so far are prefilled in the next rounds, and its next token is sampled after them."""
         running = sorted(self.table.requests(), key=lambda request: request.order)
         for request in running:
@@ -169,9 +169,9 @@ class PagedBatch:
         table = self.table
         return np.flatnonzero(table.is_active & (table.positions >= self._room))
 
-    def _pieces(self, num_decoding: int) -> list[Piece]:
+    def _pieces(self, num_decoding: int) -> list[PromptSlice]:
         """The prompt tokens of this round, in order of arrival."""
-        pieces: list[Piece] = []
+        pieces: list[PromptSlice] = []
         if not self._prefills or (num_decoding and not self._is_gathered()):
             return pieces
         left = max(1, min(self._prompt_tokens, self._step_tokens - num_decoding))
@@ -181,7 +181,7 @@ class PagedBatch:
                 break
             end = min(len(prefill.tokens), prefill.done + left)
             is_last = end == len(prefill.tokens)
-            pieces.append(Piece(request.row, prefill.done, prefill.tokens[prefill.done : end], is_last))
+            pieces.append(PromptSlice(request.row, prefill.done, prefill.tokens[prefill.done : end], is_last))
             left -= end - prefill.done
             prefill.done = end
             row: RowBlocks = request.cached_kv
@@ -253,9 +253,9 @@ class PagedBatch:
         return True
 
 
-def _length(request: Request) -> int:
+def _length(request: GenerationRequest) -> int:
     return len(request.prompt) + len(request.tokens)
 
 
-def _tokens(request: Request) -> NDArray[np.int32]:
+def _tokens(request: GenerationRequest) -> NDArray[np.int32]:
     return np.concatenate([request.prompt, token_array(request.tokens)]) if request.tokens else request.prompt

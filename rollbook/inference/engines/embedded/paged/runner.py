@@ -23,7 +23,7 @@ from rollbook.inference.engines.embedded.paged.step_input import (
     ROW_BUCKETS,
     TABLE_CHANGES,
     TOKEN_BUCKETS,
-    Piece,
+    PromptSlice,
     StepShape,
     bucket,
     chunk_length,
@@ -123,7 +123,7 @@ class PackedRunner:
             layout.fill(block, table, nothing, [], changes=self.cache.take_changes(0), chunk=1, query_tile=1)
             self._run(shape, torch.from_numpy(block), is_truncated=False, has_tops=False)
 
-    def run(self, table: RowTable, decoding: NDArray[np.int64], pieces: Sequence[Piece]) -> None:
+    def run(self, table: RowTable, decoding: NDArray[np.int64], pieces: Sequence[PromptSlice]) -> None:
         """Sample one token in each decoding row, and in each row whose prompt is complete after its piece."""
         self._drop_stale_graphs()
         changes = self.cache.take_changes(TABLE_CHANGES)
@@ -240,7 +240,7 @@ def packed_error(model: LlamaForward, module: nn.Module, *, block_size: int) -> 
             table.positions[0] = start
             is_decode = end > count
             keys, tile = model.heads.keys, model.packed_ops.query_tile
-            pieces = [] if is_decode else [Piece(0, start, tokens[start:end].numpy(), is_last=True)]
+            pieces = [] if is_decode else [PromptSlice(0, start, tokens[start:end].numpy(), is_last=True)]
             for shape in (
                 [StepShape.decode(1, key_heads=keys, is_split=is_split) for is_split in (False, True)]
                 if is_decode

@@ -47,7 +47,7 @@ def bucket(size: int, buckets: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PromptSlice:
     """Tokens of a prompt that are prefilled in this step, from position `start` of their row."""
 
     row: int
@@ -154,7 +154,7 @@ class StepInput:
         block: NDArray[np.int32],
         table: RowTable,
         decoding: NDArray[np.int64],
-        pieces: Sequence[Piece],
+        pieces: Sequence[PromptSlice],
         *,
         changes: tuple[NDArray[np.int64], NDArray[np.int32]],
         chunk: int,
