@@ -43,7 +43,7 @@ from rollbook.contracts.group import GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import Durability
-from rollbook.ledger.http import wire
+from rollbook.ledger.http import verbs, wire
 from rollbook.telemetry.events import EventLog
 
 ROOT = Path(__file__).parents[2]
@@ -316,7 +316,7 @@ class Turns:
         headers = {"Content-Type": wire.CONTENT_TYPE, "Authorization": f"Bearer {token}"}
         if not self._native:
             rule = FreshnessRule(groups_per_step=32, max_in_flight=32, max_head_offpolicy_versions=1)
-            body = msgspec.msgpack.encode(wire.CreateRun(settings=RunSettings(rule=rule)))
+            body = msgspec.msgpack.encode(verbs.CreateRun(settings=RunSettings(rule=rule)))
             await bench.call("PUT", "/v1/runs/native", data=body, headers=headers)
         num = self._size.groups * 2
         groups = [native_group(self._native + number) for number in range(2 * num + 32)]

@@ -11,7 +11,7 @@ from rollbook.contracts.group_codec import EncodedGroup, encode_group
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
-from rollbook.ledger.http import wire
+from rollbook.ledger.http import verbs
 
 SEQUENCES, TOKENS, PROMPT = 8, 1024, 200
 VOCABULARY = 150_000
@@ -62,8 +62,8 @@ def native_group(number: int) -> tuple[EncodedGroup, GroupOutcome]:
     return encode_group(group), group.outcome(seconds=1.0)
 
 
-def submission(group: EncodedGroup, outcome: GroupOutcome) -> wire.Submit:
-    return wire.Submit(
+def submission(group: EncodedGroup, outcome: GroupOutcome) -> verbs.Submit:
+    return verbs.Submit(
         group_id=group.id,
         task_id=group.task_id,
         draw=group.draw,

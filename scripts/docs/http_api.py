@@ -11,7 +11,8 @@ import msgspec
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.auth import Role
 from rollbook.ledger.http.openapi import ERRORS, openapi_document, query_parameters
-from rollbook.ledger.http.verbs import VERBS, Form, Verb
+from rollbook.ledger.http.verb import Declaration, Form
+from rollbook.ledger.http.verbs import VERBS
 
 INTRODUCTION = f"""# HTTP API of the ledger (native)
 
@@ -64,12 +65,12 @@ def _session() -> str:
     return f"## A run with curl\n\nEvery route once, in the order of a run. A test executes it.\n\n```sh\n{script}```\n"
 
 
-def _verb(verb: Verb[Any, Any]) -> str:
+def _verb(verb: Declaration) -> str:
     roles = (
         "any client, without a token" if verb.roles is None else ", ".join(f"`{role}`" for role in sorted(verb.roles))
     )
     if verb.is_steering:
-        roles += "; it needs a token also on loopback"
+        roles += "; it needs a token even on loopback"
     lines = [f"### {verb.method} {verb.path}\n", f"{verb.summary}\n", f"- role: {roles}"]
     for name, schema in query_parameters(verb).items():
         default = msgspec.json.encode(schema["default"]).decode()
@@ -80,13 +81,15 @@ def _verb(verb: Verb[Any, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _response(verb: Verb[Any, Any]) -> str:
+def _response(verb: Declaration) -> str:
     if verb.form is Form.MESSAGE:
         return _link(verb.response)
     if verb.form is Form.EVENTS:
         return f"server-sent events: `status` with {_link(verb.response)} as JSON, and `end` when the ledger stops"
+    if verb.form is Form.FRAMES:
+        head = f"{_link(verb.response)} as MessagePack"
+        return f"frames, each preceded by its length (8 bytes, big-endian): {head}, then the payloads"
     return {
-        Form.FRAMES: "payloads one after the other, each preceded by its length (8 bytes, big-endian)",
         Form.FRAME: "one payload, as it is stored (MessagePack, see `rollbook/contracts/group_codec.py`)",
         Form.TEXT: "text",
         Form.JSON: "JSON",
@@ -99,6 +102,8 @@ def _link(kind: Any) -> str:
         return f"list of {_link(items[0])}"
     if kind is str:
         return "string"
+    if kind is None or kind is type(None):
+        return "null"
     return f"[`{kind.__name__}`](#{kind.__name__.lower()})"
 
 

@@ -48,8 +48,7 @@ get --json '{"group_id": "c@0", "attempt": 1, "cause": "the worker died"}' $LEDG
 get --json '{}' -H "$TOKEN" $LEDGER/v1/runs/demo/exhausted
 
 # The trainer trains the first batch.
-get --json "{\"step\": 1, \"epoch\": $EPOCH, \"wait_s\": 5}" -H "$TOKEN" $LEDGER/v1/runs/demo/batch
-get --json "{\"step\": 1, \"epoch\": $EPOCH}" -H "$TOKEN" $LEDGER/v1/runs/demo/payloads -o batch.bin
+get --json "{\"step\": 1, \"epoch\": $EPOCH, \"wait_s\": 5}" -H "$TOKEN" $LEDGER/v1/runs/demo/batch -o batch.bin
 get --json "{\"step\": 1, \"epoch\": $EPOCH, \"weights_digest\": \"w1\"}" -H "$TOKEN" $LEDGER/v1/runs/demo/acknowledge
 get --json "{\"step\": 1, \"epoch\": $EPOCH, \"oldest_kept\": 1}" -H "$TOKEN" $LEDGER/v1/runs/demo/checkpointed
 
@@ -66,19 +65,18 @@ get $LEDGER/metrics
 timeout 1 curl -sS -N $LEDGER/v1/runs/demo/events || true                            # until the connection is closed
 
 # Producers that play their own tasks, and processes that join a run.
-get -X PUT --json '{"weight": 2.0, "min_share": 0.25}' $LEDGER/v1/runs/demo/producers/notes
+get -X PUT --json '{"name": "notes", "weight": 2.0, "min_share": 0.25}' $LEDGER/v1/runs/demo/producers
 get $LEDGER/v1/runs/demo/producers
 get --json '{"name": "gpu-1", "role": "policy", "node": "host-1", "nonce": "m1"}' -H "$TOKEN" $LEDGER/v1/runs/demo/members
-MEMBER=policy%230                                                                    # the id in the response, policy#0
-get --json '{"publication": 0, "load": 3}' -H "$TOKEN" $LEDGER/v1/runs/demo/members/$MEMBER/heartbeat
+get --json '{"member": "policy#0", "publication": 0, "load": 3}' -H "$TOKEN" $LEDGER/v1/runs/demo/members/heartbeat
 get $LEDGER/v1/runs/demo/members
-get -X PUT --json '{"directory_id": "d1", "version": "0.1.0", "config": "", "addresses": {}, "tokens": {}}' \
+get -X PUT --json '{"announcement": {"directory_id": "d1", "version": "0.1.0", "config": "", "addresses": {}, "tokens": {}}}' \
   -H "$TOKEN" $LEDGER/v1/runs/demo/announcement
 get -H "$TOKEN" $LEDGER/v1/announced
 get -H "$TOKEN" $LEDGER/v1/runs/demo/announcement
 get --json '{"file": "logs/gpu-1.jsonl", "data": "e30K", "stream": "m1", "start": 0}' -H "$TOKEN" $LEDGER/v1/runs/demo/telemetry
 get --json '{}' -H "$TOKEN" $LEDGER/v1/runs/demo/telemetry/collect                    # for the supervisor of the run
-get --json '{}' -H "$TOKEN" $LEDGER/v1/runs/demo/members/$MEMBER/leave
+get --json '{"member": "policy#0"}' -H "$TOKEN" $LEDGER/v1/runs/demo/members/leave
 
 # What operators do. Each action is recorded with its author and time.
 get --json '{"kind": "pause", "author": "Ada", "note": "the reward is wrong", "nonce": "a1"}' -H "$TOKEN" $LEDGER/v1/runs/demo/actions

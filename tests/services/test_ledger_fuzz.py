@@ -41,9 +41,8 @@ KNOWN: dict[str, list[Any]] = {
 }
 PATHS = {
     "run": [RUN, "other", "..", "x\x00y", "ü"],
-    "group": ["a@0", "b/c", "%"],
+    "group_id": ["a@0", "b/c", "%"],
     "step": ["1", "-1", "x"],
-    "producer": ["p"],
 }
 
 
@@ -156,8 +155,8 @@ async def test_an_invalid_value_in_any_field_never_causes_a_server_error(target:
     }
     base |= {"name": "m", "role": "policy", "node": "n", "address": "", "lease_s": 15.0, "load": 0.0}
     base |= {"file": "logs/policy-a.jsonl", "data": b"{}\n", "stream": "s", "start": 0}
-    base |= {"directory_id": "d", "version": "0.1.0", "config": "", "addresses": {}, "tokens": {}}
-    base |= {"tokenizer_digest": "", "needs_env_token": False, "relay": "", "after": 0}
+    announcement = {"directory_id": "d", "version": "0.1.0", "config": "", "addresses": {}, "tokens": {}}
+    base |= {"announcement": announcement, "member": "m", "relay": "", "after": 0}
     base |= {"kind": "annotate", "author": "a", "target": "a", "sample": 0, "note": "n"}
     for method, path, schema in target.operations():
         if schema is None:

@@ -13,7 +13,7 @@ import pytest
 from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.contracts.errors import RunError
 from rollbook.ledger.config import LedgerConfig, LedgerServerConfig
-from rollbook.ledger.http import wire
+from rollbook.ledger.http import verbs
 from rollbook.ledger.http.auth import Keys, Role, require_tokens
 from rollbook.ledger.http.compression import compress
 from rollbook.ledger.serve import keys_of, open_ledger_service
@@ -240,4 +240,4 @@ def test_short_tokens_are_rejected_and_tokens_are_never_shown() -> None:
 
 def test_a_message_with_an_unknown_field_is_rejected() -> None:
     with pytest.raises(msgspec.ValidationError, match="unknown field"):
-        msgspec.convert({"step": 1, "epoch": 1, "wait": 2.0}, wire.Batch)
+        msgspec.convert({"step": 1, "epoch": 1, "wait": 2.0}, verbs.Batch)

@@ -368,9 +368,9 @@ async def test_a_client_that_does_not_read_its_batch_does_not_delay_others(url: 
             await client.submit(encode_group(group), outcome_of(group), attempt=1)
         await client.batch(1, wait_s=5)
         host, port = url.removeprefix("http://").split(":")
-        body = msgspec.msgpack.encode({"step": 1, "epoch": 1})
+        body = msgspec.msgpack.encode({"step": 1, "epoch": 1, "wait_s": 0.0})
         _, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        head = f"POST /v1/runs/{RUN}/payloads HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/msgpack\r\n"
+        head = f"POST /v1/runs/{RUN}/batch HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/msgpack\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         await writer.drain()
         for _ in range(20):

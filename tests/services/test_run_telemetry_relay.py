@@ -15,7 +15,7 @@ from rollbook.contracts.errors import RunError, TransientError
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.http import relay
 from rollbook.ledger.http.relay import Relay, RelayFullError
-from rollbook.ledger.http.wire import CollectTelemetry, TelemetryBatch
+from rollbook.ledger.http.verbs import CollectTelemetry, ShipTelemetry
 from rollbook.run.members.member_tasks import TelemetryCollector
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.shipping import Shipper
@@ -160,7 +160,7 @@ async def test_only_telemetry_files_of_known_runs_are_kept(tmp_path: Path) -> No
 def test_the_telemetry_of_a_run_that_stopped_makes_room_for_others() -> None:
     clock = ManualClock()
     kept = Relay(clock)
-    batch = TelemetryBatch(file=LOG_FILE, data=bytes(1 << 20), stream="s", start=0)
+    batch = ShipTelemetry(file=LOG_FILE, data=bytes(1 << 20), stream="s", start=0)
     for number in range(10):
         for _ in range(6):
             kept.keep(RunId(f"run-{number}"), batch)

@@ -16,6 +16,7 @@ from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, PromptGr
 from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.http import wire
+from rollbook.ledger.http.verb import Verb
 from rollbook.telemetry.events import EventLog
 
 T = TypeVar("T")
@@ -58,6 +59,9 @@ class SyncLedgerClient:
     ) -> Receipt:
         encoded = encode_group(group)
         return self.wait(self.client.submit(encoded, outcome, attempt=attempt, drop=drop, producer=producer))
+
+    def call(self, request: Verb[T]) -> T:
+        return self.wait(self.client.call(request))
 
     runs = _blocking(LedgerClient.runs)
     create_run = _blocking(LedgerClient.create_run)

@@ -5,7 +5,7 @@ import io
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
 import aiohttp
@@ -19,10 +19,9 @@ from rollbook.contracts.errors import FencedError, NotFoundError, RollbookError,
 from rollbook.contracts.group_checks import UnusableGroupError
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.compression import MIN_COMPRESSED_BYTES, compress
-from rollbook.ledger.http.verbs import Verb
+from rollbook.ledger.http.verb import Form, Verb
 from rollbook.telemetry.events import EventLog
 
-Q = TypeVar("Q", bound=wire.Message)
 R = TypeVar("R")
 T = TypeVar("T")
 Read = Callable[[aiohttp.ClientResponse], Awaitable[T]]
@@ -79,22 +78,23 @@ class Transport:
         """The address of the replica in use."""
         return self._urls[self._current]
 
-    async def call(self, verb: Verb[Q, R], message: Q, *, wait_s: float = 0.0, **path: str) -> R:
-        """The reply to a request that is repeated while the ledger cannot be reached."""
-        return await self.read(verb, message, _decode(verb), wait_s=wait_s, **path)
+    async def call(self, request: Verb[R]) -> R:
+        """The response to a request that is repeated while the ledger cannot be reached."""
+        return await self.read(request, _decode(request))
 
-    async def read(self, verb: Verb[Q, R], message: Q, read: Read[T], *, wait_s: float = 0.0, **path: str) -> T:
+    async def read(self, request: Verb[Any], read: Read[T]) -> T:
         """Like `call`, for a response that `read` decodes."""
-        request = await self._encode(verb, message, path)
+        encoded = await self._encode(request)
+        wait_s: float = getattr(request, "wait_s", 0.0) + request.declaration.takes_s
 
         async def attempt(left_s: float) -> T:
-            return await self._send(request, read, min(left_s, wait_s + self._attempt_s))
+            return await self._send(encoded, read, min(left_s, wait_s + self._attempt_s))
 
-        return await self.repeat(attempt, name=request.name, wait_s=wait_s)
+        return await self.repeat(attempt, name=encoded.name, wait_s=wait_s)
 
-    async def call_once(self, verb: Verb[Q, R], message: Q) -> R:
+    async def call_once(self, request: Verb[R]) -> R:
         """One attempt. Raises `TransientError` if another one may succeed."""
-        return await self._send(await self._encode(verb, message, {}), _decode(verb), self._attempt_s)
+        return await self._send(await self._encode(request), _decode(request), self._attempt_s)
 
     async def repeat(self, attempt: Callable[[float], Awaitable[T]], *, name: str, wait_s: float = 0.0) -> T:
         """Repeat `attempt`, which gets the seconds left, on every `TransientError` until the time for a request is over."""
@@ -112,26 +112,31 @@ class Transport:
         """Time limit of one attempt. Another one must have time left."""
         return max(LONG_POLL_SLACK_S, self._request_s / 2)
 
-    async def _encode(self, verb: Verb[Q, R], message: Q, path: Mapping[str, str]) -> _Request:
-        quoted = {name: quote(value, safe="") for name, value in path.items()}
-        target = verb.path.format(run=quote(self.run_id, safe=""), **quoted)
-        name = f"{verb.method} {target}"
+    async def _encode(self, request: Verb[Any]) -> _Request:
+        verb = request.declaration
         if not verb.has_body:
-            fields = msgspec.to_builtins(message)
-            query = urlencode({field: value for field, value in fields.items() if value is not None})
-            return _Request(name, verb.method, f"{target}?{query}" if query else target, self._headers, None)
-        body = msgspec.msgpack.encode(message)
+            fields = {name: value for name, value in msgspec.to_builtins(request).items() if value is not None}
+            target = self._target(
+                verb.path, {name: str(fields.pop(name)) for name in verb.path_fields if name in fields}
+            )
+            query = f"?{urlencode(fields)}" if fields else ""
+            return _Request(f"{verb.method} {target}", verb.method, target + query, self._headers, None)
+        target = self._target(verb.path, {})
+        body = msgspec.msgpack.encode(request)
         headers = {**self._headers, "Content-Type": wire.CONTENT_TYPE}
         if self._is_compressed and len(body) >= MIN_COMPRESSED_BYTES:
             body, headers["Content-Encoding"] = await asyncio.to_thread(compress, body), "zstd"
-        return _Request(name, verb.method, target, headers, body)
+        return _Request(f"{verb.method} {target}", verb.method, target, headers, body)
+
+    def _target(self, path: str, values: Mapping[str, str]) -> str:
+        return path.format(**{name: quote(value, safe="") for name, value in {"run": self.run_id, **values}.items()})
 
     async def _send(self, request: _Request, read: Read[T], limit_s: float) -> T:
         """One attempt at the current replica. Raises `TransientError` if another attempt may succeed."""
         replica = self._current
         url = self._urls[replica]
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S)
-        # As a file: aiohttp would write large plain bytes to the socket in one go and block the event loop.
+        # Wrapped as a file: aiohttp would write large plain bytes to the socket in one go and block the event loop.
         data = None if request.body is None else io.BytesIO(request.body)
         try:
             async with self._session.request(
@@ -162,9 +167,15 @@ class Transport:
             )
 
 
-def _decode(verb: Verb[Q, R]) -> Read[R]:
+def _decode(request: Verb[R]) -> Read[R]:
+    verb = request.declaration
+
     async def read(response: aiohttp.ClientResponse) -> R:
-        return msgpack_decoder(verb.response).decode(await response.read())
+        body: Any = await response.read()
+        if verb.form is Form.MESSAGE:
+            body = msgpack_decoder(verb.response).decode(body)
+        result: R = body
+        return result
 
     return read
 

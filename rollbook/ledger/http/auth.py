@@ -42,13 +42,13 @@ class Keys:
         return frozenset(role for _, role in self._secrets)
 
     def roles_of(self, token: str) -> frozenset[Role]:
-        """Takes the same time for every token: it is compared with all known tokens, also after a match."""
+        """Takes the same time for every token: it is compared with all known tokens, even after a match."""
         return frozenset([role for secret, role in self._secrets if secret.matches(token)])
 
     def require(self, authorization: str | None, allowed: frozenset[Role], *, is_steering: bool = False) -> None:
         """Raise unless the `Authorization` header carries a token of one of the allowed roles, or one of them is open.
 
-        A request that steers a run needs a token also if its role is open.
+        A request that steers a run needs a token even if its role is open.
         """
         if not self._secrets or (allowed & self.open_roles and not is_steering):
             return

@@ -1,11 +1,11 @@
-"""Handlers of the native API: parse the request, call the service, encode the response.
+"""Handlers of the native API: what the server does for each verb of `verbs.py`.
 
-`verbs.py` declares the API; this module handles it, with one method per verb. A request is checked in this order: role of the
-token, format and size of the body, fields of the message, rules of the ledger. Errors are sent as `{kind, message}`.
+A request is checked in this order: role of the token, format and size of the body, fields of the message, rules of the ledger.
+Errors are sent as `{kind, message}`.
 """
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -18,10 +18,8 @@ from rollbook.contracts.admission import (
     DrawProgress,
     LedgerStatus,
     Member,
-    MemberId,
     MemberReply,
     OpenReply,
-    OwnerId,
     PastDraw,
     RunId,
 )
@@ -32,14 +30,14 @@ from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import TaskId
-from rollbook.ledger.http import wire
+from rollbook.ledger.http import verbs, wire
 from rollbook.ledger.http.auth import Keys
 from rollbook.ledger.http.bodies import BodyReader, encode_response, send_frames, send_statuses, wants_zstd
 from rollbook.ledger.http.errors import KNOWN_ERRORS, error_response, status_of
 from rollbook.ledger.http.metrics import RequestMetrics, ledger_metrics
 from rollbook.ledger.http.openapi import openapi_document
 from rollbook.ledger.http.relay import Relay
-from rollbook.ledger.http.verbs import Form, Verb
+from rollbook.ledger.http.verb import Declaration, Form, Verb
 from rollbook.ledger.records import GroupRecord, ProducerRecord
 from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.service import Ledger
@@ -50,19 +48,40 @@ from rollbook.telemetry.prometheus import LoopLag, metrics_response
 from rollbook.telemetry.shipping import ReceivedFiles
 
 M = TypeVar("M", bound=wire.Message)
+R = TypeVar("R")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Method = Callable[..., Awaitable[R]]
+"""Takes the handlers, the request and, if the path has one, the run by name."""
 
 MAX_RUN_NAME = 128
 KEEPALIVE_S = 15.0
 """A stream of events sends at least one line in this time, so that proxies and clients do not close the connection."""
 
+METHODS: dict[str, Method[Any]] = {}
+"""The method that handles each verb, by the name of the verb."""
+
+
+def handles(verb: type[Verb[R]]) -> Callable[[Method[R]], Method[R]]:
+    """The method handles a verb: it returns the response message."""
+
+    def add(method: Method[R]) -> Method[R]:
+        METHODS[verb.declaration.name] = method
+        return method
+
+    return add
+
+
+def streams(verb: type[Verb[Any]]) -> Callable[[Method[web.StreamResponse]], Method[web.StreamResponse]]:
+    """The method handles a verb whose response is not one message: it gets the `web.Request` too and sends the response."""
+
+    def add(method: Method[web.StreamResponse]) -> Method[web.StreamResponse]:
+        METHODS[verb.declaration.name] = method
+        return method
+
+    return add
+
 
 class LedgerHandlers:
-    """One method for each verb. It takes the request message and, by name, the parameters of the path, and returns the response.
-
-    A method of a verb whose response is not a message takes the `web.Request` instead and returns a `web.StreamResponse`.
-    """
-
     def __init__(self, ledger: Ledger, bodies: BodyReader, *, telemetry: ReceivedFiles | None = None) -> None:
         self._ledger = ledger
         self._telemetry = telemetry
@@ -73,19 +92,20 @@ class LedgerHandlers:
         self._relay = Relay(self._clock)
         self._audited: dict[RunId, AuditMark] = {}
 
-    def handler(self, verb: Verb[Any, Any], keys: Keys) -> Handler:
+    def handler(self, verb: Declaration, keys: Keys) -> Handler:
         """The handler of a route. Expected errors become error responses."""
-        method: Callable[..., Awaitable[Any]] = getattr(self, verb.name)
+        method = METHODS[verb.name]
 
         async def call(request: web.Request) -> web.StreamResponse:
-            path = {name: _checked(name, value) for name, value in request.match_info.items()}
+            path = dict(request.match_info)
+            run = {"run": _checked_run(path.pop("run"))} if "run" in path else {}
             if verb.has_body:
                 message = await self._bodies.read(request, verb.request)
             else:
-                message = _read_query(request, verb.request)
+                message = _read_query(request, path, verb.request)
             if verb.form is Form.MESSAGE:
-                return encode_response(request, await method(message, **path), is_json_default=not verb.has_body)
-            response: web.StreamResponse = await method(message, **path, http=request)
+                return encode_response(request, await method(self, message, **run), is_json_default=not verb.has_body)
+            response: web.StreamResponse = await method(self, message, **run, http=request)
             return response
 
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -108,13 +128,16 @@ class LedgerHandlers:
 
     # ------------------------------------------------------------------ reading
 
-    async def health(self, _: wire.Empty) -> wire.Health:
+    @handles(verbs.GetHealth)
+    async def health(self, _: verbs.GetHealth) -> wire.Health:
         return wire.Health(status="ok", runs=len(await self._ledger.runs()))
 
-    async def openapi(self, _: wire.Empty, *, http: web.Request) -> web.Response:
+    @streams(verbs.GetOpenapi)
+    async def openapi(self, _: verbs.GetOpenapi, *, http: web.Request) -> web.Response:
         return web.json_response(openapi_document())
 
-    async def metrics(self, _: wire.Empty, *, http: web.Request) -> web.Response:
+    @streams(verbs.GetMetrics)
+    async def metrics(self, _: verbs.GetMetrics, *, http: web.Request) -> web.Response:
         statuses = [await self._ledger.status(run_id) for run_id in await self._ledger.runs()]
         families = ledger_metrics(
             statuses,
@@ -126,38 +149,48 @@ class LedgerHandlers:
         body, headers = metrics_response(families, http.headers.get("Accept"))
         return web.Response(body=body, headers=headers)
 
-    async def runs(self, _: wire.Empty) -> list[RunId]:
-        return await self._ledger.runs()
+    @handles(verbs.ListRuns)
+    async def runs(self, _: verbs.ListRuns) -> tuple[str, ...]:
+        return tuple(await self._ledger.runs())
 
-    async def status(self, _: wire.Empty, run: RunId) -> LedgerStatus:
+    @handles(verbs.GetStatus)
+    async def status(self, _: verbs.GetStatus, run: RunId) -> LedgerStatus:
         return await self._ledger.status(run)
 
-    async def progress(self, _: wire.Empty, run: RunId) -> DrawProgress:
+    @handles(verbs.GetProgress)
+    async def progress(self, _: verbs.GetProgress, run: RunId) -> DrawProgress:
         return await self._ledger.progress(run)
 
-    async def outcomes(self, request: wire.OutcomeQuery, run: RunId) -> list[PastDraw]:
+    @handles(verbs.ListOutcomes)
+    async def outcomes(self, request: verbs.ListOutcomes, run: RunId) -> list[PastDraw]:
         return await self._ledger.outcomes(run, after=request.start - 1, limit=request.limit)
 
-    async def audit(self, request: wire.AuditQuery, run: RunId) -> wire.AuditView:
+    @handles(verbs.AuditRun)
+    async def audit(self, request: verbs.AuditRun, run: RunId) -> wire.AuditView:
         mark = None if request.full else self._audited.get(run)
         report, mark = await self._ledger.read(lambda tx: audit_since(tx, run, mark))
         if mark is not None:
             self._audited[run] = mark
         return _view(wire.AuditView, report)
 
-    async def events(self, _: wire.Empty, run: RunId, *, http: web.Request) -> web.StreamResponse:
+    @streams(verbs.FollowStatus)
+    async def events(self, _: verbs.FollowStatus, run: RunId, *, http: web.Request) -> web.StreamResponse:
         await self._ledger.status(run)
         return await send_statuses(http, self._ledger.statuses(run, quiet_s=KEEPALIVE_S))
 
-    async def groups(self, request: wire.GroupQuery, run: RunId) -> list[wire.GroupView]:
+    @handles(verbs.ListGroups)
+    async def groups(self, request: verbs.ListGroups, run: RunId) -> tuple[wire.GroupView, ...]:
         found = await self._ledger.groups(run, request.state, start=request.start, limit=request.limit)
-        return [_group_view(group) for group in found]
+        return tuple(_group_view(group) for group in found)
 
-    async def changes(self, request: wire.ChangeQuery, run: RunId) -> wire.ChangesView:
+    @handles(verbs.ListChanges)
+    async def changes(self, request: verbs.ListChanges, run: RunId) -> wire.ChangesView:
         found = await self._ledger.changes(run, after=request.after, limit=request.limit)
         return _view(wire.ChangesView, found, groups=tuple(_group_view(group) for group in found.groups))
 
-    async def explain(self, _: wire.Empty, run: RunId, group: GroupId) -> wire.GroupHistory:
+    @handles(verbs.ExplainGroup)
+    async def explain(self, request: verbs.ExplainGroup, run: RunId) -> wire.GroupHistory:
+        group = request.group_id
         record, moves, sentences = await self._ledger.read(
             lambda tx: (tx.groups.get(run, group), tx.history.of_group(run, group), explain_group(tx, run, group))
         )
@@ -169,75 +202,86 @@ class LedgerHandlers:
             sentences=tuple(sentences),
         )
 
-    async def payload(self, _: wire.Empty, run: RunId, group: GroupId, *, http: web.Request) -> web.Response:
+    @streams(verbs.GetPayload)
+    async def payload(self, request: verbs.GetPayload, run: RunId, *, http: web.Request) -> web.Response:
         await self._ledger.status(run)
-        found = await self._ledger.read(lambda tx: tx.payloads.get(run, group))
+        found = await self._ledger.read(lambda tx: tx.payloads.get(run, request.group_id))
         if found is None:
-            raise NotFoundError(f"run {run}: group {group} has no payload, or it was deleted")
+            raise NotFoundError(f"run {run}: group {request.group_id} has no payload, or it was deleted")
         return web.Response(body=found, content_type="application/octet-stream")
 
-    async def manifest(self, _: wire.Empty, run: RunId, step: str) -> BatchManifest:
-        found = await self._ledger.batch_manifest(run, convert(step, wire.Count, strict=False))
+    @handles(verbs.GetManifest)
+    async def manifest(self, request: verbs.GetManifest, run: RunId) -> BatchManifest:
+        found = await self._ledger.batch_manifest(run, request.step)
         if found is None:
-            raise NotFoundError(f"run {run}: batch {step} is not decided")
+            raise NotFoundError(f"run {run}: batch {request.step} is not decided")
         return found
 
-    async def steps(self, request: wire.StepQuery, run: RunId) -> list[wire.StepView]:
+    @handles(verbs.ListSteps)
+    async def steps(self, request: verbs.ListSteps, run: RunId) -> tuple[wire.StepView, ...]:
         found = await self._ledger.steps(run, start=request.start, limit=request.limit)
-        return [_view(wire.StepView, record) for record in found]
+        return tuple(_view(wire.StepView, record) for record in found)
 
-    async def publications(self, request: wire.PublicationQuery, run: RunId) -> list[Publication]:
+    @handles(verbs.ListPublications)
+    async def publications(self, request: verbs.ListPublications, run: RunId) -> tuple[Publication, ...]:
         found = await self._ledger.publications(run, start=request.start, limit=request.limit)
-        return [record.contract for record in found]
+        return tuple(record.contract for record in found)
 
-    async def producers(self, _: wire.Empty, run: RunId) -> list[wire.ProducerView]:
-        return [_producer_view(producer) for producer in await self._ledger.producers(run)]
+    @handles(verbs.ListProducers)
+    async def producers(self, _: verbs.ListProducers, run: RunId) -> tuple[wire.ProducerView, ...]:
+        return tuple(_producer_view(producer) for producer in await self._ledger.producers(run))
 
     # ------------------------------------------------------------------ runs and producers
 
-    async def create_run(self, request: wire.CreateRun, run: RunId) -> wire.Empty:
+    @handles(verbs.CreateRun)
+    async def create_run(self, request: verbs.CreateRun, run: RunId) -> None:
         await self._ledger.create_run(run, request.settings)
-        return wire.Empty()
 
-    async def register_producer(self, request: wire.RegisterProducer, run: RunId, producer: str) -> wire.ProducerView:
-        record = await self._ledger.register_producer(run, producer, weight=request.weight, min_share=request.min_share)
-        return _producer_view(record)
+    @handles(verbs.RegisterProducer)
+    async def register_producer(self, request: verbs.RegisterProducer, run: RunId) -> wire.ProducerView:
+        return _producer_view(await self._ledger.register_producer(run, **msgspec.structs.asdict(request)))
 
-    async def actions(self, request: wire.ActionQuery, run: RunId) -> list[Action]:
+    @handles(verbs.ListActions)
+    async def actions(self, request: verbs.ListActions, run: RunId) -> tuple[Action, ...]:
         found = await self._ledger.actions(run, start=request.start, limit=request.limit, target=request.target)
-        return [record.contract for record in found]
+        return tuple(record.contract for record in found)
 
-    async def act(self, request: wire.Act, run: RunId) -> Action:
+    @handles(verbs.Act)
+    async def act(self, request: verbs.Act, run: RunId) -> Action:
         return (await self._ledger.act(run, **msgspec.structs.asdict(request))).contract
 
-    async def members(self, _: wire.Empty, run: RunId) -> list[Member]:
-        return await self._ledger.members(run)
+    @handles(verbs.ListMembers)
+    async def members(self, _: verbs.ListMembers, run: RunId) -> tuple[Member, ...]:
+        return tuple(await self._ledger.members(run))
 
-    async def join_member(self, request: wire.JoinMember, run: RunId) -> MemberReply:
+    @handles(verbs.JoinMember)
+    async def join_member(self, request: verbs.JoinMember, run: RunId) -> MemberReply:
         return await self._ledger.join_member(run, **msgspec.structs.asdict(request))
 
-    async def heartbeat_member(
-        self, request: wire.HeartbeatMember, run: RunId, member: MemberId
-    ) -> wire.HeartbeatReply:
-        await self._ledger.heartbeat_member(run, member, publication=request.publication, load=request.load)
+    @handles(verbs.HeartbeatMember)
+    async def heartbeat_member(self, request: verbs.HeartbeatMember, run: RunId) -> wire.HeartbeatReply:
+        await self._ledger.heartbeat_member(run, **msgspec.structs.asdict(request))
         return wire.HeartbeatReply(time=time.time())
 
-    async def leave_member(self, _: wire.Empty, run: RunId, member: MemberId) -> wire.Empty:
-        await self._ledger.leave_member(run, member)
-        return wire.Empty()
+    @handles(verbs.LeaveMember)
+    async def leave_member(self, request: verbs.LeaveMember, run: RunId) -> None:
+        await self._ledger.leave_member(run, request.member)
 
-    async def announce(self, request: wire.Announcement, run: RunId) -> wire.Empty:
+    @handles(verbs.Announce)
+    async def announce(self, request: verbs.Announce, run: RunId) -> None:
         await self._ledger.status(run)  # refuses a run that does not exist
-        self._relay.announce(run, request)
-        return wire.Empty()
+        self._relay.announce(run, request.announcement)
 
-    async def announcement(self, _: wire.Empty, run: RunId) -> wire.Announcement:
+    @handles(verbs.GetAnnouncement)
+    async def announcement(self, _: verbs.GetAnnouncement, run: RunId) -> wire.Announcement:
         return self._relay.announcement(run)
 
-    async def announced(self, _: wire.Empty) -> list[RunId]:
-        return self._relay.announced()
+    @handles(verbs.ListAnnounced)
+    async def announced(self, _: verbs.ListAnnounced) -> tuple[str, ...]:
+        return tuple(self._relay.announced())
 
-    async def ship_telemetry(self, request: wire.TelemetryBatch, run: RunId) -> wire.Empty:
+    @handles(verbs.ShipTelemetry)
+    async def ship_telemetry(self, request: verbs.ShipTelemetry, run: RunId) -> None:
         await self._ledger.status(run)  # refuses a run that does not exist
         try:
             if self._telemetry is None:
@@ -247,33 +291,37 @@ class LedgerHandlers:
                 self._telemetry.append(request.file, request.data, stream=request.stream, start=request.start)
         except (OSError, ValueError) as error:
             raise RunError(f"telemetry was not stored: {error}") from error
-        return wire.Empty()
 
-    async def collect_telemetry(self, request: wire.CollectTelemetry, run: RunId) -> wire.TelemetryReply:
+    @handles(verbs.CollectTelemetry)
+    async def collect_telemetry(self, request: verbs.CollectTelemetry, run: RunId) -> verbs.TelemetryReply:
         await self._ledger.status(run)
         return self._relay.collect(run, request)
 
-    async def join(self, request: wire.Join, run: RunId) -> wire.JoinReply:
+    @handles(verbs.Join)
+    async def join(self, request: verbs.Join, run: RunId) -> wire.JoinReply:
         return wire.JoinReply(owner=await self._ledger.join(run, request.owner_name, nonce=request.nonce))
 
-    async def open(self, request: wire.Open, run: RunId) -> OpenReply:
+    @handles(verbs.Open)
+    async def open(self, request: verbs.Open, run: RunId) -> OpenReply:
         return await self._ledger.open(
             run,
-            OwnerId(request.owner),
+            request.owner,
             request.draws,
             limit=request.limit,
             wait_s=min(request.wait_s, wire.MAX_WAIT_S),
             request_id=request.request_id,
         )
 
-    async def heartbeat(self, request: wire.Heartbeat, run: RunId) -> wire.Empty:
-        await self._ledger.heartbeat(run, OwnerId(request.owner))
-        return wire.Empty()
+    @handles(verbs.Heartbeat)
+    async def heartbeat(self, request: verbs.Heartbeat, run: RunId) -> None:
+        await self._ledger.heartbeat(run, request.owner)
 
-    async def submit(self, request: wire.Submit, run: RunId) -> wire.SubmitReply:
+    @handles(verbs.Submit)
+    async def submit(self, request: verbs.Submit, run: RunId) -> wire.SubmitReply:
         return _view(wire.SubmitReply, await self._ledger.submit(run, _submission(request)))
 
-    async def submit_many(self, request: wire.SubmitMany, run: RunId) -> wire.SubmitManyReply:
+    @handles(verbs.SubmitMany)
+    async def submit_many(self, request: verbs.SubmitMany, run: RunId) -> wire.SubmitManyReply:
         """One result per group, in the order of the request. A rejected group does not affect the others."""
         results: dict[int, wire.SubmitResult] = {}
         valid: dict[int, Submission] = {}
@@ -290,74 +338,77 @@ class LedgerHandlers:
                 results[at] = wire.SubmitResult(receipt=outcome.receipt, next_part=outcome.next_part)
         return wire.SubmitManyReply(results=tuple(results[at] for at in range(len(request.groups))))
 
-    async def close(self, request: wire.Close, run: RunId) -> wire.ReceiptReply:
-        group_id, reason = GroupId(request.group_id), _drop_reason(request.reason)
-        return wire.ReceiptReply(receipt=await self._ledger.close(run, group_id, reason, outcome=request.outcome))
+    @handles(verbs.Close)
+    async def close(self, request: verbs.Close, run: RunId) -> wire.ReceiptReply:
+        reason = _drop_reason(request.reason)
+        receipt = await self._ledger.close(run, request.group_id, reason, outcome=request.outcome)
+        return wire.ReceiptReply(receipt=receipt)
 
-    async def release(self, request: wire.Release, run: RunId) -> wire.Empty:
-        await self._ledger.release(run, GroupId(request.group_id), attempt=request.attempt, cause=request.cause)
-        return wire.Empty()
+    @handles(verbs.Release)
+    async def release(self, request: verbs.Release, run: RunId) -> None:
+        await self._ledger.release(run, request.group_id, attempt=request.attempt, cause=request.cause)
 
-    async def exhausted(self, _: wire.Empty, run: RunId) -> wire.Empty:
+    @handles(verbs.Exhausted)
+    async def exhausted(self, _: verbs.Exhausted, run: RunId) -> None:
         await self._ledger.exhausted(run)
-        return wire.Empty()
 
     # ------------------------------------------------------------------ the trainer
 
-    async def take_role(self, request: wire.TakeRole, run: RunId) -> TrainerRole:
+    @handles(verbs.TakeRole)
+    async def take_role(self, request: verbs.TakeRole, run: RunId) -> TrainerRole:
         return await self._ledger.take_role(run, restored_step=request.restored_step)
 
-    async def batch(self, request: wire.Batch, run: RunId) -> wire.BatchReply:
+    @streams(verbs.Batch)
+    async def batch(self, request: verbs.Batch, run: RunId, *, http: web.Request) -> web.StreamResponse:
         wait_s = min(request.wait_s, wire.MAX_WAIT_S)
         decided = await self._ledger.decide(run, request.step, epoch=request.epoch, wait_s=wait_s)
-        if isinstance(decided, BatchManifest):
-            return wire.BatchReply(manifest=decided)
-        return wire.BatchReply(end=decided)
 
-    async def payloads(self, request: wire.Payloads, run: RunId, *, http: web.Request) -> web.StreamResponse:
-        decided = await self._ledger.decide(run, request.step, epoch=request.epoch, wait_s=0.0)
-        if not isinstance(decided, BatchManifest):
-            raise RunError(
-                f"run {run}: batch {request.step} is not decided and has no payloads; request the batch first"
-            )
-        return await send_frames(http, self._ledger.payloads(run, decided), is_compressed=wants_zstd(http))
+        async def frames() -> AsyncIterator[bytes]:
+            if isinstance(decided, BatchManifest):
+                yield msgspec.msgpack.encode(wire.BatchReply(manifest=decided))
+                async for payload in self._ledger.payloads(run, decided):
+                    yield payload
+            else:
+                yield msgspec.msgpack.encode(wire.BatchReply(end=decided))
 
-    async def acknowledge(self, request: wire.Acknowledge, run: RunId) -> wire.AcknowledgeReply:
-        unusable = {GroupId(group): reason for group, reason in request.unusable.items()}
-        receipt = await self._ledger.acknowledge(
-            run, request.step, request.weights_digest, epoch=request.epoch, unusable=unusable
-        )
+        return await send_frames(http, frames(), is_compressed=wants_zstd(http))
+
+    @handles(verbs.Acknowledge)
+    async def acknowledge(self, request: verbs.Acknowledge, run: RunId) -> wire.AcknowledgeReply:
+        receipt = await self._ledger.acknowledge(run, **msgspec.structs.asdict(request))
         return wire.AcknowledgeReply(receipt=receipt)
 
-    async def register(self, request: wire.Register, run: RunId) -> Publication:
+    @handles(verbs.Register)
+    async def register(self, request: verbs.Register, run: RunId) -> Publication:
         return await self._ledger.register(run, request.step, request.weights_digest, epoch=request.epoch)
 
-    async def confirm(self, request: wire.Confirm, run: RunId) -> wire.Empty:
+    @handles(verbs.Confirm)
+    async def confirm(self, request: verbs.Confirm, run: RunId) -> None:
         await self._ledger.confirm(run, request.publication, epoch=request.epoch)
-        return wire.Empty()
 
-    async def checkpointed(self, request: wire.Checkpointed, run: RunId) -> wire.Empty:
+    @handles(verbs.Checkpointed)
+    async def checkpointed(self, request: verbs.Checkpointed, run: RunId) -> None:
         await self._ledger.checkpointed(run, request.step, oldest_kept=request.oldest_kept, epoch=request.epoch)
-        return wire.Empty()
 
-    async def finish(self, request: wire.Finish, run: RunId) -> wire.Empty:
+    @handles(verbs.Finish)
+    async def finish(self, request: verbs.Finish, run: RunId) -> None:
         await self._ledger.finish(run, request.reason, epoch=request.epoch)
-        return wire.Empty()
 
 
-def _checked(name: str, value: str) -> str:
-    if name == "run" and ("\x00" in value or len(value) > MAX_RUN_NAME):
+def _checked_run(name: str) -> RunId:
+    if "\x00" in name or len(name) > MAX_RUN_NAME:
         raise NotFoundError("the ledger has no run of that name")
-    return value
+    return RunId(name)
 
 
-def _read_query(request: web.Request, expected: type[M]) -> M:
-    """The query parameters as a message. Unknown parameters are ignored."""
+def _read_query(request: web.Request, path: dict[str, str], expected: type[M]) -> M:
+    """The parameters of the path and of the query as a message. Unknown parameters are ignored."""
+    given = {**request.query, **path}
     names = expected.__struct_encode_fields__
-    return convert({name: request.query[name] for name in names if name in request.query}, expected, strict=False)
+    return convert({name: given[name] for name in names if name in given}, expected, strict=False)
 
 
-def _submission(request: wire.Submit) -> Submission:
+def _submission(request: verbs.Submit) -> Submission:
     group = EncodedGroup(
         id=GroupId(request.group_id),
         task_id=TaskId(request.task_id),

@@ -1,13 +1,13 @@
 """The OpenAPI document of the native API, generated from the verbs and the message types."""
 
-import re
 from typing import Any
 
 import msgspec
 
 from rollbook import __version__
 from rollbook.ledger.http import wire
-from rollbook.ledger.http.verbs import VERBS, Form, Verb
+from rollbook.ledger.http.verb import Declaration, Form
+from rollbook.ledger.http.verbs import VERBS
 
 REF = "#/components/schemas/{name}"
 ERRORS = {
@@ -30,7 +30,7 @@ def openapi_document() -> dict[str, Any]:
     """The same for every ledger of this release."""
     types = [
         *(verb.request for verb in VERBS if verb.has_body),
-        *(verb.response for verb in VERBS if verb.form in (Form.MESSAGE, Form.EVENTS)),
+        *(verb.response for verb in VERBS if verb.form in (Form.MESSAGE, Form.FRAMES, Form.EVENTS)),
         wire.ErrorReply,
     ]
     schemas, components = msgspec.json.schema_components(types, ref_template=REF)
@@ -49,16 +49,16 @@ def openapi_document() -> dict[str, Any]:
     }
 
 
-def query_parameters(verb: Verb[Any, Any]) -> dict[str, dict[str, Any]]:
+def query_parameters(verb: Declaration) -> dict[str, dict[str, Any]]:
     """The schemas of the query parameters by name."""
     if verb.has_body:
         return {}
     (_,), components = msgspec.json.schema_components([verb.request], ref_template=REF)
     properties: dict[str, dict[str, Any]] = components[verb.request.__name__]["properties"]
-    return properties
+    return {name: schema for name, schema in properties.items() if name not in verb.path_fields}
 
 
-def _operation(verb: Verb[Any, Any], schemas: dict[str, Any]) -> dict[str, Any]:
+def _operation(verb: Declaration, schemas: dict[str, Any]) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": verb.name,
         "summary": verb.summary,
@@ -72,11 +72,11 @@ def _operation(verb: Verb[Any, Any], schemas: dict[str, Any]) -> dict[str, Any]:
     return operation
 
 
-def _parameters(verb: Verb[Any, Any]) -> list[dict[str, Any]]:
+def _parameters(verb: Declaration) -> list[dict[str, Any]]:
     kinds = {"step": {"type": "integer", "minimum": 1}}
     in_path = [
         {"name": name, "in": "path", "required": True, "schema": kinds.get(name, {"type": "string"})}
-        for name in re.findall(r"{(\w+)}", verb.path)
+        for name in verb.path_fields
     ]
     in_query = [{"name": name, "in": "query", "schema": schema} for name, schema in query_parameters(verb).items()]
     return in_path + in_query
@@ -86,7 +86,7 @@ def _message(schema: dict[str, Any]) -> dict[str, Any]:
     return {kind: {"schema": schema} for kind in (wire.CONTENT_TYPE, wire.JSON_CONTENT_TYPE)}
 
 
-def _response(verb: Verb[Any, Any], schemas: dict[str, Any]) -> dict[str, Any]:
+def _response(verb: Declaration, schemas: dict[str, Any]) -> dict[str, Any]:
     binary = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
     content: dict[str, Any]
     match verb.form:
@@ -103,7 +103,7 @@ def _response(verb: Verb[Any, Any], schemas: dict[str, Any]) -> dict[str, Any]:
     return {"description": "success", "content": content}
 
 
-def _errors(verb: Verb[Any, Any], schemas: dict[str, Any]) -> dict[str, Any]:
+def _errors(verb: Declaration, schemas: dict[str, Any]) -> dict[str, Any]:
     statuses = set(ERRORS)
     if not verb.has_body:
         statuses -= {"408", "413", "415", "409"}

@@ -11,19 +11,14 @@ from collections import deque
 from rollbook.concurrency.clock import Clock
 from rollbook.contracts.admission import LEASE_S, RunId
 from rollbook.contracts.errors import NotFoundError, TransientError
-from rollbook.ledger.http.wire import (
-    Announcement,
-    CollectTelemetry,
-    RelayedTelemetry,
-    TelemetryBatch,
-    TelemetryReply,
-)
+from rollbook.ledger.http.verbs import CollectTelemetry, RelayedTelemetry, ShipTelemetry, TelemetryReply
+from rollbook.ledger.http.wire import Announcement
 from rollbook.telemetry.shipping import check_file_name
 
 MAX_RUN_BYTES = 8 << 20
 """Telemetry of one run that its supervisor has not collected."""
 MAX_BYTES = 64 << 20
-"""Of all runs."""
+"""Telemetry of all runs."""
 REPLY_BYTES = 1 << 20
 ABANDONED_S = 600.0
 """A run that did not collect its telemetry for this long has stopped."""
@@ -44,7 +39,7 @@ class _Spool:
         self.last_number = 0
         self.collected_at = now
 
-    def add(self, batch: TelemetryBatch) -> None:
+    def add(self, batch: ShipTelemetry) -> None:
         self.last_number += 1
         self.batches.append(RelayedTelemetry(number=self.last_number, batch=batch))
         self.num_bytes += _size(batch)
@@ -88,7 +83,7 @@ class Relay:
     def announced(self) -> list[RunId]:
         return sorted(self._living())
 
-    def keep(self, run: RunId, batch: TelemetryBatch) -> None:
+    def keep(self, run: RunId, batch: ShipTelemetry) -> None:
         """Keep telemetry until the supervisor collects it. Raises `RelayFullError`, and `ValueError` for an invalid file name."""
         check_file_name(batch.file)
         now = self._clock.now()
@@ -117,5 +112,5 @@ class Relay:
         return {run: entry for run, entry in self._announced.items() if entry[0] > now}
 
 
-def _size(batch: TelemetryBatch) -> int:
+def _size(batch: ShipTelemetry) -> int:
     return len(batch.data) + BATCH_OVERHEAD_BYTES

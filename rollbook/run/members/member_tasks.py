@@ -9,7 +9,7 @@ from pathlib import Path
 from rollbook.contracts.admission import Member, MemberRole
 from rollbook.contracts.errors import RollbookError
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
-from rollbook.ledger.http.wire import TelemetryBatch
+from rollbook.ledger.http.verbs import ShipTelemetry
 from rollbook.run.config.run import LoadedConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import external_token, open_run_ledger
@@ -68,7 +68,7 @@ class _Source:
         self._relay = ""
         self._after = 0
 
-    async def collect(self) -> list[TelemetryBatch]:
+    async def collect(self) -> list[ShipTelemetry]:
         """The next batches. The service deletes those of the call before."""
         try:
             reply = await self._ledger.collect_telemetry(relay=self._relay, after=self._after)
@@ -108,7 +108,7 @@ class TelemetryCollector:
             self._store(batch)
         return len(found)
 
-    def _store(self, batch: TelemetryBatch) -> None:
+    def _store(self, batch: ShipTelemetry) -> None:
         try:
             num_lost = self._files.append(batch.file, batch.data, stream=batch.stream, start=batch.start)
         except (OSError, ValueError) as error:

@@ -75,8 +75,8 @@ async def member_lease(
                     break
             try:
                 sent = time.time()
-                reported = await ledger.heartbeat_member(member, publication=publication, load=load)
-                if CLOCK.measure(sent=sent, received=time.time(), reported=reported):
+                reply = await ledger.heartbeat_member(member, publication=publication, load=load)
+                if CLOCK.measure(sent=sent, received=time.time(), reported=reply.time):
                     log.info("run.clock_corrected", name=name, offset_s=round(CLOCK.offset_s, 4))
             except FencedError as error:
                 log.warning("run.member_lease_lost", name=name, member=member, cause=str(error))

@@ -7,7 +7,7 @@ import aiohttp
 import msgspec
 
 from rollbook.contracts.group_codec import encode_group
-from rollbook.ledger.http import wire
+from rollbook.ledger.http import verbs, wire
 from tests.parts.ledger.groups import RUN, group_of, outcome_of
 
 
@@ -54,7 +54,7 @@ def submission(task: str, **changes: Any) -> dict[str, Any]:
     """A valid `submit` message, with some fields changed."""
     group = group_of(task, (-1,))
     encoded = encode_group(group)
-    good = wire.Submit(
+    good = verbs.Submit(
         group_id=group.id,
         task_id=group.task_id,
         draw=0,

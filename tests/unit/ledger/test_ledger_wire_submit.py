@@ -7,16 +7,16 @@ import msgspec
 import pytest
 
 from benchmarks.ledger.bodies import native_group, submission
-from rollbook.ledger.http import wire
+from rollbook.ledger.http import verbs
 
-DECODER = msgspec.msgpack.Decoder(wire.SubmitMany)
+DECODER = msgspec.msgpack.Decoder(verbs.SubmitMany)
 
 
 def body_of(**sample_changes: Any) -> bytes:
     group, outcome = native_group(0)
     first, *others = outcome.samples
     changed = replace(outcome, samples=(first._replace(**sample_changes), *others))
-    return msgspec.msgpack.encode(wire.SubmitMany(groups=(submission(group, outcome),))).replace(
+    return msgspec.msgpack.encode(verbs.SubmitMany(groups=(submission(group, outcome),))).replace(
         msgspec.msgpack.encode(outcome), msgspec.msgpack.encode(changed)
     )
 
