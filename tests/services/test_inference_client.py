@@ -215,6 +215,25 @@ async def test_streamed_tokens_arrive_as_they_are_sampled_and_make_up_the_comple
     assert streamed.tops.token_ids.tolist() == completion.tops.token_ids.tolist()
 
 
+async def test_streamed_tokens_cross_the_wire_once(tiny: TinyModel) -> None:
+    sampling = SamplingParams(max_tokens=12, seed=3)
+    async with (
+        opened(tiny, "transformers") as (_, _, url),
+        aiohttp.ClientSession() as session,
+        session.ws_connect(url + STREAM_PATH) as socket,
+    ):
+        request = StreamedRequest.of(1, [1, 2, 3], sampling, min_publication=0, is_streamed=True)
+        await socket.send_bytes(msgspec.msgpack.encode(ClientFrame([request], [])))
+        frames: list[ServerFrame] = []
+        while not any(frame.outcomes for frame in frames):
+            frames.append(msgspec.msgpack.decode((await socket.receive()).data, type=ServerFrame))
+    outcome = frames[-1].outcomes[0]
+    assert outcome.completion is not None
+    in_chunks = sum(len(tokens.to_contract().token_ids) for frame in frames for tokens in frame.tokens)
+    assert (in_chunks, outcome.num_streamed) == (12, 12)
+    assert len(outcome.completion.to_contract().token_ids) == 0
+
+
 async def test_a_token_callback_that_raises_fails_its_own_request_only(tiny: TinyModel) -> None:
     def broken(_: TokenChunk) -> None:
         raise RuntimeError("the reader is gone")
@@ -243,6 +262,27 @@ async def test_streamed_tokens_are_kept_when_the_connection_is_lost_after_them()
     ):
         completion = await client.complete([1], LONG, on_tokens=lambda _: None)
     assert (completion.token_ids.tolist(), completion.finish_reason) == ([7, 8], FinishReason.ABORT)
+    assert len(received) == 1
+
+
+async def test_a_stream_that_differs_from_its_completion_ends_the_episode_and_is_not_requested_again() -> None:
+    """Otherwise an episode would be trained on tokens that the policy did not sample."""
+    sampled = Completion(
+        token_ids=np.array([7, 8], np.int32),
+        logprobs=np.array([-1, -2], np.float32),
+        versions=np.array([3, 3], np.int32),
+        finish_reason=FinishReason.STOP,
+    )
+    other = TokenChunk(token_ids=np.array([7, 9], np.int32), logprobs=sampled.logprobs, versions=sampled.versions)
+    frame = msgspec.msgpack.encode(
+        ServerFrame([StreamedOutcome.of(1, sampled, num_streamed=2)], [StreamedTokens.of(1, other)])
+    )
+    async with (
+        scripted_server(frame) as (url, received),
+        open_policy_client(url, request_s=20) as client,
+    ):
+        with pytest.raises(EpisodeError, match="are not the 2 that were sampled"):
+            await client.complete([1], LONG, on_tokens=lambda _: None)
     assert len(received) == 1
 
 

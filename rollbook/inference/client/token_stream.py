@@ -17,6 +17,7 @@ from rollbook.inference.wire.token_stream import (
     ServerFrame,
     StreamedOutcome,
     StreamedRequest,
+    StreamMismatchError,
 )
 
 SETTLED_AT_ONCE = 32
@@ -35,6 +36,7 @@ class TokenStream:
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Completion]] = {}
         self._on_tokens: dict[int, OnTokens] = {}
+        self._received: dict[int, list[TokenChunk]] = {}
         self._requests: list[StreamedRequest] = []
         self._cancelled: list[int] = []
         self._has_messages = asyncio.Event()
@@ -52,6 +54,7 @@ class TokenStream:
         self._pending[number] = completion
         if on_tokens is not None:
             self._on_tokens[number] = on_tokens
+            self._received[number] = []
         self._requests.append(
             StreamedRequest.of(
                 number, prompt, sampling, min_publication=min_publication, is_streamed=on_tokens is not None
@@ -62,6 +65,7 @@ class TokenStream:
             return await completion
         finally:
             self._on_tokens.pop(number, None)
+            self._received.pop(number, None)
             if self._pending.pop(number, None) is not None:
                 self._cancelled.append(number)
                 self._has_messages.set()
@@ -132,6 +136,7 @@ class TokenStream:
         on_tokens, completion = self._on_tokens.get(number), self._pending.get(number)
         if on_tokens is None or completion is None or completion.done():
             return
+        self._received[number].append(chunk)
         try:
             on_tokens(chunk)
         except Exception as error:
@@ -148,7 +153,9 @@ class TokenStream:
             completion.set_exception(error_of(error.status, error.body, error.retry_after, where=url + STREAM_PATH))
         elif outcome.completion is not None:
             try:
-                completion.set_result(outcome.completion.to_contract())
+                completion.set_result(outcome.joined(self._received.get(outcome.id, ())))
+            except StreamMismatchError as error:
+                completion.set_exception(error)
             except ValueError as error:
                 completion.set_exception(TransientError(f"invalid response of {url}: {error}"))
 

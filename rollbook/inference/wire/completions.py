@@ -313,16 +313,17 @@ class TokenCompletion(msgspec.Struct, array_like=True):
     top_logprobs: memoryview | None = None
 
     @classmethod
-    def of(cls, completion: Completion) -> "TokenCompletion":
+    def of(cls, completion: Completion, *, start: int = 0) -> "TokenCompletion":
+        """`start`: the first token that is included."""
         tops = completion.tops
         return cls(
-            _bytes(completion.token_ids, np.int32),
-            _bytes(completion.logprobs, np.float32),
-            _bytes(completion.versions, np.int32),
+            _bytes(completion.token_ids[start:], np.int32),
+            _bytes(completion.logprobs[start:], np.float32),
+            _bytes(completion.versions[start:], np.int32),
             completion.finish_reason,
             completion.generation_s,
-            None if tops is None else _bytes(tops.token_ids, np.int32),
-            None if tops is None else _bytes(tops.logprobs, np.float32),
+            None if tops is None else _bytes(tops.token_ids[start:], np.int32),
+            None if tops is None else _bytes(tops.logprobs[start:], np.float32),
         )
 
     def to_contract(self) -> Completion:

@@ -1,17 +1,29 @@
 """Frames of `GET /inference/v1/stream`, a WebSocket over which one client sends many requests at the same time.
 
 Frames are MessagePack. A frame holds all messages that were ready when it was sent, and the server waits a little between two
-frames, so the cost of a request falls as the load grows. Outcomes arrive in the order in which the requests end; the tokens of a
-streamed request arrive before its outcome. Closing the connection cancels its requests.
+frames, so the cost of a request falls as the load grows. Outcomes arrive in the order in which the requests end. The tokens of a
+streamed request arrive before its outcome, which does not repeat them: it has their number and digest. Closing the connection
+cancels its requests.
 """
 
+from collections.abc import Sequence
 from typing import Self
 
 import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from rollbook.contracts.policy import FinishReason, SamplingParams, TokenChunk, joined_completion
+from rollbook.contracts.errors import EpisodeError
+from rollbook.contracts.policy import (
+    Completion,
+    FinishReason,
+    SamplingParams,
+    TokenChunk,
+    first_tokens,
+    joined_chunks,
+    joined_completion,
+)
 from rollbook.inference.wire.completions import TokenCompletion
 
 STREAM_PATH = "/inference/v1/stream"
@@ -87,16 +99,55 @@ class StreamedError(msgspec.Struct, array_like=True, frozen=True):
     retry_after: str | None
 
 
+class StreamMismatchError(EpisodeError):
+    """The streamed tokens of a request are not those of its completion. Not transient: the caller has used them already."""
+
+
 class StreamedOutcome(msgspec.Struct, array_like=True, frozen=True):
     """A completion or an error."""
 
     id: int
     completion: TokenCompletion | None
+    """The tokens after those that were streamed."""
     error: StreamedError | None = None
+    num_streamed: int = 0
+    digest: int = 0
+    """Digest of the streamed tokens, as the engine has them."""
+
+    @classmethod
+    def of(cls, number: int, completion: Completion, *, num_streamed: int) -> Self:
+        if not num_streamed:
+            return cls(number, TokenCompletion.of(completion))
+        digest = _digest(first_tokens(completion, num_streamed))
+        return cls(number, TokenCompletion.of(completion, start=num_streamed), None, num_streamed, digest)
+
+    def joined(self, received: Sequence[TokenChunk]) -> Completion:
+        """The whole completion: the received tokens and the rest.
+
+        Raises `StreamMismatchError` if the received tokens are not those that the engine sampled, and `ValueError` if the lengths
+        of the arrays differ.
+        """
+        assert self.completion is not None
+        rest = self.completion.to_contract()
+        if not received and not self.num_streamed:
+            return rest
+        streamed = joined_chunks(received)
+        if len(streamed.token_ids) != self.num_streamed or _digest(streamed) != self.digest:
+            raise StreamMismatchError(
+                f"the {len(streamed.token_ids)} tokens received are not the {self.num_streamed} that were sampled"
+            )
+        return joined_completion([streamed, rest], rest.finish_reason, generation_s=rest.generation_s)
+
+
+def _digest(tokens: TokenChunk | Completion) -> int:
+    digest = xxhash.xxh3_64()
+    for values, dtype in ((tokens.token_ids, np.int32), (tokens.logprobs, np.float32), (tokens.versions, np.int32)):
+        digest.update(np.ascontiguousarray(values, dtype=dtype).data)
+    return digest.intdigest()
 
 
 class StreamedTokens(msgspec.Struct, array_like=True, frozen=True):
-    """Tokens of a streamed request that were sampled since its last ones. The outcome repeats them all."""
+    """Tokens of a streamed request that were sampled since its last ones."""
 
     id: int
     tokens: TokenCompletion

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rollbook.contracts.errors import EpisodeError, FencedError, RunError, TransientError
-from rollbook.contracts.policy import Completion, FinishReason
+from rollbook.contracts.policy import Completion, FinishReason, TokenChunk
 from rollbook.inference.connection import error_of
 from rollbook.inference.request import BadRequestError, seeded_uniforms
 from rollbook.inference.wire.completions import (
@@ -18,6 +18,7 @@ from rollbook.inference.wire.completions import (
     token_versions,
     version_spans,
 )
+from rollbook.inference.wire.token_stream import StreamedOutcome, StreamMismatchError
 from rollbook.inference.wire.weights import WeightInfo
 from tests.parts.inference.models import publication
 
@@ -36,6 +37,54 @@ def test_a_completion_crosses_the_wire_bit_by_bit_and_does_not_keep_the_response
     assert received.versions.tolist() == [4, 4, 6]
     assert received.finish_reason is FinishReason.ABORT
     assert all(array.flags.owndata for array in (received.token_ids, received.logprobs, received.versions))
+
+
+def sampled_completion() -> Completion:
+    return Completion(
+        token_ids=np.array([5, 0, 7], np.int32),
+        logprobs=np.array([-0.1, -1e-7, -33.3], np.float32),
+        versions=np.array([4, 4, 6], np.int32),
+        finish_reason=FinishReason.STOP,
+        generation_s=0.5,
+    )
+
+
+def chunk(completion: Completion, start: int, end: int) -> TokenChunk:
+    return TokenChunk(
+        token_ids=completion.token_ids[start:end],
+        logprobs=completion.logprobs[start:end],
+        versions=completion.versions[start:end],
+    )
+
+
+@pytest.mark.parametrize("num_streamed", [0, 1, 3])
+def test_an_outcome_repeats_no_streamed_token_and_completes_them(num_streamed: int) -> None:
+    completion = sampled_completion()
+    sent = msgspec.msgpack.encode(StreamedOutcome.of(1, completion, num_streamed=num_streamed))
+    outcome = msgspec.msgpack.decode(sent, type=StreamedOutcome)
+    assert outcome.completion is not None
+    assert len(outcome.completion.token_ids) == 4 * (3 - num_streamed), "bytes of int32 tokens"
+    joined = outcome.joined([chunk(completion, at, at + 1) for at in range(num_streamed)])
+    assert joined.token_ids.tolist() == completion.token_ids.tolist()
+    assert joined.logprobs.tobytes() == completion.logprobs.tobytes()
+    assert joined.versions.tolist() == completion.versions.tolist()
+    assert (joined.finish_reason, joined.generation_s) == (FinishReason.STOP, 0.5)
+
+
+def test_streamed_tokens_that_the_engine_did_not_sample_are_noticed() -> None:
+    completion = sampled_completion()
+    outcome = StreamedOutcome.of(1, completion, num_streamed=2)
+    other = chunk(completion, 0, 2)
+    for changed in (
+        [],
+        [chunk(completion, 0, 1)],
+        [chunk(completion, 0, 3)],
+        [msgspec.structs.replace(other, token_ids=other.token_ids + 1)],
+        [msgspec.structs.replace(other, logprobs=other.logprobs * 2)],
+        [msgspec.structs.replace(other, versions=other.versions - 1)],
+    ):
+        with pytest.raises(StreamMismatchError, match="are not the 2 that were sampled"):
+            outcome.joined(changed)
 
 
 def test_arrays_of_different_lengths_are_invalid() -> None:

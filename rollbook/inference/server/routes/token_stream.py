@@ -11,7 +11,6 @@ from rollbook.contracts.decoding import msgpack_decoder
 from rollbook.contracts.policy import Completion, TokenChunk
 from rollbook.inference.server.routes.responses import error_response, response_to
 from rollbook.inference.server.service import PolicyService
-from rollbook.inference.wire.completions import TokenCompletion
 from rollbook.inference.wire.token_stream import (
     ClientFrame,
     ServerFrame,
@@ -58,8 +57,9 @@ class StreamSession:
         self._running: dict[int, asyncio.Future[Completion]] = {}
         # Never longer than the number of requests, which the engine's queue limits.
         self._outcomes: list[StreamedOutcome] = []
-        # Of streamed requests, whose lengths the engine limits.
+        # The engine limits the lengths of streamed requests.
         self._tokens: list[StreamedTokens] = []
+        self._num_streamed: dict[int, int] = {}
         self._has_messages = asyncio.Event()
         self._decode = msgpack_decoder(ClientFrame).decode
         self._encode = msgspec.msgpack.Encoder().encode
@@ -96,6 +96,8 @@ class StreamSession:
         return True
 
     def _start(self, request: StreamedRequest) -> None:
+        if request.is_streamed:
+            self._num_streamed[request.id] = 0
         try:
             future = self._service.submit(
                 request.prompt_ids(),
@@ -104,6 +106,7 @@ class StreamSession:
                 on_tokens=partial(self._add_tokens, request.id) if request.is_streamed else None,
             )
         except Exception as error:
+            self._num_streamed.pop(request.id, None)
             self._add(_failure(request.id, error))
         else:
             self._running[request.id] = future
@@ -111,11 +114,12 @@ class StreamSession:
 
     def _settle(self, number: int, future: asyncio.Future[Completion]) -> None:
         del self._running[number]
+        num_streamed = self._num_streamed.pop(number, 0)
         if future.cancelled():
             return
         error = future.exception()
         if error is None:
-            self._add(StreamedOutcome(number, TokenCompletion.of(future.result())))
+            self._add(StreamedOutcome.of(number, future.result(), num_streamed=num_streamed))
         else:
             self._add(_failure(number, error))
 
@@ -124,6 +128,9 @@ class StreamSession:
         self._has_messages.set()
 
     def _add_tokens(self, number: int, chunk: TokenChunk) -> None:
+        if number not in self._num_streamed:
+            return  # it was cancelled
+        self._num_streamed[number] += len(chunk.token_ids)
         self._tokens.append(StreamedTokens.of(number, chunk))
         self._has_messages.set()
 
