@@ -207,7 +207,7 @@ class LedgerStatus:
 
 
 class MemberRole(StrEnum):
-    """Processes that hold a lease in the ledger, on one or several machines. Rule 19 of the protocol."""
+    """Processes that hold a lease in the ledger, on one or several machines. docs/ledger-rules.md, rule 19."""
 
     SUPERVISOR = "supervisor"
     """Exclusive: its lease is the lock of the run."""

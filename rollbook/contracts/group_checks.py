@@ -1,7 +1,8 @@
 """Whether a group can be trained. The ledger checks each group before it stores it, the trainer and the audit check it again.
 
 `inspect_payload` checks the structure and collects the facts that depend on no setting; `find_obstacle` compares them with the
-limits of the run. Both are pure, so every trainer, replay and audit comes to the same result for the same bytes. Rule 18.
+limits of the run. Both are pure, so every trainer, replay and audit comes to the same result for the same bytes.
+See docs/ledger-rules.md, rule 18.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The transactions of the dialect, for its trainer and its environments. PROTOCOL rules 16 and 17."""
+"""The transactions of the dialect, for its trainer and its environments. docs/ledger-rules.md, rules 16 and 17."""
 
 import math
 from collections.abc import Mapping, Sequence

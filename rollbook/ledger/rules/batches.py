@@ -1,4 +1,4 @@
-"""Deciding the batch of a step: once, durably, independent of time. Rules 9 to 12, 20 and 21."""
+"""Deciding the batch of a step: once, durably, independent of time. docs/ledger-rules.md, rules 9 to 12, 20 and 21."""
 
 import hashlib
 from collections.abc import Iterable, Sequence

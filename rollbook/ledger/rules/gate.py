@@ -1,4 +1,7 @@
-"""The gate: dispatchers join, get groups to play, and lose them when they stop sending heartbeats. Rules 4, 7 and 8."""
+"""The gate: dispatchers join, get groups to play, and lose them when they stop sending heartbeats.
+
+See docs/ledger-rules.md, rules 4, 7 and 8.
+"""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Submitting, closing and releasing groups, and the registered producers that submit without a grant. Rules 5 to 7."""
+"""Submitting, closing and releasing groups, and the registered producers that submit without a grant.
+
+See docs/ledger-rules.md, rules 5 to 7.
+"""
 
 import math
 from collections.abc import Sequence

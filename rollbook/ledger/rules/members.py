@@ -1,4 +1,4 @@
-"""Members of a run: join, heartbeat, leave, expiry. Rule 19.
+"""Members of a run: join, heartbeat, leave, expiry. docs/ledger-rules.md, rule 19.
 
 A member's lease ends once and for all: when it leaves, when it sends no heartbeat in time, or when a newer member has its role and
 name. Later requests of that member are refused; it may join again and is a new member then.

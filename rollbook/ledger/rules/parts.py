@@ -1,4 +1,4 @@
-"""Parts of a group, with batch policy `parts`: what a part may contain, and which part comes next. Rule 21.
+"""Parts of a group, with batch policy `parts`: what a part may contain, and which part comes next. docs/ledger-rules.md, rule 21.
 
 A group is opened as part 1, for all of its samples. Storing a part opens the next one for the samples that are left, in the same
 transaction, so that the ledger always knows what a group lacks. The number of samples left is computed here and never taken from a

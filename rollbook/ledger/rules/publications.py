@@ -1,4 +1,4 @@
-"""Publications of weights, and the effective version of their tokens. Rules 1 and 2.
+"""Publications of weights, and the effective version of their tokens. docs/ledger-rules.md, rules 1 and 2.
 
 The effective version of a publication is its step. If a later trainer replays a step and gets other weights, the publications of
 earlier trainers from that step on are no longer ancestors of the current weights. They are demoted: their effective version becomes

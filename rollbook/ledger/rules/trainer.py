@@ -1,4 +1,7 @@
-"""The trainer role: taking it, acknowledging steps, recording checkpoints, finishing the run. Rules 13 to 15."""
+"""The trainer role: taking it, acknowledging steps, recording checkpoints, finishing the run.
+
+See docs/ledger-rules.md, rules 13 to 15.
+"""
 
 from collections.abc import Mapping
 
@@ -50,7 +53,7 @@ def acknowledge(
 ) -> AckReceipt:
     """Record that batch `step` was trained and gave weights of this digest. In order and idempotent; a replay is compared.
 
-    `unusable` are the groups of the batch that could not be trained, with the reason. Rule 18.
+    `unusable` are the groups of the batch that could not be trained, with the reason. docs/ledger-rules.md, rule 18.
     """
     run_tx.fence(epoch)
     run = run_tx.run

@@ -1,4 +1,4 @@
-"""The audit's checks of samples, parts, versions and masked tokens. Rules 2, 20 and 21.
+"""The audit's checks of samples, parts, versions and masked tokens. docs/ledger-rules.md, rules 2, 20 and 21.
 
 The law of samples, with policy `parts`: expected = open + stored + missing. It is counted from the run's counters and from the
 rows. Each part that was stored incomplete has a next part, which was opened for exactly the samples that were left.

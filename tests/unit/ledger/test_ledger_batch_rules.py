@@ -1,4 +1,4 @@
-"""Rules 9 to 12: the batch of a step."""
+"""docs/ledger-rules.md, rules 9 to 12: the batch of a step."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Rules 4, 7 and 8: dispatchers, grants and leases."""
+"""docs/ledger-rules.md, rules 4, 7 and 8: dispatchers, grants and leases."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Rules 5 to 7: submitting, closing and releasing groups."""
+"""docs/ledger-rules.md, rules 5 to 7: submitting, closing and releasing groups."""
 
 import pytest
 

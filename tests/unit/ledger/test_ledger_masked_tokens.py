@@ -1,4 +1,4 @@
-"""Rule 20: with policy `trim`, batches do not wait for slow groups, and tokens beyond the staleness bound are masked."""
+"""docs/ledger-rules.md, rule 20: with `trim`, batches wait for no slow group, and tokens beyond the staleness bound are masked."""
 
 import sqlite3
 from pathlib import Path

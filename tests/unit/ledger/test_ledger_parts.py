@@ -1,4 +1,4 @@
-"""Rule 21: with policy `parts`, a group is submitted in parts, and the ledger always knows which samples it lacks."""
+"""docs/ledger-rules.md, rule 21: a group is submitted in parts, and the ledger always knows which samples it lacks."""
 
 import sqlite3
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rules 2 and 13 to 15: trainer role, acknowledgements, checkpoints, publications."""
+"""docs/ledger-rules.md, rules 2 and 13 to 15: trainer role, acknowledgements, checkpoints, publications."""
 
 import pytest
 
