@@ -115,7 +115,7 @@ if TYPE_CHECKING:
     from rollbook.rollout.rewards.messages import RewardCase
     from rollbook.rollout.settings import TO_BE_SCORED
     from rollbook.run.config.run import ConfigError, RunConfig
-    from rollbook.run.record import audit
+    from rollbook.run.reader import audit
     from rollbook.tasks.curriculum import Curriculum
     from rollbook.tasks.cursor import CursorDataLoader
     from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
@@ -171,7 +171,7 @@ _MODULES = {
     "TrainReport": "rollbook.commands.training.train_summary",
     "TrajectoryAssembler": "rollbook.rollout.assemblers.tokens",
     "WeightTransferClient": "rollbook.inference.weights.client",
-    "audit": "rollbook.run.record",
+    "audit": "rollbook.run.reader",
     "encode_group": "rollbook.contracts.group_codec",
     "evaluate": "rollbook.commands.record.evaluate",
     "open_host": "rollbook.integrations.trl_run",

@@ -34,7 +34,7 @@ from rollbook.ledger.records import GroupRecord, MoveRecord, Origin, RunRecord
 from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.ledger.stores.sql.tables import GROUPS, MOVES, RUNS
 from rollbook.ledger.stores.sqlite.file import FILE_NAME, create_tables
-from rollbook.run.dashboard.ledger_sources import StoreSource
+from rollbook.run.reader import StoreSource
 
 RUN = RunId("synthetic")
 PER_STEP = 16

@@ -32,7 +32,7 @@ from benchmarks.learning.proof_criteria import SAME_BITS, Criterion, Phase, judg
 from benchmarks.pinned_jobs import run_pinned
 from benchmarks.report import machine, print_status
 from rollbook.ledger.stores.sqlite.store import open_readonly
-from rollbook.run.record import open_run
+from rollbook.run.reader import open_run
 from rollbook.telemetry.metrics import read_metrics
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "03_maths_with_retry"

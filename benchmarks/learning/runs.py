@@ -18,7 +18,7 @@ import tomli_w
 
 from benchmarks.report import print_status
 from rollbook.run.directory import RunDirectory
-from rollbook.run.record import open_run
+from rollbook.run.reader import open_run
 from rollbook.telemetry.events import read_json_lines
 from rollbook.telemetry.metrics import read_metrics
 
@@ -205,7 +205,7 @@ def _read(name: str, directory: Path, began: float) -> LearningRun:
     steps = [row for row in rows if row["process"] == "trainer"]
     at = {int(row["step"]): float(row["time"]) for row in steps}
     with open_run(directory) as run:
-        opened = run.groups(state=None, limit=1)[0].opened_at
+        opened = run.groups(limit=1)[0].opened_at
         status = run.status()
     # In a separate process: audits of several runs in this one would wait for each other.
     audit = json.loads(

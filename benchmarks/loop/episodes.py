@@ -29,7 +29,7 @@ from benchmarks.loop.startup import cpu_by_process
 from benchmarks.report import Figure, print_figures, print_status
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupState
-from rollbook.run.record import open_run
+from rollbook.run.reader import open_run
 from rollbook.telemetry.metrics import read_metrics
 
 SAMPLES = 8

@@ -29,7 +29,7 @@ from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.ledger.client.client import open_ledger_client
 from rollbook.run.config.run import load_config
 from rollbook.run.directory import RunDirectory
-from rollbook.run.record import open_run
+from rollbook.run.reader import open_run
 from rollbook.run.supervision.host import ProcessStart
 from rollbook.run.supervision.process import SupervisedProcess
 from rollbook.run.supervision.supervisor import RunEnd, Supervisor
@@ -183,7 +183,7 @@ async def run_stand_in(directory: RunDirectory, urls: dict[str, str], steps: int
 def wall_seconds(directory: RunDirectory) -> float:
     """From the start of the first group to the end of the last step."""
     with open_run(directory.path) as run:
-        first = run.groups(state=None, limit=1)[0].opened_at
+        first = run.groups(limit=1)[0].opened_at
         return run.steps()[-1].at - first
 
 

@@ -33,8 +33,7 @@ from benchmarks.loop.tail_simulation import Outcome, Simulation, Workload
 from benchmarks.pinned_jobs import run_pinned
 from benchmarks.report import Figure, machine, print_figures, print_status
 from rollbook.contracts.freshness import BatchPolicy
-from rollbook.contracts.group import GroupOutcome
-from rollbook.run.record import RunRecordReader, open_run
+from rollbook.run.reader import RecordedRun, open_run
 from rollbook.telemetry.metrics import read_metrics
 
 SHAPES = (0.0, 0.5, 1.0, 1.5)
@@ -229,16 +228,15 @@ def read_run(directory: Path, plan: Plan) -> Measured:
     )
 
 
-def episode_times(run: RunRecordReader, plan: Plan) -> tuple[float, float]:
+def episode_times(run: RecordedRun, plan: Plan) -> tuple[float, float]:
     """Mean duration of the episodes after the warm-up, and how much longer than planned they took on average."""
     planned = {f"task-{number}": durations for number, durations in enumerate(plan.durations)}
     first = run.steps()[plan.warm_up - 1].at
     seconds: dict[tuple[str, int], list[float]] = {}
-    for group in run.groups(state=None, limit=1 << 20):
-        if group.outcome is not None and group.opened_at >= first:
-            samples = msgspec.json.decode(group.outcome, type=GroupOutcome).samples
+    for group in run.groups(limit=1 << 20):
+        if (outcome := group.outcome) is not None and group.opened_at >= first:
             taken = seconds.setdefault((group.task_id, group.draw), [])
-            taken.extend(sample.seconds for sample in samples if sample.seconds is not None)
+            taken.extend(sample.seconds for sample in outcome.samples if sample.seconds is not None)
     # Parts of a group that are still played would make the mean too short.
     whole = [(task, taken) for (task, _), taken in seconds.items() if len(taken) == plan.load.group_size]
     if not whole:

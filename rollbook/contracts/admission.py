@@ -206,6 +206,34 @@ class LedgerStatus:
     """Number of actions of operators so far."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditReport:
+    """What an audit of a run found."""
+
+    run_id: RunId
+    opened: int
+    law: Mapping[str, int]
+    """Groups by state."""
+    dropped: Mapping[str, int]
+    """Dropped groups by kind."""
+    steps: int
+    """Trained steps."""
+    max_lag: int | None
+    max_head_offpolicy_versions: int
+    samples: SampleCounts | None = None
+    """The law of samples, only with policy `parts`."""
+    violations: tuple[str, ...] = ()
+    """One sentence for each. Empty: the records are consistent."""
+    known: int = 0
+    """Durable and dropped groups that an earlier audit has checked. Their records were not read again."""
+    known_at: float | None = None
+    """When that audit ran, as Unix time."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.violations
+
+
 class MemberRole(StrEnum):
     """Processes that hold a lease in the ledger, on one or several machines. docs/ledger-rules.md, rule 19."""
 

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rollbook.contracts.admission import GateState, LedgerStatus
+from rollbook.contracts.admission import AuditReport, GateState, LedgerStatus
 from rollbook.dashboard.process_files import Process
 from rollbook.dashboard.run_metrics import RunMetrics
 from rollbook.dashboard.run_view import RunDetails
-from rollbook.dashboard.source import Audit
 
 MANY = 0.5
 SOME = 0.2
@@ -37,7 +36,7 @@ class Facts:
     processes: Sequence[Process]
     quarantined_replicas: Sequence[str]
     problem: str | None
-    audit: Audit | None
+    audit: AuditReport | None
     notes: Sequence[str]
     """What could not be read."""
     now: float

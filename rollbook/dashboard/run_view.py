@@ -12,14 +12,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rollbook.contracts.admission import Action, ActionKind
+from rollbook.contracts.admission import Action, ActionKind, AuditReport
 from rollbook.contracts.group import PromptGroup
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.dashboard.index.follower import FollowedIndex, follow
 from rollbook.dashboard.run_files import RunReader, read_tiers
 from rollbook.dashboard.run_metrics import RunMetrics
 from rollbook.dashboard.series import MetricSeries
-from rollbook.dashboard.source import Audit, LedgerSource
+from rollbook.dashboard.source import LedgerSource
 
 PUBLICATIONS_PAGE = 1000
 
@@ -143,7 +143,7 @@ class RunView:
         self.directory = run.directory
         self._stack = stack
         self._index: FollowedIndex | None = None
-        self.audit: tuple[float, float, Audit] | None = None
+        self.audit: tuple[float, float, AuditReport] | None = None
         """When the last audit ended, its seconds, and its result."""
         self.is_auditing = False
         self._reading = asyncio.Lock()

@@ -1,17 +1,16 @@
-"""What the dashboard reads of a run's ledger: the port, and the values that cross it.
+"""The rows of a run's ledger, as the dashboard and the commands read them, and the port that reads them.
 
-`run` implements it twice, on the ledger of a run directory and on the HTTP API of a ledger, so that both look alike on the page.
+`run/reader.py` implements it twice, on the store of a run directory and on the HTTP API of a ledger, so that both look alike.
 """
 
-from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
 
-from rollbook.contracts.admission import Action, LedgerStatus
-from rollbook.contracts.batch import BatchManifest
+from rollbook.contracts.admission import Action, AuditReport, LedgerStatus
+from rollbook.contracts.batch import AckReceipt, BatchManifest
 from rollbook.contracts.decoding import json_decoder
-from rollbook.contracts.group import GroupOutcome
+from rollbook.contracts.group import GroupOutcome, GroupState
 from rollbook.contracts.policy import Publication
 
 
@@ -36,7 +35,7 @@ class GroupRow(msgspec.Struct, frozen=True, gc=False, array_like=True):
     has_payload: bool
     payload_bytes: int
     outcome_json: bytes | None
-    """As the ledger stores it. A list of a million groups needs a few numbers of it only."""
+    """The stored JSON. A list of a million groups needs only a few numbers of it."""
 
     @property
     def outcome(self) -> GroupOutcome | None:
@@ -48,13 +47,13 @@ class GroupRow(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     @property
     def lag(self) -> int | None:
-        """Of a group in a batch: versions between its oldest trained token and the policy that was trained."""
+        """Versions between its oldest trained token and the policy that was trained; None if it is in no batch."""
         if self.step is None or self.oldest_version is None:
             return None
         return self.step - 1 - self.oldest_version
 
 
-class Changes(msgspec.Struct, frozen=True, kw_only=True):
+class ChangedGroups(msgspec.Struct, frozen=True, kw_only=True):
     next: int
     """Continue after this number."""
     is_complete: bool
@@ -63,7 +62,7 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
     """Groups that changed, as they are now."""
 
 
-class Move(msgspec.Struct, frozen=True, kw_only=True):
+class MoveRow(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     from_state: str | None
     to_state: str
@@ -72,22 +71,24 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupTimeline(msgspec.Struct, frozen=True, kw_only=True):
+    """A group, its state changes, and an explanation of them in sentences."""
+
     group: GroupRow
-    moves: tuple[Move, ...]
+    moves: tuple[MoveRow, ...]
     sentences: tuple[str, ...]
 
 
-class Audit(msgspec.Struct, frozen=True, kw_only=True):
-    ok: bool
-    opened: int
-    law: Mapping[str, int]
-    dropped: Mapping[str, int]
-    steps: int
-    max_lag: int | None
-    violations: tuple[str, ...]
+class StepRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One acknowledgement. A step that was trained again after a restart has one for each epoch."""
+
+    step: int
+    epoch: int
+    digest: str
+    receipt: AckReceipt
+    at: float
 
 
-class Producer(msgspec.Struct, frozen=True, kw_only=True):
+class ProducerRow(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     weight: float
     min_share: float
@@ -104,28 +105,35 @@ class LedgerSource(Protocol):
 
     async def status(self) -> LedgerStatus: ...
 
-    async def groups(self, *, start: int, limit: int) -> tuple[GroupRow, ...]:
-        """Groups from the admission sequence number `start` on."""
+    async def groups(self, *, start: int, limit: int, state: GroupState | None = None) -> tuple[GroupRow, ...]:
+        """A page of groups from the admission sequence number `start` on.
 
-    async def changes(self, *, after: int | None, limit: int) -> Changes:
+        It ends with the last part of a group, so it may have a few more parts than `limit`.
+        """
+
+    async def changes(self, *, after: int | None, limit: int) -> ChangedGroups:
         """The groups that changed after the change number `after`. None: only the number of the last change."""
 
-    async def history(self, group_id: str) -> GroupTimeline:
+    async def explain(self, group_id: str) -> GroupTimeline:
         """Raises `NotFoundError` if there is no such group."""
 
-    async def payload(self, group_id: str) -> bytes | None: ...
+    async def payloads(self, *group_ids: str) -> tuple[bytes | None, ...]:
+        """The encoded samples of each group; None if they were never submitted, or are deleted."""
 
     async def manifest(self, step: int) -> BatchManifest:
         """Raises `NotFoundError` if the batch is not decided."""
 
+    async def steps(self) -> tuple[StepRow, ...]: ...
+
     async def publications(self, *, start: int, limit: int) -> tuple[Publication, ...]: ...
 
-    async def producers(self) -> tuple[Producer, ...]: ...
+    async def producers(self) -> tuple[ProducerRow, ...]: ...
 
     async def actions(self, *, start: int, limit: int, target: str | None = None) -> tuple[Action, ...]:
         """Actions of operators from number `start` on; with `target`, those about one task or group."""
 
-    async def audit(self) -> Audit: ...
+    async def audit(self, *, full: bool = False) -> AuditReport:
+        """Check what changed since the last audit without violations; with `full`, everything."""
 
 
 _OUTCOME = json_decoder(GroupOutcome)

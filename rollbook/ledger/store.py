@@ -152,8 +152,10 @@ class Groups(Protocol):
         """
 
     def values(self, run_id: RunId, columns: Sequence[str], *, start: int = 0, limit: int) -> list[tuple[Any, ...]]:
-        """Some columns of up to `limit` groups from sequence `start` on, as they are stored: enums as text, booleans as 0 and 1,
-        publications as text with commas. Three times as fast as records, for a reader of all groups."""
+        """Some columns of a page of groups, as they are stored: enums as text, booleans as 0 and 1, publications with commas.
+
+        Three times as fast as records, for a reader of all groups.
+        """
 
     def each(self, run_id: RunId) -> Iterator[GroupRecord]:
         """All groups, by id."""

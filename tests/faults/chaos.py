@@ -36,7 +36,7 @@ from rollbook.contracts.freshness import BatchPolicy
 from rollbook.ledger.rules import runs
 from rollbook.ledger.stores.registry import open_reader, sqlite_url
 from rollbook.run.actions import act
-from rollbook.run.record import open_run
+from rollbook.run.reader import open_run
 from tests.faults.chaos_report import RESULTS, Fault, Kind, Report, merge, record
 from tests.parts.run.machine import Machine
 from tests.parts.run.small import CONFIG, REPOSITORY, SmallRun, rollbook

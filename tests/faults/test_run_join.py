@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollbook.contracts.admission import Member, MemberRole
+from rollbook.contracts.admission import Member, MemberRole, RunId
 from rollbook.dashboard.process_files import read_processes
 from rollbook.ledger.client.blocking import open_sync_ledger_client
+from rollbook.ledger.stores.registry import open_reader, sqlite_url
 from rollbook.run.directory import RunDirectory
-from rollbook.run.record import open_run
 from rollbook.run.supervision.membership import node_name
 from rollbook.telemetry.events import read_json_lines
 from tests.parts.run.small import REPOSITORY, SmallRun, rollbook
@@ -65,8 +65,8 @@ def in_service(run: SmallRun) -> list[Member]:
 
 def groups_of(run: SmallRun, dispatcher: str) -> list[str]:
     """Groups that were submitted by this dispatcher."""
-    with open_run(run.directory) as record:
-        found = record.groups(state=None, limit=10_000)
+    with open_reader(sqlite_url(run.directory / "ledger")) as reader:
+        found = reader.read_now(lambda tx: tx.groups.page(RunId("small"), limit=10_000))
         return [group.group_id for group in found if (group.owner or "").startswith(dispatcher)]
 
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from rollbook.contracts.errors import RunError
-from rollbook.run.record import open_run
+from rollbook.run.reader import open_run
 from tests.parts.concurrency.processes import require_end
 from tests.parts.run.small import CONFIG, REPOSITORY, STEPS, SmallRun, rollbook
 
@@ -97,7 +97,7 @@ def test_a_run_is_protected_from_a_second_one_drains_at_an_interrupt_and_resumes
         run.until(lambda: run.step() >= drained["steps"] + 2, what="two more steps")
         kill_supervisor(run)
         steps = max(TAILED_STEPS, run.step() + 4)
-        with pytest.raises(RunError, match="was never decided"), open_run(run.directory) as record:
+        with pytest.raises(RunError, match="is not decided"), open_run(run.directory) as record:
             list(record.batches(steps))
 
         run.overrides.append(f"trainer.max_steps={steps}")

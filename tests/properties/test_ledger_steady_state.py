@@ -6,9 +6,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.contracts.admission import Grant
+from rollbook.contracts.admission import AuditReport, Grant
 from rollbook.contracts.freshness import AdmissionShare, BatchPolicy, FreshnessRule
-from rollbook.ledger.tools.audit_findings import AuditReport
 from tests.parts.ledger.groups import draws, part_of
 from tests.parts.ledger.groups import settings as run_settings
 from tests.parts.ledger.run_driver import RunDriver

@@ -27,9 +27,8 @@ from rollbook.dashboard.server.request import SHARED_S
 from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.run.dashboard.catalog import open_catalog
-from rollbook.run.dashboard.ledger_sources import StoreSource
 from rollbook.run.directory import RunDirectory, write_json
-from rollbook.run.record import audit
+from rollbook.run.reader import StoreSource, audit
 from rollbook.telemetry.token_records import TokenArrays, TokenRecordWriter
 from tests.parts.dashboard.recorded_run import HOSTILE, STEPS, DashboardClient, record_run, serving_dashboard
 from tests.parts.ledger.groups import RUN, draws

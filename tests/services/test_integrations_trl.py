@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollbook.contracts.group import GroupState
-from rollbook.run.record import open_run
+from rollbook.run.reader import open_run
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venvs" / "trl" / "bin" / "python"
@@ -42,9 +42,9 @@ def printed_by(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def groups_by_state(run_dir: Path) -> dict[str, GroupState]:
+def groups_by_state(run_dir: Path) -> dict[str, str]:
     with open_run(run_dir) as run:
-        return {group.group_id: group.state for group in run.groups(state=None, limit=1000)}
+        return {group.group_id: group.state for group in run.groups(limit=1000)}
 
 
 def assert_all_groups_were_trained_once(run_dir: Path) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.contracts.group import GroupState
-from rollbook.run.record import open_run
+from rollbook.contracts.group import GroupId, GroupState
+from rollbook.run.reader import open_run
 from tests.parts.run.small import SmallRun, rollbook
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "07_agent_proxy"
@@ -22,7 +22,7 @@ def test_an_unchanged_agent_is_trained_and_every_token_has_an_author(tmp_path: P
     assert summary["exit_code"] == 0, summary["stderr"]
     with open_run(run.directory) as record:
         durable = [group.group_id for group in record.groups(state=GroupState.DURABLE, limit=100)]
-        _, group, _ = record.group(durable[0])
+        group = record.samples(GroupId(durable[0]))
     assert len(durable) == STEPS * 2
     assert group is not None
     for sample in group.samples:

@@ -23,7 +23,7 @@ from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import GroupState
 from rollbook.ledger.atropos.feed import AtroposFeed
 from rollbook.ledger.client.client import open_ledger_client
-from rollbook.run.record import open_run
+from rollbook.run.reader import open_run
 from rollbook.tasks.config import AtroposSourceConfig
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.atropos import dialect, scored
@@ -93,7 +93,7 @@ def atropos_run(tmp_path: Path, port: int, *more: str) -> SmallRun:
 def assert_trained_from_posts(run_dir: Path) -> None:
     with open_run(run_dir) as run:
         report = run.audit()
-        groups = run.groups(state=None, limit=1000)
+        groups = run.groups(limit=1000)
     assert report.ok, report.violations
     durable = [group for group in groups if group.state is GroupState.DURABLE]
     assert len(durable) == STEPS * 4

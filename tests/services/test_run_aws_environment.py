@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollbook.run.record import open_run
+from rollbook.run.reader import open_run
 from tests.parts.run.small import REPOSITORY, rollbook
 
 pytest.importorskip("ministack")

@@ -10,7 +10,7 @@ from rollbook.commands.record.evaluate import evaluation_request, table
 from rollbook.contracts.errors import RunError
 from rollbook.run.processes.evaluate import evaluate
 from rollbook.run.processes.replay import changed_settings, compare_losses
-from rollbook.run.record import open_run
+from rollbook.run.reader import open_run
 from rollbook.telemetry.events import read_json_lines
 from rollbook.telemetry.metrics import read_metrics
 from rollbook.trainer.config import TrainerConfig
@@ -43,7 +43,7 @@ def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_a
     assert all(row["text"] for row in rollouts)
     with open_run(run.directory) as record:
         # The ledger contains training groups only.
-        assert not [group for group in record.groups(state=None, limit=1000) if group.group_id.startswith("evaluation")]
+        assert not [group for group in record.groups(limit=1000) if group.group_id.startswith("evaluation")]
 
     request = evaluation_request(run.directory, config=None, step=4, overrides=["evaluation.episodes=3"])
     result = asyncio.run(evaluate(request))

@@ -16,7 +16,7 @@ from rollbook.cli.main import app
 from rollbook.commands.training.init import TEMPLATES_DIR, init_project, template_names
 from rollbook.contracts.errors import UsageError
 from rollbook.run.config.run import load_config
-from rollbook.run.record import open_run
+from rollbook.run.reader import open_run
 from tests.parts.run.small import REPOSITORY
 
 TEMPLATES = ("agent_proxy", "atropos", "multi_turn", "single_turn", "tools")
@@ -132,7 +132,7 @@ def test_a_new_project_trains_on_the_first_rows_if_max_rows_is_given(tmp_path: P
     assert summary["steps"] == 2
     assert summary["audit"] == "ok"
     with open_run(project / "runs" / "first") as record:
-        assert {group.task_id for group in record.groups(state=None, limit=100)} == {"Oslo-1", "Oslo-2", "Oslo-3"}
+        assert {group.task_id for group in record.groups(limit=100)} == {"Oslo-1", "Oslo-2", "Oslo-3"}
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from rollbook.contracts.admission import LEASE_S
 from rollbook.contracts.errors import RunError
 from rollbook.ledger.client.client import open_ledger_client
 from rollbook.run.directory import RunDirectory
-from rollbook.run.record import open_run
+from rollbook.run.reader import open_run
 from tests.parts.ledger.groups import settings
 from tests.parts.ledger.postgres import both_url, own_server, shared_server
 from tests.parts.run.small import REPOSITORY, SmallRun, rollbook
@@ -83,10 +83,10 @@ def require_complete(run: SmallRun) -> None:
     with open_run(run.directory) as record:
         trained = [step.step for step in record.steps() if step.receipt == "acknowledged"]
         group = next(record.batches(1)).groups[0]
-        assert record.group(group.id)[1] is not None
+        assert record.samples(group.id) is not None
         assert record.status().ended
         with pytest.raises(RunError, match="no group"):
-            record.group(type(group.id)("missing@0"))
+            record.explain(type(group.id)("missing@0"))
         with pytest.raises(RunError, match=f"batch {STEPS + 1}"):
             list(record.batches(STEPS + 1))
     assert trained == list(range(1, STEPS + 1))

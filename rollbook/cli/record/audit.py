@@ -10,8 +10,8 @@ from rollbook.cli.arguments import RunOrLedger, is_address
 from rollbook.cli.output import EXIT_FAILED, result, result_json, stderr_console
 from rollbook.commands.servers.ledger import audit_remote
 from rollbook.commands.training.train_summary import law_text
-from rollbook.run.record import AuditReport
-from rollbook.run.record import audit as audit_directory
+from rollbook.contracts.admission import AuditReport
+from rollbook.run.reader import audit as audit_directory
 
 
 def audit(

@@ -7,7 +7,7 @@ import typer
 
 from rollbook.cli.output import result
 from rollbook.commands.record.inspect import group_lines, groups_lines, overview_lines
-from rollbook.run.record import open_run
+from rollbook.run.reader import open_run
 
 
 def inspect(  # noqa: PLR0917 - a command line is a list of flags

@@ -27,7 +27,7 @@ from rollbook.rollout.rewards.scorer import TO_BE_SCORED, case_of
 from rollbook.run.config.run import LoadedConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.episodes import begin_episode, call_reward, open_rollout
-from rollbook.run.record import RunRecordReader, open_run
+from rollbook.run.reader import RecordedRun, open_run
 from rollbook.tasks.dataset import load_tasks
 from rollbook.telemetry.events import EventLog
 
@@ -115,8 +115,8 @@ def _failed(record: Mapping[str, Any]) -> RecordedEpisode:
     )
 
 
-def _stored(run: RunRecordReader, loaded: LoadedConfig, group_id: GroupId, number: int) -> RecordedEpisode:
-    record, group, _ = run.group(group_id)
+def _stored(run: RecordedRun, loaded: LoadedConfig, group_id: GroupId, number: int) -> RecordedEpisode:
+    task_id, group = run.explain(group_id).group.task_id, run.samples(group_id)
     if group is None:
         raise RunError(
             f"group {group_id} has no stored samples: its payload was deleted (ledger.keep_payloads), or it has none"
@@ -126,9 +126,9 @@ def _stored(run: RunRecordReader, loaded: LoadedConfig, group_id: GroupId, numbe
     sample = group.samples[number]
     extend_search_path(loaded.search_path)
     tasks = load_tasks(loaded.config.tasks, base_dir=loaded.source_dir)
-    row = next((task.row for task in tasks if task.id == record.task_id), None)
+    row = next((task.row for task in tasks if task.id == task_id), None)
     if row is None:
-        raise RunError(f"the tasks no longer contain {record.task_id!r}, the task of group {group_id}")
+        raise RunError(f"the tasks no longer contain {task_id!r}, the task of group {group_id}")
     completions = []
     for turn in sample.turns:
         sequence, part = sample.sequences[turn.sequence], slice(turn.start, turn.end)

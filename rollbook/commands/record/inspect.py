@@ -15,11 +15,11 @@ from rollbook.contracts.group import GroupId, GroupState, PromptGroup
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
 from rollbook.dashboard.run_files import summarise
-from rollbook.ledger.records import GroupRecord
+from rollbook.dashboard.source import GroupRow
 from rollbook.rollout.chat.provenance import Pieces, TokenSpan, spans_of
 from rollbook.rollout.contract import Tokenizer
 from rollbook.rollout.dispatch.selection_bias import MaskedSample, PlayedGroup, compare, compare_masked
-from rollbook.run.record import RunRecordReader
+from rollbook.run.reader import RecordedRun
 
 
 class _Tokenizer(Tokenizer, Pieces, Protocol):
@@ -33,7 +33,7 @@ MASK_WINDOW_STEPS = 20
 MOST_TASKS = 3
 
 
-def overview_lines(run: RunRecordReader) -> Iterator[str]:
+def overview_lines(run: RecordedRun) -> Iterator[str]:
     status, figures = run.status(), summarise(run.directory.path)
     yield f"run         {run.run_id} in {run.directory.path}"
     yield f"steps       {status.acknowledged_step} trained, {status.durable_step} durable, trainer epoch {status.epoch}"
@@ -53,13 +53,15 @@ def overview_lines(run: RunRecordReader) -> Iterator[str]:
     yield "end         " + ("finished" if status.ended else "not finished: `rollbook train` on this directory resumes")
 
 
-def _selection_bias(run: RunRecordReader) -> str:
+def _selection_bias(run: RecordedRun) -> str:
     """Whether the trained groups differ from all dispatched groups, over the newest groups."""
     first = max(0, run.status().opened - BIAS_WINDOW_GROUPS)
-    rows = run.groups(state=None, start=first, limit=BIAS_WINDOW_GROUPS)
+    rows = run.groups(start=first, limit=BIAS_WINDOW_GROUPS)
     report = compare(
         PlayedGroup.from_ledger(
-            json.loads(row.outcome) if row.outcome else {}, state=row.state, drop_reason=row.drop_reason
+            json.loads(row.outcome_json) if row.outcome_json else {},
+            state=GroupState(row.state),
+            drop_reason=row.drop_reason,
         )
         for row in rows
     )
@@ -71,7 +73,7 @@ def _selection_bias(run: RunRecordReader) -> str:
     return f"trained groups are like the dispatched ones (distance: {distances}; {report.left_out_share:.0%} left out)"
 
 
-def _oldest_tasks(run: RunRecordReader) -> str:
+def _oldest_tasks(run: RecordedRun) -> str:
     """The tasks whose groups had the largest mean lag in the newest batches."""
     last = run.status().acknowledged_step
     lags: dict[str, list[int]] = {}
@@ -89,7 +91,7 @@ def _oldest_tasks(run: RunRecordReader) -> str:
     return f"; largest means of the last {min(last, MASK_WINDOW_STEPS)} steps by task: {shown}"
 
 
-def _masked_tokens(run: RunRecordReader) -> str:
+def _masked_tokens(run: RecordedRun) -> str:
     """How much of the newest batches was masked, and whether that changes what is trained."""
     last = run.status().acknowledged_step
     samples = [
@@ -118,42 +120,43 @@ def _masked_tokens(run: RunRecordReader) -> str:
     return f"{share}; the trained tokens are like all tokens (distance: {distances})" if biases else share
 
 
-def groups_lines(run: RunRecordReader, *, state: str | None, limit: int, start: int) -> Iterator[str]:
+def groups_lines(run: RecordedRun, *, state: str | None, limit: int, start: int) -> Iterator[str]:
     if state is not None and state not in list(GroupState):
         raise RunError(f"unknown state {state!r}; the states of a group are {', '.join(GroupState)}")
     wanted = None if state is None else GroupState(state)
     yield f"{'sequence':>8}  {'group':<28} {'state':<10} {'step':>5} {'tries':>5}  {'reward':>7}  note"
     for group in run.groups(state=wanted, start=start, limit=limit):
-        outcome = json.loads(group.outcome) if group.outcome else {}
+        reward = None if group.outcome is None else group.outcome.reward_mean
         step = "" if group.step is None else str(group.step)
         yield (
             f"{group.sequence:>8}  {group.group_id:<28} {group.state:<10} {step:>5} {group.attempt:>5}  "
-            f"{_number(outcome.get('reward_mean')):>7}  {group.drop_reason or ''}"
+            f"{_number(reward):>7}  {group.drop_reason or ''}"
         )
 
 
-def group_lines(run: RunRecordReader, group_id: str) -> Iterator[str]:
-    record, group, moves = run.group(GroupId(group_id))
-    yield from _life(record)
-    for move in moves:
+def group_lines(run: RecordedRun, group_id: str) -> Iterator[str]:
+    explained, group = run.explain(GroupId(group_id)), run.samples(GroupId(group_id))
+    row = explained.group
+    yield from _life(row)
+    for move in explained.moves:
         when = time.strftime("%H:%M:%S", time.localtime(move.at))
         yield f"  {when}  {move.from_state or '–'} → {move.to_state}  {move.note}  (by {move.by})"
     if group is None:
-        yield "its payload was deleted" if record.payload_bytes else "it was never submitted"
+        yield "its payload was deleted" if row.payload_bytes else "it was never submitted"
         return
     tokenizers = load_on_demand("rollbook.rollout.chat.tokenizer:ModelTokenizer")
-    entries = () if record.step is None else run.manifest(record.step).entries
-    entry = next((entry for entry in entries if entry.group_id == record.group_id), None)
+    entries = () if row.step is None else run.manifest(row.step).entries
+    entry = next((entry for entry in entries if entry.group_id == row.group_id), None)
     yield from _samples(group, tokenizers.from_directory(run.directory.initial_model), entry)
 
 
-def _life(record: GroupRecord) -> Iterator[str]:
-    yield f"group {record.group_id}: task {record.task_id}, draw {record.draw}, {record.origin}, now {record.state}"
-    if record.drop_reason:
-        yield f"  dropped: {record.drop_reason}"
+def _life(row: GroupRow) -> Iterator[str]:
+    yield f"group {row.group_id}: task {row.task_id}, draw {row.draw}, {row.origin}, now {row.state}"
+    if row.drop_reason:
+        yield f"  dropped: {row.drop_reason}"
     yield (
-        f"  admitted at version {record.admission_version}, attempt {record.attempt}, "
-        f"oldest trained version {record.oldest_version}"
+        f"  admitted at version {row.admission_version}, attempt {row.attempt}, "
+        f"oldest trained version {row.oldest_version}"
     )
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import UsageError
 from rollbook.contracts.freshness import BatchPolicy
-from rollbook.contracts.group import GroupOutcome, SampleOutcome, group_id
+from rollbook.contracts.group import SampleOutcome, group_id
 from rollbook.contracts.plugin import load_on_demand
+from rollbook.contracts.task import TaskId
 from rollbook.run.config.run import ConfigError, RunConfig, flat_values, load_config
-from rollbook.run.record import RunRecordReader, open_run
+from rollbook.run.reader import RecordedRun, open_run
 from rollbook.simulation.fit import fit
 from rollbook.simulation.prediction import (
     Prediction,
@@ -58,15 +58,14 @@ def trace_of(path: Path) -> Trace:
         return read_trace(path, configured_run(run.config), _stored_samples(run))
 
 
-def _stored_samples(run: RunRecordReader) -> dict[str, list[SampleOutcome]]:
+def _stored_samples(run: RecordedRun) -> dict[str, list[SampleOutcome]]:
     """The samples of each draw, by the time at which they ended."""
     found: dict[str, list[SampleOutcome]] = defaultdict(list)
     start = max(0, run.status().opened - MAX_GROUPS)
-    while page := run.groups(state=None, start=start, limit=PAGE):
-        for record in page:
-            if record.outcome is not None:
-                outcome = json_decoder(GroupOutcome).decode(record.outcome)
-                found[group_id(record.task_id, record.draw)] += outcome.samples
+    while page := run.groups(start=start, limit=PAGE):
+        for row in page:
+            if (outcome := row.outcome) is not None:
+                found[group_id(TaskId(row.task_id), row.draw)] += outcome.samples
         start = page[-1].sequence + 1
     for samples in found.values():
         samples.sort(key=lambda sample: (sample.started_at or 0.0) + (sample.seconds or 0.0))

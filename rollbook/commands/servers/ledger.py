@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from rollbook.access.guard import is_loopback
 from rollbook.access.tokens import steering_token_file
-from rollbook.contracts.admission import RunId
+from rollbook.contracts.admission import AuditReport, RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.plugin import load_on_demand
@@ -25,14 +25,13 @@ from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig,
 from rollbook.ledger.serve import serve_ledger
 from rollbook.ledger.store import Reader
 from rollbook.ledger.stores.registry import only_service, open_reader, open_store, reclaim, sqlite_url, store_warnings
-from rollbook.ledger.tools.audit_findings import AuditReport
 from rollbook.ledger.tools.compaction import compact
 from rollbook.ledger.tools.export import ExportReport, export_jsonl
 from rollbook.ledger.tools.import_run import import_jsonl
 from rollbook.run.config.run import load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import store_url
-from rollbook.run.record import audit_report, open_run
+from rollbook.run.reader import audit_report, open_run
 from rollbook.telemetry.events import EventLog
 
 
@@ -116,7 +115,7 @@ def import_run_file(store: str, source: Path, *, as_run: str | None) -> dict[str
 
 def explain_in_directory(path: Path, group_id: str) -> list[str]:
     with open_run(path) as run:
-        return run.explain(GroupId(group_id))
+        return list(run.explain(GroupId(group_id)).sentences)
 
 
 def explain_remote(url: str, group_id: str) -> list[str]:

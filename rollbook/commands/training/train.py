@@ -22,13 +22,13 @@ from rich.console import Console
 from rollbook.access.tokens import read_or_create_token
 from rollbook.commands.training.train_summary import EXIT_FAILED, TrainReport, print_summary
 from rollbook.concurrency.blocking import run_blocking
+from rollbook.contracts.admission import AuditReport
 from rollbook.contracts.errors import RunError, UsageError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.plugin import load_on_demand, require_libraries
 from rollbook.dashboard.run_files import RunReader, summarise
 from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
 from rollbook.ledger.serve import allow_many_connections
-from rollbook.ledger.tools.audit_findings import AuditReport
 from rollbook.run.config.run import (
     ConfigError,
     ConfigFault,
@@ -44,7 +44,7 @@ from rollbook.run.config.source import ConfigSource, TaskRows, place, read_sourc
 from rollbook.run.dashboard.address import open_socket
 from rollbook.run.directory import RunDirectory, write_atomically
 from rollbook.run.preflight import check_run, print_preflight
-from rollbook.run.record import audit
+from rollbook.run.reader import audit
 from rollbook.run.supervision.process import ProcessState
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome, Supervisor, require_posix
 from rollbook.run.user_objects import user_search_path

@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from rollbook.contracts.admission import AuditReport
 from rollbook.contracts.user_errors import indented
 from rollbook.dashboard.run_metrics import Change, EvaluationPoint, RunSummary
 from rollbook.dashboard.terminal import duration, evaluation_text, percent, small_number
-from rollbook.ledger.tools.audit_findings import AuditReport
 from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome

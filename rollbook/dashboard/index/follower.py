@@ -122,9 +122,7 @@ class FollowedIndex:
             rows = await self._source.groups(start=position.next_sequence, limit=most)
             is_last = len(rows) < most
             if rows:
-                # Parts of a group share its number, and the end of a page may separate them. So the last number is read again.
-                is_one_number = rows[0].sequence == rows[-1].sequence
-                position = dataclasses.replace(position, next_sequence=rows[-1].sequence + is_one_number)
+                position = dataclasses.replace(position, next_sequence=rows[-1].sequence + 1)
             await self._put(rows, dataclasses.replace(position, is_snapshot_complete=is_last))
             if is_last:
                 return

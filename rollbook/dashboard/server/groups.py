@@ -90,7 +90,7 @@ async def _search(
 
 
 async def _has_text(view: RunView, group_id: str, needle: str) -> bool:
-    payload = await view.ledger.payload(group_id)
+    [payload] = await view.ledger.payloads(group_id)
     if payload is None:
         return False
 
@@ -138,7 +138,7 @@ def listed(row: GroupRow, tier: str | None = None) -> dict[str, Any]:
 
 async def show_group(view: RunView, request: web.Request) -> dict[str, Any]:
     group_id = request.match_info["group"]
-    history = await view.ledger.history(group_id)
+    history = await view.ledger.explain(group_id)
     row, outcome = history.group, history.group.outcome
     payload, problem, group = await _payload(view, row)
     wanted = GroupFilter.parse(request.query)
@@ -168,7 +168,7 @@ async def show_group(view: RunView, request: web.Request) -> dict[str, Any]:
 async def _payload(view: RunView, row: GroupRow) -> tuple[str, str | None, PromptGroup | None]:
     """`stored`, `deleted`, `never` or `damaged`; the damage in words; the group."""
     try:
-        payload = await view.ledger.payload(row.group_id)
+        [payload] = await view.ledger.payloads(row.group_id)
         if payload is None:
             return ("deleted" if row.payload_bytes else "never"), None, None
         return "stored", None, await asyncio.to_thread(decode_payload, payload, GroupId(row.group_id))
@@ -290,7 +290,7 @@ def _divergence(group: PromptGroup) -> int | None:
 
 
 async def tokens(view: RunView, request: web.Request) -> dict[str, Any]:
-    history = await view.ledger.history(request.match_info["group"])
+    history = await view.ledger.explain(request.match_info["group"])
     payload, problem, group = await _payload(view, history.group)
     if group is None:
         raise NotFoundError(problem or f"the payload of group {history.group.group_id} is {payload}")

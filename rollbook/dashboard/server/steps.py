@@ -63,7 +63,7 @@ async def anatomy(view: RunView, request: web.Request) -> dict[str, Any]:
     series = await view.series()
     groups, left = [], DETAILED_BYTES
     for entry in manifest.entries[:ANATOMY_GROUPS]:
-        history = await view.ledger.history(entry.group_id)
+        history = await view.ledger.explain(entry.group_id)
         group = None
         if history.group.has_payload and left > history.group.payload_bytes:
             left -= history.group.payload_bytes
@@ -103,7 +103,7 @@ async def _is_decided(view: RunView, step: int, acknowledged: int) -> bool:
 
 
 async def _decoded(view: RunView, group_id: str) -> PromptGroup | None:
-    payload = await view.ledger.payload(group_id)
+    [payload] = await view.ledger.payloads(group_id)
     if payload is None:
         return None
     try:

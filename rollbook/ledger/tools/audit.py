@@ -11,7 +11,7 @@ their payloads are not read again.
 import time
 from contextlib import suppress
 
-from rollbook.contracts.admission import ActionKind, RunId
+from rollbook.contracts.admission import ActionKind, AuditReport, RunId
 from rollbook.contracts.freshness import lag
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.ledger.records import BatchRecord
@@ -19,7 +19,7 @@ from rollbook.ledger.rules.batches import manifest_digest
 from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.rules.runs import sample_counts
 from rollbook.ledger.store import ChangedRows, Reader, StoreFaultError, Transaction
-from rollbook.ledger.tools.audit_findings import AuditMark, AuditReport, Findings
+from rollbook.ledger.tools.audit_findings import AuditMark, Findings
 from rollbook.ledger.tools.audit_groups import changed_groups, check_checksums, check_groups
 
 

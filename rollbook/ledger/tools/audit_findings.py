@@ -5,12 +5,11 @@ counts instead of reading their rows, histories and payloads again.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
-from rollbook.contracts.admission import RunId, SampleCounts
+from rollbook.contracts.admission import AuditReport, RunId, SampleCounts
 from rollbook.contracts.batch import BatchEntry
 from rollbook.contracts.group import DropReason, GroupId, GroupState
 from rollbook.ledger.records import GroupRecord, PublicationRecord, RunRecord
@@ -23,32 +22,6 @@ MAX_VIOLATIONS = 200
 """A damaged ledger may have one for each group."""
 FINAL = frozenset({GroupState.DURABLE, GroupState.DROPPED})
 """The states that a group never leaves."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuditReport:
-    run_id: RunId
-    opened: int
-    law: Mapping[str, int]
-    """Groups by state."""
-    dropped: Mapping[str, int]
-    """Dropped groups by kind."""
-    steps: int
-    """Trained steps."""
-    max_lag: int | None
-    max_head_offpolicy_versions: int
-    samples: SampleCounts | None = None
-    """The law of samples, only with policy `parts`."""
-    violations: tuple[str, ...] = ()
-    """One sentence for each. Empty: the records are consistent."""
-    known: int = 0
-    """Durable and dropped groups that an earlier audit has checked. Their records were not read again."""
-    known_at: float | None = None
-    """When that audit ran, as Unix time."""
-
-    @property
-    def ok(self) -> bool:
-        return not self.violations
 
 
 class AuditMark(msgspec.Struct, frozen=True, kw_only=True):

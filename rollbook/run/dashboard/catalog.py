@@ -27,11 +27,9 @@ from rollbook.rollout.chat.provenance import Pieces, spans_of
 from rollbook.rollout.metrics import ROLLOUT_METRICS
 from rollbook.run.actions import act_on_directory, act_on_ledger
 from rollbook.run.config.run import LoadedConfig, RunConfig, load_resolved_config
-from rollbook.run.dashboard.ledger_sources import HttpSource, StoreSource
 from rollbook.run.dashboard.settings import config_view
 from rollbook.run.directory import RunDirectory
-from rollbook.run.ledger_clients import external_token, store_url
-from rollbook.run.record import last_audit
+from rollbook.run.reader import QUERY_S, HttpSource, StoreSource, last_audit, open_source
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.advantages import BATCH_NORMALISED
 from rollbook.trainer.data.minibatches import sample_advantages
@@ -40,7 +38,6 @@ from rollbook.trainer.metrics import TRAINER_METRICS
 DEPTH = 3
 """How deep below a folder runs are searched."""
 MAX_RUNS = 1000
-QUERY_S = 10.0
 INDEX_FILE = "dashboard/index.sqlite"
 MEANINGS = {
     metric.name: MetricMeaning(unit=metric.unit, meaning=metric.meaning)
@@ -166,7 +163,7 @@ async def _open_directory(place: RunPlace) -> AsyncIterator[OpenedRun]:
             act=partial(act_on_directory, directory),
             index_file=directory.path / INDEX_FILE,
             directory=directory.path,
-            audited_at=lambda: None if (audit := last_audit(directory)) is None else audit.at,
+            audited_at=lambda: None if (audit := last_audit(directory.audit_file)) is None else audit.at,
             is_running=directory.is_running,
             is_outdated=lambda: _recorded(directory) not in (None, recorded),
             config=lambda: ([], "") if config is None else config_view(config),
@@ -189,14 +186,9 @@ def _recorded(directory: RunDirectory) -> tuple[Any, int] | None:
 async def _open_ledger(
     directory: RunDirectory, loaded: LoadedConfig | None, name: str, stack: AsyncExitStack
 ) -> LedgerSource:
-    """The run's own store, or the service that its configuration names."""
     if loaded is None:
         return StoreSource(sqlite_url(directory.ledger), RunId(name))
-    ledger, run_id = loaded.config.ledger, RunId(loaded.config.run.name)
-    if ledger.url is None:
-        return StoreSource(store_url(ledger, directory), run_id)
-    opening = open_ledger_client(ledger.url, run_id, request_s=QUERY_S, token=external_token(loaded))
-    return HttpSource(await stack.enter_async_context(opening))
+    return await stack.enter_async_context(open_source(loaded, directory))
 
 
 def _read_config(directory: RunDirectory) -> tuple[LoadedConfig | None, str | None]:

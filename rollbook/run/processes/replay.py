@@ -18,7 +18,7 @@ from rollbook.contracts.plugin import extend_search_path
 from rollbook.dashboard.plots import draw_comparison
 from rollbook.run.config.run import override_table
 from rollbook.run.directory import RunDirectory, write_json
-from rollbook.run.record import open_run
+from rollbook.run.reader import open_run
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.replay import CounterfactualStep, replay, retrain
 

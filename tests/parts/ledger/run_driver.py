@@ -9,7 +9,16 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from rollbook.contracts.admission import ActionKind, LedgerStatus, OpenReply, OwnerId, PartReceipt, Receipt, RunSettings
+from rollbook.contracts.admission import (
+    ActionKind,
+    AuditReport,
+    LedgerStatus,
+    OpenReply,
+    OwnerId,
+    PartReceipt,
+    Receipt,
+    RunSettings,
+)
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState, PromptGroup, part_id
 from rollbook.contracts.policy import Publication
@@ -25,7 +34,7 @@ from rollbook.ledger.stores.sql.committer import Operation
 from rollbook.ledger.stores.sqlite.file import FILE_NAME, MEMORY
 from rollbook.ledger.stores.sqlite.writer import SqliteWriter
 from rollbook.ledger.tools.audit import audit_run, audit_since
-from rollbook.ledger.tools.audit_findings import AuditMark, AuditReport
+from rollbook.ledger.tools.audit_findings import AuditMark
 from tests.parts.ledger.groups import RUN, draws, group_of, settings, submission_of
 
 T = TypeVar("T")

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from rollbook.contracts.admission import AuditReport
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.ledger.stores.sqlite.segments import segment_path
 from rollbook.ledger.stores.sqlite.store import open_readonly
 from rollbook.ledger.tools.audit import audit, audit_since
-from rollbook.ledger.tools.audit_findings import AuditMark, AuditReport
+from rollbook.ledger.tools.audit_findings import AuditMark
 from tests.parts.ledger.groups import RUN, draws, settings
 from tests.parts.ledger.run_driver import RunDriver, blocking_sqlite
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from rollbook.commands.training.train import audits
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.run.directory import RunDirectory
-from rollbook.run.record import audit
+from rollbook.run.reader import audit
 from rollbook.telemetry.events import EventLog, read_json_lines
 from tests.parts.dashboard.recorded_run import record_run
 

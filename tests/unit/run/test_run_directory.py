@@ -10,7 +10,7 @@ import pytest
 
 from rollbook.run.config.source import read_source
 from rollbook.run.directory import RunDirectory, RunDirectoryError
-from rollbook.run.record import audit
+from rollbook.run.reader import audit
 
 
 def test_a_second_train_in_the_same_directory_is_rejected_with_the_pid(tmp_path: Path) -> None:

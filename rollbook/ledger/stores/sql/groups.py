@@ -15,6 +15,7 @@ from rollbook.ledger.stores.sql.write_buffer import Key, PayloadRows, SqlSession
 # Small results are ordered by `+sequence, +part`: the plus keeps the planner from scanning the whole run in order to save a sort.
 IDS_PER_QUERY = 16
 SOME_GROUPS = f"WHERE run_id = ? AND group_id IN ({', '.join('?' * IDS_PER_QUERY)})"
+MAX_SEQUENCE = 2**63 - 1
 GROUPS_PER_CHECK = 256
 """Each step of a check is done for all of them before the next: this takes four fifths of the time of one group after the other."""
 HAS_NO_ROW = (
@@ -150,8 +151,12 @@ class SqlGroups:
         unknown = set(columns) - set(GROUPS.columns)
         if unknown:
             raise ValueError(f"groups have no columns {sorted(unknown)}")
-        sql = f"SELECT {', '.join(columns)} FROM groups WHERE run_id = ? AND sequence >= ? ORDER BY sequence, part LIMIT ?"
-        return self._session.select_flushed(sql, (run_id, start, limit), GROUPS).fetchall()
+        last = "SELECT sequence FROM groups WHERE run_id = ? AND sequence >= ? ORDER BY sequence, part LIMIT 1 OFFSET ?"
+        sql = (
+            f"SELECT {', '.join(columns)} FROM groups WHERE run_id = ? AND sequence >= ? "
+            f"AND sequence <= COALESCE(({last}), {MAX_SEQUENCE}) ORDER BY sequence, part"
+        )
+        return self._session.select_flushed(sql, (run_id, start, run_id, start, limit - 1), GROUPS).fetchall()
 
     def each(self, run_id: RunId) -> Iterator[GroupRecord]:
         rows = self._session.stream(GROUPS.select + "WHERE run_id = ? ORDER BY group_id", (run_id,))
