@@ -34,7 +34,6 @@ CHANGE_EVENTS = {
     "shutil.move": 2,
     "sqlite3.connect": 1,
 }
-LIST_EVENTS = frozenset({"os.listdir", "os.scandir"})
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 HARMLESS_DEVICES = frozenset({"/dev/null", "/dev/urandom"})
 
@@ -107,45 +106,88 @@ def guard(permissions: Permissions) -> Callable[[str, tuple[Any, ...]], None]:
     """The audit hook: raises `NotPermittedError`."""
 
     def check(event: str, args: tuple[Any, ...]) -> None:
-        if event == "open":
-            _check_open(permissions, *args)
-        elif event in CHANGE_EVENTS:
-            for path in args[: CHANGE_EVENTS[event]]:
-                if not isinstance(path, int) and not permissions.allows_write(_real(path)):
-                    raise NotPermittedError(
-                        f"changing {_name(path)!r} is not permitted: only the working directory can be changed"
-                    )
-        elif event in LIST_EVENTS:
-            path = args[0] if args and args[0] is not None else "."
-            if not isinstance(path, int) and not permissions.allows_read(_real(path)):
-                raise NotPermittedError(
-                    f"listing {_name(path)!r} is not permitted: only the working directory can be read"
-                )
-        elif event in PROCESS_EVENTS and not (event == "os.fork" and permissions.may_fork):
-            raise NotPermittedError("starting other programs is not permitted")
-        elif event in {"socket.connect", "socket.sendto"}:
-            if not permissions.allows_connection(args[1]):
-                raise NotPermittedError(f"connecting to {args[1]!r} is not permitted: only its own endpoint is")
-        elif event == "socket.bind" and not _is_ephemeral(args[1]):
-            raise NotPermittedError(f"listening on {args[1]!r} is not permitted")
-        elif event == "socket.getaddrinfo" and not permissions.allows_lookup(_text(args[0])):
-            raise NotPermittedError(f"looking up {_text(args[0])!r} is not permitted: only its own endpoint is")
+        rule = RULES.get(event)
+        refusal = None if rule is None else rule(permissions, event, args)
+        if refusal is not None:
+            raise NotPermittedError(refusal)
 
     return check
 
 
-def _check_open(permissions: Permissions, path: Any, mode: Any, flags: Any) -> None:
-    if isinstance(path, int) or path is None:
-        return
-    real = _real(path)
+# A rule says why an event is refused, or None if it is permitted.
+
+
+def _open(permissions: Permissions, _: str, args: tuple[Any, ...]) -> str | None:
+    path, mode, flags = args
     is_writing = bool(flags & WRITE_FLAGS) if isinstance(flags, int) else bool(mode and set(mode) & set("wax+"))
-    if is_writing:
-        if not permissions.allows_write(real):
-            raise NotPermittedError(
-                f"writing {_name(path)!r} is not permitted: only the working directory can be changed"
-            )
-    elif not permissions.allows_read(real):
-        raise NotPermittedError(f"reading {_name(path)!r} is not permitted: only the working directory can be read")
+    return _change("writing", path, permissions) if is_writing else _read("reading", path, permissions)
+
+
+def _list(permissions: Permissions, _: str, args: tuple[Any, ...]) -> str | None:
+    path = args[0] if args and args[0] is not None else "."
+    return _read("listing", path, permissions)
+
+
+def _change_paths(permissions: Permissions, event: str, args: tuple[Any, ...]) -> str | None:
+    refusals = (_change("changing", path, permissions) for path in args[: CHANGE_EVENTS[event]])
+    return next(filter(None, refusals), None)
+
+
+def _start_program(permissions: Permissions, event: str, _: tuple[Any, ...]) -> str | None:
+    is_permitted = event == "os.fork" and permissions.may_fork
+    return None if is_permitted else "starting other programs is not permitted"
+
+
+def _connect(permissions: Permissions, _: str, args: tuple[Any, ...]) -> str | None:
+    if permissions.allows_connection(args[1]):
+        return None
+    return f"connecting to {args[1]!r} is not permitted: only its own endpoint is"
+
+
+def _bind(_: Permissions, __: str, args: tuple[Any, ...]) -> str | None:
+    """Libraries bind to port 0 of loopback to make socket pairs."""
+    match args[1]:
+        case (host, 0, *_) if host in LOOPBACK:
+            return None
+        case address:
+            return f"listening on {address!r} is not permitted"
+
+
+def _look_up(permissions: Permissions, _: str, args: tuple[Any, ...]) -> str | None:
+    host = args[0].decode("utf-8", errors="replace") if isinstance(args[0], bytes) else str(args[0])
+    return (
+        None if permissions.allows_lookup(host) else f"looking up {host!r} is not permitted: only its own endpoint is"
+    )
+
+
+RULES: dict[str, Callable[[Permissions, str, tuple[Any, ...]], str | None]] = {
+    "open": _open,
+    "os.listdir": _list,
+    "os.scandir": _list,
+    **dict.fromkeys(CHANGE_EVENTS, _change_paths),
+    **dict.fromkeys(PROCESS_EVENTS, _start_program),
+    "socket.connect": _connect,
+    "socket.sendto": _connect,
+    "socket.bind": _bind,
+    "socket.getaddrinfo": _look_up,
+}
+
+
+def _read(verb: str, path: Any, permissions: Permissions) -> str | None:
+    if _is_descriptor(path) or permissions.allows_read(_real(path)):
+        return None
+    return f"{verb} {os.fsdecode(path)!r} is not permitted: only the working directory can be read"
+
+
+def _change(verb: str, path: Any, permissions: Permissions) -> str | None:
+    if _is_descriptor(path) or permissions.allows_write(_real(path)):
+        return None
+    return f"{verb} {os.fsdecode(path)!r} is not permitted: only the working directory can be changed"
+
+
+def _is_descriptor(path: Any) -> bool:
+    """Whether the event names an open file, or none, instead of a path."""
+    return isinstance(path, int) or path is None
 
 
 def _is_below(path: str, roots: tuple[str, ...]) -> bool:
@@ -154,16 +196,3 @@ def _is_below(path: str, roots: tuple[str, ...]) -> bool:
 
 def _real(path: Any) -> str:
     return os.path.realpath(os.fsdecode(path))
-
-
-def _name(path: Any) -> str:
-    return os.fsdecode(path)
-
-
-def _text(host: Any) -> str:
-    return host.decode("utf-8", errors="replace") if isinstance(host, bytes) else str(host)
-
-
-def _is_ephemeral(address: Any) -> bool:
-    """Libraries bind to port 0 of loopback to make socket pairs."""
-    return isinstance(address, tuple) and address[0] in LOOPBACK and address[1] == 0
