@@ -85,55 +85,46 @@ def make_rollout(setup):
 
 @dataclass(frozen=True, kw_only=True)
 class Mistake:
-    name: str
     config: tuple[str, str] = ("", "")
-    """A text of the config file and its replacement."""
+    """A string of the config file and its replacement."""
     code: tuple[str, str] = ("", "")
     expected: tuple[str, ...]
     """Patterns of the message."""
     is_warning: bool = False
-    run_dir: str | None = None
+    run_dir: str = "run"
 
 
-MISTAKES = (
-    Mistake(
-        name="a turn ends with a token that does not end generation",
+MISTAKES = {
+    "a turn ends with a token that does not end generation": Mistake(
         config=("{{ m.content }}\\n{% endfor %}", "{{ m.content }}<bos>{% endfor %}"),
         expected=(r"model\.build: the chat template ends a turn of the assistant with '<bos>'.*ends at <eos>",),
         is_warning=True,
     ),
-    Mistake(
-        name="misspelt field",
+    "misspelt field": Mistake(
         config=("max_steps = 2", "max_stps = 2"),
         expected=(r"run\.toml:25: trainer\.max_stps: unknown field; did you mean 'max_steps'\?",),
     ),
-    Mistake(
-        name="wrong task function",
+    "wrong task function": Mistake(
         config=("mine:tasks", "mine:task"),
         expected=(r"run\.toml:12: tasks\.source: .*module mine has no 'task'.*did you mean 'tasks'\?",),
     ),
-    Mistake(
-        name="task function that raises",
+    "task function that raises": Mistake(
         code=('yield {"id": "one", "side": "heads"}', 'yield {"id": undefined}'),
         expected=(r"tasks\.source: .*NameError", r'File ".*mine\.py", line 5, in tasks', r"undefined"),
     ),
-    Mistake(
-        name="missing model",
+    "missing model": Mistake(
         config=("[model.build]\n", '[model]\npath = "./modell"\n[model.biuld]\n'),
         expected=(r"run\.toml:6: model\.biuld: unknown field; did you mean 'build'\?",),
     ),
-    Mistake(
-        name="missing model directory",
+    "missing model directory": Mistake(
         config=(CONFIG[CONFIG.index("[model") : CONFIG.index("[tasks")], '[model]\npath = "./modell"\n\n'),
         expected=(r"run\.toml:5: model\.path: there is no directory .*modell",),
     ),
-    Mistake(
-        name="missing template",
+    "missing template": Mistake(
         config=('chat_template = "{', '# chat_template = "{'),
         expected=(r"run\.toml:4: model: this tokenizer has no chat template",),
     ),
-    Mistake(
-        name="reward that raises",
+    "reward that raises": Mistake(
         code=("float(case.response ==", "float(case.respnse =="),
         expected=(
             r"run\.toml:22: rollout\.rewards\.functions\.right\.path: AttributeError: .*'respnse'",
@@ -141,58 +132,59 @@ MISTAKES = (
             r"return float\(case\.respnse",
         ),
     ),
-    Mistake(
-        name="reward that returns a string",
+    "reward that returns a string": Mistake(
         code=('float(case.response == case.row["side"])', '"right"'),
         expected=(r"functions\.right\.path: returned a str; it must return a number",),
     ),
-    Mistake(
-        name="reward that returns None",
+    "reward that returns None": Mistake(
         code=("return float(case", "float(case"),
         expected=(r"warning: .*functions\.right\.path: returned None .* has no reward",),
         is_warning=True,
     ),
-    Mistake(
-        name="reward that returns NaN",
+    "reward that returns NaN": Mistake(
         code=('float(case.response == case.row["side"])', 'float("nan")'),
         expected=(r"warning: .*functions\.right\.path: returned nan .* has no reward",),
         is_warning=True,
     ),
-    Mistake(
-        name="reset that raises",
+    "reset that raises": Mistake(
         code=('task["side"]\n', 'task["sides"]\n'),
         expected=(
             r"run\.toml:15: env\.name: env mine:Coin\.reset raised KeyError: 'sides'",
             r'File ".*mine\.py", line 12, in reset',
         ),
     ),
-    Mistake(
-        name="step of the wrong shape",
+    "step of the wrong shape": Mistake(
         code=('return Observation(text="", reward=float(action == self.side), done=True)', 'return "", 1.0, True'),
         expected=(r"env\.name: env mine:Coin: step returned tuple instead of an Observation",),
     ),
-    Mistake(
-        name="rollout of the wrong shape",
+    "rollout of the wrong shape": Mistake(
         config=("[rollout]\n", '[rollout]\nfunction = "mine"\n'),
         code=(CODE, CODE + ROLLOUT),
         expected=(r"run\.toml:18: rollout\.function: rollout returned a dict; it must return a RolloutSample or None",),
     ),
-    Mistake(
-        name="too small token limit",
+    "too small token limit": Mistake(
         config=("max_total_tokens = 200", "max_total_tokens = 20"),
         expected=(r"run\.toml:18: rollout\.max_total_tokens: .*first prompt has \d+ tokens.*20 leaves none to sample",),
     ),
-    Mistake(
-        name="empty tasks",
+    "empty tasks": Mistake(
         code=('    yield {"id": "one", "side": "heads"}', "    return []"),
         expected=(r"run\.toml:12: tasks\.source: mine:tasks has no tasks",),
     ),
-    Mistake(
-        name="unwritable run directory",
+    "unwritable run directory": Mistake(
         run_dir="run.toml/run",
         expected=(r"--run-dir: the run directory .* cannot be created: .*run\.toml is not a directory",),
     ),
-)
+    "three mistakes at once": Mistake(
+        config=("max_total_tokens = 200", "max_total_tokens = 20"),
+        code=("float(case.response ==", "float(case.respnse =="),
+        run_dir="run.toml/run",
+        expected=(r"run\.toml: 3 faults",),
+    ),
+    "user code that prints and ends the process": Mistake(
+        code=("self.side = task", "print('here'); import os; os._exit(7); self.side = task"),
+        expected=(r"env\.name: resetting the environment ended the process with exit code 7",),
+    ),
+}
 
 
 def write(mistake: Mistake, directory: Path) -> Path:
@@ -204,7 +196,7 @@ def write(mistake: Mistake, directory: Path) -> Path:
 def message_of(mistake: Mistake, directory: Path) -> str:
     """The error or the warnings that `rollbook train` reports before it starts anything."""
     config = write(mistake, directory)
-    run = RunDirectory(directory / (mistake.run_dir or "run"))
+    run = RunDirectory(directory / mistake.run_dir)
     try:
         found = check_run(load_config(config), (), directory=run)
     except ConfigError as error:
@@ -212,7 +204,7 @@ def message_of(mistake: Mistake, directory: Path) -> str:
     return "\n".join(f"warning: {warning}" for warning in found.warnings)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name.replace(" ", "_"))
+@pytest.mark.parametrize("mistake", [pytest.param(one, id=name.replace(" ", "_")) for name, one in MISTAKES.items()])
 def test_a_mistake_is_reported_with_its_line_before_anything_starts(mistake: Mistake, tmp_path: Path) -> None:
     message = message_of(mistake, tmp_path)
     assert message.startswith("warning: ") == mistake.is_warning, message
@@ -221,40 +213,20 @@ def test_a_mistake_is_reported_with_its_line_before_anything_starts(mistake: Mis
     assert not (tmp_path / "run").exists()
 
 
-def test_all_mistakes_of_a_run_are_reported_at_once(tmp_path: Path) -> None:
-    together = Mistake(
-        name="three at once",
-        config=("max_total_tokens = 200", "max_total_tokens = 20"),
-        code=("float(case.response ==", "float(case.respnse =="),
-        run_dir="run.toml/run",
-        expected=(),
-    )
-    assert "run.toml: 3 faults" in message_of(together, tmp_path)
-
-
-def test_user_code_that_exits_or_prints_does_not_end_the_check(tmp_path: Path) -> None:
-    ends = Mistake(
-        name="", code=("self.side = task", "print('here'); import os; os._exit(7); self.side = task"), expected=()
-    )
-    message = message_of(ends, tmp_path)
-    assert "env.name: resetting the environment ended the process with exit code 7" in message
-
-
 def test_train_prints_the_faults_and_creates_no_run_directory(tmp_path: Path) -> None:
-    code, message, _ = train(MISTAKES[-2], tmp_path)
+    code, message, _ = train(MISTAKES["empty tasks"], tmp_path)
     assert code == 2
     assert "tasks.source" in message
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def train(mistake: Mistake, directory: Path) -> tuple[int, str, float]:
     """The exit code, the message and the seconds of `rollbook train`, or of `config check` where a run would go on."""
     write(mistake, directory)
     verb = ("config", "check") if mistake.is_warning else ("train",)
-    arguments = ("--run-dir", mistake.run_dir) if mistake.run_dir else ()
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "rollbook", *verb, "run.toml", *arguments],
+        [sys.executable, "-m", "rollbook", *verb, "run.toml", "--run-dir", mistake.run_dir],
         capture_output=True,
         text=True,
         check=False,
@@ -264,13 +236,11 @@ def train(mistake: Mistake, directory: Path) -> tuple[int, str, float]:
 
 
 if __name__ == "__main__":
-    for one in MISTAKES:
+    for name, mistake in MISTAKES.items():
         with tempfile.TemporaryDirectory() as folder:
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            exit_code, text, seconds = train(one, Path(folder))
+            exit_code, text, seconds = train(mistake, Path(folder))
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-            sys.stdout.write(
-                f"## {one.name}: {seconds:.1f} s, {cpu_s:.1f} CPU seconds, exit code {exit_code}\n{text}\n"
-            )
+            sys.stdout.write(f"## {name}: {seconds:.1f} s, {cpu_s:.1f} CPU seconds, exit code {exit_code}\n{text}\n")
             sys.stdout.flush()
