@@ -92,15 +92,13 @@ if TYPE_CHECKING:
     from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow
     from rollbook.envs.builtin.awscli.cloud.ministack_pool import MiniStackPool
     from rollbook.envs.catalog import EnvironmentSource
-    from rollbook.envs.client.blocking import MultiTurnEnvPool
-    from rollbook.envs.client.group import GrpoPool
+    from rollbook.envs.client.group import GrpoPool, MultiTurnEnvPool
     from rollbook.envs.client.session import EnvSession
     from rollbook.envs.config import EnvConfig
     from rollbook.envs.server.run import serve_environments
     from rollbook.inference.weights.client import WeightTransferClient
     from rollbook.integrations.async_recipe import Rollout, RowRequest, rollout_to_prompt_group, run_async_rl_loop
-    from rollbook.integrations.rollout_worker import AsyncRolloutWorker
-    from rollbook.integrations.trl_run import open_host
+    from rollbook.integrations.trl_run import AsyncRolloutWorker, open_host
     from rollbook.integrations.weight_sync import SyncWeightTransferClient
     from rollbook.ledger.client.blocking import SyncLedgerClient, open_sync_ledger_client
     from rollbook.ledger.client.client import LedgerClient, open_ledger_client
@@ -122,7 +120,7 @@ if TYPE_CHECKING:
 
 # The same imports as above, for `__getattr__`.
 _MODULES = {
-    "AsyncRolloutWorker": "rollbook.integrations.rollout_worker",
+    "AsyncRolloutWorker": "rollbook.integrations.trl_run",
     "Completion": "rollbook.contracts.policy",
     "ConfigError": "rollbook.run.config.run",
     "Curriculum": "rollbook.tasks.curriculum",
@@ -146,7 +144,7 @@ _MODULES = {
     "MessageTrajectoryAssembler": "rollbook.rollout.assemblers.chat",
     "MiniStackPool": "rollbook.envs.builtin.awscli.cloud.ministack_pool",
     "ModelTokenizer": "rollbook.rollout.chat.tokenizer",
-    "MultiTurnEnvPool": "rollbook.envs.client.blocking",
+    "MultiTurnEnvPool": "rollbook.envs.client.group",
     "Observation": "rollbook.contracts.task",
     "PromptGroup": "rollbook.contracts.group",
     "RewardCase": "rollbook.rollout.rewards.messages",

@@ -12,7 +12,7 @@ from typing import Any
 from rollbook import Observation
 from rollbook.envs.builtin.awscli.solution import ReferencePolicy
 from rollbook.envs.builtin.awscli.tasks.checks import fill
-from rollbook.envs.builtin.awscli.tasks.faults import chosen_variant
+from rollbook.envs.builtin.awscli.tasks.setup import chosen_variant
 from rollbook.envs.builtin.awscli.tasks.task_bank import aws_tasks, task_bank
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 

@@ -10,7 +10,7 @@ import importlib.util
 import multiprocessing
 from multiprocessing.connection import Connection
 
-from rollbook.envs.builtin.maths_answers import as_number, final_answer, is_same_answer
+from rollbook.envs.builtin.maths import as_number, final_answer, is_same_answer
 
 MAX_CHARS = 2_000
 """A longer answer counts as wrong, so that it need not be parsed."""

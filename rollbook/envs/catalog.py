@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from rollbook.concurrency.blocking import DaemonThreads
 from rollbook.concurrency.deadline import finish
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import load_plugin
 from rollbook.envs.config import ENVIRONMENTS, EnvConfig
-from rollbook.envs.daemon_threads import DaemonThreads
 from rollbook.envs.environment import EnvironmentAdapter
 
 # Closing a container or a connection may take seconds; longer means that it hangs.

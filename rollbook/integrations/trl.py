@@ -24,8 +24,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from rollbook.contracts.errors import RunError
-from rollbook.integrations.rollout_worker import AsyncRolloutWorker
-from rollbook.integrations.trl_run import HostInfo, RollbookRun, open_host
+from rollbook.integrations.trl_run import AsyncRolloutWorker, HostInfo, RollbookRun, open_host
 
 __all__ = ["AsyncRolloutWorker", "RollbookCallback", "RollbookRun", "RollbookWeightTransfer", "open_host"]
 

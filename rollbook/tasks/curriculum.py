@@ -17,12 +17,19 @@ from rollbook.contracts.group import GroupId, GroupOutcome, GroupState
 from rollbook.contracts.group import group_id as id_of
 from rollbook.contracts.task import Draw, Task, TaskId
 from rollbook.tasks.config import CurriculumConfig
-from rollbook.tasks.draws import DrawQueue, TaskTable
-from rollbook.tasks.mastery import TaskMastery, success_of
+from rollbook.tasks.cursor import DrawQueue, TaskTable
+from rollbook.tasks.mastery import (
+    LATE_DRAWS,
+    MasteryRecord,
+    ProposedDraw,
+    Result,
+    TaskMastery,
+    success_of,
+    tiers_of,
+    weights_of,
+)
 from rollbook.tasks.mastery_log import MasteryLog, MasteryView, TierView
-from rollbook.tasks.mastery_record import LATE_DRAWS, MasteryRecord, ProposedDraw, Result
 from rollbook.tasks.samplers import build_sampler
-from rollbook.tasks.tiers import tiers_of, weights_of
 
 
 class Curriculum:

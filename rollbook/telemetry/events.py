@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from rollbook.telemetry.wall_clock import CLOCK
+from rollbook.concurrency.clock import WALL_CLOCK
 
 MAX_FILE_BYTES = 32 << 20
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
@@ -68,7 +68,7 @@ class EventLog:
         try:
             if self._file is not None:
                 record = {
-                    "time": round(CLOCK.now(), 4),
+                    "time": round(WALL_CLOCK.now(), 4),
                     "level": level,
                     "process": self.process,
                     "event": event,

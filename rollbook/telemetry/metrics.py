@@ -12,8 +12,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from rollbook.concurrency.clock import WALL_CLOCK
 from rollbook.telemetry.events import FailureReport, read_json_lines
-from rollbook.telemetry.wall_clock import CLOCK
 
 
 class Reduction(StrEnum):
@@ -85,7 +85,7 @@ class MetricRecorder:
 
     def tick(self, **labels: Any) -> dict[str, Any]:
         """Write the row and reset all values."""
-        row: dict[str, Any] = {"time": round(CLOCK.now(), 4), "process": self.process, **labels}
+        row: dict[str, Any] = {"time": round(WALL_CLOCK.now(), 4), "process": self.process, **labels}
         for name, metric in self._table.items():
             row[name] = self._cells[name].reduced(metric.reduction)
         self._cells = {name: _Cell() for name in self._table}

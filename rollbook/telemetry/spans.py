@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollbook.concurrency.clock import WALL_CLOCK
 from rollbook.telemetry.events import FailureReport, LineFile, read_json_lines
-from rollbook.telemetry.wall_clock import CLOCK
 
 _current: ContextVar[int | None] = ContextVar("rollbook_span", default=None)
 
@@ -72,8 +72,8 @@ class SpanRecorder:
         row = {
             "process": self.process,
             "name": name,
-            "start": round(CLOCK.corrected(start), 5),
-            "end": round(CLOCK.corrected(end), 5),
+            "start": round(WALL_CLOCK.corrected(start), 5),
+            "end": round(WALL_CLOCK.corrected(end), 5),
             "id": span_id if span_id is not None else next(self._ids),
             "parent": parent,
             "fields": fields,

@@ -8,8 +8,7 @@ import pytest
 
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.task import Observation
-from rollbook.envs.client.blocking import MultiTurnEnvPool
-from rollbook.envs.client.group import GrpoPool
+from rollbook.envs.client.group import GrpoPool, MultiTurnEnvPool
 from rollbook.envs.client.session import ClientOptions, EnvSession, SessionLostError
 from tests.parts.concurrency.processes import descendants_running
 from tests.parts.envs.environments import AWS_ARGS, GAME, served, until
@@ -42,7 +41,7 @@ async def test_closing_a_pool_of_a_stopped_server_ends() -> None:
 async def test_closing_a_blocking_pool_ends_even_if_a_rollout_blocks_its_loop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rollbook.envs.client.blocking.CLOSE_MARGIN_S", 0.1)
+    monkeypatch.setattr("rollbook.envs.client.group.CLOSE_MARGIN_S", 0.1)
     began, released = threading.Event(), threading.Event()
 
     async def blocking_rollout(session: EnvSession, first: Observation) -> None:

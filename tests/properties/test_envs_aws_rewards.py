@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.envs.builtin.awscli.commands import Refusal, parse_move, split
-from rollbook.envs.builtin.awscli.tasks.grading import CheckResults, GradingRule
+from rollbook.envs.builtin.awscli.tasks.checks import CheckResults, GradingRule
 
 RULE = GradingRule(partial=0.5, hint_price=0.85)
 

@@ -16,9 +16,8 @@ from rollbook.contracts.errors import EpisodeError
 from rollbook.envs.builtin.awscli.cloud.backend import SimulatedCloud
 from rollbook.envs.builtin.awscli.cloud.worker import ApiCall
 from rollbook.envs.builtin.awscli.commands import GLOBAL_OPTIONS
-from rollbook.envs.builtin.awscli.environment import AwsCliPool
-from rollbook.envs.builtin.awscli.episode import AwsEpisode
-from rollbook.envs.builtin.awscli.tasks.grading import GradingRule
+from rollbook.envs.builtin.awscli.environment import AwsCliPool, AwsEpisode
+from rollbook.envs.builtin.awscli.tasks.checks import GradingRule
 from rollbook.envs.builtin.awscli.tasks.setup import prepare
 from rollbook.envs.builtin.awscli.tasks.task_bank import BANK, AwsTask, task_bank
 from tests.parts.envs.aws import aws_pool, bucket_task, one_environment, play

@@ -12,8 +12,7 @@ from aiohttp import web
 
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.task import Observation
-from rollbook.envs.client.blocking import BlockingSession, MultiTurnEnvPool
-from rollbook.envs.client.group import GroupRewards, GrpoPool
+from rollbook.envs.client.group import BlockingSession, GroupRewards, GrpoPool, MultiTurnEnvPool
 from rollbook.envs.client.session import ClientOptions, EnvSession, GroupTooLargeError
 from tests.parts.envs.environments import GAME, FailsOneReset, Notebook, Waiter, served, until
 
@@ -292,7 +291,7 @@ def test_the_clients_import_nothing_heavy() -> None:
         "fastapi",
         "websockets",
     }
-    code = "import sys, rollbook.envs.client.blocking; print(*sorted(sys.modules))"
+    code = "import sys, rollbook.envs.client.group; print(*sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert heavy.isdisjoint(loaded)
     assert "rollbook.envs.server.app" not in loaded

@@ -8,8 +8,7 @@ import pytest
 
 from rollbook.contracts.group import GroupOutcome
 from rollbook.contracts.task import Observation, Task, TaskId
-from rollbook.envs.client.blocking import BlockingSession, MultiTurnEnvPool
-from rollbook.envs.client.group import GroupRewards
+from rollbook.envs.client.group import BlockingSession, GroupRewards, MultiTurnEnvPool
 from rollbook.tasks.curriculum import Curriculum
 from tests.parts.envs.environments import AWS_ARGS, served
 

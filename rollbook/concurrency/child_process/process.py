@@ -35,6 +35,7 @@ EXIT_S = 1.0
 """From the end of the connection to the exit of the process."""
 KILL_S = 5.0
 """How long the kernel may take to end a killed process."""
+END_SIGNALS = (signal.SIGTERM, signal.SIGKILL)
 
 STATES = {
     "R": "running",
@@ -388,3 +389,35 @@ def _read(path: Path, start: int, size: int) -> str:
         file.seek(start if start >= 0 else max(0, os.fstat(file.fileno()).st_size + start))
         return file.read(size).decode(errors="replace")
     return ""
+
+
+async def end_process(process: asyncio.subprocess.Process, *, grace_s: float, has_own_group: bool = False) -> None:
+    """End a program that is not a `ChildProcess`, such as an agent's command or a vLLM server: SIGTERM, then SIGKILL.
+
+    Returns when it has ended, at the latest `grace_s` after each signal.
+
+    `has_own_group`: it was started with `start_new_session`. Then the programs that it started are signalled too, even if it has
+    ended itself.
+    """
+    for number in END_SIGNALS:
+        if process.returncode is not None and not has_own_group:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            if has_own_group:
+                os.killpg(process.pid, number)
+            else:
+                process.send_signal(number)
+        if process.returncode is not None:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await process.wait()
+
+
+def end_process_blocking(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
+    """The same for code without an event loop."""
+    for number in END_SIGNALS:
+        if process.poll() is None:
+            process.send_signal(number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(grace_s)

@@ -17,7 +17,7 @@ from rollbook.concurrency.deadline import Deadline, DeadlineExceededError, finis
 from rollbook.concurrency.exception_groups import first_error
 from rollbook.concurrency.retry import backoff
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
-from rollbook.envs.sandboxes.orphans import sweep_orphans
+from rollbook.envs.sandboxes.process import sweep_orphans
 from rollbook.envs.sandboxes.sandbox import Sandbox, SandboxStartError
 from rollbook.telemetry.events import EventLog
 

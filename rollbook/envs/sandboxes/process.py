@@ -1,14 +1,21 @@
 """The child processes of a sandbox: own process group, private directory, bare environment.
 
 The command line of such a process names its owner, and so does the name of its directory. A later start on the same machine thereby
-recognises what a killed owner left behind (`sandboxes.orphans`).
+recognises what a killed owner left behind: `sweep_orphans` removes processes and directories whose owner is dead. Sandbox processes
+end with their parent; the sweep is the second safeguard, for processes that were stopped or stuck at that moment. Only processes
+and directories that name a dead owner are touched. Without /proc, only directories are removed.
 """
 
+import contextlib
 import json
 import os
+import re
 import shutil
+import signal
+import stat
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +28,7 @@ INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "SYSTEMROOT", "COVERAGE_PROCESS
 
 
 def owner_mark(pid: int) -> str:
-    """`pid-starttime`: identifies a process also after its pid was reused. The start time is 0 on systems without /proc."""
+    """`pid-starttime`: identifies a process even after its pid was reused. The start time is 0 on systems without /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -68,3 +75,66 @@ async def start_sandbox_process(
         return await ChildProcess.start(spec)
     except OSError as error:
         raise SandboxStartError(f"{module} could not be started: {error}") from error
+
+
+OWNER_ARGUMENT = re.compile(r"--owner=(\d+-\d+)$")
+DIRECTORY = re.compile(re.escape(DIRECTORY_PREFIX) + r"(\d+-\d+)-")
+# All modules that `start_sandbox_process` runs; no other program has such an argument together with an owner.
+MODULE_PREFIX = "rollbook.envs."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """How much was removed."""
+
+    processes: int
+    directories: int
+
+
+def is_owner_alive(mark: str) -> bool:
+    pid = int(mark.partition("-")[0])
+    if not mark.endswith("-0"):
+        return owner_mark(pid) == mark
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def orphaned_processes(proc: Path = Path("/proc")) -> list[int]:
+    """Sandbox processes whose owner is dead."""
+    found = []
+    for entry in proc.glob("[0-9]*"):
+        try:
+            arguments = (entry / "cmdline").read_bytes().decode("utf-8", errors="replace").rstrip("\0").split("\0")
+        except OSError:
+            continue
+        mark = OWNER_ARGUMENT.fullmatch(arguments[-1])
+        if mark and any(argument.startswith(MODULE_PREFIX) for argument in arguments) and not is_owner_alive(mark[1]):
+            found.append(int(entry.name))
+    return sorted(found)
+
+
+def _is_ours(path: Path) -> bool:
+    """Other users can create such a name in the temporary directory too."""
+    status = path.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def sweep_orphans() -> Sweep:
+    """Kill orphaned sandbox processes and remove orphaned directories. Does not touch those of other living pools."""
+    processes = orphaned_processes()
+    for pid in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    directories = [
+        path
+        for path in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*")
+        if (mark := DIRECTORY.match(path.name)) and not is_owner_alive(mark[1]) and _is_ours(path)
+    ]
+    for path in directories:
+        shutil.rmtree(path, ignore_errors=True)
+    return Sweep(processes=len(processes), directories=len(directories))

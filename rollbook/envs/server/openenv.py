@@ -14,12 +14,12 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from rollbook.concurrency.blocking import DaemonThreads
 from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
 from rollbook.contracts.errors import EpisodeError, RunError, fenced
 from rollbook.contracts.plugin import load_plugin
 from rollbook.contracts.ports import Environment
 from rollbook.contracts.task import Observation
-from rollbook.envs.daemon_threads import DaemonThreads
 from rollbook.envs.environment import EnvironmentsExhaustedError, PoolHealth
 from rollbook.envs.server.protocol import EpisodeState, ErrorCode, WireError
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from rollbook.concurrency.child_process.stopping import end_process
+from rollbook.concurrency.child_process.process import end_process
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.user_errors import describe_error
 from rollbook.rollout.contract import ChatSession

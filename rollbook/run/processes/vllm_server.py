@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from rollbook.concurrency.child_process.process import PACKAGE_ROOT
-from rollbook.concurrency.child_process.stopping import end_process
+from rollbook.concurrency.child_process.process import PACKAGE_ROOT, end_process
 from rollbook.contracts.errors import RunError, WorkerError
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.vllm import guard as vllm_guard

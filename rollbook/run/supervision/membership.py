@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from rollbook.concurrency.clock import WALL_CLOCK
 from rollbook.contracts.admission import BEATS_PER_LEASE, LEASE_S, Member, MemberId, MemberRole
 from rollbook.contracts.errors import FencedError, RollbookError, RunError, TransientError
 from rollbook.ledger.client.client import LedgerClient
@@ -14,7 +15,6 @@ from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.shipping import Shipper
-from rollbook.telemetry.wall_clock import CLOCK
 
 JOIN_POLL_S = 0.5
 CHECKS_PER_BEAT = 8
@@ -76,8 +76,8 @@ async def member_lease(
             try:
                 sent = time.time()
                 reply = await ledger.heartbeat_member(member, publication=publication, load=load)
-                if CLOCK.measure(sent=sent, received=time.time(), reported=reply.time):
-                    log.info("run.clock_corrected", name=name, offset_s=round(CLOCK.offset_s, 4))
+                if WALL_CLOCK.measure(sent=sent, received=time.time(), reported=reply.time):
+                    log.info("run.clock_corrected", name=name, offset_s=round(WALL_CLOCK.offset_s, 4))
             except FencedError as error:
                 log.warning("run.member_lease_lost", name=name, member=member, cause=str(error))
                 if on_lost is not None:

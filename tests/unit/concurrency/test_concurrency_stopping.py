@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from rollbook.concurrency.child_process.stopping import end_process, end_process_blocking
+from rollbook.concurrency.child_process.process import end_process, end_process_blocking
 
 POLITE = "print('up', flush=True); import time; time.sleep(600)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + POLITE

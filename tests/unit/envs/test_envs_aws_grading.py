@@ -7,17 +7,25 @@ import pytest
 from rollbook.contracts.errors import RunError
 from rollbook.envs.builtin.awscli.cloud.worker import ApiAnswer
 from rollbook.envs.builtin.awscli.config import AwsCliConfig
-from rollbook.envs.builtin.awscli.tasks.checks import fill, holds, is_right
-from rollbook.envs.builtin.awscli.tasks.faults import MAX_FAULTS, Chaos, FaultKind, chosen_drift, chosen_variant
-from rollbook.envs.builtin.awscli.tasks.grading import (
+from rollbook.envs.builtin.awscli.tasks.checks import (
     CheckResults,
     GradingRule,
+    fill,
     hint_factor,
     hint_text,
+    holds,
+    is_right,
     potential,
     start_problem,
 )
-from rollbook.envs.builtin.awscli.tasks.setup import kept_values
+from rollbook.envs.builtin.awscli.tasks.setup import (
+    MAX_FAULTS,
+    Chaos,
+    FaultKind,
+    chosen_drift,
+    chosen_variant,
+    kept_values,
+)
 from rollbook.envs.builtin.awscli.tasks.task_bank import (
     AwsTask,
     Check,
@@ -211,7 +219,7 @@ def test_chaos_is_reproducible_bounded_and_off_by_default() -> None:
 def test_hints_are_given_in_order_with_their_price() -> None:
     assert hint_text(["a", "b", "c"], 0, 0.85).endswith(": a")
     assert "0.614" in hint_text(["a", "b", "c"], 2, 0.85)
-    assert hint_text(["a", "b", "c"], 3, 0.85) == "there are no further hints"
+    assert hint_text(["a", "b", "c"], 3, 0.85) == "there are no more hints"
 
 
 def test_the_bank_has_the_documented_size_and_services() -> None:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from rollbook.contracts.task import Observation
 from rollbook.envs.builtin.arithmetic import SIGNS, Arithmetic, arithmetic_tasks
-from rollbook.envs.builtin.maths import Maths
-from rollbook.envs.builtin.maths_answers import as_number, final_answer, is_same_answer
+from rollbook.envs.builtin.maths import Maths, as_number, final_answer, is_same_answer
 from rollbook.envs.builtin.question import Question
 from rollbook.envs.builtin.terminal.commands import COMMANDS, run_line
 from rollbook.envs.builtin.terminal.environment import MAX_OUTPUT_CHARS, TASKS, Terminal, command_of

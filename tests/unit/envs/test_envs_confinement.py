@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollbook.envs.sandboxes.confinement import NotPermittedError, Permissions, guard
-from rollbook.envs.sandboxes.orphans import is_owner_alive, orphaned_processes
-from rollbook.envs.sandboxes.process import owner_mark
+from rollbook.envs.sandboxes.process import is_owner_alive, orphaned_processes, owner_mark
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ from rollbook.contracts.group import GroupId, GroupState, group_id
 from rollbook.contracts.ports import TaskSource
 from rollbook.contracts.task import Draw, Task, TaskId
 from rollbook.tasks.curriculum import Curriculum
+from rollbook.tasks.mastery import LATE_DRAWS, CurriculumError, tiers_of
 from rollbook.tasks.mastery_log import MasteryLog
-from rollbook.tasks.mastery_record import LATE_DRAWS
-from rollbook.tasks.tiers import CurriculumError, tiers_of
 from tests.parts.tasks.curriculum import DrawBook, names, outcome, play, rules, tiered
 
 

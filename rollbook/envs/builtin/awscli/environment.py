@@ -1,7 +1,7 @@
 """The AWS environment: the agent has a terminal with `aws`, a goal, and a limited number of moves.
 
 A move is one line: `aws …`, `hint`, or `answer …` if the task asks a question. After a move that may have changed something, the
-checks run, and the reward is the change of the state's value (`tasks/grading.py`). The episode ends when the goal is reached, an
+checks run, and the reward is the change of the state's value (`tasks/checks.py`). The episode ends when the goal is reached, an
 answer was given, or no moves are left. A failed set-up or a dead cloud raises an error, and the episode is not scored.
 """
 
@@ -21,16 +21,92 @@ from rollbook.envs.builtin.awscli.cloud.backend import Backend, CloudPool, Simul
 from rollbook.envs.builtin.awscli.cloud.worker import CommandResult
 from rollbook.envs.builtin.awscli.commands import Command, CommandVerb, Refusal, parse_move
 from rollbook.envs.builtin.awscli.config import AwsCliConfig
-from rollbook.envs.builtin.awscli.episode import AwsEpisode
-from rollbook.envs.builtin.awscli.tasks.checks import fill
-from rollbook.envs.builtin.awscli.tasks.faults import FaultKind, chosen_variant
-from rollbook.envs.builtin.awscli.tasks.grading import GradingRule, hint_text
-from rollbook.envs.builtin.awscli.tasks.setup import prepare
-from rollbook.envs.builtin.awscli.tasks.task_bank import AwsTask, TaskTier, aws_tasks, find_task, task_bank
+from rollbook.envs.builtin.awscli.tasks.checks import CheckResults, GradingRule, fill, hint_text, is_right
+from rollbook.envs.builtin.awscli.tasks.setup import Chaos, ChaosFault, FaultKind, PreparedTask, chosen_variant, prepare
+from rollbook.envs.builtin.awscli.tasks.task_bank import NUM_HINTS, AwsTask, TaskTier, aws_tasks, find_task, task_bank
 from rollbook.envs.environment import EnvironmentAdapter, EnvironmentPool, EnvironmentsExhaustedError, PoolHealth
 from rollbook.envs.sandboxes.pool import PoolExhaustedError
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError
 from rollbook.telemetry.events import EventLog
+
+# A question has one goal: the right answer.
+UNANSWERED = CheckResults(goals=(False,))
+ANSWERED = CheckResults(goals=(True,))
+
+
+class AwsEpisode:
+    """One episode: counts moves and hints, and computes rewards; `AwsCliEnvironment` runs the commands."""
+
+    def __init__(self, prepared: PreparedTask, *, rule: GradingRule, chaos_scale: float) -> None:
+        self.prepared = prepared
+        self.moves = 0
+        self.hints_used = 0
+        self._is_answered = False
+        self._rule = rule
+        self._chaos = Chaos(prepared.task, seed=prepared.seed, scale=chaos_scale)
+        self._start = UNANSWERED if prepared.task.answer else prepared.start
+        self._results = self._start
+        self._value = 0.0
+
+    @property
+    def is_solved(self) -> bool:
+        return self._results.is_solved
+
+    @property
+    def is_last_move(self) -> bool:
+        return self.moves >= self.prepared.task.step_limit
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_solved or self._is_answered or self.is_last_move
+
+    def take_hint(self) -> None:
+        self.hints_used = min(NUM_HINTS, self.hints_used + 1)
+
+    def draw_fault(self) -> ChaosFault | None:
+        return self._chaos.draw(is_last_move=self.is_last_move)
+
+    async def update_results(self) -> None:
+        """Run the checks again. A task that asks a question has none: any state is allowed."""
+        if self.prepared.task.answer is None:
+            self._results = await self.prepared.check_results()
+
+    def answer(self, reply: str) -> bool:
+        """Compare the reply with the answer that was true at the start. There is one attempt."""
+        self._is_answered = True
+        self._results = ANSWERED if is_right(self.prepared.truth, reply) else UNANSWERED
+        return self.is_solved
+
+    def take_reward(self) -> float:
+        """The reward of this move: the current value less the value before the move."""
+        value = self._rule.value(self._results, start=self._start, hints_used=self.hints_used)
+        reward, self._value = value - self._value, value
+        return reward
+
+    def facts(self) -> dict[str, Any]:
+        """For the viewer."""
+        task = self.prepared.task
+        if task.answer is None:
+            names = [check.says for check in self.prepared.goals]
+            goals = dict(zip(names, self._results.goals, strict=True))
+            keeps = dict(zip((check.says for check in task.keeps), self._results.keeps, strict=True))
+        else:
+            goals, keeps = {"the answer is right": self.is_solved}, {}
+        return {
+            "task_id": task.id,
+            "tier": task.tier.value,
+            "seed": self.prepared.seed,
+            "moves": self.moves,
+            "move_limit": task.step_limit,
+            "hints": self.hints_used,
+            "hint_price": self._rule.hint_price,
+            "score": round(self._value, 6),
+            "goals": goals,
+            "keeps": keeps,
+            "drift": [fault.name for fault in self.prepared.faults],
+            "chaos": self._chaos.num_faults,
+        }
+
 
 RULES = (
     "You operate AWS through its command line. Reply with one line that begins with `aws`; there is no shell, so no pipes, no "

@@ -8,8 +8,7 @@ from typing import Any
 
 from rollbook.contracts.task import Observation
 from rollbook.envs.builtin.awscli.tasks.checks import fill
-from rollbook.envs.builtin.awscli.tasks.faults import chosen_drift, chosen_variant
-from rollbook.envs.builtin.awscli.tasks.setup import kept_values
+from rollbook.envs.builtin.awscli.tasks.setup import chosen_drift, chosen_variant, kept_values
 from rollbook.envs.builtin.awscli.tasks.task_bank import TaskStep, find_task
 
 # The environment appends remarks to a command's output, each in parentheses on a separate line.

@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError, wait
 
 import pytest
 
-from rollbook.envs.daemon_threads import DaemonThreads
+from rollbook.concurrency.blocking import DaemonThreads
 
 
 def test_calls_run_concurrently_up_to_the_limit() -> None:
@@ -78,7 +78,7 @@ def test_shutdown_cancels_waiting_calls_on_request() -> None:
 def test_shutdown_does_not_wait_for_a_call_that_a_thread_has_just_taken() -> None:
     code = (
         "import sys\n"
-        "from rollbook.envs.daemon_threads import DaemonThreads\n"
+        "from rollbook.concurrency.blocking import DaemonThreads\n"
         "sys.setswitchinterval(1e-7)\n"
         "for _ in range(1000):\n"
         "    threads = DaemonThreads(4, name='race')\n"
@@ -92,7 +92,7 @@ def test_shutdown_does_not_wait_for_a_call_that_a_thread_has_just_taken() -> Non
 def test_a_call_that_never_returns_does_not_keep_the_process_alive() -> None:
     code = (
         "import threading\n"
-        "from rollbook.envs.daemon_threads import DaemonThreads\n"
+        "from rollbook.concurrency.blocking import DaemonThreads\n"
         "began = threading.Event()\n"
         "DaemonThreads(2, name='stuck').submit(lambda: (began.set(), threading.Event().wait()))\n"
         "began.wait()\n"

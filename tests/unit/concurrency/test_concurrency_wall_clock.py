@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.telemetry import spans, wall_clock
+from rollbook.concurrency.clock import OFFSET_SAMPLES, WallClock
+from rollbook.telemetry import spans
 from rollbook.telemetry.spans import SpanRecorder
-from rollbook.telemetry.wall_clock import WallClock
 
 DELAYS = st.floats(0.0, 5.0)
 
@@ -20,7 +20,7 @@ def test_the_error_is_at_most_the_shortest_recent_round_trip(offset: float, dela
     for to_ledger, back in delays:
         clock.measure(sent=sent, received=sent + to_ledger + back, reported=sent + to_ledger + offset)
         sent += 10.0
-    shortest = min(to_ledger + back for to_ledger, back in delays[-wall_clock.SAMPLES :])
+    shortest = min(to_ledger + back for to_ledger, back in delays[-OFFSET_SAMPLES:])
     assert abs(clock.offset_s - offset) <= shortest + 1e-3
 
 
@@ -32,9 +32,9 @@ def test_an_offset_within_the_error_is_none() -> None:
 
 def test_a_clock_that_is_set_during_the_run_is_measured_again() -> None:
     clock = WallClock()
-    for number in range(wall_clock.SAMPLES):
+    for number in range(OFFSET_SAMPLES):
         clock.measure(sent=number, received=number + 0.01, reported=number + 0.005)
-    for number in range(wall_clock.SAMPLES):
+    for number in range(OFFSET_SAMPLES):
         clock.measure(sent=number, received=number + 0.02, reported=number + 60.0)
     assert clock.offset_s == pytest.approx(60.0, abs=0.02)
 
@@ -42,7 +42,7 @@ def test_a_clock_that_is_set_during_the_run_is_measured_again() -> None:
 def test_spans_are_written_on_the_clock_of_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = WallClock()
     clock.measure(sent=0.0, received=0.01, reported=50.0)
-    monkeypatch.setattr(spans, "CLOCK", clock)
+    monkeypatch.setattr(spans, "WALL_CLOCK", clock)
     recorder = SpanRecorder("policy-2", tmp_path / "spans.jsonl")
     recorder.record("engine.step", 100.0, 101.0)
     recorder.close()
