@@ -101,7 +101,7 @@ async def _store_rollout(directory: RunDirectory) -> None:
         RolloutSample(sequences=(row,), sampling=SamplingParams(), reward=float(number)) for number in range(2)
     )
     group = PromptGroup(id=GroupId("long@0"), task_id=TaskId("long"), draw=0, samples=samples)
-    submission = Submission.of(encode_group(group), group.outcome(seconds=1.0), attempt=1)
+    submission = Submission.of(encode_group(group))
     async with open_sqlite_store(directory.ledger) as store:
         ledger = Ledger(store=store, config=LedgerConfig(), clock=SystemClock(), log=EventLog("benchmark"))
         await ledger.create_run(RUN, _config().ledger_settings())

@@ -39,7 +39,6 @@ from benchmarks.report import Figure, print_figures, print_status
 from rollbook.access.tokens import read_or_create_token
 from rollbook.contracts.admission import RunId, RunSettings
 from rollbook.contracts.freshness import FreshnessRule
-from rollbook.contracts.group import GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import Durability
@@ -162,13 +161,13 @@ class Bench:
         wall = time.perf_counter() - began
         return Cost((self.server.cpu_s() - cpu) / len(bodies) * 1e3, len(bodies) / wall)
 
-    async def submit_all(self, client: LedgerClient, groups: Sequence[tuple[EncodedGroup, GroupOutcome]]) -> Cost:
+    async def submit_all(self, client: LedgerClient, groups: Sequence[EncodedGroup]) -> Cost:
         """Submit each group once through our client, `LANES` at a time."""
         waiting = iter(groups)
 
         async def lane() -> None:
             for group in waiting:
-                await client.submit(*group, attempt=1)
+                await client.submit(group)
 
         cpu, began = self.server.cpu_s(), time.perf_counter()
         await asyncio.gather(*(lane() for _ in range(LANES)))
@@ -321,7 +320,7 @@ class Turns:
         num = self._size.groups * 2
         groups = [native_group(self._native + number) for number in range(2 * num + 32)]
         self._native += len(groups)
-        single = [msgspec.msgpack.encode(submission(*group)) for group in groups[: num + 16]]
+        single = [msgspec.msgpack.encode(submission(group)) for group in groups[: num + 16]]
         await bench.post_all("/v1/runs/native/submit", single[:16], headers)
         self.note("native_single", await bench.post_all("/v1/runs/native/submit", single[16:], headers))
         async with open_ledger_client(

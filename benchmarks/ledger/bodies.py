@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from rollbook.contracts.group import GroupOutcome, PromptGroup, group_id
+from rollbook.contracts.group import PromptGroup, group_id
 from rollbook.contracts.group_codec import EncodedGroup, encode_group
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
@@ -38,7 +38,7 @@ def packed(body: bytes) -> bytes:
     return gzip.compress(body)
 
 
-def native_group(number: int) -> tuple[EncodedGroup, GroupOutcome]:
+def native_group(number: int) -> EncodedGroup:
     """A group of the same size for the native API."""
     rng = np.random.default_rng(number)
     is_trained = np.arange(TOKENS) >= PROMPT
@@ -59,17 +59,17 @@ def native_group(number: int) -> tuple[EncodedGroup, GroupOutcome]:
     )
     task = TaskId(f"bench-{number}")
     group = PromptGroup(id=group_id(task, 0), task_id=task, draw=0, samples=samples)
-    return encode_group(group), group.outcome(seconds=1.0)
+    return encode_group(group)
 
 
-def submission(group: EncodedGroup, outcome: GroupOutcome) -> verbs.Submit:
+def submission(group: EncodedGroup) -> verbs.Submit:
     return verbs.Submit(
         group_id=group.id,
         task_id=group.task_id,
         draw=group.draw,
         attempt=1,
         publications=group.publications,
-        outcome=outcome,
+        outcome=group.outcome,
         payload=group.payload,
         payload_digest=group.digest,
     )

@@ -26,7 +26,7 @@ from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import OwnerId, RunId, RunSettings
 from rollbook.contracts.freshness import FreshnessRule
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState, PromptGroup, group_id
-from rollbook.contracts.group_codec import EncodedGroup, encode_group
+from rollbook.contracts.group_codec import encode_group
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import Draw, TaskId
@@ -121,11 +121,10 @@ class History:
             self.submit(run_tx, self.open(run_tx, QUEUED - run_tx.run.num_queued), filters=False)
 
     def submission(self, task: TaskId, draw: int, *, is_filtered: bool) -> Submission:
-        encoded, group = self._encoded(task, draw)
         drop = DropReason(DropKind.FILTERED, "constant reward") if is_filtered else None
-        return Submission.of(encoded, group.outcome(seconds=1.0), attempt=1, drop=drop)
+        return Submission.of(encode_group(self._group(task, draw), drop=drop))
 
-    def _encoded(self, task: TaskId, draw: int) -> tuple[EncodedGroup, PromptGroup]:
+    def _group(self, task: TaskId, draw: int) -> PromptGroup:
         # Sampled by the newest publication, whose id is the step while no trainer was replaced.
         versions = np.where(self._row.loss_mask, self.step, -1).astype(np.int32)
         row = TokenRow(
@@ -135,8 +134,7 @@ class History:
             versions=versions,
         )
         sample = RolloutSample(sequences=(row,), sampling=SamplingParams(), reward=1.0)
-        group = PromptGroup(id=group_id(task, draw), task_id=task, draw=draw, samples=(sample, sample))
-        return encode_group(group), group
+        return PromptGroup(id=group_id(task, draw), task_id=task, draw=draw, samples=(sample, sample))
 
     def decide(self, run_tx: RunTransaction) -> bool:
         return batches.decide(run_tx, self.step + 1, epoch=1).manifest is not None

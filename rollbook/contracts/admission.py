@@ -51,25 +51,31 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenPart:
-    """The part of a group that is played or expected next. Only with batch policy `parts`."""
+    """What a group lacks: the part that is played or expected next. Only with batch policy `parts` a group has more than one."""
 
     group_id: GroupId
     """The id of the part: that of the group for part 1, then `g/2`, `g/3`, …"""
-    number: int
-    num_samples: int
-    """The samples that the group still lacks. The part may have fewer, and then another part follows."""
+    number: int = 1
+    num_samples: int | None = None
+    """The samples that the group lacks. The part may have fewer, and then another part follows. None: the group is one part, of as
+    many samples as its dispatcher plays."""
     baseline: tuple[float, ...] | None = None
     """The rewards of the quorum, for every part after the first."""
     outcome: GroupOutcome | None = None
     """The merged outcome of all earlier parts."""
 
+    @property
+    def units(self) -> int:
+        """What the gate counts for it: `FreshnessRule.unit` for part 1, and the samples that are left for later ones."""
+        return 1 if self.num_samples is None else self.num_samples
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """Permission to play one group, or, with batch policy `parts`, what is left of one. `deadline_s` counts from the grant."""
+    """Permission to play what a group lacks: the whole group, or the rest of one. `deadline_s` counts from the grant."""
 
     group_id: GroupId
-    """The id to submit, close and release: with batch policy `parts`, that of the open part."""
+    """The id to submit, close and release: that of the open part."""
     task_id: TaskId
     draw: int
     position: int
@@ -81,8 +87,7 @@ class Grant:
     admission_publication: PublicationId
     """Minimum publication for every policy request of this group."""
     deadline_s: float
-    part: OpenPart | None = None
-    """The open part, only with batch policy `parts`."""
+    part: OpenPart
 
 
 class GateState(StrEnum):
@@ -121,7 +126,7 @@ class Receipt(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartReceipt:
-    """The reply to the submission of a part."""
+    """The reply to the submission of a part; a whole group is one part."""
 
     receipt: Receipt
     next_part: OpenPart | None = None

@@ -5,7 +5,6 @@ trainer decodes it once. The digest covers exactly these bytes.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from rollbook.contracts.decoding import msgpack_decoder
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.group import GroupId, PromptGroup
+from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, PromptGroup
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import COLUMNS, EndReason, RolloutSample, TokenRow, TurnMark
@@ -27,17 +26,26 @@ RUN_BYTES = 4 * RUN_FIELDS
 PayloadDecoder: TypeAlias = Callable[[bytes, GroupId], PromptGroup]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedGroup:
-    """A group as one frame, with the fields that are needed without decoding it."""
+class EncodedGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A group, or a part of one, as one frame, with what is not in the frame.
+
+    A rollout worker makes it. Dispatcher and ledger client pass it on unchanged, and the ledger stores the payload.
+    """
 
     id: GroupId
-    task_id: TaskId
-    draw: int
-    publications: tuple[int, ...]
+    task_id: TaskId = TaskId("")
+    draw: int = 0
+    publications: tuple[int, ...] = ()
     """Publications that sampled the trained tokens, sorted."""
-    payload: bytes
-    digest: str
+    attempt: int = 1
+    outcome: GroupOutcome
+    payload: bytes = b""
+    """Empty if there is no sample. Such a group has a drop reason; it is closed, not submitted."""
+    digest: str = ""
+    drop: DropReason | None = None
+    """The group is stored as dropped."""
+    producer: str | None = None
+    """The registered producer, for a group that the gate did not grant."""
 
 
 class RowFrame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -157,7 +165,15 @@ class _FrameFormat(msgspec.Struct):
     format: int
 
 
-def encode_group(group: PromptGroup) -> EncodedGroup:
+def encode_group(
+    group: PromptGroup,
+    *,
+    attempt: int = 1,
+    outcome: GroupOutcome | None = None,
+    drop: DropReason | None = None,
+    producer: str | None = None,
+) -> EncodedGroup:
+    """`outcome` is that of the group's own samples; without it, it is computed from them."""
     frame = GroupFrame(
         format=FORMAT,
         group_id=group.id,
@@ -178,8 +194,12 @@ def encode_group(group: PromptGroup) -> EncodedGroup:
         task_id=group.task_id,
         draw=group.draw,
         publications=tuple(sorted(group.trained_publications())),
+        attempt=attempt,
+        outcome=group.outcome(seconds=0.0) if outcome is None else outcome,
         payload=payload,
         digest=payload_digest(payload),
+        drop=drop,
+        producer=producer,
     )
 
 

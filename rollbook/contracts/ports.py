@@ -93,21 +93,12 @@ class GroupSink(Protocol):
 
     async def heartbeat(self, owner: OwnerId) -> None: ...
 
-    async def submit(
-        self, group: EncodedGroup, outcome: GroupOutcome, *, attempt: int, drop: DropReason | None = None
-    ) -> Receipt:
-        """Store a finished group; idempotent by group id. With `drop` it is stored as dropped.
+    async def submit(self, group: EncodedGroup) -> PartReceipt:
+        """Store a group, or a part of one; with `drop`, as dropped. Idempotent by id.
 
-        Raises `UnusableGroupError` for a group that the run could not train. Nothing is stored then.
-        """
-
-    async def submit_part(
-        self, part: EncodedGroup, outcome: GroupOutcome, *, attempt: int, drop: DropReason | None = None
-    ) -> PartReceipt:
-        """Store a part and open the next one for the samples that the group still lacks, in one transaction.
-
-        Idempotent by part id; parts of a group are submitted in order. `outcome` is that of the part's own samples. Only with
-        batch policy `parts`. Raises `UnusableGroupError` like `submit`, also for a part with too many samples or another baseline.
+        With batch policy `parts`, the next part is opened in the same transaction, for the samples that the group still lacks.
+        Parts of a group are submitted in order. Raises `UnusableGroupError` for a group that the run could not train, and for a
+        part with too many samples or another baseline. Nothing is stored then.
         """
 
     async def close(self, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None = None) -> Receipt:

@@ -31,7 +31,7 @@ from rollbook.ledger.config import Durability
 from rollbook.ledger.stores.registry import open_reader, sqlite_url
 from rollbook.ledger.tools.audit import audit
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger.groups import RUN, draws, group_of, outcome_of, settings
+from tests.parts.ledger.groups import RUN, draws, group_of, settings
 from tests.parts.ledger.postgres import PostgresServer, make_server
 from tests.parts.ledger.replica import Replica
 
@@ -133,7 +133,7 @@ class Crash:
         while self.is_loading:
             group = group_of(f"lane{lane}-{number}", (-1,))
             number += 1
-            self._noted(group.id, await client.submit(encode_group(group), outcome_of(group), attempt=1))
+            self._noted(group.id, (await client.submit(encode_group(group))).receipt)
             # No faster than it is trained, or the queue, and with it every audit, grows with the number of kills.
             while self._is_ahead():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -149,9 +149,8 @@ class Crash:
             at += reply.taken
             for grant in reply.grants:
                 group = group_of(grant.task_id, (grant.admission_publication,))
-                self._noted(
-                    group.id, await client.submit(encode_group(group), outcome_of(group), attempt=grant.attempt)
-                )
+                stored = await client.submit(encode_group(group, attempt=grant.attempt))
+                self._noted(group.id, stored.receipt)
 
     def _noted(self, group_id: GroupId, receipt: Receipt) -> None:
         if receipt is not Receipt.ALREADY_SETTLED:

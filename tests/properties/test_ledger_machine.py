@@ -153,7 +153,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.grants += reply.grants[:held]
             for grant in reply.grants[held:]:
                 self.submit_tokens(grant, (max(self.simulation.published),), samples=self.first_part)
-                if grant.part is None or held == 0:
+                if grant.part.num_samples is None or held == 0:
                     self.submit_tokens(grant, (max(self.simulation.published),))
                 else:
                     # Its last samples come late.
@@ -224,8 +224,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def submit_tokens(self, grant: Grant, stamps: tuple[int, ...], *, samples: int = 100) -> None:
         """With policy `parts`, at most `samples` of those that are left."""
-        if grant.part is not None:
-            self.submit_part(grant, grant.part, stamps, samples)
+        if grant.part.num_samples is not None:
+            self.submit_part(grant, stamps, samples)
             return
         receipt = self.driver.submit(grant.task_id, stamps, attempt=grant.attempt)
         if receipt is Receipt.STORED:
@@ -237,12 +237,10 @@ class LedgerMachine(RuleBasedStateMachine):
             assert receipt is (Receipt.ALREADY_SETTLED if is_dropped else Receipt.ALREADY_STORED)
             assert was_stored or is_dropped
 
-    def submit_part(
-        self, grant: Grant, granted: OpenPart, stamps: tuple[int, ...], samples: int, drop: DropReason | None = None
-    ) -> None:
+    def submit_part(self, grant: Grant, stamps: tuple[int, ...], samples: int, drop: DropReason | None = None) -> None:
         """Send the next part, or, if the group has ended, the granted one again."""
-        part = self.open_parts.get((grant.group_id, grant.attempt), granted) or granted
-        group = self.part_of(grant, part, stamps, min(samples, part.num_samples))
+        part = self.open_parts.get((grant.group_id, grant.attempt)) or grant.part
+        group = self.part_of(grant, part, stamps, min(samples, part.units))
         reply = self.driver.send(group, attempt=grant.attempt, drop=drop)
         self.open_parts[grant.group_id, grant.attempt] = following = reply.next_part
         if reply.receipt is Receipt.STORED:
@@ -251,8 +249,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.simulation.tokens[part.group_id] = stamps
             self.num_samples[grant.sequence] += len(group.samples)
             self.quorums.setdefault(grant.sequence, group.baseline or ())
-            left = part.num_samples - len(group.samples)
-            assert (0 if following is None else following.num_samples) == left
+            left = part.units - len(group.samples)
+            assert (0 if following is None else following.units) == left
             assert self.num_samples[grant.sequence] + left == self.run_settings.rule.samples_per_group
         else:
             is_dropped = self.driver.group(grant.task_id, part=part.number).state is GroupState.DROPPED
@@ -268,10 +266,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def check_refusals(self, grant: Grant) -> None:
         """A part with too many samples, or with another baseline, is refused."""
         part = self.open_parts.get((grant.group_id, grant.attempt), grant.part)
-        if part is None or self.driver.group(grant.task_id, part=part.number).state is not GroupState.DISPATCHED:
+        if part is None or part.num_samples is None:
+            return
+        if self.driver.group(grant.task_id, part=part.number).state is not GroupState.DISPATCHED:
             return
         stamps = (grant.admission_publication,)
-        too_large = self.part_of(grant, part, stamps, part.num_samples + 1)
+        too_large = self.part_of(grant, part, stamps, part.units + 1)
         wrongly_compared = replace(self.part_of(grant, part, stamps, 1), baseline=(-1.0,))
         for wrong in (too_large, wrongly_compared):
             with pytest.raises(UnusableGroupError):
@@ -279,15 +279,14 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def number_of(self, grant: Grant) -> int:
         """The part that the holder of a grant would name."""
-        part = self.open_parts.get((grant.group_id, grant.attempt), grant.part) or grant.part
-        return 1 if part is None else part.number
+        return (self.open_parts.get((grant.group_id, grant.attempt)) or grant.part).number
 
     @precondition(lambda self: self.grants)
     @rule(data=st.data(), kind=st.sampled_from([DropKind.FILTERED, DropKind.INVALID]), has_payload=st.booleans())
     def drop(self, data: st.DataObject, kind: DropKind, has_payload: bool) -> None:
         grant = data.draw(st.sampled_from(self.grants))
-        if grant.part is not None and has_payload:
-            self.submit_part(grant, grant.part, (grant.admission_publication,), 2, DropReason(kind))
+        if grant.part.num_samples is not None and has_payload:
+            self.submit_part(grant, (grant.admission_publication,), 2, DropReason(kind))
         elif has_payload:
             stored = self.driver.submit(grant.task_id, (grant.admission_publication,), drop=DropReason(kind))
             assert stored is not Receipt.STORED or self.driver.group(grant.task_id).state is GroupState.DROPPED

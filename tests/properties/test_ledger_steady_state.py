@@ -49,12 +49,12 @@ def play(rule: FreshnessRule, *, seed: int, patience: int) -> AuditReport:
             finished = max(rng.sample(range(len(playing)), min(patience, len(playing))))
             grant = playing.pop(finished)
             if rng.random() < 0.1:
-                driver.release(grant.task_id, grant.attempt, part=1 if grant.part is None else grant.part.number)
+                driver.release(grant.task_id, grant.attempt, part=grant.part.number)
             else:
                 # As old as its admission allows: the whole group was sampled at once, then it took its time.
                 stamps = (int(grant.admission_publication),)
                 simulation.tokens[grant.group_id] = stamps
-                if grant.part is None:
+                if grant.part.num_samples is None:
                     driver.submit(grant.task_id, stamps, attempt=grant.attempt)
                 else:
                     # One sample now; the others of the group come later, perhaps of another attempt.

@@ -97,7 +97,7 @@ class _TwoLedgers:
         newest = self.rng.randint(grant.admission_version, self.simulated.version)
         oldest = self.rng.randint(grant.admission_version, newest)
         stamps = (self.publications[oldest], self.publications[newest])
-        if grant.part is None:
+        if grant.part.num_samples is None:
             samples = 2
             self.real.submit(grant.task_id, stamps, attempt=grant.attempt, drop=drop, samples=samples)
         else:

@@ -17,7 +17,7 @@ from rollbook.ledger.client.client import open_ledger_client
 from rollbook.ledger.stores.sqlite.store import open_readonly
 from rollbook.ledger.tools.audit import audit
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger.groups import RUN, draws, group_of, outcome_of, settings
+from tests.parts.ledger.groups import RUN, draws, group_of, settings
 from tests.parts.ledger.service import LedgerChild
 
 LOG = EventLog("test", echo=sys.stdout)
@@ -45,7 +45,7 @@ async def test_no_acknowledged_group_is_lost_when_the_ledger_is_killed(child: Le
             for number in range(1_000):
                 group = group_of(f"lane{lane}-{number}", (-1,))
                 try:
-                    assert await client.submit(encode_group(group), outcome_of(group), attempt=1) is Receipt.STORED
+                    assert (await client.submit(encode_group(group))).receipt is Receipt.STORED
                 except TransientError:
                     return
                 answered.append(group.id)
@@ -82,7 +82,7 @@ async def test_clients_continue_after_the_ledger_is_killed_and_restarted(child: 
                 at += reply.taken
                 for grant in reply.grants:
                     group = group_of(grant.task_id, (grant.admission_publication,))
-                    await dispatcher.submit(encode_group(group), outcome_of(group), attempt=grant.attempt)
+                    await dispatcher.submit(encode_group(group, attempt=grant.attempt))
 
         async def train() -> list[str]:
             digests = []

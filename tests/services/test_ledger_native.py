@@ -71,7 +71,7 @@ async def started(client: LedgerClient, *, per_step: int = 2) -> None:
 
 async def send(client: LedgerClient, task: str, producer: str | None = None) -> Receipt:
     group = group_of(task, (-1,))
-    return await client.submit(encode_group(group), outcome_of(group), attempt=1, producer=producer)
+    return (await client.submit(encode_group(group, producer=producer))).receipt
 
 
 async def test_a_request_during_startup_waits_for_the_store(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ async def test_compressed_requests_and_responses_have_the_same_content(url: str)
         await started(compressed)
         for task in ("a", "b"):
             group = big_group(task, publication=-1)
-            assert await compressed.submit(encode_group(group), outcome_of(group), attempt=1) is Receipt.STORED
+            assert (await compressed.submit(encode_group(group))).receipt is Receipt.STORED
         batch = await compressed.batch(1, wait_s=5)
         assert isinstance(batch, TrainingBatch)
         assert (
@@ -244,7 +244,7 @@ async def test_a_group_is_explained_in_sentences(url: str) -> None:
         assert len(grants) == 4
         for grant in grants[:2]:
             group = group_of(grant.task_id, (0,))
-            await client.submit(encode_group(group), outcome_of(group), attempt=1)
+            await client.submit(encode_group(group))
         await client.release(grants[2].group_id, attempt=1, cause="worker died")
         await client.close(grants[3].group_id, DropReason(DropKind.FILTERED, "all equal"))
         assert isinstance(await client.batch(1, wait_s=5), TrainingBatch)
@@ -275,14 +275,14 @@ async def test_parts_of_a_group_over_http(url: str) -> None:
         (grant, *_) = (await client.open(await client.join("rollout"), draws(0, 1), limit=1)).grants
         assert grant.part is not None
         first = part_of(grant.task_id, grant.part, [(0,)] * 3, quorum=2)
-        reply = await client.submit_part(encode_group(first), outcome_of(first), attempt=1)
+        reply = await client.submit(encode_group(first))
         assert (reply.receipt, reply.next_part and reply.next_part.group_id) == (Receipt.STORED, "task0@0/2")
         assert reply.next_part is not None
         last = part_of(grant.task_id, reply.next_part, [(0,)], quorum=2)
         # Both parts in one request: each has its own receipt, with the part that the group lacks then.
         again, done = await asyncio.gather(
-            client.submit_part(encode_group(first), outcome_of(first), attempt=1),
-            client.submit_part(encode_group(last), outcome_of(last), attempt=1),
+            client.submit(encode_group(first)),
+            client.submit(encode_group(last)),
         )
         assert (again.receipt, done) == (Receipt.ALREADY_STORED, PartReceipt(receipt=Receipt.STORED))
         batch = await client.batch(1, wait_s=5)
@@ -365,7 +365,7 @@ async def test_a_client_that_does_not_read_its_batch_does_not_delay_others(url: 
         await started(client, per_step=16)
         for at in range(16):
             group = big_group(f"t{at:02}", publication=-1)
-            await client.submit(encode_group(group), outcome_of(group), attempt=1)
+            await client.submit(encode_group(group))
         await client.batch(1, wait_s=5)
         host, port = url.removeprefix("http://").split(":")
         body = msgspec.msgpack.encode({"step": 1, "epoch": 1, "wait_s": 0.0})

@@ -33,7 +33,7 @@ from rollbook.ledger.stores.registry import open_reader, open_store
 from rollbook.ledger.tools.audit import audit, audit_run, audit_since
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.atropos import dialect_on, scored
-from tests.parts.ledger.groups import RUN, draws, group_of, outcome_of, settings, submission_of
+from tests.parts.ledger.groups import RUN, draws, group_of, settings, submission_of
 from tests.parts.ledger.postgres import PostgresServer, both_url, own_server, shared_server
 from tests.parts.ledger.replica import Replica
 
@@ -198,7 +198,7 @@ async def test_a_client_moves_to_the_next_replica_when_one_is_killed_and_no_requ
 
 async def submit_at(client: LedgerClient, grant: Grant) -> Receipt:
     group = group_of(grant.task_id, (int(grant.admission_publication),))
-    return await client.submit(encode_group(group), outcome_of(group), attempt=grant.attempt)
+    return (await client.submit(encode_group(group, attempt=grant.attempt))).receipt
 
 
 async def test_replicas_that_decide_at_the_same_time_decide_the_same_batch(url: str) -> None:

@@ -55,7 +55,7 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
 
 async def submit(client: LedgerClient, task: str, publication: int = 0) -> Receipt:
     group = group_of(task, (publication,))
-    return await client.submit(encode_group(group), outcome_of(group), attempt=1)
+    return (await client.submit(encode_group(group))).receipt
 
 
 async def test_a_whole_run_over_http(service: Service) -> None:
@@ -70,7 +70,8 @@ async def test_a_whole_run_over_http(service: Service) -> None:
     assert (len(opened.grants), opened.taken, opened.gate) == (3, 3, GateState.OPEN)
     for grant in opened.grants:
         group = group_of(grant.task_id, (grant.admission_publication,))
-        assert await sink.submit(encode_group(group), outcome_of(group), attempt=grant.attempt) is Receipt.STORED
+        reply = await sink.submit(encode_group(group, attempt=grant.attempt))
+        assert reply.receipt is Receipt.STORED
     await sink.exhausted()
     batch = await source.encoded_batch(1, wait_s=5)
     assert isinstance(batch, EncodedBatch)
@@ -173,7 +174,7 @@ async def test_a_group_that_is_too_large_is_rejected(service: Service) -> None:
     client = await service.client()
     group = big_group("big", samples=64, tokens=4_000, publication=-1)
     with pytest.raises(RunError, match="413"):
-        await client.submit(encode_group(group), outcome_of(group), attempt=1)
+        await client.submit(encode_group(group))
 
 
 async def test_large_groups_of_concurrent_producers_are_stored_unchanged(tmp_path: Path) -> None:
@@ -182,13 +183,10 @@ async def test_large_groups_of_concurrent_producers_are_stored_unchanged(tmp_pat
     async with serving(tmp_path) as (url, ledger):
         await ledger.create_run(RUN, settings(per_step=32))
         async with open_ledger_client(url, RUN, request_s=30, log=log) as client:
-            receipts = await asyncio.gather(
-                *(
-                    client.submit(encode_group(g), outcome_of(g), attempt=1)
-                    for g in [*groups.values(), *groups.values()]
-                )
+            replies = await asyncio.gather(
+                *(client.submit(encode_group(g)) for g in [*groups.values(), *groups.values()])
             )
-            assert sorted(receipts) == [Receipt.ALREADY_STORED] * 32 + [Receipt.STORED] * 32
+            assert sorted(reply.receipt for reply in replies) == [Receipt.ALREADY_STORED] * 32 + [Receipt.STORED] * 32
             await client.take_role(restored_step=0)
             batch = await client.batch(1, wait_s=5)
         assert isinstance(batch, TrainingBatch)
@@ -251,7 +249,7 @@ async def test_filtered_and_closed_groups_keep_their_reason(service: Service) ->
     await dispatcher.open(owner, draws(0, 3), limit=3)
     group = group_of("task0")
     filtered = DropReason(DropKind.FILTERED, "constant reward: 1.0")
-    await dispatcher.submit(encode_group(group), outcome_of(group), attempt=1, drop=filtered)
+    await dispatcher.submit(encode_group(group, drop=filtered))
     await dispatcher.close(GroupId("task1@0"), DropReason(DropKind.INVALID, "8 of 8"), outcome=outcome_of(group))
     await dispatcher.release(GroupId("task2@0"), attempt=1, cause="worker died")
     dropped = await service.ledger.groups(RUN, GroupState.DROPPED)

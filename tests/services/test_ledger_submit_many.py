@@ -20,7 +20,7 @@ from rollbook.ledger.http import wire
 from rollbook.ledger.service import Ledger
 from rollbook.ledger.tools.audit import audit_run
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger.groups import RUN, group_of, outcome_of, settings
+from tests.parts.ledger.groups import RUN, group_of, settings
 from tests.parts.ledger.http import Caller, Response, submission
 from tests.parts.ledger.service import serving
 
@@ -91,7 +91,7 @@ async def test_groups_submitted_at_the_same_time_share_requests(tmp_path: Path) 
         groups = [group_of(f"t{number}", (-1,)) for number in range(40)]
 
         async def play(group: Any) -> Receipt:
-            return await client.submit(encode_group(group), outcome_of(group), attempt=1)
+            return (await client.submit(encode_group(group))).receipt
 
         receipts = await asyncio.gather(*map(play, groups), *map(play, groups))
         assert receipts == [Receipt.STORED] * 40 + [Receipt.ALREADY_STORED] * 40
@@ -116,7 +116,7 @@ async def test_each_caller_receives_the_result_of_its_own_group(served: tuple[st
         async def play(name: str, *publications: int, **more: Any) -> Any:
             group = group_of(name, publications or (-1,))
             try:
-                return await client.submit(encode_group(group), outcome_of(group), attempt=1, **more)
+                return (await client.submit(encode_group(group, **more))).receipt
             except (RunError, TransientError) as error:
                 return error
 
@@ -140,7 +140,7 @@ async def test_the_groups_of_a_bundle_that_is_too_large_are_sent_one_by_one(serv
     url, ledger = served
     async with open_ledger_client(url, RUN, request_s=30, log=LOG) as client:
         groups = [group_of(f"t{number}", (-1,) * 15_000) for number in range(4)]
-        await asyncio.gather(*(client.submit(encode_group(group), outcome_of(group), attempt=1) for group in groups))
+        await asyncio.gather(*(client.submit(encode_group(group)) for group in groups))
         assert (await ledger.status(RUN)).by_state[GroupState.QUEUED] == 4
 
 
@@ -159,4 +159,4 @@ async def test_a_cancelled_caller_does_not_affect_the_others(served: tuple[str, 
 
 async def submit(client: LedgerClient, name: str) -> Receipt:
     group = group_of(name, (-1,))
-    return await client.submit(encode_group(group), outcome_of(group), attempt=1)
+    return (await client.submit(encode_group(group))).receipt

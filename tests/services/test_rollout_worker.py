@@ -14,11 +14,10 @@ import pytest
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
-from rollbook.contracts.group_codec import decode_group
 from rollbook.contracts.task import TaskId
 from rollbook.rollout.groups.player import GroupOrder
+from rollbook.rollout.groups.results import PlayedGroup
 from rollbook.rollout.workers.handle import WorkerDiedError, WorkerHandle, open_worker
-from rollbook.rollout.workers.messages import Finished
 from rollbook.telemetry.events import EventLog
 from tests.parts.concurrency.processes import require_end_of_child
 from tests.parts.concurrency.until import until
@@ -45,10 +44,10 @@ def order(number: int, **row: Any) -> GroupOrder:
     )
 
 
-async def results_of(worker: WorkerHandle, count: int) -> dict[str, Finished]:
-    found: dict[str, Finished] = {}
-    async for done, result in worker.results():
-        found[done.group_id] = result
+async def results_of(worker: WorkerHandle, count: int) -> dict[str, PlayedGroup]:
+    found: dict[str, PlayedGroup] = {}
+    async for played in worker.results():
+        found[played.order_id] = played
         if len(found) == count:
             return found
     raise AssertionError("results() ends only by an error")
@@ -61,7 +60,7 @@ async def test_a_worker_plays_many_groups_concurrently_and_is_stopped_at_the_end
             worker.play(order(number))
         results = await results_of(worker, 20)
         assert worker.in_flight == {}
-    assert {len(decode_group(result.group.payload).samples) for result in results.values() if result.group} == {4}
+    assert {len(played.group.samples) for played in results.values() if played.group} == {4}
     assert not psutil.pid_exists(worker.pid)
 
 

@@ -123,12 +123,12 @@ class AtroposFeed:
             id_ = group_id(task_id, number * MAX_BATCH_GROUPS + position)
             try:
                 group = decode_scored_data(msgspec.json.encode(posted), id_)
-                receipt = await self._ledger.submit(encode_group(group), group.outcome(seconds=0.0), attempt=1)
+                reply = await self._ledger.submit(encode_group(group))
             except UnusableGroupError as error:
                 # A fault of one environment. The group stays readable in the run it was posted to.
                 self._log.warning("atropos.group_rejected", group=id_, cause=str(error))
                 continue
-            self._log.debug("atropos.group_submitted", group=id_, receipt=receipt)
+            self._log.debug("atropos.group_submitted", group=id_, receipt=reply.receipt)
 
     async def _request(
         self, session: aiohttp.ClientSession, method: str, path: str, body: dict[str, Any] | None

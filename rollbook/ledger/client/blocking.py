@@ -57,8 +57,8 @@ class SyncLedgerClient:
         drop: DropReason | None = None,
         producer: str | None = None,
     ) -> Receipt:
-        encoded = encode_group(group)
-        return self.wait(self.client.submit(encoded, outcome, attempt=attempt, drop=drop, producer=producer))
+        encoded = encode_group(group, attempt=attempt, outcome=outcome, drop=drop, producer=producer)
+        return self.wait(self.client.submit(encoded)).receipt
 
     def call(self, request: Verb[T]) -> T:
         return self.wait(self.client.call(request))
@@ -81,7 +81,6 @@ class SyncLedgerClient:
     join = _blocking(LedgerClient.join)
     open = _blocking(LedgerClient.open)
     heartbeat = _blocking(LedgerClient.heartbeat)
-    submit_part = _blocking(LedgerClient.submit_part)
     close = _blocking(LedgerClient.close)
     release = _blocking(LedgerClient.release)
     exhausted = _blocking(LedgerClient.exhausted)

@@ -141,44 +141,19 @@ class LedgerClient:
     async def outcomes(self, *, after: int, limit: int) -> list[PastDraw]:
         return await self.call(verbs.ListOutcomes(start=after + 1, limit=limit))
 
-    async def submit(
-        self,
-        group: EncodedGroup,
-        outcome: GroupOutcome,
-        *,
-        attempt: int,
-        drop: DropReason | None = None,
-        producer: str | None = None,
-    ) -> Receipt:
-        """Groups submitted at the same time share a request."""
-        return (await self._submit(group, outcome, attempt=attempt, drop=drop, producer=producer)).receipt
-
-    async def submit_part(
-        self, part: EncodedGroup, outcome: GroupOutcome, *, attempt: int, drop: DropReason | None = None
-    ) -> PartReceipt:
-        """Only with batch policy `parts`. The receipt contains the part that the group lacks now."""
-        return await self._submit(part, outcome, attempt=attempt, drop=drop)
-
-    async def _submit(
-        self,
-        group: EncodedGroup,
-        outcome: GroupOutcome,
-        *,
-        attempt: int,
-        drop: DropReason | None = None,
-        producer: str | None = None,
-    ) -> PartReceipt:
+    async def submit(self, group: EncodedGroup) -> PartReceipt:
+        """Store a group, or a part of one. Groups submitted at the same time share a request."""
         request = verbs.Submit(
             group_id=group.id,
             task_id=group.task_id,
             draw=group.draw,
-            attempt=attempt,
+            attempt=group.attempt,
             publications=group.publications,
-            outcome=outcome,
-            drop=None if drop is None else str(drop),
+            outcome=group.outcome,
+            drop=None if group.drop is None else str(group.drop),
             payload=group.payload,
             payload_digest=group.digest,
-            producer=producer,
+            producer=group.producer,
         )
 
         async def send(left_s: float) -> PartReceipt:

@@ -414,11 +414,14 @@ def _submission(request: verbs.Submit) -> Submission:
         task_id=TaskId(request.task_id),
         draw=request.draw,
         publications=request.publications,
+        attempt=request.attempt,
+        outcome=request.outcome,
         payload=request.payload,
         digest=request.payload_digest,
+        drop=None if request.drop is None else _drop_reason(request.drop),
+        producer=request.producer,
     )
-    drop = None if request.drop is None else _drop_reason(request.drop)
-    return Submission.of(group, request.outcome, attempt=request.attempt, drop=drop, producer=request.producer)
+    return Submission.of(group)
 
 
 def _drop_reason(text: str) -> DropReason:

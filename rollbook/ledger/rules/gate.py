@@ -243,5 +243,5 @@ def _grant(run_tx: RunTransaction, group: GroupRecord) -> Grant:
         admission_version=group.admission_version or 0,
         admission_publication=group.admission_publication or PublicationId(0),
         deadline_s=run_tx.run.settings.group_deadline_s,
-        part=open_part(group) if group.expected_samples else None,
+        part=open_part(group),
     )

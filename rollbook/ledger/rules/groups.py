@@ -36,23 +36,10 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A finished group with a checked payload. Made by `of`."""
 
     group: EncodedGroup
-    attempt: int
     facts: GroupFacts
-    outcome: GroupOutcome
-    drop: DropReason | None = None
-    producer: str | None = None
-    """The registered producer, for a group without a grant."""
 
     @classmethod
-    def of(
-        cls,
-        group: EncodedGroup,
-        outcome: GroupOutcome,
-        *,
-        attempt: int,
-        drop: DropReason | None = None,
-        producer: str | None = None,
-    ) -> "Submission":
+    def of(cls, group: EncodedGroup) -> "Submission":
         """Raises `UnusableGroupError` if the payload is damaged, is not a group, or differs from what the producer declares."""
         digest = payload_digest(group.payload)
         if digest != group.digest:
@@ -61,11 +48,11 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             )
         facts = inspect_frame(group.payload, group.id)
         wrong = false_claims(
-            facts, task_id=group.task_id, draw=group.draw, publications=group.publications, outcome=outcome
+            facts, task_id=group.task_id, draw=group.draw, publications=group.publications, outcome=group.outcome
         )
         if wrong:
             raise UnusableGroupError(f"group {group.id}: its payload contradicts its producer: {'; '.join(wrong)}")
-        return cls(group=group, attempt=attempt, facts=facts, outcome=outcome, drop=drop, producer=producer)
+        return cls(group=group, facts=facts)
 
 
 def submit(
@@ -207,7 +194,7 @@ def _submit(
     wrong = wrong_part(run_tx.field("settings").rule, facts, name=submission.group.id, group=group)
     if wrong is not None:
         raise UnusableGroupError(f"run {run_tx.run_id}: group {submission.group.id} cannot be stored: {wrong}")
-    if submission.drop is None:
+    if submission.group.drop is None:
         obstacle = find_obstacle(facts, run_tx.field("settings").limits)
         if obstacle is not None:
             raise UnusableGroupError(f"run {run_tx.run_id}: group {submission.group.id} cannot be trained: {obstacle}")
@@ -216,33 +203,34 @@ def _submit(
     )
     if group is None:
         _refuse_when_full(run_tx, submission, max_queued, max_queued_bytes)
-        if submission.producer is not None:
-            _require_producer(run_tx, submission.producer)
+        if submission.group.producer is not None:
+            _require_producer(run_tx, submission.group.producer)
         if run_tx.is_over:
             group = _open_external(run_tx, submission)
             run_tx.drop(group, DropReason(DropKind.END_OF_RUN, "submitted after the end"), by="submit")
             return Receipt.ALREADY_SETTLED
         submission = _dropped_in_quarantine(run_tx, submission)
-        if submission.drop is None:
+        if submission.group.drop is None:
             _open_queued(run_tx, submission, versions)
             return Receipt.STORED
         group = _open_external(run_tx, submission)
     by = group.owner or group.producer or "submit"
     run_tx.tx.payloads.put(run_tx.run_id, submission.group.id, submission.group.payload, submission.group.digest)
     # First, so that the group always has an unsettled part until its last one is settled.
-    open_next(run_tx, group, facts, submission.outcome, by=by)
+    open_next(run_tx, group, facts, submission.group.outcome, by=by)
     fields = _submitted_fields(run_tx, submission, versions)
-    if submission.drop is not None:
-        run_tx.drop(group, submission.drop, by=by, **fields)
+    if submission.group.drop is not None:
+        run_tx.drop(group, submission.group.drop, by=by, **fields)
     else:
-        run_tx.move(group, GroupState.QUEUED, note=f"attempt {submission.attempt} submitted", by=by, **fields)
+        run_tx.move(group, GroupState.QUEUED, note=f"attempt {submission.group.attempt} submitted", by=by, **fields)
     return Receipt.STORED
 
 
 def _dropped_in_quarantine(run_tx: RunTransaction, submission: Submission) -> Submission:
     """An external group of a task in quarantine is stored as dropped. Granted ones were dropped with the quarantine."""
     if run_tx.field("num_quarantined") and submission.group.task_id in run_tx.tx.actions.quarantined(run_tx.run_id):
-        return msgspec.structs.replace(submission, drop=DropReason(DropKind.QUARANTINED))
+        dropped = msgspec.structs.replace(submission.group, drop=DropReason(DropKind.QUARANTINED))
+        return msgspec.structs.replace(submission, group=dropped)
     return submission
 
 
@@ -268,7 +256,7 @@ def _submitted_fields(run_tx: RunTransaction, submission: Submission, versions: 
         newest_version=versions.newest,
         num_samples=submission.facts.num_samples,
         baseline=submission.facts.baseline,
-        outcome=msgspec.json.encode(submission.outcome),
+        outcome=msgspec.json.encode(submission.group.outcome),
         payload_digest=submission.group.digest,
         payload_bytes=len(submission.group.payload),
         has_payload=True,
@@ -293,15 +281,15 @@ def _open_queued(run_tx: RunTransaction, submission: Submission, versions: Versi
         origin=Origin.EXTERNAL,
         state=GroupState.QUEUED,
         opened_at=run_tx.now,
-        attempt=submission.attempt,
+        attempt=submission.group.attempt,
         admission_version=run_tx.field("version"),
         admission_publication=run_tx.field("publication"),
-        producer=submission.producer,
+        producer=submission.group.producer,
         sequence=run_tx.count("next_sequence"),
         expected_samples=submission.facts.num_samples if _counts_samples(run_tx) else 0,
         **_submitted_fields(run_tx, submission, versions),
     )
-    run_tx.open(group, note=f"attempt {submission.attempt} submitted", by=submission.producer or "submit")
+    run_tx.open(group, note=f"attempt {submission.group.attempt} submitted", by=submission.group.producer or "submit")
 
 
 def _refuse_when_full(
@@ -332,13 +320,13 @@ def _open_external(run_tx: RunTransaction, submission: Submission) -> GroupRecor
         state=GroupState.DISPATCHED,
         sequence=run_tx.count("next_sequence"),
         opened_at=run_tx.now,
-        attempt=submission.attempt,
+        attempt=submission.group.attempt,
         admission_version=run_tx.run.version,
         admission_publication=run_tx.run.publication,
-        producer=submission.producer,
+        producer=submission.group.producer,
         expected_samples=submission.facts.num_samples if _counts_samples(run_tx) else 0,
     )
-    run_tx.open(group, note="opened by its submission", by=submission.producer or "submit")
+    run_tx.open(group, note="opened by its submission", by=submission.group.producer or "submit")
     return group
 
 

@@ -112,7 +112,7 @@ def open_part(part: GroupRecord) -> OpenPart:
     return OpenPart(
         group_id=part.group_id,
         number=part.part,
-        num_samples=part.expected_samples,
+        num_samples=part.expected_samples or None,
         baseline=part.baseline,
         outcome=None if part.earlier is None else _outcome(part.earlier),
     )

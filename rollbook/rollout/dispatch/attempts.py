@@ -2,18 +2,34 @@
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+import msgspec
 
 from rollbook.contracts.admission import Grant, OpenPart, PartReceipt, Receipt
-from rollbook.contracts.group import GroupId, GroupOutcome, group_id, merge_outcomes
-from rollbook.rollout.workers.messages import Finished
+from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, group_id, merge_outcomes
+from rollbook.rollout.groups.results import PlayedGroup
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """There will be no further result: the worker died, or the deadline passed."""
+    """No more results will come: the worker died, or the deadline passed."""
 
     cause: str
+
+
+class AfterPart(Enum):
+    """What the dispatcher does after the ledger's reply to a part."""
+
+    CONTINUE = auto()
+    """The ledger expects the next part of this attempt."""
+    FINISH = auto()
+    """The group lacks no sample."""
+    CLOSE = auto()
+    """This attempt has no more samples, and the group lacks some: close its open part."""
+    GIVE_UP = auto()
+    """Another attempt has stored other samples."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,19 +42,19 @@ class Attempt:
     """The last result is in `results`, or was reported."""
     is_abandoned: bool = False
     """Its slot was freed; results that are still being stored must not free it again."""
-    results: deque[Finished | Lost] = field(default_factory=deque)
+    results: deque[PlayedGroup | Lost] = field(default_factory=deque)
     """Results to report, in order. Bounded by the samples of the group."""
     is_queued: bool = False
-    """A submitter reports its results, or will."""
-    open_part: OpenPart | None = field(init=False)
-    """With batch policy `parts`: the part that the ledger expects next."""
+    """Queued for, or held by, a submitter."""
+    open_part: OpenPart = field(init=False)
+    """The part that the ledger expects next."""
     outcome: GroupOutcome | None = field(init=False)
-    """Of all stored samples of the draw, those of earlier attempts included."""
+    """The merged outcome of all stored samples of the draw, those of earlier attempts included."""
     num_parts: int = 0
 
     def __post_init__(self) -> None:
         self.open_part = self.grant.part
-        self.outcome = None if self.grant.part is None else self.grant.part.outcome
+        self.outcome = self.grant.part.outcome
 
     @property
     def key(self) -> tuple[str, int]:
@@ -50,26 +66,58 @@ class Attempt:
         return group_id(self.grant.task_id, self.grant.draw)
 
     @property
-    def open_id(self) -> GroupId:
-        """The id under which the ledger expects the next result."""
-        return self.grant.group_id if self.open_part is None else self.open_part.group_id
-
-    @property
     def units(self) -> int:
-        """What it occupies: a group, or the samples of its open part."""
-        return 1 if self.open_part is None else self.open_part.num_samples
+        """Slots this attempt occupies, in the units of the gate."""
+        return self.open_part.units
+
+    def add(self, result: PlayedGroup | Lost) -> bool:
+        """Whether the attempt must be queued for a submitter. A result after the last one is ignored."""
+        if self.has_ended:
+            return False
+        if isinstance(result, Lost) or result.is_last:
+            self.end()
+        self.results.append(result)
+        is_new, self.is_queued = not self.is_queued, True
+        return is_new
 
     def add_outcome(self, outcome: GroupOutcome) -> None:
         self.outcome = outcome if self.outcome is None else merge_outcomes(self.outcome, outcome)
         self.num_parts += 1
 
-    def continues(self, result: Finished, reply: PartReceipt) -> bool:
-        """Whether the ledger has the parts of this attempt, and so takes its next one.
+    def end(self) -> None:
+        """Accept no more results."""
+        self.has_ended = True
+        self.timer.cancel()
 
-        A repeated request is answered `already_stored` although the part is that of this attempt. Then the open part has the
-        baseline of this attempt and lacks exactly the samples that this attempt still plays.
+    def abandon(self) -> None:
+        """Accept no more results, and report none of those that wait."""
+        self.end()
+        self.is_abandoned = True
+        self.results.clear()
+
+    def after(self, played: PlayedGroup, reply: PartReceipt) -> AfterPart:
+        """What follows the reply to `played`."""
+        following = reply.next_part
+        if following is None:
+            is_stored = reply.receipt is Receipt.STORED or played.is_last
+            return AfterPart.FINISH if is_stored else AfterPart.GIVE_UP
+        if reply.receipt is not Receipt.STORED and not self._is_mine(following, played):
+            return AfterPart.GIVE_UP
+        return AfterPart.CLOSE if played.is_last else AfterPart.CONTINUE
+
+    def _is_mine(self, following: OpenPart, played: PlayedGroup) -> bool:
+        """Whether the stored part is that of this attempt, although the reply to a repeated request is `already_stored`.
+
+        Then the open part has the baseline of this attempt and lacks exactly the samples that this attempt still plays.
         """
-        if reply.receipt is Receipt.STORED or reply.next_part is None or self.open_part is None:
-            return reply.receipt is Receipt.STORED or (reply.next_part is None and result.is_last)
-        left = self.open_part.num_samples - result.outcome.num_samples
-        return reply.next_part.baseline == result.baseline and reply.next_part.num_samples == left
+        left = self.open_part.units - played.outcome.num_samples
+        return following.baseline == played.baseline and following.units == left
+
+
+def refused(played: PlayedGroup, cause: str) -> PlayedGroup:
+    """A group that the ledger refused, as a failure: a run whose groups are all refused stops with the cause."""
+    outcome = replace(played.outcome, invalid_causes={**played.outcome.invalid_causes, cause: 1})
+    failed = msgspec.structs.replace(
+        played.encoded, payload=b"", digest="", drop=DropReason(DropKind.INVALID, cause), outcome=outcome
+    )
+    return msgspec.structs.replace(played, encoded=failed, is_last=True)

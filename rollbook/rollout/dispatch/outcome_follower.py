@@ -30,7 +30,7 @@ class OutcomeFollower:
             self._own.add(draw_id)
 
     def released(self, draw_id: GroupId) -> None:
-        """This dispatcher gave the draw back."""
+        """This dispatcher released the draw."""
         self._own.discard(draw_id)
 
     async def update(self) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from rollbook.contracts.group import DropKind, GroupId
 from rollbook.rollout.dispatch.attempts import Attempt
 from rollbook.rollout.dispatch.failure_breaker import FailureBreaker, GroupEnd
+from rollbook.rollout.groups.results import PlayedGroup
 from rollbook.rollout.metrics import record_group, record_rewards, record_samples
-from rollbook.rollout.workers.messages import Finished
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
@@ -84,7 +84,10 @@ class GroupReporter:
         self._warned_causes: set[str] = set()
         self._filters = FilterMonitor()
 
-    def report(self, attempt: Attempt, result: Finished, *, seconds: float, is_over: bool) -> None:
+    def report_released(self) -> None:
+        self._metrics.add("rollout/groups_released", 1)
+
+    def report(self, attempt: Attempt, result: PlayedGroup, *, seconds: float, is_over: bool) -> None:
         """Report a result, and the whole group if it `is_over`. Raises `RolloutsFailingError` when too many groups fail."""
         grant, outcome, drop = attempt.grant, result.outcome, result.drop
         record_samples(self._metrics, outcome, drop)
@@ -92,6 +95,7 @@ class GroupReporter:
             record_rewards(self._metrics, result.scores, self._rewards)
         if is_over and attempt.outcome is not None:
             record_group(self._metrics, attempt.outcome)
+            self._metrics.add("rollout/parts_per_group", attempt.num_parts)
             self._spans.record(
                 "rollout.group",
                 attempt.started_wall,
@@ -121,7 +125,7 @@ class GroupReporter:
             self._log.warning("rollout.mostly_filtered", filtered=alert.filtered, of_last=alert.of, advice=alert.advice)
         self._breaker.record(_end_of(result), outcome.invalid_causes)
 
-    def _log_failures(self, group: GroupId, result: Finished) -> None:
+    def _log_failures(self, group: GroupId, result: PlayedGroup) -> None:
         """A cause seen for the first time is a warning."""
         outcome = result.outcome
         new = [cause for cause in outcome.invalid_causes if cause not in self._warned_causes]
@@ -138,7 +142,7 @@ class GroupReporter:
         )
 
 
-def _end_of(result: Finished) -> GroupEnd:
+def _end_of(result: PlayedGroup) -> GroupEnd:
     if result.drop is not None and result.drop.kind is DropKind.INVALID:
         return GroupEnd.FAILED
     return GroupEnd.USEFUL if result.outcome.num_scorable else GroupEnd.DECLINED

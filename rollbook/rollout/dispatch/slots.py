@@ -20,7 +20,7 @@ class StalenessController:
         if slots < 1:
             raise ValueError(f"slots is {slots}; a dispatcher must be able to play at least one group")
         self._rule = rule
-        # The ledger grants at most `max_in_flight` groups to all dispatchers together; further slots would stay empty.
+        # The ledger grants at most `max_in_flight` groups to all dispatchers together; more slots would stay empty.
         self._slots = min(slots, rule.max_in_flight)
         self.limit = self._slots
         """Groups this dispatcher plays at the same time, at most."""
@@ -51,7 +51,7 @@ class StalenessController:
         return min(self.free, MAX_PROPOSED)
 
     def opened(self, reply: OpenReply) -> None:
-        self.running += sum(1 if grant.part is None else grant.part.num_samples for grant in reply.grants)
+        self.running += sum(grant.part.units for grant in reply.grants)
         self.capacity = reply.capacity
         self.gate = reply.gate
 

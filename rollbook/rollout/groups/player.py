@@ -1,4 +1,4 @@
-"""`GroupAssembler`: plays the episodes of one draw concurrently and joins their samples into a group, or into parts of it.
+"""`GroupAssembler`: plays the episodes of one draw concurrently and joins their samples into a group.
 
 Rollout functions are user code. An exception in one never affects the other episodes of its group; `failures.py` decides what it
 means.
@@ -17,11 +17,11 @@ from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.exception_groups import first_error
 from rollbook.concurrency.retry import backoff
 from rollbook.concurrency.stacks import where_cancelled
-from rollbook.contracts.admission import OpenPart
 from rollbook.contracts.decoding import msgpack_decoder
 from rollbook.contracts.errors import RollbookError, WeightsAwaitedError, WorkerError
 from rollbook.contracts.freshness import SAME_MOMENT_S
 from rollbook.contracts.group import DropKind, DropReason, GroupId, PromptGroup, group_id
+from rollbook.contracts.group_codec import EncodedGroup, encode_group
 from rollbook.contracts.policy import Completion
 from rollbook.contracts.task import Task, TaskId
 from rollbook.contracts.trajectory import RolloutSample
@@ -39,7 +39,8 @@ from rollbook.rollout.groups.failures import (
 )
 from rollbook.rollout.groups.filters import FilterError, GroupFilter, load_filters
 from rollbook.rollout.groups.parts import GroupParts
-from rollbook.rollout.groups.results import CAUSE_CHARS, GroupResult, GroupTally, times_of, valid_text
+from rollbook.rollout.groups.results import CAUSE_CHARS, GroupTally, PlayedGroup, times_of, valid_text
+from rollbook.rollout.metrics import reported_scores
 from rollbook.rollout.policy import EpisodeContext, current_episode, enter_episode
 from rollbook.rollout.stopwatch import EpisodeTime, MovableTimeout
 
@@ -48,7 +49,7 @@ LATE_S = 2.0
 _ANNOTATIONS = msgpack_decoder(tuple[list[dict[str, Any]] | None, dict[str, float | bool], dict[str, Any], str | None])
 """Messages, metrics, facts and invalid cause of a sample."""
 
-OnPart: TypeAlias = Callable[["GroupResult"], Awaitable[None]]
+OnPart: TypeAlias = Callable[[PlayedGroup], Awaitable[None]]
 
 Score: TypeAlias = Callable[[Mapping[str, Any], RolloutSample], Awaitable[RolloutSample]]
 """Takes the row of the task and a finished sample; returns the sample with its reward."""
@@ -74,8 +75,12 @@ class GroupOrder:
     row: Mapping[str, Any]
     min_publication: int
     deadline_s: float
-    part: OpenPart | None = None
-    """With batch policy `parts`: what is left of the group, to be submitted in parts."""
+    part: int = 1
+    """Number of the part to play first."""
+    num_samples: int | None = None
+    """With batch policy `parts`: the samples that the group lacks, to be submitted in parts. None: the whole group at once."""
+    baseline: tuple[float, ...] | None = None
+    """The rewards of the quorum, for every part after the first."""
 
 
 class GroupAssembler:
@@ -101,80 +106,67 @@ class GroupAssembler:
         self._filters = tuple(load_filters(config) if filters is None else filters)
         self._clock = clock or SystemClock()
 
-    async def play(self, order: GroupOrder) -> GroupResult:
-        """Play every episode of the draw and join the samples."""
+    async def play(self, order: GroupOrder, on_part: OnPart | None = None) -> PlayedGroup:
+        """Play the samples that the group lacks and join them. Returns the group, or its last part.
+
+        With batch policy `parts`, `on_part` gets each part before the last one as soon as it is complete.
+        """
         started = self._clock.now()
+        parts = self._parts_of(order)
         tally = GroupTally(
-            retries_left=self._config.retry_budget,
-            until=started + order.deadline_s,
-            wanted=self._config.completions_per_prompt,
+            retries_left=self._config.retry_budget, until=started + order.deadline_s, wanted=parts.num_samples
         )
+        running = parts.num_samples + parts.num_surplus
         task = Task(id=order.task_id, row=order.row)
-        try:
-            async with asyncio.TaskGroup() as group:
-                episodes = [
-                    group.create_task(self._sample(order, task, tally), name=f"{episode_task_name(order.group_id)}.{i}")
-                    for i in range(self._config.episodes_per_group)
-                ]
-                if self._config.oversample:
-                    group.create_task(_cancel_surplus(tally, episodes), name=f"rollout.surplus.{order.group_id}")
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from errors
-        found = [sample for one in episodes if not one.cancelled() and (sample := one.result()) is not None]
-        samples = _select(found, self._config.completions_per_prompt)
-        surplus = len(found) - len(samples) + sum(one.cancelled() for one in episodes)
-        return self._join(order, samples, tally, seconds=self._clock.now() - started, surplus=surplus)
+        one_ended, all_ended = asyncio.Event(), asyncio.Event()
 
-    async def play_parts(self, order: GroupOrder, part: OpenPart, on_part: OnPart) -> None:
-        """Play what is left of the draw. `on_part` gets each part as soon as it is complete; the last one has `is_last`."""
-        started = self._clock.now()
-        tally = GroupTally(
-            retries_left=self._config.retry_budget, until=started + order.deadline_s, wanted=part.num_samples
-        )
-        parts = GroupParts.begin(
-            part,
-            group_id=group_id(order.task_id, order.draw),
-            task_id=order.task_id,
-            draw=order.draw,
-            quorum=self._config.quorum_size,
-        )
-        # One entry per episode, so it never holds more than the group has samples.
-        ended: asyncio.Queue[RolloutSample | None] = asyncio.Queue(maxsize=part.num_samples)
-        task = Task(id=order.task_id, row=order.row)
-
-        playing, all_ended = part.num_samples, asyncio.Event()
-
-        async def play_one() -> None:
-            nonlocal playing
-            ended.put_nowait(await self._sample(order, task, tally))
-            playing -= 1
-            if playing == 0:
+        async def play_one(number: int) -> None:
+            nonlocal running
+            sample = await self._sample(order, task, tally)
+            if sample is None:
+                tally.lost += 1
+            else:
+                parts.add(number, sample)
+            running -= 1
+            one_ended.set()
+            if running == 0 or tally.has_enough:
                 all_ended.set()
 
         try:
             async with asyncio.TaskGroup() as group:
-                for i in range(part.num_samples):
-                    group.create_task(play_one(), name=f"{episode_task_name(order.group_id)}.{i}")
-                running = part.num_samples
-                while running:
-                    found = [await ended.get()]
-                    if not all_ended.is_set():
-                        await self._wait_a_moment(group, all_ended)
-                    while not ended.empty():
-                        found.append(ended.get_nowait())
-                    running -= len(found)
-                    for sample in found:
-                        if sample is not None:
-                            parts.add(sample)
-                    tally.lost += found.count(None)
-                    seconds = self._clock.now() - started
-                    if (result := self._next_part(parts, tally, seconds=seconds, is_last=running == 0)) is not None:
-                        await on_part(result)
+                episodes = [
+                    group.create_task(play_one(number), name=f"{episode_task_name(order.group_id)}.{number}")
+                    for number in range(running)
+                ]
+                while not all_ended.is_set():
+                    await one_ended.wait()
+                    one_ended.clear()
+                    if parts.is_complete and on_part is not None:
+                        await self._wait_for_siblings(group, all_ended)
+                        if not all_ended.is_set():
+                            seconds = self._clock.now() - started
+                            await on_part(self._next_part(order, parts, tally, seconds=seconds, is_last=False))
+                for episode in episodes:
+                    episode.cancel("surplus")
         except BaseExceptionGroup as errors:
             raise first_error(errors) from errors
+        return self._next_part(order, parts, tally, seconds=self._clock.now() - started, is_last=True)
 
-    async def _wait_a_moment(self, group: asyncio.TaskGroup, all_ended: asyncio.Event) -> None:
-        """Wait for more samples of the same part, but no longer than there are some."""
+    def _parts_of(self, order: GroupOrder) -> GroupParts:
+        is_whole = order.num_samples is None
+        return GroupParts(
+            group_id=order.group_id if order.part == 1 else group_id(order.task_id, order.draw),
+            task_id=order.task_id,
+            draw=order.draw,
+            num_samples=order.num_samples or self._config.completions_per_prompt,
+            num_surplus=self._config.oversample if is_whole else 0,
+            quorum=None if is_whole else self._config.quorum_size,
+            number=order.part,
+            baseline=order.baseline,
+        )
+
+    async def _wait_for_siblings(self, group: asyncio.TaskGroup, all_ended: asyncio.Event) -> None:
+        """Wait for more samples of the same part. Waits at most `SAME_MOMENT_S`."""
         waits = (
             group.create_task(self._clock.sleep(SAME_MOMENT_S), name="rollout.same_moment"),
             group.create_task(all_ended.wait(), name="rollout.all_ended"),
@@ -185,38 +177,29 @@ class GroupAssembler:
             for wait in waits:
                 wait.cancel()
 
-    def _next_part(self, parts: GroupParts, tally: GroupTally, *, seconds: float, is_last: bool) -> GroupResult | None:
-        """The result to report now; None: the quorum is not reached."""
-        is_first = parts.baseline is None
-        if (group := parts.take(is_last=is_last)) is None:
-            if not is_last:
-                return None
-            outcome, reason = tally.empty_outcome(seconds), tally.missing
-            return GroupResult(outcome=outcome, drop=reason, episodes=tuple(tally.episodes), missing=reason)
-        scorable = len(group.scorable)
-        # Without an earlier part, the samples must be enough for a baseline.
-        drop = self._too_few(scorable, tally) if is_first else None
-        if not scorable and drop is None:
-            causes = describe_causes(tally.causes)
-            drop = DropReason(DropKind.INVALID, f"no sample of the part is scorable ({causes})")
-        if drop is None:
-            drop = self._filtered(group, tally)
-        outcome = group.outcome(
-            seconds=seconds,
-            invalid_causes=tally.causes,
-            retried_samples=tally.retried,
-            declined_samples=tally.declined,
-        )
-        result = GroupResult(
-            group=group,
-            outcome=outcome,
-            drop=drop,
+    def _next_part(
+        self, order: GroupOrder, parts: GroupParts, tally: GroupTally, *, seconds: float, is_last: bool
+    ) -> PlayedGroup:
+        is_first, part = parts.number == 1, parts.next_id
+        group = parts.take(is_last=is_last)
+        drop = self._why_dropped(group, tally, is_first=is_first)
+        surplus = 0
+        if parts.num_surplus and group is not None:
+            surplus = parts.num_samples + parts.num_surplus - tally.lost - len(group.samples)
+        outcome = tally.outcome(group, seconds=seconds, surplus=surplus)
+        played = PlayedGroup(
+            order_id=order.group_id,
+            encoded=EncodedGroup(id=part, attempt=order.attempt, outcome=outcome, drop=drop)
+            if group is None
+            else encode_group(group, attempt=order.attempt, outcome=outcome, drop=drop),
             episodes=tuple(tally.episodes),
+            scores=() if group is None else reported_scores(group),
             is_last=is_last,
             missing=tally.missing if is_last and tally.lost else None,
+            baseline=parts.baseline,
         )
         tally.begin_part()
-        return result
+        return played
 
     async def _sample(self, order: GroupOrder, task: Task, tally: GroupTally) -> RolloutSample | None:
         """One scorable sample if the retry budget allows, otherwise the unscorable one or None."""
@@ -229,7 +212,7 @@ class GroupAssembler:
                 tally.declined += 1
                 return None
             if isinstance(result, RolloutSample):
-                tally.add_scored()
+                tally.scored += 1
                 return result
             sample, error = result
             if isinstance(error, WeightsAwaitedError) and self._clock.now() < tally.until + LATE_S:
@@ -315,24 +298,17 @@ class GroupAssembler:
         finally:
             stopwatch.changed = lambda: None
 
-    def _join(
-        self, order: GroupOrder, samples: tuple[RolloutSample, ...], tally: GroupTally, *, seconds: float, surplus: int
-    ) -> GroupResult:
-        drop = self._too_few(sum(sample.is_scorable for sample in samples), tally)
-        if not samples:
-            assert drop is not None
-            return GroupResult(outcome=tally.empty_outcome(seconds), drop=drop, episodes=tuple(tally.episodes))
-        group = PromptGroup(id=order.group_id, task_id=order.task_id, draw=order.draw, samples=samples)
-        if drop is None:
-            drop = self._filtered(group, tally)
-        outcome = group.outcome(
-            seconds=seconds,
-            invalid_causes=tally.causes,
-            retried_samples=tally.retried,
-            declined_samples=tally.declined,
-            surplus_samples=surplus,
-        )
-        return GroupResult(group=group, outcome=outcome, drop=drop, episodes=tuple(tally.episodes))
+    def _why_dropped(self, group: PromptGroup | None, tally: GroupTally, *, is_first: bool) -> DropReason | None:
+        scorable = 0 if group is None else len(group.scorable)
+        # Later parts have the baseline of the first one, so they may have any number of samples.
+        if is_first and (drop := self._too_few(scorable, tally)) is not None:
+            return drop
+        if group is None:
+            return tally.missing
+        if not scorable:
+            causes = describe_causes(tally.causes)
+            return DropReason(DropKind.INVALID, f"no sample of the part is scorable ({causes})")
+        return self._filtered(group, tally)
 
     def _too_few(self, scorable: int, tally: GroupTally) -> DropReason | None:
         """A group with too few samples is invalid, but only filtered if the rollout function declined all the missing ones."""
@@ -378,21 +354,6 @@ def _with_times(sample: RolloutSample, began: float) -> RolloutSample:
             for turn, request in zip(turns, requests, strict=True)
         )
     return dataclasses.replace(sample, turns=turns, started_at=began, ended_at=time.time())
-
-
-def _select(samples: Sequence[RolloutSample], size: int) -> tuple[RolloutSample, ...]:
-    """At most `size` samples in their order; scorable ones are preferred."""
-    ranked = sorted(range(len(samples)), key=lambda i: not samples[i].is_scorable)
-    return tuple(samples[i] for i in sorted(ranked[:size]))
-
-
-async def _cancel_surplus(tally: GroupTally, episodes: Sequence[asyncio.Task[RolloutSample | None]]) -> None:
-    """Cancel the remaining episodes once the group is full. Ends: when all episodes have ended."""
-    all_done = asyncio.gather(*episodes, return_exceptions=True)
-    all_done.add_done_callback(lambda _: tally.has_enough.set())
-    await tally.has_enough.wait()
-    for one in episodes:
-        one.cancel("surplus")
 
 
 def checked_sample(sample: object) -> RolloutSample | None:

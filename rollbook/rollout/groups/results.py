@@ -1,12 +1,14 @@
-"""What comes of a group: its result, the times of its episodes, and the counts that the episodes share while they are played."""
+"""What comes of a group: its played parts, the times of its episodes, and the counts that the episodes share."""
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rollbook.contracts.group import DropKind, DropReason, GroupOutcome, PromptGroup
+import msgspec
+
+from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, PromptGroup
+from rollbook.contracts.group_codec import EncodedGroup, decode_group
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.groups.failures import describe_causes
 from rollbook.rollout.policy import current_episode
@@ -29,23 +31,41 @@ class EpisodeTimes:
     """Wall clock at the start and at the end of each request to the policy."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupResult:
-    """A group or a part. `group` is None if there is no sample at all. With `drop`, the group is stored as dropped."""
+class PlayedGroup(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="played"):
+    """A played group, or a part of one. A worker sends it to the dispatcher as it is; the dispatcher never decodes the frame."""
 
-    outcome: GroupOutcome
-    group: PromptGroup | None = None
-    drop: DropReason | None = None
+    order_id: GroupId
+    """The id of the order; that of a later part differs."""
+    encoded: EncodedGroup
+    """Its payload is empty if there is no sample."""
     episodes: tuple[EpisodeTimes, ...] = ()
     """Every episode that was played, retried ones included."""
+    scores: tuple[dict[str, float], ...] = ()
+    """What the reward functions reported, for each sample that they scored."""
     is_last: bool = True
     """Nothing follows. False for all parts but the last one of an attempt."""
     missing: DropReason | None = None
     """In the last part: why samples of the group are missing, if some are."""
+    baseline: tuple[float, ...] | None = None
+    """The rewards of the quorum, if the group is played in parts."""
 
     def __post_init__(self) -> None:
-        if self.group is None and self.drop is None:
-            raise ValueError("a result without a group needs a drop reason")
+        if not self.encoded.payload and self.drop is None:
+            raise ValueError("a group without samples needs a drop reason")
+
+    @property
+    def group(self) -> PromptGroup | None:
+        """The decoded group. None if there is no sample."""
+        return decode_group(self.encoded.payload) if self.encoded.payload else None
+
+    @property
+    def outcome(self) -> GroupOutcome:
+        return self.encoded.outcome
+
+    @property
+    def drop(self) -> DropReason | None:
+        """With a reason, the group is stored as dropped."""
+        return self.encoded.drop
 
 
 @dataclass(slots=True)
@@ -60,23 +80,21 @@ class GroupTally:
     declined: int = 0
     scored: int = 0
     episodes: list[EpisodeTimes] = field(default_factory=list)
-    has_enough: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the group has all its scorable samples. Episodes still run then only with over-sampling."""
     lost: int = 0
     """Episodes that ended without any sample."""
     earlier_causes: Counter[str] = field(default_factory=Counter)
-    """Causes that were reported with earlier parts."""
+    """Causes that earlier parts reported."""
 
     def begin_part(self) -> None:
-        """The counts so far were reported with a part."""
+        """Start counting anew: the counts so far were reported with a part."""
         self.earlier_causes += self.causes
         self.causes, self.episodes = Counter(), []
         self.retried = self.declined = 0
 
-    def add_scored(self) -> None:
-        self.scored += 1
-        if self.scored >= self.wanted:
-            self.has_enough.set()
+    @property
+    def has_enough(self) -> bool:
+        """Whether the group has all its scorable samples. Episodes still run then only with over-sampling."""
+        return self.scored >= self.wanted
 
     @property
     def missing(self) -> DropReason:
@@ -86,8 +104,16 @@ class GroupTally:
             return DropReason(DropKind.FILTERED, f"declined: rollout returned None for {self.lost} samples")
         return DropReason(DropKind.INVALID, f"{self.lost} samples are missing ({describe_causes(causes)})")
 
-    def empty_outcome(self, seconds: float) -> GroupOutcome:
-        """The outcome if there is no sample."""
+    def outcome(self, group: PromptGroup | None, *, seconds: float, surplus: int) -> GroupOutcome:
+        """The outcome of the samples of a part; `group` is None if it has no sample."""
+        if group is not None:
+            return group.outcome(
+                seconds=seconds,
+                invalid_causes=self.causes,
+                retried_samples=self.retried,
+                declined_samples=self.declined,
+                surplus_samples=surplus,
+            )
         return GroupOutcome(
             num_samples=0,
             num_scorable=0,
@@ -121,7 +147,7 @@ def times_of(began: float, result: RolloutSample | tuple[RolloutSample | None, E
 
 
 def _request_times(sample: RolloutSample, began: float) -> Iterator[tuple[float, float]]:
-    """As recorded by the policy. A sample of another origin has durations only: its turns are placed one after the other."""
+    """The times that the policy recorded. Without them, the turns are placed one after the other by their durations."""
     requests = [] if (episode := current_episode()) is None else episode.times
     ends = [request.ended_at for request in requests]
     start = began

@@ -13,7 +13,7 @@ from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.policy import Completion
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.groups.player import GroupOrder
-from rollbook.rollout.groups.results import GroupResult
+from rollbook.rollout.groups.results import PlayedGroup
 from rollbook.telemetry.events import EventLog
 
 TRANSCRIPT_EVERY_S = 60.0
@@ -31,14 +31,15 @@ class TranscriptLog:
         self._clock = clock or SystemClock()
         self._next = float("-inf")
 
-    def add(self, order: GroupOrder, result: GroupResult) -> None:
-        if result.group is None or self._clock.now() < self._next:
+    def add(self, played: PlayedGroup) -> None:
+        # The group is decoded only for the one that is logged.
+        if self._clock.now() < self._next or (group := played.group) is None:
             return
         self._next = self._clock.now() + TRANSCRIPT_EVERY_S
-        sample = result.group.samples[0]
+        sample = group.samples[0]
         self._log.info(
             "rollout.transcript",
-            group_id=order.group_id,
+            group_id=played.order_id,
             reward=sample.reward,
             solved=sample.solved,
             end=sample.finish_reason,

@@ -12,11 +12,11 @@ from rollbook.concurrency.child_process.process import ChildEndedError, ChildPro
 from rollbook.concurrency.deadline import finish
 from rollbook.contracts.errors import RunError, WorkerError
 from rollbook.rollout.groups.player import GroupOrder
+from rollbook.rollout.groups.results import PlayedGroup
 from rollbook.rollout.workers.messages import (
     Beat,
     Cancel,
     Failed,
-    Finished,
     FromWorker,
     Play,
     Ready,
@@ -74,23 +74,23 @@ class WorkerHandle:
             del self._open_shares[group_id, attempt]
             self._child.send(encode(Cancel(group_id=group_id, attempt=attempt, is_late=is_late)))
 
-    def _settle(self, order: GroupOrder, finished: Finished) -> None:
+    def _settle(self, order: GroupOrder, played: PlayedGroup) -> None:
         key = (order.group_id, order.attempt)
-        if finished.is_last:
+        if played.is_last:
             del self.in_flight[key], self._open_shares[key]
-        elif order.part is not None:
-            self._open_shares[key] -= finished.outcome.num_samples / order.part.num_samples
+        elif order.num_samples is not None:
+            self._open_shares[key] -= played.outcome.num_samples / order.num_samples
 
-    async def results(self) -> AsyncIterator[tuple[GroupOrder, Finished]]:
-        """Finished groups, one by one. Raises `WorkerDiedError` when the process is gone or silent, `RunError` if it reports so."""
+    async def results(self) -> AsyncIterator[PlayedGroup]:
+        """Played groups and parts. Raises `WorkerDiedError` when the process is gone or silent, `RunError` if it reports so."""
         while True:
             message = await self._receive(self._silence_s, "sent no heartbeat")
             match message:
-                case Finished(group_id=group_id, attempt=attempt):
+                case PlayedGroup() as played:
                     # A cancellation may cross the result; then it is ignored.
-                    if (order := self.in_flight.get((group_id, attempt))) is not None:
-                        self._settle(order, message)
-                        yield order, message
+                    if (order := self.in_flight.get((played.order_id, played.encoded.attempt))) is not None:
+                        self._settle(order, played)
+                        yield played
                 case Beat(loop_lag_s=lag_s, continued=continued):
                     self.loop_lag_s = lag_s
                     self.continued = continued
@@ -141,7 +141,7 @@ class WorkerHandle:
 async def open_worker(
     spec: WorkerSpec, *, log: EventLog, start_s: float, silence_s: float, stop_s: float
 ) -> AsyncIterator[WorkerHandle]:
-    """Start a worker and wait until it is ready; stop it at the end of the block, also after an error."""
+    """Start a worker and wait until it is ready; stop it at the end of the block, even after an error."""
     pickled = spec.pickled()
     command = ChildSpec(
         module="rollbook.rollout.workers.main",

@@ -31,14 +31,13 @@ from rollbook.rollout.contract import RolloutSetup, build_rollout, load_rollout
 from rollbook.rollout.episodes.env_calls import with_timeouts
 from rollbook.rollout.groups.filters import load_filters
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, episode_task_name
-from rollbook.rollout.groups.results import GroupResult
+from rollbook.rollout.groups.results import PlayedGroup
 from rollbook.rollout.rewards.scorer import open_scorer
 from rollbook.rollout.workers.episode_records import FailedEpisodes, TranscriptLog
 from rollbook.rollout.workers.messages import (
     Beat,
     Cancel,
     Failed,
-    Finished,
     FromWorker,
     Play,
     Ready,
@@ -68,9 +67,9 @@ class WorkerLoop:
         parent: Frames,
         *,
         continued: Callable[[], int],
-        on_finished: Callable[[GroupOrder, GroupResult], None],
+        on_played: Callable[[PlayedGroup], None],
     ) -> None:
-        self._on_finished = on_finished
+        self._on_played = on_played
         self._assembler = assembler
         self._parent = parent
         self._continued = continued
@@ -108,14 +107,11 @@ class WorkerLoop:
                     return
 
     async def _play(self, order: GroupOrder) -> None:
-        async def send(result: GroupResult) -> None:
-            await self._send(Finished.of(order, result))
-            self._on_finished(order, result)
+        async def send(played: PlayedGroup) -> None:
+            await self._send(played)
+            self._on_played(played)
 
-        if order.part is None:
-            await send(await self._assembler.play(order))
-        else:
-            await self._assembler.play_parts(order, order.part, send)
+        await send(await self._assembler.play(order, send))
 
     def _stalled(self, group_id: str, attempt: int) -> Stalled:
         episodes = [
@@ -184,7 +180,7 @@ async def _serve(spec: WorkerSpec, parent: Frames) -> None:
         # Objects of waiting episodes live long. By default the collector would search them after every 700 new objects.
         gc.freeze()
         gc.set_threshold(YOUNG_OBJECTS, YOUNG_COLLECTIONS, 10)
-        await WorkerLoop(assembler, parent, continued=lambda: setup.policy.continued, on_finished=transcripts.add).run()
+        await WorkerLoop(assembler, parent, continued=lambda: setup.policy.continued, on_played=transcripts.add).run()
 
 
 def _unpickled(payload: bytes) -> WorkerSpec:

@@ -12,8 +12,8 @@ from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.retry import backoff
 from rollbook.contracts.errors import RunError
 from rollbook.rollout.groups.player import GroupOrder
+from rollbook.rollout.groups.results import PlayedGroup
 from rollbook.rollout.workers.handle import WorkerDiedError, WorkerHandle, open_worker
-from rollbook.rollout.workers.messages import Finished
 from rollbook.rollout.workers.spec import WorkerSpec
 from rollbook.telemetry.events import EventLog
 
@@ -28,7 +28,7 @@ class WorkersDyingError(RunError):
 class PoolListener(Protocol):
     """Receives the events of a pool. Called from the pool's tasks; must not block."""
 
-    def group_finished(self, order: GroupOrder, finished: Finished) -> None: ...
+    def group_played(self, played: PlayedGroup) -> None: ...
 
     def group_lost(self, order: GroupOrder, cause: str) -> None: ...
 
@@ -96,7 +96,7 @@ class WorkerPool:
         """Open a worker, report its results, and replace it when it dies.
 
         Takes:  orders, from `play`.
-        Gives:  finished and lost groups, to the listener.
+        Gives:  played and lost groups, to the listener.
         Waits:  for results; after a death, for the backoff.
         Ends:   on cancellation; by `WorkersDyingError`.
         """
@@ -125,9 +125,9 @@ class WorkerPool:
         self.ready.set()
         try:
             self._assign()
-            async for order, finished in worker.results():
+            async for played in worker.results():
                 self._barren_deaths = 0
-                self._listener.group_finished(order, finished)
+                self._listener.group_played(played)
                 self._assign()
         finally:
             self._open.remove(worker)

@@ -122,4 +122,4 @@ def outcome_of(group: PromptGroup) -> GroupOutcome:
 def submission_of(
     group: PromptGroup, *, attempt: int = 1, drop: DropReason | None = None, producer: str | None = None
 ) -> Submission:
-    return Submission.of(encode_group(group), outcome_of(group), attempt=attempt, drop=drop, producer=producer)
+    return Submission.of(encode_group(group, outcome=outcome_of(group), attempt=attempt, drop=drop, producer=producer))

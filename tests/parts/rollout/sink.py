@@ -73,19 +73,12 @@ class LedgerSink:
         assert publication.id == PUBLICATION
         await self._client.confirm(publication)
 
-    async def submit(
-        self, group: EncodedGroup, outcome: GroupOutcome, *, attempt: int, drop: DropReason | None = None
-    ) -> Receipt:
-        return (await self.submit_part(group, outcome, attempt=attempt, drop=drop)).receipt
-
-    async def submit_part(
-        self, part: EncodedGroup, outcome: GroupOutcome, *, attempt: int, drop: DropReason | None = None
-    ) -> PartReceipt:
+    async def submit(self, group: EncodedGroup) -> PartReceipt:
         self._raise_planned()
-        self.submitted[part.id] = Submitted(decode_group(part.payload), outcome)
-        receipt = PartReceipt(receipt=await self._client.submit(part, outcome, attempt=attempt, drop=drop))
+        self.submitted[group.id] = Submitted(decode_group(group.payload), group.outcome)
+        reply = await self._client.submit(group)
         await self._settled()
-        return receipt
+        return reply
 
     async def close(self, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None = None) -> Receipt:
         receipt = await self._client.close(group_id, reason, outcome=outcome)

@@ -129,7 +129,7 @@ def test_a_part_with_another_baseline_is_refused(run: Played) -> None:
         UnusableGroupError, match=r"its baseline is \(9.0, 9.0\), the rewards of the group's quorum are"
     ):
         run.driver.send(run.part(0, 2, stranger))
-    wrong_quorum = part_of("task1", run.grants[1].part or stranger, [(0,)] * 3, quorum=3)
+    wrong_quorum = part_of("task1", run.grants[1].part, [(0,)] * 3, quorum=3)
     with pytest.raises(UnusableGroupError, match="the rewards of the group's quorum are"):
         run.driver.send(wrong_quorum)
 

@@ -96,13 +96,13 @@ def test_a_granted_group_that_was_refused_can_be_closed() -> None:
 def test_what_a_producer_declares_must_be_in_the_payload(declared: dict[str, object], message: str) -> None:
     group = group_of("a", (0, 1))
     with pytest.raises(UnusableGroupError, match=message):
-        Submission.of(replace(encode_group(group), **declared), outcome_of(group), attempt=1)  # type: ignore[arg-type]
+        Submission.of(msgspec.structs.replace(encode_group(group), **declared))
 
 
 def test_an_outcome_that_differs_from_the_payload_is_refused() -> None:
     group = group_of("a")
     with pytest.raises(UnusableGroupError, match=r"the mean reward is 0\.5, not 7"):
-        Submission.of(encode_group(group), replace(outcome_of(group), reward_mean=7.0), attempt=1)
+        Submission.of(encode_group(group, outcome=replace(outcome_of(group), reward_mean=7.0)))
 
 
 def test_an_unusable_group_counts_as_trained_and_carries_its_reason() -> None:

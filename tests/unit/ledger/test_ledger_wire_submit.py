@@ -13,10 +13,11 @@ DECODER = msgspec.msgpack.Decoder(verbs.SubmitMany)
 
 
 def body_of(**sample_changes: Any) -> bytes:
-    group, outcome = native_group(0)
+    group = native_group(0)
+    outcome = group.outcome
     first, *others = outcome.samples
     changed = replace(outcome, samples=(first._replace(**sample_changes), *others))
-    return msgspec.msgpack.encode(verbs.SubmitMany(groups=(submission(group, outcome),))).replace(
+    return msgspec.msgpack.encode(verbs.SubmitMany(groups=(submission(group),))).replace(
         msgspec.msgpack.encode(outcome), msgspec.msgpack.encode(changed)
     )
 

@@ -18,9 +18,9 @@ from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, Score
-from rollbook.rollout.groups.results import GroupResult
+from rollbook.rollout.groups.results import PlayedGroup
 from rollbook.rollout.policy import EpisodeTimeUpError, RequestTimes, current_episode, pause_episode_time
-from rollbook.rollout.workers.messages import Finished, encode
+from rollbook.rollout.workers.messages import encode
 from tests.parts.rollout.guessing import completion
 
 ORDER = GroupOrder(
@@ -67,7 +67,7 @@ async def play(
     *,
     score: Score | None = None,
     **settings: Any,
-) -> GroupResult:
+) -> PlayedGroup:
     config = RolloutConfig.model_validate({"completions_per_prompt": 4, "retry_budget": 0, "grace_s": 0.01, **settings})
     return await GroupAssembler(rollout, config, score=score, clock=HurriedClock()).play(ORDER)
 
@@ -358,7 +358,7 @@ async def test_a_failure_whose_text_is_not_valid_unicode_fails_alone() -> None:
     causes = first_lines(result.outcome.invalid_causes)
     assert causes["rollout raised ValueError: half a character \\ud83d"] == 1
     assert len(causes) == 2
-    assert len(encode(Finished.of(ORDER, result))) > 0
+    assert len(encode(result)) > 0
 
 
 async def test_a_filter_may_name_a_reason_that_is_not_valid_unicode() -> None:

@@ -4,12 +4,12 @@ import asyncio
 
 from rollbook.concurrency.child_process.frames import frame, read_frame
 from rollbook.contracts.group import GroupId
-from rollbook.contracts.group_codec import decode_group
 from rollbook.contracts.task import TaskId
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.episodes.chat import make_rollout
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder
-from rollbook.rollout.workers.messages import Finished, Play, encode, from_worker, to_worker
+from rollbook.rollout.groups.results import PlayedGroup
+from rollbook.rollout.workers.messages import Play, encode, from_worker, to_worker
 from tests.parts.rollout.guessing import setup_of
 
 
@@ -34,14 +34,14 @@ async def test_an_order_and_its_result_are_decoded_as_sent() -> None:
     assert play.order == order
 
     result = await GroupAssembler(make_rollout(setup), config).play(order)
-    reader.feed_data(frame(encode(Finished.of(order, result))))
+    reader.feed_data(frame(encode(result)))
     payload = await read_frame(reader)
     assert payload is not None
-    finished = from_worker.decode(payload)
-    assert isinstance(finished, Finished)
-    assert (finished.outcome, finished.drop) == (result.outcome, result.drop)
-    assert finished.group is not None
-    group = decode_group(finished.group.payload)
+    played = from_worker.decode(payload)
+    assert played == result
+    assert isinstance(played, PlayedGroup)
+    group = played.group
+    assert group is not None
     assert result.group is not None
     assert (group.id, group.task_id, group.draw) == ("t@1", "t", 1)
     for ours, theirs in zip(result.group.samples, group.samples, strict=True):

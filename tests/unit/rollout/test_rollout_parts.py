@@ -16,7 +16,7 @@ from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.groups.parts import GroupParts
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder
-from rollbook.rollout.groups.results import GroupResult
+from rollbook.rollout.groups.results import PlayedGroup
 from tests.unit.rollout.test_rollout_group import HurriedClock, sample
 
 WHOLE = OpenPart(group_id=GroupId("t@0"), number=1, num_samples=4)
@@ -27,7 +27,7 @@ class Stage:
 
     def __init__(self, part: OpenPart = WHOLE, *, clock: Clock | None = None, **settings: Any) -> None:
         self._clock = clock or HurriedClock()
-        self.results: list[GroupResult] = []
+        self.results: list[PlayedGroup] = []
         self._ends: list[asyncio.Future[Any]] = []
         self._have_started = asyncio.Event()
         self._part = part
@@ -45,9 +45,15 @@ class Stage:
             row={},
             min_publication=0,
             deadline_s=60.0,
-            part=self._part,
+            part=self._part.number,
+            num_samples=self._part.num_samples,
+            baseline=self._part.baseline,
         )
-        self._playing = asyncio.create_task(assembler.play_parts(order, self._part, self._on_part))
+
+        async def play() -> None:
+            await self._on_part(await assembler.play(order, self._on_part))
+
+        self._playing = asyncio.create_task(play())
         await self._have_started.wait()
         return self
 
@@ -62,7 +68,7 @@ class Stage:
             self._have_started.set()
         return await end
 
-    async def _on_part(self, result: GroupResult) -> None:
+    async def _on_part(self, result: PlayedGroup) -> None:
         self.results.append(result)
 
     async def end(self, **outcomes: Any) -> None:
@@ -175,13 +181,13 @@ async def test_another_attempt_at_what_is_left_keeps_the_baseline_and_the_number
     quorum=st.integers(2, 5),
 )
 def test_every_sample_is_in_exactly_one_part_in_order(moments: Sequence[Sequence[float | None]], quorum: int) -> None:
-    parts = GroupParts(group_id=GroupId("t@0"), task_id=TaskId("t"), draw=0, quorum=quorum)
+    parts = GroupParts(group_id=GroupId("t@0"), task_id=TaskId("t"), draw=0, num_samples=18, quorum=quorum)
     added: list[RolloutSample] = []
     taken: list[PromptGroup] = []
     for number, rewards in enumerate(moments, start=1):
         for reward in rewards:
             added.append(sample(reward))
-            parts.add(added[-1])
+            parts.add(0, added[-1])
         if (part := parts.take(is_last=number == len(moments))) is not None:
             taken.append(part)
     assert [id(s) for part in taken for s in part.samples] == [id(s) for s in added]

@@ -61,7 +61,6 @@ def reply(grants: int, capacity: int) -> OpenReply:
 
 
 def grant(samples: int | None = None) -> Grant:
-    part = None if samples is None else OpenPart(group_id=GroupId("t@0"), number=1, num_samples=samples)
     return Grant(
         group_id=GroupId("t@0"),
         task_id=TaskId("t"),
@@ -72,7 +71,7 @@ def grant(samples: int | None = None) -> Grant:
         admission_version=0,
         admission_publication=PublicationId(0),
         deadline_s=60.0,
-        part=part,
+        part=OpenPart(group_id=GroupId("t@0"), num_samples=samples),
     )
 
 

@@ -49,7 +49,7 @@ async def test_orders_that_arrive_together_start_in_different_turns_of_the_event
         parent.send(encode(Play(order(number))))
     await parent.drain()
     assembler = GroupAssembler(rollout, RolloutConfig(completions_per_prompt=SAMPLES))
-    loop = WorkerLoop(assembler, child, continued=lambda: 0, on_finished=lambda *_: None)
+    loop = WorkerLoop(assembler, child, continued=lambda: 0, on_played=lambda *_: None)
     async with asyncio.TaskGroup() as group:
         counting = group.create_task(count_turns())
         group.create_task(loop.run())

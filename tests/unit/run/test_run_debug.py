@@ -9,11 +9,12 @@ from rollbook.commands.record.debug import RecordingOverError, debug_run, root_c
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.group import GroupId, PromptGroup
+from rollbook.contracts.group_codec import encode_group
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.groups.player import GroupOrder
-from rollbook.rollout.groups.results import GroupResult
+from rollbook.rollout.groups.results import PlayedGroup
 from rollbook.rollout.workers.episode_records import (
     MAX_FAILURES,
     TRANSCRIPT_EVERY_S,
@@ -155,13 +156,13 @@ def test_a_transcript_is_logged_at_most_once_a_minute(tmp_path: Path) -> None:
     assembler.add_completion(answer(5))
     sample = assembler.build(reward=0.5)
     group = PromptGroup(id=GroupId("one@0"), task_id=TaskId("one"), draw=0, samples=(sample, sample))
-    result = GroupResult(outcome=group.outcome(seconds=1.0), group=group)
     clock, log = ManualClock(), EventLog("worker", tmp_path / "worker.jsonl")
     transcripts = TranscriptLog(log, decode=lambda ids: " ".join(map(str, ids)), clock=clock)
-    transcripts.add(order("one@0"), result)
-    transcripts.add(order("one@1"), result)
+    played = [PlayedGroup(order_id=GroupId(f"one@{n}"), encoded=encode_group(group)) for n in range(3)]
+    transcripts.add(played[0])
+    transcripts.add(played[1])
     clock.jump(TRANSCRIPT_EVERY_S)
-    transcripts.add(order("one@2"), result)
+    transcripts.add(played[2])
     log.close()
     events = read_json_lines(tmp_path / "worker.jsonl")
     assert [(event["group_id"], event["reward"]) for event in events] == [("one@0", 0.5), ("one@2", 0.5)]

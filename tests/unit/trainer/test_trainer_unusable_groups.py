@@ -208,18 +208,20 @@ def test_accepted_values_never_make_a_gradient_that_is_not_finite(
 def _honest(group: PromptGroup, payload: bytes) -> Submission:
     """What a producer that computes its statements from the payload sends."""
     facts = inspect_frame(payload, group.id)
-    encoded = EncodedGroup(
-        id=group.id,
-        task_id=group.task_id,
-        draw=group.draw,
-        publications=facts.publications,
-        payload=payload,
-        digest=payload_digest(payload),
-    )
     outcome = replace(
         outcome_of(group),
         num_samples=facts.num_samples,
         num_scorable=facts.num_scorable,
         reward_mean=facts.reward_mean,
     )
-    return Submission.of(encoded, outcome, attempt=1)
+    return Submission.of(
+        EncodedGroup(
+            id=group.id,
+            task_id=group.task_id,
+            draw=group.draw,
+            publications=facts.publications,
+            outcome=outcome,
+            payload=payload,
+            digest=payload_digest(payload),
+        )
+    )
