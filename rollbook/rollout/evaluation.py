@@ -18,7 +18,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.task import Task
 from rollbook.rollout.groups.player import GroupOrder
-from rollbook.rollout.groups.results import PlayedGroup
+from rollbook.rollout.groups.results import PlayedPart
 from rollbook.rollout.workers.pool import WorkerPool
 from rollbook.rollout.workers.spec import WorkerSpec
 from rollbook.telemetry.events import EventLog
@@ -136,7 +136,7 @@ class Evaluator:
         self._deadline_s = ATTEMPTS * spec.config.max_seconds + 30.0
         # Limits the load on the policy server, which training may share.
         self._slots = asyncio.Semaphore(concurrency)
-        self._waiting: dict[tuple[str, int], asyncio.Future[PlayedGroup | str]] = {}
+        self._waiting: dict[tuple[str, int], asyncio.Future[PlayedPart | str]] = {}
         self._passes = 0
 
     async def measure(self, tasks: Sequence[Task], *, min_publication: int = 0) -> list[PlayedTask]:
@@ -153,11 +153,11 @@ class Evaluator:
         async with self._slots:
             for attempt in range(1, ATTEMPTS + 1):
                 result = await self._attempt(task, attempt, min_publication)
-                if isinstance(result, PlayedGroup):
+                if isinstance(result, PlayedPart):
                     return _played(task, label, result, episodes=self._episodes)
         raise RunError(f"evaluation: task {task.id} lost its worker {ATTEMPTS} times; the last time: {result}")
 
-    async def _attempt(self, task: Task, attempt: int, min_publication: int) -> PlayedGroup | str:
+    async def _attempt(self, task: Task, attempt: int, min_publication: int) -> PlayedPart | str:
         order = GroupOrder(
             group_id=GroupId(f"evaluation/{task.id}@{self._passes}"),
             attempt=attempt,
@@ -167,7 +167,7 @@ class Evaluator:
             min_publication=min_publication,
             deadline_s=self._deadline_s,
         )
-        answer: asyncio.Future[PlayedGroup | str] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[PlayedPart | str] = asyncio.get_running_loop().create_future()
         self._waiting[order.group_id, attempt] = answer
         try:
             self.pool.play(order)
@@ -177,7 +177,7 @@ class Evaluator:
             if answer.cancelled():
                 self.pool.cancel(order.group_id, attempt)
 
-    def group_played(self, played: PlayedGroup) -> None:
+    def group_played(self, played: PlayedPart) -> None:
         self._answer(played.order_id, played.encoded.attempt, played)
 
     def group_lost(self, order: GroupOrder, cause: str) -> None:
@@ -186,7 +186,7 @@ class Evaluator:
     def worker_died(self, cause: str) -> None:
         """The pool replaces the worker and reports its groups as lost."""
 
-    def _answer(self, group_id: GroupId, attempt: int, answer: PlayedGroup | str) -> None:
+    def _answer(self, group_id: GroupId, attempt: int, answer: PlayedPart | str) -> None:
         waiting = self._waiting.get((group_id, attempt))
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
@@ -208,7 +208,7 @@ async def open_evaluator(
         raise first_error(errors) from errors
 
 
-def _played(task: Task, label: str, result: PlayedGroup, *, episodes: int) -> PlayedTask:
+def _played(task: Task, label: str, result: PlayedPart, *, episodes: int) -> PlayedTask:
     """Dropped groups count too: a task that all episodes solved is part of the result. `episodes`: of each task."""
     group = result.group
     scorable = () if group is None else group.scorable

@@ -16,7 +16,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.task import TaskId
 from rollbook.rollout.groups.player import GroupOrder
-from rollbook.rollout.groups.results import PlayedGroup
+from rollbook.rollout.groups.results import PlayedPart
 from rollbook.rollout.workers.handle import WorkerDiedError, WorkerHandle, open_worker
 from rollbook.telemetry.events import EventLog
 from tests.parts.concurrency.processes import require_end_of_child
@@ -44,8 +44,8 @@ def order(number: int, **row: Any) -> GroupOrder:
     )
 
 
-async def results_of(worker: WorkerHandle, count: int) -> dict[str, PlayedGroup]:
-    found: dict[str, PlayedGroup] = {}
+async def results_of(worker: WorkerHandle, count: int) -> dict[str, PlayedPart]:
+    found: dict[str, PlayedPart] = {}
     async for played in worker.results():
         found[played.order_id] = played
         if len(found) == count:

@@ -9,7 +9,7 @@ import msgspec
 
 from rollbook.contracts.admission import Grant, OpenPart, PartReceipt, Receipt
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, group_id, merge_outcomes
-from rollbook.rollout.groups.results import PlayedGroup
+from rollbook.rollout.groups.results import PlayedPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Attempt:
     """The last result is in `results`, or was reported."""
     is_abandoned: bool = False
     """Its slot was freed; results that are still being stored must not free it again."""
-    results: deque[PlayedGroup | Lost] = field(default_factory=deque)
+    results: deque[PlayedPart | Lost] = field(default_factory=deque)
     """Results to report, in order. Bounded by the samples of the group."""
     is_queued: bool = False
     """Queued for, or held by, a submitter."""
@@ -70,7 +70,7 @@ class Attempt:
         """Slots this attempt occupies, in the units of the gate."""
         return self.open_part.units
 
-    def add(self, result: PlayedGroup | Lost) -> bool:
+    def add(self, result: PlayedPart | Lost) -> bool:
         """Whether the attempt must be queued for a submitter. A result after the last one is ignored."""
         if self.has_ended:
             return False
@@ -95,7 +95,7 @@ class Attempt:
         self.is_abandoned = True
         self.results.clear()
 
-    def after(self, played: PlayedGroup, reply: PartReceipt) -> AfterPart:
+    def after(self, played: PlayedPart, reply: PartReceipt) -> AfterPart:
         """What follows the reply to `played`."""
         following = reply.next_part
         if following is None:
@@ -105,7 +105,7 @@ class Attempt:
             return AfterPart.GIVE_UP
         return AfterPart.CLOSE if played.is_last else AfterPart.CONTINUE
 
-    def _is_mine(self, following: OpenPart, played: PlayedGroup) -> bool:
+    def _is_mine(self, following: OpenPart, played: PlayedPart) -> bool:
         """Whether the stored part is that of this attempt, although the reply to a repeated request is `already_stored`.
 
         Then the open part has the baseline of this attempt and lacks exactly the samples that this attempt still plays.
@@ -114,7 +114,7 @@ class Attempt:
         return following.baseline == played.baseline and following.units == left
 
 
-def refused(played: PlayedGroup, cause: str) -> PlayedGroup:
+def refused(played: PlayedPart, cause: str) -> PlayedPart:
     """A group that the ledger refused, as a failure: a run whose groups are all refused stops with the cause."""
     outcome = replace(played.outcome, invalid_causes={**played.outcome.invalid_causes, cause: 1})
     failed = msgspec.structs.replace(

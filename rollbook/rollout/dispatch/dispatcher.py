@@ -25,7 +25,7 @@ from rollbook.rollout.dispatch.reporter import GroupReporter
 from rollbook.rollout.dispatch.settlement import Settlement
 from rollbook.rollout.dispatch.slots import StalenessController
 from rollbook.rollout.groups.player import GroupOrder
-from rollbook.rollout.groups.results import PlayedGroup
+from rollbook.rollout.groups.results import PlayedPart
 from rollbook.rollout.metrics import reward_names
 from rollbook.rollout.workers.pool import WorkerPool
 from rollbook.rollout.workers.spec import WorkerSpec
@@ -259,7 +259,7 @@ class Dispatcher:
             )
         )
 
-    def group_played(self, played: PlayedGroup) -> None:
+    def group_played(self, played: PlayedPart) -> None:
         self._settlement.add((played.order_id, played.encoded.attempt), played)
 
     def group_lost(self, order: GroupOrder, cause: str) -> None:

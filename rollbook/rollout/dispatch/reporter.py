@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rollbook.contracts.group import DropKind, GroupId
 from rollbook.rollout.dispatch.attempts import Attempt
 from rollbook.rollout.dispatch.failure_breaker import FailureBreaker, GroupEnd
-from rollbook.rollout.groups.results import PlayedGroup
+from rollbook.rollout.groups.results import PlayedPart
 from rollbook.rollout.metrics import record_group, record_rewards, record_samples
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
@@ -87,7 +87,7 @@ class GroupReporter:
     def report_released(self) -> None:
         self._metrics.add("rollout/groups_released", 1)
 
-    def report(self, attempt: Attempt, result: PlayedGroup, *, seconds: float, is_over: bool) -> None:
+    def report(self, attempt: Attempt, result: PlayedPart, *, seconds: float, is_over: bool) -> None:
         """Report a result, and the whole group if it `is_over`. Raises `RolloutsFailingError` when too many groups fail."""
         grant, outcome, drop = attempt.grant, result.outcome, result.drop
         record_samples(self._metrics, outcome, drop)
@@ -125,7 +125,7 @@ class GroupReporter:
             self._log.warning("rollout.mostly_filtered", filtered=alert.filtered, of_last=alert.of, advice=alert.advice)
         self._breaker.record(_end_of(result), outcome.invalid_causes)
 
-    def _log_failures(self, group: GroupId, result: PlayedGroup) -> None:
+    def _log_failures(self, group: GroupId, result: PlayedPart) -> None:
         """A cause seen for the first time is a warning."""
         outcome = result.outcome
         new = [cause for cause in outcome.invalid_causes if cause not in self._warned_causes]
@@ -142,7 +142,7 @@ class GroupReporter:
         )
 
 
-def _end_of(result: PlayedGroup) -> GroupEnd:
+def _end_of(result: PlayedPart) -> GroupEnd:
     if result.drop is not None and result.drop.kind is DropKind.INVALID:
         return GroupEnd.FAILED
     return GroupEnd.USEFUL if result.outcome.num_scorable else GroupEnd.DECLINED

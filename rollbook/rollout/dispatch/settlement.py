@@ -17,7 +17,7 @@ from rollbook.rollout.dispatch.monitor import DispatchMonitor
 from rollbook.rollout.dispatch.outcome_follower import OutcomeFollower
 from rollbook.rollout.dispatch.reporter import GroupReporter
 from rollbook.rollout.dispatch.slots import StalenessController
-from rollbook.rollout.groups.results import PlayedGroup
+from rollbook.rollout.groups.results import PlayedPart
 from rollbook.rollout.workers.pool import WorkerPool
 from rollbook.telemetry.events import EventLog
 
@@ -70,7 +70,7 @@ class Settlement:
         self._attempts[attempt.key] = attempt
         self._follower.started(attempt.draw_id)
 
-    def add(self, key: tuple[str, int], result: PlayedGroup | Lost) -> None:
+    def add(self, key: tuple[str, int], result: PlayedPart | Lost) -> None:
         """A result to report. That of an attempt that has ended is ignored."""
         attempt = self._attempts.get(key)
         if attempt is not None and attempt.add(result):
@@ -101,7 +101,7 @@ class Settlement:
         """Wait until all results so far are reported."""
         await self._waiting.join()
 
-    async def _settle(self, attempt: Attempt, played: PlayedGroup) -> None:
+    async def _settle(self, attempt: Attempt, played: PlayedPart) -> None:
         played, reply = await self._store(attempt, played)
         if attempt.is_abandoned:
             return
@@ -122,7 +122,7 @@ class Settlement:
             await self._sink.close(reply.next_part.group_id, reason)
         self._finish(attempt, played)
 
-    async def _store(self, attempt: Attempt, played: PlayedGroup) -> tuple[PlayedGroup, PartReceipt]:
+    async def _store(self, attempt: Attempt, played: PlayedPart) -> tuple[PlayedPart, PartReceipt]:
         """Returns what was stored. A part that the trainer could not train closes the group: the rest would be refused too."""
         if played.encoded.payload:
             try:
@@ -184,7 +184,7 @@ class Settlement:
         self._pool.cancel(*attempt.key)
         self._remove(attempt)
 
-    def _finish(self, attempt: Attempt, played: PlayedGroup) -> None:
+    def _finish(self, attempt: Attempt, played: PlayedPart) -> None:
         """The draw is settled."""
         assert attempt.outcome is not None
         self._failed_attempts.pop(attempt.draw_id, None)
@@ -195,7 +195,7 @@ class Settlement:
         # Last, because it may stop the run: everything else must be recorded before.
         self._report(attempt, played, is_over=True)
 
-    def _report(self, attempt: Attempt, played: PlayedGroup, *, is_over: bool) -> None:
+    def _report(self, attempt: Attempt, played: PlayedPart, *, is_over: bool) -> None:
         seconds = self._clock.now() - attempt.started
         self._reporter.report(attempt, played, seconds=seconds, is_over=is_over)
 

@@ -39,7 +39,7 @@ from rollbook.rollout.groups.failures import (
 )
 from rollbook.rollout.groups.filters import FilterError, GroupFilter, load_filters
 from rollbook.rollout.groups.parts import GroupParts
-from rollbook.rollout.groups.results import CAUSE_CHARS, GroupTally, PlayedGroup, times_of, valid_text
+from rollbook.rollout.groups.results import CAUSE_CHARS, GroupTally, PlayedPart, times_of, valid_text
 from rollbook.rollout.metrics import reported_scores
 from rollbook.rollout.policy import EpisodeContext, current_episode, enter_episode
 from rollbook.rollout.stopwatch import EpisodeTime, MovableTimeout
@@ -49,7 +49,7 @@ LATE_S = 2.0
 _ANNOTATIONS = msgpack_decoder(tuple[list[dict[str, Any]] | None, dict[str, float | bool], dict[str, Any], str | None])
 """Messages, metrics, facts and invalid cause of a sample."""
 
-OnPart: TypeAlias = Callable[[PlayedGroup], Awaitable[None]]
+OnPart: TypeAlias = Callable[[PlayedPart], Awaitable[None]]
 
 Score: TypeAlias = Callable[[Mapping[str, Any], RolloutSample], Awaitable[RolloutSample]]
 """Takes the row of the task and a finished sample; returns the sample with its reward."""
@@ -106,7 +106,7 @@ class GroupAssembler:
         self._filters = tuple(load_filters(config) if filters is None else filters)
         self._clock = clock or SystemClock()
 
-    async def play(self, order: GroupOrder, on_part: OnPart | None = None) -> PlayedGroup:
+    async def play(self, order: GroupOrder, on_part: OnPart | None = None) -> PlayedPart:
         """Play the samples that the group lacks and join them. Returns the group, or its last part.
 
         With batch policy `parts`, `on_part` gets each part before the last one as soon as it is complete.
@@ -179,7 +179,7 @@ class GroupAssembler:
 
     def _next_part(
         self, order: GroupOrder, parts: GroupParts, tally: GroupTally, *, seconds: float, is_last: bool
-    ) -> PlayedGroup:
+    ) -> PlayedPart:
         is_first, part = parts.number == 1, parts.next_id
         group = parts.take(is_last=is_last)
         drop = self._why_dropped(group, tally, is_first=is_first)
@@ -187,7 +187,7 @@ class GroupAssembler:
         if parts.num_surplus and group is not None:
             surplus = parts.num_samples + parts.num_surplus - tally.lost - len(group.samples)
         outcome = tally.outcome(group, seconds=seconds, surplus=surplus)
-        played = PlayedGroup(
+        played = PlayedPart(
             order_id=order.group_id,
             encoded=EncodedGroup(id=part, attempt=order.attempt, outcome=outcome, drop=drop)
             if group is None

@@ -31,8 +31,8 @@ class EpisodeTimes:
     """Wall clock at the start and at the end of each request to the policy."""
 
 
-class PlayedGroup(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="played"):
-    """A played group, or a part of one. A worker sends it to the dispatcher as it is; the dispatcher never decodes the frame."""
+class PlayedPart(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="played"):
+    """A played part of a group; a whole group is one part. A worker sends it to the dispatcher, which never decodes the frame."""
 
     order_id: GroupId
     """The id of the order; that of a later part differs."""

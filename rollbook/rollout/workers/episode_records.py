@@ -13,7 +13,7 @@ from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.policy import Completion
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.groups.player import GroupOrder
-from rollbook.rollout.groups.results import PlayedGroup
+from rollbook.rollout.groups.results import PlayedPart
 from rollbook.telemetry.events import EventLog
 
 TRANSCRIPT_EVERY_S = 60.0
@@ -31,7 +31,7 @@ class TranscriptLog:
         self._clock = clock or SystemClock()
         self._next = float("-inf")
 
-    def add(self, played: PlayedGroup) -> None:
+    def add(self, played: PlayedPart) -> None:
         # The group is decoded only for the one that is logged.
         if self._clock.now() < self._next or (group := played.group) is None:
             return

@@ -12,7 +12,7 @@ from rollbook.concurrency.child_process.process import ChildEndedError, ChildPro
 from rollbook.concurrency.deadline import finish
 from rollbook.contracts.errors import RunError, WorkerError
 from rollbook.rollout.groups.player import GroupOrder
-from rollbook.rollout.groups.results import PlayedGroup
+from rollbook.rollout.groups.results import PlayedPart
 from rollbook.rollout.workers.messages import (
     Beat,
     Cancel,
@@ -74,19 +74,19 @@ class WorkerHandle:
             del self._open_shares[group_id, attempt]
             self._child.send(encode(Cancel(group_id=group_id, attempt=attempt, is_late=is_late)))
 
-    def _settle(self, order: GroupOrder, played: PlayedGroup) -> None:
+    def _settle(self, order: GroupOrder, played: PlayedPart) -> None:
         key = (order.group_id, order.attempt)
         if played.is_last:
             del self.in_flight[key], self._open_shares[key]
         elif order.num_samples is not None:
             self._open_shares[key] -= played.outcome.num_samples / order.num_samples
 
-    async def results(self) -> AsyncIterator[PlayedGroup]:
+    async def results(self) -> AsyncIterator[PlayedPart]:
         """Played groups and parts. Raises `WorkerDiedError` when the process is gone or silent, `RunError` if it reports so."""
         while True:
             message = await self._receive(self._silence_s, "sent no heartbeat")
             match message:
-                case PlayedGroup() as played:
+                case PlayedPart() as played:
                     # A cancellation may cross the result; then it is ignored.
                     if (order := self.in_flight.get((played.order_id, played.encoded.attempt))) is not None:
                         self._settle(order, played)

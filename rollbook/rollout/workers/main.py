@@ -31,7 +31,7 @@ from rollbook.rollout.contract import RolloutSetup, build_rollout, load_rollout
 from rollbook.rollout.episodes.env_calls import with_timeouts
 from rollbook.rollout.groups.filters import load_filters
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, episode_task_name
-from rollbook.rollout.groups.results import PlayedGroup
+from rollbook.rollout.groups.results import PlayedPart
 from rollbook.rollout.rewards.scorer import open_scorer
 from rollbook.rollout.workers.episode_records import FailedEpisodes, TranscriptLog
 from rollbook.rollout.workers.messages import (
@@ -67,7 +67,7 @@ class WorkerLoop:
         parent: Frames,
         *,
         continued: Callable[[], int],
-        on_played: Callable[[PlayedGroup], None],
+        on_played: Callable[[PlayedPart], None],
     ) -> None:
         self._on_played = on_played
         self._assembler = assembler
@@ -107,7 +107,7 @@ class WorkerLoop:
                     return
 
     async def _play(self, order: GroupOrder) -> None:
-        async def send(played: PlayedGroup) -> None:
+        async def send(played: PlayedPart) -> None:
             await self._send(played)
             self._on_played(played)
 

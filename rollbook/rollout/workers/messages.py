@@ -9,7 +9,7 @@ import msgspec
 
 from rollbook.contracts.decoding import msgpack_decoder
 from rollbook.rollout.groups.player import GroupOrder
-from rollbook.rollout.groups.results import PlayedGroup
+from rollbook.rollout.groups.results import PlayedPart
 
 
 class Play(msgspec.Struct, tag="play", array_like=True, frozen=True):
@@ -57,7 +57,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
 
 
 ToWorker: TypeAlias = Play | Cancel | Stop
-FromWorker: TypeAlias = Ready | Beat | Failed | PlayedGroup | Stalled
+FromWorker: TypeAlias = Ready | Beat | Failed | PlayedPart | Stalled
 
 encode = msgspec.msgpack.Encoder().encode
 to_worker = msgpack_decoder(ToWorker)

@@ -12,7 +12,7 @@ from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.retry import backoff
 from rollbook.contracts.errors import RunError
 from rollbook.rollout.groups.player import GroupOrder
-from rollbook.rollout.groups.results import PlayedGroup
+from rollbook.rollout.groups.results import PlayedPart
 from rollbook.rollout.workers.handle import WorkerDiedError, WorkerHandle, open_worker
 from rollbook.rollout.workers.spec import WorkerSpec
 from rollbook.telemetry.events import EventLog
@@ -28,7 +28,7 @@ class WorkersDyingError(RunError):
 class PoolListener(Protocol):
     """Receives the events of a pool. Called from the pool's tasks; must not block."""
 
-    def group_played(self, played: PlayedGroup) -> None: ...
+    def group_played(self, played: PlayedPart) -> None: ...
 
     def group_lost(self, order: GroupOrder, cause: str) -> None: ...
 

@@ -18,7 +18,7 @@ from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, Score
-from rollbook.rollout.groups.results import PlayedGroup
+from rollbook.rollout.groups.results import PlayedPart
 from rollbook.rollout.policy import EpisodeTimeUpError, RequestTimes, current_episode, pause_episode_time
 from rollbook.rollout.workers.messages import encode
 from tests.parts.rollout.guessing import completion
@@ -67,7 +67,7 @@ async def play(
     *,
     score: Score | None = None,
     **settings: Any,
-) -> PlayedGroup:
+) -> PlayedPart:
     config = RolloutConfig.model_validate({"completions_per_prompt": 4, "retry_budget": 0, "grace_s": 0.01, **settings})
     return await GroupAssembler(rollout, config, score=score, clock=HurriedClock()).play(ORDER)
 

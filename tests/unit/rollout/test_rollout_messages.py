@@ -8,7 +8,7 @@ from rollbook.contracts.task import TaskId
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.episodes.chat import make_rollout
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder
-from rollbook.rollout.groups.results import PlayedGroup
+from rollbook.rollout.groups.results import PlayedPart
 from rollbook.rollout.workers.messages import Play, encode, from_worker, to_worker
 from tests.parts.rollout.guessing import setup_of
 
@@ -39,7 +39,7 @@ async def test_an_order_and_its_result_are_decoded_as_sent() -> None:
     assert payload is not None
     played = from_worker.decode(payload)
     assert played == result
-    assert isinstance(played, PlayedGroup)
+    assert isinstance(played, PlayedPart)
     group = played.group
     assert group is not None
     assert result.group is not None

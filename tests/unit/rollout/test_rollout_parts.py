@@ -16,7 +16,7 @@ from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.groups.parts import GroupParts
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder
-from rollbook.rollout.groups.results import PlayedGroup
+from rollbook.rollout.groups.results import PlayedPart
 from tests.unit.rollout.test_rollout_group import HurriedClock, sample
 
 WHOLE = OpenPart(group_id=GroupId("t@0"), number=1, num_samples=4)
@@ -27,7 +27,7 @@ class Stage:
 
     def __init__(self, part: OpenPart = WHOLE, *, clock: Clock | None = None, **settings: Any) -> None:
         self._clock = clock or HurriedClock()
-        self.results: list[PlayedGroup] = []
+        self.results: list[PlayedPart] = []
         self._ends: list[asyncio.Future[Any]] = []
         self._have_started = asyncio.Event()
         self._part = part
@@ -68,7 +68,7 @@ class Stage:
             self._have_started.set()
         return await end
 
-    async def _on_part(self, result: PlayedGroup) -> None:
+    async def _on_part(self, result: PlayedPart) -> None:
         self.results.append(result)
 
     async def end(self, **outcomes: Any) -> None:

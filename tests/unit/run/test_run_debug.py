@@ -14,7 +14,7 @@ from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.groups.player import GroupOrder
-from rollbook.rollout.groups.results import PlayedGroup
+from rollbook.rollout.groups.results import PlayedPart
 from rollbook.rollout.workers.episode_records import (
     MAX_FAILURES,
     TRANSCRIPT_EVERY_S,
@@ -158,7 +158,7 @@ def test_a_transcript_is_logged_at_most_once_a_minute(tmp_path: Path) -> None:
     group = PromptGroup(id=GroupId("one@0"), task_id=TaskId("one"), draw=0, samples=(sample, sample))
     clock, log = ManualClock(), EventLog("worker", tmp_path / "worker.jsonl")
     transcripts = TranscriptLog(log, decode=lambda ids: " ".join(map(str, ids)), clock=clock)
-    played = [PlayedGroup(order_id=GroupId(f"one@{n}"), encoded=encode_group(group)) for n in range(3)]
+    played = [PlayedPart(order_id=GroupId(f"one@{n}"), encoded=encode_group(group)) for n in range(3)]
     transcripts.add(played[0])
     transcripts.add(played[1])
     clock.jump(TRANSCRIPT_EVERY_S)
