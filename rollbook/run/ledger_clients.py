@@ -1,15 +1,17 @@
 """The ledger of a run: its store, the settings of the run in it, and clients of its service."""
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from rollbook.access.guard import is_loopback
 from rollbook.access.tokens import read_token
 from rollbook.contracts.admission import MemberRole, RunSettings
+from rollbook.contracts.batch import TrainerRole
 from rollbook.contracts.group_checks import TrainingLimits
+from rollbook.contracts.ports import BatchSource
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import RunLedgerConfig
 from rollbook.ledger.http.auth import OPEN_WITHOUT_TOKEN, Keys, Role
@@ -89,13 +91,27 @@ def ledger_keys(config: RunConfig, directory: RunDirectory) -> Keys:
 def open_run_ledger(
     loaded: LoadedConfig, directory: RunDirectory, address: str, *, log: EventLog, is_trainer: bool = False
 ) -> AbstractAsyncContextManager[LedgerClient]:
-    """A client of the run's ledger. The token of a trainer opens more requests of the run's own ledger."""
+    """A client of the run's ledger."""
     config = loaded.config
-    if config.ledger.url is not None:
-        token = external_token(loaded)
-    else:
-        token = read_token(directory.token_file if is_trainer else directory.client_token_file)
+    token = ledger_token(loaded, directory, is_trainer=is_trainer)
     return open_ledger_client(address, config.run.name, request_s=config.ledger.request_s, log=log, token=token)
+
+
+def ledger_token(loaded: LoadedConfig, directory: RunDirectory, *, is_trainer: bool) -> str | None:
+    """The token of a trainer opens more requests of the run's own ledger."""
+    if loaded.config.ledger.url is not None:
+        return external_token(loaded)
+    return read_token(directory.token_file if is_trainer else directory.client_token_file)
+
+
+@asynccontextmanager
+async def open_trainer_batches(
+    url: str, run_id: str, role: TrainerRole, *, request_s: float, token: str | None
+) -> AsyncIterator[BatchSource]:
+    """A client that reads batches with the role that another process of the trainer has taken."""
+    async with open_ledger_client(url, run_id, request_s=request_s, token=token) as client:
+        client.use_role(role)
+        yield client
 
 
 def member_source(

@@ -9,7 +9,7 @@ staleness bound of 0, no episode of batch s+1 can start without version s.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -18,22 +18,27 @@ from torch import Tensor
 
 from rollbook.concurrency.clock import SystemClock
 from rollbook.concurrency.exception_groups import first_error
-from rollbook.contracts.batch import AckReceipt, EncodedBatch, EndOfRun, TrainerRole
+from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole
 from rollbook.contracts.errors import FencedError, RunError
-from rollbook.contracts.ports import BatchSource, WeightReceiver, WeightStage
 from rollbook.contracts.weights import AdapterKind
-from rollbook.telemetry.events import EventLog
-from rollbook.telemetry.metrics import MetricRecorder
-from rollbook.telemetry.spans import SpanRecorder
-from rollbook.telemetry.token_records import TokenRecordWriter
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
 from rollbook.trainer.checkpoints.settings_history import check_and_record
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.planner import Planner, open_planner, plans_in_child
-from rollbook.trainer.data.planning import ShownSample
+from rollbook.trainer.data.planner import BatchRequest, Planner, open_planner
+from rollbook.trainer.data.planning import PlannedBatch, UnplannableBatchError
 from rollbook.trainer.flops import devices_peak_flops, peak_memory_gb
 from rollbook.trainer.metrics import time_metrics
-from rollbook.trainer.pipeline import Background, FetchedBatch, TrainedStep, digested, train_and_copy, unless
+from rollbook.trainer.pipeline import (
+    Background,
+    BatchFeed,
+    LoopReports,
+    RankHosts,
+    TrainedStep,
+    WeightTargets,
+    digested,
+    train_and_copy,
+    unless,
+)
 from rollbook.trainer.publish import Publisher
 from rollbook.trainer.staleness import check_lag
 from rollbook.trainer.step import LearnerSnapshot
@@ -74,57 +79,36 @@ class TrainerLoop:
     def __init__(
         self,
         *,
-        source: BatchSource,
-        receiver: WeightReceiver,
+        batches: BatchFeed,
+        targets: WeightTargets,
         config: TrainerConfig,
         model_dir: Path,
         directory: Path,
-        max_head_offpolicy_versions: int,
-        metrics: MetricRecorder,
-        spans: SpanRecorder,
-        log: EventLog,
-        stage: WeightStage | None = None,
-        publishes_adapters: bool = False,
-        doing: Callable[[str], None] = lambda text: None,
-        on_trained: Callable[[int, Sequence[ShownSample]], None] | None = None,
-        num_shown: int = 0,
-        token_records: TokenRecordWriter | None = None,
-        remote_ranks: int = 0,
-        host: str = "127.0.0.1",
+        reports: LoopReports,
+        ranks: RankHosts | None = None,
     ) -> None:
-        """`publishes_adapters`: with LoRA, push the adapters only; the replicas already have the base model.
-        `doing` is called with what the loop does or waits for, for the live view.
-        `on_trained` is called in a thread with each acknowledged step and `num_shown` of its samples.
-        `token_records` records single tokens of some steps.
-        `remote_ranks` of the ranks join from other machines, which reach this one at `host`.
-        """
         self._directory = directory
-        self._remote_ranks = remote_ranks
-        self._host = host
-        self._token_records = token_records
-        self._doing = doing
-        self._on_trained = on_trained
-        self._num_shown = num_shown
-        self._source = source
-        self._publishes_adapters = publishes_adapters
+        self._batches = batches
+        self._source = batches.source
+        self._ranks = ranks or RankHosts()
+        self._reports = reports
+        self._doing = reports.doing
+        self._metrics, self._spans, self._log = reports.metrics, reports.spans, reports.log
+        self._publishes_adapters = targets.adapters_only
         self._adapter_kind: AdapterKind | None = None
         self._config = config
-        self._max_head_offpolicy_versions = max_head_offpolicy_versions
-        self._metrics = metrics
-        self._spans = spans
-        self._log = log
         self._clock = SystemClock()
         self._checkpoints = Checkpoints(directory / "checkpoints", model_dir=model_dir, config=config)
         self._history_path = directory / "trainer_state.json"
         self._publisher = Publisher(
-            source=source,
-            receiver=receiver,
+            source=batches.source,
+            receiver=targets.receiver,
             directory=directory / "weights",
             config=config,
             clock=self._clock,
-            log=log,
-            spans=spans,
-            stage=stage,
+            log=reports.log,
+            spans=reports.spans,
+            stage=targets.stage,
         )
         self._stopping = asyncio.Event()
         self._is_checkpoint_due = asyncio.Event()
@@ -191,13 +175,18 @@ class TrainerLoop:
             learner = await self._restore()
         except StoppedBeforeAssemblyError:
             return LoopOutcome(end=LoopEnd.STOPPED, step=self._step, digest=None)
-        in_child = plans_in_child(self._config)
-        async with open_planner(learner.plan_settings, num_shown=self._num_shown, in_child=in_child) as self._planner:
-            return await self._train_batches(learner)
-
-    async def _train_batches(self, learner: Learner) -> LoopOutcome:
         self._doing("waiting for the ledger")
         role = await self._take_role(learner)
+        async with open_planner(
+            learner.plan_settings,
+            source=self._source,
+            role=role,
+            num_shown=self._reports.num_shown,
+            open_in_child=self._batches.open_in_child,
+        ) as self._planner:
+            return await self._train_batches(learner, role)
+
+    async def _train_batches(self, learner: Learner, role: TrainerRole) -> LoopOutcome:
         await self._replay(learner, role)
         if self._stopping.is_set():
             return await self._stopped(learner)
@@ -209,13 +198,13 @@ class TrainerLoop:
             self._doing(f"waiting for batch {learner.step + 1}")
             while not await self._fetching.done_or(self._is_checkpoint_due):
                 await self._checkpoint(learner)
-            fetched = await self._fetching.wait()
-            if isinstance(fetched, EndOfRun):
-                return await self._ended(learner, fetched)
-            if fetched is None:
+            planned = await self._fetched()
+            if isinstance(planned, EndOfRun):
+                return await self._ended(learner, planned)
+            if planned is None:
                 return await self._stopped(learner)
-            await self._fetching.start(self._next_batch(learner, after=fetched.encoded.step))
-            await self._train(learner, fetched, started=started)
+            await self._fetching.start(self._next_batch(learner, after=planned.step))
+            await self._train(learner, planned, started=started)
             if self._stopping.is_set():
                 return await self._stopped(learner)
             if learner.step % self._config.checkpoint_every == 0 or self._is_checkpoint_due.is_set():
@@ -264,10 +253,10 @@ class TrainerLoop:
 
     def _load_learner(self, checkpoint: Checkpoint | None) -> Learner:
         remote = None
-        if self._remote_ranks > 0:
+        if self._ranks.remote > 0:
             remote = RemoteRanks(
-                count=self._remote_ranks,
-                host=self._host,
+                count=self._ranks.remote,
+                host=self._ranks.host,
                 directory=self._directory,
                 is_stopping=self._stopping.is_set,
                 doing=self._doing,
@@ -311,52 +300,66 @@ class TrainerLoop:
         while learner.step < role.last_decided and not self._stopping.is_set():
             started = self._clock.now()
             step = learner.step + 1
-            fetched = await self._fetching.wait()
-            if isinstance(fetched, EndOfRun):
-                raise RunError(f"batch {step} cannot be replayed: the ledger decided it, but now returns {fetched}")
-            if fetched is None:
+            planned = await self._fetched()
+            if isinstance(planned, EndOfRun):
+                raise RunError(f"batch {step} cannot be replayed: the ledger decided it, but now returns {planned}")
+            if planned is None:
                 return
             if step < role.last_decided:
                 await self._fetching.start(self._next_batch(learner, after=step))
-            await self._train(learner, fetched, started=started, replays=role)
+            await self._train(learner, planned, started=started, replays=role)
             if step % self._config.checkpoint_every == 0 and step > role.durable_step:
                 await self._checkpoint(learner)
 
     # One step ----------------------------------------------------------------------------------------------------------------
 
-    async def _next_batch(self, learner: Learner, *, after: int | None = None) -> FetchedBatch | EndOfRun | None:
+    async def _fetched(self) -> PlannedBatch | EndOfRun | None:
+        """The result of `_next_batch`."""
+        found: PlannedBatch | EndOfRun | Exception | None = await self._fetching.wait()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def _next_batch(
+        self, learner: Learner, *, after: int | None = None
+    ) -> PlannedBatch | EndOfRun | Exception | None:
         """The batch of the step after `after` (default: the learner's), or why there is none; None when a stop was requested during
-        the wait."""
+        the wait.
+
+        A failure of planning is returned: it must not interrupt the step before it.
+        """
         step = 1 + (learner.step if after is None else after)
         if self._config.max_steps is not None and step > self._config.max_steps:
             return EndOfRun.MAX_STEPS
         with self._spans.span("trainer.wait_batch", step=step):
-            batch = await unless(self._stopping, self._poll_batch(step))
-        if not isinstance(batch, EncodedBatch):
-            return batch
-        return FetchedBatch(encoded=batch, planning=self._planner.start(batch))
+            return await unless(self._stopping, self._poll_batch(step))
 
-    async def _poll_batch(self, step: int) -> EncodedBatch | EndOfRun:
+    async def _poll_batch(self, step: int) -> PlannedBatch | EndOfRun | Exception:
+        records = self._reports.token_records
+        # Ranks compute only together, so they record no tokens.
+        keeps_batch = records is not None and records.is_due(step) and self._config.ranks == 1
+        request = BatchRequest(step=step, wait_s=LONG_POLL_S, keeps_batch=keeps_batch)
         while True:
-            batch = await self._source.encoded_batch(step, wait_s=LONG_POLL_S)
-            if batch is not None:
-                return batch
+            try:
+                planned = await self._planner.plan(request)
+            except (UnplannableBatchError, ChildProcessError) as error:
+                return error
+            if planned is not None:
+                return planned
 
     async def _train(
-        self, learner: Learner, fetched: FetchedBatch, *, started: float, replays: TrainerRole | None = None
+        self, learner: Learner, planned: PlannedBatch, *, started: float, replays: TrainerRole | None = None
     ) -> None:
         """Train, and begin to settle the step. `replays`: the role under which a decided batch is trained again."""
-        encoded = fetched.encoded
-        step, manifest = encoded.step, encoded.manifest
+        step, manifest = planned.step, planned.manifest
         waited = self._clock.now() - started
-        lags = check_lag(manifest, max_head_offpolicy_versions=self._max_head_offpolicy_versions)
+        lags = check_lag(manifest, max_head_offpolicy_versions=self._batches.max_head_offpolicy_versions)
         began = self._clock.now()
         self._doing(f"training step {step}")
         with self._spans.span("trainer.train", step=step) as fields:
-            planned = await fetched.planning
             fields["groups"] = len(manifest.entries) - len(planned.unusable)
             # In a thread, so that fetching, settling and checkpointing continue during the step.
-            report, weights = await asyncio.to_thread(train_and_copy, learner, encoded, planned, self._token_records)
+            report, weights = await asyncio.to_thread(train_and_copy, learner, planned, self._reports.token_records)
         trained = self._clock.now() - began
         began = self._clock.now()
         self._doing("waiting for the policy servers to load the previous weights")
@@ -391,8 +394,8 @@ class TrainerLoop:
         acknowledged.set_result(digest)
         if trained.is_published and not self._stopping.is_set():
             await self._publish(step, trained.weights if self._publisher.takes_gpu_weights else weights, digest)
-        if self._on_trained is not None:
-            await asyncio.to_thread(self._on_trained, step, planned.shown)
+        if self._reports.on_trained is not None:
+            await asyncio.to_thread(self._reports.on_trained, step, planned.shown)
 
     async def _publish(self, step: int, weights: Mapping[str, Tensor], digest: str) -> None:
         """Push the weights to all replicas, unless a stop is requested meanwhile."""

@@ -1,18 +1,22 @@
-"""The stages of the training loop: what they pass on, and how they run concurrently.
+"""The parts of the training loop: what it is connected to, what its stages pass on, and how they run concurrently.
 
 A batch is planned while the one before it trains, and a trained step is settled while the next one trains.
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from rollbook.contracts.batch import EncodedBatch
+from rollbook.contracts.ports import BatchSource, WeightReceiver, WeightStage
+from rollbook.telemetry.events import EventLog
+from rollbook.telemetry.metrics import MetricRecorder
+from rollbook.telemetry.spans import SpanRecorder
 from rollbook.telemetry.token_records import TokenRecordWriter
-from rollbook.trainer.data.planning import PlannedBatch
+from rollbook.trainer.data.planner import OpenSource
+from rollbook.trainer.data.planning import PlannedBatch, ShownSample
 from rollbook.trainer.model.weights import digest_of, to_host
 from rollbook.trainer.staleness import LagReport
 from rollbook.trainer.step import StepReport, TrainStep
@@ -22,10 +26,49 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FetchedBatch:
-    encoded: EncodedBatch
-    planning: asyncio.Task[PlannedBatch]
-    """Its error is raised where the batch is trained, not in the step before it."""
+class BatchFeed:
+    """Where batches come from."""
+
+    source: BatchSource
+    max_head_offpolicy_versions: int
+    """The staleness bound of the run. The ledger enforces it, and the loop checks it."""
+    open_in_child: OpenSource | None = None
+    """Opens the source in a child process that fetches and plans the batches. None: this process does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightTargets:
+    """Where weights are published."""
+
+    receiver: WeightReceiver
+    stage: WeightStage | None = None
+    """None: weights are written to files in the run directory."""
+    adapters_only: bool = False
+    """With LoRA, push the adapters only; the replicas already have the base model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopReports:
+    """What the loop reports, and to whom."""
+
+    metrics: MetricRecorder
+    spans: SpanRecorder
+    log: EventLog
+    doing: Callable[[str], None] = lambda text: None
+    """Called with what the loop does or waits for, for the live view."""
+    on_trained: Callable[[int, Sequence[ShownSample]], None] | None = None
+    """Called in a thread with each acknowledged step and `num_shown` of its samples."""
+    num_shown: int = 0
+    token_records: TokenRecordWriter | None = None
+    """Records single tokens of some steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHosts:
+    """`remote` of the trainer's ranks join from other machines, which reach this one at `host`."""
+
+    remote: int = 0
+    host: str = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +90,12 @@ class TrainedStep:
 
 
 def train_and_copy(
-    learner: Learner, encoded: EncodedBatch, planned: PlannedBatch, records: TokenRecordWriter | None
+    learner: Learner, planned: PlannedBatch, records: TokenRecordWriter | None
 ) -> tuple[StepReport, dict[str, Tensor]]:
     """One copy per step, used for the digest, the publication and the checkpoint."""
-    step = encoded.step
-    if records is not None and records.is_due(step) and isinstance(learner, TrainStep):
-        records.write(step, learner.token_values(encoded.decode()))
-    return learner.train(planned.minibatches, step=step), learner.snapshot()
+    if records is not None and planned.batch is not None and isinstance(learner, TrainStep):
+        records.write(planned.step, learner.token_values(planned.batch))
+    return learner.train(planned.minibatches, step=planned.step), learner.snapshot()
 
 
 def digested(weights: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], str]:

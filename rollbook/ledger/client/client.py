@@ -188,8 +188,12 @@ class LedgerClient:
 
     async def take_role(self, *, restored_step: int) -> TrainerRole:
         role = await self.call(verbs.TakeRole(restored_step=restored_step))
-        self._epoch, self._limits = role.epoch, role.limits
+        self.use_role(role)
         return role
+
+    def use_role(self, role: TrainerRole) -> None:
+        """Send requests with a role that this trainer has taken, possibly with another client."""
+        self._epoch, self._limits = role.epoch, role.limits
 
     async def batch(self, step: int, *, wait_s: float) -> TrainingBatch | EndOfRun | None:
         """The batch of `step`, decoded. None: not enough groups yet; call again."""

@@ -11,15 +11,17 @@ from rollbook.contracts.errors import FencedError, RunError
 from rollbook.inference.client.fleet import ReplicaSource
 from rollbook.ledger.client.client import LedgerClient
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from rollbook.run.ledger_clients import member_source, open_run_ledger
+from rollbook.run.ledger_clients import ledger_token, member_source, open_run_ledger, open_trainer_batches
 from rollbook.run.policy_clients import open_weights, policy_urls, reachable, steering_token
 from rollbook.run.rollout_table import RolloutTable
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.sinks.forwarder import ROLLOUTS_FILE, Forwarder, open_sinks
 from rollbook.telemetry.token_records import TokenRecordWriter
+from rollbook.trainer.data.planner import OpenSource
 from rollbook.trainer.loop import LoopEnd, LoopOutcome, TrainerLoop
 from rollbook.trainer.metrics import TRAINER_METRICS
+from rollbook.trainer.pipeline import BatchFeed, LoopReports, RankHosts, WeightTargets
 
 
 async def main(context: RoleContext) -> str:
@@ -40,32 +42,44 @@ async def main(context: RoleContext) -> str:
         ) as weights,
     ):
         loop = TrainerLoop(
-            source=ledger,
-            receiver=weights,
-            stage=weights,
-            publishes_adapters=config.inference.publish == "adapter",
+            batches=BatchFeed(
+                source=ledger,
+                max_head_offpolicy_versions=config.gate.max_head_offpolicy_versions,
+                open_in_child=_child_source(context) if config.trainer.device == "cuda" else None,
+            ),
+            targets=WeightTargets(receiver=weights, stage=weights, adapters_only=config.inference.publish == "adapter"),
             config=config.trainer.with_own_shards(context.directory.id),
             model_dir=context.directory.initial_model,
             directory=context.directory.path,
-            max_head_offpolicy_versions=config.gate.max_head_offpolicy_versions,
-            metrics=MetricRecorder("trainer", TRAINER_METRICS, context.directory.metrics_file),
-            spans=context.spans,
-            log=context.log,
-            doing=context.channel.doing,
-            remote_ranks=config.cluster.ranks,
-            host=config.cluster.host,
-            on_trained=_rollout_table(context).add,
-            num_shown=config.telemetry.rollouts_per_step,
-            token_records=TokenRecordWriter(
-                context.directory.path,
-                every=config.telemetry.token_records,
-                kept=config.telemetry.token_records_kept,
+            reports=LoopReports(
+                metrics=MetricRecorder("trainer", TRAINER_METRICS, context.directory.metrics_file),
+                spans=context.spans,
+                log=context.log,
+                doing=context.channel.doing,
+                on_trained=_rollout_table(context).add,
+                num_shown=config.telemetry.rollouts_per_step,
+                token_records=TokenRecordWriter(
+                    context.directory.path,
+                    every=config.telemetry.token_records,
+                    kept=config.telemetry.token_records_kept,
+                ),
             ),
+            ranks=RankHosts(remote=config.cluster.ranks, host=config.cluster.host),
         )
         context.channel.ready("loading the model")
         with _forwarder(context), prompt_launches() if config.trainer.device == "cuda" else nullcontext():
             outcome = await _run_until_drained(loop, context)
     return _exit_message(outcome)
+
+
+def _child_source(context: RoleContext) -> OpenSource:
+    return partial(
+        open_trainer_batches,
+        context.addresses["ledger"],
+        context.loaded.config.run.name,
+        request_s=context.loaded.config.ledger.request_s,
+        token=ledger_token(context.loaded, context.directory, is_trainer=True),
+    )
 
 
 def _replica_source(context: RoleContext, ledger: LedgerClient) -> ReplicaSource | None:

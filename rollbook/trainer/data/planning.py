@@ -7,12 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollbook.contracts.batch import BatchManifest, EncodedBatch, TrainingBatch
+from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import Minibatch, PlanSettings, flatten, plan_rows, sample_advantages
 from rollbook.trainer.metrics import MaskReport, batch_metrics
+
+
+class UnplannableBatchError(RunError):
+    """The batch cannot be trained with this model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +43,17 @@ class PlannedBatch:
     masks: MaskReport
     metrics: Mapping[str, float | None]
     shown: Sequence[ShownSample]
+    batch: TrainingBatch | None = None
+    """The decoded batch, for steps whose tokens are recorded."""
 
     @property
     def step(self) -> int:
         return self.manifest.step
 
     @classmethod
-    def of(cls, encoded: EncodedBatch, settings: PlanSettings, *, num_shown: int = 0) -> "PlannedBatch":
+    def of(
+        cls, encoded: EncodedBatch, settings: PlanSettings, *, num_shown: int = 0, keeps_batch: bool = False
+    ) -> "PlannedBatch":
         """`num_shown`: how many samples are shown to people."""
         batch = encoded.decode()
         masks = MaskReport.of(batch)
@@ -55,6 +64,7 @@ class PlannedBatch:
             masks=masks,
             metrics={**batch_metrics(batch), **masks.metrics()},
             shown=shown_samples(batch, settings.config, num_shown),
+            batch=batch if keeps_batch else None,
         )
 
 

@@ -19,9 +19,12 @@ from rollbook.ledger.service import Ledger
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
+from rollbook.telemetry.token_records import TokenRecordWriter
 from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.data.planner import OpenSource
 from rollbook.trainer.loop import LoopOutcome, TrainerLoop
 from rollbook.trainer.metrics import TRAINER_METRICS
+from rollbook.trainer.pipeline import BatchFeed, LoopReports, WeightTargets
 from tests.parts.ledger.groups import RUN, settings, submission_of
 from tests.parts.ledger.service import open_memory_ledger, read_batch
 from tests.parts.trainer.batches import recorded_batch, tiny_model_dir
@@ -186,19 +189,27 @@ class TinyLoop:
         config: TrainerConfig,
         *,
         max_head_offpolicy_versions: int = 0,
+        open_in_child: OpenSource | None = None,
+        token_records: TokenRecordWriter | None = None,
     ) -> None:
         self._spans = SpanRecorder("trainer", directory / "spans.jsonl")
         self._log = EventLog("trainer", directory / "logs" / "trainer.jsonl")
         self._loop = TrainerLoop(
-            source=source,
-            receiver=receiver,
+            batches=BatchFeed(
+                source=source,
+                max_head_offpolicy_versions=max_head_offpolicy_versions,
+                open_in_child=open_in_child,
+            ),
+            targets=WeightTargets(receiver=receiver),
             config=config,
             model_dir=tiny_model_dir(directory / "model"),
             directory=directory,
-            max_head_offpolicy_versions=max_head_offpolicy_versions,
-            metrics=MetricRecorder("trainer", TRAINER_METRICS, directory / "metrics.jsonl"),
-            spans=self._spans,
-            log=self._log,
+            reports=LoopReports(
+                metrics=MetricRecorder("trainer", TRAINER_METRICS, directory / "metrics.jsonl"),
+                spans=self._spans,
+                log=self._log,
+                token_records=token_records,
+            ),
         )
 
     def stop_after_step(self) -> None:

@@ -360,10 +360,10 @@ async def test_a_batch_that_cannot_be_planned_stops_the_run_with_its_error_and_t
     await ledger.create(max_steps=3)
     plan = PlannedBatch.of
 
-    def failing_plan(batch: EncodedBatch, settings: PlanSettings, *, num_shown: int) -> PlannedBatch:
+    def failing_plan(batch: EncodedBatch, settings: PlanSettings, **options: Any) -> PlannedBatch:
         if batch.step == 2:
             raise RunError("batch 2 has token id 99")
-        return plan(batch, settings, num_shown=num_shown)
+        return plan(batch, settings, **options)
 
     monkeypatch.setattr(PlannedBatch, "of", failing_plan)
     with pytest.raises(RunError, match="token id 99"):
