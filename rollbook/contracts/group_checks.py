@@ -185,11 +185,11 @@ class SampleView(SampleFrame):
     sampling: msgspec.Raw  # type: ignore[assignment]  # nearly always the same bytes in all samples of a run
 
 
-class GroupView(GroupFrame):
+class CheckedGroupFrame(GroupFrame):
     samples: tuple[SampleView, ...]
 
 
-_DECODER = msgpack_decoder(GroupView)
+_DECODER = msgpack_decoder(CheckedGroupFrame)
 
 
 def inspect_frame(payload: bytes | memoryview, group_id: str) -> GroupFacts:
@@ -209,7 +209,7 @@ def inspect_frame(payload: bytes | memoryview, group_id: str) -> GroupFacts:
         raise UnusableGroupError(f"group {group_id}: {error}") from error
 
 
-def _facts_of_frame(frame: GroupView) -> GroupFacts:
+def _facts_of_frame(frame: CheckedGroupFrame) -> GroupFacts:
     """Raises `ValueError` for samples of which no `RolloutSample` can be made."""
     token_ids: list[memoryview] = []
     logprobs: list[memoryview] = []

@@ -48,7 +48,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "sqlite3": ("rollbook/ledger/stores/sqlite/", "rollbook/dashboard/index/"),
     "ray": ("rollbook/run/supervision/ray_host.py", "rollbook/run/supervision/ray_nodes.py"),
     "psycopg": ("rollbook/ledger/stores/postgres/connection.py",),
-    "boto3": ("rollbook/trainer/checkpoints/s3.py", "rollbook/ledger/stores/s3.py"),
+    "boto3": ("rollbook/access/object_store.py",),
     "huggingface_hub": ("rollbook/run/hub.py", "rollbook/trainer/"),
     "datasets": ("rollbook/tasks/hub.py",),
     "pyarrow": (
@@ -254,20 +254,14 @@ def test_processes_without_a_model_start_without_torch(process: str) -> None:
 
 # Being renamed.
 DEFINED_TWICE = {
-    "Batch",
-    "Bucket",
     "ErrorReply",
     "Finding",
     "Findings",
     "GateState",
     "GrammarCompiler",
-    "GroupView",
     "Health",
     "NotFoundError",
     "Observation",
-    "Payloads",
-    "Piece",
-    "Place",
     "QueueFullError",
     "Report",
     "Role",

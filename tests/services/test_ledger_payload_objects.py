@@ -8,6 +8,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from rollbook.access import object_store
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.batch import EncodedBatch
 from rollbook.contracts.errors import RunError, TransientError
@@ -15,7 +16,6 @@ from rollbook.contracts.group import GroupId
 from rollbook.ledger.config import LedgerConfig, RunLedgerConfig
 from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.store import StoreFaultError
-from rollbook.ledger.stores import s3
 from rollbook.ledger.stores.objects import objects_at
 from rollbook.ledger.stores.postgres import store as postgres_store
 from rollbook.ledger.stores.postgres.connection import connect
@@ -135,7 +135,7 @@ async def test_objects_are_deleted_after_their_rows_and_the_rest_of_failed_commi
 async def test_a_commit_whose_objects_cannot_be_stored_fails_as_a_whole_and_can_be_repeated(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3, "CONNECT_S", 1)
+    monkeypatch.setattr(object_store, "CONNECT_S", 1)
     objects_at.cache_clear()
     with bucket_of_ministack("payloads") as server:
         async with ledger_at(url, "s3://payloads") as ledger:

@@ -9,7 +9,6 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from rollbook.contracts.errors import RunError
-from rollbook.trainer.checkpoints import s3
 from rollbook.trainer.checkpoints.checkpoints import Checkpoints
 from rollbook.trainer.model.weights import digest_of, named_weights
 from rollbook.trainer.step import TrainStep
@@ -35,10 +34,8 @@ def trained(store: Checkpoints, *, to: int) -> TrainStep:
 
 @pytest.fixture
 def bucket() -> Iterator[str]:
-    s3._client.cache_clear()
     with bucket_of_ministack("checkpoints"):
         yield "s3://checkpoints/runs/a"
-    s3._client.cache_clear()
 
 
 def keys() -> list[str]:

@@ -23,7 +23,7 @@ REFERENCE = "#/components/schemas/{model}"
 
 
 @dataclass(frozen=True, slots=True)
-class Verb:
+class AtroposRoute:
     method: str
     path: str
     summary: str
@@ -32,28 +32,28 @@ class Verb:
 
     @property
     def name(self) -> str:
-        """Also the name of the handler."""
+        """The operation id, and the name of the handler."""
         return self.path.strip("/").replace("-", "_") or "root"
 
 
 VERBS = (
-    Verb("GET", "/", "The name of the API"),
-    Verb("POST", "/register", "Register a trainer and its starting step", Registration),
-    Verb("POST", "/register-env", "Register an environment; it may have to wait for a trainer", RegisterEnv),
-    Verb("POST", "/disconnect-env", "Disconnect an environment", EnvIdentifier),
-    Verb("GET", "/wandb_info", "Group and project of the metrics"),
-    Verb("GET", "/info", "Sequences in a batch and tokens in a sequence"),
-    Verb("GET", "/batch", "The next batch, or null"),
-    Verb("GET", "/latest_example", "The last group that was queued"),
-    Verb("POST", "/scored_data", "Post a group", ScoredData),
-    Verb("POST", "/scored_data_list", "Post several groups, all or none", ScoredData, is_list=True),
-    Verb("GET", "/status", "Step and queue size"),
-    Verb("GET", "/status-env", "Step and queue size for one environment", EnvIdentifier),
-    Verb("GET", "/reset_data", "Drop all data"),
+    AtroposRoute("GET", "/", "The name of the API"),
+    AtroposRoute("POST", "/register", "Register a trainer and its starting step", Registration),
+    AtroposRoute("POST", "/register-env", "Register an environment; it may have to wait for a trainer", RegisterEnv),
+    AtroposRoute("POST", "/disconnect-env", "Disconnect an environment", EnvIdentifier),
+    AtroposRoute("GET", "/wandb_info", "Group and project of the metrics"),
+    AtroposRoute("GET", "/info", "Sequences in a batch and tokens in a sequence"),
+    AtroposRoute("GET", "/batch", "The next batch, or null"),
+    AtroposRoute("GET", "/latest_example", "The last group that was queued"),
+    AtroposRoute("POST", "/scored_data", "Post a group", ScoredData),
+    AtroposRoute("POST", "/scored_data_list", "Post several groups, all or none", ScoredData, is_list=True),
+    AtroposRoute("GET", "/status", "Step and queue size"),
+    AtroposRoute("GET", "/status-env", "Step and queue size for one environment", EnvIdentifier),
+    AtroposRoute("GET", "/reset_data", "Drop all data"),
 )
 
 
-def _operation(verb: Verb) -> dict[str, Any]:
+def _operation(verb: AtroposRoute) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "summary": verb.summary,
         "operationId": verb.name,

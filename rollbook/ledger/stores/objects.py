@@ -108,5 +108,5 @@ def objects_at(location: str) -> Objects:
     """The objects at an absolute path or at `s3://bucket/prefix`."""
     if not location.startswith(S3):
         return ObjectDirectory(location)
-    objects: Objects = load_on_demand("rollbook.ledger.stores.s3:Bucket")(location)
+    objects: Objects = load_on_demand("rollbook.ledger.stores.s3:PayloadBucket")(location)
     return objects

@@ -1,80 +1,56 @@
-"""Shards of checkpoints in a bucket. Imported only with `trainer.shards_path = "s3://…"`, because boto3 is an extra.
-
-Credentials, region and endpoint are those of the AWS configuration: environment variables, files, or the role of the machine.
-"""
+"""Shards of checkpoints in a bucket. Imported only with `trainer.shards_path = "s3://…"`, because boto3 is an extra."""
 
 import io
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import boto3  # type: ignore[import-untyped]  # the package ships no types
-from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
 
+from rollbook.access.object_store import ObjectStore
+
 READ_AHEAD_BYTES = 8 << 20
-
-
-@cache
-def _client() -> Any:
-    return boto3.client("s3")
-
-
-@contextmanager
-def _as_os_errors() -> Iterator[None]:
-    try:
-        yield
-    except (BotoCoreError, ClientError, boto3.exceptions.Boto3Error) as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 class S3Shards:
     """Satisfies `ShardStorage`."""
 
     def __init__(self, location: str) -> None:
-        self.location = location.rstrip("/")
-        self._bucket, _, prefix = self.location.removeprefix("s3://").partition("/")
-        self._prefix = f"{prefix}/" if prefix else ""
+        self._store = ObjectStore(location)
+        self.location = self._store.location
 
     def folders(self) -> set[str]:
-        return {name.partition("/")[0] for name in self._objects(self._prefix)}
+        return {found.name.partition("/")[0] for found in self._store.listed()}
 
     def files(self, folder: str) -> dict[str, int]:
-        return self._objects(f"{self._prefix}{folder}/")
+        return {found.name.removeprefix(f"{folder}/"): found.size for found in self._store.listed(f"{folder}/")}
 
     def remove(self, folder: str) -> None:
-        with _as_os_errors():
-            for name in self.files(folder):
-                _client().delete_object(Bucket=self._bucket, Key=f"{self._prefix}{folder}/{name}")
+        self._store.delete(found.name for found in self._store.listed(f"{folder}/"))
 
     def writer(self, folder: str) -> FileSystemWriter:
         writer = FileSystemWriter(folder)
-        writer.fs, writer.path = S3Files(), f"{self.location}/{folder}"  # type: ignore[assignment]  # as in its subclass for fsspec
+        writer.fs, writer.path = S3Files(self._store), f"{self.location}/{folder}"  # type: ignore[assignment]  # as in its subclass for fsspec
         return writer
 
     def reader(self, folder: str) -> FileSystemReader:
         reader = FileSystemReader(folder)
-        reader.fs, reader.path = S3Files(), f"{self.location}/{folder}"  # type: ignore[assignment]
+        reader.fs, reader.path = S3Files(self._store), f"{self.location}/{folder}"  # type: ignore[assignment]
         return reader
-
-    def _objects(self, prefix: str) -> dict[str, int]:
-        """The objects below a prefix, with their sizes."""
-        with _as_os_errors():
-            pages = _client().get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=prefix)
-            return {row["Key"].removeprefix(prefix): row["Size"] for page in pages for row in page.get("Contents", [])}
 
 
 class S3Files(FileSystemBase):
-    """The operations with which `torch.distributed.checkpoint` reads and writes files, for paths `s3://bucket/key`."""
+    """The operations with which `torch.distributed.checkpoint` reads and writes files below the location of the store."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        bucket, key = _split(path)
         if mode == "rb":
-            with io.BufferedReader(_ObjectReader(bucket, key), READ_AHEAD_BYTES) as stream:
+            with io.BufferedReader(_ObjectReader(self._store, self._name(path)), READ_AHEAD_BYTES) as stream:
                 yield stream
             return
         # An object becomes visible when it is complete. The caller may close the stream.
@@ -82,8 +58,7 @@ class S3Files(FileSystemBase):
             file = Path(directory) / "object"
             with file.open("wb") as stream:
                 yield stream
-            with _as_os_errors():
-                _client().upload_file(str(file), bucket, key)
+            self._store.upload(self._name(path), file)
 
     def concat_path(self, path: Any, suffix: str) -> str:
         return f"{path}/{suffix}"
@@ -92,37 +67,32 @@ class S3Files(FileSystemBase):
         return str(path)
 
     def rename(self, path: Any, new_path: Any) -> None:
-        (bucket, old), (_, new) = _split(path), _split(new_path)
-        with _as_os_errors():
-            _client().copy_object(Bucket=bucket, Key=new, CopySource={"Bucket": bucket, "Key": old})
-        self.rm_file(path)
+        self._store.rename(self._name(path), self._name(new_path))
 
     def mkdir(self, path: Any) -> None:
         """A bucket has no directories."""
 
     def exists(self, path: Any) -> bool:
-        bucket, key = _split(path)
-        with _as_os_errors():
-            found = _client().list_objects_v2(Bucket=bucket, Prefix=key)
-            return any(row["Key"] == key for row in found.get("Contents", []))
+        name = self._name(path)
+        return any(found.name == name for found in self._store.listed(name))
 
     def rm_file(self, path: Any) -> None:
-        bucket, key = _split(path)
-        with _as_os_errors():
-            _client().delete_object(Bucket=bucket, Key=key)
+        self._store.delete([self._name(path)])
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return str(checkpoint_id).startswith("s3://")
 
+    def _name(self, path: Any) -> str:
+        return str(path).removeprefix(f"{self._store.location}/")
+
 
 class _ObjectReader(io.RawIOBase):
     """Reads ranges of an object, so that a rank fetches only its own part of a shard."""
 
-    def __init__(self, bucket: str, key: str) -> None:
-        self._bucket, self._key, self._at = bucket, key, 0
-        with _as_os_errors():
-            self._size = int(_client().head_object(Bucket=bucket, Key=key)["ContentLength"])
+    def __init__(self, store: ObjectStore, name: str) -> None:
+        self._store, self._name, self._at = store, name, 0
+        self._size = store.size(name)
 
     def readable(self) -> bool:
         return True
@@ -142,14 +112,7 @@ class _ObjectReader(io.RawIOBase):
         length = min(len(buffer), self._size - self._at)
         if length <= 0:
             return 0
-        with _as_os_errors():
-            part = f"bytes={self._at}-{self._at + length - 1}"
-            data = _client().get_object(Bucket=self._bucket, Key=self._key, Range=part)["Body"].read()
+        data = self._store.get_range(self._name, self._at, length)
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
-
-
-def _split(path: str | Path) -> tuple[str, str]:
-    bucket, _, key = str(path).removeprefix("s3://").partition("/")
-    return bucket, key

@@ -20,7 +20,7 @@ from rollbook.ledger.stores.sqlite import writer as sqlite_writer
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.ledger.stores.sqlite.segments import (
     EVERYTHING,
-    Place,
+    SegmentPlace,
     SegmentWriter,
     read_payload,
     segment_path,
@@ -269,7 +269,7 @@ def test_marks_cover_exactly_the_synced_bytes(tmp_path: Path) -> None:
     assert writer.marks() == {}
     writer.append(b"678")
     writer.roll_back()
-    assert writer.append(b"x") == Place(3, 5, 1, segments.digest_of(b"x"))
+    assert writer.append(b"x") == SegmentPlace(3, 5, 1, segments.digest_of(b"x"))
     assert writer.close() == {3: EVERYTHING}
 
 

@@ -9,7 +9,7 @@ from rollbook.contracts.group import GroupId
 from rollbook.ledger.stores.sql.groups import padded
 from rollbook.ledger.stores.sql.tables import Insert
 from rollbook.ledger.stores.sql.write_buffer import PayloadRows, SqlSession
-from rollbook.ledger.stores.sqlite.segments import Place, SegmentWriter, read_payload, read_payloads
+from rollbook.ledger.stores.sqlite.segments import SegmentPlace, SegmentWriter, read_payload, read_payloads
 
 PLACE_COLUMNS = "segment, place, size, digest"
 SELECT_PLACE = f"SELECT {PLACE_COLUMNS} FROM payload_places WHERE run_id = ? AND group_id = ?"
@@ -51,7 +51,7 @@ class SegmentPayloads:
 
     def get(self, run_id: RunId, group_id: GroupId) -> bytes | None:
         row = self._session.select_flushed(SELECT_PLACE, (run_id, group_id)).fetchone()
-        return None if row is None else read_payload(self._directory, Place(*row))
+        return None if row is None else read_payload(self._directory, SegmentPlace(*row))
 
     def get_many(self, run_id: RunId, group_ids: Sequence[GroupId]) -> list[bytes | memoryview | None]:
         places = self._places(run_id, group_ids)
@@ -70,11 +70,11 @@ class SegmentPayloads:
     def segments_of(self, groups: Iterable[tuple[RunId, Sequence[GroupId]]]) -> set[int]:
         return {place.segment for run_id, group_ids in groups for place in self._places(run_id, group_ids).values()}
 
-    def _places(self, run_id: RunId, group_ids: Sequence[GroupId]) -> dict[GroupId, Place]:
-        places: dict[GroupId, Place] = {}
+    def _places(self, run_id: RunId, group_ids: Sequence[GroupId]) -> dict[GroupId, SegmentPlace]:
+        places: dict[GroupId, SegmentPlace] = {}
         for ids in padded(group_ids, IDS_PER_QUERY):
             for group_id, *place in self._session.select_flushed(SELECT_PLACES, (run_id, *ids)).fetchall():
-                places[group_id] = Place(*place)
+                places[group_id] = SegmentPlace(*place)
         return places
 
     def _statement(self, payloads: PayloadRows) -> tuple[Insert, list[Sequence[Any]]]:

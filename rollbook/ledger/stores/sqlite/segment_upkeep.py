@@ -15,7 +15,7 @@ from rollbook.ledger.stores.sqlite.segment_payloads import PLACE_COLUMNS
 from rollbook.ledger.stores.sqlite.segments import (
     EVERYTHING,
     SEGMENT_BYTES,
-    Place,
+    SegmentPlace,
     SegmentWriter,
     is_intact,
     is_writable,
@@ -47,7 +47,9 @@ def find_lost(db: sqlite3.Connection, directory: Path) -> dict[RunId, list[Group
             (segment, mark),
         ).fetchall()
         damaged = [
-            (run_id, group_id) for run_id, group_id, *place in unverified if not is_intact(directory, Place(*place))
+            (run_id, group_id)
+            for run_id, group_id, *place in unverified
+            if not is_intact(directory, SegmentPlace(*place))
         ]
         for run_id, group_id in damaged:
             lost[RunId(run_id)].append(GroupId(group_id))
@@ -141,7 +143,7 @@ def _copy(db: sqlite3.Connection, directory: Path, segment: int, writer: Segment
     ).fetchall()
     for start in range(0, len(rows), COPY_SIZE):
         some = rows[start : start + COPY_SIZE]
-        places = [writer.append(read_payload(directory, Place(*place))) for _, _, *place in some]
+        places = [writer.append(read_payload(directory, SegmentPlace(*place))) for _, _, *place in some]
         db.executemany(
             "UPDATE payload_places SET segment = ?, place = ? WHERE run_id = ? AND group_id = ?",
             [(to.segment, to.place, run_id, group_id) for to, (run_id, group_id, *_) in zip(places, some, strict=True)],

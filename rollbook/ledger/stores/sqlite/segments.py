@@ -40,7 +40,7 @@ MAX_WRITE_BUFFERS = 512
 _NAME = re.compile(r"(\d{8,})\.seg")
 
 
-class Place(NamedTuple):
+class SegmentPlace(NamedTuple):
     """The location of a payload, and its digest."""
 
     segment: int
@@ -68,7 +68,7 @@ def segments_in(directory: Path) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
 
-def read_payload(directory: Path, place: Place) -> bytes:
+def read_payload(directory: Path, place: SegmentPlace) -> bytes:
     """Read and verify a payload; raises `StoreFaultError` if it is missing or damaged."""
     body = _bytes(directory, place)
     if body is not None and len(body) == place.size and digest_of(body) == place.digest:
@@ -80,9 +80,9 @@ def read_payload(directory: Path, place: Place) -> bytes:
     )
 
 
-def read_payloads(directory: Path, places: Sequence[Place]) -> dict[Place, memoryview]:
+def read_payloads(directory: Path, places: Sequence[SegmentPlace]) -> dict[SegmentPlace, memoryview]:
     """Read several payloads. Adjacent ones are read in one call: for the groups of a batch, that is one read instead of a dozen."""
-    found: dict[Place, memoryview] = {}
+    found: dict[SegmentPlace, memoryview] = {}
     for segment, of_segment in groupby(sorted(places), key=attrgetter("segment")):
         with _opened(directory, segment) as handle:
             for run in _adjacent(of_segment):
@@ -96,9 +96,9 @@ def read_payloads(directory: Path, places: Sequence[Place]) -> dict[Place, memor
     return found
 
 
-def _adjacent(places: Iterable[Place]) -> list[list[Place]]:
+def _adjacent(places: Iterable[SegmentPlace]) -> list[list[SegmentPlace]]:
     """Group places of one segment that follow each other."""
-    runs: list[list[Place]] = []
+    runs: list[list[SegmentPlace]] = []
     end = -1
     for place in places:
         if place.place == end:
@@ -109,12 +109,12 @@ def _adjacent(places: Iterable[Place]) -> list[list[Place]]:
     return runs
 
 
-def is_intact(directory: Path, place: Place) -> bool:
+def is_intact(directory: Path, place: SegmentPlace) -> bool:
     body = _bytes(directory, place)
     return body is not None and len(body) == place.size and digest_of(body) == place.digest
 
 
-def _bytes(directory: Path, place: Place) -> bytes | None:
+def _bytes(directory: Path, place: SegmentPlace) -> bytes | None:
     with _opened(directory, place.segment) as handle:
         return None if handle is None else os.pread(handle, place.size, place.place)
 
@@ -157,13 +157,13 @@ class SegmentWriter:
         current = () if self._current is None else (self._current.number,)
         return {*current, *(segment.number for segment, _, _ in self._full)}
 
-    def append(self, body: bytes | memoryview, digest: str | None = None) -> Place:
+    def append(self, body: bytes | memoryview, digest: str | None = None) -> SegmentPlace:
         """Append a payload, with its digest if it is known. It becomes valid when a row that refers to it is committed.
 
         It is written to the file by `flush` at the latest; small payloads are written together.
         """
         segment = self._writable()
-        place = Place(segment.number, segment.end, len(body), digest_of(body, digest))
+        place = SegmentPlace(segment.number, segment.end, len(body), digest_of(body, digest))
         segment.append(body)
         if segment.pending_bytes >= WRITE_BYTES or len(segment.pending) >= MAX_WRITE_BUFFERS:
             self.flush()
