@@ -1,1 +1,1 @@
-"""The command line: one module per verb."""
+"""Assembles the command line from `rollbook/commands`."""

@@ -1,7 +1,7 @@
-"""The verbs, global flags and exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted.
+"""The command line: commands, global flags and exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted.
 
-Messages go to stderr, results to stdout; `--json` prints results as JSON. The module of a verb is imported only when the verb is
-used, so that `rollbook --help` is quick and a verb needs only its own optional libraries.
+Messages go to stderr, results to stdout; `--json` prints results as JSON. The module of a command is imported only when it
+is used, so that `rollbook --help` is quick and a command needs only its own optional libraries.
 """
 
 import sys
@@ -12,55 +12,46 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rollbook import __version__
-from rollbook.cli.arguments import verb_group
+from rollbook.cli.translation import typer_app, typer_command
 from rollbook.contracts.errors import RollbookError, UsageError, machine_fault
 from rollbook.contracts.plugin import extend_search_path, load_on_demand
 
-# Where each verb is defined, and its line in `rollbook --help`. Longer lines would be cut.
-VERBS: dict[str, tuple[str, str]] = {
-    "init": ("rollbook.cli.training.init:init", "Create a project that trains as it is, from a template."),
-    "demo": ("rollbook.cli.training.demo:demo", "Train a small policy from scratch to guess numbers."),
-    "train": ("rollbook.cli.training.train:train", "Train a policy asynchronously."),
-    "sft": ("rollbook.cli.training.sft:sft", "Train a model on chats, the assistant's tokens only."),
-    "eval": ("rollbook.cli.record.eval:eval_command", "Play held-out tasks with a checkpoint and print the results."),
-    "dashboard": ("rollbook.cli.record.dashboard:dashboard", "Show runs in a browser: live, finished or crashed."),
-    "audit": (
-        "rollbook.cli.record.audit:audit",
-        "Check that the record of a run is complete and consistent.",
-    ),
-    "act": ("rollbook.cli.record.act:act", "Pause, drain, checkpoint, quarantine a task, annotate a group."),
-    "top": ("rollbook.cli.record.top:top", "Show the live panel of a run that was started elsewhere."),
-    "plot": ("rollbook.cli.record.top:plot", "Draw the figures of a run as PNG or SVG."),
-    "inspect": ("rollbook.cli.record.inspect:inspect", "Show a run, its groups, or one group token by token."),
-    "explain": ("rollbook.cli.record.explain:explain", "Explain the history of a group."),
-    "replay": (
-        "rollbook.cli.record.replay:replay",
-        "Train the recorded batches again, without generation.",
-    ),
-    "study": ("rollbook.cli.training.study:study", "Train grids of settings with several seeds and compare them."),
-    "simulate": (
-        "rollbook.cli.record.simulate:simulate",
-        "Predict a run with other sizes from the trace of a run.",
-    ),
-    "push": ("rollbook.cli.record.push:push", "Upload the model of a run to the Hugging Face Hub."),
-    "play": ("rollbook.cli.checks.play:play", "Play one episode in this process, token by token."),
-    "debug": ("rollbook.cli.record.debug:debug", "Play a failed episode again, in a debugger if wanted."),
-    "host": ("rollbook.cli.training.host:host", "Run everything but the trainer, for a trainer such as TRL."),
-    "join": ("rollbook.cli.training.join:join", "Add a policy server or a dispatcher to a running run."),
-    "scale": ("rollbook.cli.training.scale:scale", "Change the number of servers of a running run."),
-    "proxy": ("rollbook.cli.servers.proxy:proxy", "Serve an OpenAI-compatible endpoint that records its tokens."),
-    "doctor": ("rollbook.cli.checks.doctor:doctor", "Check what a run needs from this machine."),
-    "config": ("rollbook.cli.checks.config:config_app", "Check configurations."),
-    "env": ("rollbook.cli.servers.env:env_app", "Serve environments over OpenEnv, or play one by hand."),
-    "ledger": ("rollbook.cli.servers.ledger:ledger_app", "Serve a ledger without a run, and maintain its store."),
-    "tokens": ("rollbook.cli.checks.tokens:tokens_app", "Check token fidelity."),
-    "models": ("rollbook.cli.training.models:models_app", "Small real models from the package index."),
-    "policy": ("rollbook.cli.servers.policy:policy_app", "Serve a language model over an OpenAI-compatible API."),
+# Where each command is defined in `rollbook/commands`, and its line in `rollbook --help`. Longer lines would be cut.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "init": ("training.init:init_command", "Create a project that trains as it is, from a template."),
+    "demo": ("training.demo:demo_command", "Train a small policy from scratch to guess numbers."),
+    "train": ("training.train:train_command", "Train a policy asynchronously."),
+    "sft": ("training.sft:sft_command", "Train a model on chats, the assistant's tokens only."),
+    "eval": ("record.evaluate:eval_command", "Play held-out tasks with a checkpoint and print the results."),
+    "dashboard": ("record.dashboard:dashboard_command", "Show runs in a browser: live, finished or crashed."),
+    "audit": ("record.audit:audit_command", "Check that the record of a run is complete and consistent."),
+    "act": ("record.act:act_command", "Pause, drain, checkpoint, quarantine a task, annotate a group."),
+    "top": ("record.top:top_command", "Show the live panel of a run that was started elsewhere."),
+    "plot": ("record.plot:plot_command", "Draw the figures of a run as PNG or SVG."),
+    "inspect": ("record.inspect:inspect_command", "Show a run, its groups, or one group token by token."),
+    "explain": ("record.explain:explain_command", "Explain the history of a group."),
+    "replay": ("record.replay:replay_command", "Train the recorded batches again, without generation."),
+    "study": ("training.study:study_command", "Train grids of settings with several seeds and compare them."),
+    "simulate": ("record.simulate:simulate_command", "Predict a run with other sizes from the trace of a run."),
+    "push": ("record.push:push_command", "Upload the model of a run to the Hugging Face Hub."),
+    "play": ("checks.play:play_command", "Play one episode in this process, token by token."),
+    "debug": ("record.debug:debug_command", "Play a failed episode again, in a debugger if wanted."),
+    "host": ("training.host:host_command", "Run everything but the trainer, for a trainer such as TRL."),
+    "join": ("training.join:join_command", "Add a policy server or a dispatcher to a running run."),
+    "scale": ("training.scale:scale_command", "Change the number of servers of a running run."),
+    "proxy": ("servers.proxy:proxy_command", "Serve an OpenAI-compatible endpoint that records its tokens."),
+    "doctor": ("checks.doctor:doctor_command", "Check what a run needs from this machine."),
+    "config": ("checks.config:COMMANDS", "Check configurations."),
+    "env": ("servers.env:COMMANDS", "Serve environments over OpenEnv, or play one by hand."),
+    "ledger": ("servers.ledger:COMMANDS", "Serve a ledger without a run, and maintain its store."),
+    "tokens": ("checks.tokens:COMMANDS", "Check token fidelity."),
+    "models": ("training.models:COMMANDS", "Small real models from the package index."),
+    "policy": ("servers.policy:COMMANDS", "Serve a language model over an OpenAI-compatible API."),
 }
 
 
-class Verb(TyperCommand):
-    """A line of `rollbook --help`. The real command is imported when it is used."""
+class LazyCommand(TyperCommand):
+    """A line of `rollbook --help`. The module of the command is imported when the command is used."""
 
     def __init__(self, name: str, path: str, summary: str) -> None:
         super().__init__(name=name, callback=None, help=summary)
@@ -70,26 +61,19 @@ class Verb(TyperCommand):
         return self.load().make_context(*args, **options)
 
     def load(self) -> Any:
-        found = load_on_demand(self._path)
-        if isinstance(found, typer.Typer):
-            group = typer.main.get_group(found)
-            group.help = self.help
-            return group
-        single = typer.Typer(rich_markup_mode=None, add_completion=False)
-        single.command(self.name)(found)
-        return typer.main.get_command(single)
+        return typer_command(self.name or "", load_on_demand(f"rollbook.commands.{self._path}"), summary=self.help)
 
 
-class Verbs(TyperGroup):
+class LazyGroup(TyperGroup):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        for name, (path, summary) in VERBS.items():
-            self.add_command(Verb(name, path, summary))
+        for name, (path, summary) in COMMANDS.items():
+            self.add_command(LazyCommand(name, path, summary))
 
 
-app = verb_group(
+app = typer_app(
     "Asynchronous reinforcement learning for LLM agents: no rollout is lost, trained twice, or left unexplained.",
-    cls=Verbs,
+    cls=LazyGroup,
 )
 
 
@@ -111,11 +95,11 @@ def root(
 
 
 def main() -> None:
-    """Run a verb. Rollbook's own errors and faults of the machine are printed as messages; any other exception is a bug."""
+    """Run a command. Rollbook's own errors and faults of the machine are printed as messages; any other exception is a bug."""
     try:
         app()
     except RollbookError as error:
-        load_on_demand("rollbook.cli.output").print_error(str(error))
+        load_on_demand("rollbook.commands.output").print_error(str(error))
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except OSError as error:
         if (fault := machine_fault(error)) is None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rollbook.contracts.errors import RollbookError, RunError
+from rollbook.contracts.errors import EpisodeError, RollbookError, RunError
 from rollbook.contracts.plugin import PluginError, load_plugin
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.ports import Environment
@@ -27,6 +27,10 @@ SettingsModel = TypeVar("SettingsModel", bound=BaseModel)
 RolloutFn: TypeAlias = Callable[[dict[str, Any]], Awaitable[RolloutSample | None]]
 Message: TypeAlias = Mapping[str, Any]
 """A chat message: `role`, `content` and other fields that the model's template reads."""
+
+
+class RenderError(EpisodeError):
+    """The chat template rejected these messages."""
 
 
 class Tokenizer(Protocol):

@@ -8,11 +8,12 @@ import dataclasses
 import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.group import GroupId
-from rollbook.contracts.plugin import extend_search_path, load_plugin
+from rollbook.contracts.plugin import extend_search_path, load_on_demand, load_plugin
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.ports import Policy
 from rollbook.envs.client.remote import ServerSource, open_environments
@@ -100,6 +101,12 @@ def begin_episode(group_id: str, *, max_seconds: float) -> None:
             time=EpisodeTime(max_seconds, clock=clock),
         )
     )
+
+
+def model_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer of a model directory. Raises `MissingExtraError` without the extra `rollout`."""
+    tokenizer: Tokenizer = load_on_demand("rollbook.rollout.chat.tokenizer:ModelTokenizer").from_directory(directory)
+    return tokenizer
 
 
 async def call_reward(name: str, path: str, case: RewardCase) -> Any:

@@ -46,7 +46,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "vllm": ("rollbook/inference/vllm/plugin.py",),
     "matplotlib": ("rollbook/dashboard/plots.py",),
     "sqlite3": ("rollbook/ledger/stores/sqlite/", "rollbook/dashboard/index/"),
-    "ray": ("rollbook/run/supervision/ray_host.py", "rollbook/run/supervision/ray_nodes.py"),
+    "ray": ("rollbook/run/supervision/ray_host.py", "rollbook/commands/checks/ray_nodes.py"),
     "psycopg": ("rollbook/ledger/stores/postgres/connection.py",),
     "boto3": ("rollbook/access/object_store.py",),
     "huggingface_hub": ("rollbook/run/hub.py", "rollbook/trainer/"),
@@ -241,7 +241,7 @@ def test_decoders_are_made_in_one_place_because_msgspec_crashes_when_two_threads
     [
         "rollbook.run.processes.ledger_server",
         "rollbook.run.processes.rollout",
-        "rollbook.run.dashboard.serve",
+        "rollbook.commands.record.dashboard",
         "rollbook.cli.main",
     ],
 )

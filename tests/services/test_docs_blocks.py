@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rollbook.cli.main import VERBS, Verb
+from rollbook.cli.main import COMMANDS, LazyCommand
 from rollbook.run.config.run import RunConfig
 from tests.parts.run.doc_blocks import Block, blocks_of
 from tests.parts.run.small import REPOSITORY
@@ -59,9 +59,9 @@ def fault_of_command(words: list[str]) -> str | None:
     """An unknown verb or option in a `rollbook` command line, without running it."""
     if words[0] != "rollbook" or words[1].startswith("-"):
         return None
-    if words[1] not in VERBS:
+    if words[1] not in COMMANDS:
         return f"there is no verb {words[1]}"
-    command = Verb(words[1], *VERBS[words[1]]).load()
+    command = LazyCommand(words[1], *COMMANDS[words[1]]).load()
     if (inner := getattr(command, "commands", None)) is not None:
         if words[2] not in inner:
             return f"{words[1]} has no verb {words[2]}"

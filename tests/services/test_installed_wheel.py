@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.cli.main import VERBS
+from rollbook.cli.main import COMMANDS
 from tests.parts.run.small import REPOSITORY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -65,7 +65,7 @@ def rollbook(base: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.usefixtures("empty_directory")
 def test_every_verb_shows_its_help(base: Path) -> None:
-    shown = {verb: rollbook(base, verb, "--help") for verb in VERBS}
+    shown = {verb: rollbook(base, verb, "--help") for verb in COMMANDS}
     assert {verb: done.stderr for verb, done in shown.items() if done.returncode != 0} == {}
     assert subprocess.run([str(base / "run-api"), "--help"], capture_output=True, check=False).returncode == 0
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from rollbook.access.tokens import read_token, write_token
-from rollbook.commands.training.join import JoinOptions, join_address
+from rollbook.commands.training.join import JoinOptions, JoinRole, join_address
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.admission import LEASE_S, RunId
 from rollbook.contracts.errors import NotFoundError, UsageError
@@ -21,7 +21,7 @@ from rollbook.ledger.http.relay import Relay
 from rollbook.ledger.http.wire import Announcement
 from rollbook.run.config.run import load_config, load_resolved_config
 from rollbook.run.directory import RunDirectory
-from rollbook.run.members.announced_run import AnnouncedRun, AnnouncementWatch, Place, announcement_of, find_run
+from rollbook.run.members.announced_run import AnnouncedRun, AnnouncementWatch, LocalPaths, announcement_of, find_run
 from tests.parts.ledger.groups import settings
 from tests.parts.ledger.service import serving
 from tests.parts.run.small import CONFIG, SmallRun
@@ -109,8 +109,8 @@ def test_the_announcement_has_no_secret_of_the_config_and_the_tokens_are_in_priv
     announced = announcement(tmp_path / "head", *secrets)
     assert "secret-word" not in announced.config
     run = AnnouncedRun("small", announced, TOKEN)
-    place = Place(source_dir=tmp_path / "head")
-    with run.directory("a-policy", "policy", place) as directory:
+    paths = LocalPaths(source_dir=tmp_path / "head")
+    with run.directory("a-policy", "policy", paths) as directory:
         assert read_token(directory.token_file) == read_token(tmp_path / "head" / "run" / "token")
         assert read_token(directory.client_token_file) == read_token(tmp_path / "head" / "run" / "client-token")
         assert load_resolved_config(directory).config.run.name == "small"
@@ -123,11 +123,11 @@ def test_the_token_of_the_environment_server_is_read_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     announced = announcement(tmp_path / "head", 'env={url="http://127.0.0.1:3", token="secret-word"}')
-    run, place = AnnouncedRun("small", announced, TOKEN), Place(source_dir=tmp_path / "head")
-    with pytest.raises(UsageError, match="set ROLLBOOK_ENV_TOKEN"), run.directory("a", "rollout", place):
+    run, paths = AnnouncedRun("small", announced, TOKEN), LocalPaths(source_dir=tmp_path / "head")
+    with pytest.raises(UsageError, match="set ROLLBOOK_ENV_TOKEN"), run.directory("a", "rollout", paths):
         pass
     monkeypatch.setenv("ROLLBOOK_ENV_TOKEN", "secret-word")
-    with run.directory("a", "rollout", place) as directory:
+    with run.directory("a", "rollout", paths) as directory:
         token = load_resolved_config(directory).config.env.token
         assert token is not None
         assert token.get_secret_value() == "secret-word"
@@ -149,9 +149,9 @@ def test_files_that_are_not_on_this_machine_are_named(
     (tmp_path / "head" / "my_world.py").write_text("class World: ...\ndef play(): ...\n", encoding="utf-8")
     run = AnnouncedRun("small", announcement(tmp_path / "head", *overrides), TOKEN)
     (tmp_path / "empty").mkdir()
-    place = Place(source_dir=tmp_path / "empty")
+    paths = LocalPaths(source_dir=tmp_path / "empty")
     refused = pytest.raises(UsageError, match=f"lacks files that the role {role} needs(?s:.*){missing}")
-    with refused, run.directory("a", role, place):
+    with refused, run.directory("a", role, paths):
         pass
 
 
@@ -164,22 +164,22 @@ def test_a_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 async def test_another_version_another_network_and_a_rank_are_refused(service: Service, tmp_path: Path) -> None:
-    def join(role: str, host: str = "127.0.0.1") -> str:
-        options = JoinOptions(role=role, host=host, name="a")  # type: ignore[arg-type]
-        place = Place(source_dir=tmp_path / "head")
-        return join_address(service.url, options, run=None, token_file=service.token_file, place=place, say=print)
+    def join(role: JoinRole, host: str = "127.0.0.1") -> str:
+        options = JoinOptions(role=role, host=host, name="a")
+        paths = LocalPaths(source_dir=tmp_path / "head")
+        return join_address(service.url, options, run=None, token_file=service.token_file, paths=paths, say=print)
 
     announced = announcement(tmp_path / "head", "cluster.allow_join=true", 'inference.transfer="directory"')
     await service.announce("small", announced)
     with pytest.raises(UsageError, match="a trainer rank joins with the run directory"):
-        await asyncio.to_thread(join, "rank")
+        await asyncio.to_thread(join, JoinRole.RANK)
     with pytest.raises(UsageError, match="one could not reach the other"):
-        await asyncio.to_thread(join, "policy", "10.0.0.9")
+        await asyncio.to_thread(join, JoinRole.POLICY, "10.0.0.9")
     with pytest.raises(UsageError, match=r"inference.transfer = 'directory' passes weights on the trainer's machine"):
-        await asyncio.to_thread(join, "policy")
+        await asyncio.to_thread(join, JoinRole.POLICY)
     await service.announce("small", msgspec.structs.replace(announced, version="0.0.1"))
     with pytest.raises(UsageError, match=r"uses Rollbook 0\.0\.1, and this machine has"):
-        await asyncio.to_thread(join, "policy")
+        await asyncio.to_thread(join, JoinRole.POLICY)
 
 
 def test_an_announcement_ends_when_it_is_not_repeated(tmp_path: Path) -> None:

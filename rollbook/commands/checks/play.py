@@ -2,14 +2,16 @@
 
 import asyncio
 import dataclasses
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from rollbook.commands.arguments import Argument, Option, Overrides
 from rollbook.commands.record.debug import Say, score
 from rollbook.commands.record.evaluate import checkpoint_model
 from rollbook.commands.servers.policy import adopt_directory_weights
@@ -24,12 +26,11 @@ from rollbook.contracts.user_errors import did_you_mean
 from rollbook.envs.catalog import environment_class
 from rollbook.envs.pools.environment_pool import open_environment_pool
 from rollbook.inference.engine import Engine, open_engine
-from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from rollbook.rollout.contract import RolloutSetup
+from rollbook.rollout.contract import RolloutSetup, Tokenizer
 from rollbook.rollout.groups.player import checked_sample
 from rollbook.run.config.run import LoadedConfig, load_config
 from rollbook.run.directory import RunDirectory, model_directory
-from rollbook.run.episodes import begin_episode, open_rollout
+from rollbook.run.episodes import begin_episode, model_tokenizer, open_rollout
 from rollbook.tasks.dataset import load_tasks
 from rollbook.telemetry.events import EventLog
 
@@ -40,7 +41,7 @@ Write = Callable[[str], None]
 class PrintingPolicy:
     """Samples with an engine in this process and prints each token as it is sampled. Satisfies `Policy`."""
 
-    def __init__(self, engine: Engine, tokenizer: ModelTokenizer, *, is_greedy: bool, write: Write) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, *, is_greedy: bool, write: Write) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._is_greedy = is_greedy
@@ -161,7 +162,7 @@ async def _play(
             f"`rollbook play` samples in this process, without inference.engine = '{config.inference.engine}'; "
             "add --set inference.engine=transformers and the settings that go with it"
         )
-    tokenizer = ModelTokenizer.from_directory(model_dir)
+    tokenizer = model_tokenizer(model_dir)
     async with (
         open_engine(config.inference, model_dir) as engine,
         _shown_environments(loaded, say, log) as adapt,
@@ -210,3 +211,19 @@ async def _shown_environments(
         return dataclasses.replace(setup, open_environment=opened)
 
     yield adapt
+
+
+def play_command(
+    config: Annotated[Path, Argument(help="The run's TOML file, or a run directory: its newest checkpoint plays.")],
+    *,
+    task: Annotated[str | None, Option("--task", help="The id of the task; default: the first.")] = None,
+    greedy: Annotated[bool, Option("--greedy/--sampled", help="Greedy decoding, or sampling as in training.")] = False,
+    override: Overrides = None,
+) -> None:
+    """Play one episode in this process, without a trainer, and print each token as it is sampled."""
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    play_episode(config, overrides=override or (), task=task, is_greedy=greedy, write=write)

@@ -7,26 +7,30 @@ the reward functions run as in a worker, but without time limits.
 import asyncio
 import dataclasses
 import json
+import pdb
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from rollbook.commands.arguments import Argument, Option
+from rollbook.commands.output import EXIT_FAILED, result, stderr_console
 from rollbook.contracts.errors import EpisodeError, RollbookError, RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.plugin import extend_search_path
 from rollbook.contracts.policy import Completion, FinishReason, OnTokens, SamplingParams
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.rollout.chat.tokenizer import ModelTokenizer
+from rollbook.rollout.contract import Tokenizer
 from rollbook.rollout.groups.player import checked_sample
 from rollbook.rollout.rewards.main import checked as checked_reward
 from rollbook.rollout.rewards.scorer import TO_BE_SCORED, case_of
 from rollbook.run.config.run import LoadedConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
-from rollbook.run.episodes import begin_episode, call_reward, open_rollout
+from rollbook.run.episodes import begin_episode, call_reward, model_tokenizer, open_rollout
 from rollbook.run.reader import RecordedRun, open_run
 from rollbook.tasks.dataset import load_tasks
 from rollbook.telemetry.events import EventLog
@@ -80,7 +84,7 @@ def debug_run(path: Path, *, group: str | None, sample: int, say: Say) -> Rollou
     say(f"group {episode.group_id}, task {json.dumps(dict(episode.row), ensure_ascii=False)[:200]}")
     if episode.cause is not None:
         say(f"recorded failure: {episode.cause}")
-    tokenizer = ModelTokenizer.from_directory(directory.initial_model)
+    tokenizer = model_tokenizer(directory.initial_model)
     return asyncio.run(_play(loaded, episode, tokenizer, say))
 
 
@@ -143,9 +147,7 @@ def _stored(run: RecordedRun, loaded: LoadedConfig, group_id: GroupId, number: i
     return RecordedEpisode(group_id=group_id, row=row, completions=tuple(completions), cause=sample.invalid_cause)
 
 
-async def _play(
-    loaded: LoadedConfig, episode: RecordedEpisode, tokenizer: ModelTokenizer, say: Say
-) -> RolloutSample | None:
+async def _play(loaded: LoadedConfig, episode: RecordedEpisode, tokenizer: Tokenizer, say: Say) -> RolloutSample | None:
     def show(answer: Completion) -> None:
         say(f"policy  {tokenizer.decode(answer.token_ids.tolist())!r} ({len(answer.token_ids)} tokens, as recorded)")
 
@@ -164,7 +166,7 @@ async def _play(
 
 
 async def score(
-    loaded: LoadedConfig, row: Mapping[str, Any], sample: RolloutSample, tokenizer: ModelTokenizer, say: Say
+    loaded: LoadedConfig, row: Mapping[str, Any], sample: RolloutSample, tokenizer: Tokenizer, say: Say
 ) -> None:
     """Call the run's reward functions in this process and show their values."""
     say(f"episode reward {sample.reward}, {len(sample.turns)} turns, {sample.num_trained} trained tokens")
@@ -183,3 +185,31 @@ def root_cause(error: BaseException) -> BaseException:
     while isinstance(error, RollbookError) and error.__cause__ is not None:
         error = error.__cause__
     return error
+
+
+def debug_command(
+    run: Annotated[Path, Argument(help="The run directory.")],
+    group: Annotated[
+        str | None, Argument(help="A group id; default: the first episode of the run that failed.")
+    ] = None,
+    *,
+    sample: Annotated[int, Option("--sample", min=0, help="Of a group without a failed episode.")] = 0,
+    use_pdb: Annotated[bool, Option("--pdb", help="Enter the debugger where the exception was raised.")] = False,
+) -> int:
+    """Play a recorded episode again with the policy's recorded answers, in this process: `breakpoint()` in your code works.
+
+    The exit code is 1 if your code raised, 0 otherwise.
+    """
+    try:
+        debug_run(run, group=group, sample=sample, say=result)
+    except RecordingOverError as error:
+        stderr_console().print(str(error), style="green", markup=False)
+    except Exception as error:
+        cause = root_cause(error)
+        if isinstance(cause, RollbookError):
+            raise  # no exception of user code: the message says everything
+        traceback.print_exception(cause)
+        if use_pdb:
+            pdb.post_mortem(cause.__traceback__)
+        return EXIT_FAILED
+    return 0

@@ -9,8 +9,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from rollbook.commands.arguments import Argument, AsJson, Option, Overrides
+from rollbook.commands.output import result_json, say, stderr_console
 from rollbook.concurrency.child_process.process import python_command, python_environment
 from rollbook.contracts.decoding import convert
 from rollbook.contracts.errors import RunError
@@ -165,3 +171,49 @@ def _interval(share: Mapping[str, float] | None, *, percent: bool = False) -> st
     if percent:
         return f"{share['mean']:.1%} [{share['low']:.0%}–{share['high']:.0%}]"
     return f"{share['mean']:.3f} [{share['low']:.2f}–{share['high']:.2f}]"
+
+
+HEADINGS = ("", "tasks", "episodes", "solved [95 %]", "once", "reward [95 %]", "no score")
+
+
+def eval_command(
+    target: Annotated[Path, Argument(metavar="RUN_OR_MODEL", help="A run directory, or a model directory.")],
+    *,
+    config: Annotated[
+        Path | None, Option("--config", help="Tasks and environment; required for a model directory.")
+    ] = None,
+    step: Annotated[int | None, Option("--step", min=0, help="Checkpoint of a run; default: the newest.")] = None,
+    tasks: Annotated[str | None, Option("--tasks", help="The split of the tasks to play.")] = None,
+    episodes: Annotated[int | None, Option("--episodes", min=1, help="Episodes of each task.")] = None,
+    max_tasks: Annotated[int | None, Option("--max-tasks", min=1, help="At most this many tasks.")] = None,
+    greedy: Annotated[
+        bool | None, Option("--greedy/--sampled", help="Greedy decoding, or sampling as in training.")
+    ] = None,
+    override: Overrides = None,
+    out: Annotated[Path | None, Option("--out", help="File for the result; default: in the run.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Play held-out tasks with a checkpoint and print the results, overall and by label, with 95 % intervals."""
+    result = evaluate(
+        target,
+        config=config,
+        step=step,
+        split=tasks,
+        episodes=episodes,
+        max_tasks=max_tasks,
+        greedy=greedy,
+        overrides=override or (),
+        out=out,
+    ).row()
+    # This frame fits into 80 columns.
+    shown = Table(
+        title=escape(f"step {result['step']} of {target}"), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    for number, heading in enumerate(HEADINGS):
+        shown.add_column(heading, justify="left" if number == 0 else "right", no_wrap=True)
+    for line in table(result):
+        shown.add_row(*map(escape, line))
+    stderr_console().print(shown)
+    say(f"written to {result['file']}")
+    if as_json:
+        result_json(result)

@@ -3,11 +3,14 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Annotated, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollbook.commands.arguments import Argument, Option
+from rollbook.commands.output import result
 from rollbook.contracts.batch import BatchEntry
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import lag
@@ -19,7 +22,7 @@ from rollbook.dashboard.source import GroupRow
 from rollbook.rollout.chat.provenance import Pieces, TokenSpan, spans_of
 from rollbook.rollout.contract import Tokenizer
 from rollbook.rollout.dispatch.selection_bias import MaskedSample, PlayedGroup, compare, compare_masked
-from rollbook.run.reader import RecordedRun
+from rollbook.run.reader import RecordedRun, open_run
 
 
 class _Tokenizer(Tokenizer, Pieces, Protocol):
@@ -206,3 +209,23 @@ def _tokens(
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
+
+
+def inspect_command(  # noqa: PLR0917 - a command line is a list of flags
+    run: Annotated[Path, Argument(help="The run directory.")],
+    group: Annotated[str | None, Argument(help="A group id: shows its history and its samples.")] = None,
+    groups: Annotated[bool, Option("--groups", help="List groups.")] = False,
+    state: Annotated[str | None, Option("--state", help="With --groups: only those in this state.")] = None,
+    limit: Annotated[int, Option("--limit", min=1, help="With --groups: how many.")] = 40,
+    start: Annotated[int, Option("--from", min=0, help="With --groups: the first sequence number.")] = 0,
+) -> None:
+    """Show a run, its groups, or one group with every token, logprob and version."""
+    with open_run(run) as record:
+        if group is not None:
+            lines = group_lines(record, group)
+        elif groups or state is not None:
+            lines = groups_lines(record, state=state, limit=limit, start=start)
+        else:
+            lines = overview_lines(record)
+        for line in lines:
+            result(line)

@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rollbook import __version__
+from rollbook.commands.arguments import Argument, AsJson, Option
+from rollbook.commands.output import result_json, say
 from rollbook.commands.record.evaluate import checkpoint_model
 from rollbook.contracts.errors import UsageError
 from rollbook.contracts.plugin import load_on_demand
@@ -108,3 +110,22 @@ def model_card(config: RunConfig, repository: str, *, step: int, metrics: Mappin
             "",
         ]
     )
+
+
+def push_command(
+    run: Annotated[Path, Argument(help="The run directory.")],
+    *,
+    to: Annotated[str, Option("--to", metavar="hf:ORG/NAME", help="A repository on the Hugging Face Hub.")],
+    step: Annotated[
+        int | None, Option("--step", min=0, help="A checkpoint; default: the newest. 0 is the initial model.")
+    ] = None,
+    private: Annotated[bool, Option("--private", help="Create a private repository.")] = False,
+    revision: Annotated[str | None, Option("--revision", help="The branch to commit to; default: main.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Upload the model, its tokenizer and a model card as one commit. HF_TOKEN and HF_ENDPOINT are honoured."""
+    done = push(run, to, step=step, is_private=private, revision=revision)
+    if as_json:
+        result_json({"repository": done.repository, "url": done.url, "step": done.step, "files": list(done.files)})
+    else:
+        say(f"step {done.step} is at {done.url} ({len(done.files)} files)")

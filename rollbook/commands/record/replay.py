@@ -6,11 +6,15 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Annotated, Any, overload
 
+from rich.table import Table
+
+from rollbook.commands.arguments import Argument, AsJson, Option
+from rollbook.commands.output import EXIT_FAILED, result_json, say, stderr_console
 from rollbook.concurrency.child_process.process import python_command, python_environment
 from rollbook.contracts.decoding import convert
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import RunError, UsageError
 from rollbook.contracts.plugin import require_libraries
 from rollbook.run.directory import RunDirectory
 from rollbook.run.user_objects import reference_to
@@ -122,3 +126,55 @@ def _run_replay(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
 def _path(kind: type, value: Any) -> Any:
     """msgspec does not know paths."""
     return kind(value)
+
+
+def replay_command(
+    run: Annotated[Path, Argument(help="The run directory.")],
+    *,
+    verify: Annotated[
+        bool, Option("--verify", help="Exit non-zero if a digest differs from the recorded one.")
+    ] = False,
+    until: Annotated[int | None, Option("--until", min=1, help="Stop after this step.")] = None,
+    loss: Annotated[
+        str | None,
+        Option("--loss", help="Train with another loss on the same batches and compare it with the recorded one."),
+    ] = None,
+    override: Annotated[
+        list[str] | None,
+        Option("--set", metavar="trainer.FIELD=VALUE", help="Override a trainer setting; may be repeated."),
+    ] = None,
+    out: Annotated[Path | None, Option("--out", help="Folder for the curves; default: in the run.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Train the recorded batches again from the initial weights, without generation. The record is only read."""
+    if verify and (loss is not None or override):
+        raise UsageError("--verify cannot be combined with --loss or --set")
+    report = replay(run, until=until, loss=loss, overrides=override or (), out=out)
+    if as_json:
+        result_json(report.row())
+    if isinstance(report, LossComparison):
+        _print_comparison(report.row())
+        return 0
+    if report.is_exact:
+        stderr_console().print(f"{report.steps} steps reproduced bit for bit", style="green")
+        return 0
+    stderr_console().print(f"the weights differ from step {report.diverged_at} on", style="red")
+    return EXIT_FAILED if verify else 0
+
+
+def _print_comparison(report: dict[str, Any]) -> None:
+    rows = report["table"]
+    names = [name for name in rows[0] if name != "measure"]
+    shown = Table(title=f"{report['steps']} recorded steps: first tenth → last tenth", title_justify="left")
+    for heading in ("", *names):
+        shown.add_column(heading, no_wrap=True)
+    for row in rows:
+        shown.add_row(row["measure"], *(_arrow(*row[name]) for name in names))
+    stderr_console().print(shown)
+    for name, (before, after) in report["changed"].items():
+        say(f"  {name}: {before!r} → {after!r}")
+    say(f"plot: {report['picture']}")
+
+
+def _arrow(first: float | None, last: float | None) -> str:
+    return "–" if first is None or last is None else f"{first:.4g} → {last:.4g}"

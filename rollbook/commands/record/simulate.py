@@ -5,7 +5,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
+from rollbook.commands.arguments import Argument, AsJson, Option, Overrides
+from rollbook.commands.output import result, result_json, stderr_console
 from rollbook.contracts.errors import UsageError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import SampleOutcome, group_id
@@ -23,7 +26,7 @@ from rollbook.simulation.prediction import (
     recommend,
     what_ifs,
 )
-from rollbook.simulation.report import PredictionReport, SweptPoint, size_label
+from rollbook.simulation.report import PredictionReport, SweptPoint, report_lines, size_label
 from rollbook.simulation.setting import ConfiguredRun, Setting
 from rollbook.simulation.trace import Trace, read_trace
 
@@ -156,3 +159,58 @@ def draw(path: Path, report: PredictionReport) -> Path:
     own = (report.prediction.lag_mean, report.prediction.tokens_per_s)
     drawn: Path = draw_frontier(path, series, frontier=sorted(best), current=own)
     return drawn
+
+
+def simulate_command(
+    config: Annotated[Path, Argument(metavar="RUN.toml", help="The configuration to predict.")],
+    trace: Annotated[
+        list[Path],
+        Option(
+            "--trace",
+            metavar="RUN",
+            help="Directory of a finished or running run: durations are measured there. Repeat it to cover more sizes.",
+        ),
+    ],
+    *,
+    override: Overrides = None,
+    sweep: Annotated[
+        bool, Option("--sweep", help="Also simulate a grid of settings and draw the frontier of speed and lag.")
+    ] = False,
+    vary: Annotated[
+        list[str] | None,
+        Option(
+            "--vary",
+            metavar="SECTION.FIELD=V1,V2,...",
+            help="An axis of the grid; may be repeated. Default: bounds, batch policies and groups in flight.",
+        ),
+    ] = None,
+    out: Annotated[Path, Option("--out", help="With --sweep: the SVG to write.")] = Path("frontier.svg"),
+    cores: Annotated[
+        float | None,
+        Option("--cores", min=0.1, help="Cores of the machine. Default: those that the trace had."),
+    ] = None,
+    seed: Annotated[int, Option("--seed", help="Random seed of the simulation.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Predict throughput, lag, idle time and the first bottleneck of a run with other sizes, without running it.
+
+    The real rules of gate and batches run on a simulated clock; durations come from the traces. See docs/simulate.md.
+    """
+    console = stderr_console()
+    with console.status("") as shown:
+        report = simulate(
+            config,
+            trace,
+            overrides=override or (),
+            cores=cores,
+            seed=seed,
+            varied=(vary or ()) if sweep or vary else None,
+            progress=shown.update,
+        )
+    if report.points:
+        console.print(f"written: {draw(out, report)}", markup=False, soft_wrap=True)
+    if as_json:
+        result_json(report.row())
+        return
+    for line in report_lines(report):
+        result(line)

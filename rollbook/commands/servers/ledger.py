@@ -1,26 +1,25 @@
-"""`rollbook ledger serve|compact|export|import`, and `audit` and `explain` of a remote ledger."""
+"""`rollbook ledger serve|compact|export|import`: a ledger without a run, and its store."""
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import uvloop
 from pydantic import SecretStr
 
 from rollbook.access.guard import is_loopback
 from rollbook.access.tokens import steering_token_file
-from rollbook.contracts.admission import AuditReport, RunId
+from rollbook.commands.arguments import AllowHost, AllowOrigin, Argument, Option, Port, ReadyFile, TokenFile
+from rollbook.commands.output import result_json, say
+from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.group import GroupId
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import atropos_dialect
 from rollbook.ledger.atropos.tables import AtroposExtension
-from rollbook.ledger.client.blocking import audit_at, explain_at
 from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig, StoreUrl
 from rollbook.ledger.serve import serve_ledger
 from rollbook.ledger.store import Reader
@@ -31,7 +30,6 @@ from rollbook.ledger.tools.import_run import import_jsonl
 from rollbook.run.config.run import load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import store_url
-from rollbook.run.reader import audit_report, open_run
 from rollbook.telemetry.events import EventLog
 
 
@@ -113,22 +111,6 @@ def import_run_file(store: str, source: Path, *, as_run: str | None) -> dict[str
     return asyncio.run(work())
 
 
-def explain_in_directory(path: Path, group_id: str) -> list[str]:
-    with open_run(path) as run:
-        return list(run.explain(GroupId(group_id)).sentences)
-
-
-def explain_remote(url: str, group_id: str) -> list[str]:
-    """`http://host:port/v1/runs/RUN`, or `http://host:port` of a ledger with one run."""
-    history = explain_at(url, GroupId(group_id), token=os.environ.get("ROLLBOOK_VIEWER_TOKENS"))
-    return list(history.sentences)
-
-
-def audit_remote(url: str, *, full: bool = False) -> list[AuditReport]:
-    """`http://host:port/v1/runs/RUN` for one run, `http://host:port` for all runs of a ledger."""
-    return [audit_report(view) for view in audit_at(url, token=os.environ.get("ROLLBOOK_VIEWER_TOKENS"), full=full)]
-
-
 def store_of(location: str) -> str:
     """The URL of a store; `location` is a URL or a run directory."""
     if "://" in location:
@@ -142,3 +124,92 @@ def store_of(location: str) -> str:
             f"the ledger of {location} is the service at {config.url}: name the store of that service instead"
         )
     return store_url(config, directory)
+
+
+Store = Annotated[str, Option("--store", help="sqlite:///DIR, postgresql://…, or a run directory.")]
+
+
+def serve_command(  # noqa: PLR0917 - a command line is a list of flags
+    store: Store = "sqlite:///ledger",
+    host: Annotated[
+        str, Option("--host", help="Addresses other than loopback need --token-file or a token per role.")
+    ] = "127.0.0.1",
+    port: Port = 8000,
+    durability: Annotated[
+        Literal["power_loss", "process_crash"], Option("--durability", help="power_loss or process_crash.")
+    ] = "power_loss",
+    payloads: Annotated[
+        str | None,
+        Option(
+            "--payloads", help="With PostgreSQL: directory or s3://bucket/prefix of payloads. Default: in the database."
+        ),
+    ] = None,
+    ready_file: ReadyFile = None,
+    atropos_run: Annotated[
+        str | None, Option("--atropos-run", help="Also serve the Atropos API at the root, for this run.")
+    ] = None,
+    token_file: TokenFile = None,
+    allow_host: AllowHost = None,
+    allow_origin: AllowOrigin = None,
+    producer_token: Annotated[list[str] | None, Option("--producer-token", variable="ROLLBOOK_PRODUCER_TOKENS")] = None,
+    trainer_token: Annotated[list[str] | None, Option("--trainer-token", variable="ROLLBOOK_TRAINER_TOKENS")] = None,
+    viewer_token: Annotated[list[str] | None, Option("--viewer-token", variable="ROLLBOOK_VIEWER_TOKENS")] = None,
+    operator_token: Annotated[list[str] | None, Option("--operator-token", variable="ROLLBOOK_OPERATOR_TOKENS")] = None,
+) -> None:
+    """Serve the native API, and with --atropos-run also the Atropos API."""
+    serve(
+        store=store_of(store),
+        host=host,
+        port=port,
+        durability=durability,
+        payloads=payloads,
+        token_file=token_file,
+        allowed_hosts=allow_host or (),
+        allowed_origins=allow_origin or (),
+        tokens={
+            "producer": producer_token or (),
+            "trainer": trainer_token or (),
+            "viewer": viewer_token or (),
+            "operator": operator_token or (),
+        },
+        ready_file=ready_file,
+        atropos_run=atropos_run,
+        say=say,
+    )
+
+
+def compact_command(
+    store: Store,
+    run: Annotated[str | None, Option("--run", help="Also delete payloads of this run.")] = None,
+    up_to_step: Annotated[
+        int | None, Option("--up-to-step", min=0, help="With --run: payloads of batches up to this step.")
+    ] = None,
+) -> None:
+    """Free the disk space of deleted data. Stop all servers of the store first."""
+    result_json(compact_store(store_of(store), run=run, up_to_step=up_to_step))
+
+
+def export_command(
+    store: Store,
+    run: Annotated[str, Option("--run", help="The run to export.")],
+    target: Annotated[Path, Argument(help="A new .jsonl file, or a new directory for Parquet files.")],
+) -> None:
+    """Export a run as JSON lines, or as Parquet if the target does not end in .jsonl."""
+    result_json(export_run(store_of(store), run, target))
+
+
+def import_command(
+    store: Store,
+    source: Annotated[Path, Argument(help="A .jsonl file written by `export`.")],
+    as_run: Annotated[str | None, Option("--as", help="Import it under another name.")] = None,
+) -> None:
+    """Import a run. It is audited before it is committed."""
+    result_json(import_run_file(store_of(store), source, as_run=as_run))
+
+
+COMMANDS = {
+    "serve": serve_command,
+    "compact": compact_command,
+    "export": export_command,
+    "import": import_command,
+}

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import uvloop
 from pydantic import ValidationError
@@ -17,6 +17,8 @@ from pydantic import ValidationError
 from rollbook.access.guard import AllowedClients, is_loopback
 from rollbook.access.server import serve_app
 from rollbook.access.tokens import read_or_create_token, steering_token_file
+from rollbook.commands.arguments import AllowHost, AllowOrigin, Option, Port, ReadyFile, TokenFile
+from rollbook.commands.output import say
 from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import load_on_demand
@@ -150,3 +152,63 @@ def _api_key(options: PolicyServerOptions) -> str | None:
             "set a variable and pass its name with --api-key-env"
         )
     return key
+
+
+def serve_command(  # noqa: PLR0917 - a command line is a list of flags
+    model: Annotated[
+        str | None, Option("--model", help="A Hugging Face directory, or the name of a model on the hub.")
+    ] = None,
+    host: Annotated[str, Option("--host", help="Addresses other than loopback need --api-key-env.")] = "127.0.0.1",
+    port: Port = 8000,
+    engine: Annotated[str, Option("--engine", help="transformers, or scripted for a policy without a model.")] = (
+        "transformers"
+    ),
+    device: Annotated[str, Option("--device", help="cpu, cuda, cuda:1, mps.")] = "cpu",
+    dtype: Annotated[str, Option("--dtype", help="float32, bfloat16 or float16.")] = "float32",
+    threads: Annotated[int, Option("--threads", min=1, help="CPU threads of the engine.")] = 1,
+    max_model_len: Annotated[
+        int | None, Option("--max-model-len", min=2, help="Maximum tokens of prompt plus completion.")
+    ] = None,
+    max_running: Annotated[int, Option("--max-running", min=1, help="Requests decoded concurrently.")] = 64,
+    max_queued: Annotated[int, Option("--max-queued", min=1, help="Requests in the queue.")] = 4096,
+    seed: Annotated[int, Option("--seed", min=0, help="Seed of requests without one.")] = 0,
+    served_model_name: Annotated[
+        list[str] | None, Option("--served-model-name", help="Model name in requests; may be repeated.")
+    ] = None,
+    api_key_env: Annotated[
+        str | None, Option("--api-key-env", help="Environment variable with the key that clients must send.")
+    ] = None,
+    token_file: TokenFile = None,
+    allow_host: AllowHost = None,
+    allow_origin: AllowOrigin = None,
+    ready_file: ReadyFile = None,
+) -> None:
+    """Serve any Hugging Face causal language model; works with the official openai client."""
+    inference: dict[str, Any] = {
+        "engine": engine,
+        "device": device,
+        "dtype": dtype,
+        "threads": threads,
+        "max_running": max_running,
+        "max_queued": max_queued,
+        "seed": seed,
+    }
+    if max_model_len is not None:
+        inference["max_model_len"] = max_model_len
+    serve_policy(
+        PolicyServerOptions(
+            model=model,
+            host=host,
+            port=port,
+            served_model_name=tuple(served_model_name or ()),
+            api_key_env=api_key_env,
+            token_file=token_file,
+            allowed=AllowedClients.of(allow_host or (), allow_origin or ()),
+            ready_file=ready_file,
+            inference=inference,
+        ),
+        say=say,
+    )
+
+
+COMMANDS = {"serve": serve_command}

@@ -10,14 +10,16 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from rollbook.access.guard import AllowedClients, Handler, is_loopback
-from rollbook.access.tokens import Secret, bearer_token
+from rollbook.access.tokens import Secret, bearer_token, read_or_create_token
+from rollbook.commands.arguments import AllowHost, AllowOrigin, Option, Port
+from rollbook.commands.output import say
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.policy import SamplingParams
@@ -26,10 +28,11 @@ from rollbook.rollout.agents.server import MakeReply, ProxyServer
 from rollbook.rollout.agents.session import ProxySession
 from rollbook.rollout.agents.tool_calls import load_parser
 from rollbook.rollout.assemblers.tokens import build_assembler
-from rollbook.rollout.chat.tokenizer import ModelTokenizer
+from rollbook.rollout.contract import Tokenizer
 from rollbook.rollout.policy import EpisodePolicy
 from rollbook.rollout.remote.protocol import reply_of
 from rollbook.rollout.settings import EpisodeLimits
+from rollbook.run.episodes import model_tokenizer
 
 NOT_SCORED = "no reward was given"
 
@@ -53,7 +56,7 @@ class RecordingProxy(ProxyServer):
     """Opens a session on its first request, and records it when it ends."""
 
     def __init__(
-        self, options: ProxyOptions, policy: EpisodePolicy, tokenizer: ModelTokenizer, sampling: SamplingParams
+        self, options: ProxyOptions, policy: EpisodePolicy, tokenizer: Tokenizer, sampling: SamplingParams
     ) -> None:
         if options.token is None and not is_loopback(options.host):
             raise RunError(f"{options.host} can be reached from other machines: --token-file is required")
@@ -144,7 +147,7 @@ def _require_token(secret: Secret) -> Middleware:
 
 async def serve_proxy(options: ProxyOptions, *, ready: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM. `ready` is called with the URL."""
-    tokenizer = ModelTokenizer.from_directory(options.model_dir)
+    tokenizer = model_tokenizer(options.model_dir)
     if not tokenizer.eos_token_ids:
         raise RunError(f"{options.model_dir} has no end token; set eos_token in tokenizer_config.json")
     sampling = SamplingParams(
@@ -164,3 +167,39 @@ async def serve_proxy(options: ProxyOptions, *, ready: Callable[[str], None]) ->
         finally:
             await proxy.close()
             proxy.write_open_sessions()
+
+
+def proxy_command(  # noqa: PLR0917 - a command line is a list of flags
+    policy: Annotated[str, Option("--policy", help="URL of the policy server.")],
+    model: Annotated[Path, Option("--model", help="A directory with tokenizer.json and a chat template.")],
+    record: Annotated[Path, Option("--record", help="File for the sessions, one JSON line each.")] = Path(
+        "sessions.jsonl"
+    ),
+    host: Annotated[str, Option("--host", help="Addresses other than loopback need --token-file.")] = "127.0.0.1",
+    port: Port = 0,
+    max_tokens: Annotated[int, Option("--max-tokens", min=1, help="Tokens per turn.")] = 1024,
+    temperature: Annotated[float, Option("--temperature", min=0.0)] = 1.0,
+    assembler: Annotated[str, Option("--assembler", help="linear, branching or per_turn.")] = "branching",
+    tool_parser: Annotated[str, Option("--tool-parser", help="hermes, json, none or module:function.")] = "hermes",
+    token_file: Annotated[
+        Path | None,
+        Option("--token-file", help="File with the token that agents must send as API key; created if missing."),
+    ] = None,
+    allow_host: AllowHost = None,
+    allow_origin: AllowOrigin = None,
+) -> None:
+    """Try an agent: point it at BASE_URL/s/ANY_NAME/v1, then POST {"reward": 1.0} as JSON to BASE_URL/s/ANY_NAME/end."""
+    options = ProxyOptions(
+        policy_url=policy,
+        model_dir=model,
+        record=record,
+        host=host,
+        port=port,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        assembler=assembler,
+        tool_parser=tool_parser,
+        token=None if token_file is None else read_or_create_token(token_file),
+        allowed=AllowedClients.of(allow_host or (), allow_origin or ()),
+    )
+    asyncio.run(serve_proxy(options, ready=lambda url: say(f"base_url: {url}/s/NAME/v1")))

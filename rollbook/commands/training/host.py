@@ -9,9 +9,12 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
 from rich.console import Console
 
+from rollbook.commands.arguments import Argument, Option, Overrides
+from rollbook.commands.output import EXIT_FAILED, print_error, stderr_console
 from rollbook.commands.training.train import resolve_run, write_or_check_config
 from rollbook.concurrency.child_process.child import die_with_parent
 from rollbook.contracts.errors import RunError, TransientError
@@ -128,3 +131,17 @@ def host_info(addresses: dict[str, str], loaded: LoadedConfig, directory: RunDir
         "temperature": config.rollout.sampling.temperature,
         "request_s": config.ledger.request_s,
     }
+
+
+def host_command(
+    config: Annotated[Path, Argument(help="The run's TOML file, or a run directory to resume.")],
+    run_dir: Annotated[Path | None, Option("--run-dir", help="The run directory; an existing one is resumed.")] = None,
+    override: Overrides = None,
+    parent_fd: Annotated[int | None, Option("--parent-fd", is_hidden=True)] = None,
+) -> int:
+    """Run ledger, policy server, environments and rollout workers for an external trainer, such as TRL."""
+    outcome = host(config, run_dir=run_dir, overrides=override or (), parent_fd=parent_fd, console=stderr_console())
+    if outcome.end == "failed":
+        print_error(outcome.message)
+        return EXIT_FAILED
+    return 0

@@ -9,7 +9,10 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+from rollbook.commands.arguments import Argument, Option
+from rollbook.commands.output import result, say
 from rollbook.contracts.errors import UsageError
 
 TEMPLATES_DIR = Path(__file__).parents[2] / "templates"
@@ -76,3 +79,24 @@ def _model_path(model: str) -> str:
     raise UsageError(
         f"--model {model}: no such directory; give a Hugging Face model directory, or ORGANISATION/NAME on the hub"
     )
+
+
+def init_command(
+    name: Annotated[Path, Argument(metavar="NAME", help="The new directory. Its last part is the name of the run.")],
+    template: Annotated[str, Option("--template", help=f"One of: {', '.join(template_names())}.")] = "single_turn",
+    model: Annotated[
+        str | None,
+        Option(
+            "--model",
+            help="Train this Hugging Face model directory instead of a small model that is built for the run.",
+        ),
+    ] = None,
+) -> None:
+    """Create a project that trains as it is: environment or tasks, reward, run file, test and README.
+
+    single_turn: a question, an answer, a reward. multi_turn: an environment. tools: a model that calls tools. agent_proxy: an agent
+    that uses OpenAI's API. atropos: an environment that posts groups to the run.
+    """
+    for path in init_project(name, template=template, model=model):
+        result(str(path))
+    say(f"\nNext: cd {name}, then rollbook train run.toml. README.md explains the files.")

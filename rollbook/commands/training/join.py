@@ -11,10 +11,13 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Annotated
 
 from rollbook.access.guard import is_loopback
+from rollbook.commands.arguments import Argument, Option, is_address
+from rollbook.commands.output import say
 from rollbook.concurrency.child_process.process import exit_reason
 from rollbook.contracts.errors import FencedError, RunError, TransientError, UsageError
 from rollbook.contracts.plugin import require_libraries
@@ -22,7 +25,7 @@ from rollbook.ledger.client.client import LedgerClient
 from rollbook.run.config.run import LoadedConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import open_run_ledger
-from rollbook.run.members.announced_run import AnnouncedRun, AnnouncementWatch, Place, find_run
+from rollbook.run.members.announced_run import AnnouncedRun, AnnouncementWatch, LocalPaths, find_run
 from rollbook.run.policy_clients import chosen_transfer, reachable
 from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
 from rollbook.run.supervision.host import ProcessStart
@@ -38,9 +41,15 @@ REQUEST_S = 3.0
 LOCAL_TRANSFERS = frozenset({"directory", "shared_memory", "cuda_ipc"})
 """Transports for weights that need the memory or the files of the trainer's machine."""
 
-JoinRole = Literal["policy", "rollout", "env", "rank"]
 Say = Callable[[str], None]
 IsRunning = Callable[[LedgerClient], Awaitable[bool]]
+
+
+class JoinRole(StrEnum):
+    POLICY = "policy"
+    ROLLOUT = "rollout"
+    ENV = "env"
+    RANK = "rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +81,14 @@ def join_directory(run_dir: Path, options: JoinOptions, *, say: Say) -> str:
 
 
 def join_address(
-    address: str, options: JoinOptions, *, run: str | None, token_file: Path | None, place: Place, say: Say
+    address: str, options: JoinOptions, *, run: str | None, token_file: Path | None, paths: LocalPaths, say: Say
 ) -> str:
-    """As `join_directory`, for a machine that does not see the run directory. `address`: of the run's ledger."""
+    """Like `join_directory`, on a machine that does not see the run directory. `address` is that of the run's ledger."""
     require_libraries("torch", "transformers")
-    if options.role == "rank":
+    if options.role is JoinRole.RANK:
         raise UsageError("a trainer rank joins with the run directory, which holds checkpoints and tokens of the ranks")
     found = find_run(address, run=run, token_file=token_file)
-    with found.directory(options.name, options.role, place) as directory:
+    with found.directory(options.name, options.role.value, paths) as directory:
         loaded, addresses = load_resolved_config(directory), found.announcement.addresses
         _require_joinable(loaded, options)
         _require_transfer(loaded, options)
@@ -88,7 +97,7 @@ def join_address(
         watch = AnnouncementWatch(found.announcement, is_own_ledger=ledger.url is None, silent_s=ledger.request_s)
 
         async def serve() -> str:
-            if options.role != "env":
+            if options.role is not JoinRole.ENV:
                 await _prepare_model(found, start)
             return await _Joiner(start, loaded, watch.is_running, say).run()
 
@@ -100,12 +109,12 @@ def _start(
 ) -> ProcessStart:
     return ProcessStart(
         name=options.name,
-        role=options.role,
+        role=options.role.value,
         directory=directory,
         addresses=addresses,
         bind=options.host,
         environment={
-            **environment_of(loaded.config, options.name, options.role),
+            **environment_of(loaded.config, options.name, options.role.value),
             **({} if options.gpus is None else {"CUDA_VISIBLE_DEVICES": options.gpus}),
         },
     ).on_another_machine()
@@ -133,7 +142,7 @@ def _require_transfer(loaded: LoadedConfig, options: JoinOptions) -> None:
     inference = reachable(config)
     transfer = chosen_transfer(inference, config.trainer.device)
     needs_files = transfer == "directory" or (transfer in LOCAL_TRANSFERS and not is_loopback(options.host))
-    if options.role == "policy" and needs_files:
+    if options.role is JoinRole.POLICY and needs_files:
         raise UsageError(
             f"inference.transfer = {transfer!r} passes weights on the trainer's machine; start the run with 'pull', or join "
             "with the run directory"
@@ -149,17 +158,17 @@ def _require_joinable(loaded: LoadedConfig, options: JoinOptions) -> None:
             f"the run listens on {config.cluster.host} (cluster.host) and this process would listen on {host}: one could not "
             "reach the other. Set both to addresses of the same network"
         )
-    if role == "rollout" and config.tasks.is_posted:
+    if role is JoinRole.ROLLOUT and config.tasks.is_posted:
         raise UsageError("this run has no dispatchers: its groups are posted by Atropos environments")
-    if role == "env" and config.env.pool_size is None:
+    if role is JoinRole.ENV and config.env.pool_size is None:
         raise UsageError(
             "only a run with env.pool_size has environment servers; in this one, workers create environments"
         )
-    if role == "rank" and config.cluster.ranks == 0:
+    if role is JoinRole.RANK and config.cluster.ranks == 0:
         raise UsageError(
             "this run has no trainer ranks on other machines: start it with trainer.ranks and cluster.ranks"
         )
-    if role == "policy" and config.inference.engine == "vllm":
+    if role is JoinRole.POLICY and config.inference.engine == "vllm":
         raise UsageError("vLLM servers cannot join a run; list them in inference.urls")
 
 
@@ -245,3 +254,56 @@ class _Joiner:
             self._process.request_leave()
         else:
             self._process.kill()
+
+
+def join_command(  # noqa: PLR0917 - a command line is a list of flags
+    target: Annotated[
+        str,
+        Argument(
+            metavar="RUN|LEDGER_URL",
+            help="The run directory, if this machine sees it, or the address of the run's ledger: http://HOST:PORT.",
+        ),
+    ],
+    role: Annotated[
+        JoinRole,
+        Option(
+            "--role", help="A policy server, a dispatcher with its workers, an environment server, or a trainer rank."
+        ),
+    ],
+    host: Annotated[str, Option("--host", help="Address of this machine, on which a server listens.")] = "127.0.0.1",
+    name: Annotated[
+        str | None, Option("--name", help="Name of the process; one of the same name is superseded.")
+    ] = None,
+    gpus: Annotated[str | None, Option("--gpus", help="GPUs of this process, such as 0,1.")] = None,
+    run: Annotated[
+        str | None, Option("--run", help="Name of the run, if several runs of the ledger are running.")
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        Option(
+            "--token-file",
+            help="With LEDGER_URL: file with the token of the run or of the ledger service. Default: ROLLBOOK_TRAINER_TOKENS.",
+        ),
+    ] = None,
+    source: Annotated[
+        Path | None,
+        Option(
+            "--source",
+            help="With LEDGER_URL: directory of your modules and task files on this machine. Default: the current directory.",
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        Option("--model", help="With LEDGER_URL: directory of the model on this machine. Default: model.path."),
+    ] = None,
+) -> None:
+    """Add a policy server, a dispatcher, an environment server or a trainer rank to a run with cluster.allow_join = true.
+
+    It leaves when the run ends or stops, and on Ctrl-C, after it has finished its work.
+    """
+    options = JoinOptions(role=role, host=host, name=name or member_name(role), gpus=gpus)
+    if is_address(target):
+        paths = LocalPaths(source_dir=(source or Path()).resolve(), model=None if model is None else model.resolve())
+        say(join_address(target, options, run=run, token_file=token_file, paths=paths, say=say))
+    else:
+        say(join_directory(Path(target), options, say=say))

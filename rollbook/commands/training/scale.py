@@ -5,7 +5,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
+from rollbook.commands.arguments import Argument, AsJson
+from rollbook.commands.output import result_json, say
 from rollbook.commands.training.join import running_addresses
 from rollbook.contracts.errors import UsageError
 from rollbook.run.config.run import load_resolved_config
@@ -44,3 +47,17 @@ def scale(run_dir: Path, requests: Sequence[str], *, say: Callable[[str], None])
 def _ready_extras(directory: RunDirectory) -> list[str]:
     rows = json.loads(directory.processes_file.read_text(encoding="utf-8"))["processes"]
     return [name for name, row in rows.items() if "-extra-" in name and row["ready"]]
+
+
+def scale_command(
+    run: Annotated[Path, Argument(help="The run directory.")],
+    requests: Annotated[list[str], Argument(metavar="ROLE=NUMBER...", help="policy=2 rollout=3 env=1")],
+    as_json: AsJson = False,
+) -> None:
+    """Set the number of policy servers, dispatchers and environment servers in addition to those that the run started with.
+
+    The supervisor of the run starts what is missing. It removes the newest ones first, when they have finished their work.
+    """
+    found = scale(run, requests, say=say)
+    if as_json:
+        result_json(found)

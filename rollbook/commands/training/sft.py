@@ -8,8 +8,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from rollbook.commands.arguments import Argument, Option, Overrides
+from rollbook.commands.output import result_json
 from rollbook.concurrency.child_process.process import python_command, python_environment
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import require_libraries
@@ -80,3 +82,14 @@ def _run(command: list[str], path: Path, *, config: str, threads: int) -> SftRep
     if child.returncode not in (0, 130) or not lines:
         raise RunError(f"training in {path} failed with exit code {child.returncode}; see its output above")
     return SftReport(row=json.loads(lines[-1]), exit_code=child.returncode)
+
+
+def sft_command(
+    config: Annotated[Path, Argument(help="The TOML file, or an output directory to resume.")],
+    out: Annotated[Path | None, Option("--out", help="The output directory; an existing one is resumed.")] = None,
+    override: Overrides = None,
+) -> int:
+    """Train a model on chats, the assistant's tokens only. The result is a model directory for `model.path` of a run."""
+    report = run_sft(config, out=out, overrides=override or ())
+    result_json(report.row)
+    return report.exit_code

@@ -20,12 +20,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
+from rollbook.commands.arguments import Argument, AsJson, Option, Overrides
+from rollbook.commands.output import result, result_json, say, stderr_console
 from rollbook.commands.training.sft import run_sft
-from rollbook.commands.training.study_report import StudyReport, write_report
+from rollbook.commands.training.study_report import HEADINGS, StudyReport, table, write_report
 from rollbook.concurrency.blocking import run_blocking
 from rollbook.concurrency.child_process.process import ChildProcess, ChildSpec
 from rollbook.contracts.errors import RunError, UsageError
@@ -266,3 +270,64 @@ def _ended(row: dict[str, Any]) -> str:
         return f"{what}: {row['message']}"
     held_out = "" if row["held_out_solved"] is None else f", held out {row['held_out_solved']:.1%}"
     return f"{what}, {row['steps']} steps, reward {row['reward_first']} → {row['reward_last']}{held_out}"
+
+
+SHOWN_COLUMNS = 5
+
+
+def study_command(
+    file: Annotated[Path, Argument(metavar="STUDY.toml", help="A run config, a grid of settings, and seeds.")],
+    *,
+    out: Annotated[
+        Path | None,
+        Option("--out", help="The directory of the study; default: runs/NAME. An existing one is resumed."),
+    ] = None,
+    jobs: Annotated[int, Option("--jobs", short="-j", min=1, help="Runs that are trained at once.")] = 1,
+    only: Annotated[
+        str | None, Option("--only", metavar="PATTERN", help="Only cells whose name matches, such as '*dapo*'.")
+    ] = None,
+    minutes: Annotated[
+        float | None, Option("--minutes", min=0, help="Stop after this time; the same command continues.")
+    ] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Check everything and list the cells.")] = False,
+    report: Annotated[bool, Option("--report", help="Train nothing: write the report of what is there.")] = False,
+    override: Overrides = None,
+    as_json: AsJson = False,
+) -> int:
+    """Train every combination of a grid with every seed, and compare them: means with intervals, as a table and as SVG.
+
+    Finished runs are kept and others resumed, so the same command continues a study. The first Ctrl-C lets the running ones write
+    a checkpoint, the second stops at once.
+    """
+    if dry_run:
+        for cell in load_study(file, override or ()).cells:
+            if as_json:
+                result_json({"cell": cell.name, "seed": cell.seed, "settings": list(cell.overrides)})
+            else:
+                result(f"{cell.name}  seed {cell.seed}  {' '.join(cell.overrides)}")
+        return 0
+    found = study(
+        file,
+        out=out,
+        jobs=jobs,
+        only=only,
+        minutes=minutes,
+        overrides=override or (),
+        trains=not report,
+        console=stderr_console(),
+        on_result=result_json if as_json else lambda row: None,
+    )
+    # The columns after these are in the report: a terminal is too narrow.
+    shown = Table(title=escape(f"{found.results.measure} of {file}"), title_justify="left")
+    for number, heading in enumerate(HEADINGS[:SHOWN_COLUMNS]):
+        shown.add_column(heading, justify="left" if number == 0 else "right", overflow="fold")
+    for line in table(found.results):
+        shown.add_row(*map(escape, line[:SHOWN_COLUMNS]))
+    stderr_console().print(shown)
+    for path in found.files:
+        say(f"written: {path}")
+    if found.is_interrupted:
+        say(f"stopped: {len(found.unfinished)} runs are not finished; the same command continues")
+    if as_json:
+        result_json(found.row())
+    return found.exit_code

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import io
+import json
 import resource
 import shutil
 import time
@@ -15,12 +16,14 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 
 from rollbook.access.tokens import read_or_create_token
-from rollbook.commands.training.train_summary import EXIT_FAILED, TrainReport, print_summary
+from rollbook.commands.arguments import AllowActions, Argument, AsJson, Dashboard, Option, Overrides, UsePreflight
+from rollbook.commands.output import result_json, stderr_console
+from rollbook.commands.training.train_summary import EXIT_FAILED, TrainReport, print_summary, summary_row
 from rollbook.concurrency.blocking import run_blocking
 from rollbook.contracts.admission import AuditReport
 from rollbook.contracts.errors import RunError, UsageError
@@ -369,3 +372,45 @@ def check_resume(stored: RunConfig, wanted: RunConfig, *, source: str) -> dict[s
     if faults:
         raise ConfigError(source, faults)
     return changed
+
+
+def train_command(  # noqa: PLR0917 - a command line is a list of flags
+    config: Annotated[Path, Argument(help="The run's TOML file, or a run directory to resume.")],
+    run_dir: Annotated[Path | None, Option("--run-dir", help="The run directory; an existing one is resumed.")] = None,
+    override: Overrides = None,
+    max_rows: Annotated[
+        int | None, Option("--max-rows", min=1, help="Use only the first rows of the task source (tasks.limit).")
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        Option(
+            "--cluster",
+            metavar="auto|ADDRESS",
+            help="Place additional processes on a Ray cluster (cluster.ray.address).",
+        ),
+    ] = None,
+    preflight: UsePreflight = True,
+    dashboard: Dashboard = True,
+    allow_actions: AllowActions = False,
+    as_json: AsJson = False,
+) -> int:
+    """Train a policy asynchronously. The first Ctrl-C drains, the second stops at once; `rollbook train RUN_DIR` resumes."""
+    try:
+        report = train(
+            config,
+            run_dir=run_dir,
+            overrides=[
+                *(override or ()),
+                *([] if max_rows is None else [f"tasks.limit={max_rows}"]),
+                *([] if cluster is None else [f"cluster.ray.address={json.dumps(cluster)}"]),
+            ],
+            console=stderr_console(),
+            preflight=preflight,
+            dashboard=dashboard,
+            allow_actions=allow_actions,
+        )
+    except RunFailedError as error:
+        report = error.report
+    if as_json:
+        result_json(summary_row(report))
+    return report.exit_code

@@ -13,8 +13,7 @@ from typing import Any
 from rollbook.rollout.agents.messages import digests
 from rollbook.rollout.agents.tool_calls import ParsedText, ToolParser
 from rollbook.rollout.assemblers.assembler import after_sampled_end, first_difference
-from rollbook.rollout.chat.tokenizer import RenderError
-from rollbook.rollout.contract import Message, Tokenizer
+from rollbook.rollout.contract import Message, RenderError, Tokenizer
 
 REPLY_MARK = "\u2063rollbook\u2063answer\u2063"
 """Replaces a reply to find out what the template writes around it. Does not occur in real text."""

@@ -13,8 +13,7 @@ from rollbook.rollout.agents.history import ChatHistory, PlayedTurn
 from rollbook.rollout.agents.messages import normalised
 from rollbook.rollout.agents.tool_calls import PARSERS, ParsedText, ToolParser
 from rollbook.rollout.assemblers.assembler import first_difference
-from rollbook.rollout.chat.tokenizer import RenderError
-from rollbook.rollout.contract import Message, Tokenizer
+from rollbook.rollout.contract import Message, RenderError, Tokenizer
 
 
 class TemplateVerdict(StrEnum):

@@ -14,8 +14,8 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from rollbook.contracts.errors import EpisodeError, RunError
-from rollbook.rollout.contract import Message
+from rollbook.contracts.errors import RunError
+from rollbook.rollout.contract import Message, RenderError
 
 CACHED_TEXTS = 4096
 """Size of the caches of renderings and encodings. Episodes of a group share their first prompt, so most turns hit the cache."""
@@ -36,10 +36,6 @@ _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 class TokenizerError(RunError):
     """The files of a tokenizer are missing or invalid."""
-
-
-class RenderError(EpisodeError):
-    """The chat template rejected these messages."""
 
 
 class ModelTokenizer:

@@ -46,7 +46,7 @@ FILES_OF_ROLE = {"policy": ("inference",), "rollout": ("tasks", "rollout", "env"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class LocalPaths:
     """Where this machine has what the run's config names."""
 
     source_dir: Path
@@ -63,7 +63,7 @@ class AnnouncedRun:
     """Opens the ledger."""
 
     @contextmanager
-    def directory(self, member: str, role: str, place: Place) -> Iterator[RunDirectory]:
+    def directory(self, member: str, role: str, paths: LocalPaths) -> Iterator[RunDirectory]:
         """The directory of the member on this machine. It holds tokens and is removed at the end.
 
         Raises `UsageError` if files that the role needs are not on this machine.
@@ -74,7 +74,7 @@ class AnnouncedRun:
         shutil.rmtree(directory.path, ignore_errors=True)  # of a member that was killed
         make_private_directory(directory.path)
         try:
-            table = self._config(place, role)
+            table = self._config(paths, role)
             for name, token in known.tokens.items():
                 write_token(directory.path / Path(name).name, token)
             if table["ledger"].get("url") and self.token is not None:
@@ -89,10 +89,10 @@ class AnnouncedRun:
                     "id": known.directory_id,
                     "rollbook": __version__,
                     "created": time.time(),
-                    "source_dir": str(place.source_dir),
+                    "source_dir": str(paths.source_dir),
                 },
             )
-            _require_files(RunConfig.model_validate(table), role, place)
+            _require_files(RunConfig.model_validate(table), role, paths)
             yield directory
         finally:
             shutil.rmtree(directory.path, ignore_errors=True)
@@ -105,10 +105,10 @@ class AnnouncedRun:
                 "machine, and name its directory with --model"
             )
 
-    def _config(self, place: Place, role: str) -> dict[str, dict[str, object]]:
+    def _config(self, paths: LocalPaths, role: str) -> dict[str, dict[str, object]]:
         table = tomllib.loads(self.announcement.config)
-        if place.model is not None:
-            table["model"] = {"path": str(place.model)}
+        if paths.model is not None:
+            table["model"] = {"path": str(paths.model)}
         if self.announcement.needs_env_token and role == "rollout":
             token = os.environ.get(ENV_TOKEN_VARIABLE)
             if not token:
@@ -156,18 +156,18 @@ def _only_run(base: str, token: str | None) -> str:
     )
 
 
-def _require_files(config: RunConfig, role: str, place: Place) -> None:
+def _require_files(config: RunConfig, role: str, paths: LocalPaths) -> None:
     sections = {name: getattr(config, name) for name in FILES_OF_ROLE[role]}
     if role == "rollout" and config.env.pool_size is not None:
         del sections["env"]
-    faults = [f"{path}: {text}" for path, text in missing_files(sections, place.source_dir, [place.source_dir])]
+    faults = [f"{path}: {text}" for path, text in missing_files(sections, paths.source_dir, [paths.source_dir])]
     if role != "env":
         model_faults = load_on_demand("rollbook.run.model_files:model_faults")
-        faults += [f"model.path: {text}" for text in model_faults(config.model, place.source_dir)]
+        faults += [f"model.path: {text}" for text in model_faults(config.model, paths.source_dir)]
     if faults:
         listed = "\n".join(f"  {fault}" for fault in faults)
         raise UsageError(
-            f"this machine lacks files that the role {role} needs. They are looked up in {place.source_dir} (--source; --model for "
+            f"this machine lacks files that the role {role} needs. They are looked up in {paths.source_dir} (--source; --model for "
             f"the model). Objects that were passed to rollbook.train are in the run directory only: join with that.\n{listed}"
         )
 

@@ -31,8 +31,7 @@ from rollbook.envs.config import EnvConfig
 from rollbook.ledger.client.client import open_ledger_client
 from rollbook.ledger.stores.registry import store_warnings
 from rollbook.rollout.agents.program import AgentError
-from rollbook.rollout.chat.tokenizer import RenderError
-from rollbook.rollout.contract import RolloutSetup, Tokenizer, load_rollout
+from rollbook.rollout.contract import RenderError, RolloutSetup, Tokenizer, load_rollout
 from rollbook.rollout.episodes.env_calls import EnvironmentTimeoutError
 from rollbook.rollout.groups.filters import load_own_filter
 from rollbook.rollout.groups.player import checked_sample

@@ -196,7 +196,7 @@ STARTED_IN = {
     "rollout/remote/server.py",
     "telemetry/sinks/prometheus.py",
     # These serve an application of the modules above, or that of `dashboard/server/app.py`.
-    "run/dashboard/serve.py",
+    "commands/record/dashboard.py",
     "run/processes/dashboard.py",
     "run/processes/env_server.py",
     "run/processes/inference_server.py",

@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rollbook.cli import main as cli_main
-from rollbook.cli.main import VERBS, Verb, app
-from rollbook.cli.training.demo import CONFIG
+from rollbook.cli.main import COMMANDS, LazyCommand, app
+from rollbook.commands.training.demo import CONFIG
 from rollbook.contracts.plugin import EXTRAS
 from rollbook.run.config.run import load_config
 
@@ -26,9 +26,9 @@ DISTRIBUTIONS = {"yaml": "pyyaml", "botocore": "awscli"}
 
 def commands() -> Iterator[tuple[str, ...]]:
     yield ()
-    for name, (path, summary) in VERBS.items():
+    for name, (path, summary) in COMMANDS.items():
         yield (name,)
-        found = Verb(name, path, summary).load()
+        found = LazyCommand(name, path, summary).load()
         yield from ((name, inner) for inner in getattr(found, "commands", ()))
 
 
@@ -39,9 +39,9 @@ def test_help_is_shown(verb: tuple[str, ...]) -> None:
     assert "Usage" in shown.output
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", COMMANDS)
 def test_the_line_of_a_verb_fits_the_help(verb: str) -> None:
-    assert VERBS[verb][1] in CliRunner().invoke(app, ["--help"], terminal_width=80).output
+    assert COMMANDS[verb][1] in CliRunner().invoke(app, ["--help"], terminal_width=80).output
 
 
 def test_an_unknown_verb_is_answered_with_similar_ones() -> None:
@@ -86,12 +86,29 @@ def test_the_list_of_verbs_imports_no_verb_and_no_large_library() -> None:
     assert {name for name in result["loaded"] if name.startswith("rollbook.")} <= {
         "rollbook.cli",
         "rollbook.cli.main",
-        "rollbook.cli.arguments",
+        "rollbook.cli.translation",
+        "rollbook.commands",
+        "rollbook.commands.arguments",
         "rollbook.contracts",
         "rollbook.contracts.errors",
         "rollbook.contracts.plugin",
         "rollbook.contracts.user_errors",
     }
+
+
+def test_the_public_functions_do_not_import_the_command_line_library() -> None:
+    code = (
+        "import sys; from rollbook import audit, evaluate, replay, train; "
+        "print(*sorted({'typer', 'click', 'rollbook.cli'} & set(sys.modules)))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert loaded.stdout.split() == []
+
+
+def test_every_command_can_be_imported_without_the_command_line_library() -> None:
+    modules = sorted({f"rollbook.commands.{path.partition(':')[0]}" for path, _ in COMMANDS.values()})
+    code = f"import sys; sys.modules['typer'] = None; import {', '.join(modules)}"
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
 
 
 def test_a_verb_whose_library_is_missing_names_the_extra(tmp_path: Path) -> None:

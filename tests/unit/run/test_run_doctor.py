@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.run.doctor import NodeFacts, Verdict, examine, node_findings
+from rollbook.commands.checks.doctor import NodeFacts, Verdict, examine, node_findings
 
 OURS = {"python": "3.11.7", "torch": "2.13.0"}
 GOOD = NodeFacts(address="10.0.0.6", versions=OURS, sees_directory=True, mib_per_s=900.0)
@@ -49,6 +49,6 @@ def test_bytecode_that_is_not_cached_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_disabled: bool, verdict: Verdict, advice: str
 ) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", is_disabled)
-    monkeypatch.setattr("rollbook.run.doctor._run", lambda code: (0, "1.0"))
+    monkeypatch.setattr("rollbook.commands.checks.doctor._run", lambda code: (0, "1.0"))
     (found,) = [finding for finding in examine(tmp_path) if finding.name == "bytecode"]
     assert (found.verdict, found.advice) == (verdict, advice)

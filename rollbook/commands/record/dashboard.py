@@ -1,4 +1,4 @@
-"""`rollbook dashboard`: serves the page of one or more runs. Also the process that `rollbook train` starts next to a run."""
+"""`rollbook dashboard`: serves the page of one or more runs."""
 
 import asyncio
 import os
@@ -6,10 +6,13 @@ import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Annotated
 
 from rollbook.access.guard import AllowedClients
 from rollbook.access.server import serve_app
-from rollbook.access.tokens import read_or_create_token
+from rollbook.access.tokens import read_or_create_token, user_token_file
+from rollbook.commands.arguments import AllowActions, AllowHost, AllowOrigin, Argument, Option, ReadyFile
+from rollbook.commands.output import say
 from rollbook.contracts.errors import UsageError
 from rollbook.dashboard.server.access import DashboardAccess, require_viewer_token
 from rollbook.dashboard.server.app import build_app
@@ -59,3 +62,44 @@ def serve_dashboard(
             await stopping.wait()
 
     asyncio.run(serve())
+
+
+def dashboard_command(  # noqa: PLR0917 - a command line is a list of flags
+    target: Annotated[
+        str,
+        Argument(
+            metavar="RUN_DIR|FOLDER|LEDGER_URL",
+            help="A run directory, a folder with run directories, or the address of a ledger.",
+        ),
+    ],
+    host: Annotated[str, Option("--host", help="Addresses other than loopback need --token-file.")] = "127.0.0.1",
+    port: Annotated[
+        int | None, Option("--port", min=0, max=65535, help="Default: 8686, or any free one if it is in use.")
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        Option("--token-file", help="File with the token that a person must enter; created if missing."),
+    ] = None,
+    allow_actions: AllowActions = False,
+    operator_token_file: Annotated[
+        Path | None,
+        Option(
+            "--operator-token-file",
+            help="With --allow-actions: file with the token of operators; created if missing. Default: one for your user.",
+        ),
+    ] = None,
+    allow_host: AllowHost = None,
+    allow_origin: AllowOrigin = None,
+    ready_file: ReadyFile = None,
+) -> None:
+    """Show runs in a browser: live, finished or crashed. The token of a remote ledger is read from ROLLBOOK_VIEWER_TOKENS."""
+    serve_dashboard(
+        target,
+        host=host,
+        port=port,
+        token_file=token_file,
+        operator_token_file=operator_token_file or user_token_file("operator-token") if allow_actions else None,
+        allowed=AllowedClients.of(allow_host or (), allow_origin or ()),
+        ready_file=ready_file,
+        say=say,
+    )

@@ -1,13 +1,15 @@
-"""`rollbook top` and `rollbook plot`: the terminal panel and the figures of a run that was started elsewhere."""
+"""`rollbook top`: the terminal panel of a run that was started elsewhere."""
 
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 from rich.console import Console
 
+from rollbook.commands.arguments import Argument, Option
+from rollbook.commands.output import stderr_console
 from rollbook.contracts.errors import RollbookError, UsageError
-from rollbook.contracts.plugin import load_on_demand
 from rollbook.dashboard.process_files import read_processes
 from rollbook.dashboard.run_files import RunReader
 from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
@@ -19,7 +21,7 @@ TICK_S = 0.5
 
 def show_top(run_dir: Path, console: Console, *, once: bool = False) -> None:
     """Show the panel until the run ends or Ctrl-C. `once`: the current state only."""
-    directory, config = _open(run_dir)
+    directory, config = open_config(run_dir)
     renderer = ProgressRenderer(
         title=config.run.name,
         total_steps=config.trainer.max_steps,
@@ -57,20 +59,7 @@ def _processes(directory: RunDirectory) -> list[ProcessStatus]:
     ]
 
 
-def plot_run(run_dir: Path, out: Path | None, *, suffix: str) -> list[Path]:
-    """Draw the figures of a run; returns their files."""
-    directory, config = _open(run_dir)
-    draw = load_on_demand("rollbook.dashboard.plots:draw_plots")
-    drawn: list[Path] = draw(
-        directory.path,
-        out or directory.plots,
-        max_head_offpolicy_versions=config.gate.max_head_offpolicy_versions,
-        suffix=suffix,
-    )
-    return drawn
-
-
-def _open(run_dir: Path) -> tuple[RunDirectory, RunConfig]:
+def open_config(run_dir: Path) -> tuple[RunDirectory, RunConfig]:
     directory = RunDirectory(run_dir.resolve())
     if not directory.exists:
         raise UsageError(f"{directory.path} is not a run directory: it has no {directory.manifest_file.name}")
@@ -78,3 +67,11 @@ def _open(run_dir: Path) -> tuple[RunDirectory, RunConfig]:
         return directory, load_resolved_config(directory).config
     except RollbookError as error:
         raise UsageError(f"the configuration of {directory.path} cannot be read: {error}") from error
+
+
+def top_command(
+    run: Annotated[Path, Argument(metavar="RUN_DIR", help="The run directory.")],
+    once: Annotated[bool, Option("--once", help="Show the current state and exit.")] = False,
+) -> None:
+    """Show the live panel of a run that was started elsewhere. Ctrl-C ends the view; the run continues."""
+    show_top(run, stderr_console(), once=once)

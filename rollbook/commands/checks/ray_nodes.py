@@ -14,9 +14,9 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rollbook.commands.checks.doctor import NodeFacts
 from rollbook.concurrency.sockets import listening_socket
 from rollbook.run.config.cluster import RayConfig
-from rollbook.run.doctor import NodeFacts
 from rollbook.run.supervision.ray_host import connect, versions
 
 PROBE_S = 120.0

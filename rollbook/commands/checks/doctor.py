@@ -10,11 +10,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
+from rollbook.commands.arguments import AsJson, Option
+from rollbook.commands.output import EXIT_FAILED, result, result_json
 from rollbook.contracts.plugin import EXTRAS, load_on_demand, require_libraries
 from rollbook.run.dashboard.address import DEFAULT_PORT
 from rollbook.run.directory import MIN_FREE_BYTES
@@ -85,7 +88,7 @@ def examine_cluster(address: str, *, host: str, directory: Path) -> list[Finding
     """Every node of a Ray cluster: its versions, GPUs, clock, view of the run directory, and network to this machine."""
     require_libraries("ray")
     # ray is imported only where it is used.
-    examine_nodes = load_on_demand("rollbook.run.supervision.ray_nodes:examine_nodes")
+    examine_nodes = load_on_demand("rollbook.commands.checks.ray_nodes:examine_nodes")
     ours, nodes = examine_nodes(address, host=host, directory=directory)
     return [finding for node in nodes for finding in node_findings(node, ours, host=host, directory=directory)]
 
@@ -323,3 +326,35 @@ def _confinement() -> Finding:
     verdict = Verdict.OK if status == 0 else Verdict.BROKEN
     advice = "" if status == 0 else "environments that run an agent's commands are not confined on this machine"
     return Finding(name="confinement", verdict=verdict, found=text, advice=advice)
+
+
+SIGNS = {Verdict.OK: "ok     ", Verdict.ABSENT: "absent ", Verdict.BROKEN: "BROKEN "}
+
+
+def doctor_command(
+    directory: Annotated[
+        Path, Option("--dir", help="Where runs would be written; its disk and permissions are checked.")
+    ] = Path(),
+    cluster: Annotated[
+        str | None,
+        Option("--cluster", metavar="ADDRESS", help="Check every node of this Ray cluster instead: 10.0.0.5:6379"),
+    ] = None,
+    host: Annotated[
+        str,
+        Option("--host", help="With --cluster: the address of this machine for the run (cluster.host)."),
+    ] = "127.0.0.1",
+    as_json: AsJson = False,
+) -> int:
+    """Check torch, GPUs, vLLM, ports, disk, shared memory, PostgreSQL and confinement. Exits 1 if something is broken.
+
+    With --cluster: the versions, GPUs, clock, shared directory and network of every node.
+    """
+    findings = examine(directory) if cluster is None else examine_cluster(cluster, host=host, directory=directory)
+    if as_json:
+        result_json({"findings": [asdict(finding) for finding in findings]})
+    else:
+        width = max(14, *(len(finding.name) + 2 for finding in findings))
+        for finding in findings:
+            advice = f": {finding.advice}" if finding.advice else ""
+            result(f"{SIGNS[finding.verdict]}{finding.name:<{width}}{finding.found}{advice}")
+    return EXIT_FAILED if any(finding.verdict is Verdict.BROKEN for finding in findings) else 0

@@ -3,21 +3,16 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from rollbook.cli.arguments import Overrides, Preflight, verb_group
-from rollbook.cli.output import result, stderr_console
+from rollbook.commands.arguments import Argument, Overrides, UsePreflight
+from rollbook.commands.output import result, stderr_console
 from rollbook.run.config.run import dump_toml, load_config
 from rollbook.run.preflight import check_run, print_preflight
 
-config_app = verb_group()
 
-
-@config_app.command()
-def check(
-    config: Annotated[Path, typer.Argument(help="The run's TOML file.")],
+def check_command(
+    config: Annotated[Path, Argument(help="The run's TOML file.")],
     override: Overrides = None,
-    preflight: Preflight = True,
+    preflight: UsePreflight = True,
 ) -> None:
     """Report every fault at once with its line in the file, or print the resolved configuration."""
     loaded = load_config(config, override or ())
@@ -26,3 +21,6 @@ def check(
     result(dump_toml(loaded.config, masks_secrets=True).rstrip())
     # Last: the configuration has hundreds of lines, and the verdict would scroll away.
     stderr_console().print(f"{config}: ok", markup=False, style="green")
+
+
+COMMANDS = {"check": check_command}

@@ -4,26 +4,23 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from rollbook.cli.arguments import Dashboard, Overrides
-from rollbook.cli.output import result_json, stderr_console
-from rollbook.commands.training.train import RunFailedError
-from rollbook.commands.training.train import train as launch
+from rollbook.commands.arguments import Dashboard, Option, Overrides
+from rollbook.commands.output import result_json, stderr_console
+from rollbook.commands.training.train import RunFailedError, train
 from rollbook.commands.training.train_summary import summary_row
 
 CONFIG = Path(__file__).parents[2] / "demo" / "run.toml"
 
 
-def demo(
-    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="The run directory.")] = None,
+def demo_command(
+    run_dir: Annotated[Path | None, Option("--run-dir", help="The run directory.")] = None,
     override: Overrides = None,
     dashboard: Dashboard = True,
-) -> None:
+) -> int:
     """Train a small policy from scratch to guess numbers. `rollbook init NAME --template multi_turn` starts a project like it."""
     chosen = run_dir or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
-        report = launch(
+        report = train(
             CONFIG,
             run_dir=chosen,
             overrides=override or (),
@@ -34,4 +31,4 @@ def demo(
     except RunFailedError as error:
         report = error.report
     result_json({"demo": "number_guessing", **summary_row(report)})
-    raise typer.Exit(report.exit_code)
+    return report.exit_code

@@ -1,32 +1,34 @@
 """`rollbook audit`: checks the ledger of a run. Exits non-zero on a violation."""
 
+import os
 from dataclasses import asdict
 from datetime import datetime
 from typing import Annotated
 
-import typer
-
-from rollbook.cli.arguments import RunOrLedger, is_address
-from rollbook.cli.output import EXIT_FAILED, result, result_json, stderr_console
-from rollbook.commands.servers.ledger import audit_remote
+from rollbook.commands.arguments import Option, RunOrLedger, is_address
+from rollbook.commands.output import EXIT_FAILED, result, result_json, stderr_console
 from rollbook.commands.training.train_summary import law_text
 from rollbook.contracts.admission import AuditReport
-from rollbook.run.reader import audit as audit_directory
+from rollbook.ledger.client.blocking import audit_at
+from rollbook.run.reader import audit, audit_report
 
 
-def audit(
+def audit_command(
     run: RunOrLedger,
     full: Annotated[
-        bool, typer.Option("--full", help="Read durable and dropped groups again that were audited before.")
+        bool, Option("--full", help="Read durable and dropped groups again that were audited before.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON line.")] = False,
-) -> None:
+    as_json: Annotated[bool, Option("--json", help="Print the report as one JSON line.")] = False,
+) -> int:
     """Check the conservation law, every group's history, batches, steps, payloads and lag."""
-    reports = audit_remote(run, full=full) if is_address(run) else [audit_directory(run, full=full)]
+    if is_address(run):
+        token = os.environ.get("ROLLBOOK_VIEWER_TOKENS")
+        reports = [audit_report(view) for view in audit_at(run, token=token, full=full)]
+    else:
+        reports = [audit(run, full=full)]
     for report in reports:
         _print(report, as_json=as_json)
-    if not all(report.ok for report in reports):
-        raise typer.Exit(EXIT_FAILED)
+    return 0 if all(report.ok for report in reports) else EXIT_FAILED
 
 
 def _print(report: AuditReport, *, as_json: bool) -> None:

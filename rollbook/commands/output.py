@@ -1,10 +1,10 @@
-"""Output of the verbs: messages on stderr, results on stdout."""
+"""Output of the commands: messages on stderr, results on stdout."""
 
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-import typer
 from rich.console import Console
 
 EXIT_FAILED = 1
@@ -14,15 +14,20 @@ def stderr_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def say(text: str) -> None:
+    """Print a message without markup: messages contain paths and brackets."""
+    stderr_console().print(text, markup=False, soft_wrap=True)
+
+
 def print_error(message: str) -> None:
-    """Print without markup: messages contain paths and brackets."""
     stderr_console().print(f"error: {message}", style="red", markup=False, soft_wrap=True)
 
 
 def result(text: str) -> None:
-    typer.echo(text)
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def result_json(value: Mapping[str, Any]) -> None:
     """One line, on stdout."""
-    typer.echo(json.dumps(value))
+    result(json.dumps(value))

@@ -1,1 +1,0 @@
-"""Verbs that check a configuration, a machine or a rollout."""

@@ -1,1 +1,0 @@
-"""Verbs that read or use what a run recorded."""

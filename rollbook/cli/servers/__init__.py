@@ -1,1 +1,0 @@
-"""Verbs that serve one part without a run."""

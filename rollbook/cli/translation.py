@@ -1,0 +1,79 @@
+"""Makes commands of typer from functions that describe their arguments with `rollbook.commands.arguments`."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+from typer.core import TyperGroup
+
+from rollbook.commands.arguments import Argument, Option
+
+Command = Callable[..., int | None]
+"""A function of `rollbook/commands`. It returns the exit code; None is 0."""
+
+
+def typer_app(text: str | None = None, *, cls: type[TyperGroup] | None = None) -> typer.Typer:
+    """The help is plain text: importing rich would take longer than the rest of `--help`."""
+    return typer.Typer(
+        help=text,
+        cls=cls,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+
+
+def typer_command(name: str, command: Command | Mapping[str, Command], *, summary: str | None) -> Any:
+    """A command of typer; from several functions by name, a group of commands with this summary."""
+    if isinstance(command, Mapping):
+        app = typer_app(summary)
+        for inner, function in command.items():
+            app.command(inner)(_translated(function))
+        return typer.main.get_group(app)
+    single = typer.Typer(rich_markup_mode=None, add_completion=False)
+    single.command(name)(_translated(command))
+    return typer.main.get_command(single)
+
+
+def _translated(command: Command) -> Callable[..., None]:
+    @functools.wraps(command)
+    def call(**arguments: Any) -> None:
+        if code := command(**arguments):
+            raise typer.Exit(code)
+
+    signature = inspect.signature(command, eval_str=True)
+    parameters = [
+        parameter.replace(annotation=_annotation(parameter.annotation)) for parameter in signature.parameters.values()
+    ]
+    vars(call)["__signature__"] = signature.replace(parameters=parameters)
+    return call
+
+
+def _annotation(annotation: Any) -> Any:
+    """The annotation of a parameter, with the description that typer reads."""
+    if get_origin(annotation) is not Annotated:
+        return annotation
+    kind, *described = get_args(annotation)
+    return Annotated[kind, *(_described(one) for one in described)]
+
+
+def _described(one: Any) -> Any:
+    match one:
+        case Argument():
+            return typer.Argument(help=one.help, metavar=one.metavar)
+        case Option():
+            flags = (one.flag,) if one.short is None else (one.flag, one.short)
+            return typer.Option(
+                *flags,
+                help=one.help,
+                metavar=one.metavar,
+                min=one.min,
+                max=one.max,
+                envvar=one.variable,
+                hidden=one.is_hidden,
+            )
+        case _:
+            return one
