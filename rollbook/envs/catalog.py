@@ -1,16 +1,33 @@
-"""Loads environment classes by name, and creates environments from them."""
+"""Loads environment classes by name, creates environments from them, and opens the pool that a server takes them from.
+
+    async with open_environment_pool(config, size=8, log=log) as pool:      # returns when every slot is ready
+        env = await pool.acquire(Deadline(30.0, "session"))                 # waits in FIFO order
+        ...
+        await env.close()                                                   # returns the slot; a second call does nothing
+
+Most environments are plain objects: `InProcessPool` creates one for each `acquire`, at most `size` at a time. A class that defines
+`open_pool` brings its own pool, whose slots outlive sessions.
+"""
 
 import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 from rollbook.concurrency.blocking import DaemonThreads
-from rollbook.concurrency.deadline import finish
+from rollbook.concurrency.deadline import Deadline, finish
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import load_plugin
+from rollbook.contracts.ports import Environment
 from rollbook.envs.config import ENVIRONMENTS, EnvConfig
-from rollbook.envs.environment import EnvironmentAdapter
+from rollbook.envs.environment import (
+    EnvironmentAdapter,
+    EnvironmentPool,
+    EnvironmentSlots,
+    OpensItsPool,
+    PooledEnvironment,
+)
+from rollbook.telemetry.events import EventLog
 
 # Closing a container or a connection may take seconds; longer means that it hangs.
 CLOSE_WITHIN_S = 20.0
@@ -62,3 +79,38 @@ def environment_class(name: str) -> Callable[..., Any]:
     if missing:
         raise RunError(f"env.name: {name} lacks {', '.join(missing)}; an environment has reset, step and close")
     return kind
+
+
+@asynccontextmanager
+async def open_environment_pool(
+    config: EnvConfig, *, size: int | None, log: EventLog
+) -> AsyncIterator[EnvironmentPool]:
+    """The pool for `config.name`, ready to serve. `size` None: the default of the environment's class."""
+    kind = environment_class(config.name)
+    if callable(getattr(kind, "open_pool", None)):
+        async with cast(OpensItsPool, kind).open_pool(size=size, log=log, args=config.args) as pool:
+            yield pool
+        return
+    source = EnvironmentSource(config)
+    try:
+        yield InProcessPool(source, size=size)
+    finally:
+        source.close()
+
+
+class InProcessPool:
+    """Creates an environment object for each `acquire`. Satisfies `EnvironmentPool`; `size` limits how many are in use."""
+
+    def __init__(self, source: EnvironmentSource, *, size: int | None) -> None:
+        self._source = source
+        self._slots = EnvironmentSlots(size)
+        self.capacity = size
+        self.health = self._slots.health
+
+    async def acquire(self, deadline: Deadline) -> Environment:
+        await self._slots.acquire(deadline)
+        try:
+            return PooledEnvironment(self._source(), self._slots.release)
+        except BaseException:
+            self._slots.release()
+            raise

@@ -21,7 +21,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rollbook.concurrency.deadline import Deadline
+from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
 from rollbook.contracts.errors import EpisodeError, TransientError, fenced
 from rollbook.contracts.ports import Environment
 from rollbook.contracts.task import Observation
@@ -122,6 +122,34 @@ class PoolHealth:
     busy: int
     replaced: int = 0
     is_ready: bool = True
+
+
+class EnvironmentSlots:
+    """Limits how many environments of a pool are in use; with capacity None it only counts them."""
+
+    def __init__(self, capacity: int | None) -> None:
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"the pool size is {capacity}; it must be at least 1, or None for no limit")
+        self.capacity = capacity
+        self._busy = 0
+        self._free = None if capacity is None else asyncio.Semaphore(capacity)
+
+    async def acquire(self, deadline: Deadline) -> None:
+        if self._free is not None:
+            try:
+                async with deadline.limit("waiting for a free environment"):
+                    await self._free.acquire()
+            except DeadlineExceededError as error:
+                raise EnvironmentsExhaustedError(f"all {self.capacity} environments are in use: {error}") from error
+        self._busy += 1
+
+    def release(self) -> None:
+        self._busy -= 1
+        if self._free is not None:
+            self._free.release()
+
+    def health(self) -> PoolHealth:
+        return PoolHealth(capacity=self.capacity, busy=self._busy)
 
 
 class EnvironmentPool(Protocol):

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from rollbook.concurrency.exception_groups import first_error
+from rollbook.concurrency.tasks import first_error
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
 from rollbook.contracts.group import PromptGroup, group_id
 from rollbook.contracts.task import TaskId

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rollbook.concurrency.exception_groups import first_error
+from rollbook.concurrency.tasks import first_error
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.task import Task

@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 from rollbook.concurrency.clock import SystemClock
-from rollbook.concurrency.exception_groups import first_error
+from rollbook.concurrency.tasks import first_error
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.contracts.weights import AdapterKind

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rollbook.concurrency.clock import ManualClock
-from rollbook.envs.pools.reservations import (
+from rollbook.envs.server.reservations import (
     CapacityReachedError,
     PoolTooSmallError,
     ReservationId,

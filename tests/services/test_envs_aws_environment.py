@@ -17,9 +17,9 @@ from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.envs.builtin.awscli.cloud.backend import CREDENTIALS
 from rollbook.envs.builtin.awscli.environment import AwsCliEnvironment, AwsCliPool
 from rollbook.envs.builtin.awscli.tasks.task_bank import task_bank
+from rollbook.envs.catalog import open_environment_pool
 from rollbook.envs.config import EnvConfig
 from rollbook.envs.environment import EnvironmentsExhaustedError
-from rollbook.envs.pools.environment_pool import open_environment_pool
 from tests.parts.envs.aws import (
     LONG_S,
     aws_pool,

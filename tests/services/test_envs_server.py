@@ -14,6 +14,7 @@ from aiohttp import web
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.ports import Environment
+from rollbook.envs.catalog import open_environment_pool
 from rollbook.envs.client.session import (
     ClientOptions,
     EnvSession,
@@ -25,7 +26,6 @@ from rollbook.envs.client.session import (
 )
 from rollbook.envs.config import EnvConfig, EnvServerConfig
 from rollbook.envs.environment import EnvironmentPool, PoolHealth
-from rollbook.envs.pools.environment_pool import open_environment_pool
 from rollbook.envs.server.app import EnvironmentInfo, build_app
 from rollbook.envs.server.run import serve_environments
 from rollbook.envs.server.sessions import session_capacity

@@ -23,8 +23,7 @@ from rollbook.contracts.ports import Environment
 from rollbook.contracts.task import Observation, Task
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.contracts.user_errors import did_you_mean
-from rollbook.envs.catalog import environment_class
-from rollbook.envs.pools.environment_pool import open_environment_pool
+from rollbook.envs.catalog import environment_class, open_environment_pool
 from rollbook.inference.engine import Engine, open_engine
 from rollbook.rollout.contract import RolloutSetup, Tokenizer
 from rollbook.rollout.groups.player import checked_sample

@@ -28,6 +28,7 @@ from aiohttp import ClientSession
 
 from rollbook.concurrency.blocking import DaemonThreads, LoopStoppedError, LoopThread
 from rollbook.concurrency.deadline import finish
+from rollbook.concurrency.tasks import results_of
 from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.task import Observation
 from rollbook.envs.client.session import (
@@ -208,16 +209,6 @@ class GrpoPool:
         fresh = dict(zip(lost, opened, strict=True))
         self._sessions = tuple(fresh.get(index, session) for index, session in enumerate(self._sessions))
         self._last = [None if index in fresh else seen for index, seen in enumerate(self._last)]
-
-
-def results_of(outcomes: Sequence[T | BaseException]) -> list[T]:
-    """All results; raises the first exception, if any."""
-    results: list[T] = []
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-        results.append(outcome)
-    return results
 
 
 # Added to the time limits of the sessions: for the loop to react and the thread to end.

@@ -14,8 +14,8 @@ from enum import StrEnum
 from typing import Generic, TypeVar
 
 from rollbook.concurrency.deadline import Deadline, DeadlineExceededError, finish
-from rollbook.concurrency.exception_groups import first_error
 from rollbook.concurrency.retry import backoff
+from rollbook.concurrency.tasks import first_error
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.envs.sandboxes.process import sweep_orphans
 from rollbook.envs.sandboxes.sandbox import Sandbox, SandboxStartError

@@ -25,7 +25,6 @@ from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import RollbookError
 from rollbook.envs.config import EnvServerConfig
 from rollbook.envs.environment import EnvironmentPool
-from rollbook.envs.pools.reservations import ReservationId
 from rollbook.envs.server.auth import error_message, refuse, report_errors, require_token
 from rollbook.envs.server.mcp import answer_mcp, mcp_error, mcp_result
 from rollbook.envs.server.playground import Playground, mount_playground
@@ -47,6 +46,7 @@ from rollbook.envs.server.protocol import (
     read_request,
     result_data,
 )
+from rollbook.envs.server.reservations import ReservationId
 from rollbook.envs.server.sessions import Session, SessionEndedError, SessionManager
 from rollbook.telemetry.events import EventLog
 

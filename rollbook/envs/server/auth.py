@@ -10,9 +10,9 @@ from rollbook.access.guard import Problem, is_loopback
 from rollbook.access.tokens import Secret, bearer_token
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.envs.config import EnvServerConfig
-from rollbook.envs.pools.reservations import CapacityReachedError, PoolTooSmallError, UnknownReservationError
 from rollbook.envs.server.playground import STATIC_PATH
 from rollbook.envs.server.protocol import HEALTH_PATH, ErrorCode, ReplyKind, WireError, encode
+from rollbook.envs.server.reservations import CapacityReachedError, PoolTooSmallError, UnknownReservationError
 from rollbook.envs.server.sessions import EnvironmentStartError, SessionEndedError
 
 # A slot becomes free as soon as an environment is closed, so clients of a full server retry soon.

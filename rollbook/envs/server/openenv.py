@@ -15,12 +15,12 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from rollbook.concurrency.blocking import DaemonThreads
-from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
+from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import EpisodeError, RunError, fenced
 from rollbook.contracts.plugin import load_plugin
 from rollbook.contracts.ports import Environment
 from rollbook.contracts.task import Observation
-from rollbook.envs.environment import EnvironmentsExhaustedError, PoolHealth
+from rollbook.envs.environment import EnvironmentSlots
 from rollbook.envs.server.protocol import EpisodeState, ErrorCode, WireError
 
 OBSERVED, STATE = "observed", "state"
@@ -48,22 +48,13 @@ class OpenEnvPool:
         self._kind = kind
         self._action = action
         self._args = dict(args)
-        self._size = size
-        self._busy = 0
-        self._slots = asyncio.Semaphore(size)
+        self._slots = EnvironmentSlots(size)
+        self.capacity = size
+        self.health = self._slots.health
         self._threads: set[DaemonThreads] = set()
 
-    @property
-    def capacity(self) -> int | None:
-        return self._size
-
     async def acquire(self, deadline: Deadline) -> Environment:
-        try:
-            async with deadline.limit("waiting for a free environment"):
-                await self._slots.acquire()
-        except DeadlineExceededError as error:
-            raise EnvironmentsExhaustedError(f"all {self._size} environments are in use: {error}") from error
-        self._busy += 1
+        await self._slots.acquire(deadline)
         thread = DaemonThreads(1, name=f"openenv-{self.name}")
         self._threads.add(thread)
         created: list[Any] = []
@@ -84,9 +75,6 @@ class OpenEnvPool:
             env, self._action, name=self.name, thread=thread, on_close=lambda: self._release(thread)
         )
 
-    def health(self) -> PoolHealth:
-        return PoolHealth(capacity=self._size, busy=self._busy)
-
     def close(self) -> None:
         for thread in list(self._threads):
             thread.shutdown(wait=False, cancel_futures=True)
@@ -94,7 +82,6 @@ class OpenEnvPool:
     def _release(self, thread: DaemonThreads) -> None:
         thread.shutdown(wait=False)  # after the calls that wait in it, such as `close`
         self._threads.discard(thread)
-        self._busy -= 1
         self._slots.release()
 
 

@@ -15,10 +15,9 @@ from rollbook.access.guard import AllowedClients
 from rollbook.access.server import serve_app
 from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.errors import RunError
-from rollbook.envs.catalog import environment_class
+from rollbook.envs.catalog import environment_class, open_environment_pool
 from rollbook.envs.config import EnvConfig, EnvServerConfig
 from rollbook.envs.environment import EnvironmentPool
-from rollbook.envs.pools.environment_pool import open_environment_pool
 from rollbook.envs.server.app import EnvironmentInfo, build_app
 from rollbook.envs.server.auth import check_exposure
 from rollbook.envs.server.openenv import OpenEnvPool

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from rollbook.concurrency.deadline import Deadline, DeadlineExceededError, finish
 from rollbook.concurrency.retry import retry
+from rollbook.concurrency.tasks import results_of
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.ports import Fence
@@ -381,12 +382,7 @@ class WeightTransferClient:
         outcomes = await asyncio.gather(
             *(self._with_retry(operation, index, name, deadline) for index in replicas), return_exceptions=True
         )
-        results: list[T] = []
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-            results.append(outcome)
-        return results
+        return results_of(outcomes)
 
     async def _with_retry(self, operation: Operation[T], index: int, name: str, deadline: Deadline) -> T:
         async def attempt() -> T:

@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from rollbook.concurrency.exception_groups import first_error
+from rollbook.concurrency.tasks import first_error
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.weights import WeightsError

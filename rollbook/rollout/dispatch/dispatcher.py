@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from rollbook.concurrency.clock import Clock, SystemClock
-from rollbook.concurrency.exception_groups import first_error
+from rollbook.concurrency.tasks import first_error
 from rollbook.contracts.admission import GateState, Grant, OpenReply, OwnerId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import FreshnessRule

@@ -14,9 +14,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 from rollbook.concurrency.clock import Clock, SystemClock
-from rollbook.concurrency.exception_groups import first_error
 from rollbook.concurrency.retry import backoff
-from rollbook.concurrency.stacks import where_cancelled
+from rollbook.concurrency.tasks import first_error, where_cancelled
 from rollbook.contracts.decoding import msgpack_decoder
 from rollbook.contracts.errors import RollbookError, WeightsAwaitedError, WorkerError
 from rollbook.contracts.freshness import SAME_MOMENT_S

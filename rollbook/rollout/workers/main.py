@@ -23,8 +23,7 @@ import uvloop
 
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent, exit_quickly, heartbeat
 from rollbook.concurrency.child_process.frames import Frames
-from rollbook.concurrency.exception_groups import first_error
-from rollbook.concurrency.stacks import describe_tasks
+from rollbook.concurrency.tasks import describe_tasks, first_error
 from rollbook.contracts.errors import RollbookError, RunError, WorkerError
 from rollbook.contracts.plugin import extend_search_path, load_plugin
 from rollbook.rollout.contract import RolloutSetup, build_rollout, load_rollout

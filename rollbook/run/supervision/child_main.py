@@ -22,8 +22,8 @@ from rollbook.access.tokens import read_token
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent, exit_quickly, heartbeat
 from rollbook.concurrency.child_process.frames import BlockingFrames
 from rollbook.concurrency.child_process.template import use_own_template
-from rollbook.concurrency.exception_groups import first_error
 from rollbook.concurrency.sockets import listening_socket
+from rollbook.concurrency.tasks import first_error
 from rollbook.contracts.errors import FencedError, RunError, machine_fault
 from rollbook.contracts.plugin import extend_search_path, load_on_demand
 from rollbook.run.config.run import LoadedConfig, load_resolved_config

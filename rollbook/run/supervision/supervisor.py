@@ -17,7 +17,7 @@ from enum import StrEnum
 
 from rollbook.concurrency.child_process.process import exit_reason
 from rollbook.concurrency.child_process.template import ProcessTemplate
-from rollbook.concurrency.exception_groups import first_error
+from rollbook.concurrency.tasks import first_error
 from rollbook.contracts.admission import Member, MemberRole
 from rollbook.contracts.errors import RunError, TransientError, machine_fault
 from rollbook.run.config.run import RunConfig, load_resolved_config

@@ -10,7 +10,7 @@ import aiohttp
 
 from rollbook.concurrency.child_process.process import ChildProcess
 from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
-from rollbook.concurrency.exception_groups import first_error
+from rollbook.concurrency.tasks import first_error
 from rollbook.envs.builtin.awscli.cloud.simulator_guard import HEADER, TOKEN_VARIABLE
 from rollbook.envs.sandboxes.process import private_directory, remove_directory, start_sandbox_process
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError, SandboxStartError

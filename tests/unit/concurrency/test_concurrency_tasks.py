@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollbook.concurrency.exception_groups import first_error
+from rollbook.concurrency.tasks import first_error
 
 FIRST, SECOND, THIRD = ValueError("first"), OSError("second"), KeyError("third")
 NESTED = BaseExceptionGroup("outer", [BaseExceptionGroup("inner", [FIRST, SECOND]), THIRD])

@@ -1,11 +1,37 @@
-"""Stacks of waiting tasks, in a few lines: where something hangs."""
+"""Errors of tasks, and stacks of waiting ones: where something hangs."""
 
 import asyncio
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import CoroutineType, FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def first_error(error: BaseException, *, prefer: type[BaseException] | None = None) -> BaseException:
+    """The first error inside the nested groups of a task group; the first one of class `prefer`, if there is one."""
+    leaves = _leaves(error)
+    preferred = [] if prefer is None else [leaf for leaf in leaves if isinstance(leaf, prefer)]
+    return (preferred or leaves)[0]
+
+
+def results_of(outcomes: Iterable[T | BaseException]) -> list[T]:
+    """The results of `asyncio.gather` with `return_exceptions`; raises the first exception, if any."""
+    results: list[T] = []
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        results.append(outcome)
+    return results
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+
 
 SHOWN_FRAMES = 4
 """Innermost frames in a cause. Causes are counted by their text, so they stay short."""
@@ -51,7 +77,7 @@ def describe_tasks(tasks: Iterable[asyncio.Task[Any]]) -> str:
     lines: list[str] = []
     for number, task in enumerate(tasks):
         if number == MAX_TASKS:
-            lines.append("and further tasks")
+            lines.append("and more tasks")
             break
         lines.append(task.get_name())
         lines += [f"    {frame}" for frame in task_stack(task)]
