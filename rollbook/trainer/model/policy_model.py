@@ -50,11 +50,7 @@ class PolicyModel:
     def __init__(self, module: Any, config: TrainerConfig | None = None, *, files: WeightFiles | None = None) -> None:
         """`files`: set if the module is a skeleton. Each rank fills its shards from them."""
         config = config or TrainerConfig()
-        if config.ranks > 1 and not dist.is_initialized():
-            raise RunError(
-                f"trainer.ranks = {config.ranks}, but this command trains in one process. Set trainer.ranks = 1:"
-                " the weights then agree with those of several ranks up to rounding, not to the bit."
-            )
+        _check_process_group(config)
         self._adapters = _adapters_module() if config.lora is not None else None
         self.publishes_adapters = False
         """Whether publications and digests cover the adapters only. Set by `publish_adapters`."""
@@ -63,40 +59,42 @@ class PolicyModel:
         _without_dropout(self.module)
         self._module: Any = self.module
         self.config: Any = module.config
+        has_plain, self.is_packed = self._choose_passes(config, files)
+        computing, self._shadows = self._computing_module(config)
+        _prepare_passes(computing, config)
+        self.vocabulary_size = int(self._module.get_input_embeddings().weight.shape[0])
+        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
+        self.shape = _shape(self._module)
+        self.network = PolicyNetwork(computing, max_logits_bytes=config.logits_bytes, has_plain_head=has_plain)
+        self.attention_kernel = _attention_kernel(self.config, config) if self.is_packed else "none"
+        """The attention kernel for packed sequences. All kernels give the same numbers."""
+        if config.ranks > 1:
+            shard(self.network, device=config.device, is_mixed=config.compute_dtype == "bfloat16")
+        if files is not None:
+            fill(self._module, files, device=config.device)
+
+    def _choose_passes(self, config: TrainerConfig, files: WeightFiles | None) -> tuple[bool, bool]:
+        """Whether the head is a plain linear layer, and whether sequences are packed. A skeleton is probed by its first layers."""
         probed = self._module if files is None else first_layers(self._module, files, device=config.device)
-        is_plain = has_plain_head(probed)
-        self.is_packed = config.packing != "padded" and make_packable(probed)
-        if self.is_packed and files is not None:
+        has_plain = has_plain_head(probed)
+        is_packed = config.packing != "padded" and make_packable(probed)
+        if is_packed and files is not None:
             self._module.set_attn_implementation(PACKED_ATTENTION)
-        del probed
-        if config.packing == "packed" and not self.is_packed:
+        if config.packing == "packed" and not is_packed:
             raise RunError(
                 f"trainer.packing = 'packed': a model of type {self.config.model_type!r} computes other numbers with packed"
                 " sequences. Set trainer.packing = 'auto' or 'padded'."
             )
-        computing = self._module
-        is_sharded = config.ranks > 1
-        self._shadows: list[tuple[nn.Parameter, nn.Parameter]] = []
-        if config.compute_dtype == "bfloat16" and not is_sharded:
-            computing = copy.deepcopy(self._module)
-            self._shadows = list(zip(self.module.parameters(), computing.parameters(), strict=True))
-            _cast_to_bfloat16(self._shadows)
-        if config.device == "cuda":
-            fuse_norms(computing)
-        if config.gradient_checkpointing:
-            # Layers recompute in training mode only; without dropout, that mode gives the same numbers.
-            computing.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            computing.train()
-        self.vocabulary_size = int(self._module.get_input_embeddings().weight.shape[0])
-        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
-        self.shape = _shape(self._module)
-        self.network = PolicyNetwork(computing, max_logits_bytes=config.logits_bytes, has_plain_head=is_plain)
-        self.attention_kernel = _attention_kernel(self.config, config) if self.is_packed else "none"
-        """The attention kernel for packed sequences. All kernels give the same numbers."""
-        if is_sharded:
-            shard(self.network, device=config.device, is_mixed=config.compute_dtype == "bfloat16")
-        if files is not None:
-            fill(self._module, files, device=config.device)
+        return has_plain, is_packed
+
+    def _computing_module(self, config: TrainerConfig) -> tuple[Any, list[tuple[nn.Parameter, nn.Parameter]]]:
+        """The module that computes the passes, and each weight with its bfloat16 shadow. Sharding has its own mixed precision."""
+        if config.compute_dtype != "bfloat16" or config.ranks > 1:
+            return self._module, []
+        computing = copy.deepcopy(self._module)
+        shadows = list(zip(self.module.parameters(), computing.parameters(), strict=True))
+        _cast_to_bfloat16(shadows)
+        return computing, shadows
 
     @classmethod
     def load(
@@ -108,15 +106,9 @@ class PolicyModel:
         """
         # Progress bars would disturb the run's live view.
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-        files = WeightFiles.of(directory) if config is not None and config.ranks > 1 else None
-        try:
-            module = None if files is None else skeleton(directory, files)
-            if module is None:
-                files = None
-                module = _whole(directory)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise RunError(f"cannot load a model from {directory}: {type(error).__name__}: {error}") from error
-        if config is not None and config.lora is not None:
+        config = config or TrainerConfig()
+        module, files = _read_module(directory, is_sharded=config.ranks > 1)
+        if config.lora is not None:
             add = partial(
                 _adapters_module().with_adapters,
                 settings=config.lora,
@@ -276,9 +268,38 @@ class PolicyModel:
             self._module.save_pretrained(str(directory), state_dict=plain)
 
 
+def _check_process_group(config: TrainerConfig) -> None:
+    if config.ranks > 1 and not dist.is_initialized():
+        raise RunError(
+            f"trainer.ranks = {config.ranks}, but this command trains in one process. Set trainer.ranks = 1:"
+            " the weights then agree with those of several ranks up to rounding, not to the bit."
+        )
+
+
+def _prepare_passes(computing: Any, config: TrainerConfig) -> None:
+    """Fused norms on a GPU; gradient checkpointing if it is set."""
+    if config.device == "cuda":
+        fuse_norms(computing)
+    if config.gradient_checkpointing:
+        # Layers recompute in training mode only; without dropout, that mode gives the same numbers.
+        computing.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        computing.train()
+
+
 def _adapters_module() -> Any:
     """Imported by name: PEFT is an extra that only runs with LoRA need."""
     return load_on_demand("rollbook.trainer.model.lora")
+
+
+def _read_module(directory: Path, *, is_sharded: bool) -> tuple[Any, WeightFiles | None]:
+    """A skeleton with the files that fill it, if every rank can read its own shards; otherwise the whole model."""
+    files = WeightFiles.of(directory) if is_sharded else None
+    try:
+        if files is not None and (module := skeleton(directory, files)) is not None:
+            return module, files
+        return _whole(directory), None
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise RunError(f"cannot load a model from {directory}: {type(error).__name__}: {error}") from error
 
 
 def _whole(directory: Path) -> Any:
