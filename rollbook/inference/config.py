@@ -111,7 +111,8 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     """Whether replicas continue decoding during a weight transfer."""
 
     confirm_s: float = Field(default=60.0, gt=0)
-    """How long a publication waits for a replica after another has confirmed; then the replica is quarantined."""
+    """How long a publication waits for a replica after another has confirmed. Then the replica gets no requests until it has
+    loaded a publication (replica quarantine)."""
 
     check_digest: bool = True
     """After every `cuda_ipc` transfer, compare the digest of the weights that each replica uses with the published one, where the

@@ -162,7 +162,7 @@ class RunLedgerConfig(LedgerConfig, frozen=True, extra="forbid"):
         if self.url is not None and self.store is not None:
             raise ValueError("store and url exclude each other: the service at url has its own store; remove one")
         if self.url is None and self.token_file is not None:
-            raise ValueError("token_file is read with url only; the run's own ledger uses the token of the run")
+            raise ValueError("token_file is read with url only; the run's own ledger uses the access token of the run")
         if self.payloads is not None and not self.is_shared:
             raise ValueError("payloads needs a PostgreSQL store: set store, or remove payloads")
         unread = [name for name in SERVICE_SETTINGS if getattr(self, name) != LedgerConfig.model_fields[name].default]

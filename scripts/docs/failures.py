@@ -88,7 +88,7 @@ CLUSTER_FAULTS: tuple[tuple[str, str, str], ...] = (
     ("a link is slow or loses packets", "the run continues, more slowly", "-"),
     (
         "the disk of a machine that joined is full",
-        "a policy server that cannot store weights is quarantined and gets no requests; it is used again once it has loaded a "
+        "a policy server that cannot store weights is put into replica quarantine: it gets no requests until it has loaded a "
         "publication. A dispatcher continues",
         "`inference.confirm_s`",
     ),
@@ -109,7 +109,7 @@ CLUSTER_FAULTS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "the machine of `rollbook train` is lost",
-        "`rollbook train RUN_DIR` resumes the run from the last checkpoint, also on another machine that sees the run directory",
+        "`rollbook train RUN_DIR` resumes the run from the last checkpoint, even on another machine that sees the run directory",
         "at most 15 s after its start (the lease of the lost one ends)",
     ),
 )

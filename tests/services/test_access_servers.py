@@ -101,7 +101,7 @@ async def test_a_body_without_a_content_type_changes_nothing(session: aiohttp.Cl
 OPEN_ON_LOOPBACK = {
     "ledger": {
         *(f"/v1/runs/some/{verb}" for verb in ("open", "heartbeat", "submit", "submit_many", "close", "release")),
-        "/v1/runs/some/producers/some",
+        "/v1/runs/some/producers",
         *(
             f"{prefix}/{verb}"
             for prefix in ("", "/atropos/some")

@@ -398,7 +398,7 @@ async def test_the_token_is_required_and_other_origins_are_refused() -> None:
 
 
 async def test_a_server_that_other_machines_can_reach_needs_a_token() -> None:
-    with pytest.raises(RunError, match="set a token"):
+    with pytest.raises(RunError, match="set an access token"):
         async with serve_environments(EnvConfig(), host="0.0.0.0"):
             pass
 

@@ -89,9 +89,9 @@ async def test_a_wrong_or_missing_token_and_a_missing_ledger_are_named(
 ) -> None:
     await service.announce("first", announcement(tmp_path / "head"))
     write_token(tmp_path / "wrong", "another-token-of-a-ledger")
-    with pytest.raises(UsageError, match=r"the token is unknown to this ledger.* --token-file"):
+    with pytest.raises(UsageError, match=r"the access token is unknown to this ledger.* --token-file"):
         await service.find(token_file=tmp_path / "wrong")
-    with pytest.raises(UsageError, match=r"requires a token.* ROLLBOOK_TRAINER_TOKENS"):
+    with pytest.raises(UsageError, match=r"requires an access token.* ROLLBOOK_TRAINER_TOKENS"):
         await asyncio.to_thread(find_run, service.url, run=None, token_file=None)
     monkeypatch.setenv("ROLLBOOK_TRAINER_TOKENS", TOKEN)
     found = await asyncio.to_thread(find_run, f"{service.url}/v1/runs/first", run=None, token_file=None)

@@ -81,7 +81,7 @@ def build_app(runs: OpenRuns, access: DashboardAccess, *, static: Path = STATIC)
     async def login(request: web.Request) -> web.StreamResponse:
         role = access.role_of_token((await _body(request, Login)).token)
         if role is None:
-            return error_reply(401, "token_required", "the token is unknown to this dashboard")
+            return error_reply(401, "token_required", "the access token is unknown to this dashboard")
         response = web.Response(status=204)
         access.start_session(response, role, is_https=request.secure)
         return response
@@ -109,7 +109,7 @@ def build_app(runs: OpenRuns, access: DashboardAccess, *, static: Path = STATIC)
         if not runs.allows_actions:
             raise ForbiddenError("this dashboard only shows runs; start it with --allow-actions to act on them")
         if access.role_of(request) is not PageRole.OPERATOR:
-            raise ForbiddenError("this needs the token of an operator")
+            raise ForbiddenError("this needs the access token of an operator")
         return reply(await actions.act(await runs.find(request.query.get("run")), request))
 
     def on_all(view: Callable[[OpenRuns, web.Request], Awaitable[Any]]) -> Handler:
@@ -200,7 +200,7 @@ def _require_role(access: DashboardAccess) -> Any:
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         is_checked = request.path.startswith("/api/") and request.path not in OPEN_PATHS
         if is_checked and access.role_of(request) is None:
-            return error_reply(401, "token_required", "this dashboard needs a token")
+            return error_reply(401, "token_required", "this dashboard needs an access token")
         return await handler(request)
 
     return check

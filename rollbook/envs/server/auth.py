@@ -30,7 +30,7 @@ def check_exposure(host: str, config: EnvServerConfig) -> None:
     """Raise `RunError` for a server that other machines can reach without a token."""
     if not is_loopback(host) and config.token is None:
         raise RunError(
-            f"the environment server on {host} can be reached from other machines; set a token, or use 127.0.0.1"
+            f"the environment server on {host} can be reached from other machines; set an access token, or use 127.0.0.1"
         )
 
 
@@ -73,7 +73,7 @@ def require_token(config: EnvServerConfig) -> Middleware:
             # A browser cannot set headers for a WebSocket, so the playground sends its token in the query.
             given = bearer_token(request.headers.get("Authorization")) or request.query.get("token", "")
             if not secret.matches(given):
-                raise web.HTTPUnauthorized(text="this server requires a token: send 'Authorization: Bearer …'")
+                raise web.HTTPUnauthorized(text="this server requires an access token: send 'Authorization: Bearer …'")
         return await handler(request)
 
     return check

@@ -125,7 +125,7 @@ def _require_steering(handler: Handler, secret: Secret) -> Handler:
         if _has_token(request, [secret]):
             return await handler(request)
         message = (
-            f"{request.path} changes the engine or sends its weights, and requires the token of the run or server: send "
+            f"{request.path} changes the engine or sends its weights, and requires the access token of the run or server: send "
             "'Authorization: Bearer …'. "
             "It is in the file `token` of the run directory, or in the file that the server printed at its start"
         )

@@ -92,7 +92,7 @@ class WeightUpdates:
         if not info.sources:
             raise BadRequestError("sources: required for an update that the replica fetches", param="sources")
         if self._token is None:
-            raise BadRequestError("backend: a server without a token cannot fetch weights", param="backend")
+            raise BadRequestError("backend: a server without an access token cannot fetch weights", param="backend")
         if not needs_loading(self._engine.publication, publication):
             return
         if self._copies is None:

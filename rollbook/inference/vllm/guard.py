@@ -70,7 +70,7 @@ class VllmGuard:
             return 403, "web pages may not call this server"
         if scope["path"] in OPEN_PATHS or self._has_token(headers.get(b"authorization", b"")):
             return 200, ""
-        return 401, f"{scope['path'][:200]} needs the token of the run: 'Authorization: Bearer …'"
+        return 401, f"{scope['path'][:200]} needs the access token of the run: 'Authorization: Bearer …'"
 
     def _has_token(self, authorization: bytes) -> bool:
         scheme, _, token = authorization.partition(b" ")

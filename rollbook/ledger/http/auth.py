@@ -54,13 +54,13 @@ class Keys:
             return
         token = bearer_token(authorization)
         if not token:
-            raise UnknownTokenError("this request requires a token: send 'Authorization: Bearer …'")
+            raise UnknownTokenError("this request requires an access token: send 'Authorization: Bearer …'")
         roles = self.roles_of(token)
         if not roles:
-            raise UnknownTokenError("the token is unknown to this ledger")
+            raise UnknownTokenError("the access token is unknown to this ledger")
         if not roles & allowed:
             raise WrongRoleError(
-                f"the token has the role {', '.join(sorted(roles))}; this request requires {', '.join(sorted(allowed))}"
+                f"the access token has the role {', '.join(sorted(roles))}; this request requires {', '.join(sorted(allowed))}"
             )
 
 

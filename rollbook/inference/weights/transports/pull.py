@@ -26,7 +26,9 @@ from rollbook.inference.wire.weights import RangeManifest, UpdateInfo
 
 def open_transport(_name: str, options: TransportOptions) -> "PullTransport":
     if options.token is None:
-        raise RunError("transfer = 'pull' needs a token: replicas send it when they fetch weights from the trainer")
+        raise RunError(
+            "transfer = 'pull' needs an access token: replicas send it when they fetch weights from the trainer"
+        )
     storage = files.open_transport("shared_memory" if has_shared_memory() else "directory", options)
     return PullTransport(storage, host=options.host, token=options.token)
 
@@ -98,4 +100,4 @@ class PullTransport:
     ) -> web.StreamResponse:
         if self._secret.matches(bearer_token(request.headers.get("Authorization"))):
             return await handler(request)
-        raise web.HTTPUnauthorized(text="the token of the run is required: send 'Authorization: Bearer …'")
+        raise web.HTTPUnauthorized(text="the access token of the run is required: send 'Authorization: Bearer …'")
