@@ -4,7 +4,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 
 class KvAfterUpdate(StrEnum):
@@ -93,11 +93,10 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     affinity_spread: int = Field(default=8, ge=0)
     """An episode moves to the least loaded replica when its own replica has more than this many additional requests."""
 
-    transfer: Literal["auto", "directory", "shared_memory", "pull", "cuda_ipc", "gloo", "nccl"] = "auto"
+    transfer: Literal["auto", "directory", "shared_memory", "pull", "cuda_ipc", "nccl"] = "auto"
     """The transport for weights. `auto`: memory of the GPU or of the host for replicas that the run starts, `pull` if other
     machines serve the run (`cluster.host`), and a shared directory for `urls`. `pull`: each machine fetches a publication once over
-    HTTP, from the trainer or from a machine that has it. `gloo`: a process group over the network. `cuda_ipc`: trainer and policy
-    on one GPU. `nccl`: to vLLM."""
+    HTTP, from the trainer or from a machine that has it. `cuda_ipc`: trainer and policy on one GPU. `nccl`: to vLLM."""
 
     publish: Literal["auto", "full", "adapter"] = "auto"
     """What a trainer with LoRA publishes: only the `adapter`, under a versioned name, or the `full` merged weights. `auto`: the
@@ -105,7 +104,7 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     `full`."""
 
     transfer_host: str | None = None
-    """Address at which replicas reach the trainer, for `gloo`, `nccl` and `pull`. Unset: `cluster.host`."""
+    """Address at which replicas reach the trainer, for `pull` and `nccl`. Unset: `cluster.host`."""
 
     update_sequence: UpdateSequence = UpdateSequence.IN_FLIGHT
     """Whether replicas continue decoding during a weight transfer."""
@@ -193,3 +192,10 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
 
     scripted: ScriptedConfig = ScriptedConfig()
     """Settings of the scripted engine."""
+
+    @field_validator("transfer", mode="before")
+    @classmethod
+    def _name_the_replacement(cls, transfer: object) -> object:
+        if transfer == "gloo":
+            raise ValueError("'gloo' is no longer available; use 'pull', with which replicas fetch weights over HTTP")
+        return transfer

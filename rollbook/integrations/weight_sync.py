@@ -32,7 +32,11 @@ REQUEST_S = 120.0
 
 
 class SyncWeightTransferClient:
-    """`transfer` is a transport of `inference.transfer`; with `directory` the servers must be able to read `directory`."""
+    """`transfer` is a transport of `inference.transfer`.
+
+    `directory`: the servers must be able to read `directory`. `pull`: servers on other machines fetch the weights from this
+    process, which they reach at `host`.
+    """
 
     def __init__(
         self,
@@ -41,12 +45,14 @@ class SyncWeightTransferClient:
         token: str | None = None,
         transfer: str = "directory",
         directory: str | None = None,
+        host: str = "127.0.0.1",
         request_s: float = REQUEST_S,
     ) -> None:
         self._urls = list(urls)
         self._token = token
         self._transfer = transfer
         self._directory = directory
+        self._host = host
         self._request_s = request_s
         # Servers refuse weights of a lower epoch, so a trainer that was replaced cannot overwrite newer weights.
         self._epoch = int(time.time())
@@ -77,7 +83,9 @@ class SyncWeightTransferClient:
         self._client = WeightTransferClient(
             self._urls,
             request_s=self._request_s,
-            transport=open_transport(self._transfer, TransportOptions(directory=directory)),
+            transport=open_transport(
+                self._transfer, TransportOptions(directory=directory, host=self._host, token=self._token)
+            ),
             api_key=self._token,
         )
         self._loop = loop

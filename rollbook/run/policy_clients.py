@@ -137,9 +137,7 @@ def chosen_transfer(config: InferenceConfig, trainer_device: str, *, shares_gpu:
 def _transport(
     config: InferenceConfig, directory: Path, trainer_device: str, *, shares_gpu: bool, token: str | None
 ) -> WeightTransport:
-    options = TransportOptions(
-        directory=str(directory), host=config.transfer_host or "127.0.0.1", timeout_s=config.confirm_s, token=token
-    )
+    options = TransportOptions(directory=str(directory), host=config.transfer_host or "127.0.0.1", token=token)
     return open_transport(chosen_transfer(config, trainer_device, shares_gpu=shares_gpu), options)
 
 

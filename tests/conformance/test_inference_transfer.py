@@ -21,7 +21,6 @@ from rollbook.inference.connection import PolicyConnection, open_connection
 from rollbook.inference.engine import Engine
 from rollbook.inference.server.app import build_app, serve
 from rollbook.inference.server.routes.responses import Handler
-from rollbook.inference.weights import process_group
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.inference.weights.node_copies import NodeCopies
 from rollbook.inference.weights.server_api import RollbookServerApi
@@ -38,7 +37,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return TinyModel(root=tmp_path_factory.mktemp("transfer"))
 
 
-@pytest.fixture(params=["directory", "shared_memory", "pull", "gloo"])
+@pytest.fixture(params=["directory", "shared_memory", "pull"])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -91,9 +90,7 @@ async def two_replicas(
             app.middlewares.append(record)
             engines.append(opened)
             urls.append(await stack.enter_async_context(serve(app)))
-        transport = open_transport(
-            name, TransportOptions(directory=str(tmp_path / "weights"), timeout_s=20, token=token)
-        )
+        transport = open_transport(name, TransportOptions(directory=str(tmp_path / "weights"), token=token))
         client = await stack.enter_async_context(
             WeightTransferClient(urls, **{"request_s": 30, "transport": transport, "api_key": token, **settings})
         )
@@ -206,7 +203,7 @@ async def test_if_no_replica_can_be_reached_the_push_fails_and_none_is_quarantin
 ) -> None:
     async with two_replicas(tiny, name, tmp_path, engine="scripted") as setup:
         await setup.push(1)
-        options = TransportOptions(directory=str(tmp_path / "elsewhere"), timeout_s=5, token="token-of-another-run")
+        options = TransportOptions(directory=str(tmp_path / "elsewhere"), token="token-of-another-run")
         transport = open_transport(name, options)
         closed_port = "http://127.0.0.1:9"
         async with WeightTransferClient([closed_port], request_s=0.4, transport=transport) as client:
@@ -266,14 +263,9 @@ async def test_weights_that_are_no_longer_needed_are_freed(tiny: TinyModel, name
         new = await setup.client.put(offered, weights)
         await setup.client.keep_only([new])
         await setup.client.receive(offered, new)
-        if name == "gloo":
-            with pytest.raises(KeyError):
-                setup.transport.update_info(first, old)
-        else:
-            assert Path(new).exists()
-            assert not Path(old).exists()
-    if name != "gloo":
-        assert Path(new).parent.parent.exists() is (name == "directory")
+        assert Path(new).exists()
+        assert not Path(old).exists()
+    assert Path(new).parent.parent.exists() is (name == "directory")
 
 
 async def test_weights_that_were_damaged_on_their_path_are_refused(tiny: TinyModel, name: str, tmp_path: Path) -> None:
@@ -281,13 +273,9 @@ async def test_weights_that_were_damaged_on_their_path_are_refused(tiny: TinyMod
         first = await setup.push(1)
         offered, weights = setup.published(2)
         location = await setup.client.put(offered, weights)
-        if name == "gloo":
-            packed: Any = setup.transport._stored[location][1]  # type: ignore[attr-defined]  # the bytes on the wire
-            packed[0] ^= 1
-        else:
-            damaged = bytearray(Path(location).read_bytes())
-            damaged[-1] ^= 1
-            Path(location).write_bytes(damaged)
+        damaged = bytearray(Path(location).read_bytes())
+        damaged[-1] ^= 1
+        Path(location).write_bytes(damaged)
         with pytest.raises(RunError, match="announced with"):
             await setup.client.receive(offered, location)
         assert [engine.publication for engine in setup.engines] == [first, first]
@@ -307,17 +295,6 @@ async def test_weights_that_changed_in_a_replicas_memory_are_noticed_by_their_di
             await server_api.require(replica, published, dtype=None)
             with pytest.raises(TransientError, match="uses weights with digest"):
                 await server_api.require(replica, published, dtype="float32")
-
-
-async def test_a_replica_that_restarted_joins_the_group_again(tiny: TinyModel, tmp_path: Path) -> None:
-    async with two_replicas(tiny, "gloo", tmp_path, engine="scripted") as setup:
-        await setup.push(1)
-        # A restarted server is not a member of any group.
-        async with open_connection(setup.urls[1], max_connections=1, api_key=setup.token) as replica:
-            await RollbookServerApi().leave(replica)
-        second = await setup.push(2)
-        assert list(await setup.client.reported()) == [second, second]
-        assert setup.client.quarantined == ()
 
 
 async def test_replicas_are_resumed_if_another_one_refuses_to_pause_or_the_push_is_cancelled(
@@ -368,21 +345,6 @@ async def test_weights_that_changed_in_a_replicas_memory_are_loaded_again_by_the
                 await server_api.require(replica, published, dtype="float32")
             await setup.client.receive(published, location)
             await server_api.require(replica, published, dtype="float32")
-
-
-async def test_a_client_closes_although_a_member_of_its_group_does_not_respond(
-    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class WithoutResponse(RollbookServerApi):
-        async def leave(self, replica: PolicyConnection) -> None:
-            await asyncio.Event().wait()
-
-    monkeypatch.setattr(process_group, "LEAVE_S", 0.2, raising=False)
-    async with asyncio.timeout(20), AsyncExitStack() as stack:
-        setup = await stack.enter_async_context(
-            two_replicas(tiny, "gloo", tmp_path, engine="scripted", server_api=WithoutResponse())
-        )
-        await setup.push(1)
 
 
 async def test_a_copy_that_was_damaged_on_its_machine_is_fetched_again(tiny: TinyModel, tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from tests.parts.inference.engines import TinyModel, engine_config, until
 from tests.parts.inference.models import plain_logprobs
 from tests.services.test_inference_server import Served, served, update_body
 
+TOKEN = "a-token-of-at-least-sixteen-characters"
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
@@ -136,18 +138,17 @@ async def two_replicas(
                 return await handler(request)
 
             engine = await stack.enter_async_context(tiny.engine("transformers", published=None))
-            app = build_app(engine, engine_config("transformers"))
+            app = build_app(engine, engine_config("transformers"), steering_token=TOKEN)
             app.middlewares.append(maybe_unreachable)
             engines.append(engine)
             urls.append(await stack.enter_async_context(serve(app)))
-        options = TransportOptions(directory=str(tmp_path / "weights"), timeout_s=20)
-        client = await stack.enter_async_context(
-            WeightTransferClient(urls, **{"request_s": 30, "transport": open_transport(transport, options), **settings})
-        )
+        options = TransportOptions(directory=str(tmp_path / "weights"), token=TOKEN)
+        defaults = {"request_s": 30, "transport": open_transport(transport, options), "api_key": TOKEN}
+        client = await stack.enter_async_context(WeightTransferClient(urls, **{**defaults, **settings}))
         yield Replicas(client=client, engines=engines, is_cut=is_cut)
 
 
-@pytest.mark.parametrize("transport", ["directory", "shared_memory", "gloo"])
+@pytest.mark.parametrize("transport", ["directory", "shared_memory", "pull"])
 async def test_a_published_adapter_is_live_everywhere_and_its_digest_is_checked(
     tiny: TinyModel, adapters: list[Path], tmp_path: Path, transport: str
 ) -> None:
@@ -157,13 +158,12 @@ async def test_a_published_adapter_is_live_everywhere_and_its_digest_is_checked(
             assert replicas.live == [f"policy-v{number}"] * 2
             assert list(await replicas.client.reported()) == [offered] * 2
             assert [await engine.weights_digest() for engine in replicas.engines] == [offered.digest] * 2
-            if transport != "gloo":
-                # The folder is an adapter directory that PEFT can read.
-                assert (Path(location).parent / CONFIG_FILE).is_file()
-                completion = await replicas.engines[0].generate([1, 2], SamplingParams(max_tokens=6))
-                theirs = peft_model(tiny.model_dir, Path(location).parent)
-                expected = plain_logprobs(theirs, [1, 2, *completion.token_ids.tolist()], 2)
-                assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+            # The folder is an adapter directory that PEFT can read.
+            assert (Path(location).parent / CONFIG_FILE).is_file()
+            completion = await replicas.engines[0].generate([1, 2], SamplingParams(max_tokens=6))
+            theirs = peft_model(tiny.model_dir, Path(location).parent)
+            expected = plain_logprobs(theirs, [1, 2, *completion.token_ids.tolist()], 2)
+            assert completion.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 async def test_an_adapter_of_an_old_epoch_is_refused_and_one_of_another_model_stops_the_trainer(

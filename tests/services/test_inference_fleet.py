@@ -24,6 +24,7 @@ from tests.parts.inference.engines import TinyModel, engine_config, until
 from tests.parts.inference.models import publication
 from tests.parts.inference.server_process import start_server
 
+TOKEN = "a-token-of-at-least-sixteen-characters"
 LONG = SamplingParams(max_tokens=60)
 ONE = SamplingParams(max_tokens=1)
 
@@ -64,16 +65,18 @@ async def test_all_requests_complete_when_one_of_two_replicas_is_killed_under_lo
 
 
 @pytest.mark.slow
-async def test_weights_cross_processes_over_gloo_and_a_dead_member_is_quarantined(
+async def test_weights_cross_processes_over_http_and_a_dead_replica_is_quarantined(
     tiny: TinyModel, tmp_path: Path
 ) -> None:
     (first, first_url), (second, second_url) = await asyncio.gather(
-        start_server(tmp_path / "a"), start_server(tmp_path / "b")
+        start_server(tmp_path / "a", token=TOKEN), start_server(tmp_path / "b", token=TOKEN)
     )
     try:
-        transport = open_transport("gloo", TransportOptions(directory=str(tmp_path), timeout_s=60))
+        transport = open_transport("pull", TransportOptions(directory=str(tmp_path), token=TOKEN))
         urls = [first_url, second_url]
-        async with WeightTransferClient(urls, request_s=120, confirm_s=120, transport=transport) as client:
+        async with WeightTransferClient(
+            urls, request_s=120, confirm_s=30, transport=transport, api_key=TOKEN
+        ) as client:
             for number in (1, 2):
                 weights = named_weights(tiny.model(number))
                 published = publication(number, digest_of(weights))

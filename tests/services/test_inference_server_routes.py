@@ -112,8 +112,9 @@ async def test_an_update_without_file_or_tensors_is_rejected_naming_the_field(ti
     async with served(tiny) as server:
         for changes, param in (
             ({"path": None}, "path"),
-            ({"backend": "gloo"}, "names"),
-            ({"backend": "gloo", "names": ["a"], "dtype_names": ["F32"], "shapes": [[1]]}, "backend"),
+            ({"backend": "cuda_ipc"}, "names"),
+            ({"backend": "nccl", "names": ["a"], "dtype_names": ["F32"], "shapes": [[1]]}, "backend"),
+            ({"backend": "gloo"}, "backend"),
         ):
             status, reply = await server.post("/update_weights", update_body(tiny, 2, **changes))
             assert (status, reply["error"]["param"]) == (400, param)

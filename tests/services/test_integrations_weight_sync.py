@@ -54,3 +54,18 @@ def test_a_client_that_cannot_connect_leaves_nothing_behind(tmp_path: Path, monk
     with pytest.raises(TransientError):
         client.init()
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_trainer_of_another_project_pushes_to_servers_without_a_shared_disk() -> None:
+    token = "a-token-of-at-least-sixteen-characters"
+
+    def train() -> int:
+        with SyncWeightTransferClient([url], token=token, transfer="pull", request_s=20.0) as weights:
+            weights.update({"w": torch.zeros(2, 2)})
+            return weights.update({"w": torch.ones(2, 2)})
+
+    config = InferenceConfig(engine="scripted")
+    async with open_engine(config, Path()) as engine, serve(build_app(engine, config, steering_token=token)) as url:
+        assert await asyncio.to_thread(train) == 2
+        assert engine.publication is not None
+        assert engine.publication.step == 2

@@ -36,7 +36,7 @@ def assert_only_the_token_steers(run: SmallRun) -> None:
         (f"{ledger}/v1/runs/small/finish", {"reason": "max_steps", "epoch": 10}),
         (f"{policy}/pause", {}),
         (f"{policy}/drain", {}),
-        (f"{policy}/init_weight_transfer_engine", {"init_info": {"backend": "gloo", "master_address": "10.0.0.1"}}),
+        (f"{policy}/init_weight_transfer_engine", {"init_info": {"backend": "nccl", "master_address": "10.0.0.1"}}),
     ):
         assert steer(path, body) == 401, path
     token = (run.directory / "token").read_text(encoding="ascii").strip()
@@ -69,7 +69,7 @@ def test_a_run_with_two_replicas_survives_the_death_of_one(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("override", ['inference.transfer="gloo"', 'inference.transfer="directory"'])
+@pytest.mark.parametrize("override", ['inference.transfer="pull"', 'inference.transfer="directory"'])
 @pytest.mark.parametrize("sequence", ["in_flight", "paused"])
 def test_every_weight_transport_trains_a_run_to_its_end(tmp_path: Path, override: str, sequence: str) -> None:
     settings = [override, f'inference.update_sequence="{sequence}"', "inference.replicas=2", "trainer.max_steps=5"]

@@ -103,7 +103,7 @@ def build_app(
         app.router.add_get(path, send if steering is None else _require_steering(send, steering))
 
     async def close_updates(_app: web.Application) -> None:
-        await updates.close()
+        updates.close()
 
     app.on_shutdown.append(streams.close)
     app.on_cleanup.append(close_updates)

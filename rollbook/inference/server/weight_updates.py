@@ -1,9 +1,8 @@
-"""Receives weight updates. A transport that needs a tensor library is imported only when it is used."""
+"""Receives weight updates. The transport that needs a tensor library is imported only when it is used."""
 
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.plugin import load_on_demand
@@ -15,57 +14,29 @@ from rollbook.inference.request import BadRequestError
 from rollbook.inference.weights.node_copies import NodeCopies
 from rollbook.inference.wire.weights import InitInfo, RangeManifest, UpdateInfo
 
-
-class Receiver(Protocol):
-    """The receiving end of a transport that does not use files."""
-
-    async def take(self, info: UpdateInfo) -> Mapping[str, TensorSource]:
-        """All tensors of the update. Raises `WeightsError` or `TransientError`."""
-
-    async def close(self) -> None: ...
-
-
-RECEIVERS: dict[str, str] = {
-    "gloo": "rollbook.inference.weights.transports.gloo:open_receiver",
-    "cuda_ipc": "rollbook.inference.weights.transports.cuda_ipc:open_receiver",
-}
+GPU_RECEIVER = "rollbook.inference.weights.transports.cuda_ipc:received_tensors"
 
 
 class WeightUpdates:
     """One instance per server. Applies one update at a time."""
 
     def __init__(self, engine: Engine, *, token: str | None = None) -> None:
-        """`token`: with which weights are fetched from the trainer and other replicas."""
+        """`token`: sent when weights are fetched from the trainer and other replicas."""
         self._engine = engine
         self._token = token
         self._copies: NodeCopies | None = None
-        self._receiver: Receiver | None = None
-        self._backend: str | None = None
         self._lock = asyncio.Lock()
 
-    async def join(self, info: InitInfo) -> None:
-        """Join the trainer's process group. Replaces the previous group, even while an update of it waits for a dead member."""
-        if info.master_address is not None and info.backend not in RECEIVERS:
-            # vLLM's trainers do not name a back end. Without an error they would wait for a member that never joins.
+    def init(self, info: InitInfo) -> None:
+        """No transport needs a set-up. A process group is refused: vLLM's trainers would wait for a member that never joins."""
+        if info.master_address is not None:
             raise BadRequestError(
-                f"backend: {info.backend!r} has no process group, and this server does not receive over NCCL; push with "
-                "rollbook.SyncWeightTransferClient, or name the back end 'gloo'",
+                "backend: this server joins no process group; push with rollbook.SyncWeightTransferClient, "
+                "to other machines with transfer = 'pull'",
                 param="backend",
             )
-        await self.leave()
-        if info.backend in RECEIVERS:
-            # In a thread: joining a group waits for its other members.
-            self._receiver = await asyncio.to_thread(_open_receiver, info)
-        self._backend = info.backend
 
-    async def leave(self) -> None:
-        receiver, self._receiver, self._backend = self._receiver, None, None
-        self._lock = asyncio.Lock()
-        if receiver is not None:
-            await receiver.close()
-
-    async def close(self) -> None:
-        await self.leave()
+    def close(self) -> None:
         if self._copies is not None:
             self._copies.close()
 
@@ -84,9 +55,13 @@ class WeightUpdates:
         if info.backend == "pull":
             await self._pull(info, publication)
             return
+        if info.backend != "cuda_ipc":
+            raise BadRequestError(f"backend: {info.backend} is for vLLM; use pull", param="backend")
         info.tensor_headers()
         async with self._lock:
-            await self._receive(info, publication)
+            needs_loading(self._engine.publication, publication)  # refuses an outdated update
+            tensors: Mapping[str, TensorSource] = load_on_demand(GPU_RECEIVER)(info)
+            await self._engine.load_tensors(publication, tensors, adapter=info.adapter_contract())
 
     async def _pull(self, info: UpdateInfo, publication: Publication) -> None:
         if not info.sources:
@@ -106,23 +81,3 @@ class WeightUpdates:
             raise TransientError(
                 f"this machine's copy of publication {publication.id} was damaged, or removed by a replica with newer ones: {error}"
             ) from error
-
-    async def _receive(self, info: UpdateInfo, publication: Publication) -> None:
-        needs_loading(self._engine.publication, publication)  # refuses an outdated update
-        if self._receiver is None or self._backend != info.backend:
-            if info.backend != "cuda_ipc":
-                raise BadRequestError(
-                    f"backend: {info.backend} requires /init_weight_transfer_engine first", param="backend"
-                )
-            self._receiver, self._backend = _open_receiver(InitInfo(backend="cuda_ipc")), "cuda_ipc"
-        receiver = self._receiver
-        # The sender of a group needs every member: a replica that has these weights already receives them too.
-        tensors = await receiver.take(info)
-        if receiver is not self._receiver:
-            raise TransientError(f"the group of publication {publication.id} was replaced; nothing was loaded")
-        await self._engine.load_tensors(publication, tensors, adapter=info.adapter_contract())
-
-
-def _open_receiver(info: InitInfo) -> Receiver:
-    receiver: Receiver = load_on_demand(RECEIVERS[info.backend])(info)
-    return receiver

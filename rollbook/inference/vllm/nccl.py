@@ -5,6 +5,7 @@ The communicator is vLLM's, so the trainer's environment needs vLLM too. Tensors
 """
 
 import asyncio
+import socket
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,6 @@ from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.weights import Adapter
 from rollbook.inference.weights.transport import TransportOptions, update_message
-from rollbook.inference.weights.transports.gloo import free_port
 from rollbook.inference.weights.transports.packing import header_fields, headers_of
 from rollbook.inference.wire.weights import InitInfo, UpdateInfo
 
@@ -27,7 +27,7 @@ PROCESS_GROUP = "vllm.distributed.utils:StatelessProcessGroup"
 
 def open_transport(_name: str, options: TransportOptions) -> "NcclTransport":
     if not torch.cuda.is_available():
-        raise RunError("transfer = 'nccl' needs a CUDA GPU in the trainer; use 'directory' or 'gloo'")
+        raise RunError("transfer = 'nccl' needs a CUDA GPU in the trainer; use 'directory'")
     try:
         communicator, group = load_on_demand(COMMUNICATOR), load_on_demand(PROCESS_GROUP)
     except ImportError as error:
@@ -64,7 +64,7 @@ class NcclTransport:
 
     def invitations(self, world_sizes: Sequence[int]) -> Sequence[InitInfo]:
         self._leave()
-        self._port = free_port(self._host)
+        self._port = _free_port(self._host)
         return [
             InitInfo(
                 backend="nccl",
@@ -117,6 +117,17 @@ class NcclTransport:
         joined, self._joined = self._joined, None
         if joined is not None:
             joined.destroy()
+
+
+def _free_port(host: str) -> int:
+    try:
+        with socket.create_server((host, 0)) as probe:
+            port: int = probe.getsockname()[1]
+    except OSError as error:
+        raise RunError(
+            f"the trainer cannot form a weight group on inference.transfer_host = {host!r}: {error.strerror or error}"
+        ) from error
+    return port
 
 
 def _destroy(joining: "asyncio.Future[Any]") -> None:

@@ -22,7 +22,7 @@ from rollbook.contracts.weights import Adapter
 from rollbook.inference.config import UpdateSequence
 from rollbook.inference.connection import PolicyConnection, open_connection
 from rollbook.inference.weights.process_group import WeightGroup
-from rollbook.inference.weights.server_api import RollbookServerApi, WeightServerApi
+from rollbook.inference.weights.server_api import GroupServerApi, RollbookServerApi, WeightServerApi
 from rollbook.inference.weights.transport import GroupTransport, SharingTransport, WeightTransport, update_message
 from rollbook.inference.wire.weights import AdapterInfo, UpdateInfo
 from rollbook.telemetry.events import EventLog
@@ -81,7 +81,7 @@ class WeightTransferClient:
         self._confirm_s = request_s if confirm_s is None else confirm_s
         self._transport = transport
         self._server_api = server_api or RollbookServerApi()
-        self._group = WeightGroup(transport, self._server_api) if isinstance(transport, GroupTransport) else None
+        self._group = _weight_group(transport, self._server_api)
         self._sequence = sequence
         self._check_digest = check_digest
         self._api_key = api_key
@@ -417,3 +417,12 @@ class WeightTransferClient:
             log = self._log.info if self._has_warned else self._log.warning
             log("policy.push_retried", cause=str(error), wait_s=round(wait_s, 3))
             self._has_warned = True
+
+
+def _weight_group(transport: WeightTransport | None, server_api: WeightServerApi) -> WeightGroup | None:
+    """None: the transport needs no process group."""
+    if not isinstance(transport, GroupTransport):
+        return None
+    if not isinstance(server_api, GroupServerApi):
+        raise RunError("these policy servers join no process group; use transfer = 'pull'")
+    return WeightGroup(transport, server_api)

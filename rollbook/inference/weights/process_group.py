@@ -1,4 +1,4 @@
-"""The process group of trainer and replicas: formed before the first send, and again when the set of replicas changes."""
+"""The process group of trainer and vLLM replicas: formed before the first send, and again when the set of replicas changes."""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Sequence
 from rollbook.concurrency.deadline import finish
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.inference.connection import PolicyConnection
-from rollbook.inference.weights.server_api import WeightServerApi
+from rollbook.inference.weights.server_api import GroupServerApi
 from rollbook.inference.weights.transport import GroupTransport
 from rollbook.inference.wire.weights import UpdateInfo
 
@@ -17,7 +17,7 @@ LEAVE_S = 5.0
 class WeightGroup:
     """Joining and sending are collective: every member takes part at the same time."""
 
-    def __init__(self, transport: GroupTransport, server_api: WeightServerApi) -> None:
+    def __init__(self, transport: GroupTransport, server_api: GroupServerApi) -> None:
         self._transport = transport
         self._server_api = server_api
         self._members: tuple[PolicyConnection, ...] = ()
@@ -38,7 +38,7 @@ class WeightGroup:
             # A member that restarted is not in the group any more. Only a refusal by a new group is final.
             raise TransientError(f"a member refused the update, so a new weight group is formed: {error}") from error
         except BaseException:
-            # Also after a refused update: data already sent to the replica would be read as the next update.
+            # Even after a refused update: data already sent to the replica would be read as the next update.
             self._members = ()
             raise
 

@@ -1,6 +1,6 @@
 """The weight requests of one kind of policy server: our own (`RollbookServerApi`) or vLLM (`vllm.VllmServerApi`)."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -8,21 +8,13 @@ from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Publication
 from rollbook.inference.connection import PolicyConnection
-from rollbook.inference.wire.weights import InitBody, InitInfo, UpdateBody, UpdateInfo, WeightCheck, WeightInfo
+from rollbook.inference.wire.weights import InitInfo, UpdateBody, UpdateInfo, WeightCheck, WeightInfo
 
 
 class WeightServerApi(Protocol):
     @property
     def refuses_old_epochs(self) -> bool:
         """Whether the server itself refuses updates of a replaced trainer."""
-
-    async def world_size(self, replica: PolicyConnection) -> int:
-        """The number of processes that the replica adds to a process group."""
-
-    async def join(self, replica: PolicyConnection, info: InitInfo) -> None:
-        """Make the replica join the trainer's process group."""
-
-    async def leave(self, replica: PolicyConnection) -> None: ...
 
     async def update(self, replica: PolicyConnection, info: UpdateInfo) -> None:
         """Returns when the replica has applied the update."""
@@ -41,6 +33,19 @@ class WeightServerApi(Protocol):
     async def resume(self, replica: PolicyConnection) -> None: ...
 
 
+@runtime_checkable
+class GroupServerApi(WeightServerApi, Protocol):
+    """A kind of server whose replicas can join a process group."""
+
+    async def world_size(self, replica: PolicyConnection) -> int:
+        """The number of processes that the replica adds to a process group."""
+
+    async def join(self, replica: PolicyConnection, info: InitInfo) -> None:
+        """Make the replica join the trainer's process group."""
+
+    async def leave(self, replica: PolicyConnection) -> None: ...
+
+
 class RollbookServerApi:
     """Our own server refuses old epochs and can compute the digest of the weights in use."""
 
@@ -49,15 +54,6 @@ class RollbookServerApi:
     def __init__(self) -> None:
         self._info = json_decoder(WeightInfo)
         self._check = json_decoder(WeightCheck)
-
-    async def world_size(self, replica: PolicyConnection) -> int:
-        return 1
-
-    async def join(self, replica: PolicyConnection, info: InitInfo) -> None:
-        await replica.post_text("/init_weight_transfer_engine", msgspec.json.encode(InitBody(init_info=info)))
-
-    async def leave(self, replica: PolicyConnection) -> None:
-        await replica.post_text("/shutdown_weight_transfer_engine", b"")
 
     async def update(self, replica: PolicyConnection, info: UpdateInfo) -> None:
         await replica.post_text("/update_weights", msgspec.json.encode(UpdateBody(update_info=info)))

@@ -62,16 +62,14 @@ class TransportOptions:
     """For weight files, in the run directory."""
     host: str = "127.0.0.1"
     """The address at which replicas reach the trainer."""
-    timeout_s: float = 60.0
     token: str | None = None
-    """With which replicas fetch weights from the trainer and from each other."""
+    """Replicas send it when they fetch weights from the trainer and from each other."""
 
 
 # Each module is imported only where its transport is configured.
 _OPENERS = {
     "directory": "rollbook.inference.weights.transports.files:open_transport",
     "shared_memory": "rollbook.inference.weights.transports.files:open_transport",
-    "gloo": "rollbook.inference.weights.transports.gloo:open_transport",
     "cuda_ipc": "rollbook.inference.weights.transports.cuda_ipc:open_transport",
     "pull": "rollbook.inference.weights.transports.pull:open_transport",
     "nccl": "rollbook.inference.vllm.nccl:open_transport",

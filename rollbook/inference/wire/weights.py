@@ -10,7 +10,7 @@ from rollbook.contracts.weights import Adapter
 UNPUBLISHED = "default"
 """vLLM's version of weights that were never published."""
 
-Backend = Literal["directory", "shared_memory", "cuda_ipc", "gloo", "nccl", "pull"]
+Backend = Literal["directory", "shared_memory", "cuda_ipc", "nccl", "pull"]
 
 
 class AdapterInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -32,7 +32,7 @@ class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
     """A publication and the location of its tensors.
 
     `directory` and `shared_memory`: `path` is a safetensors file that both sides can read. `cuda_ipc`: `handles` refer to memory of
-    the same GPU. `gloo`: the tensors follow over the process group in the order of `names`. `pull`: the replica fetches a
+    the same GPU. `nccl`: vLLM receives the tensors over a process group in the order of `names`. `pull`: the replica fetches a
     safetensors file from one of `sources`, the trainer first.
     """
 
@@ -68,7 +68,7 @@ class RangeManifest(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tr
 
     publication: int
     digest: str
-    """Of the published weights."""
+    """Digest of the published weights."""
     size: int
     range_bytes: int
     digests: list[str]
@@ -81,16 +81,15 @@ class UpdateBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class InitInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """How a replica joins the trainer's process group. The trainer is rank 0."""
+    """How a vLLM replica joins the trainer's process group. The trainer is rank 0. Our own server joins none."""
 
     backend: Backend = "directory"
     master_address: str | None = None
     master_port: int | None = None
     rank_offset: int = 1
     world_size: int = 1
-    timeout_s: float = 60.0
     packed: bool | None = None
-    """Sent by vLLM's trainers. No transport of ours uses it."""
+    """vLLM's trainers send it."""
 
 
 class InitBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -139,7 +138,7 @@ class WeightCheck(msgspec.Struct):
     weight_version: str
     published: str | None
     dtype: str
-    """Of the weights in memory. The digests are equal if the published weights have the same dtype."""
+    """Dtype of the weights in memory. The digests are equal if the published weights have the same dtype."""
 
 
 class WeightInfo(msgspec.Struct):
@@ -149,7 +148,7 @@ class WeightInfo(msgspec.Struct):
     epoch: int | None = None
     digest: str | None = None
     dtype: str | None = None
-    """Of the weights in memory. Only digests of equal dtypes can be compared."""
+    """Dtype of the weights in memory. Only digests of equal dtypes can be compared."""
     adapter: str | None = None
     """The live adapter."""
 

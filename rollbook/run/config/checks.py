@@ -144,7 +144,7 @@ def _policy_servers_are_internal_or_external(parts: Parts) -> Faults:
             elif inference.transfer == "nccl":
                 yield (
                     "inference.transfer",
-                    "'nccl' works with engine = 'vllm' only; use shared_memory, directory, pull or gloo",
+                    "'nccl' works with engine = 'vllm' only; use shared_memory, directory or pull",
                 )
             elif inference.vllm != VllmConfig():
                 yield "inference.vllm", f"is read by engine = 'vllm' only; this run uses '{inference.engine}'"
@@ -156,7 +156,7 @@ def _vllm_faults(inference: InferenceConfig) -> Faults:
             "inference.urls",
             "engine = 'vllm' needs either the urls of running servers, or inference.vllm.python to start them",
         )
-    if inference.transfer in ("gloo", "cuda_ipc", "pull"):
+    if inference.transfer in ("cuda_ipc", "pull"):
         yield (
             "inference.transfer",
             f"vLLM does not support '{inference.transfer}'; use directory, shared_memory or nccl",

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.weights import WeightsError, weights_digest
+from rollbook.contracts.weights import WeightsError
 from rollbook.inference.engines.embedded.upload import Upload
 from rollbook.inference.vllm.client import VllmServerApi, publication_id
 from rollbook.inference.vllm.nccl import NcclTransport
+from rollbook.inference.weights.safetensors import FileTensor
 from rollbook.inference.weights.shared_memory import ABANDONED_S, directory_name
 from rollbook.inference.weights.transport import TransportOptions, open_transport
 from rollbook.inference.weights.transports import files
 from rollbook.inference.weights.transports.cuda_ipc import decode_handle, encode_handle
-from rollbook.inference.weights.transports.gloo import GlooTransport
-from rollbook.inference.weights.transports.packing import headers_of, pack, unpack_bytes, unpack_views
+from rollbook.inference.weights.transports.packing import NAMES, headers_of, pack, unpack_views
 from rollbook.trainer.model.weights import digest_of
 from tests.parts.inference.engines import until
 from tests.parts.inference.models import publication
@@ -38,6 +38,11 @@ def weights_of(shapes: list[tuple[torch.dtype, list[int]]]) -> dict[str, torch.T
     }
 
 
+def raw_tensor(name: str, tensor: torch.Tensor) -> FileTensor:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data.cast("B")
+    return FileTensor(name=name, dtype=NAMES[tensor.dtype], shape=tuple(tensor.shape), data=data)
+
+
 @given(SHAPES)
 def test_unpacked_tensors_equal_the_packed_ones(shapes: list[tuple[torch.dtype, list[int]]]) -> None:
     weights = weights_of(shapes)
@@ -45,7 +50,7 @@ def test_unpacked_tensors_equal_the_packed_ones(shapes: list[tuple[torch.dtype, 
     for name, tensor in unpack_views(packed, headers).items():
         assert torch.equal(tensor, weights[name])
         assert tensor.dtype == weights[name].dtype
-    assert weights_digest(unpack_bytes(packed, headers).values()) == digest_of(weights)
+    assert digest_of(unpack_views(packed, headers)) == digest_of(weights)
 
 
 @given(SHAPES, st.integers(1, 200))
@@ -55,7 +60,7 @@ def test_uploaded_tensors_equal_those_in_main_memory(
     weights = weights_of(shapes)
     upload = Upload(torch.device("cpu"), window_bytes=window_bytes)
     for _ in range(2):  # windows are used again
-        uploaded = upload(list(unpack_bytes(pack(weights), headers_of(weights)).values()))
+        uploaded = upload([raw_tensor(name, tensor) for name, tensor in weights.items()])
         assert {name: (t.dtype, t.tolist()) for name, t in uploaded.items()} == {
             name: (t.dtype, t.tolist()) for name, t in weights.items()
         }
@@ -64,7 +69,7 @@ def test_uploaded_tensors_equal_those_in_main_memory(
 def test_bytes_that_do_not_fit_the_shapes_are_refused() -> None:
     weights = {"a": torch.zeros(3)}
     with pytest.raises(WeightsError, match="received 5 bytes"):
-        unpack_bytes(torch.zeros(5, dtype=torch.uint8), headers_of(weights))
+        unpack_views(torch.zeros(5, dtype=torch.uint8), headers_of(weights))
     with pytest.raises(WeightsError, match="dtype"):
         unpack_views(pack(weights), [("a", "F4", (3,))])
 
@@ -177,7 +182,7 @@ async def test_a_replaced_trainer_does_not_remove_the_weights_of_its_successor(
 
 
 def test_a_host_that_is_not_of_this_machine_is_refused_with_the_name_of_its_setting() -> None:
-    transport = GlooTransport(host="192.0.2.1", timeout_s=1.0)
+    transport = NcclTransport(host="192.0.2.1", communicator=None, group=None)
     with pytest.raises(RunError, match=r"inference\.transfer_host = '192\.0\.2\.1'"):
         transport.invitations([1])
 

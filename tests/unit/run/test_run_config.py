@@ -350,6 +350,10 @@ def test_publishing_adapters_needs_lora_and_a_supporting_transport(tmp_path: Pat
     assert "nccl" in faults_of(tmp_path, GOOD, (*nccl, "inference.urls=['http://a']"))["inference.publish"]
 
 
+def test_a_transport_that_is_gone_names_its_replacement(tmp_path: Path) -> None:
+    assert "use 'pull'" in faults_of(tmp_path, GOOD, ("inference.transfer='gloo'",))["inference.transfer"]
+
+
 def test_settings_that_the_gate_counts_with_cannot_change_on_resume(tmp_path: Path) -> None:
     parts = ["gate.batch_policy=parts", "rollout.completions_per_prompt=8"]
     old = load_config(write_config(tmp_path, GOOD), parts).config

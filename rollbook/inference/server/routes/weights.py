@@ -49,11 +49,10 @@ class WeightRoutes:
         return json_response({"world_size": 1})
 
     async def init(self, request: web.Request) -> web.Response:
-        await self._updates.join(json_decoder(InitBody).decode(await request.read()).init_info)
+        self._updates.init(json_decoder(InitBody).decode(await request.read()).init_info)
         return json_response({"message": "Weight transfer initialized"})
 
     async def leave(self, _request: web.Request) -> web.Response:
-        await self._updates.leave()
         return json_response({"message": "Weight transfer shut down"})
 
     async def start(self, _request: web.Request) -> web.Response:

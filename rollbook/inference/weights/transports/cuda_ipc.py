@@ -17,19 +17,13 @@ from rollbook.contracts.policy import Publication
 from rollbook.contracts.weights import Adapter, TensorSource, WeightsError
 from rollbook.inference.weights.transport import TransportOptions, update_message
 from rollbook.inference.weights.transports.packing import TensorHeader, header_fields, headers_of, pack, unpack_views
-from rollbook.inference.wire.weights import InitInfo, UpdateInfo
+from rollbook.inference.wire.weights import UpdateInfo
 
 
 def open_transport(_name: str, _options: TransportOptions) -> "CudaIpcTransport":
     if not torch.cuda.is_available():
         raise RunError("transfer = 'cuda_ipc' needs a CUDA GPU that trainer and policy share; use 'shared_memory'")
     return CudaIpcTransport()
-
-
-def open_receiver(_info: InitInfo) -> "CudaIpcReceiver":
-    if not torch.cuda.is_available():
-        raise WeightsError("weights were offered in GPU memory, but this server has no CUDA GPU")
-    return CudaIpcReceiver()
 
 
 def encode_handle(parts: Sequence[Any], *, gpu: str) -> dict[str, Any]:
@@ -107,17 +101,14 @@ class CudaIpcTransport:
         self._stored.clear()
 
 
-class CudaIpcReceiver:
-    """A replica's end: views into the trainer's memory, from which the engine copies."""
-
-    async def take(self, info: UpdateInfo) -> Mapping[str, TensorSource]:
-        headers = info.tensor_headers()
-        if not info.handles or len(info.handles) != 1:
-            raise WeightsError("handles: exactly one handle is needed, for the packed weights")
-        parts = decode_handle(info.handles[0], local_gpus=local_gpus())
-        storage = torch.UntypedStorage._new_shared_cuda(*parts)
-        packed = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        return unpack_views(packed, headers)
-
-    async def close(self) -> None:
-        return None
+def received_tensors(info: UpdateInfo) -> Mapping[str, TensorSource]:
+    """The replica's end: views into the trainer's memory, from which the engine copies."""
+    if not torch.cuda.is_available():
+        raise WeightsError("weights were offered in GPU memory, but this server has no CUDA GPU")
+    headers = info.tensor_headers()
+    if not info.handles or len(info.handles) != 1:
+        raise WeightsError("handles: exactly one handle is needed, for the packed weights")
+    parts = decode_handle(info.handles[0], local_gpus=local_gpus())
+    storage = torch.UntypedStorage._new_shared_cuda(*parts)
+    packed = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return unpack_views(packed, headers)

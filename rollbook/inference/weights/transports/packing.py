@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from rollbook.contracts.weights import DTYPE_NAMES, WeightsError
-from rollbook.inference.weights.safetensors import FileTensor
 
 ALIGNMENT = 64
-"""Of every tensor in the buffer: views of any dtype are then aligned, and copies use the fast paths."""
+"""Alignment of every tensor in the buffer: views of any dtype are then aligned, and copies use the fast paths."""
 
 NAMES: dict[torch.dtype, str] = {getattr(torch, name): spelled for name, spelled in DTYPE_NAMES.items()}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
@@ -71,23 +70,7 @@ def pack(weights: Mapping[str, Tensor], *, device: str = "cpu") -> Tensor:
 
 def unpack_views(packed: Tensor, headers: Sequence[TensorHeader]) -> dict[str, Tensor]:
     """Tensors that share the memory of the buffer."""
-    return {
-        part.name: packed[part.start : part.end].view(DTYPES[part.dtype]).view(part.shape)
-        for part in _checked_layout(packed, headers)
-    }
-
-
-def unpack_bytes(packed: Tensor, headers: Sequence[TensorHeader]) -> dict[str, FileTensor]:
-    """The tensors as plain bytes, which an engine can check against a digest."""
-    view = packed.numpy().data.cast("B")
-    return {
-        part.name: FileTensor(name=part.name, dtype=part.dtype, shape=part.shape, data=view[part.start : part.end])
-        for part in _checked_layout(packed, headers)
-    }
-
-
-def _checked_layout(packed: Tensor, headers: Sequence[TensorHeader]) -> list[PackedTensor]:
     ranges, size = layout(headers)
     if packed.numel() != size:
         raise WeightsError(f"received {packed.numel()} bytes for tensors of {size} bytes")
-    return ranges
+    return {part.name: packed[part.start : part.end].view(DTYPES[part.dtype]).view(part.shape) for part in ranges}
