@@ -124,7 +124,7 @@ class RunRecord(Record, frozen=True, kw_only=True):
 
     @property
     def is_over(self) -> bool:
-        """No further batch will be decided, so no group is granted."""
+        """No more batches will be decided, so no group is granted."""
         max_steps = self.settings.rule.max_steps
         is_complete = max_steps is not None and self.last_decided >= max_steps
         return self.ended is not None or self.is_last_short or is_complete

@@ -1,112 +1,101 @@
-"""Generated requests, from the OpenAPI document: never a server error, and the audit passes afterwards."""
+"""Invalid requests, to the native API and to that of Atropos, never cause a server error, and the audit passes afterwards."""
 
 import asyncio
+import gzip
+import json
 import random
+import socket
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-import aiohttp
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from pydantic import BaseModel
 
-from rollbook.contracts.group_codec import encode_group
+from rollbook.ledger.atropos.models import RegisterEnv, Registration, ScoredData
+from rollbook.ledger.atropos.openapi import VERBS as ATROPOS_VERBS
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.http import wire
-from rollbook.ledger.service import Ledger
+from rollbook.ledger.http.openapi import openapi_document
+from rollbook.ledger.http.verbs import VERBS
 from rollbook.ledger.tools.audit import audit_run
-from tests.parts.ledger.fuzz import Shapes
-from tests.parts.ledger.groups import RUN, group_of
+from tests.parts.ledger.atropos import Client, dialect, registration, scored
+from tests.parts.ledger.groups import RUN
 from tests.parts.ledger.groups import settings as run_settings
-from tests.parts.ledger.http import Caller, Response, submission
-from tests.parts.ledger.service import serving
+from tests.parts.ledger.http import Caller, submission
 
-ENCODED = encode_group(group_of("a", (-1,)))
-KNOWN: dict[str, list[Any]] = {
-    "group_id": ["a@0", "b@0"],
-    "task_id": ["a", "b"],
-    "owner": ["w#0"],
-    "owner_name": ["w"],
-    "payload": [ENCODED.payload],
-    "payload_digest": [ENCODED.digest],
-    "publications": [[-1], [0]],
-    "epoch": [0, 1],
-    "step": [0, 1],
-    "wait_s": [0.0],
-    "drop": ["filtered: x"],
-    "reason": ["invalid: y", "max_steps"],
-}
-PATHS = {
-    "run": [RUN, "other", "..", "x\x00y", "ü"],
-    "group_id": ["a@0", "b/c", "%"],
-    "step": ["1", "-1", "x"],
-}
-
-
-class Target:
-    """A ledger, its OpenAPI document, and a client for arbitrary requests."""
-
-    def __init__(self, caller: Caller, ledger: Ledger, document: dict[str, Any]) -> None:
-        self.caller, self.ledger, self.document = caller, ledger, document
-        self.shapes = Shapes(document, KNOWN)
-
-    def operations(self) -> list[tuple[str, str, dict[str, Any] | None]]:
-        found = []
-        for path, methods in self.document["paths"].items():
-            for method, operation in methods.items():
-                body = operation.get("requestBody")
-                schema = None if body is None else body["content"][wire.CONTENT_TYPE]["schema"]
-                if not path.endswith("/events"):
-                    found.append((method.upper(), path, schema))
-        return found
-
-    async def send(self, method: str, path: str, body: Any, *, as_json: bool = False) -> Response:
-        form: Any = msgspec.json if as_json else msgspec.msgpack
-        raw = None if body is None else form.encode(body)
-        content_type = wire.JSON_CONTENT_TYPE if as_json else wire.CONTENT_TYPE
-        answer = await self.caller.call(method, f"/{path}", raw=raw, content_type=content_type)
-        assert answer.status < 500, (method, path, body, answer.json)
-        if answer.status >= 400 and answer.json is not None:
-            assert answer.json["message"], (method, path, body)
-        return answer
+EXAMPLES = 8
+TIMEOUT_S = 900
+INVALID: tuple[Any, ...] = (
+    *(
+        None,
+        True,
+        -1,
+        0,
+        1,
+        2**31,
+        -(2**63),
+        2**64,
+        10**40,
+        1.5,
+        1e308,
+        float("nan"),
+        float("inf"),
+        "",
+        "7",
+        "x" * 2000,
+    ),
+    *("\x00", "\ud800", "é", [], [[]], [[1]], [[1, 2], [3]], [[[1]]], [None], {}, {"a": 1}, [{"role": "u"}], [[{}]]),
+)
+JSON = {"Content-Type": "application/json", "Connection": "close"}
 
 
 @pytest.fixture
-async def target(tmp_path: Path) -> AsyncIterator[Target]:
-    # One step needs nearly all groups of the run, so that no generated call of `batch` waits long.
-    config = LedgerConfig(max_body_mb=1, max_queued_groups=500, max_queued_mb=1)
-    telemetry = tmp_path / "run"
-    (telemetry / "logs").mkdir(parents=True)
-    async with (
-        serving(tmp_path / "ledger", config=config, run_directory=telemetry) as (url, ledger),
-        aiohttp.ClientSession() as session,
-    ):
-        await ledger.create_run(RUN, run_settings())
-        await ledger.join(RUN, "w", nonce="n")
-        caller = Caller(session, url)
-        document = (await caller.call("GET", "//openapi.json")).json
-        yield Target(caller, ledger, document)
+async def client(tmp_path: Path) -> AsyncIterator[Client]:
+    """Both APIs on one server."""
+    limits = LedgerConfig(max_body_mb=2, max_queued_groups=500, max_queued_mb=1)
+    async with dialect(tmp_path, limits=limits) as client:
+        await client.ledger.create_run(RUN, run_settings())
+        await client.ledger.join(RUN, "w", nonce="n")
+        yield client
 
 
-async def assert_healthy(target: Target) -> None:
-    assert (await target.caller.call("GET", "//health")).json["status"] == "ok"
-    for run_id in await target.ledger.runs():
-        report = await target.ledger.read(lambda tx, run_id=run_id: audit_run(tx, run_id))  # type: ignore[misc]
+async def assert_healthy(client: Client) -> None:
+    for run_id in await client.ledger.runs():
+        report = await client.ledger.read(lambda tx, run_id=run_id: audit_run(tx, run_id))  # type: ignore[misc]
         assert report.violations == ()
+    assert await client.get("/reset_data") == "Reset successful"
+    await client.start(2)
+    await client.post("/scored_data", scored(5))
+    assert await client.batch() == ["5"]
+    await client.audited()
 
 
-def filled(path: str, choose: Any) -> str:
-    for name, values in PATHS.items():
-        path = path.replace(f"{{{name}}}", quote(choose(values), safe=""))
-    return path
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.parametrize("document", ["/openapi.json", "/atropos/atropos/openapi.json"], ids=["native", "atropos"])
+async def test_requests_generated_from_the_openapi_document_cause_no_server_error(
+    client: Client, tmp_path: Path, document: str
+) -> None:
+    (tmp_path / "schemathesis.toml").write_text(f'[parameters]\n"path.run" = "{RUN}"\n', encoding="utf-8")
+    command = ["-m", "schemathesis.cli", "run", f"{client.url}{document}", "--url", client.url]
+    options = ["--checks", "not_a_server_error", "--phases", "coverage,fuzzing", "--max-examples", str(EXAMPLES)]
+    stable = ["--seed", "1", "--request-timeout", "60", "--suppress-health-check", "all"]
+    # The response to this request ends when the server stops.
+    endless = ["--exclude-path", "/v1/runs/{run}/events"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, *options, *stable, *endless, cwd=tmp_path, stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
+    assert process.returncode == 0, output.decode()[-4000:]
+    assert "passed" in output.decode()
+    await assert_healthy(client)
 
 
-async def test_a_damaged_submission_never_causes_a_server_error(target: Target) -> None:
+async def test_a_damaged_submission_never_causes_a_server_error(client: Client) -> None:
     """A valid submission with a flipped, removed or inserted byte, chosen by a seed."""
-    rng = random.Random(7)
+    rng, caller = random.Random(7), Caller(client.session, client.url)
     good = msgspec.msgpack.encode(submission("a"))
     for _ in range(300):
         raw = bytearray(good)
@@ -118,12 +107,12 @@ async def test_a_damaged_submission_never_causes_a_server_error(target: Target) 
             del raw[at:]
         else:
             raw.insert(at, rng.randrange(256))
-        answer = await target.caller.call("POST", "/submit", raw=bytes(raw))
+        answer = await caller.call("POST", "/submit", raw=bytes(raw))
         assert answer.status in (200, 400, 422), answer.json
-    await assert_healthy(target)
+    await assert_healthy(client)
 
 
-async def test_an_invalid_value_in_any_field_never_causes_a_server_error(target: Target) -> None:
+async def test_an_invalid_value_in_any_field_of_a_native_message_never_causes_a_server_error(client: Client) -> None:
     """Each field of each message gets each of some invalid values."""
     invalid: list[Any] = [None, -1, 2**63, 2**64 - 1, 1.5, float("nan"), "", "x\x00", b"\xff", [], {}, [[[]]], True]
     base = {
@@ -158,44 +147,95 @@ async def test_an_invalid_value_in_any_field_never_causes_a_server_error(target:
     announcement = {"directory_id": "d", "version": "0.1.0", "config": "", "addresses": {}, "tokens": {}}
     base |= {"announcement": announcement, "member": "m", "relay": "", "after": 0}
     base |= {"kind": "annotate", "author": "a", "target": "a", "sample": 0, "note": "n"}
-    for method, path, schema in target.operations():
-        if schema is None:
+    caller, schemas = Caller(client.session, client.url), openapi_document()["components"]["schemas"]
+    for verb in VERBS:
+        if not verb.has_body:
             continue
-        fields = target.document["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]].get("properties", {})
-        message = {name: base[name] for name in fields}
-        for name in fields:
+        message = {name: base[name] for name in schemas[verb.request.__name__]["properties"]}
+        for name in message:
             for value in invalid:
-                await target.send(method, filled(path, lambda values: values[0]), {**message, name: value})
-    await assert_healthy(target)
+                path = f"/{verb.path.format(run=RUN)}"
+                response = await caller.call(verb.method, path, {**message, name: value})
+                assert response.status < 500, (verb.name, name, value, response.json)
+                if response.status >= 400:
+                    assert response.json["message"]
+    await assert_healthy(client)
 
 
-@pytest.mark.slow
-def test_generated_requests_never_cause_a_server_error(tmp_path: Path) -> None:
-    """Thousands of requests from the document, most of them invalid, as MessagePack and as JSON."""
+async def status_of(client: Client, method: str, path: str, **options: Any) -> int:
+    status, answer = await client.status_of(method, path, **options)
+    assert status < 500, (method, path, answer)
+    return status
 
-    async def send_all(drawn: list[tuple[str, str, Any, bool]]) -> None:
-        for method, path, body, as_json in drawn:
-            await holder[0].send(method, path, body, as_json=as_json)
 
-    loop = asyncio.new_event_loop()
-    opened = target.__wrapped__(tmp_path)  # type: ignore[attr-defined]  # the fixture as a plain generator, on one loop for all examples
-    holder = [loop.run_until_complete(anext(opened))]
-    operations = holder[0].operations()
+def valid(model: type[BaseModel]) -> dict[str, Any]:
+    if model is Registration:
+        return registration(4)
+    if model is RegisterEnv:
+        return {"max_token_length": 8, "desired_name": "e", "weight": 1.0, "group_size": 2}
+    return scored(1) if model is ScoredData else {"env_id": 0}
 
-    @st.composite
-    def request(draw: st.DrawFn) -> tuple[str, str, Any, bool]:
-        method, path, schema = draw(st.sampled_from(operations))
-        body = None if schema is None else draw(holder[0].shapes.mutated(schema))
-        return method, filled(path, lambda values: draw(st.sampled_from(values))), body, draw(st.booleans())
 
-    @settings(max_examples=400, database=None, suppress_health_check=list(HealthCheck))
-    @given(st.lists(request(), min_size=1, max_size=12))
-    def send(drawn: list[tuple[str, str, Any, bool]]) -> None:
-        loop.run_until_complete(send_all(drawn))
+@pytest.mark.parametrize("seed", range(4))
+async def test_invalid_values_in_any_field_of_atropos_never_cause_a_server_error(client: Client, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(120):
+        verb = rng.choice(ATROPOS_VERBS)
+        model = verb.body
+        if model is None:
+            await status_of(client, verb.method, verb.path)
+            continue
+        message = valid(model)
+        for name in rng.sample(sorted(model.model_fields), k=rng.randint(0, min(2, len(model.model_fields)))):
+            message[name] = rng.choice(INVALID)
+        if rng.random() < 0.1:
+            message.pop(rng.choice(sorted(message)))
+        body = json.dumps([message, valid(model)] if verb.is_list else message)
+        await status_of(client, verb.method, verb.path, data=body, headers=JSON)
+    await assert_healthy(client)
 
-    try:
-        send()
-        loop.run_until_complete(assert_healthy(holder[0]))
-    finally:
-        loop.run_until_complete(opened.aclose())
-        loop.close()
+
+@pytest.mark.parametrize("path", [verb.path for verb in ATROPOS_VERBS if verb.body is not None])
+async def test_bodies_that_are_not_a_message_are_rejected(client: Client, path: str) -> None:
+    method = "GET" if path == "/status-env" else "POST"
+    whole = json.dumps(scored(1)).encode()
+    compressed = gzip.compress(whole)
+    bomb = gzip.compress(b" " * 50_000_000)
+    for body, headers in (
+        (b"", JSON),
+        (b"\x00\xff\xfe", JSON),
+        (b"[" * 50_000, JSON),
+        (b'{"a":' * 50_000, JSON),
+        (whole[:-3], JSON),
+        (whole, {**JSON, "Content-Type": "application/msgpack"}),
+        (whole, {**JSON, "Content-Type": "multipart/form-data; boundary=x"}),
+        (compressed[: len(compressed) // 2], {**JSON, "Content-Encoding": "gzip"}),
+        (compressed[:12], {**JSON, "Content-Encoding": "gzip"}),
+        (whole, {**JSON, "Content-Encoding": "gzip"}),
+        (bomb, {**JSON, "Content-Encoding": "gzip"}),
+    ):
+        assert 400 <= await status_of(client, method, path, data=body, headers=headers) < 500
+    await assert_healthy(client)
+
+
+async def test_a_body_that_is_too_large_after_decompression_is_rejected(client: Client) -> None:
+    bomb = gzip.compress(b'{"images":"' + b"x" * 50_000_000 + b'"}')
+    status = await status_of(client, "POST", "/scored_data", data=bomb, headers={**JSON, "Content-Encoding": "gzip"})
+    assert status == 413
+
+
+async def test_idle_and_broken_connections_do_not_affect_others(client: Client) -> None:
+    host, port = client.url.removeprefix("http://").split(":")
+    idle = await asyncio.to_thread(lambda: [socket.create_connection((host, int(port))) for _ in range(200)])
+    for at, sock in enumerate(idle):
+        if at % 4 == 1:
+            sock.sendall(b"POST /scored_data HTTP/1.1\r\nContent-Length: 100000\r\n\r\n{")
+        elif at % 4 == 2:
+            sock.sendall(b"\x16\x03\x01 not http at all\r\n\r\n")
+        elif at % 4 == 3:
+            sock.sendall(b"GET /batch HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 20_000 + b"\r\n\r\n")
+    await asyncio.sleep(0.1)
+    await assert_healthy(client)
+    for sock in idle:
+        sock.close()
+    await assert_healthy(client)

@@ -26,7 +26,7 @@ def in_order(queue: Sequence[QueuedGroup], weights: Mapping[int, float], *, seed
 
     If all environments have the same weight: the order of arrival, as in the original. Otherwise environments alternate so that
     each has its share of the sequences: the next group is that of the environment with the least served sequences per weight. The
-    start is random, so over many batches also an environment gets its share that is too small for one group per batch.
+    start is random, so over many batches even an environment whose share is smaller than one group gets it.
     """
     present = {group.env_id: max(weights.get(group.env_id, 1.0), LEAST_WEIGHT) for group in queue}
     arrived = sorted(queue, key=lambda group: group.place)
@@ -134,32 +134,53 @@ def _with_minimums(
     for group in queue:
         by_env.setdefault(group.env_id, []).append(group)
     wanted = {env_id: int(batch_size * part) for env_id, part in minimums.items() if int(batch_size * part) > 0}
-    if any(env_id not in by_env for env_id in wanted):
-        return None
+    if not wanted.keys() <= by_env.keys():
+        return None  # an environment with a minimum has no groups yet: wait for it
+    return _from_packs(queue, by_env, wanted, batch_size, largest) or _from_groups(queue, by_env, wanted, batch_size)
+
+
+def _from_packs(
+    queue: Sequence[QueuedGroup],
+    by_env: Mapping[int, Sequence[QueuedGroup]],
+    wanted: Mapping[int, int],
+    batch_size: int,
+    largest: int,
+) -> list[QueuedGroup] | None:
+    """The batch of the original: the first packs of each environment up to its minimum, then other packed groups that fit."""
     packs = {env_id: _packs(groups, largest) for env_id, groups in by_env.items()}
-    if all(packs[env_id] for env_id in wanted):
-        in_packs = {group.group_id for pack in packs.values() for group in pack}
-        chosen = _least_first(packs, wanted, batch_size)
-        total, taken = sum(group.size for group in chosen), {group.group_id for group in chosen}
-        loose = in_packs - taken
-        for group in queue:
-            if group.group_id in loose and total + group.size <= batch_size:
-                chosen.append(group)
-                total += group.size
-        if total == batch_size:
-            return chosen
+    if not all(packs[env_id] for env_id in wanted):
+        return None
+    chosen = _least_first(packs, wanted, batch_size)
+    total = _total(chosen)
+    left = {group.group_id for pack in packs.values() for group in pack} - {group.group_id for group in chosen}
+    for group in queue:
+        if group.group_id in left and total + group.size <= batch_size:
+            chosen.append(group)
+            total += group.size
+    return chosen if total == batch_size else None
+
+
+def _from_groups(
+    queue: Sequence[QueuedGroup],
+    by_env: Mapping[int, Sequence[QueuedGroup]],
+    wanted: Mapping[int, int],
+    batch_size: int,
+) -> list[QueuedGroup] | None:
+    """The first groups of each environment up to its minimum, then the oldest others that fill the batch exactly."""
     least = _least_first(by_env, wanted, batch_size)
     taken = {group.group_id for group in least}
-    rest = batch_size - sum(group.size for group in least)
-    filling = fill_exactly([group for group in queue if group.group_id not in taken], rest) if rest else []
-    filled = None if filling is None else least + filling
+    others = fill_exactly([group for group in queue if group.group_id not in taken], batch_size - _total(least))
+    filled = None if others is None else least + others
     due = {env_id: min(num, _total(by_env[env_id])) for env_id, num in _scaled(by_env, wanted, batch_size).items()}
-    if filled is not None and all(
-        _total(g for g in filled if g.env_id == env_id) >= num for env_id, num in due.items()
-    ):
+    if filled is not None and _gives(filled, due):
         return filled
     # The first groups of one environment left too few places for another.
     return _fill_by_env(by_env, due, batch_size) or filled
+
+
+def _gives(groups: Sequence[QueuedGroup], due: Mapping[int, int]) -> bool:
+    """Whether each environment has at least what it is due."""
+    return all(_total(group for group in groups if group.env_id == env_id) >= num for env_id, num in due.items())
 
 
 def _total(groups: Iterable[QueuedGroup]) -> int:

@@ -17,7 +17,7 @@ from rollbook.ledger.store import StoreFaultError
 GZIP_WINDOW_BITS = 31
 """Makes zlib read and write gzip."""
 GZIP_LEVEL = 2
-"""As fast as level 1 with this library, and a little smaller."""
+"""This level is as fast as level 1 with this library, and compresses a little better."""
 MIN_COMPRESSED_BYTES = 1000
 FLUSH_POLL_S = 0.005
 

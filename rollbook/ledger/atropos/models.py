@@ -127,7 +127,7 @@ LARGEST = 2**53
 
 
 def check_storable(message: BaseModel) -> None:
-    """Rejects values that cannot be stored: numbers beyond 53 bits, floats that are not finite, texts that are not valid."""
+    """Rejects values that cannot be stored: numbers beyond 53 bits, floats that are not finite, invalid strings."""
     for name, value in message:
         if isinstance(value, int) and abs(value) > LARGEST:
             raise invalid_body("int_too_large", (name,), f"{name} is too large to be stored", str(value))

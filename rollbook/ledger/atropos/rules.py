@@ -76,7 +76,7 @@ def registration_of(record: AtroposRecord) -> Registration | None:
 def take_batch(run_tx: RunTransaction, *, server: str, env_silence_s: float, keep: int) -> Handed | None:
     """The batch to send now: the last one again unless its body was sent completely, else the next one.
 
-    None also while another front end is sending a batch. `server` is the front end that asks.
+    None while another front end is sending a batch, too. `server` is the front end of this request.
     """
     tables = AtroposTables(run_tx.tx)
     record = tables.record(run_tx.run_id)

@@ -82,7 +82,7 @@ class Bundles(Generic[T, A]):
                     await self._send_bundle([one])
                 return
             answers = [error]
-        except Exception as error:  # also an unexpected one: the callers would otherwise look cancelled
+        except Exception as error:  # even an unexpected one: the callers would otherwise look cancelled
             answers = [error] * len(bundle)
         except BaseException:
             for _, result in bundle:

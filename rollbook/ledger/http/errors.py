@@ -1,4 +1,4 @@
-"""Errors as HTTP responses: the class of an error determines the status, its text is the message."""
+"""Errors as HTTP responses: the class of an error determines the status."""
 
 from http import HTTPStatus
 

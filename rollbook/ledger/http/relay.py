@@ -49,7 +49,7 @@ class _Spool:
             self.num_bytes -= _size(self.batches.popleft().batch)
 
     def oldest(self) -> tuple[RelayedTelemetry, ...]:
-        """As many batches as fit in one reply, and at least one if there is any."""
+        """The oldest batches that fit in one reply, and at least one if there is any."""
         found: list[RelayedTelemetry] = []
         num_bytes = 0
         for entry in self.batches:

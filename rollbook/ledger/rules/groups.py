@@ -108,7 +108,7 @@ def release(run_tx: RunTransaction, group_id: GroupId, *, attempt: int, cause: s
 
 
 def mark_exhausted(run_tx: RunTransaction) -> None:
-    """The task source has no further draw, and all draws were opened."""
+    """The task source has no more draws, and all of them were opened."""
     if not run_tx.run.exhausted:
         run_tx.change(exhausted=True)
         run_tx.tx.announce(run_tx.run_id)

@@ -91,7 +91,7 @@ class VersionRange:
 
     oldest: int | None = None
     newest: int | None = None
-    """None also if a token of an external group has an unknown version: such a token is never too old."""
+    """None if a token of an external group has an unknown version, too: such a token is never too old."""
 
 
 def effective_versions(

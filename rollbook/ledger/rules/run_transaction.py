@@ -75,7 +75,7 @@ class RunTransaction:
 
     @property
     def is_over(self) -> bool:
-        """No further batch will be decided."""
+        """No more batches will be decided."""
         return self._run.is_over if self._changes.keys() <= SUBMISSION_COUNTERS else self.run.is_over
 
     def save(self) -> None:

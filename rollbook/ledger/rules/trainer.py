@@ -51,7 +51,7 @@ def take_role(run_tx: RunTransaction, *, restored_step: int) -> TrainerRole:
 def acknowledge(
     run_tx: RunTransaction, step: int, digest: str, *, epoch: int, unusable: Mapping[GroupId, str] | None = None
 ) -> AckReceipt:
-    """Record that batch `step` was trained and gave weights of this digest. In order and idempotent; a replay is compared.
+    """Record that batch `step` was trained and produced weights of this digest. In order and idempotent; a replay is compared.
 
     `unusable` are the groups of the batch that could not be trained, with the reason. docs/ledger-rules.md, rule 18.
     """

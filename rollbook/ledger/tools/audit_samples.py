@@ -44,9 +44,9 @@ class SampleLedger:
     leased: int = 0
     waiting: int = 0
     final: SampleTotals = field(default_factory=SampleTotals)
-    """Of durable and dropped groups."""
+    """Samples of durable and dropped groups."""
     changing: SampleTotals = field(default_factory=SampleTotals)
-    """Of all others."""
+    """Samples of all other groups."""
     batches: Counter[int] = field(default_factory=Counter)
     """Samples of each batch."""
     parts: dict[tuple[int, int], GroupRecord] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class SampleLedger:
         elif group.state is GroupState.DISPATCHED:
             self.leased += group.expected_samples
         elif not is_stored:
-            kind = (group.drop_reason or "").partition(":")[0]  # also of a damaged reason
+            kind = (group.drop_reason or "").partition(":")[0]  # even of a damaged reason
             totals.missing[kind] = totals.missing.get(kind, 0) + group.expected_samples
         if group.part > 1 or not is_stored or group.num_samples != group.expected_samples:
             self.parts[group.sequence, group.part] = group
@@ -147,7 +147,7 @@ class SampleLedger:
 Bounds = tuple[int | None, int | None]
 """The lowest and the highest version that the oldest or the newest token of a group may count as."""
 VersionBounds = tuple[Bounds, Bounds]
-"""Of the oldest and of the newest token."""
+"""The bounds of the oldest and of the newest token."""
 
 
 def version_bounds(
@@ -204,20 +204,31 @@ def wrong_mask(
         return "tokens are masked, and the policy masks none"
     unmasked: list[PublicationRecord] = []
     for number in group.publications:
-        sampled_by = admission_of(group) if number == NOT_SAMPLED else number
-        record = None if sampled_by is None else publications.get(int(sampled_by))
-        is_masked = number in entry.masked
-        if is_masked and (record is None or record.effective_step >= cut):
-            return f"tokens of publication {number} are masked, and they were not older than the cut {cut}"
-        if not is_masked and record is not None and record.step < cut:
-            return f"tokens of publication {number} (version {record.step}) are below the cut {cut} and not masked"
-        if not is_masked and record is not None:
+        record = _sampled_by(group, number, publications)
+        if number in entry.masked:
+            if record is None or record.effective_step >= cut:
+                return f"tokens of publication {number} are masked, and they were not older than the cut {cut}"
+        elif record is not None:
+            if record.step < cut:
+                return f"tokens of publication {number} (version {record.step}) are below the cut {cut} and not masked"
             unmasked.append(record)
-    lowest = min((record.effective_step for record in unmasked), default=None)
-    highest = min((record.step for record in unmasked), default=None)
-    oldest = entry.oldest_version
-    if oldest is None or lowest is None or highest is None:
-        return None if oldest is lowest else f"the oldest version that is not masked is {lowest}, not {oldest}"
-    if not lowest <= oldest <= highest:
-        return f"the oldest version that is not masked is between {lowest} and {highest}, not {oldest}"
+    return _wrong_oldest(entry.oldest_version, unmasked)
+
+
+def _sampled_by(
+    group: GroupRecord, number: int, publications: Mapping[int, PublicationRecord]
+) -> PublicationRecord | None:
+    """The weights that tokens of publication `number` count as: without a publication, those of the group's admission."""
+    sampled_by = admission_of(group) if number == NOT_SAMPLED else number
+    return None if sampled_by is None else publications.get(int(sampled_by))
+
+
+def _wrong_oldest(stated: int | None, unmasked: Sequence[PublicationRecord]) -> str | None:
+    """The oldest version of a batch entry is that of its oldest publication that is not masked."""
+    if not unmasked or stated is None:
+        lowest = min((record.effective_step for record in unmasked), default=None)
+        return None if stated is lowest else f"the oldest version that is not masked is {lowest}, not {stated}"
+    lowest, highest = min(record.effective_step for record in unmasked), min(record.step for record in unmasked)
+    if not lowest <= stated <= highest:
+        return f"the oldest version that is not masked is between {lowest} and {highest}, not {stated}"
     return None

@@ -4,7 +4,7 @@ Rows of runs, owners, members, groups, positions, publications, payloads and his
 statement per table: at the commit, or before a query that could depend on them (`select_flushed`). All other tables are written at
 once.
 
-A row is read by its key once: the session remembers it (`KnownRows`), also that it does not exist. Its writer may keep the known
+A row is read by its key once: the session caches it (`KnownRows`), including misses. Its writer may keep the known
 rows for the next commit, if it can tell that no other session has written meanwhile.
 
 The buffered rows of a failed operation are discarded. If the operation has written to the database already, the whole commit is
