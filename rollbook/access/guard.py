@@ -5,7 +5,7 @@ A server on loopback can be reached by every page that a browser on the same mac
 - The `Host` header names an address of the server, this machine, or a configured name. Otherwise a page could give its own name the
   address 127.0.0.1 and read our responses (DNS rebinding).
 - A request that a browser sends for a page of another origin is refused. Browsers mark them with `Origin` or `Sec-Fetch-Site`.
-- A request with a body declares JSON or MessagePack. Browsers send those types to other origins only after asking the server.
+- A request with a body declares JSON or MessagePack. Browsers send those types to other origins only after a preflight request.
 
 The rule for CORS: an origin in `AllowedClients.origins` passes; `*` allows every origin. Only such requests reach a handler that
 sends CORS headers.
@@ -26,7 +26,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 SEC_FETCH_SITE = istr("Sec-Fetch-Site")
 OWN_SITES = ("same-origin", "none")
-"""`none`: a person entered the address."""
+"""`none`: the user entered the address."""
 BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 BODY_TYPES = frozenset({"application/json", "application/msgpack", "application/x-msgpack"})
 EMPTY_BODY_TYPES = frozenset({None, "application/octet-stream"})
@@ -54,14 +54,14 @@ REFUSE: web.AppKey[Refuse] = web.AppKey("refuse")
 
 @dataclass(frozen=True, slots=True)
 class AllowedClients:
-    """Further names under which clients reach a server, and further origins whose pages may call it."""
+    """Additional host names of a server, and additional origins whose pages may call it."""
 
     hosts: frozenset[str] = frozenset()
     origins: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, hosts: Iterable[str], origins: Iterable[str]) -> Self:
-        """From what a person typed: `Ledger.example`, `https://app.example/`."""
+        """Parses what a user typed: `Ledger.example`, `https://app.example/`."""
         return cls(
             frozenset(host.strip().lower() for host in hosts),
             frozenset(origin.strip().lower().rstrip("/") for origin in origins),

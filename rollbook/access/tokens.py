@@ -95,7 +95,7 @@ def read_or_create_token(path: Path) -> str:
 
 
 def write_token(path: Path, token: str) -> None:
-    """Write a token that was received from elsewhere. Only the owner of the file can read it."""
+    """Write a token that another process sent. Only the owner of the file can read it."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="ascii") as file:

@@ -1,1 +1,1 @@
-"""Shows a run to a person: live terminal view and plots."""
+"""Shows a run: the web page, the live terminal view and the plots."""

@@ -16,7 +16,7 @@ WINDOW = 10
 SOLVED_SHARE = 0.9
 """From this solve rate on, low entropy is a success, and equal rewards mean that little is left to learn."""
 COLLAPSED_ENTROPY = 0.05
-"""Of the entropy at the start. Runs that learn well often end at a tenth (docs/results/staleness.md)."""
+"""Share of the entropy at the start. Runs that learn well often end at a tenth (docs/results/staleness.md)."""
 FILTERED_SHARE = 0.9
 MAX_RATIO = 2.0
 MIN_ESS = 0.2
@@ -79,7 +79,7 @@ class LearningMonitor:
 
     @property
     def _solved(self) -> float | None:
-        """Of all samples if known: groups that are solved completely are filtered, so the trained samples look worse."""
+        """Solve rate of all samples if known: groups that are solved completely are filtered, so the trained samples look worse."""
         played = _mean(step.raw_solved for step in self._recent)
         return _mean(step.solved for step in self._recent) if played is None else played
 

@@ -1,4 +1,4 @@
-"""What is wrong with a run, in words. Each problem says what a person can do or look at."""
+"""What is wrong with a run, in words. Each problem says what to do or where to look."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ MANY = 0.5
 SOME = 0.2
 """Shares of filtered, unscorable or truncated work above which it is worth a look."""
 FEW_GROUPS = 20
-"""Shares of fewer groups say little."""
+"""Shares of fewer groups are too noisy to report."""
 QUIET_S = 120.0
 """A running run that has trained nothing for this long, and for ten times its usual step, may be stuck."""
 

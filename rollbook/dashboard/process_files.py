@@ -42,7 +42,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_processes(run_dir: Path) -> list[Process]:
-    """As the supervisor last recorded them, with what the kernel says about them now. Then those that joined the run."""
+    """The processes that the supervisor last recorded, with their present state in the kernel, then those that joined the run."""
     try:
         recorded = json.loads((run_dir / "processes.json").read_text(encoding="utf-8"))
         rows = recorded["processes"].items()
@@ -93,7 +93,7 @@ def _usage(pid: int) -> tuple[int | None, float | None]:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     except OSError:
         return None, None
-    # A number that the kernel gave to another program, or a copy of the run on another machine.
+    # The pid now belongs to another program, or this is a copy of the run on another machine.
     if b"rollbook" not in command or fields[0] == "Z":
         return None, None
     ticks = os.sysconf("SC_CLK_TCK")

@@ -28,7 +28,7 @@ from rollbook.telemetry.json_tail import FolderTail, JsonTail, is_number
 
 METRICS_FILE = "metrics.jsonl"
 JOINED_METRICS = "metrics-*.jsonl"
-"""Of dispatchers that joined the run."""
+"""Metrics of dispatchers that joined the run."""
 MASTERY_FILE = "mastery.jsonl"
 TIERS_FILE = "tiers.json"
 WORKER_LOG = Path("logs") / "rollout-worker.jsonl"

@@ -199,7 +199,7 @@ class RunSummary:
     totals: RolloutTotals = RolloutTotals()
     evaluations: tuple[EvaluationPoint, ...] = ()
     problems: tuple[str, ...] = ()
-    """As in `RunMetrics`."""
+    """See `RunMetrics.problems`."""
 
 
 def trainer_utilisation(wait_s: float, train_s: float) -> float | None:

@@ -100,7 +100,7 @@ class OpenedRun:
     advantages: Callable[[PromptGroup], list[float] | None] = lambda group: None
     """The advantage of each sample; None if it depends on the rest of the batch."""
     meanings: Mapping[str, MetricMeaning] = field(default_factory=dict)
-    """Of metrics."""
+    """What each metric means."""
     drop_meanings: Mapping[str, str] = field(default_factory=dict)
     """Why groups of each kind were dropped."""
     notes: tuple[str, ...] = ()

@@ -25,9 +25,9 @@ REWARD_WINDOW = 10
 class CurvePoint:
     step: int
     samples: float
-    """Trained so far."""
+    """Samples trained so far."""
     seconds: float
-    """Of training so far, without start-up and without the time in which a resumed run was stopped."""
+    """Seconds of training so far, without start-up and without the time in which a resumed run was stopped."""
     value: float
 
 
@@ -47,7 +47,7 @@ class StudyRun:
     ess: float | None = None
     """The lowest mean over a tenth of the run."""
     entropy: float | None = None
-    """Over the last tenth."""
+    """Mean over the last tenth of the run."""
     problems: tuple[str, ...] = ()
 
 
@@ -64,7 +64,7 @@ class Estimate:
 class CellResult:
     cell: str
     runs: tuple[StudyRun, ...]
-    """Those with a curve."""
+    """Runs with a curve."""
     at_samples: Estimate | None = None
     at_seconds: Estimate | None = None
     best: Estimate | None = None

@@ -18,16 +18,16 @@ from rollbook.telemetry.cpu_time import CPU_SPAN
 from rollbook.telemetry.intervals import Intervals
 
 READ_BYTES = 2 << 20
-"""Read of one file for one window: about 5,000 spans. More than can be shown one by one."""
+"""Bytes read of one file for one window: about 5,000 spans, more than can be shown one by one."""
 PART_BYTES = 1 << 16
 LINE_BYTES = 1 << 12
-"""More than most lines have."""
+"""Longer than most span lines."""
 MAX_LINE_BYTES = 1 << 20
 MAX_SPANS = 4000
 """Exact spans in one response."""
 DENSITY_POINTS = 600
 MAX_ROWS = 64
-"""Rows of concurrent spans in one lane. Further spans share the last row."""
+"""Rows of concurrent spans in one lane. The rest share the last row."""
 LATE_S = (600.0, 60.0, 10.0, 1.0)
 """Spans that end up to this long after a window are searched for parts inside it: the longest time that can be read."""
 

@@ -1,1 +1,1 @@
-"""WHERE THE AGENT ACTS: environments, and the ways to reach them."""
+"""Where the agent acts: environments, their server and their clients."""

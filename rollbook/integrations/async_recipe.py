@@ -267,7 +267,7 @@ class _Loop:
         else:
             self.gate.settled(is_accepted=False)
             self._resolve(request, "none" if group is None else "filter")
-        self._start_rows()  # also while a batch is trained
+        self._start_rows()  # even while a batch is trained
         self.changed.set()
 
     def _drop_stale(self) -> None:

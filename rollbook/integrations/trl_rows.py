@@ -58,7 +58,7 @@ def batch_rows(batch: TrainingBatch, *, rows_per_step: int, restored_step: int) 
 
 
 def _advantages(batch: TrainingBatch) -> list[float]:
-    """Of every sample of the batch, in order."""
+    """The advantage of every sample of the batch, in order."""
     samples = [(number, sample.reward) for number, group in enumerate(batch.groups) for sample in group.samples]
     rewards = np.array([math.nan if reward is None else reward for _, reward in samples], dtype=np.float64)
     group_of = np.array([number for number, _ in samples], dtype=np.int64)

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 ATROPOS = "atropos"
-"""As a source: Atropos environments post groups, and nothing is drawn here."""
+"""The source `atropos`: Atropos environments post groups, and nothing is drawn here."""
 
 
 FILE_ENDINGS = (".jsonl", ".csv", ".parquet")
@@ -121,7 +121,7 @@ class CurriculumConfig(BaseModel, frozen=True, extra="forbid"):
             ("promote_rate", "fast_track_rate", "the fast track would need a lower rate"),
             ("fast_track_tries", "promote_tries", "the fast track would need more draws"),
             ("graduate_tries", "task_window", "no task could ever graduate"),
-            ("promote_tries", "tier_window", "no further tier could ever open"),
+            ("promote_tries", "tier_window", "no other tier could ever open"),
             ("demote_tries", "tier_window", "no tier could ever be closed again"),
             ("repeat_after", "repeat_at_most", "the first interval would be longer than the longest"),
         ):

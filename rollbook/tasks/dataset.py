@@ -97,7 +97,7 @@ def _with_ids(rows: Iterable[tuple[str, dict[str, Any]]], *, id_field: str) -> I
 
 
 def _require_encodable(row: Mapping[str, Any], where: str) -> None:
-    """A row is sent to workers as MessagePack. JSON also allows larger numbers and half characters."""
+    """A row is sent to workers as MessagePack. JSON allows larger numbers and lone surrogates."""
     try:
         msgspec.msgpack.encode(row)
     except (OverflowError, UnicodeEncodeError) as error:
@@ -157,7 +157,7 @@ def _rows_of_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _rows_of_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The first line names the columns. All values are texts."""
+    """The first line names the columns. All values are strings."""
     reader = csv.DictReader(io.StringIO(_text_of(path), newline=""), strict=True)
     try:
         for number, row in enumerate(reader, start=1):
@@ -224,6 +224,8 @@ def _plain(row: object, where: str) -> dict[str, Any]:
     try:
         plain = json.loads(json.dumps(dict(row), allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise DatasetError(f"{where}: not plain JSON ({error}); use texts, numbers, lists and mappings only") from error
+        raise DatasetError(
+            f"{where}: not plain JSON ({error}); use strings, numbers, lists and mappings only"
+        ) from error
     assert isinstance(plain, dict)
     return plain

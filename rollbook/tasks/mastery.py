@@ -273,7 +273,7 @@ class MasteryRecord:
         return self._progress
 
     def task_states(self) -> TaskStates:
-        """As of the last `fold`."""
+        """The states after the last `fold`."""
         opened_at = np.array(self._progress.opened_at, dtype=np.int64)
         is_open = self._ranks < len(opened_at)
         return TaskStates(

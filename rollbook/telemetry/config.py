@@ -9,7 +9,7 @@ from rollbook.access.guard import is_loopback
 
 
 class TelemetryConfig(BaseModel, frozen=True, extra="forbid"):
-    """Further destinations of metrics. `metrics.jsonl` in the run directory is always written."""
+    """Additional destinations of metrics. `metrics.jsonl` in the run directory is always written."""
 
     sinks: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow", "prometheus", "opentelemetry"], ...] = ()
     """`tensorboard`: event files in `tensorboard/` of the run directory. `wandb`: Weights & Biases. `trackio`: Trackio. `mlflow`:

@@ -1,6 +1,6 @@
 """CPU seconds of the processes of a run, recorded as spans for `rollbook simulate`: processes on one machine share its cores.
 
-They are read from `/proc`, so other systems than Linux record nothing.
+They are read from `/proc`, so only Linux records them.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ def busy_core_seconds(stat_file: Path = STAT_FILE) -> float:
 async def record_cpu_time(
     spans: SpanRecorder, role: str, pids: Callable[[], Iterable[int]], *, period_s: float = PERIOD_S
 ) -> None:
-    """Record what these processes used in each period. Ends: on cancellation, or at once on another system than Linux."""
+    """Record what these processes used in each period. Ends: on cancellation, or at once on systems other than Linux."""
     if cpu_time(os.getpid()) is None:
         return
     before, busy_before, began = _times(pids()), busy_core_seconds(), time.time()

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -123,14 +124,12 @@ class LineFile:
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Every complete line. Ignores a line that was cut when a process was killed."""
-    if not path.exists():
-        return []
-    rows: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+    return json_rows(path.read_bytes()) if path.exists() else []
+
+
+def json_rows(lines: bytes) -> list[dict[str, Any]]:
+    rows: list[Any] = []
+    for line in lines.splitlines():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]

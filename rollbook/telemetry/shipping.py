@@ -21,7 +21,7 @@ from rollbook.telemetry.events import MAX_FILE_BYTES
 SHIP_EVERY_S = 2.0
 BATCH_BYTES = 256 << 10
 MAX_BACKLOG_BYTES = 4 << 20
-"""Of one file: about an hour of a busy process. A ledger that was away for longer gets the newest part."""
+"""Bytes of one file: about an hour of a busy process. A ledger that was away for longer gets the newest part."""
 KEPT_BYTES = 1 << 20
 STATE_FILE = "shipped.json"
 PATTERNS = ("logs/*.jsonl", "logs/*.stderr", "spans/*.jsonl", "metrics-*.jsonl")

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 STACK_SIGNAL = signal.SIGUSR1
-"""On this signal a child writes the stacks of its threads to stderr, also while native code holds the interpreter."""
+"""On this signal a child writes the stacks of its threads to stderr, even while native code holds the interpreter."""
 HEARTBEAT_S = 1.0
 GRACE_S = 5.0
 """From the parent's death to the forced exit: enough for a clean-up that does not need the parent."""
@@ -54,7 +54,7 @@ def _watch(fd: int, grace_s: float) -> None:
 
 
 def kill_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, for code that may hold the interpreter for ever.
+    """Have the kernel kill this process when its parent ends, for code that may hold the interpreter forever.
 
     A watching thread is useless there: a regular expression that backtracks without end never lets it run. Has no effect on
     systems other than Linux; the closed connection then ends every child that still reads it.

@@ -1,6 +1,6 @@
 """Messages between a parent and its child: length-prefixed byte strings over a socket pair. The rooms choose the encoding.
 
-`Frames` is for event loops, `BlockingFrames` for threads. A connection that ends, also in the middle of a frame, reads as None.
+`Frames` is for event loops, `BlockingFrames` for threads. EOF, even in the middle of a frame, reads as None.
 """
 
 import asyncio

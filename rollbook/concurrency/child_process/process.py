@@ -1,7 +1,7 @@
 """The parent's side: start a Python module as a child process, exchange messages with it, and end it.
 
 A child is started as `python -m MODULE CHANNEL_FD ARGUMENTS...` and has one connection to its parent. The connection carries the
-messages of both sides, and its end tells each side that the other is gone. Whatever differs between the kinds of children
+messages of both sides, and its end shows each side that the other is gone. What differs between the kinds of children
 (messages, environment, process group, output) is in `ChildSpec` or in the code that uses this module.
 """
 
@@ -251,7 +251,7 @@ class ChildProcess:
                 self._process.send_signal(number)
 
     def send_kill(self) -> None:
-        """SIGKILL, to the whole group if the child has one. Also when the child has ended: its group may live on until `kill`."""
+        """SIGKILL, to the whole group if the child has one. Even when the child has ended: its group may live on until `kill`."""
         if self._is_over:
             return
         if self._spec.has_own_group:

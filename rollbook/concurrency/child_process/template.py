@@ -52,7 +52,7 @@ OnEvent = Callable[[str, dict[str, object]], None]
 
 
 class ForkedProcess:
-    """A child that was forked by a template. As `asyncio.subprocess.Process`, for a pid whose parent is this process."""
+    """A child that was forked by a template. Like `asyncio.subprocess.Process`, for a pid whose parent is this process."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -131,7 +131,7 @@ class TemplateConnection:
             try:
                 await asyncio.shield(requesting)
             finally:
-                # Also after a cancellation: the descriptors must stay open until they are sent.
+                # Even after a cancellation: the descriptors must stay open until they are sent.
                 await asyncio.wait({requesting})
                 pid = None if requesting.exception() else requesting.result()
                 # Without permission it exits, and this object collects its exit status.
@@ -186,7 +186,7 @@ class ProcessTemplate:
             wait_s = min(MOST_WAIT_S, 2 * wait_s)
 
     async def until_ready(self, within_s: float) -> None:
-        """Wait while the template imports its modules. Returns also when it fails, or takes longer."""
+        """Wait while the template imports its modules. Returns even if it fails or takes longer."""
         try:
             async with asyncio.timeout(within_s):
                 await self._imported.wait()

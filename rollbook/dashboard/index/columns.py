@@ -53,14 +53,14 @@ def id_hash(group_id: str) -> int:
 
 
 class Numbering:
-    """Numbers for texts, in the order of their first use."""
+    """Interns strings as integer codes, in the order of their first use."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         self.texts = list(texts)
         self._numbers = {text: number for number, text in enumerate(self.texts)}
 
     def number(self, text: str) -> int:
-        """The number of a text. A new text gets the next one."""
+        """The code of a string. A new string gets the next one."""
         found = self._numbers.get(text)
         if found is None:
             found = self._numbers[text] = len(self.texts)
@@ -68,7 +68,7 @@ class Numbering:
         return found
 
     def find(self, text: str) -> int:
-        """-2 for an unknown text: no group has it, and -1 means that a group has none."""
+        """-2 for an unknown string: no group has it, and -1 means that a group has none."""
         return self._numbers.get(text, -2)
 
 

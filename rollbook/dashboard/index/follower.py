@@ -76,7 +76,7 @@ class FollowedIndex:
             self._update = None
             running.result()
         if self._failure is not None:
-            # Also of an update that failed after its request was answered.
+            # It may have failed after its own request was answered.
             raise self._failure.with_traceback(None)
         return await self.state()
 

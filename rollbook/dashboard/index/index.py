@@ -61,9 +61,9 @@ class _Codes:
     kind: NDArray[np.uint16]
     """State, drop kind and solved class: an index into an array of the shape `KINDS`."""
     reward_bin: NDArray[np.uint8]
-    """Of the histogram; `HISTOGRAM_BINS` without a reward."""
+    """Bin of the histogram; `HISTOGRAM_BINS` without a reward."""
     edges: NDArray[np.float64]
-    """Of the bins. Empty if no group has a reward."""
+    """Edges of the bins. Empty if no group has a reward."""
     rewards: NDArray[np.int64]
     """Groups in each bin."""
 
@@ -99,7 +99,7 @@ class ViewIndex:
         self.position = self._read_position()
         self._lists: dict[GroupFilter, NDArray[np.int64]] = {}
         self._masks: tuple[GroupFilter, NDArray[np.bool_], NDArray[np.bool_]] | None = None
-        """Of the last filter: a page needs them for the list, the histogram and the counts."""
+        """Results of the last filter: a page needs them for the list, the histogram and the counts."""
         self._codes: _Codes | None = None
         cursor = db.execute(LOAD)
         while rows := cursor.fetchmany(LOADED_ROWS):

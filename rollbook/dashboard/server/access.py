@@ -1,4 +1,4 @@
-"""Who may use a dashboard: everyone on this machine, or, elsewhere, those who have a token.
+"""Who may use a dashboard: every user of this machine or, on other hosts, those who have a token.
 
 A person enters the token once; it is exchanged for a cookie that scripts cannot read and other sites cannot send. Programs send it
 as `Authorization: Bearer TOKEN`.

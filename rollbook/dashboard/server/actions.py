@@ -1,4 +1,4 @@
-"""`/api/actions`: what operators did to a run, and, for operators, doing it."""
+"""`/api/actions`: lists what operators did to a run, and lets operators act."""
 
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +12,7 @@ from rollbook.dashboard.run_view import RunView
 from rollbook.dashboard.server.request import BadPageRequestError, ForbiddenError
 
 LISTED = 200
-"""Actions on the page, the newest. Persons do not act often."""
+"""The newest actions, on the page. Operators act rarely."""
 
 
 class ActRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,7 +32,7 @@ async def list_actions(view: RunView, request: web.Request) -> dict[str, Any]:
 
 
 def action_state(status: LedgerStatus | None) -> dict[str, Any]:
-    """What actions of operators hold of the run now."""
+    """What operators have set: pause, drain, quarantine, and a requested checkpoint."""
     return {
         "gate": None if status is None else status.gate,
         "paused": status is not None and status.gate is GateState.PAUSED,

@@ -1,6 +1,6 @@
 """The application: its routes, its errors and its security headers.
 
-Every response forbids the browser to load anything from elsewhere. Everything that models and environments wrote is sent as JSON,
+Every response forbids the browser to load anything from other hosts. Everything that models and environments wrote is sent as JSON,
 never as HTML.
 """
 

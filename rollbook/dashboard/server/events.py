@@ -1,4 +1,4 @@
-"""`/api/events`: tells open pages that a run changed. One reader per run serves all pages; without pages nothing is read."""
+"""`/api/events`: notifies open pages when a run changes. One reader per run serves all pages; without pages nothing is read."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -272,11 +272,11 @@ def _text(value: Any) -> str:
         ]
         value = "\n".join(parts)
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}\n[{len(text) - MAX_CHARS} further characters]"
+    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}\n[{len(text) - MAX_CHARS} more characters]"
 
 
 def _divergence(group: PromptGroup) -> int | None:
-    """The first turn at which the texts of the samples differ; None if there is one sample, or none differs."""
+    """The first turn at which the samples differ; None if there is one sample, or none differs."""
     if len(group.samples) < 2:
         return None
     answers = [

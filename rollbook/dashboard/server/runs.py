@@ -1,4 +1,4 @@
-"""The runs that a dashboard has open. A run is opened when it is first looked at, and again when it was resumed or replaced."""
+"""The runs that a dashboard has open. A run is opened when a page first requests it, and again when it was resumed or replaced."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -103,7 +103,7 @@ def _mean_by(task: Any, values: Any, known: Any, count: int) -> Any:
 
 
 def _key(row: dict[str, Any], sort: str) -> tuple[float, str]:
-    """Hard and unknown tasks first: what a person looks for."""
+    """Hard and unknown tasks first: these need attention."""
     value = {
         "task": 0.0,
         "draws": -row["draws"],

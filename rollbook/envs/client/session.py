@@ -89,7 +89,7 @@ class ClientOptions:
 
 DEFAULTS = ClientOptions()
 QUEUE_SHARE = 0.9
-"""Of the time that is left, for the wait in a server's queue; the rest is for the connection."""
+"""Share of the remaining time for the wait in a server's queue; the rest is for the connection."""
 
 
 def new_http(options: ClientOptions = DEFAULTS) -> ClientSession:
@@ -297,7 +297,7 @@ class EnvSession:
         return self._observation(await self._request(EnvVerb.RESET, data))
 
     async def step(self, action: str | Mapping[str, Any]) -> Observation:
-        """One step. A text is sent in `action_field`; a mapping is sent unchanged."""
+        """One step. A string is sent in `action_field`; a mapping is sent unchanged."""
         data = {self._options.action_field: action} if isinstance(action, str) else dict(action)
         return self._observation(await self._request(EnvVerb.STEP, data))
 

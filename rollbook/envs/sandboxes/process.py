@@ -1,6 +1,6 @@
 """The child processes of a sandbox: own process group, private directory, bare environment.
 
-The command line of such a process names its owner, and so does the name of its directory. A later start on the same machine thereby
+The command line of such a process names its owner, and so does the name of its directory. A later start on the same machine
 recognises what a killed owner left behind: `sweep_orphans` removes processes and directories whose owner is dead. Sandbox processes
 end with their parent; the sweep is the second safeguard, for processes that were stopped or stuck at that moment. Only processes
 and directories that name a dead owner are touched. Without /proc, only directories are removed.

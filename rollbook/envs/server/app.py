@@ -53,7 +53,7 @@ from rollbook.telemetry.events import EventLog
 # A client sends one message and waits for the reply; a few more are for clients that do not wait.
 INBOX_SIZE = 8
 PROTOCOL_VERSION = "1.0.0"
-"""Of OpenEnv's HTTP interface."""
+"""The version of OpenEnv's HTTP interface."""
 ROUTES = (
     ("get", HEALTH_PATH, "Whether environments are ready, and how many are in use"),
     ("get", "/metadata", "Name and description"),
@@ -373,7 +373,7 @@ class _Server:
 
 
 async def _receive(socket: web.WebSocketResponse, inbox: asyncio.Queue[str | bytes]) -> None:
-    """Takes: frames. Gives: texts to the inbox. Ends: when the client closes, dies, or sends another kind of frame."""
+    """Takes: frames. Gives: strings to the inbox. Ends: when the client closes, dies, or sends another kind of frame."""
     async for message in socket:
         if message.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
             return

@@ -66,7 +66,7 @@ class Session:
         self.on_end: Callable[[], None] | None = None
         """Called once when the session closes, so that the connection can notify its client."""
         self.failure: str | None = None
-        """A call timed out, or the sandbox died. The session must be closed, and refuses further calls."""
+        """A call timed out, or the sandbox died. The session must be closed, and refuses later calls."""
         self._env = env
         self._slot = slot
         self._config = config

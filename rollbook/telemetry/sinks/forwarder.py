@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from rollbook.telemetry.config import TelemetryConfig
-from rollbook.telemetry.events import FailureReport
+from rollbook.telemetry.events import FailureReport, json_rows
 from rollbook.telemetry.sinks.sink import Sink
 from rollbook.telemetry.spans import span_of
 
@@ -107,12 +107,12 @@ class Forwarder:
         if file.stat().st_size < position:
             # The file was full and was renamed (`LineFile`). Its rest goes first.
             full = file.with_name(f"{file.name}.1")
-            rows = _rows(_read_from(full, position)) if full.exists() else []
+            rows = json_rows(_read_from(full, position)) if full.exists() else []
             position = 0
         # The last line may be incomplete: another process is writing it.
         whole, newline, _ = _read_from(file, position).rpartition(b"\n")
         self._positions.advance(name, position + len(whole) + len(newline))
-        return rows + _rows(whole)
+        return rows + json_rows(whole)
 
     def _forward_metrics(self, row: dict[str, Any]) -> None:
         process = str(row.get("process", ""))
@@ -138,15 +138,6 @@ def _read_from(file: Path, position: int) -> bytes:
     with file.open("rb") as lines:
         lines.seek(position)
         return lines.read()
-
-
-def _rows(lines: bytes) -> list[dict[str, Any]]:
-    """Every complete line. Ignores a line that was cut when a process was killed."""
-    rows: list[Any] = []
-    for line in lines.splitlines():
-        with suppress(ValueError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
 
 
 class _Positions:

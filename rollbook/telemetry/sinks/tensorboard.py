@@ -26,7 +26,7 @@ class TensorBoardSink(Sink):
         self._writer.flush()
 
     def write_rollouts(self, rows: Sequence[Row], *, step: int) -> None:
-        """As Markdown: a line of facts, then the text as it is."""
+        """Rows as Markdown: a line of facts, then the text as it is."""
         texts = []
         for row in rows:
             facts = ", ".join(f"{name} {row.get(name)}" for name in ("group", "sample", "reward", "advantage", "end"))

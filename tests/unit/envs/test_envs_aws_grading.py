@@ -80,7 +80,7 @@ def test_a_goal_of_absence_earns_nothing_until_all_other_goals_hold() -> None:
 @pytest.mark.parametrize("expectation", [{"absent": True}, {"count": 0}])
 def test_a_task_that_an_empty_account_would_solve_is_refused(expectation: dict[str, Any]) -> None:
     gone = {"says": "it is gone", "call": "s3.list_buckets", "query": "Buckets[?Name=='x']", **expectation}
-    with pytest.raises(RunError, match=r"'it is gone' also holds in an empty account: add `keeps`"):
+    with pytest.raises(RunError, match=r"'it is gone' holds even in an empty account: add `keeps`"):
         parse_task(bucket_task(checks=[gone]), where="row")
 
 

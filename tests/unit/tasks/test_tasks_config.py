@@ -59,7 +59,7 @@ def test_a_setting_without_effect_is_refused(given: dict[str, Any], message: str
         ({"fast_track_tries": 11}, "the fast track would need more draws"),
         ({"task_window": 2}, "no task could ever graduate"),
         ({"tier_window": 12}, "no tier could ever be closed again"),
-        ({"promote_tries": 21}, "no further tier could ever open"),
+        ({"promote_tries": 21}, "no other tier could ever open"),
         ({"repeat_after": 20.0}, "the first interval would be longer than the longest"),
         ({"tiers": ["a", "a"]}, "contains a tier twice"),
         ({"sampler": "sequential", "novelty": 2.0}, "'sequential' does not read novelty"),

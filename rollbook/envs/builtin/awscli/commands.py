@@ -77,7 +77,7 @@ class CommandVerb(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One move. `argv` excludes the leading `aws`; `text` is the parsed line; `skipped` counts further, unused commands."""
+    """One move. `argv` excludes the leading `aws`; `text` is the parsed line; `skipped` counts the unused commands after it."""
 
     verb: CommandVerb
     text: str

@@ -1,4 +1,4 @@
-"""Short forms of the environment's texts, for models with a short context."""
+"""Short forms of the environment's observations, for models with a short context."""
 
 import contextlib
 import json

@@ -52,7 +52,7 @@ def _run(tree: FileTree, words: Sequence[str], stdin: str) -> str:
         if len(output) > MAX_BYTES:
             raise CommandError(f"the output has {len(output)} characters; the limit is {MAX_BYTES}")
         tree.count_work(chars=len(output), lines=output.count("\n"))
-    # An unexpected error is also an answer: an agent must not be able to end an episode that it would lose.
+    # An unexpected error is shown to the agent: it must not be able to end an episode that it would lose.
     except (CommandError, ValueError, ArithmeticError, LookupError) as error:
         raise CommandError(f"{words[0]}: {error}") from error
     return output

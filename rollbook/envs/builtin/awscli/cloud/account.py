@@ -1,7 +1,7 @@
 """A real account as the cloud of an environment. What an episode makes is removed after it, and nothing else.
 
 An object is removed if it did not exist before the episode first changed its service, and a changing command of the episode named
-it or printed its id. Other objects stay, also those that appear meanwhile. Changes to older objects are not undone.
+it or printed its id. Other objects stay, even those that appear meanwhile. Changes to older objects are not undone.
 """
 
 import os

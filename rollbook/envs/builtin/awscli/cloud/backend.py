@@ -32,7 +32,7 @@ SEALED = {
     "PYTHONWARNINGS": "ignore",
 }
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-# Error texts of a command after which the health of the simulator is checked.
+# Error messages of a command after which the health of the simulator is checked.
 UNREACHABLE = ("Could not connect to the endpoint URL", "Connection was closed", "Read timeout", "Connection reset")
 
 

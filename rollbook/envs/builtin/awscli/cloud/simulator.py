@@ -22,7 +22,7 @@ START_S = 60.0
 HEALTH_S = 5.0
 RESET_S = 10.0
 KEEP_ALIVE_S = 60.0
-"""For this time the server also keeps the socket of a connection that its client has closed: one for each service that a session
+"""How long an idle connection is kept, even if its client has closed it: one for each service that a session
 used."""
 # Pending connections: one worker and the pool's health checks, with a margin.
 BACKLOG = 64

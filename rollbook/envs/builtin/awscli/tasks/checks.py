@@ -115,7 +115,7 @@ def _bare(text: str) -> str:
 
 
 def _same(value: Any, expected: Any) -> bool:
-    """Equality that accepts a number in place of its text, since variables are texts."""
+    """Equality that accepts a number in place of its string, since variables are strings."""
     if isinstance(value, list) and isinstance(expected, list):
         return len(value) == len(expected) and all(_same(a, b) for a, b in zip(value, expected, strict=True))
     if isinstance(value, dict) and isinstance(expected, dict):

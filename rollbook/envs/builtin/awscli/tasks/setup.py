@@ -173,7 +173,7 @@ async def _truth(task: AwsTask, question: ApiQuestion, cloud: Backend, variables
 
 
 def _write_file(path: Path, content: str | Mapping[str, str]) -> None:
-    """Write a text file, or a reproducible zip archive for a mapping of names to texts."""
+    """Write a text file, or a reproducible zip archive for a mapping of names to strings."""
     if isinstance(content, str):
         path.write_text(content, encoding="utf-8")
         return

@@ -87,13 +87,13 @@ class Check(ApiQuestion):
     """The value is exactly this."""
 
     contains: Any = None
-    """The value is a list with this item, a mapping with at least these entries, or a text with this part."""
+    """The value is a list with this item, a mapping with at least these entries, or a string with this part."""
 
     count: int | None = None
     """The value is a list of this length; a missing value has length 0."""
 
     matches: str | None = None
-    """The value is a text that contains a match of this regular expression."""
+    """The value is a string that contains a match of this regular expression."""
 
     absent: bool | None = None
     """The value is empty or null, or the API reports that the resource does not exist."""
@@ -107,7 +107,7 @@ class Check(ApiQuestion):
 
     @property
     def is_absence(self) -> bool:
-        """Whether the check also holds in an empty account."""
+        """Whether the check holds even in an empty account."""
         return bool(self.absent) or self.count == 0
 
 
@@ -136,7 +136,7 @@ class AwsTask(_Model):
     """Sets of names and numbers; the seed picks one set."""
 
     files: dict[str, str | dict[str, str]] = Field(default_factory=dict)
-    """Local files in the agent's working directory: texts, or a mapping of texts for a zip archive."""
+    """Local files in the agent's working directory: strings, or a mapping of strings for a zip archive."""
 
     setup: list[TaskStep] = Field(default_factory=list)
     """Commands that run before the agent starts. If one fails, the reset fails."""
@@ -186,7 +186,7 @@ class AwsTask(_Model):
         absence = next((check.says for check in goals if check.is_absence), None)
         if absence is not None and not any(not check.is_absence for check in self.keeps):
             raise ValueError(
-                f"the check {absence!r} also holds in an empty account: add `keeps` for what must not be deleted"
+                f"the check {absence!r} holds even in an empty account: add `keeps` for what must not be deleted"
             )
         low, high = self.drift_count
         if self.drift and not 1 <= low <= high <= len(self.drift):
