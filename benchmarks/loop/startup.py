@@ -114,7 +114,7 @@ def _name(command: list[str]) -> str:
     modules = {
         "train": "supervisor",
         "rollbook.rollout.workers.main": "worker",
-        "rollbook.run.processes.preflight": "pre-flight",
+        "rollbook.run.preflight.checks": "pre-flight",
         "rollbook.concurrency.child_process.template_main": "template",
     }
     return next((name for module, name in modules.items() if module in command), "other")

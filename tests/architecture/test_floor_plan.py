@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": GROUND | ROOMS,
     "run": GROUND | ROOMS | {"dashboard", "simulation"},
     "commands": GROUND | ROOMS | {"dashboard", "simulation", "run"},
-    "cli": {"commands", "run", "simulation", "contracts", "access"},
+    "cli": {"commands", "contracts"},
 }
 # Heavy libraries, and the only modules that may import them.
 DOORS: dict[str, tuple[str, ...]] = {
@@ -49,7 +49,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "ray": ("rollbook/run/supervision/ray_host.py", "rollbook/commands/checks/ray_nodes.py"),
     "psycopg": ("rollbook/ledger/stores/postgres/connection.py",),
     "boto3": ("rollbook/access/object_store.py",),
-    "huggingface_hub": ("rollbook/run/hub.py", "rollbook/trainer/"),
+    "huggingface_hub": ("rollbook/commands/record/hub.py", "rollbook/trainer/"),
     "datasets": ("rollbook/tasks/hub.py",),
     "pyarrow": (
         "rollbook/tasks/parquet.py",
@@ -104,6 +104,24 @@ def test_every_import_follows_the_floor_plan() -> None:
             if room is not None and room != importer and room not in MAY_IMPORT[importer]:
                 violations.append(f"{path.relative_to(PACKAGE.parent)}:{line} imports {module}")
     assert violations == []
+
+
+def test_the_package_imports_neither_scripts_nor_tests_nor_benchmarks() -> None:
+    violations = [
+        f"{path.relative_to(PACKAGE.parent)}:{line} imports {module}"
+        for path in sources()
+        for module, line in imports_of(path)
+        if module.split(".")[0] in {"scripts", "tests", "benchmarks", "examples"}
+    ]
+    assert violations == []
+
+
+def test_the_rooms_are_those_of_the_architecture_page() -> None:
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms - listed == set()
 
 
 def test_the_public_face_imports_nothing_until_a_name_is_used() -> None:

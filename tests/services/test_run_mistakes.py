@@ -17,7 +17,7 @@ import pytest
 
 from rollbook.run.config.run import ConfigError, load_config
 from rollbook.run.directory import RunDirectory
-from rollbook.run.preflight import check_run
+from rollbook.run.preflight.report import check_run
 
 CONFIG = """\
 [run]

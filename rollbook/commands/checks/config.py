@@ -6,7 +6,7 @@ from typing import Annotated
 from rollbook.commands.arguments import Argument, Overrides, UsePreflight
 from rollbook.commands.output import result, stderr_console
 from rollbook.run.config.run import dump_toml, load_config
-from rollbook.run.preflight import check_run, print_preflight
+from rollbook.run.preflight.report import check_run, print_preflight
 
 
 def check_command(

@@ -57,7 +57,7 @@ def push(
         if path.is_file() and path.name != CARD
     }
     files[CARD] = model_card(config, repository, step=found, metrics=metrics).encode()
-    upload = load_on_demand("rollbook.run.hub:upload")
+    upload = load_on_demand("rollbook.commands.record.hub:upload")
     url: str = upload(
         repository,
         files,

@@ -40,7 +40,7 @@ from rollbook.run.config.run import load_config
 from rollbook.run.config.sft import FINAL
 from rollbook.run.config.study import Cell, Study, load_study
 from rollbook.run.directory import RunDirectory, write_json
-from rollbook.run.preflight import check_run, print_preflight
+from rollbook.run.preflight.report import check_run, print_preflight
 
 STATUS_S = 30.0
 """Seconds between progress lines."""

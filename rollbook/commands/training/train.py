@@ -46,7 +46,7 @@ from rollbook.run.config.run import (
 from rollbook.run.config.source import ConfigSource, TaskRows, place, read_source, with_references
 from rollbook.run.dashboard.address import open_socket
 from rollbook.run.directory import RunDirectory, write_atomically
-from rollbook.run.preflight import check_run, print_preflight
+from rollbook.run.preflight.report import check_run, print_preflight
 from rollbook.run.reader import audit
 from rollbook.run.supervision.process import ProcessState
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome, Supervisor, require_posix

@@ -162,7 +162,7 @@ def _require_files(config: RunConfig, role: str, paths: LocalPaths) -> None:
         del sections["env"]
     faults = [f"{path}: {text}" for path, text in missing_files(sections, paths.source_dir, [paths.source_dir])]
     if role != "env":
-        model_faults = load_on_demand("rollbook.run.model_files:model_faults")
+        model_faults = load_on_demand("rollbook.run.preflight.model_files:model_faults")
         faults += [f"model.path: {text}" for text in model_faults(config.model, paths.source_dir)]
     if faults:
         listed = "\n".join(f"  {fault}" for fault in faults)

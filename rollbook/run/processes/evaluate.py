@@ -14,7 +14,7 @@ from rollbook.contracts.plugin import extend_search_path
 from rollbook.run.config.evaluation import EvaluationRequest
 from rollbook.run.config.run import LoadedConfig, dump_toml, load_config
 from rollbook.run.directory import RunDirectory
-from rollbook.run.measurement import Measurement, held_out_tasks, open_evaluation
+from rollbook.run.processes.measurement import Measurement, held_out_tasks, open_evaluation
 from rollbook.run.supervision.channel import Channel
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.events import EventLog

@@ -14,9 +14,9 @@ from rollbook.rollout.dispatch.dispatcher import Dispatcher
 from rollbook.rollout.metrics import rollout_metrics
 from rollbook.run.ledger_clients import client_token, member_source, open_run_ledger
 from rollbook.run.policy_clients import open_policy, policy_urls
+from rollbook.run.processes.rollout_worker import worker_spec
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.run.supervision.membership import membership
-from rollbook.run.worker_spec import worker_spec
 from rollbook.tasks.dataset import build_source, load_tasks
 from rollbook.telemetry.metrics import MetricRecorder
 

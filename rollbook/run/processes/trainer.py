@@ -13,12 +13,12 @@ from rollbook.ledger.client.client import LedgerClient
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.run.ledger_clients import ledger_token, member_source, open_run_ledger, open_trainer_batches
 from rollbook.run.policy_clients import open_weights, policy_urls, reachable, steering_token
-from rollbook.run.rollout_table import RolloutTable
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.sinks.forwarder import ROLLOUTS_FILE, Forwarder, open_sinks
 from rollbook.telemetry.token_records import TokenRecordWriter
 from rollbook.trainer.data.planner import OpenSource
+from rollbook.trainer.files.rollout_table import RolloutTable
 from rollbook.trainer.loop import LoopEnd, LoopOutcome, TrainerLoop
 from rollbook.trainer.metrics import TRAINER_METRICS
 from rollbook.trainer.pipeline import BatchFeed, LoopReports, RankHosts, WeightTargets

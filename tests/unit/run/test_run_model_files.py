@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from rollbook.run.model_files import built_tokenizer, context_length, model_faults
+from rollbook.run.preflight.model_files import built_tokenizer, context_length, model_faults
 from rollbook.trainer.model.model_directory import build_tokenizer
 from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.run.rollout_table import RolloutTable
 from rollbook.telemetry.events import read_json_lines
 from rollbook.telemetry.sinks.sink import ROLLOUT_COLUMNS
 from rollbook.trainer.data.planning import shown_samples
+from rollbook.trainer.files.rollout_table import RolloutTable
 from tests.parts.trainer.batches import batch_of, quick, sample
 
 

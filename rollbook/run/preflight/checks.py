@@ -42,7 +42,7 @@ from rollbook.rollout.rewards.scorer import TO_BE_SCORED, case_of
 from rollbook.run.config.run import LoadedConfig, RunConfig
 from rollbook.run.episodes import begin_episode, call_reward, open_rollout
 from rollbook.run.ledger_clients import external_token
-from rollbook.run.model_files import context_length, model_faults, tokenizer_of
+from rollbook.run.preflight.model_files import context_length, model_faults, tokenizer_of
 from rollbook.tasks.dataset import build_source, load_tasks
 from rollbook.telemetry.events import EventLog
 
@@ -55,7 +55,7 @@ LEDGER_S = 5.0
 """Time limit of a request to an external ledger."""
 
 
-class Findings:
+class FindingsWriter:
     """Writes the findings, one JSON line each."""
 
     def __init__(self, out: TextIO) -> None:
@@ -171,7 +171,7 @@ class NotCheckedError(EpisodeError):
 
 
 class EnvironmentWatch:
-    def __init__(self, config: EnvConfig, findings: Findings) -> None:
+    def __init__(self, config: EnvConfig, findings: FindingsWriter) -> None:
         self._config = config
         self._findings = findings
         self.path = "env.name" if config.url is None else "env.url"
@@ -208,7 +208,7 @@ class EnvironmentWatch:
 
 
 class Checks:
-    def __init__(self, loaded: LoadedConfig, findings: Findings) -> None:
+    def __init__(self, loaded: LoadedConfig, findings: FindingsWriter) -> None:
         self._loaded = loaded
         self._config = loaded.config
         self._findings = findings
@@ -391,7 +391,7 @@ def main() -> int:
     # User code may print: results keep the original stdout, everything else goes to stderr.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    findings = Findings(out)
+    findings = FindingsWriter(out)
     asyncio.run(Checks(loaded, findings).run())
     findings.done()
     out.flush()

@@ -28,13 +28,15 @@ SHOWN_OUTPUT_LINES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preflight:
+class PreflightReport:
     faults: tuple[ConfigFault, ...]
     warnings: tuple[ConfigFault, ...]
     seconds: float
 
 
-def check_run(loaded: LoadedConfig, overrides: Sequence[str], *, directory: RunDirectory | None = None) -> Preflight:
+def check_run(
+    loaded: LoadedConfig, overrides: Sequence[str], *, directory: RunDirectory | None = None
+) -> PreflightReport:
     """Check everything that can be known before the run. Raises `ConfigError` with all faults."""
     found = run_preflight(loaded)
     faults = list(found.faults)
@@ -42,26 +44,26 @@ def check_run(loaded: LoadedConfig, overrides: Sequence[str], *, directory: RunD
         faults.append(ConfigFault("--run-dir", fault))
     if faults:
         raise ConfigError(name_of(loaded.file), located(faults, loaded.file, overrides))
-    return Preflight(
+    return PreflightReport(
         faults=(), warnings=tuple(located(found.warnings, loaded.file, overrides)), seconds=round(found.seconds, 1)
     )
 
 
-def print_preflight(found: Preflight, console: Console) -> None:
+def print_preflight(found: PreflightReport, console: Console) -> None:
     for warning in found.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     console.print(f"pre-flight: ok ({found.seconds:.1f} s)", markup=False)
 
 
-def run_preflight(loaded: LoadedConfig) -> Preflight:
+def run_preflight(loaded: LoadedConfig) -> PreflightReport:
     began = time.monotonic()
     try:
         require_libraries("tokenizers", "jinja2")
     except RunError as error:
         skipped = ConfigFault("rollout", f"{error}; without it the pre-flight is skipped")
-        return Preflight(faults=(), warnings=(skipped,), seconds=0.0)
+        return PreflightReport(faults=(), warnings=(skipped,), seconds=0.0)
     process = subprocess.Popen(
-        python_command("rollbook.run.processes.preflight"),
+        python_command("rollbook.run.preflight.checks"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -99,7 +101,7 @@ def run_preflight(loaded: LoadedConfig) -> Preflight:
     elif not is_done:
         output = indented("\n".join(err.decode(errors="replace").splitlines()[-SHOWN_OUTPUT_LINES:]))
         faults.append(ConfigFault(path, f"{what} ended the process with exit code {process.returncode}:\n{output}"))
-    return Preflight(faults=tuple(faults), warnings=tuple(warnings), seconds=time.monotonic() - began)
+    return PreflightReport(faults=tuple(faults), warnings=tuple(warnings), seconds=time.monotonic() - began)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -18,10 +18,10 @@ from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.rollout.evaluation import Evaluator, LabelResult, by_label, open_evaluator, share_of_publication
 from rollbook.run.config.run import RunConfig
 from rollbook.run.policy_clients import policy_urls
+from rollbook.run.processes.rollout_worker import worker_spec
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.run.supervision.host import ProcessStart
 from rollbook.run.supervision.process import SupervisedProcess
-from rollbook.run.worker_spec import worker_spec
 from rollbook.tasks.dataset import load_tasks
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.weights import write_weights
