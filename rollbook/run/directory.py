@@ -1,19 +1,7 @@
 """The layout of a run directory. It holds everything of a run and can be copied.
 
-config.toml         the resolved configuration        run.json      manifest: id, name, version, directory of the config file
-ledger/             the durable record                model/        initial weights and tokenizer
-checkpoints/        for resuming                      weights/      the newest publications
-metrics.jsonl       one row per step                  spans/ logs/  one file per process
-plots/              drawn at the end                  lock          held by the running `rollbook train`
-addresses.json      URLs of the run's servers         processes.json  pids
-mastery.jsonl       a curriculum's state over time    objects/      functions, classes and tasks of `rollbook.train`
-token               opens requests that steer the run  failures/    the first failed episodes
-client-token        opens requests of rollouts and readers, where servers listen on other than loopback
-rollouts.jsonl      samples of each step, with text   tokens/      records of single tokens, of some steps
-dashboard/          the view index, which can be deleted
-resumes.jsonl       when the run was resumed, with changed settings
-audit.json          where the next audit continues
-vllm/               the guard in front of the run's vLLM servers
+`RunDirectory` lists the files that several processes or commands use. Others belong to one room each: `rollouts.jsonl` (samples of
+each step, with text), `tokens/` (records of single tokens, of some steps), `dashboard/` (the view index, which can be deleted).
 """
 
 import fcntl
@@ -36,7 +24,6 @@ from rollbook.access.tokens import read_or_create_token
 from rollbook.contracts.errors import UsageError
 from rollbook.trainer.model_config import ModelConfig
 
-MODEL_FILE = "model.json"
 CHECKPOINT = re.compile(r"step-(\d+)")
 # Refuse to start a run that could not write a checkpoint.
 MIN_FREE_BYTES = 64 * 2**20
@@ -46,174 +33,75 @@ class RunDirectoryError(UsageError):
     """The run directory cannot be used."""
 
 
+class Entry:
+    """A file or folder of the run directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, directory: "RunDirectory", owner: type) -> Path:
+        return directory.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     path: Path
     local: Path | None = None
     """Where a process on another machine writes its events, spans, metrics and output. They are sent to the run directory."""
 
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.toml"
+    config_file = Entry("config.toml")
+    """The resolved configuration."""
+    manifest_file = Entry("run.json")
+    """Id, name, version, and the directory of the config file."""
+    model_file = Entry("model.json")
+    """Where the initial model is."""
+    resumes_file = Entry("resumes.jsonl")
+    """When the run was resumed, with changed settings."""
+    ledger = Entry("ledger")
+    """The durable record."""
+    model = Entry("model")
+    """Initial weights and tokenizer, if the run made or downloaded them."""
+    checkpoints = Entry("checkpoints")
+    weights = Entry("weights")
+    """The newest publications."""
+    objects = Entry("objects")
+    """Functions, classes and tasks that were passed to `rollbook.train` by value (`run.user_objects`)."""
+    vllm = Entry("vllm")
+    """The guard that vLLM servers of the run import."""
 
-    def require_config(self) -> Path:
-        """The file with the resolved config. Raises `RunDirectoryError` if there is none."""
-        if not os.access(self.config_file, os.R_OK):
-            raise RunDirectoryError(
-                f"{self.path} is not a run directory: it has no {self.config_file.name} that can be read"
-            )
-        return self.config_file
+    metrics_file = Entry("metrics.jsonl")
+    """One row per step."""
+    mastery_file = Entry("mastery.jsonl")
+    """The state of a curriculum over time."""
+    logs = Entry("logs")
+    """Events and output of each process."""
+    spans = Entry("spans")
+    failures = Entry("failures")
+    """The first failed episodes, for `rollbook debug`."""
+    plots = Entry("plots")
+    audit_file = Entry("audit.json")
+    """Where the next audit continues. It can be deleted: that audit then reads everything."""
 
-    @property
-    def manifest_file(self) -> Path:
-        return self.path / "run.json"
+    lock_file = Entry("lock")
+    """Held by the running `rollbook train`."""
+    addresses_file = Entry("addresses.json")
+    """URLs of the run's servers, for programs outside of the run. Present while the run is running."""
+    processes_file = Entry("processes.json")
+    """Pids of the run's processes, for people and for tests that kill them."""
+    scale_file = Entry("scale.json")
+    """Number of additional processes that `rollbook scale` requested. Read while the run is running."""
+    token_file = Entry("token")
+    """The token that steers the run: the trainer's requests to the ledger, and weight updates."""
+    client_token_file = Entry("client-token")
+    """The token for playing: completions, groups and reading. Needed where servers of the run listen on other than loopback."""
+    operator_token_file = Entry("operator_token")
+    """The token of those who may act on the run from its dashboard. It exists while actions are allowed."""
 
-    @property
-    def lock_file(self) -> Path:
-        return self.path / "lock"
-
-    @property
-    def addresses_file(self) -> Path:
-        """URLs of the run's servers, for programs outside of the run. Present while the run is running."""
-        return self.path / "addresses.json"
-
-    @property
-    def processes_file(self) -> Path:
-        """Pids of the run's processes, for people and for tests that kill them."""
-        return self.path / "processes.json"
-
-    @property
-    def scale_file(self) -> Path:
-        """Number of additional processes that `rollbook scale` requested. Read while the run is running."""
-        return self.path / "scale.json"
-
-    @property
-    def token_file(self) -> Path:
-        """The token that steers the run: the trainer's requests to the ledger, and weight updates."""
-        return self.path / "token"
-
-    @property
-    def client_token_file(self) -> Path:
-        """The token for playing: completions, groups and reading. Needed where servers of the run listen on other than loopback."""
-        return self.path / "client-token"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def weights(self) -> Path:
-        return self.path / "weights"
-
-    @property
-    def vllm(self) -> Path:
-        """The guard that vLLM servers of the run import."""
-        return self.path / "vllm"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
+    # Files of one process -----------------------------------------------------------------------------------------------------
 
     def metrics_of(self, process: str) -> Path:
         """The metrics of a dispatcher: those of one that joined the run are in a separate file."""
         return self.metrics_file if process == "rollout" else self._written / f"metrics-{process}.jsonl"
-
-    @property
-    def mastery_file(self) -> Path:
-        return self.path / "mastery.jsonl"
-
-    @property
-    def audit_file(self) -> Path:
-        """Where the next audit continues. It can be deleted: that audit then reads everything."""
-        return self.path / "audit.json"
-
-    @property
-    def resumes_file(self) -> Path:
-        return self.path / "resumes.jsonl"
-
-    @property
-    def failures(self) -> Path:
-        """The first failed episodes, for `rollbook debug`."""
-        return self.path / "failures"
-
-    def first_failure(self) -> str | None:
-        """The cause of the first recorded failed episode."""
-        for file in sorted(self.failures.glob("*.json")):
-            with suppress(OSError, ValueError, KeyError):  # a file may be cut off by a kill
-                return str(json.loads(file.read_text(encoding="utf-8"))["cause"])
-        return None
-
-    @property
-    def plots(self) -> Path:
-        return self.path / "plots"
-
-    def record_model(self, location: Path) -> None:
-        """Record where the initial model is. A model inside the run directory is recorded as a relative path, so that a copied run
-        finds its own."""
-        is_inside = location.is_relative_to(self.path)
-        write_json(self.path / MODEL_FILE, {"path": str(location.relative_to(self.path) if is_inside else location)})
-
-    @property
-    def initial_model(self) -> Path:
-        """The directory of the initial model, as recorded. Needs no torch."""
-        try:
-            return self.path / str(json.loads((self.path / MODEL_FILE).read_text(encoding="utf-8"))["path"])
-        except (OSError, ValueError, KeyError) as error:
-            raise RunDirectoryError(f"{self.path / MODEL_FILE} does not name the model directory: {error}") from error
-
-    @property
-    def objects(self) -> Path:
-        """Functions, classes and tasks that were passed to `rollbook.train` by value (`run.user_objects`)."""
-        return self.path / "objects"
-
-    @property
-    def id(self) -> str:
-        """Identifies the run in a ledger that it shares with others. A copy of the directory has the same one."""
-        return str(self.read_manifest()["id"])
-
-    @property
-    def source_dir(self) -> Path:
-        """The directory of the config file: relative paths of the config are looked up here."""
-        return Path(self.read_manifest()["source_dir"])
-
-    @property
-    def search_path(self) -> tuple[Path, ...]:
-        """The directories of users' modules."""
-        manifest = self.read_manifest()
-        recorded = [manifest["source_dir"], *manifest.get("search_path", [])]
-        return tuple(dict.fromkeys([*map(Path, recorded), self.objects]))
-
-    def checkpoint_models(self) -> dict[int, Path]:
-        """The model directory of each complete checkpoint by step; step 0 is the initial model."""
-        found = {
-            int(match[1]): path / "model"
-            for path in self.checkpoints.glob("step-*")
-            if (match := CHECKPOINT.fullmatch(path.name)) and (path / "checkpoint.json").is_file()
-        }
-        return {0: self.initial_model, **found}
-
-    def is_running(self) -> bool:
-        """Whether the process that holds the directory lives. The lock itself is not tried: that could refuse a real `train`."""
-        if not self.addresses_file.exists():
-            return False
-        try:
-            os.kill(int(self.lock_file.read_text(encoding="ascii").strip()), 0)
-        except (OSError, ValueError):
-            return False
-        return True
-
-    @property
-    def operator_token_file(self) -> Path:
-        """The token of those who may act on the run from its dashboard. It exists while actions are allowed."""
-        return self.path / "operator_token"
 
     def log_file(self, process: str) -> Path:
         return self._written / "logs" / f"{process}.jsonl"
@@ -234,6 +122,110 @@ class RunDirectory:
         make_private_directory(local / "logs")
         return replace(self, local=local)
 
+    # What is recorded ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def exists(self) -> bool:
+        return self.manifest_file.exists()
+
+    @property
+    def id(self) -> str:
+        """Identifies the run in a ledger that it shares with others. A copy of the directory has the same one."""
+        return str(self.read_manifest()["id"])
+
+    @property
+    def source_dir(self) -> Path:
+        """The directory of the config file: relative paths of the config are looked up here."""
+        return Path(self.read_manifest()["source_dir"])
+
+    @property
+    def search_path(self) -> tuple[Path, ...]:
+        """The directories of users' modules."""
+        manifest = self.read_manifest()
+        recorded = [manifest["source_dir"], *manifest.get("search_path", [])]
+        return tuple(dict.fromkeys([*map(Path, recorded), self.objects]))
+
+    def require_config(self) -> Path:
+        """The file with the resolved config. Raises `RunDirectoryError` if there is none."""
+        if not os.access(self.config_file, os.R_OK):
+            raise RunDirectoryError(
+                f"{self.path} is not a run directory: it has no {self.config_file.name} that can be read"
+            )
+        return self.config_file
+
+    def record_model(self, location: Path) -> None:
+        """Record where the initial model is. A model inside the run directory is recorded as a relative path, so that a copied run
+        finds its own."""
+        is_inside = location.is_relative_to(self.path)
+        write_json(self.model_file, {"path": str(location.relative_to(self.path) if is_inside else location)})
+
+    @property
+    def initial_model(self) -> Path:
+        """The directory of the initial model, as recorded. Needs no torch."""
+        try:
+            return self.path / str(json.loads(self.model_file.read_text(encoding="utf-8"))["path"])
+        except (OSError, ValueError, KeyError) as error:
+            raise RunDirectoryError(f"{self.model_file} does not name the model directory: {error}") from error
+
+    def checkpoint_models(self) -> dict[int, Path]:
+        """The model directory of each complete checkpoint by step; step 0 is the initial model."""
+        found = {
+            int(match[1]): path / "model"
+            for path in self.checkpoints.glob("step-*")
+            if (match := CHECKPOINT.fullmatch(path.name)) and (path / "checkpoint.json").is_file()
+        }
+        return {0: self.initial_model, **found}
+
+    def first_failure(self) -> str | None:
+        """The cause of the first recorded failed episode."""
+        for file in sorted(self.failures.glob("*.json")):
+            with suppress(OSError, ValueError, KeyError):  # a file may be cut off by a kill
+                return str(json.loads(file.read_text(encoding="utf-8"))["cause"])
+        return None
+
+    def write_manifest(self, *, name: str, source_dir: Path, search_path: Sequence[Path] = ()) -> None:
+        """Write the manifest of a new run, or update that of a resumed one: its processes use the files that were checked.
+
+        Directories of users' modules that were recorded earlier stay, after the given ones.
+        """
+        manifest: dict[str, Any] = {
+            "name": name,
+            "id": uuid.uuid4().hex,
+            "rollbook": __version__,
+            "created": time.time(),
+            "source_dir": str(source_dir),
+        }
+        if self.exists:
+            manifest = {"id": manifest["id"], **self.read_manifest(), "source_dir": str(source_dir)}
+        known = [*(str(path) for path in search_path if path != self.objects), *manifest.get("search_path", [])]
+        write_json(self.manifest_file, {**manifest, "search_path": list(dict.fromkeys(known))})
+
+    def record_resume(self, changed: Mapping[str, tuple[Any, Any]]) -> None:
+        """Record when the run was resumed, and which settings changed: their paths with the old and the new value."""
+        with self.resumes_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": time.time(), "changed": changed}) + "\n")
+
+    def read_manifest(self) -> dict[str, Any]:
+        try:
+            manifest: dict[str, Any] = json.loads(self.manifest_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunDirectoryError(
+                f"{self.path} is not a run directory: {self.manifest_file.name} cannot be read ({error})"
+            ) from error
+        return manifest
+
+    # Its use -------------------------------------------------------------------------------------------------------------------
+
+    def is_running(self) -> bool:
+        """Whether the process that holds the directory lives. The lock itself is not tried: that could refuse a real `train`."""
+        if not self.addresses_file.exists():
+            return False
+        try:
+            os.kill(int(self.lock_file.read_text(encoding="ascii").strip()), 0)
+        except (OSError, ValueError):
+            return False
+        return True
+
     def file_id(self) -> tuple[int, int] | None:
         """Identifies the directory itself, not its name. None if it does not exist."""
         try:
@@ -241,10 +233,6 @@ class RunDirectory:
         except OSError:
             return None
         return status.st_dev, status.st_ino
-
-    @property
-    def exists(self) -> bool:
-        return self.manifest_file.exists()
 
     def fault(self) -> str | None:
         """Why the directory cannot be created or written, or None. Creates nothing."""
@@ -263,13 +251,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             if not self.exists:
                 self.path.chmod(0o700)
-            for folder in (
-                self.path / "logs",
-                self.path / "spans",
-                self.ledger,
-                self.checkpoints,
-                self.weights,
-            ):
+            for folder in (self.logs, self.spans, self.ledger, self.checkpoints, self.weights):
                 folder.mkdir(exist_ok=True)
             probe = self.path / f".probe-{os.getpid()}"
             probe.write_bytes(b"rollbook")
@@ -308,37 +290,6 @@ class RunDirectory:
             lock.write(str(os.getpid()))
             lock.flush()
             yield
-
-    def write_manifest(self, *, name: str, source_dir: Path, search_path: Sequence[Path] = ()) -> None:
-        """Write the manifest of a new run, or update that of a resumed one: its processes use the files that were checked.
-
-        Directories of users' modules that were recorded earlier stay, after the given ones.
-        """
-        manifest: dict[str, Any] = {
-            "name": name,
-            "id": uuid.uuid4().hex,
-            "rollbook": __version__,
-            "created": time.time(),
-            "source_dir": str(source_dir),
-        }
-        if self.exists:
-            manifest = {"id": manifest["id"], **self.read_manifest(), "source_dir": str(source_dir)}
-        known = [*(str(path) for path in search_path if path != self.objects), *manifest.get("search_path", [])]
-        write_json(self.manifest_file, {**manifest, "search_path": list(dict.fromkeys(known))})
-
-    def record_resume(self, changed: Mapping[str, tuple[Any, Any]]) -> None:
-        """Record when the run was resumed, and which settings changed: their paths with the old and the new value."""
-        with self.resumes_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": time.time(), "changed": changed}) + "\n")
-
-    def read_manifest(self) -> dict[str, Any]:
-        try:
-            manifest: dict[str, Any] = json.loads(self.manifest_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise RunDirectoryError(
-                f"{self.path} is not a run directory: {self.manifest_file.name} cannot be read ({error})"
-            ) from error
-        return manifest
 
 
 def machine_directory(run_id: str, name: str) -> Path:

@@ -4,11 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.run.config.cluster import AutoscaleConfig
-from rollbook.run.supervision.scale import Finding, Observation, Scale, Streak, decide, find
+from rollbook.run.supervision.scale import LoadSample, Scale, ScaleFinding, Streak, decide, find
 
 HOLD_S = 60.0
-STARVED = Observation(trainer_wait=0.8, gate_free=4, queued_batches=0.2, policy_load=3.0, num_policies=2)
-FED = Observation(trainer_wait=0.01, gate_free=0, queued_batches=2.0, policy_load=3.0, num_policies=2)
+STARVED = LoadSample(trainer_wait=0.8, gate_free=4, queued_batches=0.2, policy_load=3.0, num_policies=2)
+FED = LoadSample(trainer_wait=0.01, gate_free=0, queued_batches=2.0, policy_load=3.0, num_policies=2)
 
 
 @st.composite
@@ -24,7 +24,7 @@ def configs(draw: st.DrawFn) -> AutoscaleConfig:
 
 
 observations = st.builds(
-    Observation,
+    LoadSample,
     trainer_wait=st.floats(0, 1),
     gate_free=st.integers(0, 8),
     queued_batches=st.floats(0, 4),
@@ -35,7 +35,7 @@ scales = st.builds(Scale, policy=st.integers(0, 6), rollout=st.integers(0, 6), e
 
 
 def play(
-    config: AutoscaleConfig, scale: Scale, seen: list[tuple[float, Observation]]
+    config: AutoscaleConfig, scale: Scale, seen: list[tuple[float, LoadSample]]
 ) -> list[tuple[float, Scale, Scale]]:
     """Every change of a number after the first, which only applies the bounds."""
     now, streak, changes = 0.0, Streak(), []
@@ -55,7 +55,7 @@ steps = st.lists(st.tuples(st.floats(0.1, 40), observations), min_size=1, max_si
 @settings(max_examples=50)
 @given(config=configs(), scale=scales, seen=steps)
 def test_numbers_stay_in_their_bounds_and_change_by_one_after_the_hold(
-    config: AutoscaleConfig, scale: Scale, seen: list[tuple[float, Observation]]
+    config: AutoscaleConfig, scale: Scale, seen: list[tuple[float, LoadSample]]
 ) -> None:
     last = 0.0
     for now, before, after in play(config, scale, seen):
@@ -74,7 +74,7 @@ def test_numbers_stay_in_their_bounds_and_change_by_one_after_the_hold(
 @settings(max_examples=50)
 @given(config=configs(), scale=scales, observation=observations)
 def test_a_constant_observation_moves_each_number_in_one_direction_and_then_stops(
-    config: AutoscaleConfig, scale: Scale, observation: Observation
+    config: AutoscaleConfig, scale: Scale, observation: LoadSample
 ) -> None:
     changes = play(config, scale, [(HOLD_S, observation)] * 60)
     directions = {
@@ -86,7 +86,7 @@ def test_a_constant_observation_moves_each_number_in_one_direction_and_then_stop
 
 
 @given(seen=st.lists(st.sampled_from([STARVED, FED]), min_size=2, max_size=40).filter(lambda s: len(set(s)) == 2))
-def test_findings_that_alternate_faster_than_the_hold_change_nothing(seen: list[Observation]) -> None:
+def test_findings_that_alternate_faster_than_the_hold_change_nothing(seen: list[LoadSample]) -> None:
     config = AutoscaleConfig(max_policy=4, max_rollout=4, hold_s=HOLD_S)
     timed = [(HOLD_S / 100, observation) for observation in seen]
     assert play(config, Scale(policy=1, rollout=1), timed) == []
@@ -94,11 +94,11 @@ def test_findings_that_alternate_faster_than_the_hold_change_nothing(seen: list[
 
 def test_what_is_missing_decides_what_is_added() -> None:
     config, scale = AutoscaleConfig(max_policy=2, max_rollout=2), Scale(policy=1, rollout=1)
-    busy = Observation(trainer_wait=0.8, gate_free=4, queued_batches=0.0, policy_load=100.0, num_policies=2)
-    assert find(config, scale, STARVED) is Finding.FEW_DISPATCHERS
-    assert find(config, scale, busy) is Finding.FEW_POLICIES
-    assert find(config, scale, FED) is Finding.MANY_DISPATCHERS
-    assert find(config, Scale(policy=1), FED) is Finding.MANY_POLICIES
+    busy = LoadSample(trainer_wait=0.8, gate_free=4, queued_batches=0.0, policy_load=100.0, num_policies=2)
+    assert find(config, scale, STARVED) is ScaleFinding.FEW_DISPATCHERS
+    assert find(config, scale, busy) is ScaleFinding.FEW_POLICIES
+    assert find(config, scale, FED) is ScaleFinding.MANY_DISPATCHERS
+    assert find(config, Scale(policy=1), FED) is ScaleFinding.MANY_POLICIES
     # The gate is closed although the trainer waits: more dispatchers would get no groups.
-    closed = Observation(trainer_wait=0.8, gate_free=0, queued_batches=0.0, policy_load=3.0, num_policies=2)
-    assert find(config, scale, closed) is Finding.BALANCED
+    closed = LoadSample(trainer_wait=0.8, gate_free=0, queued_batches=0.0, policy_load=3.0, num_policies=2)
+    assert find(config, scale, closed) is ScaleFinding.BALANCED

@@ -19,7 +19,7 @@ from rollbook.ledger.rules import runs
 from rollbook.ledger.stores.registry import only_service, open_reader, sqlite_url
 from rollbook.run.actions import act
 from rollbook.run.config.run import RunConfig
-from rollbook.run.directory import MODEL_FILE, RunDirectory
+from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision import drain
 from rollbook.run.supervision.host import HostedProcess, LocalHost, ProcessStart
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome, Supervisor
@@ -182,7 +182,7 @@ async def test_the_message_of_an_interrupted_run_is_not_that_of_an_earlier_train
 
 
 async def test_an_interrupt_stops_the_preparation_of_the_model(config: RunConfig, directory: RunDirectory) -> None:
-    (directory.path / MODEL_FILE).unlink()
+    directory.model_file.unlink()
     async with supervised(config, directory) as (supervisor, running), asyncio.timeout(30):
         await until(lambda: "prepare" in running_roles())
         supervisor.interrupt()

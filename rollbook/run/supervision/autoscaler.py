@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from rollbook.run.config.run import LoadedConfig
 from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import client_token, member_source, open_run_ledger
 from rollbook.run.policy_clients import policy_urls
-from rollbook.run.supervision.scale import Observation, Scale, Streak, decide
+from rollbook.run.supervision.scale import LoadSample, Scale, Streak, decide
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.json_tail import JsonTail
 
@@ -55,12 +55,12 @@ class RunObserver:
     async def close(self) -> None:
         await self._stack.aclose()
 
-    async def observe(self) -> Observation:
+    async def observe(self) -> LoadSample:
         """Raises `TransientError` if the ledger does not respond."""
         status = await self._ledger.status()
         loads = [load for load in await asyncio.gather(*map(self._load, await self._replicas())) if load is not None]
         queued = status.counts.queued / self._groups_per_step
-        return Observation(
+        return LoadSample(
             trainer_wait=self._trainer_wait(queued),
             gate_free=status.capacity,
             queued_batches=queued,
@@ -144,7 +144,7 @@ class Autoscaler:
 async def open_autoscaler(
     loaded: LoadedConfig,
     directory: RunDirectory,
-    addresses: dict[str, str],
+    addresses: Mapping[str, str],
     *,
     log: EventLog,
     say: Callable[[str], None],

@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rollbook.concurrency.child_process.process import exit_reason
+from rollbook.contracts.admission import Member
 from rollbook.contracts.errors import RollbookError
-from rollbook.run.config.run import RunConfig
+from rollbook.run.config.run import RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
+from rollbook.run.members.member_tasks import serve_members
+from rollbook.run.supervision.autoscaler import open_autoscaler
 from rollbook.run.supervision.host import ProcessHost, ProcessStart
 from rollbook.run.supervision.plan import environment_of
 from rollbook.run.supervision.process import ProcessState, SupervisedProcess
@@ -35,8 +38,12 @@ class ExtraProcesses:
         log: EventLog,
         say: Callable[[str], None],
         on_change: Callable[[], None],
+        on_members: Callable[[list[Member]], None],
     ) -> None:
-        """`processes`: all processes of the run, for display and to detect those that hang. This class adds and removes its own."""
+        """`processes`: all processes of the run, for display and to detect those that hang. This class adds and removes its own.
+
+        `on_members` is called with the processes that joined the run.
+        """
         self._config = config
         self._directory = directory
         self._addresses = addresses
@@ -45,12 +52,28 @@ class ExtraProcesses:
         self._log = log
         self._say = say
         self._on_change = on_change
+        self._on_members = on_members
         self._own: dict[str, SupervisedProcess] = {}
         self._is_stopping = False
         self._scale = Scale.of_config(config.cluster)
         self._scale.write(directory)
 
     async def run(self) -> None:
+        """Keep the requested processes, list and announce to all members, and scale by load. Ends: on cancellation."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow_scale(), name="run.extra_processes")
+            members = serve_members(self._directory, self._addresses, log=self._log, on_change=self._on_members)
+            group.create_task(members, name="run.members")
+            if self._config.cluster.autoscale.is_on:
+                group.create_task(self._autoscale(), name="run.autoscale")
+
+    async def _autoscale(self) -> None:
+        loaded = load_resolved_config(self._directory)
+        opened = open_autoscaler(loaded, self._directory, self._addresses, log=self._log, say=self._say)
+        async with opened as autoscaler:
+            await autoscaler.run()
+
+    async def _follow_scale(self) -> None:
         """Start and stop processes until their numbers are those requested.
 
         Takes:  the request in `scale.json`.

@@ -1,9 +1,10 @@
 """The processes of a run: their roles, listening sockets, addresses and environment variables."""
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rollbook.concurrency.child_process.template import ProcessTemplate
 from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import ENGINES
@@ -12,6 +13,7 @@ from rollbook.run.directory import RunDirectory
 from rollbook.run.policy_clients import join_urls
 from rollbook.run.supervision.child_main import ROLES
 from rollbook.run.supervision.host import ProcessStart
+from rollbook.telemetry.events import EventLog
 
 LOCAL = "127.0.0.1"
 
@@ -82,6 +84,21 @@ def environment_of(config: RunConfig, name: str, role: str) -> dict[str, str]:
         gpus = config.resources.trainer_gpus
     found = {"OMP_NUM_THREADS": str(threads.get(role, 1)), "TOKENIZERS_PARALLELISM": "false"}
     return {**found, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else found
+
+
+def process_template(
+    config: RunConfig, directory: RunDirectory, *, has_trainer: bool, log: EventLog, on_change: Callable[[], None]
+) -> ProcessTemplate | None:
+    """None if no process of the run needs it, or `run.process_template` is off."""
+    modules = template_modules(config, has_trainer=has_trainer)
+    if not modules or not config.run.process_template:
+        return None
+
+    def on_event(event: str, fields: dict[str, object]) -> None:
+        log.info(f"run.{event}", **fields)
+        on_change()
+
+    return ProcessTemplate(modules, output=directory.stderr_file("template"), on_event=on_event)
 
 
 def template_modules(config: RunConfig, *, has_trainer: bool) -> list[str]:

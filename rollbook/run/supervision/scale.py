@@ -44,7 +44,7 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
+class LoadSample:
     """The state of a run, averaged over a few seconds."""
 
     trainer_wait: float
@@ -59,7 +59,7 @@ class Observation:
     """Policy servers that serve now."""
 
 
-class Finding(StrEnum):
+class ScaleFinding(StrEnum):
     BALANCED = "balanced"
     FEW_POLICIES = "few_policies"
     FEW_DISPATCHERS = "few_dispatchers"
@@ -71,38 +71,38 @@ class Finding(StrEnum):
 class Streak:
     """How long the same finding has lasted."""
 
-    finding: Finding = Finding.BALANCED
+    finding: ScaleFinding = ScaleFinding.BALANCED
     since: float = 0.0
 
 
-CHANGES: dict[Finding, tuple[str, int]] = {
-    Finding.FEW_POLICIES: ("policy", 1),
-    Finding.FEW_DISPATCHERS: ("rollout", 1),
-    Finding.MANY_DISPATCHERS: ("rollout", -1),
-    Finding.MANY_POLICIES: ("policy", -1),
+CHANGES: dict[ScaleFinding, tuple[str, int]] = {
+    ScaleFinding.FEW_POLICIES: ("policy", 1),
+    ScaleFinding.FEW_DISPATCHERS: ("rollout", 1),
+    ScaleFinding.MANY_DISPATCHERS: ("rollout", -1),
+    ScaleFinding.MANY_POLICIES: ("policy", -1),
 }
 
 
-def find(config: AutoscaleConfig, scale: Scale, seen: Observation) -> Finding:
+def find(config: AutoscaleConfig, scale: Scale, seen: LoadSample) -> ScaleFinding:
     """What the run has too few or too many of, within the bounds of the config."""
     is_starved = seen.trainer_wait > config.starved_wait and seen.queued_batches < 1
     is_fed = seen.trainer_wait < config.fed_wait and seen.gate_free == 0
     if is_starved and seen.policy_load > config.busy_requests:
-        return Finding.FEW_POLICIES if scale.policy < config.max_policy else Finding.BALANCED
+        return ScaleFinding.FEW_POLICIES if scale.policy < config.max_policy else ScaleFinding.BALANCED
     if is_starved and seen.gate_free > 0:
-        return Finding.FEW_DISPATCHERS if scale.rollout < config.max_rollout else Finding.BALANCED
+        return ScaleFinding.FEW_DISPATCHERS if scale.rollout < config.max_rollout else ScaleFinding.BALANCED
     if is_fed and config.max_rollout and scale.rollout > config.min_rollout:
-        return Finding.MANY_DISPATCHERS
+        return ScaleFinding.MANY_DISPATCHERS
     if is_fed and config.max_policy and scale.policy > config.min_policy and seen.num_policies > 1:
         # The others get the requests of the one that leaves, and must then be far from busy.
         load_after = seen.policy_load * seen.num_policies / (seen.num_policies - 1)
         if load_after < config.busy_requests / 2:
-            return Finding.MANY_POLICIES
-    return Finding.BALANCED
+            return ScaleFinding.MANY_POLICIES
+    return ScaleFinding.BALANCED
 
 
 def decide(
-    config: AutoscaleConfig, scale: Scale, seen: Observation, streak: Streak, *, now: float
+    config: AutoscaleConfig, scale: Scale, seen: LoadSample, streak: Streak, *, now: float
 ) -> tuple[Scale, Streak]:
     """The numbers that the run should have now, and the streak for the next call."""
     bounded = scale
@@ -113,8 +113,8 @@ def decide(
     finding = find(config, bounded, seen)
     if finding is not streak.finding:
         return bounded, Streak(finding, now)
-    if finding is Finding.BALANCED or now - streak.since < config.hold_s:
+    if finding is ScaleFinding.BALANCED or now - streak.since < config.hold_s:
         return bounded, streak
     role, change = CHANGES[finding]
     # The finding must last again: a new process needs time until its effect is visible.
-    return replace(bounded, **{role: bounded.of(role) + change}), Streak(Finding.BALANCED, now)
+    return replace(bounded, **{role: bounded.of(role) + change}), Streak(ScaleFinding.BALANCED, now)

@@ -1,0 +1,125 @@
+"""What the supervisor does after the exit of a process. Pure: no clock, no process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rollbook.concurrency.child_process.process import exit_reason
+from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartRule:
+    """Restart with growing waits; give up on a process that repeatedly dies while it starts or soon after it is ready.
+
+    An incarnation that is ready for `healthy_s` or longer resets the count, so a process that dies every few minutes is always
+    restarted, and one that cannot start stops the run with its cause.
+    """
+
+    most_quick_deaths: int = 6
+    most_failed_starts: int = 2
+    """Deaths of a process of which no incarnation was ever ready: more restarts would not help."""
+    healthy_s: float = 15.0
+    first_wait_s: float = 0.2
+    most_wait_s: float = 5.0
+
+    def decide(self, lifetimes_s: Sequence[float], *, was_ready: bool = True) -> Restart | GiveUp:
+        """`lifetimes_s`: how long each incarnation was ready, oldest first; the last one has just died."""
+        if not was_ready and len(lifetimes_s) > self.most_failed_starts:
+            return GiveUp(f"it died {len(lifetimes_s)} times before it was ready")
+        quick = 0
+        for lifetime in reversed(lifetimes_s):
+            if lifetime >= self.healthy_s:
+                break
+            quick += 1
+        if quick > self.most_quick_deaths:
+            return GiveUp(f"it died {quick} times in a row within {self.healthy_s:g} s of being ready")
+        return Restart(min(self.most_wait_s, self.first_wait_s * 2 ** max(0, quick - 1)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessExit:
+    """How an incarnation of a process ended, and what the supervisor knows about the process and the run."""
+
+    code: int
+    """Negative: the signal that ended it."""
+    has_ended: bool = False
+    """It reported that its work is done."""
+    was_stopped: bool = False
+    """It reported that it ended early because of SIGTERM, which another program may send."""
+    fault: str | None = None
+    """The reason that it reported for a person."""
+    lifetimes_s: Sequence[float] = (0.0,)
+    """How long each incarnation was ready, oldest first."""
+    was_ready: bool = True
+    """At least one incarnation was ready."""
+    is_last: bool = False
+    """The run is over when this process ends."""
+    is_optional: bool = False
+    """The run continues without it."""
+    is_draining: bool = False
+    """A signal or an operator has stopped the run."""
+    is_interrupted: bool = False
+    """A signal has stopped the run: a person waits for its end."""
+
+
+class ExitAction(StrEnum):
+    END = "end"
+    """The process has done its work."""
+    ABORT_DRAIN = "abort_drain"
+    """It died while the run stopped. The same command resumes from the last checkpoint."""
+    DROP = "drop"
+    """The run continues without it."""
+    FAIL_RUN = "fail_run"
+    RESTART = "restart"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitVerdict:
+    action: ExitAction
+    cause: str = ""
+    sentence: str = ""
+    """What happened, in words that follow the name of the process."""
+    restart_after_s: float = 0.0
+    shows_output: bool = False
+    """The last output of the process explains it."""
+
+
+def judge(ended: ProcessExit, rule: RestartRule) -> ExitVerdict:
+    """A process that did its work ends; one that reported a fault stops the run; one that died is restarted by the rule.
+
+    Another program may send SIGTERM to one process or to all of them at once (a batch system, systemd, a watcher of memory). A
+    server that stops because of it is still needed, even while the trainer drains.
+    """
+    is_stop_expected = ended.is_last and ended.is_draining
+    if is_stop_expected if ended.was_stopped else (ended.code == EXIT_DONE or ended.has_ended):
+        return ExitVerdict(action=ExitAction.END)
+    if ended.is_last and ended.is_interrupted:
+        return ExitVerdict(action=ExitAction.ABORT_DRAIN)
+    failure = ExitAction.DROP if ended.is_optional else ExitAction.FAIL_RUN
+    if ended.code == EXIT_FENCED:
+        cause = ended.fault or "another trainer took over this run"
+        return ExitVerdict(action=ExitAction.FAIL_RUN, cause=cause, sentence=f"stopped the run: {cause}")
+    if ended.code == EXIT_STOP_RUN:
+        cause = ended.fault or "it gave no reason"
+        stopped = "stopped" if ended.is_optional else "stopped the run"
+        return ExitVerdict(action=failure, cause=cause, sentence=f"{stopped}: {cause}")
+    reason = "was stopped by another program (SIGTERM)" if ended.was_stopped else exit_reason(ended.code)
+    match rule.decide(ended.lifetimes_s, was_ready=ended.was_ready):
+        case GiveUp(cause):
+            return ExitVerdict(action=failure, cause=cause, sentence=f"{reason}; {cause}", shows_output=True)
+        case Restart(after_s):
+            fault = f": {ended.fault.splitlines()[0]}" if ended.fault else ""
+            return ExitVerdict(
+                action=ExitAction.RESTART, cause=reason, sentence=f"{reason}{fault}", restart_after_s=after_s
+            )
