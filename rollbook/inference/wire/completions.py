@@ -219,14 +219,14 @@ class CompletionBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=Tru
         return checked_top_logprobs("logprobs", self.logprobs)
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """One text or one list of token ids per prompt. Raises `ValueError` for a mixture."""
+        """One string or one list of token ids per prompt. Raises `ValueError` for a mixture."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
             raise ValueError("prompt: is empty; at least one token is required")
         kinds = {type(part) for part in self.prompt}
         if len(kinds) > 1:
-            raise ValueError("prompt: mixes texts, token ids and lists of token ids")
+            raise ValueError("prompt: mixes strings, token ids and lists of token ids")
         if kinds == {int}:
             return [[part for part in self.prompt if isinstance(part, int)]]
         if kinds == {str}:

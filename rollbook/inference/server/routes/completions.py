@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rollbook.access.event_stream import EventStream
 from rollbook.contracts.decoding import json_decoder
-from rollbook.contracts.policy import Completion, FinishReason, TopLogprobs, joined_completion
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TopLogprobs, joined_completion
 from rollbook.inference.engine import PromptScores
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.generation import Generation, GenerationChunk, GenerationResult
@@ -59,26 +59,9 @@ class CompletionRoutes:
         body = self._decode(await request.read())
         model = self._service.resolve_model(body.model)
         prompts = [self._encoded(prompt, body) if isinstance(prompt, str) else prompt for prompt in body.prompts()]
-        if body.seeds is not None and len(body.seeds) != len(prompts):
-            raise BadRequestError(f"seeds: {len(body.seeds)} for {len(prompts)} prompts", param="seeds")
         is_msgpack = request.headers.get("Accept") == MSGPACK
-        if body.echo and is_msgpack:
-            raise BadRequestError("echo: not available as msgpack; request JSON", param="echo")
-        if body.is_score_only and body.stream:
-            raise BadRequestError("stream: max_tokens 0 has no tokens to stream", param="stream")
-        seeds = body.seeds or [body.seed] * len(prompts)
-        samplings = (
-            []
-            if body.is_score_only
-            else body.samplings(
-                seeds,
-                max_model_len=self._service.engine.max_model_len,
-                eos_token_ids=self._service.eos_token_ids,
-            )
-        )
-        stops = body.stops()
-        if stops:
-            self._service.require_tokenizer("stop")
+        _require_supported(body, num_prompts=len(prompts), is_msgpack=is_msgpack)
+        samplings, stops = self._samplings(body, len(prompts)), self._stops(body)
         grammar = await self._service.compile_grammar(body.grammar())
         with self._service.generations(
             [(prompts[at // body.count], sampling) for at, sampling in enumerate(samplings)],
@@ -95,32 +78,56 @@ class CompletionRoutes:
             )
             echoes = await self._echoes(body, prompts)
             if body.stream:
-                choices = [
-                    _StreamedChoice(
-                        self._names(body),
-                        body,
-                        prompt=prompts[at // body.count],
-                        echo=echoes[at // body.count] if echoes else None,
-                    )
-                    for at in range(len(generations))
-                ]
-
-                def chunk(index: int, piece: GenerationChunk) -> CompletionReply:
-                    return msgspec.structs.replace(head, choices=[choices[index].chunk(index, piece)])
-
-                return await stream_completions(
-                    EventStream(request),
-                    generations,
-                    body,
-                    prompt_tokens=sum(map(len, prompts)),
-                    chunk=chunk,
-                    usage_chunk=lambda usage: msgspec.structs.replace(head, usage=usage),
-                )
-            results = await self._results(generations, num_empty=len(derived_seeds(seeds, body.count)))
+                return await self._stream(EventStream(request), generations, body, head, prompts=prompts, echoes=echoes)
+            results = await self._results(generations, num_empty=len(prompts) * body.count)
         if is_msgpack:
             arrays = TokenReply(completions=[TokenCompletion.of(result.completion) for result in results])
             return web.Response(body=msgspec.msgpack.encode(arrays), content_type=MSGPACK)
         return json_response(self._reply(head, body, prompts, echoes, results))
+
+    def _samplings(self, body: CompletionBody, num_prompts: int) -> list[SamplingParams]:
+        """One for each completion; none if the request only scores its prompts."""
+        seeds = body.seeds or [body.seed] * num_prompts
+        if body.is_score_only:
+            derived_seeds(seeds, body.count)  # refuses too many completions
+            return []
+        return body.samplings(
+            seeds, max_model_len=self._service.engine.max_model_len, eos_token_ids=self._service.eos_token_ids
+        )
+
+    def _stops(self, body: CompletionBody) -> tuple[str, ...]:
+        stops = body.stops()
+        if stops:
+            self._service.require_tokenizer("stop")
+        return stops
+
+    async def _stream(
+        self,
+        stream: EventStream,
+        generations: Sequence[Generation],
+        body: CompletionBody,
+        head: CompletionReply,
+        *,
+        prompts: Sequence[list[int]],
+        echoes: Sequence[EchoedPrompt | None],
+    ) -> web.StreamResponse:
+        name = self._names(body)
+        choices = [
+            _StreamedChoice(name, body, prompt=prompts[at // body.count], echo=echoes[at // body.count])
+            for at in range(len(generations))
+        ]
+
+        def chunk(index: int, piece: GenerationChunk) -> CompletionReply:
+            return msgspec.structs.replace(head, choices=[choices[index].chunk(index, piece)])
+
+        return await stream_completions(
+            stream,
+            generations,
+            body,
+            prompt_tokens=sum(map(len, prompts)),
+            chunk=chunk,
+            usage_chunk=lambda usage: msgspec.structs.replace(head, usage=usage),
+        )
 
     def _encoded(self, prompt: str, body: CompletionBody) -> list[int]:
         tokenizer = self._service.require_tokenizer("prompt")
@@ -133,12 +140,12 @@ class CompletionRoutes:
             return None
         return token_names(tokenizer, is_id=body.return_tokens_as_token_ids)
 
-    async def _echoes(self, body: CompletionBody, prompts: list[list[int]]) -> list[EchoedPrompt]:
-        """One for each prompt, or none if the prompt is not requested."""
+    async def _echoes(self, body: CompletionBody, prompts: list[list[int]]) -> list[EchoedPrompt | None]:
+        """One for each prompt; None if the prompt is not requested."""
         if not body.echo:
-            return []
+            return [None] * len(prompts)
         tokenizer = self._service.tokenizer if body.detokenize else None
-        echoes: list[EchoedPrompt] = []
+        echoes: list[EchoedPrompt | None] = []
         for source, prompt in zip(body.prompts(), prompts, strict=True):
             scores = None
             if body.logprobs is not None:
@@ -148,7 +155,7 @@ class CompletionRoutes:
         return echoes
 
     async def _results(self, generations: Sequence[Generation], *, num_empty: int) -> list[GenerationResult]:
-        """Of the generations; empty ones if the request only scores its prompts."""
+        """The results of the generations; empty ones if the request only scores its prompts."""
         if generations:
             return [await generation.result() for generation in generations]
         empty = joined_completion([], FinishReason.LENGTH)
@@ -191,12 +198,12 @@ class CompletionRoutes:
         head: CompletionReply,
         body: CompletionBody,
         prompts: list[list[int]],
-        echoes: Sequence[EchoedPrompt],
+        echoes: Sequence[EchoedPrompt | None],
         results: Sequence[GenerationResult],
     ) -> CompletionReply:
         name = self._names(body)
         choices = [
-            completion_choice(result, index, body, name, echoes[index // body.count] if echoes else None)
+            completion_choice(result, index, body, name, echoes[index // body.count])
             for index, result in enumerate(results)
         ]
         if body.return_token_ids and body.detokenize:
@@ -209,12 +216,22 @@ class CompletionRoutes:
         return head
 
 
+def _require_supported(body: CompletionBody, *, num_prompts: int, is_msgpack: bool) -> None:
+    """Raises `BadRequestError` for fields that do not go together."""
+    if body.seeds is not None and len(body.seeds) != num_prompts:
+        raise BadRequestError(f"seeds: {len(body.seeds)} for {num_prompts} prompts", param="seeds")
+    if body.echo and is_msgpack:
+        raise BadRequestError("echo: not available as msgpack; request JSON", param="echo")
+    if body.is_score_only and body.stream:
+        raise BadRequestError("stream: max_tokens 0 has no tokens to stream", param="stream")
+
+
 def completion_choice(
     result: GenerationResult,
     index: int,
     body: CompletionBody,
     name: TokenName | None,
-    echo: EchoedPrompt | None = None,
+    echo: EchoedPrompt | None,
 ) -> Choice:
     completion = result.completion
     block = None
