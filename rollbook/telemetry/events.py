@@ -131,5 +131,5 @@ def json_rows(lines: bytes) -> list[dict[str, Any]]:
     rows: list[Any] = []
     for line in lines.splitlines():
         with suppress(ValueError):
-            rows.append(json.loads(line))
+            rows.append(json.loads(line.decode(errors="replace")))
     return [row for row in rows if isinstance(row, dict)]
