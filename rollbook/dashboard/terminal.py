@@ -56,7 +56,8 @@ class ProgressRenderer:
         restarts = sum(process.restarts for process in processes)
         parts: list[RenderableType] = [self._progress(metrics), self._metrics(metrics, restarts)]
         if metrics.transcript is not None:
-            parts += [Text(), _transcript(metrics.transcript)]
+            lines = transcript_lines(metrics.transcript)
+            parts += [Text(), *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines)]
         if processes:
             parts += [Text(), _process_table(processes)]
         return Panel(Group(*parts), title=Text(self.title, "bold"), title_align="left", border_style="dim")
@@ -223,10 +224,6 @@ def transcript_lines(transcript: Transcript) -> list[str]:
         cut = flat if len(flat) <= TRANSCRIPT_CHARS else f"{flat[:TRANSCRIPT_CHARS]}…"
         lines.append(f"  {role}: {cut}")
     return lines
-
-
-def _transcript(transcript: Transcript) -> RenderableType:
-    return Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in transcript_lines(transcript)))
 
 
 def flow(metrics: RunMetrics) -> str:

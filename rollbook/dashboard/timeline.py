@@ -87,7 +87,8 @@ def read_lanes(run_dir: Path, begin: float, end: float, *, process: str = "*") -
     for path in _files(run_dir, process):
         found = _read_window(path, begin, end)
         for span in found.spans:
-            lane = _lane_of(span)
+            # Episodes, publications and checkpoints have lanes of their own, apart from their process.
+            lane = span.name if span.name in KINDS else span.process
             by_lane.setdefault(lane, []).append(span)
             shares[lane] = min(shares.get(lane, 1.0), found.share)
     is_exact = sum(map(len, by_lane.values())) <= MAX_SPANS
@@ -121,11 +122,6 @@ def bounds(run_dir: Path) -> tuple[float, float] | None:
 def _files(run_dir: Path, process: str = "*") -> list[Path]:
     """The span files of each process: the current one, and the full one before it (`.jsonl.1`)."""
     return sorted((run_dir / "spans").glob(f"{process}.jsonl*"))
-
-
-def _lane_of(span: _Line) -> str:
-    """Episodes, publications and checkpoints have lanes of their own, apart from their process."""
-    return span.name if span.name in KINDS else span.process
 
 
 def _lane(name: str, spans: list[_Line], begin: float, end: float, *, share: float, is_exact: bool) -> Lane:

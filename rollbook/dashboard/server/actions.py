@@ -7,9 +7,8 @@ import msgspec
 from aiohttp import web
 
 from rollbook.contracts.admission import MAX_AUTHOR, MAX_NOTE, ActionKind, GateState, LedgerStatus
-from rollbook.contracts.decoding import json_decoder
 from rollbook.dashboard.run_view import RunView
-from rollbook.dashboard.server.request import BadPageRequestError, ForbiddenError
+from rollbook.dashboard.server.request import BadPageRequestError, ForbiddenError, read_body
 
 LISTED = 200
 """The newest actions, on the page. Operators act rarely."""
@@ -45,10 +44,7 @@ def action_state(status: LedgerStatus | None) -> dict[str, Any]:
 
 async def act(view: RunView, request: web.Request) -> dict[str, Any]:
     """The caller has checked that an operator sent the request."""
-    try:
-        wanted = json_decoder(ActRequest).decode(await request.read())
-    except msgspec.MsgspecError as error:
-        raise BadPageRequestError(f"the body cannot be read: {error}") from None
+    wanted = await read_body(request, ActRequest)
     texts = (wanted.author, wanted.target, wanted.note)
     if any("\x00" in text for text in texts) or len(wanted.author) > MAX_AUTHOR or len(wanted.note) > MAX_NOTE:
         raise BadPageRequestError(

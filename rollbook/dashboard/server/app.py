@@ -13,7 +13,6 @@ import msgspec
 from aiohttp import web
 
 from rollbook.access.guard import REFUSE, Problem
-from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import NotFoundError, RollbookError, RunError, UsageError
 from rollbook.dashboard.run_view import RunView
 from rollbook.dashboard.server import actions, charts, fleet, groups, overview, steps, tasks
@@ -25,6 +24,7 @@ from rollbook.dashboard.server.request import (
     ForbiddenError,
     SharedReplies,
     error_reply,
+    read_body,
     reply,
 )
 from rollbook.dashboard.server.runs import OpenRuns
@@ -79,7 +79,7 @@ def build_app(runs: OpenRuns, access: DashboardAccess, *, static: Path = STATIC)
     app.cleanup_ctx.append(events.running)
 
     async def login(request: web.Request) -> web.StreamResponse:
-        role = access.role_of_token((await _body(request, Login)).token)
+        role = access.role_of_token((await read_body(request, Login)).token)
         if role is None:
             return error_reply(401, "token_required", "the access token is unknown to this dashboard")
         response = web.Response(status=204)
@@ -136,13 +136,6 @@ def build_app(runs: OpenRuns, access: DashboardAccess, *, static: Path = STATIC)
         app.router.add_static("/static/", static)
     app.router.add_get("/{rest:.*}", page)
     return app
-
-
-async def _body(request: web.Request, kind: type[Login]) -> Login:
-    try:
-        return json_decoder(kind).decode(await request.read())
-    except msgspec.MsgspecError as error:
-        raise BadPageRequestError(f"the body cannot be read: {error}") from None
 
 
 async def _unknown(request: web.Request) -> web.StreamResponse:

@@ -4,14 +4,16 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import msgspec
 from aiohttp import web
 
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import RollbookError
 
+T = TypeVar("T")
 LARGEST = 2**53 - 1
 SHARED_S = 1.0
 """For this time a reply is sent again to other pages that request it."""
@@ -121,6 +123,13 @@ def choice(request: web.Request, name: str, default: str, allowed: tuple[str, ..
     if text not in allowed:
         raise BadPageRequestError(f"{name}={text[:50]}: choose one of {', '.join(allowed)}")
     return text
+
+
+async def read_body(request: web.Request, kind: type[T]) -> T:
+    try:
+        return json_decoder(kind).decode(await request.read())
+    except msgspec.MsgspecError as error:
+        raise BadPageRequestError(f"the body cannot be read: {error}") from None
 
 
 _ENCODER = msgspec.json.Encoder(enc_hook=str)
