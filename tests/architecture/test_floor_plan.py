@@ -270,14 +270,10 @@ def test_processes_without_a_model_start_without_torch(process: str) -> None:
     assert loaded == []
 
 
-# Being renamed.
-DEFINED_TWICE = {"Finding", "Findings", "Observation"}
-
-
 def test_a_public_class_name_is_defined_in_one_module() -> None:
     modules: dict[str, list[str]] = {}
     for path in sources():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 modules.setdefault(node.name, []).append(path.relative_to(PACKAGE).as_posix())
-    assert {name: paths for name, paths in modules.items() if len(paths) > 1 and name not in DEFINED_TWICE} == {}
+    assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}
