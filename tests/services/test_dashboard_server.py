@@ -26,7 +26,7 @@ from rollbook.dashboard.server.access import COOKIE, DashboardAccess
 from rollbook.dashboard.server.request import SHARED_S
 from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
-from rollbook.run.dashboard.catalog import open_catalog
+from rollbook.run.catalog import open_catalog
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.reader import StoreSource, audit
 from rollbook.telemetry.token_records import TokenArrays, TokenRecordWriter

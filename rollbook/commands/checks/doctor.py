@@ -19,8 +19,8 @@ from typing import Annotated
 from rollbook.commands.arguments import AsJson, Option
 from rollbook.commands.output import EXIT_FAILED, result, result_json
 from rollbook.contracts.plugin import EXTRAS, load_on_demand, require_libraries
-from rollbook.run.dashboard.address import DEFAULT_PORT
 from rollbook.run.directory import MIN_FREE_BYTES
+from rollbook.run.supervision.plan import DASHBOARD_PORT
 
 IMPORT_S = 120.0
 MIN_SHM_BYTES = 512 * 2**20
@@ -220,13 +220,13 @@ def _ports() -> Finding:
             advice="the processes of a run talk over loopback; check firewall and network namespace",
         )
     try:
-        with socket.create_server(("127.0.0.1", DEFAULT_PORT)):
+        with socket.create_server(("127.0.0.1", DASHBOARD_PORT)):
             pass
     except OSError:
         return Finding(
             name="ports",
             verdict=Verdict.OK,
-            found=f"loopback works; port {DEFAULT_PORT} is in use, so a dashboard takes another one",
+            found=f"loopback works; port {DASHBOARD_PORT} is in use, so a dashboard takes another one",
         )
     return Finding(name="ports", verdict=Verdict.OK, found="loopback works")
 

@@ -17,9 +17,9 @@ from rollbook.contracts.errors import UsageError
 from rollbook.dashboard.server.access import DashboardAccess, require_viewer_token
 from rollbook.dashboard.server.app import build_app
 from rollbook.dashboard.server.runs import open_runs
-from rollbook.run.dashboard.address import open_socket
-from rollbook.run.dashboard.catalog import open_catalog
+from rollbook.run.catalog import open_catalog
 from rollbook.run.directory import write_json
+from rollbook.run.supervision.plan import open_dashboard_socket
 
 
 def serve_dashboard(
@@ -41,7 +41,7 @@ def serve_dashboard(
     require_viewer_token(host, viewer)
     # Before the socket: a wrong target must not look like a server.
     catalog = open_catalog(target, token=os.environ.get("ROLLBOOK_VIEWER_TOKENS") or None)
-    sock = open_socket(host, port)
+    sock = open_dashboard_socket(host, port)
 
     async def serve() -> None:
         stopping = asyncio.Event()

@@ -44,10 +44,10 @@ from rollbook.run.config.run import (
     override_table,
 )
 from rollbook.run.config.source import ConfigSource, TaskRows, place, read_source, with_references
-from rollbook.run.dashboard.address import open_socket
 from rollbook.run.directory import RunDirectory, write_atomically
 from rollbook.run.preflight.report import check_run, print_preflight
 from rollbook.run.reader import audit
+from rollbook.run.supervision.plan import open_dashboard_socket
 from rollbook.run.supervision.process import ProcessState
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome, Supervisor, require_posix
 from rollbook.run.user_objects import user_search_path
@@ -204,7 +204,7 @@ def _train(loaded: LoadedConfig, directory: RunDirectory, console: Console, *, h
         directory,
         log=log,
         say=lambda text: console.print(text, style="bold", markup=False, soft_wrap=True),
-        dashboard=open_socket("127.0.0.1", None) if has_dashboard else None,
+        dashboard=open_dashboard_socket("127.0.0.1", None) if has_dashboard else None,
         **options,
     )
     if has_dashboard:

@@ -7,7 +7,7 @@ from rollbook.access.tokens import read_token
 from rollbook.dashboard.server.access import DashboardAccess
 from rollbook.dashboard.server.app import build_app
 from rollbook.dashboard.server.runs import open_runs
-from rollbook.run.dashboard.catalog import open_catalog
+from rollbook.run.catalog import open_catalog
 from rollbook.run.supervision.child_main import RoleContext
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rollbook.concurrency.child_process.template import ProcessTemplate
 from rollbook.concurrency.sockets import listening_socket, url_of
+from rollbook.contracts.errors import UsageError
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import ENGINES
 from rollbook.run.config.run import RunConfig
@@ -16,6 +17,8 @@ from rollbook.run.supervision.host import ProcessStart
 from rollbook.telemetry.events import EventLog
 
 LOCAL = "127.0.0.1"
+DASHBOARD_PORT = 8686
+"""The same each time, so that a bookmark works. If it is in use, the kernel chooses another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,18 @@ def plan_run(
         for name in names
     ]
     return RunPlan(starts=starts, addresses=addresses, sockets=list(sockets.values()))
+
+
+def open_dashboard_socket(host: str, port: int | None) -> socket.socket:
+    """The chosen port; without one, the usual port or, if that is in use, any free one."""
+    try:
+        return listening_socket(host, DASHBOARD_PORT if port is None else port)
+    except OSError as error:
+        if port is None:
+            return listening_socket(host, 0)
+        raise UsageError(
+            f"the dashboard cannot listen on {host}:{port}: {error.strerror}; choose another port with --port"
+        ) from error
 
 
 def environment_of(config: RunConfig, name: str, role: str) -> dict[str, str]:

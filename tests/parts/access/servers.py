@@ -35,7 +35,7 @@ from rollbook.rollout.agents.server import ProxyServer
 from rollbook.rollout.policy import EpisodePolicy
 from rollbook.rollout.remote.protocol import RolloutRequest
 from rollbook.rollout.remote.server import FunctionService, rollout_app
-from rollbook.run.dashboard.catalog import open_catalog
+from rollbook.run.catalog import open_catalog
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.sinks.prometheus import LatestValues, metrics_app
 from tests.parts.dashboard.recorded_run import record_run

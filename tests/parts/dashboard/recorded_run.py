@@ -22,8 +22,8 @@ from rollbook.dashboard.server.runs import open_runs
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.stores.sqlite.store import open_sqlite_store
+from rollbook.run.catalog import open_catalog
 from rollbook.run.config.run import RunConfig, dump_toml
-from rollbook.run.dashboard.catalog import open_catalog
 from rollbook.run.directory import RunDirectory
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.groups import RUN, draws, group_of, settings, submission_of

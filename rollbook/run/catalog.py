@@ -11,13 +11,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic import BaseModel
+
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.batch import BatchEntry, BatchManifest, TrainingBatch
 from rollbook.contracts.errors import NotFoundError, RollbookError, RunError, UsageError
 from rollbook.contracts.group import PromptGroup
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.dashboard.run_view import Catalog, MetricMeaning, OpenedRun, RunDetails, RunPlace, TokenReader
+from rollbook.dashboard.run_view import (
+    Catalog,
+    ConfigField,
+    ConfigSection,
+    MetricMeaning,
+    OpenedRun,
+    RunDetails,
+    RunPlace,
+    TokenReader,
+)
 from rollbook.dashboard.source import LedgerSource
 from rollbook.ledger.client.blocking import split_address
 from rollbook.ledger.client.client import open_ledger_client
@@ -26,8 +37,8 @@ from rollbook.ledger.tools.explain import REASONS
 from rollbook.rollout.chat.provenance import Pieces, spans_of
 from rollbook.rollout.metrics import ROLLOUT_METRICS
 from rollbook.run.actions import act_on_directory, act_on_ledger
-from rollbook.run.config.run import LoadedConfig, RunConfig, load_resolved_config
-from rollbook.run.dashboard.settings import config_view
+from rollbook.run.config.field_docs import field_docs
+from rollbook.run.config.run import LoadedConfig, RunConfig, dump_toml, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.reader import QUERY_S, HttpSource, StoreSource, last_audit, open_source
 from rollbook.trainer.config import TrainerConfig
@@ -215,6 +226,49 @@ def _details(place: RunPlace, config: RunConfig | None) -> RunDetails:
         max_in_flight=config.gate.max_groups_in_flight,
         has_evaluation=config.evaluation.every_steps is not None,
     )
+
+
+def config_view(config: RunConfig) -> tuple[list[ConfigSection], str]:
+    """The sections in the order of the file, with defaults and meanings, and the whole as TOML. Secrets are masked."""
+    sections = []
+    for name in RunConfig.model_fields:
+        model = getattr(config, name)
+        if isinstance(model, BaseModel):
+            sections.append(ConfigSection(name=name, fields=_config_fields(model, name)))
+    return sections, dump_toml(config, masks_secrets=True)
+
+
+def _config_fields(model: BaseModel, path: str) -> list[ConfigField]:
+    meanings = field_docs(type(model))
+    values = model.model_dump(mode="json")
+    found: list[ConfigField] = []
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            found += _config_fields(value, f"{path}.{name}")
+            continue
+        default: Any = None
+        if not field.is_required():
+            default = field.get_default(call_default_factory=True, validated_data={})
+        found.append(
+            ConfigField(
+                path=f"{path}.{name}",
+                value=values[name],
+                default=_plain(default),
+                is_default=not field.is_required() and value == default,
+                meaning=meanings.get(name, ""),
+            )
+        )
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A default as a JSON value."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if value is None or isinstance(value, str | int | float | bool | list | dict | tuple):
+        return value
+    return str(value)
 
 
 def _advantages(group: PromptGroup, config: TrainerConfig) -> list[float] | None:
