@@ -342,7 +342,7 @@ class RecordedRun:
         return found
 
     def explain(self, group_id: GroupId) -> GroupTimeline:
-        """A group and its history, also in sentences."""
+        """A group, its state changes, and an explanation of them in sentences."""
         return self._wait(self._source.explain(group_id))
 
     def samples(self, group_id: GroupId) -> PromptGroup | None:

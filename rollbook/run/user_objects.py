@@ -71,7 +71,7 @@ def reference_to_rows(rows: Sequence[Mapping[str, Any]], *, setting: str, direct
             lines.append(json.dumps(dict(row), allow_nan=False, ensure_ascii=False) + "\n")
         except (TypeError, ValueError) as error:
             raise UserObjectError(
-                f"{setting}: row {number} is not plain JSON ({error}); a row is a mapping of texts, numbers, lists and mappings"
+                f"{setting}: row {number} is not plain JSON ({error}); a row is a mapping of strings, numbers, lists and mappings"
             ) from error
     text = ROWS_MODULE.format(text="The tasks that were passed to rollbook.train.", attribute="tasks")
     return f"{_write_module(directory, 'tasks', text, '.jsonl', ''.join(lines).encode())}:tasks"

@@ -51,13 +51,13 @@ class RequestTime:
 
     base_s: float
     per_request_s: float
-    """More for each concurrent request on the same device: of the same replica, or of all replicas on one GPU."""
+    """Added for each concurrent request on the same device: of the same replica, or of all replicas on one GPU."""
     per_total_s: float = 0.0
-    """More for each concurrent request of any replica: what replicas on one machine share."""
+    """Added for each concurrent request of any replica: what replicas on one machine share."""
     per_worker_s: float = 0.0
-    """More for each concurrent request of the same worker process."""
+    """Added for each concurrent request of the same worker process."""
     slowdown: float = 0.0
-    """Relative, while the trainer trains: what generation and training share."""
+    """Relative slowdown while the trainer trains, because both share a device."""
 
     def slope(self, *, replicas: int, per_device: int, workers: int) -> float:
         """Seconds for each concurrent request of one replica. Requests are spread evenly over replicas and workers."""
@@ -72,7 +72,7 @@ class TrainingTime:
     per_sample_s: float = 0.0
     per_token_s: float = 0.0
     slowdown: float = 0.0
-    """Relative, while requests are generated."""
+    """Relative slowdown while requests are generated."""
     spread: tuple[float, ...] = (1.0,)
     """Measured durations relative to the expected ones."""
 

@@ -1,7 +1,6 @@
-"""The cores of a machine, and what the processes of a run need of them. If they need more than there are, all of them slow down.
+"""How processes that need more cores than the machine has slow each other down.
 
-What they need is measured in a trace. The durations in that trace are slowed by its own shortage of cores: `slowness_during`
-says by how much, so that they can be divided by it.
+A trace shows how many cores they need. Its durations are slowed by its own shortage of cores: divide them by `slowness_during`.
 """
 
 import math
@@ -25,7 +24,7 @@ class Processors:
     request_s: float = 0.0
     """CPU seconds of all processes but the trainer for each policy request."""
     worker_s: float = 0.0
-    """The part of the workers. A worker has one event loop: it uses at most one core."""
+    """CPU seconds of the workers for each policy request. A worker has one event loop: it uses at most one core."""
     trainer: float = 0.0
     """Cores that the trainer needs while it trains."""
 

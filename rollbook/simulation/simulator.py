@@ -160,7 +160,7 @@ class Simulation:
         """The episodes of queued groups, by sequence and part."""
         self._limit = min(setting.slots, setting.rule.max_in_flight) * setting.rule.unit
         self._wanted_step = 0
-        """The batch that the trainer has requested and not got; 0: none."""
+        """The batch that the trainer has requested and not received; 0: none."""
         self._ready: SimulatedBatch | None = None
         self._waiting_since: float | None = 0.0
         self._batch: _BatchInTraining | None = None

@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 
 def field_docs(model: type) -> dict[str, str]:
-    """The docstring of each field, also of those that it inherits from another config class."""
+    """The docstring of each field, including those inherited from another config class."""
     found: dict[str, str] = {}
     for base in model.__bases__:
         if base is not BaseModel and issubclass(base, BaseModel):

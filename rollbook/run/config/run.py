@@ -283,7 +283,7 @@ def dump_toml(config: RunConfig, *, masks_secrets: bool = False) -> str:
     The processes of the run read it, so it contains secrets; the run directory is private. For display they are masked.
     """
     table = config.model_dump(mode="json", exclude_none=True)
-    # With the URL of an external server, settings of the run's own environments are rejected, also with default values.
+    # With the URL of an external server, settings of the run's own environments are rejected, even with default values.
     if config.env.url is not None:
         table["env"] = config.env.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     if config.env.token is not None and not masks_secrets:

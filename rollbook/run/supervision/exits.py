@@ -111,7 +111,7 @@ def judge(ended: ProcessExit, rule: RestartRule) -> ExitVerdict:
         cause = ended.fault or "another trainer took over this run"
         return ExitVerdict(action=ExitAction.FAIL_RUN, cause=cause, sentence=f"stopped the run: {cause}")
     if ended.code == EXIT_STOP_RUN:
-        cause = ended.fault or "it gave no reason"
+        cause = ended.fault or "it reported no reason"
         stopped = "stopped" if ended.is_optional else "stopped the run"
         return ExitVerdict(action=failure, cause=cause, sentence=f"{stopped}: {cause}")
     reason = "was stopped by another program (SIGTERM)" if ended.was_stopped else exit_reason(ended.code)

@@ -103,7 +103,7 @@ class LocalHost:
         if self._template is not None and process.role in IMPORT_TORCH:
             await self._template.until_ready(TEMPLATE_WAIT_S)
         listening = process.listening
-        # A process that starts further processes gets a separate template.
+        # A process that starts others gets a separate template.
         ours, theirs = socket.socketpair() if process.role in HAVE_CHILDREN else (None, None)
         inherited = [sock.fileno() for sock in (listening, ours) if sock is not None]
         spec = ChildSpec(

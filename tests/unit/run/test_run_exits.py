@@ -85,7 +85,7 @@ QUICK_DEATHS = (0.5,) * 10
         pytest.param(
             ProcessExit(code=EXIT_STOP_RUN, is_optional=True),
             ExitAction.DROP,
-            "stopped: it gave no reason",
+            "stopped: it reported no reason",
             id="the evaluation stopped without a reason",
         ),
         pytest.param(
