@@ -7,11 +7,14 @@ from pydantic import BaseModel, Field, model_validator
 
 from rollbook.access.guard import is_loopback
 
+SinkName = Literal["tensorboard", "wandb", "trackio", "mlflow", "prometheus", "opentelemetry"]
+"""Each is a module of `telemetry/sinks` with `open_sink`, and an extra of this package."""
+
 
 class TelemetryConfig(BaseModel, frozen=True, extra="forbid"):
     """Additional destinations of metrics. `metrics.jsonl` in the run directory is always written."""
 
-    sinks: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow", "prometheus", "opentelemetry"], ...] = ()
+    sinks: tuple[SinkName, ...] = ()
     """`tensorboard`: event files in `tensorboard/` of the run directory. `wandb`: Weights & Biases. `trackio`: Trackio. `mlflow`:
     an MLflow server, or `mlruns/` of the run directory. `prometheus`: an endpoint with the latest values. `opentelemetry`: traces
     over OTLP. Each needs the extra of the same name; `prometheus` needs none. See docs/training.md."""

@@ -26,11 +26,6 @@ LABELS = frozenset({"time", "step", "replay", "process"})
 METRICS_FILE, ROLLOUTS_FILE, SPANS_FOLDER = "metrics.jsonl", "rollouts.jsonl", "spans"
 POSITION_FILE = "telemetry_position"
 
-SINKS: dict[str, str] = {
-    name: f"rollbook.telemetry.sinks.{name}"
-    for name in ("tensorboard", "wandb", "trackio", "mlflow", "prometheus", "opentelemetry")
-}
-
 
 def open_sinks(config: TelemetryConfig, *, directory: Path, run_name: str, settings: dict[str, Any]) -> dict[str, Sink]:
     """`settings` is the resolved configuration of the run. Raises `ImportError` where a library is not installed."""
@@ -38,7 +33,7 @@ def open_sinks(config: TelemetryConfig, *, directory: Path, run_name: str, setti
     for name in config.sinks:
         try:
             # Only a run that uses a sink imports its library.
-            module: Any = importlib.import_module(SINKS[name])
+            module: Any = importlib.import_module(f"rollbook.telemetry.sinks.{name}")
         except ImportError as error:
             raise ImportError(
                 f"telemetry.sinks contains {name!r}, but its library is not installed ({error}): "
