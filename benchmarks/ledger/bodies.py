@@ -63,13 +63,4 @@ def native_group(number: int) -> EncodedGroup:
 
 
 def submission(group: EncodedGroup) -> verbs.Submit:
-    return verbs.Submit(
-        group_id=group.id,
-        task_id=group.task_id,
-        draw=group.draw,
-        attempt=1,
-        publications=group.publications,
-        outcome=group.outcome,
-        payload=group.payload,
-        payload_digest=group.digest,
-    )
+    return verbs.Submit(groups=(group,))

@@ -106,14 +106,9 @@ def find_obstacle(facts: GroupFacts, limits: TrainingLimits) -> str | None:
     return None
 
 
-def false_claims(
-    facts: GroupFacts, *, task_id: str, draw: int, publications: Collection[int], outcome: GroupOutcome
-) -> list[str]:
-    """What is stated about a group and differs from its payload, one clause each."""
+def false_claims(facts: GroupFacts, outcome: GroupOutcome) -> list[str]:
+    """What the outcome of a group states and its payload contradicts, one clause each."""
     claims: list[tuple[str, object, object]] = [
-        ("the task is", task_id, facts.task_id),
-        ("the draw is", draw, facts.draw),
-        ("the publications of the trained tokens are", tuple(sorted(set(publications))), facts.publications),
         ("the number of samples is", outcome.num_samples, facts.num_samples),
         ("the number of scored samples is", outcome.num_scorable, facts.num_scorable),
     ]

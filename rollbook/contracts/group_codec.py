@@ -5,7 +5,7 @@ trainer decodes it once. The digest covers exactly these bytes.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,6 +20,10 @@ from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import COLUMNS, EndReason, RolloutSample, TokenRow, TurnMark
 
 FORMAT = 2
+MAX_ID_LENGTH = 512
+"""Characters of the id of a group or a task."""
+LARGEST = 2**53 - 1
+"""The largest integer that every store, and every JSON parser, keeps exactly."""
 RUN_FIELDS = 3
 RUN_BYTES = 4 * RUN_FIELDS
 
@@ -29,22 +33,21 @@ PayloadDecoder: TypeAlias = Callable[[bytes, GroupId], PromptGroup]
 class EncodedGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A group, or a part of one, as one frame, with what is not in the frame.
 
-    A rollout worker makes it. Dispatcher and ledger client pass it on unchanged, and the ledger stores the payload.
+    The one struct around the bytes: a rollout worker makes it, dispatcher and ledger client pass it on unchanged, and the ledger
+    stores the payload. What is in the frame (task, draw, publications) is read from the frame.
     """
 
-    id: GroupId
-    task_id: TaskId = TaskId("")
-    draw: int = 0
-    publications: tuple[int, ...] = ()
-    """Publications that sampled the trained tokens, sorted."""
-    attempt: int = 1
+    id: Annotated[GroupId, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)]
+    attempt: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)] = 1
     outcome: GroupOutcome
+    """The outcome of the group's own samples."""
     payload: bytes = b""
-    """Empty if there is no sample. Such a group has a drop reason; it is closed, not submitted."""
+    """The frame. Empty if there is no sample: such a group has a drop reason, and it is closed, not submitted."""
     digest: str = ""
+    """Digest of the payload. The ledger computes it again: `test_a_damaged_payload_is_rejected`."""
     drop: DropReason | None = None
     """The group is stored as dropped."""
-    producer: str | None = None
+    producer: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)] | None = None
     """The registered producer, for a group that the gate did not grant."""
 
 
@@ -191,9 +194,6 @@ def encode_group(
         ) from error
     return EncodedGroup(
         id=group.id,
-        task_id=group.task_id,
-        draw=group.draw,
-        publications=tuple(sorted(group.trained_publications())),
         attempt=attempt,
         outcome=group.outcome(seconds=0.0) if outcome is None else outcome,
         payload=payload,

@@ -198,18 +198,11 @@ class Ledger:
     async def heartbeat(self, run_id: RunId, owner: OwnerId) -> None:
         await self._write(run_id, lambda run_tx: gate.heartbeat(run_tx, owner))
 
-    async def submit(self, run_id: RunId, submission: Submission) -> PartReceipt:
-        """Store a group, or a part of one. Raises `UnusableGroupError` for one that the run could not train."""
+    async def submit(self, run_id: RunId, *submissions: Submission) -> list[PartReceipt | RollbookError]:
+        """Store groups, or parts of groups, in one transaction. A refused group does not affect the others."""
         most, most_bytes = self._config.max_queued_groups, int(self._config.max_queued_mb * 1_000_000)
         return await self._write(
-            run_id, lambda run_tx: groups.submit(run_tx, submission, max_queued=most, max_queued_bytes=most_bytes)
-        )
-
-    async def submit_many(self, run_id: RunId, submissions: Sequence[Submission]) -> list[PartReceipt | RollbookError]:
-        """Store several groups in one transaction. A refused group does not affect the others."""
-        most, most_bytes = self._config.max_queued_groups, int(self._config.max_queued_mb * 1_000_000)
-        return await self._write(
-            run_id, lambda run_tx: groups.submit_many(run_tx, submissions, max_queued=most, max_queued_bytes=most_bytes)
+            run_id, lambda run_tx: groups.submit_each(run_tx, submissions, max_queued=most, max_queued_bytes=most_bytes)
         )
 
     async def close(

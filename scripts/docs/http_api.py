@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from rollbook.contracts.group_codec import LARGEST
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.auth import Role
 from rollbook.ledger.http.openapi import ERRORS, openapi_document, query_parameters
@@ -153,9 +154,7 @@ def _type(schema: dict[str, Any]) -> str:
     if schema.get("contentEncoding") == "base64":
         return "bytes"
     limits = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "minLength": "length ≥", "maxLength": "length ≤"}
-    found = [
-        f"{sign} {schema[name]:g}" for name, sign in limits.items() if name in schema and schema[name] != wire.LARGEST
-    ]
+    found = [f"{sign} {schema[name]:g}" for name, sign in limits.items() if name in schema and schema[name] != LARGEST]
     return f"{kind} ({', '.join(found)})" if found else kind
 
 

@@ -28,7 +28,7 @@ get $LEDGER/v1/runs/demo/progress
 
 # A group is submitted as one frame (base64 in JSON). `rollbook.LedgerClient` does this in Python.
 python3 - > group.json <<'PYTHON'
-import base64, json
+import msgspec
 from rollbook import PromptGroup, RolloutSample, encode_group
 
 samples = tuple(
@@ -36,13 +36,10 @@ samples = tuple(
     for reward in (0.0, 1.0)
 )
 group = encode_group(PromptGroup(id="a@0", task_id="a", draw=0, samples=samples))
-outcome = {"num_samples": 2, "num_scorable": 2, "reward_mean": 0.5, "reward_std": 0.5, "solved_rate": None,
-           "truncated_rate": 0.0, "mean_turns": 1.0, "mean_response_tokens": 2.0, "seconds": 0.1}
-print(json.dumps({"group_id": group.id, "task_id": "a", "draw": 0, "attempt": 1, "publications": group.publications,
-                  "outcome": outcome, "payload": base64.b64encode(group.payload).decode(), "payload_digest": group.digest}))
+print(msgspec.json.encode({"groups": [group]}).decode())
 PYTHON
 get --json @group.json $LEDGER/v1/runs/demo/submit
-get --json "{\"groups\": [$(cat group.json)]}" $LEDGER/v1/runs/demo/submit_many     # again: stored once
+get --json @group.json $LEDGER/v1/runs/demo/submit                                # again: stored once
 get --json '{"group_id": "b@0", "reason": "filtered"}' $LEDGER/v1/runs/demo/close
 get --json '{"group_id": "c@0", "attempt": 1, "cause": "the worker died"}' $LEDGER/v1/runs/demo/release
 get --json '{}' -H "$TOKEN" $LEDGER/v1/runs/demo/exhausted

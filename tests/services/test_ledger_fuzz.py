@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from pydantic import BaseModel
 
+from rollbook.contracts.group_codec import EncodedGroup
 from rollbook.ledger.atropos.models import RegisterEnv, Registration, ScoredData
 from rollbook.ledger.atropos.openapi import VERBS as ATROPOS_VERBS
 from rollbook.ledger.config import LedgerConfig
@@ -23,7 +24,7 @@ from rollbook.ledger.tools.audit import audit_run
 from tests.parts.ledger.atropos import Client, dialect, registration, scored
 from tests.parts.ledger.groups import RUN
 from tests.parts.ledger.groups import settings as run_settings
-from tests.parts.ledger.http import Caller, submission
+from tests.parts.ledger.http import Caller, group_body, submission
 
 EXAMPLES = 8
 TIMEOUT_S = 900
@@ -116,14 +117,16 @@ async def test_an_invalid_value_in_any_field_of_a_native_message_never_causes_a_
     """Each field of each message gets each of some invalid values."""
     invalid: list[Any] = [None, -1, 2**63, 2**64 - 1, 1.5, float("nan"), "", "x\x00", b"\xff", [], {}, [[[]]], True]
     base = {
-        **submission("a"),
+        **submission("b"),
+        "group_id": "a@0",
+        "attempt": 1,
+        "outcome": group_body("a")["outcome"],
         "limit": 1,
         "draws": [],
         "nonce": "n",
         "request_id": "r",
         "restored_step": 0,
         "oldest_kept": 0,
-        "groups": [submission("b")],
     }
     base |= {
         "weights_digest": "w",
@@ -159,6 +162,10 @@ async def test_an_invalid_value_in_any_field_of_a_native_message_never_causes_a_
                 assert response.status < 500, (verb.name, name, value, response.json)
                 if response.status >= 400:
                     assert response.json["message"]
+    for name in EncodedGroup.__struct_fields__:
+        for value in invalid:
+            response = await caller.call("POST", "/submit", submission("a", **{name: value}))
+            assert response.status < 500, (name, value, response.json)
     await assert_healthy(client)
 
 

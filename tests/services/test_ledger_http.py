@@ -12,6 +12,7 @@ import pytest
 
 from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.group_codec import encode_group, payload_digest
 from rollbook.ledger.config import LedgerConfig, LedgerServerConfig
 from rollbook.ledger.http import verbs
 from rollbook.ledger.http.auth import Keys, Role, require_tokens
@@ -19,7 +20,8 @@ from rollbook.ledger.http.compression import compress
 from rollbook.ledger.serve import keys_of, open_ledger_service
 from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger.groups import RUN, settings
+from tests.parts.ledger.frames import changed_frame
+from tests.parts.ledger.groups import RUN, group_of, settings
 from tests.parts.ledger.http import Caller, submission
 
 TOKENS = {role: f"{role}-token-of-some-length" for role in Role}
@@ -83,25 +85,23 @@ async def test_malformed_messagepack_is_rejected(caller: Caller, raw: bytes) -> 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("draw", -1),
-        ("draw", 2**63),
-        ("draw", 2**64 - 1),
-        ("draw", 1.5),
-        ("draw", "7"),
+        ("attempt", -1),
+        ("attempt", 2**63),
+        ("attempt", 2**64 - 1),
+        ("attempt", 1.5),
+        ("attempt", "7"),
         ("attempt", -(2**63)),
-        ("publications", [-2]),
-        ("publications", [2**60]),
-        ("publications", [7]),
-        ("group_id", ""),
-        ("group_id", "x" * 600),
-        ("group_id", "nul\x00byte"),
-        ("task_id", None),
-        ("drop", "no such reason"),
-        ("drop", "stale: \x00"),
-        ("payload", b"no group"),
-        ("payload_digest", "other"),
+        ("id", ""),
+        ("id", "x" * 600),
+        ("id", "nul\x00byte"),
+        ("id", None),
+        ("drop", "filtered"),
+        ("drop", {"kind": "no such reason"}),
+        ("drop", {"kind": "stale", "detail": "\x00"}),
+        ("drop", {"kind": "stale", "detail": "x" * 10_001}),
         ("outcome", {}),
-        ("producer", "never registered"),
+        ("producer", ""),
+        ("producer", "x\x00"),
         ("surprise", 1),
     ],
 )
@@ -111,10 +111,34 @@ async def test_a_submission_with_an_invalid_field_is_not_stored(caller: Caller, 
     assert (await caller.call("GET", "/status")).json["opened"] == 0
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("id", "b@0"),
+        ("payload", b""),
+        ("payload", b"no group"),
+        ("payload", changed_frame(group_of("a", (-1,)), draw=-1)),
+        ("payload", changed_frame(group_of("a", (-1,)), draw=2**53)),
+        ("payload", changed_frame(group_of("a", (-1,)), task_id="")),
+        ("payload", changed_frame(group_of("a", (-1,)), task_id="x" * 600)),
+        ("payload", changed_frame(group_of("a", (-1,)), task_id="nul\x00byte")),
+        ("payload", encode_group(group_of("a", (7,))).payload),
+        ("digest", "other"),
+        ("producer", "never registered"),
+    ],
+)
+async def test_a_group_that_cannot_be_stored_is_refused_with_its_error(caller: Caller, field: str, value: Any) -> None:
+    changes = {field: value} if field != "payload" else {field: value, "digest": payload_digest(value)}
+    answer = await caller.call("POST", "/submit", submission("a", **changes))
+    (result,) = answer.json["results"]
+    assert (answer.status, result["receipt"], result["error"]["status"]) == (200, None, 422)
+    assert (await caller.call("GET", "/status")).json["opened"] == 0
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 2**70 * 1.0 * 10**300])
 async def test_an_outcome_with_a_number_that_is_not_finite_is_rejected(caller: Caller, number: float) -> None:
     sent = submission("a")
-    sent["outcome"]["seconds"] = number
+    sent["groups"][0]["outcome"]["seconds"] = number
     answer = await caller.call("POST", "/submit", sent)
     assert answer.status == (200 if number < float("inf") else 422)
 
@@ -130,7 +154,7 @@ async def test_a_compressed_body_is_accepted(caller: Caller, compressor: Any) ->
     encoding = "gzip" if compressor is gzip.compress else "zstd"
     raw = compressor(msgspec.msgpack.encode(submission("a")))
     answer = await caller.call("POST", "/submit", raw=raw, headers={"Content-Encoding": encoding})
-    assert (answer.status, answer.json) == (200, {"receipt": "stored"})
+    assert (answer.status, answer.json["results"][0]["receipt"]) == (200, "stored")
 
 
 @pytest.mark.parametrize("compressor", [compress, gzip.compress])

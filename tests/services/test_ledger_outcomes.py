@@ -54,11 +54,11 @@ async def test_outcomes_of_past_draws_are_paged(service: Service) -> None:
     owner = await client.join("worker")
     await client.open(owner, draws(0, 4), limit=4)
     group = group_of("task1")
-    await client.submit(encode_group(group))
+    await client.submit(encode_group(group, outcome=outcome_of(group)))
     await client.close(GroupId("task2@0"), DropReason(DropKind.FILTERED, "all alike"), outcome=outcome(1.0))
     await client.close(GroupId("task3@0"), DropReason(DropKind.INVALID, "env"))
     foreign = group_of("elsewhere")
-    await client.submit(encode_group(foreign))
+    await client.submit(encode_group(foreign, outcome=outcome_of(foreign)))
 
     pages = [await client.outcomes(after=after, limit=3) for after in (-1, 2, 4)]
     assert [len(page) for page in pages] == [3, 2, 0]
@@ -87,7 +87,7 @@ async def test_changes_name_the_groups_that_changed_since_the_last_request(servi
         (f"task{number}@0", GroupState.DISPATCHED) for number in range(3)
     ]
     group = group_of("task1")
-    await client.submit(encode_group(group))
+    await client.submit(encode_group(group, outcome=outcome_of(group)))
     later = await client.changes(after=opened.next)
     assert [(view.group_id, view.state, view.outcome) for view in later.groups] == [
         ("task1@0", GroupState.QUEUED, outcome_of(group))

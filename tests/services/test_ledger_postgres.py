@@ -7,15 +7,16 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import psycopg
 import pytest
 
 from rollbook.concurrency.clock import ManualClock, SystemClock
-from rollbook.contracts.admission import Grant, MemberRole, Receipt, RunId
+from rollbook.contracts.admission import Grant, MemberRole, PartReceipt, Receipt, RunId
 from rollbook.contracts.batch import BatchManifest
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.group import DropKind, DropReason, GroupId
@@ -23,6 +24,7 @@ from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.rules import groups
+from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.rules.run_transaction import run_transaction
 from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.store import Transaction
@@ -69,7 +71,9 @@ async def started(ledger: Ledger, *, per_step: int = 2, in_flight: int = 4) -> i
 
 async def submit(ledger: Ledger, name: str) -> Receipt:
     group = group_of(name, (-1,))
-    return (await ledger.submit(RUN, submission_of(group))).receipt
+    (result,) = await ledger.submit(RUN, submission_of(group))
+    assert isinstance(result, PartReceipt)
+    return result.receipt
 
 
 async def until_logged(event: str, *, log_file: Path, clock: ManualClock) -> None:
@@ -514,13 +518,18 @@ async def test_a_replica_that_stands_still_does_not_stop_the_others(url: str, mo
         assert await other.read(lambda tx: tx.runs.drops(RUN)) == {"stale": 1, "reset": 1}
 
 
+def past_the_checks(name: str, **facts: Any) -> Submission:
+    """A submission whose facts were changed after the checks."""
+    good = submission_of(group_of(name, (-1,)))
+    return msgspec.structs.replace(good, facts=msgspec.structs.replace(good.facts, **facts))
+
+
 async def test_a_value_that_the_database_cannot_keep_is_refused_and_harms_nobody(url: str) -> None:
     async with replica(url) as ledger:
         await started(ledger)
-        huge = replace(group_of("huge", (-1,)), draw=2**63)
         no_text, too_large, good = await asyncio.gather(
-            submit(ledger, "a\0b"),
-            ledger.submit(RUN, submission_of(huge)),
+            ledger.submit(RUN, past_the_checks("a", task_id="a\0b")),
+            ledger.submit(RUN, past_the_checks("huge", draw=2**63)),
             submit(ledger, "ab"),
             return_exceptions=True,
         )

@@ -21,7 +21,7 @@ from rollbook.contracts.group_codec import encode_group
 from rollbook.contracts.ports import BatchSource, GroupSink
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.http import verbs, wire
+from rollbook.ledger.http import wire
 from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.stores.registry import open_store, sqlite_url
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
@@ -213,22 +213,11 @@ async def test_the_error_for_an_invalid_body_names_the_field(service: Service) -
 
 
 async def test_a_damaged_payload_is_rejected(service: Service) -> None:
-    group = group_of("a", (-1,))
-    encoded = encode_group(group)
-    request = verbs.Submit(
-        group_id=group.id,
-        task_id=group.task_id,
-        draw=0,
-        attempt=1,
-        publications=(-1,),
-        outcome=outcome_of(group),
-        drop=None,
-        payload=encoded.payload[:-1] + b"\x7f",
-        payload_digest=encoded.digest,
-    )
-    status, error = await post(f"{service.url}/v1/runs/{RUN}/submit", msgspec.msgpack.encode(request))
-    assert status == 422
-    assert "damaged" in error["message"]
+    encoded = encode_group(group_of("a", (-1,)))
+    damaged = msgspec.structs.replace(encoded, payload=encoded.payload[:-1] + b"\x7f")
+    client = await service.client()
+    with pytest.raises(RunError, match="damaged"):
+        await client.submit(damaged)
     assert (await service.ledger.status(RUN)).opened == 0
 
 

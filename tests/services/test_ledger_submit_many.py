@@ -3,10 +3,12 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from rollbook.contracts.admission import Receipt
@@ -20,8 +22,8 @@ from rollbook.ledger.http import wire
 from rollbook.ledger.service import Ledger
 from rollbook.ledger.tools.audit import audit_run
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger.groups import RUN, group_of, settings
-from tests.parts.ledger.http import Caller, Response, submission
+from tests.parts.ledger.groups import RUN, group_of, outcome_of, settings
+from tests.parts.ledger.http import Caller, Response, group_body
 from tests.parts.ledger.service import serving
 
 LOG = EventLog("test", echo=sys.stdout)
@@ -37,7 +39,7 @@ async def served(tmp_path: Path) -> AsyncIterator[tuple[str, Ledger]]:
 
 async def send(url: str, groups: list[dict[str, Any]]) -> Response:
     async with aiohttp.ClientSession() as session:
-        return await Caller(session, url).call("POST", "/submit_many", {"groups": groups})
+        return await Caller(session, url).call("POST", "/submit", {"groups": groups})
 
 
 async def test_each_group_has_its_own_result_and_a_rejected_one_does_not_affect_the_others(
@@ -45,28 +47,27 @@ async def test_each_group_has_its_own_result_and_a_rejected_one_does_not_affect_
 ) -> None:
     url, ledger = served
     groups = [
-        submission("a"),
-        submission("b", payload_digest="0" * 32),
-        submission("c", publications=[77]),
-        submission("a"),
-        submission("d", payload=b"no frame"),
-        submission("e", producer="nobody"),
-        submission("f", drop="no such reason"),
-        submission("g"),
+        group_body("a"),
+        group_body("b", digest="0" * 32),
+        group_body("c", outcome=msgspec.to_builtins(replace(outcome_of(group_of("c", (-1,))), reward_mean=7.0))),
+        group_body("a"),
+        group_body("d", payload=b"no frame"),
+        group_body("e", producer="nobody"),
+        group_body("g"),
     ]
     results = (await send(url, groups)).json["results"]
-    assert [result["receipt"] for result in results] == ["stored", None, None, "already_stored", *[None] * 3, "stored"]
+    assert [result["receipt"] for result in results] == ["stored", None, None, "already_stored", None, None, "stored"]
     errors = {at: result["error"] for at, result in enumerate(results) if result["error"] is not None}
-    assert {at: error["status"] for at, error in errors.items()} == dict.fromkeys((1, 2, 4, 5, 6), 422)
+    assert {at: error["status"] for at, error in errors.items()} == dict.fromkeys((1, 2, 4, 5), 422)
     assert "damaged" in errors[1]["message"]
-    assert "publications of the trained tokens are (-1,), not (77,)" in errors[2]["message"]
+    assert "the mean reward is 0.5, not 7.0" in errors[2]["message"]
     assert (await ledger.status(RUN)).by_state[GroupState.QUEUED] == 2
     assert (await ledger.read(lambda tx: audit_run(tx, RUN))).violations == ()
 
 
 async def test_a_full_queue_rejects_the_rest_with_a_retry_time(served: tuple[str, Ledger]) -> None:
     url, ledger = served
-    results = (await send(url, [submission(name) for name in "abcdef"])).json["results"]
+    results = (await send(url, [group_body(name) for name in "abcdef"])).json["results"]
     assert [result["receipt"] for result in results] == ["stored"] * 4 + [None] * 2
     assert [(r["error"]["status"], r["error"]["retry_after_s"]) for r in results[4:]] == [(429, 1.0)] * 2
     assert (await ledger.status(RUN)).by_state[GroupState.QUEUED] == 4
@@ -74,9 +75,10 @@ async def test_a_full_queue_rejects_the_rest_with_a_retry_time(served: tuple[str
 
 async def test_a_message_that_cannot_be_decoded_is_rejected_as_a_whole(served: tuple[str, Ledger]) -> None:
     url, ledger = served
-    assert (await send(url, [submission("a"), submission("b", draw=-1)])).status == 422
-    assert (await send(url, [submission("a")] * (wire.MAX_GROUPS + 1))).status == 422
-    assert (await send(url, [submission("a", payload=b"x" * 600_000)])).status == 413
+    assert (await send(url, [group_body("a"), group_body("b", attempt=-1)])).status == 422
+    assert (await send(url, [group_body("a"), group_body("b", drop={"kind": "no such reason"})])).status == 422
+    assert (await send(url, [group_body("a")] * (wire.MAX_GROUPS + 1))).status == 422
+    assert (await send(url, [group_body("a", payload=b"x" * 600_000)])).status == 413
     assert (await send(url.replace("127.0.0.1", "localhost"), [])).status == 200
     assert (await ledger.status(RUN)).opened == 0
 

@@ -72,8 +72,8 @@ class LedgerClient:
         self._transport = transport
         self._epoch: int | None = None
         self._limits = TrainingLimits()
-        self._bundles: Bundles[verbs.Submit, PartReceipt] = Bundles(
-            self._submit_bundle, size_of=lambda submit: len(submit.payload)
+        self._bundles: Bundles[EncodedGroup, PartReceipt] = Bundles(
+            self._submit_bundle, size_of=lambda group: len(group.payload)
         )
 
     async def stop(self) -> None:
@@ -143,41 +143,26 @@ class LedgerClient:
 
     async def submit(self, group: EncodedGroup) -> PartReceipt:
         """Store a group, or a part of one. Groups submitted at the same time share a request."""
-        request = verbs.Submit(
-            group_id=group.id,
-            task_id=group.task_id,
-            draw=group.draw,
-            attempt=group.attempt,
-            publications=group.publications,
-            outcome=group.outcome,
-            drop=None if group.drop is None else str(group.drop),
-            payload=group.payload,
-            payload_digest=group.digest,
-            producer=group.producer,
-        )
 
         async def send(left_s: float) -> PartReceipt:
             try:
                 async with asyncio.timeout(left_s):
-                    return await self._bundles.send(request)
+                    return await self._bundles.send(group)
             except TimeoutError as error:
                 raise TransientError(
-                    f"ledger at {self._transport.url}: no response to group {request.group_id} in {left_s:g} s"
+                    f"ledger at {self._transport.url}: no response to group {group.id} in {left_s:g} s"
                 ) from error
 
         return await self._transport.repeat(send, name=SUBMISSION)
 
-    async def _submit_bundle(self, groups: Sequence[verbs.Submit]) -> list[PartReceipt | RollbookError]:
-        """One attempt to submit several groups. Raises if the request failed; a rejected group has its error in the result."""
-        if len(groups) == 1:
-            reply = await self._transport.call_once(groups[0])
-            return [PartReceipt(receipt=reply.receipt, next_part=reply.next_part)]
-        many = await self._transport.call_once(verbs.SubmitMany(groups=tuple(groups)))
+    async def _submit_bundle(self, groups: Sequence[EncodedGroup]) -> list[PartReceipt | RollbookError]:
+        """One attempt to submit several groups. Raises if the request failed; a refused group has its error in the result."""
+        reply = await self._transport.call_once(verbs.Submit(groups=tuple(groups)))
         return [
             error_of(result.error, SUBMISSION)
             if result.error is not None
             else PartReceipt(receipt=Receipt(result.receipt or ""), next_part=result.next_part)
-            for result in many.results
+            for result in reply.results
         ]
 
     async def close(self, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None = None) -> Receipt:

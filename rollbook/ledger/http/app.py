@@ -79,7 +79,7 @@ def build_service(
     telemetry = None if run_directory is None else ReceivedFiles(run_directory)
     handlers = LedgerHandlers(ledger, bodies, telemetry=telemetry)
     # aiohttp tries routes in order: `submit`, the most frequent request, goes first.
-    for verb in sorted(VERBS, key=lambda verb: not verb.name.startswith("submit")):
+    for verb in sorted(VERBS, key=lambda verb: verb.name != "submit"):
         app.router.add_route(verb.method, verb.path, handlers.handler(verb, keys))
 
     async def measure_loop_lag(_: web.Application) -> AsyncIterator[None]:

@@ -20,16 +20,16 @@ from rollbook.contracts.admission import (
     Member,
     MemberReply,
     OpenReply,
+    PartReceipt,
     PastDraw,
     RunId,
 )
 from rollbook.contracts.batch import BatchManifest, TrainerRole
 from rollbook.contracts.decoding import convert, json_decoder
 from rollbook.contracts.errors import NotFoundError, RollbookError, RunError
-from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
+from rollbook.contracts.group import DropReason, GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup
 from rollbook.contracts.policy import Publication
-from rollbook.contracts.task import TaskId
 from rollbook.ledger.http import verbs, wire
 from rollbook.ledger.http.auth import Keys
 from rollbook.ledger.http.bodies import BodyReader, encode_response, send_frames, send_statuses, wants_zstd
@@ -318,25 +318,11 @@ class LedgerHandlers:
 
     @handles(verbs.Submit)
     async def submit(self, request: verbs.Submit, run: RunId) -> wire.SubmitReply:
-        return _view(wire.SubmitReply, await self._ledger.submit(run, _submission(request)))
-
-    @handles(verbs.SubmitMany)
-    async def submit_many(self, request: verbs.SubmitMany, run: RunId) -> wire.SubmitManyReply:
-        """One result per group, in the order of the request. A rejected group does not affect the others."""
-        results: dict[int, wire.SubmitResult] = {}
-        valid: dict[int, Submission] = {}
-        for at, group in enumerate(request.groups):
-            try:
-                valid[at] = _submission(group)
-            except RunError as error:
-                results[at] = _submit_error(error)
-        outcomes = await self._ledger.submit_many(run, list(valid.values()))
-        for at, outcome in zip(valid, outcomes, strict=True):
-            if isinstance(outcome, RollbookError):
-                results[at] = _submit_error(outcome)
-            else:
-                results[at] = wire.SubmitResult(receipt=outcome.receipt, next_part=outcome.next_part)
-        return wire.SubmitManyReply(results=tuple(results[at] for at in range(len(request.groups))))
+        """One result per group, in the order of the request. A refused group does not affect the others."""
+        checked = [_checked_group(group) for group in request.groups]
+        stored = iter(await self._ledger.submit(run, *(each for each in checked if isinstance(each, Submission))))
+        results = [next(stored) if isinstance(each, Submission) else each for each in checked]
+        return wire.SubmitReply(results=tuple(map(_submit_result, results)))
 
     @handles(verbs.Close)
     async def close(self, request: verbs.Close, run: RunId) -> wire.ReceiptReply:
@@ -408,20 +394,11 @@ def _read_query(request: web.Request, path: dict[str, str], expected: type[M]) -
     return convert({name: given[name] for name in names if name in given}, expected, strict=False)
 
 
-def _submission(request: verbs.Submit) -> Submission:
-    group = EncodedGroup(
-        id=GroupId(request.group_id),
-        task_id=TaskId(request.task_id),
-        draw=request.draw,
-        publications=request.publications,
-        attempt=request.attempt,
-        outcome=request.outcome,
-        payload=request.payload,
-        digest=request.payload_digest,
-        drop=None if request.drop is None else _drop_reason(request.drop),
-        producer=request.producer,
-    )
-    return Submission.of(group)
+def _checked_group(group: EncodedGroup) -> Submission | RunError:
+    try:
+        return Submission.of(group)
+    except RunError as error:
+        return error
 
 
 def _drop_reason(text: str) -> DropReason:
@@ -431,14 +408,16 @@ def _drop_reason(text: str) -> DropReason:
         raise RunError(f"{text!r} is not a drop reason: {error}") from error
 
 
-def _submit_error(error: RollbookError) -> wire.SubmitResult:
-    failed = wire.SubmitError(
-        status=status_of(error).value,
-        kind=type(error).__name__,
-        message=str(error),
-        retry_after_s=getattr(error, "retry_after_s", None),
+def _submit_result(result: PartReceipt | RollbookError) -> wire.SubmitResult:
+    if isinstance(result, PartReceipt):
+        return wire.SubmitResult(receipt=result.receipt, next_part=result.next_part)
+    error = wire.SubmitError(
+        status=status_of(result).value,
+        kind=type(result).__name__,
+        message=str(result),
+        retry_after_s=getattr(result, "retry_after_s", None),
     )
-    return wire.SubmitResult(error=failed)
+    return wire.SubmitResult(error=error)
 
 
 def _view(kind: type[M], record: object, **changes: object) -> M:

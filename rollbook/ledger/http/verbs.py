@@ -26,18 +26,18 @@ from rollbook.contracts.admission import (
 )
 from rollbook.contracts.batch import BatchManifest, EndOfRun, TrainerRole
 from rollbook.contracts.group import GroupId, GroupOutcome, GroupState
+from rollbook.contracts.group_codec import LARGEST, EncodedGroup
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.auth import Role
 from rollbook.ledger.http.verb import Form, Verb, verb
 from rollbook.ledger.http.wire import (
-    LARGEST,
     MAX_GROUPS,
     MAX_LISTED,
+    MAX_TEXT,
     Count,
     Name,
-    PublicationOrUnknown,
     Seconds,
     Text,
     reject_unstorable,
@@ -384,34 +384,25 @@ class Heartbeat(Verb[None], frozen=True):
 
 
 @verb("POST /v1/runs/{run}/submit", PRODUCER)
-class Submit(Verb[wire.SubmitReply], frozen=True, kw_only=True):
-    """Store a finished group. The first submission of a group id is stored; a repetition gets the receipt `already_stored`.
+class Submit(Verb[wire.SubmitReply], frozen=True):
+    """Store finished groups in one transaction. Each is stored or refused on its own, and the reply has a result for each.
+    The first submission of a group id is stored; a repetition gets the receipt `already_stored`.
     A group id that was never opened is opened here.
-    With batch policy `parts`, the part that the group still lacks is opened too and returned as `next_part`."""
+    With batch policy `parts`, the part that the group still lacks is opened too and returned as `next_part`.
+    A message that cannot be decoded is rejected as a whole."""
 
-    group_id: Name
-    task_id: Name
-    draw: Count
-    attempt: Count
-    publications: tuple[PublicationOrUnknown, ...]
-    outcome: GroupOutcome
-    drop: Text | None = None
-    payload: bytes
-    payload_digest: Name
-    producer: Name | None = None
-    """The registered producer, for a group that the gate did not grant."""
+    groups: Annotated[tuple[EncodedGroup, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 
     def __post_init__(self) -> None:
-        reject_unstorable("group", self.group_id, self.task_id, self.drop)
-        reject_unstorable_outcome(self.outcome)
-
-
-@verb("POST /v1/runs/{run}/submit_many", PRODUCER)
-class SubmitMany(Verb[wire.SubmitManyReply], frozen=True, kw_only=True):
-    """Store several groups in one transaction. Each is accepted or rejected on its own, with the result that `submit` would have
-    given. A message that cannot be decoded is rejected as a whole."""
-
-    groups: Annotated[tuple[Submit, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+        for group in self.groups:
+            reject_unstorable("group", group.id, group.producer)
+            if group.drop is not None:
+                reject_unstorable("drop", group.drop.detail)
+                if len(group.drop.detail) > MAX_TEXT:
+                    raise ValueError(
+                        f"drop: the detail has {len(group.drop.detail)} characters, at most {MAX_TEXT} are stored"
+                    )
+            reject_unstorable_outcome(group.outcome)
 
 
 @verb("POST /v1/runs/{run}/close", PRODUCER)

@@ -19,25 +19,23 @@ from rollbook.contracts.admission import (
 )
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun
 from rollbook.contracts.group import GroupOutcome, GroupState
+from rollbook.contracts.group_codec import LARGEST
 
 CONTENT_TYPE = "application/msgpack"
 JSON_CONTENT_TYPE = "application/json"
 FRAME_HEADER_BYTES = 8
 """Payloads are streamed one after the other, each preceded by its length as a big-endian integer of this size."""
-LARGEST = 2**53 - 1
-"""The largest integer that every store, and every JSON parser, keeps exactly."""
 MAX_WAIT_S = 60.0
 """Longest long-poll, below the idle limits of common proxies. A longer `wait_s` is allowed and answered after this time."""
 MAX_GROUPS = 256
-"""Groups in one `submit_many` request."""
+"""Groups in one `submit` request."""
 MAX_LISTED = 1_000
 """Groups or outcomes in one response."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
-PublicationOrUnknown = Annotated[int, msgspec.Meta(ge=-1, le=LARGEST)]
-"""A publication id; -1 means unknown."""
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-Text = Annotated[str, msgspec.Meta(max_length=10_000)]
+MAX_TEXT = 10_000
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
@@ -111,7 +109,7 @@ class JoinReply(Message, frozen=True, kw_only=True):
 
 
 class SubmitError(Message, frozen=True, kw_only=True):
-    """The error response that `submit` would have sent for this group."""
+    """Why a group was refused; `status` and `kind` are those of an error response."""
 
     status: int
     kind: str
@@ -124,22 +122,17 @@ class SubmitResult(Message, frozen=True, kw_only=True):
 
     receipt: Receipt | None = None
     next_part: OpenPart | None = None
+    """Only with batch policy `parts`: the part that the group lacks now."""
     error: SubmitError | None = None
 
 
-class SubmitManyReply(Message, frozen=True, kw_only=True):
+class SubmitReply(Message, frozen=True, kw_only=True):
     results: tuple[SubmitResult, ...]
     """In the order of the groups."""
 
 
 class ReceiptReply(Message, frozen=True, kw_only=True):
     receipt: str
-
-
-class SubmitReply(Message, frozen=True, kw_only=True, omit_defaults=True):
-    receipt: Receipt
-    next_part: OpenPart | None = None
-    """Only with batch policy `parts`: the part that the group lacks now. Absent if it lacks none."""
 
 
 class BatchReply(Message, frozen=True, kw_only=True):

@@ -14,7 +14,8 @@ from rollbook.contracts.errors import RollbookError, RunError, TransientError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, GroupState
 from rollbook.contracts.group_checks import GroupFacts, UnusableGroupError, false_claims, find_obstacle, inspect_frame
-from rollbook.contracts.group_codec import EncodedGroup, payload_digest
+from rollbook.contracts.group_codec import LARGEST, MAX_ID_LENGTH, EncodedGroup, payload_digest
+from rollbook.contracts.task import TaskId
 from rollbook.ledger.records import GroupRecord, Origin, ProducerRecord
 from rollbook.ledger.rules.gate import fail_attempt
 from rollbook.ledger.rules.parts import open_next, part_receipt, receipt_of_unopened, wrong_part
@@ -47,12 +48,15 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                 f"group {group.id}: the payload is damaged: its digest is {digest}, not {group.digest}"
             )
         facts = inspect_frame(group.payload, group.id)
-        wrong = false_claims(
-            facts, task_id=group.task_id, draw=group.draw, publications=group.publications, outcome=group.outcome
-        )
-        if wrong:
+        if not 0 < len(facts.task_id) <= MAX_ID_LENGTH or "\x00" in facts.task_id or facts.draw > LARGEST:
+            raise UnusableGroupError(f"group {group.id}: no store can keep its task or its draw")
+        if wrong := false_claims(facts, group.outcome):
             raise UnusableGroupError(f"group {group.id}: its payload contradicts its producer: {'; '.join(wrong)}")
         return cls(group=group, facts=facts)
+
+    @property
+    def task_id(self) -> TaskId:
+        return TaskId(self.facts.task_id)
 
 
 def submit(
@@ -67,27 +71,21 @@ def submit(
     return part_receipt(run_tx, submission.group.id, submission.facts, receipt, before=group)
 
 
-def submit_many(
+def submit_each(
     run_tx: RunTransaction, submissions: Sequence[Submission], *, max_queued: int, max_queued_bytes: int | None = None
 ) -> list[PartReceipt | RollbookError]:
     """Submit several groups independently: an error of `submit` is raised before anything of that group is written."""
-    outcomes: list[PartReceipt | RollbookError] = []
-    known = run_tx.tx.groups.find(run_tx.run_id, [submission.group.id for submission in submissions])
-    seen: set[GroupId] = set()
+    # One query for all groups: each `get` of them is answered from memory.
+    run_tx.tx.groups.find(run_tx.run_id, [submission.group.id for submission in submissions])
+    results: list[PartReceipt | RollbookError] = []
     for submission in submissions:
-        group_id = submission.group.id
-        # A second submission of a group, or its next part, in one request sees the result of the first.
-        is_new = group_id not in seen and submission.facts.part == 1
-        group = known.get(group_id) if is_new else run_tx.tx.groups.get(run_tx.run_id, group_id)
-        seen.add(group_id)
         try:
-            receipt = _submit(run_tx, submission, group, max_queued, max_queued_bytes)
-            outcomes.append(part_receipt(run_tx, group_id, submission.facts, receipt, before=group))
+            results.append(submit(run_tx, submission, max_queued=max_queued, max_queued_bytes=max_queued_bytes))
         except StoreFaultError:
             raise
         except (RunError, TransientError) as error:
-            outcomes.append(error)
-    return outcomes
+            results.append(error)
+    return results
 
 
 def close(run_tx: RunTransaction, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None) -> Receipt:
@@ -228,7 +226,7 @@ def _submit(
 
 def _dropped_in_quarantine(run_tx: RunTransaction, submission: Submission) -> Submission:
     """An external group of a task in quarantine is stored as dropped. Granted ones were dropped with the quarantine."""
-    if run_tx.field("num_quarantined") and submission.group.task_id in run_tx.tx.actions.quarantined(run_tx.run_id):
+    if run_tx.field("num_quarantined") and submission.task_id in run_tx.tx.actions.quarantined(run_tx.run_id):
         dropped = msgspec.structs.replace(submission.group, drop=DropReason(DropKind.QUARANTINED))
         return msgspec.structs.replace(submission, group=dropped)
     return submission
@@ -275,8 +273,8 @@ def _open_queued(run_tx: RunTransaction, submission: Submission, versions: Versi
     group = GroupRecord(
         run_id=run_tx.run_id,
         group_id=submission.group.id,
-        task_id=submission.group.task_id,
-        draw=submission.group.draw,
+        task_id=submission.task_id,
+        draw=submission.facts.draw,
         position=None,
         origin=Origin.EXTERNAL,
         state=GroupState.QUEUED,
@@ -313,8 +311,8 @@ def _open_external(run_tx: RunTransaction, submission: Submission) -> GroupRecor
     group = GroupRecord(
         run_id=run_tx.run_id,
         group_id=submission.group.id,
-        task_id=submission.group.task_id,
-        draw=submission.group.draw,
+        task_id=submission.task_id,
+        draw=submission.facts.draw,
         position=None,
         origin=Origin.EXTERNAL,
         state=GroupState.DISPATCHED,

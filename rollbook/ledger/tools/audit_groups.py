@@ -253,17 +253,22 @@ def _check_payload(group: GroupRecord, facts: GroupFacts | str | None, findings:
     if isinstance(facts, str):
         obstacle: str | None = facts
     else:
-        for claim in false_claims(
-            facts, task_id=group.task_id, draw=group.draw, publications=group.publications, outcome=outcome
-        ):
+        for claim in false_claims(facts, outcome):
             findings.add(f"group {group.group_id}: by its payload, {claim}")
+        for what, stated, found in (
+            ("the task is", group.task_id, facts.task_id),
+            ("the draw is", group.draw, facts.draw),
+            ("the publications of the trained tokens are", tuple(sorted(set(group.publications))), facts.publications),
+        ):
+            if stated != found:
+                findings.add(f"group {group.group_id}: by its payload, {what} {found}, not {stated}")
         is_external = group.origin is Origin.EXTERNAL
         rule = findings.run.settings.rule
         wrong = wrong_part(rule, facts, name=group.group_id, group=None if is_external else group)
         if wrong is not None:
             findings.add(f"group {group.group_id}: {wrong}")
-        stated = (group.num_samples, group.baseline)
-        findings.expect_of(group, "samples and baseline", stated, (facts.num_samples, facts.baseline))
+        recorded = (group.num_samples, group.baseline)
+        findings.expect_of(group, "samples and baseline", recorded, (facts.num_samples, facts.baseline))
         obstacle = find_obstacle(facts, findings.run.settings.limits)
     if group.state in (GroupState.TRAINED, GroupState.DURABLE):
         if (group.unusable is None) is not (obstacle is None):

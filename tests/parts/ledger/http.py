@@ -7,7 +7,7 @@ import aiohttp
 import msgspec
 
 from rollbook.contracts.group_codec import encode_group
-from rollbook.ledger.http import verbs, wire
+from rollbook.ledger.http import wire
 from tests.parts.ledger.groups import RUN, group_of, outcome_of
 
 
@@ -50,18 +50,13 @@ class Caller:
             )
 
 
-def submission(task: str, **changes: Any) -> dict[str, Any]:
-    """A valid `submit` message, with some fields changed."""
+def group_body(task: str, **changes: Any) -> dict[str, Any]:
+    """A valid group of a `submit` message, with some fields changed."""
     group = group_of(task, (-1,))
-    encoded = encode_group(group)
-    good = verbs.Submit(
-        group_id=group.id,
-        task_id=group.task_id,
-        draw=0,
-        attempt=1,
-        publications=(-1,),
-        outcome=outcome_of(group),
-        payload=encoded.payload,
-        payload_digest=encoded.digest,
-    )
+    good = encode_group(group, outcome=outcome_of(group))
     return {**msgspec.msgpack.decode(msgspec.msgpack.encode(good)), **changes}
+
+
+def submission(task: str, **changes: Any) -> dict[str, Any]:
+    """A valid `submit` message of one group, with some fields of the group changed."""
+    return {"groups": [group_body(task, **changes)]}

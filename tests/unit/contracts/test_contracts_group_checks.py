@@ -161,11 +161,10 @@ def test_a_reason_is_short_and_printable_even_if_it_quotes_the_payload() -> None
 
 def test_false_claims_about_a_group_are_listed() -> None:
     facts, outcome = inspect_frame(VALID, "a@0"), outcome_of(GROUP)
-    assert false_claims(facts, task_id="a", draw=0, publications=(3, -1, 0, 3), outcome=outcome) == []
-    wrong = msgspec.structs.replace(facts, reward_mean=0.6)
-    assert false_claims(wrong, task_id="b", draw=0, publications=(3,), outcome=outcome) == [
-        "the task is a, not b",
-        "the publications of the trained tokens are (-1, 0, 3), not (3,)",
+    assert false_claims(facts, outcome) == []
+    wrong = msgspec.structs.replace(facts, num_samples=9, reward_mean=0.6)
+    assert false_claims(wrong, outcome) == [
+        f"the number of samples is 9, not {outcome.num_samples}",
         "the mean reward is 0.6, not 0.5",
     ]
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.ledger.bodies import native_group, submission
 from rollbook.ledger.http import verbs
 
-DECODER = msgspec.msgpack.Decoder(verbs.SubmitMany)
+DECODER = msgspec.msgpack.Decoder(verbs.Submit)
 
 
 def body_of(**sample_changes: Any) -> bytes:
@@ -17,7 +17,7 @@ def body_of(**sample_changes: Any) -> bytes:
     outcome = group.outcome
     first, *others = outcome.samples
     changed = replace(outcome, samples=(first._replace(**sample_changes), *others))
-    return msgspec.msgpack.encode(verbs.SubmitMany(groups=(submission(group),))).replace(
+    return msgspec.msgpack.encode(submission(group)).replace(
         msgspec.msgpack.encode(outcome), msgspec.msgpack.encode(changed)
     )
 

@@ -140,8 +140,10 @@ async def test_whatever_is_stored_is_trained_or_recorded_as_unusable_and_the_run
                 await ledger.submit(RUN, past_the_door(group, payload))
                 continue
             try:
-                await ledger.submit(RUN, _honest(group, payload))
-            except UnusableGroupError:
+                (result,) = await ledger.submit(RUN, _honest(group, payload))
+            except UnusableGroupError as error:
+                result = error
+            if isinstance(result, UnusableGroupError):
                 refused.add(group.id)
         await ledger.exhausted(RUN)
         outcome = await TinyLoop(run.source(), FakeReplicas(), directory, config).run()
@@ -217,9 +219,6 @@ def _honest(group: PromptGroup, payload: bytes) -> Submission:
     return Submission.of(
         EncodedGroup(
             id=group.id,
-            task_id=group.task_id,
-            draw=group.draw,
-            publications=facts.publications,
             outcome=outcome,
             payload=payload,
             digest=payload_digest(payload),
