@@ -98,9 +98,9 @@ class GateState(StrEnum):
     PAUSED = "paused"
     """An operator paused admission."""
     DRAINING = "draining"
-    """An operator drains the run: groups that were admitted get further attempts, new ones are not admitted."""
+    """An operator drains the run: groups that were admitted get more attempts, new ones are not admitted."""
     ENDED = "ended"
-    """The run is over; there will be no further grants."""
+    """The run is over; there will be no more grants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class OpenReply:
     gate: GateState
     capacity: int
     quarantined: int = 0
-    """Of the taken draws, those that were dropped because their task is in quarantine."""
+    """Taken draws that were dropped because their task is in quarantine."""
 
 
 class Receipt(StrEnum):

@@ -108,7 +108,7 @@ class EncodedBatch:
 
 
 class EndOfRun(StrEnum):
-    """Why there is no further batch."""
+    """Why there are no more batches."""
 
     MAX_STEPS = "max_steps"
     END_OF_DATA = "end_of_data"

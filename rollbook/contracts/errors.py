@@ -74,7 +74,7 @@ class NotFoundError(RunError):
 
 
 class FencedError(RunError):
-    """A newer process holds this role. Stop without further side effects."""
+    """A newer process holds this role. Stop without more side effects."""
 
 
 def machine_fault(error: BaseException | None) -> str | None:

@@ -108,7 +108,7 @@ class GroupSink(Protocol):
         """Return a group for another attempt (its worker died). After the last attempt the ledger drops it."""
 
     async def exhausted(self) -> None:
-        """There are no further draws, and all of them were opened."""
+        """There are no more draws, and all of them were opened."""
 
     async def progress(self) -> DrawProgress: ...
 

@@ -38,7 +38,7 @@ def describe_error(error: BaseException) -> str:
         # The function belongs to an installed package, or was called with wrong arguments.
         own = [frame for frame in frames if not os.path.realpath(frame.filename).startswith(_PACKAGE)]
     if len(own) > SHOWN_FRAMES:
-        lines.append(f"  ({len(own) - SHOWN_FRAMES} further frames)")
+        lines.append(f"  ({len(own) - SHOWN_FRAMES} more frames)")
     for frame in own[-SHOWN_FRAMES:]:
         lines.append(f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}')
         if frame.line:

@@ -25,7 +25,7 @@ LOSS_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """Name of a loss to the settings it reads, with their defaults (None: off). Settings not listed here are rejected."""
 
-# Settings that do not change the numbers of a step. Every other field is compared on resume, also fields added later.
+# Settings that do not change the numbers of a step. Every other field is compared on resume, including fields added later.
 NOT_NUMERIC = frozenset(
     {
         "max_steps",

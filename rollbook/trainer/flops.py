@@ -38,7 +38,7 @@ class ModelShape:
     attention_width: int
     """Number of heads times head width."""
     width: int
-    """Of the residual stream."""
+    """Width of the residual stream."""
 
 
 def training_flops(passes: Sequence[Microbatch], shape: ModelShape) -> float:

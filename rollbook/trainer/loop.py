@@ -56,7 +56,7 @@ MASKED_TASKS = 5
 
 class LoopEnd(StrEnum):
     ENDED = "ended"
-    """There is no further batch, and the ledger recorded the end of the run."""
+    """There are no more batches, and the ledger recorded the end of the run."""
     STOPPED = "stopped"
     """A stop was requested: a checkpoint was written, and the run can be resumed."""
     FENCED = "fenced"

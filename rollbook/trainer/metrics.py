@@ -99,7 +99,7 @@ class _SampleMask:
     trainable: int
     masked: int
     lag: int | None
-    """Of its group; None if the version is unknown."""
+    """Lag of its group; None if the version is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,7 +97,7 @@ class SftLoop:
     ) -> None:
         self._config = config
         self._total = steps_of(len(demonstrations), config, max_steps=trainer.max_steps)
-        # Schedules that decay to 0 need the last step, also when it follows from the epochs.
+        # Schedules that decay to 0 need the last step, even if it follows from the epochs.
         self._trainer = sft_trainer(trainer.model_copy(update={"max_steps": self._total}))
         self._checkpoints = Checkpoints(directory / "checkpoints", model_dir=model_dir, config=self._trainer)
         self._rows = [demonstration_row(row, number) for number, row in enumerate(demonstrations)]

@@ -27,12 +27,12 @@ class TensorBoardSink(Sink):
 
     def write_rollouts(self, rows: Sequence[Row], *, step: int) -> None:
         """Rows as Markdown: a line of facts, then the text as it is."""
-        texts = []
+        blocks = []
         for row in rows:
             facts = ", ".join(f"{name} {row.get(name)}" for name in ("group", "sample", "reward", "advantage", "end"))
             indented = "\n".join(f"    {line}" for line in str(row.get("text", "")).splitlines())
-            texts.append(f"**{facts}**\n\n{indented}")
-        summary = text_pb("rollouts", "\n\n".join(texts))
+            blocks.append(f"**{facts}**\n\n{indented}")
+        summary = text_pb("rollouts", "\n\n".join(blocks))
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
         self._writer.flush()
 

@@ -35,7 +35,7 @@ class ShardStorage(Protocol):
     def location(self) -> str: ...
 
     def folders(self) -> set[str]:
-        """The folders of all checkpoints, also of incomplete ones."""
+        """The folders of all checkpoints, including incomplete ones."""
 
     def files(self, folder: str) -> dict[str, int]:
         """The files of a folder with their sizes in bytes."""

@@ -60,7 +60,7 @@ BATCH_NORMALISED = frozenset({"reinforce_pp", "reinforce_pp_baseline"})
 """Normalised over the scorable samples of the whole batch, after the group's baseline."""
 
 PRIOR_SAMPLES = 16
-"""The mean that `centre` subtracts is estimated as if so many further samples had an advantage of 0: few samples say little."""
+"""Shrinkage of the mean that `centre` subtracts: number of zero-advantage pseudo-samples."""
 
 QUORUM_SCALES: dict[str, Callable[[NDArray[np.float64]], float]] = {
     "group": lambda rewards: 1.0,
@@ -90,14 +90,14 @@ def against_quorum(
 
 
 def _differ(rewards: NDArray[np.float64]) -> bool:
-    """Whether the standard deviation is not a rounding error."""
+    """True if rewards differ by more than rounding."""
     # The standard deviation of n values is at least their range over sqrt(2 (n - 1)), and the range takes a third of the time.
     spread = np.maximum.reduce(rewards) - np.minimum.reduce(rewards)
     return spread >= 2 * len(rewards) * CONSTANT or float(rewards.std(ddof=1)) >= CONSTANT
 
 
 def centre(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Subtract the mean of the values that are not 0 from them. Values of 0 have nothing to learn from and stay 0."""
+    """Subtract the mean of the values that are not 0 from them. Values of 0 carry no signal and stay 0."""
     differs = values != 0
     shift = values[differs].sum() / (differs.sum() + PRIOR_SAMPLES)
     return np.where(differs, values - shift, 0.0)

@@ -67,7 +67,7 @@ def packed_passes(
     are limited too: rows with the same tokens add trained tokens, and so logits, but no computed tokens.
     """
     whole, shared = np.array(lengths, dtype=np.int64), np.array(common, dtype=np.int64)
-    # A row that adds no token needs no further sequence, unless it is the first of its pass, where nothing is shared.
+    # A row that adds no token needs no sequence of its own, unless it is the first of its pass, where nothing is shared.
     is_contained = shared == whole
     computed = _Cost.of(whole - shared, more_if_first=shared)
     held = _Cost.of(np.where(is_contained, 0, whole), more_if_first=np.where(is_contained, whole, 0))
@@ -96,7 +96,7 @@ class _Cost:
     """A cost of rows in prefix order. The first row of a pass may cost more: it shares nothing."""
 
     sums: NDArray[np.int64]
-    """Of the rows before each row."""
+    """Summed cost of the rows before each row."""
     more_if_first: NDArray[np.int64]
 
     @classmethod

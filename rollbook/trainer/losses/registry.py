@@ -21,7 +21,7 @@ def clipped_ratio(inputs: LossInputs, settings: LossSettings) -> LossTerms:
 
 
 def clipped_sequence_ratio(inputs: LossInputs, settings: LossSettings) -> LossTerms:
-    """As `clipped_ratio`, with one ratio per sequence: exp of the mean of log r over its trained tokens, independent of length.
+    """Like `clipped_ratio`, with one ratio per sequence: exp of the mean of log r over its trained tokens, independent of length.
 
     Every token has the loss of its sequence; the gradient reaches every token through the mean.
     """

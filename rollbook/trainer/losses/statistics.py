@@ -80,7 +80,7 @@ class TokenStatistics:
         self.sums = sums if self.sums is None else self.sums + sums
 
     def sum_over(self, ranks: Ranks, device: str) -> None:
-        """Sum over all ranks. Every rank must call this, also one without tokens."""
+        """Sum over all ranks. Every rank must call this, even one without tokens."""
         if ranks.size > 1:
             own = torch.zeros(len(NAMES), dtype=torch.float64, device=device) if self.sums is None else self.sums
             self.sums = ranks.sum(own)

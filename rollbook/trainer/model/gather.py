@@ -14,7 +14,7 @@ from torch.nn.functional import embedding_bag
 class Gather:
     """Selects rows like `index_select`, whose gradient on a GPU is a sum in random order: its last bits change from run to run.
 
-    Here the positions of each row are summed one after the other, in float32 also for bfloat16, without a copy of the gradient.
+    Here the positions of each row are summed one after the other, in float32 even for bfloat16, without a copy of the gradient.
     """
 
     index_F: Tensor

@@ -153,9 +153,9 @@ class _Call:
 
     count: int
     queries: int
-    """Of each sequence, aligned with the end of the keys."""
+    """Queries per sequence, aligned with the end of the keys."""
     keys: int
-    """Of each sequence, padding included."""
+    """Keys per sequence, padding included."""
     mask: Tensor | None = None
     """Which keys each query sees; None: the call is causal, with as many queries as keys."""
 

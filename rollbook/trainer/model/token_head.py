@@ -48,7 +48,7 @@ class _TokenHead(torch.autograd.Function):
         grad_hidden_NH = torch.empty_like(hidden_NH)
         grad_weight_VH = None
         if ctx.needs_input_grad[1]:
-            # In float32 also for bfloat16 weights: small chunks added to a large sum would be rounded away.
+            # In float32 even for bfloat16 weights: small chunks added to a large sum would be rounded away.
             grad_weight_VH = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
         for chunk in _chunks(len(targets_N), ctx.rows):

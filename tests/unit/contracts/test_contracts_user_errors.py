@@ -44,7 +44,7 @@ def test_only_the_innermost_frames_of_a_deep_error_are_shown() -> None:
         return deep(depth - 1) if depth else 1 // 0
 
     text = described(deep, 20)
-    assert "18 further frames" in text
+    assert "18 more frames" in text
     assert text.count("File") == 4
 
 
