@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollbook.concurrency.clock import SystemClock
 from rollbook.concurrency.tasks import first_error
-from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole
+from rollbook.contracts.batch import EndOfRun, TrainerRole
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.contracts.weights import AdapterKind
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
@@ -26,8 +26,7 @@ from rollbook.trainer.checkpoints.settings_history import check_and_record
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.planner import BatchRequest, Planner, open_planner
 from rollbook.trainer.data.planning import PlannedBatch, UnplannableBatchError
-from rollbook.trainer.flops import devices_peak_flops, peak_memory_gb
-from rollbook.trainer.metrics import time_metrics
+from rollbook.trainer.metrics import check_lag
 from rollbook.trainer.pipeline import (
     Background,
     BatchFeed,
@@ -36,11 +35,11 @@ from rollbook.trainer.pipeline import (
     TrainedStep,
     WeightTargets,
     digested,
+    report_step,
     train_and_copy,
     unless,
 )
 from rollbook.trainer.publish import Publisher
-from rollbook.trainer.staleness import check_lag
 from rollbook.trainer.step import LearnerSnapshot
 from rollbook.trainer.team import Learner, RemoteRanks, StoppedBeforeAssemblyError, restored_learner
 
@@ -49,9 +48,6 @@ LONG_POLL_S = 20.0
 
 REQUEST_POLL_S = 2.0
 """How often the trainer reads whether an operator requested a checkpoint. A step usually takes longer."""
-
-MASKED_TASKS = 5
-"""Tasks in the event about masked tokens: those with the largest masked share."""
 
 
 class LoopEnd(StrEnum):
@@ -388,7 +384,7 @@ class TrainerLoop:
         planned = trained.planned
         step = planned.step
         receipt = await self._source.acknowledge(step, digest, unusable=planned.unusable)
-        self._measure(trained, receipt)
+        report_step(trained, receipt, digest, self._reports, self._config)
         self._metrics.add("perf/step_time", self._clock.now() - trained.began)
         self._metrics.tick(step=step, replay=trained.is_repeated)
         acknowledged.set_result(digest)
@@ -456,43 +452,3 @@ class TrainerLoop:
     async def _last_checkpoint(self, learner: Learner) -> None:
         await self._checkpoint(learner)
         await self._checkpointing.wait()
-
-    # Metrics -----------------------------------------------------------------------------------------------------------------
-
-    def _measure(self, trained: TrainedStep, receipt: AckReceipt) -> None:
-        planned, report, masks = trained.planned, trained.report, trained.planned.masks
-        measured = {
-            **report.metrics,
-            **trained.lags.metrics(),
-            **planned.metrics,
-            **time_metrics(
-                wait_s=trained.wait_s,
-                train_s=trained.train_s,
-                num_tokens=report.num_tokens,
-                flops=report.flops,
-                peak_flops=devices_peak_flops(self._config),
-            ),
-            "perf/memory_gb": peak_memory_gb(self._config.device),
-            "train/diverged_steps": float(receipt is AckReceipt.DIVERGED),
-        }
-        for name, value in measured.items():
-            self._metrics.add(name, value)
-        if masks.tokens:
-            self._log.info(
-                "trainer.tokens_masked",
-                step=planned.step,
-                cut=planned.manifest.cut,
-                tokens=masks.tokens,
-                share_by_task=masks.by_task(most=MASKED_TASKS),
-            )
-        if planned.unusable:
-            self._log.warning("trainer.unusable_groups", step=planned.step, groups=dict(planned.unusable))
-        if receipt is AckReceipt.DIVERGED:
-            self._log.warning("trainer.diverged", step=planned.step, digest=self._digest)
-        if report.skipped_steps:
-            self._log.warning(
-                "trainer.gradient_not_finite",
-                step=planned.step,
-                skipped=report.skipped_steps,
-                taken=report.optimizer_steps,
-            )

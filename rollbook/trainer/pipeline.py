@@ -10,17 +10,23 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from rollbook.contracts.batch import AckReceipt
 from rollbook.contracts.ports import BatchSource, WeightReceiver, WeightStage
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
 from rollbook.telemetry.token_records import TokenRecordWriter
+from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.planner import OpenSource
 from rollbook.trainer.data.planning import PlannedBatch, ShownSample
+from rollbook.trainer.flops import devices_peak_flops, peak_memory_gb
+from rollbook.trainer.metrics import LagReport, time_metrics
 from rollbook.trainer.model.weights import digest_of, to_host
-from rollbook.trainer.staleness import LagReport
 from rollbook.trainer.step import StepReport, TrainStep
 from rollbook.trainer.team import Learner
+
+MASKED_TASKS = 5
+"""Tasks in the event about masked tokens: those with the largest masked share."""
 
 T = TypeVar("T")
 
@@ -96,6 +102,48 @@ def train_and_copy(
     if records is not None and planned.batch is not None and isinstance(learner, TrainStep):
         records.write(planned.step, learner.token_values(planned.batch))
     return learner.train(planned.minibatches, step=planned.step), learner.snapshot()
+
+
+def report_step(
+    trained: TrainedStep, receipt: AckReceipt, digest: str, reports: LoopReports, config: TrainerConfig
+) -> None:
+    """Record the metrics of an acknowledged step, and log what is unusual about it."""
+    planned, report, masks = trained.planned, trained.report, trained.planned.masks
+    measured = {
+        **report.metrics,
+        **trained.lags.metrics(),
+        **planned.metrics,
+        **time_metrics(
+            wait_s=trained.wait_s,
+            train_s=trained.train_s,
+            num_tokens=report.num_tokens,
+            flops=report.flops,
+            peak_flops=devices_peak_flops(config),
+        ),
+        "perf/memory_gb": peak_memory_gb(config.device),
+        "train/diverged_steps": float(receipt is AckReceipt.DIVERGED),
+    }
+    for name, value in measured.items():
+        reports.metrics.add(name, value)
+    if masks.tokens:
+        reports.log.info(
+            "trainer.tokens_masked",
+            step=planned.step,
+            cut=planned.manifest.cut,
+            tokens=masks.tokens,
+            share_by_task=masks.by_task(most=MASKED_TASKS),
+        )
+    if planned.unusable:
+        reports.log.warning("trainer.unusable_groups", step=planned.step, groups=dict(planned.unusable))
+    if receipt is AckReceipt.DIVERGED:
+        reports.log.warning("trainer.diverged", step=planned.step, digest=digest)
+    if report.skipped_steps:
+        reports.log.warning(
+            "trainer.gradient_not_finite",
+            step=planned.step,
+            skipped=report.skipped_steps,
+            taken=report.optimizer_steps,
+        )
 
 
 def digested(weights: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], str]:

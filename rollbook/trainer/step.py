@@ -32,8 +32,7 @@ from rollbook.trainer.data.minibatches import (
     plan_minibatch,
     plan_rows,
 )
-from rollbook.trainer.distributed.ranks import Passes, Ranks
-from rollbook.trainer.distributed.sharding import cpu_mesh, gathered, own_shards, shard_state
+from rollbook.trainer.distributed.sharding import Passes, Ranks, cpu_mesh, gathered, own_shards, shard_state
 from rollbook.trainer.files.random_states import random_states
 from rollbook.trainer.flops import training_flops
 from rollbook.trainer.losses.corrections import correction, k3_divergence

@@ -30,7 +30,7 @@ from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import Minibatch, PlanSettings, TrainRow
 from rollbook.trainer.distributed.links import Invitation, Link, RankListener, connect, end_process, interface_of
-from rollbook.trainer.distributed.ranks import Ranks
+from rollbook.trainer.distributed.sharding import Ranks
 from rollbook.trainer.step import LearnerSnapshot, StepReport, TrainStep
 
 COLLECTIVE_S = 600.0

@@ -1,17 +1,54 @@
-"""A model sharded over ranks (FSDP2): each rank holds a shard of every weight, gradient and optimizer state.
-
-Layers are gathered only while they compute.
+"""One model trained by several ranks: each computes its own microbatches and holds a shard of every weight, gradient and optimizer
+state (FSDP2). Layers are gathered only while they compute.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rollbook.trainer.data.minibatches import Microbatch
+
+Passes = Sequence[tuple[Microbatch, bool]]
+"""The passes of one rank in a minibatch, each with whether it counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """This process among the ranks. With one rank, all work is its own and no collective is called."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def here(cls, size: int) -> "Ranks":
+        """This process, in the process group that it has joined."""
+        return cls() if size == 1 else cls(rank=dist.get_rank(), size=dist.get_world_size())
+
+    def own_passes(self, microbatches: Sequence[Microbatch]) -> Passes:
+        """The passes of this rank.
+
+        Every pass exchanges gradients, so all ranks need equally many: a rank with one less adds a pass with weight 0.
+        """
+        own = [(micro, True) for micro in microbatches[self.rank :: self.size]]
+        rounds = -(-len(microbatches) // self.size)
+        if len(own) < rounds:
+            idle = replace(microbatches[-1], weights_N=np.zeros_like(microbatches[-1].weights_N))
+            own.append((idle, False))
+        return own
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks, at every rank."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
 
 
 def shard(network: nn.Module, *, device: str, is_mixed: bool) -> None:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from rollbook.trainer.distributed.ranks import Ranks
+from rollbook.trainer.distributed.sharding import Ranks
 from rollbook.trainer.losses.corrections import Correction
 from rollbook.trainer.losses.inputs import MAX_LOG_RATIO, LossInputs, LossTerms
 

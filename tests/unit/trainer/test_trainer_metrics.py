@@ -6,8 +6,7 @@ from rollbook.contracts.batch import BatchEntry, BatchManifest
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.trainer.flops import peak_flops
-from rollbook.trainer.metrics import batch_metrics, time_metrics
-from rollbook.trainer.staleness import check_lag
+from rollbook.trainer.metrics import batch_metrics, check_lag, time_metrics
 from tests.parts.trainer.batches import batch_of, row, sample
 
 
