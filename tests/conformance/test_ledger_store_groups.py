@@ -165,3 +165,15 @@ async def test_groups_after_a_sequence_are_read_in_pages(store: Store) -> None:
         assert tx.groups.page(RUN, start=3, limit=2) == []
 
     await store.read(look)
+
+
+async def test_a_page_ends_with_the_last_part_of_a_group(store: Store) -> None:
+    await put(store, group("a", 0), group("b", 1), group("b#2", 1, part=2), group("b#3", 1, part=3), group("c", 2))
+
+    def look(tx: Transaction) -> None:
+        for limit, expected in ((1, ["a"]), (2, ["a", "b", "b#2", "b#3"]), (3, ["a", "b", "b#2", "b#3"])):
+            assert ids(tx.groups.page(RUN, limit=limit)) == expected
+            assert [found for (found,) in tx.groups.values(RUN, ["group_id"], limit=limit)] == expected
+        assert [found for (found,) in tx.groups.values(RUN, ["group_id"], start=2, limit=9)] == ["c"]
+
+    await store.read(look)
