@@ -40,7 +40,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class DoctorFinding:
     name: str
     verdict: Verdict
     found: str
@@ -63,8 +63,8 @@ class NodeFacts:
     mib_per_s: float = 0.0
 
 
-def examine(directory: Path) -> list[Finding]:
-    checks: tuple[Callable[[], Finding], ...] = (
+def examine(directory: Path) -> list[DoctorFinding]:
+    checks: tuple[Callable[[], DoctorFinding], ...] = (
         _python,
         _bytecode,
         _torch,
@@ -84,7 +84,7 @@ def examine(directory: Path) -> list[Finding]:
     return [check() for check in checks]
 
 
-def examine_cluster(address: str, *, host: str, directory: Path) -> list[Finding]:
+def examine_cluster(address: str, *, host: str, directory: Path) -> list[DoctorFinding]:
     """Every node of a Ray cluster: its versions, GPUs, clock, view of the run directory, and network to this machine."""
     require_libraries("ray")
     # ray is imported only where it is used.
@@ -93,10 +93,10 @@ def examine_cluster(address: str, *, host: str, directory: Path) -> list[Finding
     return [finding for node in nodes for finding in node_findings(node, ours, host=host, directory=directory)]
 
 
-def node_findings(node: NodeFacts, ours: Mapping[str, str], *, host: str, directory: Path) -> list[Finding]:
-    def finding(name: str, found: str, problem: str = "") -> Finding:
+def node_findings(node: NodeFacts, ours: Mapping[str, str], *, host: str, directory: Path) -> list[DoctorFinding]:
+    def finding(name: str, found: str, problem: str = "") -> DoctorFinding:
         verdict = Verdict.BROKEN if problem else Verdict.OK
-        return Finding(name=f"{node.address} {name}", verdict=verdict, found=found, advice=problem)
+        return DoctorFinding(name=f"{node.address} {name}", verdict=verdict, found=found, advice=problem)
 
     if node.error:
         return [finding("node", node.error, "restart Ray on this node, or remove it from the cluster")]
@@ -122,11 +122,11 @@ def node_findings(node: NodeFacts, ours: Mapping[str, str], *, host: str, direct
     ]
 
 
-def _python() -> Finding:
+def _python() -> DoctorFinding:
     version = ".".join(map(str, sys.version_info[:3]))
     is_posix = os.name == "posix"
     advice = "" if is_posix else "`rollbook train` needs Linux or macOS; on Windows use WSL"
-    return Finding(
+    return DoctorFinding(
         name="python",
         verdict=Verdict.OK if is_posix else Verdict.BROKEN,
         found=f"{version} on {sys.platform}, {os.cpu_count()} CPUs",
@@ -134,10 +134,10 @@ def _python() -> Finding:
     )
 
 
-def _bytecode() -> Finding:
+def _bytecode() -> DoctorFinding:
     """With `PYTHONDONTWRITEBYTECODE`, as in many containers, processes compile again what was installed without bytecode."""
     is_cached = not sys.dont_write_bytecode
-    return Finding(
+    return DoctorFinding(
         name="bytecode",
         verdict=Verdict.OK if is_cached else Verdict.ABSENT,
         found="cached" if is_cached else "not cached (PYTHONDONTWRITEBYTECODE is set)",
@@ -157,21 +157,21 @@ def _run(code: str) -> tuple[int, str]:
     return done.returncode, lines[-1] if lines else f"exit status {done.returncode}"
 
 
-def _library(name: str, code: str | None = None) -> Finding:
+def _library(name: str, code: str | None = None) -> DoctorFinding:
     status, text = _run(code or f"import {name}; print({name}.__version__)")
     install = f"pip install 'rollbook[{EXTRAS[name]}]'"
     if status == 0:
-        return Finding(name=name, verdict=Verdict.OK, found=text)
+        return DoctorFinding(name=name, verdict=Verdict.OK, found=text)
     if f"No module named '{name}'" in text:
-        return Finding(name=name, verdict=Verdict.ABSENT, found="not installed", advice=install)
-    return Finding(name=name, verdict=Verdict.BROKEN, found=text, advice=f"install it again: {install}")
+        return DoctorFinding(name=name, verdict=Verdict.ABSENT, found="not installed", advice=install)
+    return DoctorFinding(name=name, verdict=Verdict.BROKEN, found=text, advice=f"install it again: {install}")
 
 
-def _torch() -> Finding:
+def _torch() -> DoctorFinding:
     return _library("torch", "import torch; print(torch.__version__, '-', torch.get_num_threads(), 'threads')")
 
 
-def _gpu() -> Finding:
+def _gpu() -> DoctorFinding:
     status, text = _run(
         "import torch\n"
         "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]\n"
@@ -180,24 +180,24 @@ def _gpu() -> Finding:
     )
     has_driver = shutil.which("nvidia-smi") is not None
     if status == 0 and text and "exit status" not in text:
-        return Finding(name="gpu", verdict=Verdict.OK, found=text)
+        return DoctorFinding(name="gpu", verdict=Verdict.OK, found=text)
     if status != 0 and "No module named" not in text:
-        return Finding(name="gpu", verdict=Verdict.BROKEN, found=text, advice="check the driver with nvidia-smi")
+        return DoctorFinding(name="gpu", verdict=Verdict.BROKEN, found=text, advice="check the driver with nvidia-smi")
     if has_driver:
-        return Finding(
+        return DoctorFinding(
             name="gpu",
             verdict=Verdict.BROKEN,
             found="there is a driver, but torch sees no GPU",
             advice="install a build of torch for CUDA",
         )
-    return Finding(name="gpu", verdict=Verdict.ABSENT, found="none; small models train on the CPU")
+    return DoctorFinding(name="gpu", verdict=Verdict.ABSENT, found="none; small models train on the CPU")
 
 
-def _vllm() -> Finding:
+def _vllm() -> DoctorFinding:
     status, text = _run("import importlib.metadata as m; print(m.version('vllm'))")
     if status == 0:
-        return Finding(name="vllm", verdict=Verdict.OK, found=text)
-    return Finding(
+        return DoctorFinding(name="vllm", verdict=Verdict.OK, found=text)
+    return DoctorFinding(
         name="vllm",
         verdict=Verdict.ABSENT,
         found="not installed here",
@@ -205,7 +205,7 @@ def _vllm() -> Finding:
     )
 
 
-def _ports() -> Finding:
+def _ports() -> DoctorFinding:
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as server,
@@ -213,7 +213,7 @@ def _ports() -> Finding:
         ):
             pass
     except OSError as error:
-        return Finding(
+        return DoctorFinding(
             name="ports",
             verdict=Verdict.BROKEN,
             found=f"connections on 127.0.0.1 fail: {error}",
@@ -223,35 +223,35 @@ def _ports() -> Finding:
         with socket.create_server(("127.0.0.1", DASHBOARD_PORT)):
             pass
     except OSError:
-        return Finding(
+        return DoctorFinding(
             name="ports",
             verdict=Verdict.OK,
             found=f"loopback works; port {DASHBOARD_PORT} is in use, so a dashboard takes another one",
         )
-    return Finding(name="ports", verdict=Verdict.OK, found="loopback works")
+    return DoctorFinding(name="ports", verdict=Verdict.OK, found="loopback works")
 
 
-def _disk(directory: Path) -> Finding:
+def _disk(directory: Path) -> DoctorFinding:
     place = next(folder for folder in (directory.resolve(), *directory.resolve().parents) if folder.exists())
     free = shutil.disk_usage(place).free
     if not os.access(place, os.W_OK | os.X_OK):
-        return Finding(
+        return DoctorFinding(
             name="disk", verdict=Verdict.BROKEN, found=f"{place} is not writable", advice="choose another --run-dir"
         )
     if free < MIN_FREE_BYTES:
-        return Finding(
+        return DoctorFinding(
             name="disk",
             verdict=Verdict.BROKEN,
             found=f"{free / 2**20:.0f} MiB are free in {place}",
             advice=f"a run needs at least {MIN_FREE_BYTES / 2**20:.0f} MiB: free some space",
         )
-    return Finding(name="disk", verdict=Verdict.OK, found=f"{free / GIB:.1f} GiB are free in {place}")
+    return DoctorFinding(name="disk", verdict=Verdict.OK, found=f"{free / GIB:.1f} GiB are free in {place}")
 
 
-def _shared_memory() -> Finding:
+def _shared_memory() -> DoctorFinding:
     place = Path("/dev/shm")
     if not place.is_dir() or not os.access(place, os.W_OK):
-        return Finding(
+        return DoctorFinding(
             name="shared memory",
             verdict=Verdict.ABSENT,
             found="/dev/shm cannot be written",
@@ -259,46 +259,46 @@ def _shared_memory() -> Finding:
         )
     free = shutil.disk_usage(place).free
     if free < MIN_SHM_BYTES:
-        return Finding(
+        return DoctorFinding(
             name="shared memory",
             verdict=Verdict.BROKEN,
             found=f"{free / 2**20:.0f} MiB are free in /dev/shm",
             advice="weights need twice their size there: start a container with --shm-size=8g",
         )
-    return Finding(name="shared memory", verdict=Verdict.OK, found=f"{free / GIB:.1f} GiB are free in /dev/shm")
+    return DoctorFinding(name="shared memory", verdict=Verdict.OK, found=f"{free / GIB:.1f} GiB are free in /dev/shm")
 
 
-def _files() -> Finding:
+def _files() -> DoctorFinding:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < MIN_FILES:
-        return Finding(
+        return DoctorFinding(
             name="open files",
             verdict=Verdict.BROKEN,
             found=f"at most {hard} per process",
             advice=f"raise the limit: ulimit -n {MIN_FILES}",
         )
     limit = "no limit" if hard == resource.RLIM_INFINITY else f"at most {hard} per process"
-    return Finding(name="open files", verdict=Verdict.OK, found=limit)
+    return DoctorFinding(name="open files", verdict=Verdict.OK, found=limit)
 
 
-def _processes() -> Finding:
+def _processes() -> DoctorFinding:
     status, text = _run(
         "import os; pid = os.fork()\nif pid == 0: os._exit(0)\nos.waitpid(pid, 0); print('can be started')"
     )
     verdict = Verdict.OK if status == 0 else Verdict.BROKEN
-    return Finding(name="processes", verdict=verdict, found=text, advice="" if status == 0 else "raise ulimit -u")
+    return DoctorFinding(name="processes", verdict=verdict, found=text, advice="" if status == 0 else "raise ulimit -u")
 
 
-def _postgres() -> Finding:
+def _postgres() -> DoctorFinding:
     driver, server = _library("psycopg"), shutil.which("postgres") or shutil.which("psql")
     if driver.verdict is not Verdict.OK:
-        return Finding(
+        return DoctorFinding(
             name="postgresql",
             verdict=driver.verdict,
             found=driver.found,
             advice=f"needed for a ledger shared by several machines only; {driver.advice}",
         )
-    return Finding(
+    return DoctorFinding(
         name="postgresql",
         verdict=Verdict.OK,
         found=f"driver {driver.found}, " + ("programs installed" if server else "no server on this machine"),
@@ -319,13 +319,13 @@ except NotPermittedError:
 """
 
 
-def _confinement() -> Finding:
+def _confinement() -> DoctorFinding:
     """Try it: a confined process must not be able to write outside of its directory."""
     with TemporaryDirectory() as inside, TemporaryDirectory() as outside:
         status, text = _run(_WRITE_ELSEWHERE.format(inside=inside, outside=outside))
     verdict = Verdict.OK if status == 0 else Verdict.BROKEN
     advice = "" if status == 0 else "environments that run an agent's commands are not confined on this machine"
-    return Finding(name="confinement", verdict=verdict, found=text, advice=advice)
+    return DoctorFinding(name="confinement", verdict=verdict, found=text, advice=advice)
 
 
 SIGNS = {Verdict.OK: "ok     ", Verdict.ABSENT: "absent ", Verdict.BROKEN: "BROKEN "}

@@ -130,7 +130,7 @@ def evaluation_request(
         search_path=[str(Path.cwd())],
         model_dir=path,
         step=0,
-        # Replaces the model of the config, also a built one.
+        # Replaces the model of the config, even if the run built it.
         overrides=[*overrides, f"model={{path = {json.dumps(path)}}}"],
     )
 

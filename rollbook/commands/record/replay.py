@@ -27,7 +27,7 @@ class ReplayReport:
     run_dir: Path
     steps: int
     digest: str
-    """Of the weights after the last step."""
+    """Digest of the weights after the last step."""
     recorded_digest: str | None
     diverged_at: int | None
     """The first step whose weights differ from the recorded ones."""

@@ -199,7 +199,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NAME",
-        help="a further name under which clients reach the server; may be repeated",
+        help="an additional name under which clients reach the server; may be repeated",
     )
     parser.add_argument(
         "--allow-origin",

@@ -35,7 +35,7 @@ FINISH_POLL_S = 0.2
 def host(
     source: Path, *, run_dir: Path | None, overrides: Sequence[str], parent_fd: int | None, console: Console
 ) -> RunOutcome:
-    """Run until the trainer ends the run, or until a signal. With `parent_fd`, also until that pipe closes."""
+    """Run until the trainer ends the run, or until a signal. With `parent_fd`, at the latest until that pipe closes."""
     require_posix()
     if parent_fd is not None:
         die_with_parent(parent_fd)

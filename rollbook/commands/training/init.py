@@ -42,14 +42,14 @@ def init_project(directory: Path, *, template: str, model: str | None) -> Sequen
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UsageError(f"{directory} already exists and is not an empty directory: choose another name")
     path = None if model is None else _model_path(model)
-    texts = {file.name: _text(file, name=name, model=path) for file in _files(template)}
+    contents = {file.name: _text(file, name=name, model=path) for file in _files(template)}
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for file, text in texts.items():
+        for file, text in contents.items():
             (directory / file).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{directory} cannot be written: {error.strerror or error}") from error
-    return [directory / file for file in texts]
+    return [directory / file for file in contents]
 
 
 def with_real_model(run_file: str, model: str) -> str:

@@ -19,25 +19,25 @@ STOP_S = 30.0
 """After the study was killed: time to finish the step and to write a checkpoint."""
 
 
-def main(channel_fd: int, request: Path) -> int:
+def main(channel_fd: int, request_file: Path) -> int:
     connection = connect_to_parent(channel_fd)
     die_with_parent(connection.fileno(), grace_s=STOP_S)
-    asked = json.loads(request.read_text(encoding="utf-8"))
+    request = json.loads(request_file.read_text(encoding="utf-8"))
     try:
         report = train(
-            asked["config"],
-            run_dir=asked["run_dir"],
-            overrides=asked["overrides"],
+            request["config"],
+            run_dir=request["run_dir"],
+            overrides=request["overrides"],
             console=Console(file=sys.stdout, width=160, color_system=None, highlight=False),
             preflight=False,
         )
     except RunFailedError as error:
         report = error.report
     except RollbookError as error:
-        write_json(Path(asked["result"]), {"end": "failed", "message": str(error), "overrides": asked["overrides"]})
+        write_json(Path(request["result"]), {"end": "failed", "message": str(error), "overrides": request["overrides"]})
         return 1
-    row = {**summary_row(report), "message": report.outcome.message, "overrides": asked["overrides"]}
-    write_json(Path(asked["result"]), row)
+    row = {**summary_row(report), "message": report.outcome.message, "overrides": request["overrides"]}
+    write_json(Path(request["result"]), row)
     return report.exit_code
 
 

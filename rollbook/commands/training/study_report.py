@@ -103,7 +103,7 @@ def write_report(
 
 
 def table(results: StudyResults) -> list[tuple[str, ...]]:
-    """One row of texts per cell with a finished run, best first."""
+    """One row of strings per cell with a finished run, best first."""
     is_share = results.measure == "held_out_solved"
     ranked = sorted(
         (cell for cell in results.cells if cell.runs),

@@ -98,7 +98,7 @@ class EvaluationSession:
 async def open_evaluation(
     context: RoleContext, tasks: Sequence[Task], *, policy_url: str | None
 ) -> AsyncIterator[EvaluationSession]:
-    """Start everything an evaluation needs; without `policy_url` also a policy server.
+    """Start everything an evaluation needs; without `policy_url`, a policy server too.
 
     Pooled environments get a separate pool, so that training keeps all of its environments.
     """
