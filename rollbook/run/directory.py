@@ -1,4 +1,4 @@
-"""The layout of a run directory. It holds everything of a run and can be copied.
+"""The files of a run directory. docs/operations.md describes them all: content, size, and which may be deleted.
 
 `RunDirectory` lists the files that several processes or commands use. Others belong to one room each: `rollouts.jsonl` (samples of
 each step, with text), `tokens/` (records of single tokens, of some steps), `dashboard/` (the view index, which can be deleted).
