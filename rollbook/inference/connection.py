@@ -57,7 +57,7 @@ class PolicyConnection:
         return self._decoded(path, await self._call("GET", path), decoder)
 
     async def post_text(self, path: str, body: bytes) -> str:
-        """For routes that respond with plain text, or whose response is not needed."""
+        """Used for routes that respond with plain text, or whose response is not needed."""
         return (await self._call("POST", path, body)).decode(errors="replace")
 
     async def get_text(self, path: str) -> str:

@@ -129,7 +129,7 @@ class Engine(Protocol):
     async def load_tensors(
         self, publication: Publication, tensors: Mapping[str, TensorSource], *, adapter: Adapter | None = None
     ) -> None:
-        """As `load_weights`, for tensors in memory. They may be freed once this returns.
+        """Like `load_weights`, for tensors in memory. They may be freed once this returns.
 
         The digest of bytes in host memory is checked. Tensors on a device are not checked; use `weights_digest` afterwards.
         """

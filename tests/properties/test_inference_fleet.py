@@ -3,8 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.inference.client.circuit import FAILURES_TO_OPEN, MAX_OPEN_S, CircuitState, ReplicaCircuit
-from rollbook.inference.client.replica_choice import ReplicaTier, ReplicaView, choose_replica
+from rollbook.inference.client.replica_choice import (
+    FAILURES_TO_OPEN,
+    MAX_OPEN_S,
+    CircuitState,
+    ReplicaCircuit,
+    ReplicaTier,
+    ReplicaView,
+    choose_replica,
+)
 
 
 @st.composite

@@ -1,6 +1,6 @@
 """Several replicas of the policy: their state, and the choice of one for each request.
 
-The decisions are pure (`replica_choice`, `circuit`); this module keeps their inputs up to date. A single replica is not polled. The
+The decisions are pure (`replica_choice`); this module keeps their inputs up to date. A single replica is not polled. The
 list of replicas may change while the run is running. A replica keeps its index: one that is gone stays in the list, unused, and
 may return.
 """
@@ -11,8 +11,13 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.errors import TransientError
-from rollbook.inference.client.circuit import CircuitState, ReplicaCircuit
-from rollbook.inference.client.replica_choice import AFFINITY_SPREAD, ReplicaView, choose_replica
+from rollbook.inference.client.replica_choice import (
+    AFFINITY_SPREAD,
+    CircuitState,
+    ReplicaCircuit,
+    ReplicaView,
+    choose_replica,
+)
 from rollbook.inference.client.server_protocol import ReplicaStatus, ServerProtocol
 from rollbook.inference.connection import PolicyConnection, ReplicaBusyError, open_connection
 from rollbook.telemetry.events import EventLog

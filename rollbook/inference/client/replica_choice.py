@@ -1,4 +1,4 @@
-"""Chooses the replica for a request. Pure: no socket and no clock.
+"""Chooses the replica for a request, and which replicas may get one. Pure: no socket and no clock.
 
 A session has a home replica, which holds the KV cache of its earlier turns. Rendezvous hashing assigns homes, so a replica that
 leaves moves only its own sessions. A home that is much busier than another replica is skipped.
@@ -6,12 +6,17 @@ leaves moves only its own sessions. A home that is much busier than another repl
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
 import xxhash
 
 AFFINITY_SPREAD = 8
 """A home may have this many requests more than the least loaded replica: up to there a warm cache is worth more."""
+FAILURES_TO_OPEN = 3
+"""One lost connection may be chance; three in a row indicate a dead process."""
+FIRST_OPEN_S = 0.5
+MAX_OPEN_S = 15.0
+"""A replica that returns after minutes is used again within this time."""
 
 
 class ReplicaTier(IntEnum):
@@ -87,3 +92,51 @@ def rendezvous_weight(session: str, name: str) -> int:
 def prompt_session(prompt_ids: Sequence[int], *, head: int = 32) -> str:
     """A session for a request that names none: prompts with the same start are likely to share cached prefixes."""
     return ",".join(map(str, prompt_ids[:head]))
+
+
+class CircuitState(StrEnum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class ReplicaCircuit:
+    """After several failures in a row a replica gets no requests for a while, then one probe.
+
+    closed --failures--> open --time--> half open --success--> closed;  half open --failure--> open, for longer
+    """
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._open_s = FIRST_OPEN_S
+        self._open_until: float | None = None
+        self._probing_until: float | None = None
+
+    def state(self, now: float) -> CircuitState:
+        if self._open_until is None:
+            return CircuitState.CLOSED
+        return CircuitState.OPEN if now < self._open_until else CircuitState.HALF_OPEN
+
+    def allows(self, now: float) -> bool:
+        """A half-open circuit allows one request at a time."""
+        state = self.state(now)
+        if state is CircuitState.HALF_OPEN:
+            return self._probing_until is None or now >= self._probing_until
+        return state is CircuitState.CLOSED
+
+    def start_request(self, now: float) -> None:
+        if self.state(now) is CircuitState.HALF_OPEN:
+            # A probe that never ends must not block the replica forever.
+            self._probing_until = now + MAX_OPEN_S
+
+    def record_success(self) -> None:
+        self._failures, self._open_s = 0, FIRST_OPEN_S
+        self._open_until = self._probing_until = None
+
+    def record_failure(self, now: float) -> None:
+        self._failures += 1
+        if self._open_until is not None and now >= self._open_until:
+            self._open_s = min(MAX_OPEN_S, self._open_s * 2)
+            self._open_until, self._probing_until = now + self._open_s, None
+        elif self._open_until is None and self._failures >= FAILURES_TO_OPEN:
+            self._open_until = now + self._open_s

@@ -53,7 +53,7 @@ ROUND_TOKENS = 16_384
 
 Reply = Sequence[int]
 Script = Mapping[tuple[int, ...], Reply] | Callable[[Sequence[int]], Reply]
-"""From the prompt to the tokens of the completion. If it is shorter than the limit, it ends as `stop`."""
+"""Maps a prompt to the tokens of its completion. If it is shorter than the limit, it ends as `stop`."""
 
 
 @asynccontextmanager

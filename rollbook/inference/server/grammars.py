@@ -18,7 +18,7 @@ NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
 
 class LlguidanceCompiler:
-    """For one tokenizer. `vocab_size` is the model's; models may have more tokens than their tokenizer."""
+    """Compiles grammars for one tokenizer. `vocab_size` is the model's; models may have more tokens than their tokenizer."""
 
     def __init__(self, tokenizer: TextTokenizer, *, vocab_size: int) -> None:
         if not tokenizer.eos_token_ids:

@@ -35,8 +35,10 @@ class TextTokenizer(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         template: Mapping[str, Any] | None = None,
     ) -> str:
-        """The chat template applied to the messages, with `template` as further arguments. Raises `EpisodeError` where the template
-        rejects them."""
+        """The chat template applied to the messages, with `template` as additional arguments.
+
+        Raises `EpisodeError` if the template rejects them.
+        """
 
 
 TokenName: TypeAlias = Callable[[int], str]

@@ -240,7 +240,7 @@ class WeightTransferClient:
                 self._quarantined.discard(index)
 
     async def _push_paused(self, serving: Sequence[int], push: _Push) -> None:
-        """Pause all replicas, push, then resume all of them, also after a failure."""
+        """Pause all replicas, push, then resume all of them, even after a failure."""
 
         async def pause(index: int) -> None:
             await self._server_api.pause(self._replicas[index], "keep")

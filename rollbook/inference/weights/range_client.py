@@ -19,7 +19,7 @@ from rollbook.inference.wire.weights import RangeManifest
 
 CONCURRENT_RANGES = 4
 RANGE_S = 60.0
-"""For one range from one source."""
+"""Time limit for one range from one source."""
 ROUNDS = 2
 """How often all sources are tried for a range: a damaged range may be intact the second time."""
 REFRESH_S = 1.0
@@ -61,7 +61,7 @@ class RangeClient:
         await self._session.close()
 
     async def manifest(self) -> RangeManifest:
-        """From the first source that responds. Raises `TransientError` if none does."""
+        """Fetch from the first source that responds. Raises `TransientError` if none does."""
         causes = []
         for source in self._sources:
             try:

@@ -59,7 +59,7 @@ class SharingTransport(WeightTransport, Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportOptions:
     directory: str
-    """For weight files, in the run directory."""
+    """Directory of weight files, in the run directory."""
     host: str = "127.0.0.1"
     """The address at which replicas reach the trainer."""
     token: str | None = None

@@ -20,7 +20,7 @@ class ChatBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=True, kw_
     response_format: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
-    """Further arguments of the chat template, such as `enable_thinking`."""
+    """Additional arguments of the chat template, such as `enable_thinking`."""
     reasoning_effort: str | None = None
     """Passed to the chat template."""
     continue_final_message: bool | None = None

@@ -151,7 +151,7 @@ class StreamedTokens(msgspec.Struct, array_like=True, frozen=True):
 
     id: int
     tokens: TokenCompletion
-    """As a completion that ends here."""
+    """The tokens, as a completion that ends here."""
 
     @classmethod
     def of(cls, number: int, chunk: TokenChunk) -> Self:

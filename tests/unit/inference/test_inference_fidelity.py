@@ -159,7 +159,7 @@ async def test_nan_logits_fail_their_request_and_the_engine_continues(root: Path
         await until(lambda: engine.stats().tokens >= 2)
         path = tmp_path / "broken.safetensors"
         await engine.load_weights(publish(path, broken, 2), path)
-        with pytest.raises(GenerationError, match="publication 2 gave logits that are not numbers"):
+        with pytest.raises(GenerationError, match="publication 2 has logits that are not numbers"):
             await running
         with pytest.raises(GenerationError, match="at position 3"):
             await engine.generate([1, 2, 3], SamplingParams(max_tokens=1))

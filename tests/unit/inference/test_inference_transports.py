@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.weights import WeightsError
-from rollbook.inference.engines.embedded.upload import Upload
+from rollbook.inference.engines.embedded.live_weights import Upload
 from rollbook.inference.vllm.client import VllmServerApi, publication_id
 from rollbook.inference.vllm.nccl import NcclTransport
 from rollbook.inference.weights.safetensors import FileTensor

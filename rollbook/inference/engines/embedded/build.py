@@ -37,11 +37,11 @@ CPU_FORWARD_TOKENS, GPU_STEP_TOKENS = 768, 4096
 CPU_ROUND_TOKENS = 4096
 GPU_AHEAD = 2
 FIRST_SHARE = 0.25
-"""Of an automatic limit, at most this share is allocated at first: a trainer may use the same GPU. More follows on demand."""
+"""Share of an automatic limit that is allocated at first: a trainer may use the same GPU. More follows on demand."""
 BLOCK_SIZE = 16
 CPU_MIN_PREFIX = 32
 GPU_MEMORY_SHARE = 0.85
-"""Of the free memory after the weights are loaded; the rest is for activations, logits and captured graphs."""
+"""Share of the free memory after the weights are loaded; the rest is for activations, logits and captured graphs."""
 HOST_MEMORY_SHARE = 0.5
 """A CPU engine shares its memory with other processes."""
 UNKNOWN_MEMORY_BYTES = 2 << 30

@@ -31,7 +31,7 @@ from rollbook.inference.engine import (
 from rollbook.inference.engines.busy import BusyPeriods
 from rollbook.inference.engines.embedded.build import EngineParts, build_parts
 from rollbook.inference.engines.embedded.live_weights import LoadPlan
-from rollbook.inference.engines.embedded.model.prompt_scores import score_prompt
+from rollbook.inference.engines.embedded.model.module import score_prompt
 from rollbook.inference.engines.embedded.paged.runner import Capture
 from rollbook.inference.engines.embedded.thread import EngineThread
 from rollbook.inference.pause import PauseMode, needs_loading, require_unpublished

@@ -16,12 +16,13 @@ from transformers.pytorch_utils import Conv1D
 
 from rollbook.contracts.weights import Adapter, RawTensor, TensorSource, WeightsError, weights_digest
 from rollbook.inference.engines.embedded.adapter_merge import AdapterMerge
-from rollbook.inference.engines.embedded.upload import Upload
 from rollbook.inference.weights.lora import checked_settings, low_rank_pairs
 from rollbook.inference.weights.safetensors import FileTensor, is_raw
-from rollbook.inference.weights.transports.packing import DTYPES, NAMES
+from rollbook.inference.weights.transports.packing import DTYPES, NAMES, layout, unpack_views
 
 WARM_UP_RANK = 16
+WINDOW_BYTES = 16 << 20
+"""Size of each of the two windows of pinned memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class LiveWeights:
         self._staging = _stream(device) if device.type == "cuda" else None
         self._merge: AdapterMerge | None = None
         self.is_comparable = False
-        """As in the last applied plan."""
+        """The value in the last applied plan."""
         self._base_digest: str | None = None
         self._upload = Upload(device) if device.type == "cuda" else None
         self._applied: torch.cuda.Event | None = None
@@ -184,7 +185,7 @@ class LiveWeights:
             return [_host_bytes(name, factor) for name, factor in merge.factors.items()]
 
     def base_digest(self) -> str:
-        """Of the weights without an adapter. Call while nothing replaces them; steps may run."""
+        """Digest of the weights without an adapter. Call while nothing replaces them; steps may run."""
         if self._base_digest is None:
             with self._staged():
                 snapshot = self._snapshot({**self._targets, **self._adapted_base()})
@@ -284,3 +285,44 @@ def _host_tensor(tensor: TensorSource) -> Tensor:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+class Upload:
+    """Copies tensors from main memory to a GPU while other threads launch work there.
+
+    Allocations of pinned memory, and of many blocks of GPU memory, would stop those launches. So the tensors become one block, and
+    their bytes pass through two windows of pinned memory: one is filled while the other is transferred. On another device it does
+    the same without pinned memory.
+    """
+
+    def __init__(self, device: torch.device, *, window_bytes: int = WINDOW_BYTES) -> None:
+        self._device = device
+        self._window_bytes = window_bytes
+        is_gpu = device.type == "cuda"
+        self._windows = [torch.empty(window_bytes, dtype=torch.uint8, pin_memory=is_gpu) for _ in range(2)]
+        self._transferred = [torch.cuda.Event() for _ in self._windows] if is_gpu else []  # type: ignore[no-untyped-call]
+
+    def __call__(self, tensors: Sequence[RawTensor]) -> dict[str, Tensor]:
+        """The tensors on the device, by name. Complete when the current stream is."""
+        headers = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+        ranges, size = layout(headers)
+        bodies = [np.frombuffer(tensor.data or b"", dtype=np.uint8) for tensor in tensors]
+        block = torch.empty(size, dtype=torch.uint8, device=self._device)
+        first = 0
+        for number, start in enumerate(range(0, size, self._window_bytes)):
+            end = min(start + self._window_bytes, size)
+            window = self._windows[number % 2]
+            if self._transferred and number >= 2:
+                self._transferred[number % 2].synchronize()
+            filled = window.numpy()
+            while first < len(ranges) and ranges[first].end <= start:
+                first += 1
+            for part, body in zip(ranges[first:], bodies[first:], strict=True):
+                if part.start >= end:
+                    break
+                begin, stop = max(part.start, start), min(part.end, end)
+                filled[begin - start : stop - start] = body[begin - part.start : stop - part.start]
+            block[start:end].copy_(window[: end - start], non_blocking=True)
+            if self._transferred:
+                self._transferred[number % 2].record()
+        return unpack_views(block, headers)

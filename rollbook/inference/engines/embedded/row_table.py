@@ -69,7 +69,7 @@ class RowTable:
         return free
 
     def is_owned(self, extent: int) -> list[bool]:
-        """Of the first `extent` rows."""
+        """Whether each of the first `extent` rows has an owner."""
         owned: list[bool] = self._is_owned[:extent].tolist()
         return owned
 

@@ -140,7 +140,7 @@ class Scheduler:
                 self._release(request)
 
     def round(self, publication: int, results: RoundResults) -> None:
-        """Launch one round under the weights of `publication`. Adds to `results`, also when it raises."""
+        """Launch one round under the weights of `publication`. Adds to `results`, even when it raises."""
         with torch.inference_mode():
             self._make_space(results)
             if self.table.is_constrained.any():
@@ -159,7 +159,7 @@ class Scheduler:
         return sorted(preempted, key=lambda request: request.order)
 
     def drain(self, results: RoundResults) -> None:
-        """Wait for all launched rounds. Adds to `results`, also when it raises."""
+        """Wait for all launched rounds. Adds to `results`, even when it raises."""
         with torch.inference_mode():
             self._process_launched(results)
 
@@ -298,7 +298,7 @@ class Scheduler:
             row = request.row
             position = len(request.prompt) + len(request.tokens)
             error = GenerationError(
-                f"publication {launched.publication} gave logits that are not numbers at position {position}; this request failed, "
+                f"publication {launched.publication} has logits that are not numbers at position {position}; this request failed, "
                 "others continue. The weights have probably diverged"
             )
             results.failed.append((request, error))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Of the keys and values of one position in one layer."""
+    """Shape of the keys and values of one position in one layer."""
 
     heads: int
     key_size: int

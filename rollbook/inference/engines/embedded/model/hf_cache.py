@@ -75,7 +75,7 @@ class _PrefillLayer(_Layer):  # type: ignore[no-untyped-call]  # transformers le
 
 
 class PrefillCache(Cache):
-    """For one forward of C tokens per row."""
+    """The cache of one forward of C tokens per row."""
 
     def __init__(self, slots: SlotCache, positions: PrefillPositions) -> None:
         super().__init__(layers=[_PrefillLayer(pair, positions) for pair in slots.pairs])
@@ -102,7 +102,7 @@ class _DecodeLayer(_Layer):  # type: ignore[no-untyped-call]  # transformers lea
 
 
 class DecodeCache(Cache):
-    """For one forward of one token in each of the first N rows."""
+    """The cache of one forward of one token in each of the first N rows."""
 
     def __init__(self, slots: SlotCache, *, rows_N: Tensor, positions_N: Tensor, length: int) -> None:
         super().__init__(layers=[_DecodeLayer(pair, rows_N, positions_N, length) for pair in slots.pairs])

@@ -55,7 +55,7 @@ class KernelOps:
 
 
 def sample_with_kernels(logits_NV: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
-    """As `sampling.sample`: the same tokens and logprobs, except for rounding."""
+    """Does what `sampling.sample` does: the same tokens and logprobs, except for rounding."""
     temperatures_N = rows.temperatures_N
     is_greedy_N = temperatures_N == 0
     if rows.is_truncated:

@@ -4,23 +4,30 @@ Prompts are padded on the right: under causal attention a real token never atten
 can use the fastest attention kernel. Only the last real position of each row passes through the output head.
 """
 
-# N rows, C tokens a row, T positions, V vocabulary, E hidden size
+# N rows, C tokens a row or a forward, T positions, V vocabulary, E hidden size, K most likely tokens
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.policy import TopLogprobs
 from rollbook.contracts.weights import Adapter, WeightsError
+from rollbook.inference.engine import PromptScores
 from rollbook.inference.engines.embedded.live_weights import LiveWeights
 from rollbook.inference.engines.embedded.model.forward import PrefillInput, PrefillPositions
 from rollbook.inference.engines.embedded.model.hf_cache import DecodeCache, PrefillCache, ProbeCache
 from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache
 from rollbook.inference.weights.lora import CONFIG_FILE, read_adapter
+
+FORWARD_TOKENS = 256
+"""Tokens of one scoring forward: logits of all positions of a long prompt would need gigabytes."""
 
 
 def load_module(directory: Path, *, device: str, dtype: str, max_model_len: int | None) -> tuple[Any, int]:
@@ -122,3 +129,29 @@ def _require_full_attention(config: Any, length: int) -> None:
             f"this engine supports full attention only; the model has layers of type {', '.join(sorted(kinds))}. "
             f"Set max_model_len to at most its window ({window}), or serve it with vLLM"
         )
+
+
+def score_prompt(module: Any, prompt: NDArray[np.int32], top_logprobs: int) -> PromptScores:
+    """Logprobs of the tokens of a prompt, for requests that echo it: evaluation harnesses compare answers this way.
+
+    Scores with a separate cache, so running requests keep theirs.
+    """
+    device = next(module.parameters()).device
+    tokens_T = torch.tensor(prompt, dtype=torch.long, device=device)
+    cache: Any = DynamicCache(config=module.config)
+    logprobs, top_tokens, top_values = [], [], []
+    with torch.inference_mode():
+        for start in range(0, len(prompt) - 1, FORWARD_TOKENS):
+            end = min(start + FORWARD_TOKENS, len(prompt) - 1)
+            inputs_C, targets_C = tokens_T[start:end], tokens_T[start + 1 : end + 1]
+            logits_CV = module(input_ids=inputs_C[None], past_key_values=cache, use_cache=True).logits[0]
+            logprobs_CV = torch.log_softmax(logits_CV.float(), dim=-1)
+            logprobs.append(logprobs_CV.gather(1, targets_C[:, None])[:, 0].cpu())
+            if top_logprobs:
+                values_CK, ids_CK = logprobs_CV.topk(min(top_logprobs, logprobs_CV.shape[1]), dim=-1)
+                top_tokens.append(ids_CK.to("cpu", torch.int32))
+                top_values.append(values_CK.cpu())
+    tops = None
+    if top_tokens:
+        tops = TopLogprobs(token_ids=torch.cat(top_tokens).numpy(), logprobs=torch.cat(top_values).numpy())
+    return PromptScores(logprobs=torch.cat([torch.empty(0), *logprobs]).numpy(), tops=tops)

@@ -1,7 +1,7 @@
 """Runs rounds over cache blocks, for a GPU: one forward decodes all running rows and prefills pieces of new prompts.
 
 A row gets blocks for its prompt when its prefill starts, and one more whenever it has filled its last. Prompts that start with the
-same tokens share blocks, also with rows of the same forward: each layer writes all keys before any token reads them.
+same tokens share blocks, even with rows of the same forward: each layer writes all keys before any token reads them.
 """
 
 import logging
