@@ -362,7 +362,8 @@ def checked_sample(sample: object) -> RolloutSample | None:
     if not isinstance(sample, RolloutSample):
         raise BadSampleError(f"rollout returned a {type(sample).__name__}; it must return a RolloutSample or None")
     try:
-        # Checked here, so that one bad sample does not make its whole group impossible to encode.
+        # A guard: encoded here once more, so that one bad sample does not make its whole group impossible to encode
+        # (`test_a_sample_whose_facts_cannot_be_encoded_fails_alone`).
         _ANNOTATIONS.decode(
             msgspec.msgpack.encode((sample.messages, sample.metrics, sample.facts, sample.invalid_cause))
         )
