@@ -17,6 +17,7 @@ from rollbook.contracts.batch import BatchManifest, EncodedBatch, TrainingBatch
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import NotFoundError, RunError
 from rollbook.contracts.group import GroupId, GroupState, PromptGroup
+from rollbook.contracts.group_checks import TrainingLimits
 from rollbook.contracts.group_codec import decode_payload
 from rollbook.contracts.policy import Publication
 from rollbook.dashboard.source import (
@@ -32,6 +33,7 @@ from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.http import wire
 from rollbook.ledger.records import GroupRecord, MoveRecord, ProducerRecord, StepRecord
 from rollbook.ledger.rules import runs
+from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.store import Transaction
 from rollbook.ledger.stores.registry import open_reader
 from rollbook.ledger.tools.audit import audit_since
@@ -129,6 +131,9 @@ class StoreSource:
 
     async def producers(self) -> tuple[ProducerRow, ...]:
         return tuple(map(_producer, await self._read(lambda tx: tx.producers.all(self._run_id))))
+
+    async def limits(self) -> TrainingLimits:
+        return await self._read(lambda tx: find_run(tx, self._run_id).settings.limits)
 
     async def audit(self, *, full: bool = False) -> AuditReport:
         before = self._audited if self._audit_file is None else last_audit(self._audit_file)
@@ -359,7 +364,7 @@ class RecordedRun:
 
     def batches(self, until: int, *, first: int = 1) -> Iterator[TrainingBatch]:
         """Batches `first` to `until` as they were decided."""
-        limits = run_settings(self.config, self.directory).limits
+        limits = self._limits()
         for step in range(first, until + 1):
             manifest = self.manifest(step)
             bodies = self._wait(self._source.payloads(*(entry.group_id for entry in manifest.entries)))
@@ -369,6 +374,12 @@ class RecordedRun:
                     f"run {self.run_id}: the payloads of batch {step} were deleted; set ledger.keep_payloads = true to replay a run"
                 )
             yield EncodedBatch(manifest=manifest, payloads=payloads, limits=limits).decode()
+
+    def _limits(self) -> TrainingLimits:
+        """The limits with which the batches were trained. Over HTTP they are computed again from the model."""
+        if isinstance(self._source, StoreSource):
+            return self._wait(self._source.limits())
+        return run_settings(self.config, self.directory).limits
 
     def _wait(self, reading: Coroutine[Any, Any, T]) -> T:
         return self._loop.run(reading)
