@@ -166,12 +166,13 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     """Exclude truncated samples from the loss; their rewards still count in their groups' baselines."""
 
     reduction: Literal["token_mean", "sequence_mean", "fixed_length"] | None = None
-    """How the token losses of a minibatch are reduced. `token_mean`: mean over tokens. `sequence_mean`: mean over sequences of
-    their token means. `fixed_length`: sum, divided by sequences times `reduction_length`. None: the loss's default (dr_grpo
+    """How the token losses of a minibatch are reduced. `token_mean`: mean over tokens. `sequence_mean`: mean over samples of
+    their token means. `fixed_length`: sum, divided by samples times `reduction_length`. A sample counts once, however many
+    sequences it has; scorable samples whose tokens are all masked count with a loss of 0. None: the loss's default (dr_grpo
     fixed_length, gspo sequence_mean, others token_mean)."""
 
     reduction_length: int | None = Field(default=None, ge=1)
-    """Tokens per sequence in the denominator of `fixed_length`."""
+    """Tokens per sample in the denominator of `fixed_length`."""
 
     ppo_n_minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per batch."""

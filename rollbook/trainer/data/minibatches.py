@@ -8,8 +8,9 @@ Two properties of causal models save compute. Tokens after the last trained toke
 tokens that they have in common at their start (`prefixes`). In a padded pass, only a row that is a prefix of another one does.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -49,6 +50,8 @@ class TrainRow:
     """Number of the sample in its group, and of the sequence in the sample."""
     num_tokens: int = 0
     """Length of the whole sequence."""
+    trained_share: float = 1.0
+    """Fraction of the batch's scorable samples that have a row: the others are masked or have no trained token."""
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -138,6 +141,7 @@ def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
     shared = sample_advantages(batch, config)
     rows: list[TrainRow] = []
     number = -1
+    num_scorable = sum(len(group.scorable) for group in batch.groups)
     for entry, group in batch.entries():
         for in_group, sample in enumerate(group.samples):
             number += 1
@@ -164,7 +168,10 @@ def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
                         reference_logprobs=None if row.reference_logprobs is None else row.reference_logprobs[trained],
                     )
                 )
-    return rows
+    num_samples = len({row.sample for row in rows})
+    if num_samples == num_scorable:
+        return rows
+    return [replace(row, trained_share=num_samples / num_scorable) for row in rows]
 
 
 def split(rows: Sequence[TrainRow], count: int, *, seed: int, step: int) -> list[list[TrainRow]]:
@@ -188,14 +195,21 @@ def split(rows: Sequence[TrainRow], count: int, *, seed: int, step: int) -> list
 
 
 def token_weights(rows: Sequence[TrainRow], *, reduction: str, fixed_length: int | None = None) -> list[float]:
-    """The weight of each trained token of each row, so that the reduced loss is a plain weighted sum."""
+    """The weight of each trained token of each row, so that the reduced loss is a plain weighted sum.
+
+    `sequence_mean` and `fixed_length` are means over samples: how an episode is split into sequences changes nothing. Samples
+    without a row count too, as samples whose loss is 0. Their number is spread over the minibatches of a batch in proportion.
+    """
+    total = sum(row.num_trained for row in rows)
     if reduction == "token_mean":
-        total = sum(row.num_trained for row in rows)
         return [1.0 / total] * len(rows)
+    lengths: Counter[int] = Counter()
+    for row in rows:
+        lengths[row.sample] += row.num_trained
     if reduction == "sequence_mean":
-        return [1.0 / (len(rows) * row.num_trained) for row in rows]
+        return [row.trained_share / (len(lengths) * lengths[row.sample]) for row in rows]
     if reduction == "fixed_length" and fixed_length is not None:
-        return [1.0 / (len(rows) * fixed_length)] * len(rows)
+        return [row.trained_share / (len(lengths) * fixed_length) for row in rows]
     raise ValueError(f"unknown reduction {reduction!r} with length {fixed_length}")
 
 
