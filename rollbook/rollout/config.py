@@ -153,7 +153,8 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     """Maximum number of unscorable episodes of one group that are played again."""
 
     drop_constant_reward: bool = True
-    """Drop groups whose scorable samples all have the same reward: their advantages are zero."""
+    """Drop groups whose scorable samples all have the same reward: their advantages are zero. Groups with token advantages of the
+    producer are kept."""
 
     filter: str | None = None
     """`module:function` of your filter. Takes the group; returns the reason to drop it, or None."""

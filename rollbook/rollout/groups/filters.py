@@ -19,15 +19,22 @@ class FilterError(EpisodeError):
     """A user's filter failed on a group."""
 
 
+def has_own_advantages(group: PromptGroup) -> bool:
+    """True if a trained token of a scorable sample has an advantage of the producer, which replaces the one from the rewards."""
+    rows = [row for sample in group.scorable for row in sample.sequences]
+    return any(row.advantages is not None and bool(row.advantages[row.loss_mask].any()) for row in rows)
+
+
 def one_sample(group: PromptGroup) -> str | None:
     """Advantages are relative to the group, so a single sample has none. A part is compared with the quorum of its group."""
     compared = group.compared_rewards()
     is_alone = len(group.scorable) == 1 if compared is None else not any(compared)
-    return "one_sample" if group.scorable and is_alone else None
+    is_dropped = bool(group.scorable) and is_alone and not has_own_advantages(group)
+    return "one_sample" if is_dropped else None
 
 
 def constant_reward(group: PromptGroup) -> str | None:
-    """All advantages are 0."""
+    """All rewards are equal, and the producer set no advantages: all advantages are 0."""
     rewards = [sample.reward for sample in group.scorable if sample.reward is not None]
     compared = group.compared_rewards()
     if compared is None:
@@ -38,7 +45,7 @@ def constant_reward(group: PromptGroup) -> str | None:
             for reward, others in zip(rewards, compared, strict=True)
             if others
         )
-    return "constant_reward" if is_constant else None
+    return "constant_reward" if is_constant and not has_own_advantages(group) else None
 
 
 def load_filters(config: RolloutConfig) -> list[GroupFilter]:

@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -192,6 +193,15 @@ async def test_a_group_with_constant_rewards_is_dropped_as_filtered_with_its_out
     assert result.group is not None
     kept = await play(scripted(*(sample(0.5) for _ in range(4))), drop_constant_reward=False)
     assert kept.drop is None
+
+
+async def test_a_group_with_token_advantages_of_its_producer_is_kept_whatever_its_rewards_are() -> None:
+    plain = sample(0.5)
+    (tokens,) = plain.sequences
+    own, zero = (replace(plain, sequences=(tokens.with_columns(advantages=[0.0, value]),)) for value in (-0.5, 0.0))
+    assert (await play(scripted(own, plain, plain, plain))).drop is None
+    assert (await play(scripted(own, None, None, None), min_samples=1)).drop is None
+    assert str((await play(scripted(*[zero] * 4))).drop) == "filtered: constant_reward"
 
 
 async def test_a_group_with_one_scorable_sample_is_filtered() -> None:
