@@ -117,9 +117,13 @@ class LearningMonitor:
         )
 
     def _ratio(self) -> tuple[str, str] | None:
-        ratio, ess = (_mean(values) for values in ((s.ratio for s in self._recent), (s.ess for s in self._recent)))
+        ratio = _mean(step.ratio for step in self._recent)
+        weight = _mean(step.mismatch_weight for step in self._recent)
+        ess = _mean(step.ess for step in self._recent)
         if ratio is not None and not 1 / MAX_RATIO <= ratio <= MAX_RATIO:
-            seen = f"the mean ratio of the new to the old policy is {ratio:.2g}"
+            seen = f"within a step, the mean ratio of the new to the old policy is {ratio:.2g}"
+        elif weight is not None and not 1 / MAX_RATIO <= weight <= MAX_RATIO:
+            seen = f"the mean ratio of the trained policy to the sampler is {weight:.2g}"
         elif ess is not None and ess < MIN_ESS:
             seen = f"the effective sample size is {ess:.0%} of the tokens"
         else:

@@ -221,6 +221,7 @@ def _step_metrics(row: Mapping[str, Any], measured: Mapping[str, float], played:
         reference_kl=measured.get("train/reference_kl"),
         step_kl=measured.get("train/ppo_kl"),
         ratio=measured.get("train/ratio_mean"),
+        mismatch_weight=measured.get("train/mismatch_weight_mean"),
         ess=measured.get("train/ess"),
         unscorable=played.unscorable_share,
         filtered=played.filtered_share,

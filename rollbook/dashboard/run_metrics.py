@@ -37,9 +37,11 @@ class StepMetrics:
     step_kl: float | None = None
     """Divergence from the policy at the start of the step."""
     ratio: float | None = None
-    """Mean of current / old over the trained tokens."""
+    """Mean of current / starting at the last minibatch: drift from the policy at the start of the step."""
+    mismatch_weight: float | None = None
+    """Mean of starting / sampled over the trained tokens."""
     ess: float | None = None
-    """Effective sample size of the weights old / sampled, as a share of the tokens. Low: the batch is far off-policy."""
+    """Effective sample size of the weights starting / sampled, as a share of the tokens. Low: the batch is far off-policy."""
     unscorable: float | None = None
     """Share of the episodes since the previous step that have no reward."""
     filtered: float | None = None

@@ -32,8 +32,11 @@ class ModelShape:
 
     body_parameters: int
     """Parameters used by every token: all but the embeddings."""
+    frozen_parameters: int
+    """Those of them that are not trained."""
     head_parameters: int
     """The output embedding, used by trained tokens only."""
+    is_head_frozen: bool
     layers: int
     attention_width: int
     """Number of heads times head width."""
@@ -42,11 +45,16 @@ class ModelShape:
 
 
 def training_flops(passes: Sequence[Microbatch], shape: ModelShape) -> float:
-    """Forward and backward: 6 operations per parameter and token; causal attention 6 per pair of tokens and channel."""
+    """Forward and backward: 6 operations per parameter and token; causal attention 6 per pair of tokens and channel.
+
+    4 for a frozen parameter: the gradient of its inputs is computed, its own is not.
+    """
+    of_body = 6.0 * shape.body_parameters - 2.0 * shape.frozen_parameters
+    of_head = (4.0 if shape.is_head_frozen else 6.0) * shape.head_parameters
     total = 0.0
     for micro in passes:
         tokens = micro.inputs_BT.size - micro.num_padding
-        total += 6.0 * shape.body_parameters * tokens + 6.0 * shape.head_parameters * micro.num_trained
+        total += of_body * tokens + of_head * micro.num_trained
         total += 6.0 * shape.layers * shape.attention_width * _attention_pairs(micro)
     return total
 

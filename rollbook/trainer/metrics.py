@@ -4,8 +4,12 @@ The manifest of a batch contains the oldest effective version of each group as o
 takeover has the same lag.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rollbook.contracts.batch import BatchManifest, TrainingBatch
 from rollbook.contracts.errors import RunError
@@ -13,21 +17,38 @@ from rollbook.contracts.freshness import lag
 from rollbook.contracts.task import TaskId
 from rollbook.telemetry.metrics import Metric, Reduction
 
+MOST_LAG = 4
+"""Divergences of tokens with this lag or more are one metric, so that the number of metrics is bounded."""
+
 TRAINER_METRICS: tuple[Metric, ...] = (
     Metric("train/loss", "", "loss, mean over the minibatches of the step"),
     Metric("train/lr", "", "learning rate of the step"),
     Metric("train/grad_norm", "", "global gradient norm before clipping, mean over minibatches"),
     Metric("train/optimizer_steps", "steps", "optimizer steps taken", Reduction.SUM),
     Metric("train/skipped_steps", "steps", "minibatches skipped because their gradient was not finite", Reduction.SUM),
-    Metric("train/ppo_kl", "nats", "drift within the step: mean of exp(d) - d - 1, d = log current - log old"),
+    Metric(
+        "train/ppo_kl",
+        "nats",
+        "drift within the step, at its last minibatch: mean of exp(d) - d - 1, d = log current - log starting, with the policy at"
+        " the start of the step; 0 with one minibatch. With old_logprobs = engine, over the tokens of the first pass",
+    ),
     Metric("train/ppo_clip_frac", "", "fraction of the trained tokens whose gradient was clipped"),
-    Metric("train/ratio_mean", "", "mean of current / old over trained tokens"),
+    Metric("train/ratio_mean", "", "mean of current / starting, over the tokens of train/ppo_kl; 1 with one minibatch"),
     Metric("train/entropy", "nats", "entropy of the policy at trained tokens, at their temperature"),
     Metric(
-        "train/mean_kl", "nats", "mismatch of sampler and trainer: mean of exp(m) - m - 1, m = log old - log sampled"
+        "train/mean_kl",
+        "nats",
+        "divergence of the policy at the start of the step from the sampler, by lag and numerics together: mean of"
+        " exp(m) - m - 1, m = log starting - log sampled. With several minibatches and old_logprobs = engine, this and the"
+        " metrics of m below are over the first minibatch and the first pass of the last one",
     ),
-    Metric("train/mismatch_weight_mean", "", "mean of old / sampled over trained tokens"),
-    Metric("train/ess", "", "effective sample size of old / sampled, as a fraction of the tokens"),
+    Metric(
+        "train/numerics_kl", "nats", "train/mean_kl over tokens of lag 0: numerical differences of engine and trainer"
+    ),
+    *(Metric(f"train/lag_kl_{n}", "nats", f"train/mean_kl over tokens of lag {n}") for n in range(1, MOST_LAG)),
+    Metric(f"train/lag_kl_{MOST_LAG}", "nats", f"train/mean_kl over tokens of lag {MOST_LAG} and more"),
+    Metric("train/mismatch_weight_mean", "", "mean of starting / sampled over trained tokens"),
+    Metric("train/ess", "", "effective sample size of starting / sampled, as a fraction of the tokens"),
     Metric("train/correction_mean", "", "mean of the correction's weights over trained tokens"),
     Metric("train/correction_clip_frac", "", "fraction of the trained tokens whose correction weight was clipped"),
     Metric(
@@ -136,6 +157,40 @@ def check_lag(manifest: BatchManifest, *, max_head_offpolicy_versions: int) -> L
         minimum=min(known, default=None),
         num_unknown=len(manifest.entries) - len(known),
     )
+
+
+def publication_lags(batch: TrainingBatch) -> dict[int, int]:
+    """The lag of the tokens of a publication, for the oldest publication of each group: the manifest contains its version.
+
+    Effective versions rise with the ids of publications, so the oldest version of a group is that of its lowest id. Groups with
+    tokens of unknown publications tell nothing.
+    """
+    found: dict[int, int] = {}
+    for entry, group in batch.entries():
+        if entry.oldest_version is None:
+            continue
+        rows = [row for sample in group.samples for row in sample.sequences]
+        trained = [row.versions[row.loss_mask & ~entry.is_masked(row)] for row in rows]
+        oldest = min((int(versions.min()) for versions in trained if len(versions)), default=-1)
+        if oldest >= 0:
+            found[oldest] = lag(step=batch.step, oldest_version=entry.oldest_version)
+    return dict(sorted(found.items()))
+
+
+def token_lags(publications: NDArray[np.int32], known: Mapping[int, int]) -> NDArray[np.int8]:
+    """The lag of each token, at most `MOST_LAG`; -1 where it cannot be derived from the `publication_lags` of the batch."""
+    ids, lags = list(known), [*known.values(), 0]
+
+    def lag_of(publication: int) -> int:
+        at = bisect_right(ids, publication) - 1
+        # Lags fall as ids rise, down to 0: between two equal ones there is no other.
+        is_known = at >= 0 and (ids[at] == publication or lags[at] == lags[at + 1])
+        return min(lags[at], MOST_LAG) if is_known else -1
+
+    if (publications == publications[0]).all():
+        return np.full(len(publications), lag_of(int(publications[0])), dtype=np.int8)
+    unique, inverse = np.unique(publications, return_inverse=True)
+    return np.array([lag_of(publication) for publication in unique.tolist()], dtype=np.int8)[inverse]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """One training step: a batch in, an updated model and metrics out. Deterministic to the bit on a CPU with a fixed thread count.
 
-With `old_logprobs = "engine"` the ratio is taken against the policy that sampled the tokens, whose logprobs came with them.
+With `old_logprobs = "engine"` the ratio is taken against the policy that sampled the tokens, whose logprobs came with them. The
+logprobs at the start of the step are then needed for metrics only, and computed for one pass of the last minibatch.
 
 With `snapshot` it is taken against pi_old, the policy at the start of the step. Until the first optimizer step of a batch that is
 the current policy, so the first minibatch uses its own detached log-probabilities: the ratio is exactly 1, and one minibatch per
@@ -85,6 +86,8 @@ class _Tally:
     loss: float = 0.0
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0
+    is_last: bool = True
+    """The minibatch that is trained is the last one of the step."""
 
 
 class TrainStep:
@@ -209,6 +212,7 @@ class TrainStep:
         tally = _Tally()
         try:
             for passes, old in zip(minibatches, self._old_logprobs(minibatches), strict=True):
+                tally.is_last = passes is minibatches[-1]
                 self._train_minibatch(passes, old, tally, step=step)
         except torch.OutOfMemoryError as error:
             tokens = self._config.tokens_per_pass
@@ -279,13 +283,15 @@ class TrainStep:
         return found
 
     def _old_logprobs(self, minibatches: Sequence[Passes]) -> list[list[Tensor] | None]:
-        """Log-probabilities at the start of the step, for every minibatch but the first, which uses its own."""
-        if self._recipe.old_logprobs == "engine" and self._config.missing_logprobs == "refuse":
-            return [None for _ in minibatches]
-        old: list[list[Tensor] | None] = [None for _ in minibatches[:1]]
+        """Log-probabilities at the start of the step, by minibatch and pass. None for the first minibatch, which uses its own.
+
+        Where the loss does not need them, only those of the first pass of the last minibatch.
+        """
+        is_needed = self._recipe.old_logprobs == "snapshot" or self._config.missing_logprobs == "recompute"
+        needed = [later if is_needed else later[:1] if later is minibatches[-1] else [] for later in minibatches[1:]]
         with torch.no_grad():
-            old.extend([self.model.token_logprobs(micro)[0] for micro, _ in later] for later in minibatches[1:])
-        return old
+            computed = [[self.model.token_logprobs(micro)[0] for micro, _ in passes] for passes in needed]
+        return [None, *computed] if minibatches else []
 
     def _train_minibatch(self, passes: Passes, old: list[Tensor] | None, tally: _Tally, *, step: int) -> None:
         """One optimizer step."""
@@ -293,7 +299,7 @@ class TrainStep:
         losses: list[Tensor] = []
         for number, (micro, counts) in enumerate(passes):
             current, entropy = self.model.token_logprobs(micro, is_entropy_trained=self._config.entropy_bonus > 0)
-            starting = current.detach() if old is None else old[number]
+            starting = current.detach() if old is None else old[number] if number < len(old) else None
             reduced = self._loss_of(micro, current, starting, entropy, tally if counts else None)
             # Gradients are averaged over ranks, but the token weights are already fractions of the whole minibatch.
             (reduced * self.ranks.size).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -318,17 +324,21 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _loss_of(
-        self, micro: Microbatch, current: Tensor, starting: Tensor, entropy: Tensor, tally: _Tally | None
+        self, micro: Microbatch, current: Tensor, starting: Tensor | None, entropy: Tensor, tally: _Tally | None
     ) -> Tensor:
-        """The weighted sum of the token losses of one pass. Adds its statistics to the tally."""
-        inputs, is_known = self._loss_inputs(micro, current, starting)
+        """The weighted sum of the token losses of one pass. Adds its statistics to the tally.
+
+        `starting`: None if the loss does not need the log-probabilities at the start of the step.
+        """
+        old = current.detach() if starting is None else starting
+        inputs, is_known = self._loss_inputs(micro, current, old)
         terms = self._loss(inputs, self._settings)
         loss_N = terms.loss_N
         corrected = reference_kl = None
         if self._config.correction != "none":
             corrected = correction(
                 inputs,
-                starting,
+                old,
                 kind=self._config.correction,
                 is_sequence_level=self._recipe.correction_level == "sequence",
                 bound=self._recipe.correction_bound,
@@ -344,6 +354,8 @@ class TrainStep:
                 inputs,
                 terms,
                 starting_N=starting,
+                measures_drift=tally.is_last,
+                lags_N=None if micro.lags_N is None else self.model.tensor(micro.lags_N),
                 entropy_N=entropy.detach(),
                 is_known_N=is_known,
                 correction=corrected,

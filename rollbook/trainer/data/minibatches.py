@@ -21,6 +21,7 @@ from rollbook.contracts.group import GroupId
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.advantages import advantages, overlong_penalties
 from rollbook.trainer.data.prefixes import PackedSequences, packed_passes, prefix_order, prefix_tree
+from rollbook.trainer.metrics import publication_lags, token_lags
 
 PAD_ID = 0
 """Any id works: padding is on the right, where causal attention does not look."""
@@ -50,6 +51,8 @@ class TrainRow:
     """Number of the sample in its group, and of the sequence in the sample."""
     num_tokens: int = 0
     """Length of the whole sequence."""
+    lags: NDArray[np.int8] | None = None
+    """For each target: `token_lags`. None: unknown."""
     trained_share: float = 1.0
     """Fraction of the batch's scorable samples that have a row: the others are masked or have no trained token."""
 
@@ -86,6 +89,8 @@ class Microbatch:
     """The rows of this pass, as numbers of the minibatch's rows."""
     reference_logprobs_N: NDArray[np.float32] | None = None
     """From the producer, NaN where unknown; None if no sequence has them."""
+    lags_N: NDArray[np.int8] | None = None
+    """Lag of each token, for metrics; -1 where unknown. None: all unknown."""
 
     @property
     def num_trained(self) -> int:
@@ -141,6 +146,7 @@ def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
     shared = sample_advantages(batch, config)
     rows: list[TrainRow] = []
     number = -1
+    lags = publication_lags(batch)
     num_scorable = sum(len(group.scorable) for group in batch.groups)
     for entry, group in batch.entries():
         for in_group, sample in enumerate(group.samples):
@@ -163,6 +169,7 @@ def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
                         temperature=sample.sampling.temperature,
                         place=(in_group, sequence),
                         num_tokens=len(row),
+                        lags=token_lags(row.versions[trained], lags),
                         token_advantages=None if row.advantages is None else row.advantages[trained],
                         token_weights=None if row.weights is None else row.weights[trained],
                         reference_logprobs=None if row.reference_logprobs is None else row.reference_logprobs[trained],
@@ -332,6 +339,9 @@ def _microbatch(
         )
         if any(row.reference_logprobs is not None for row in chosen)
         else None,
+        lags_N=np.concatenate(
+            [np.full(row.num_trained, -1, np.int8) if row.lags is None else row.lags for row in chosen]
+        ),
     )
 
 

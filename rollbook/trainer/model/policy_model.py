@@ -334,10 +334,12 @@ def _shape(module: Any) -> ModelShape:
     head, embedding = module.get_output_embeddings().weight, module.get_input_embeddings().weight
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    embeddings = head.numel() + (0 if head is embedding else embedding.numel())
+    body = [parameter for parameter in module.parameters() if parameter is not head and parameter is not embedding]
     return ModelShape(
-        body_parameters=sum(parameter.numel() for parameter in module.parameters()) - embeddings,
+        body_parameters=sum(parameter.numel() for parameter in body),
+        frozen_parameters=sum(parameter.numel() for parameter in body if not parameter.requires_grad),
         head_parameters=head.numel(),
+        is_head_frozen=not head.requires_grad,
         layers=config.num_hidden_layers,
         attention_width=heads * width,
         width=config.hidden_size,

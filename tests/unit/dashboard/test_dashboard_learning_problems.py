@@ -46,6 +46,7 @@ def run(**changes: float) -> list[StepMetrics]:
         ({"filtered": 0.97}, ProblemKind.VARIANCE, "rollout.completions_per_prompt"),
         ({"ratio": 3.0}, ProblemKind.RATIO, "trainer.lr"),
         ({"ratio": 0.3}, ProblemKind.RATIO, "gate.max_head_offpolicy_versions"),
+        ({"mismatch_weight": 3.0}, ProblemKind.RATIO, "trainer.correction"),
         ({"ess": 0.05}, ProblemKind.RATIO, "trainer.correction"),
         ({"response_tokens": 400.0, "truncated": 0.8}, ProblemKind.LENGTH, "trainer.overlong_tokens"),
         ({"reward": 0.1}, ProblemKind.REWARD, "trainer.old_logprobs"),

@@ -39,6 +39,18 @@ def test_new_adapters_do_not_change_the_output_and_only_they_are_trained(model_d
         assert torch.equal(dict(learner.model.module.named_parameters())[name], before), name
 
 
+def test_a_frozen_weight_costs_four_operations_per_token_and_a_trained_one_six(model_dir: Path) -> None:
+    batch = batch_of(1, [[sample(row([1, 5, 6, 7], [2, 3]), reward=reward) for reward in (0.0, 1.0)]])
+    plain, adapted = (initial_learner(model_dir, config) for config in (quick(), lora()))
+    head = plain.model.shape.head_parameters
+    body = plain.model.shape.body_parameters
+    adapters = adapted.model.shape.body_parameters - body
+    assert adapters > 0
+    # Both rows have the same 3 inputs, computed once. Each trains 2 tokens.
+    saved = 2 * body * 3 + 2 * head * 4 - 6 * adapters * 3
+    assert plain.run(batch).flops - adapted.run(batch).flops == pytest.approx(saved)
+
+
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_loads_with_peft_and_resumes_to_the_bit(
     tmp_path: Path, model_dir: Path, compute_dtype: str

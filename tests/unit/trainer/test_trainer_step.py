@@ -1,6 +1,7 @@
 """One training step: its gradient, its metrics, and the batches it rejects."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.trajectory import RolloutSample
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.data.minibatches import sample_advantages
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
@@ -86,6 +88,57 @@ def test_with_several_minibatches_the_policy_drifts_from_the_start_of_the_step(m
     assert (report.metrics["train/ppo_clip_frac"] or 0) > 0
 
 
+def test_drift_and_mismatch_are_measured_whatever_the_ratio_is_taken_to(model_dir: Path) -> None:
+    """`reinforce` reads no ratio, so both train the same. Two minibatches of one pass: every token is measured."""
+    measured = [
+        initial_learner(model_dir, quick(loss="reinforce", ppo_n_minibatches=2, lr=0.05, old_logprobs=old))
+        .run(recorded_batch(1))
+        .metrics
+        for old in ("engine", "snapshot")
+    ]
+    assert (measured[0]["train/ppo_kl"] or 0) > 1e-4
+    assert measured[0] == measured[1]
+
+
+def test_mismatch_of_later_minibatches_is_that_of_the_start_of_the_step(model_dir: Path) -> None:
+    settings = {"old_logprobs": "engine", "ppo_n_minibatches": 3, "max_tokens_per_microbatch": 30}
+    still, moving = (
+        initial_learner(model_dir, quick(**settings, lr=lr)).run(recorded_batch(1)).metrics for lr in (1e-12, 0.1)
+    )
+    assert (still["train/ppo_kl"] or 0) < 1e-9 < (moving["train/ppo_kl"] or 0)
+    for name in ("train/mean_kl", "train/numerics_kl", "train/ess", "train/mismatch_weight_mean"):
+        assert still[name] == pytest.approx(moving[name], rel=1e-5), name
+
+
+def test_divergence_from_the_sampler_is_measured_by_lag(model_dir: Path) -> None:
+    learner = initial_learner(model_dir, quick())
+    exact = float(learner.model.token_logprobs(one_pass([[1, 5]], [1], [6]))[0].detach())
+
+    def group(*publications: int) -> list[RolloutSample]:
+        """Tokens of a higher id are less likely under the sampler."""
+        rows = [row([1, 5, 6], [2], logprob=exact - 0.1 * (p - 10), version=p) for p in publications]
+        return [sample(tokens, reward=float(n)) for n, tokens in enumerate(rows)]
+
+    learner.step = 8
+    batch = batch_of(9, [group(12, 14), group(13, 13), group(14, 14), group(10, 11)])
+    # Ids 12, 13, 14 and 10 are versions 5, 7, 8 and 2. The version of id 11 is not known.
+    entries = [
+        replace(entry, oldest_version=version)
+        for entry, version in zip(batch.manifest.entries, (5, 7, 8, 2), strict=True)
+    ]
+    found = learner.run(replace(batch, manifest=replace(batch.manifest, entries=tuple(entries)))).metrics
+
+    def expected(*publications: int) -> float:
+        return sum(math.expm1(0.1 * (p - 10)) - 0.1 * (p - 10) for p in publications) / len(publications)
+
+    assert found["train/numerics_kl"] == pytest.approx(expected(14), rel=1e-3)
+    assert found["train/lag_kl_1"] == pytest.approx(expected(13), rel=1e-3)
+    assert found["train/lag_kl_2"] is None
+    assert found["train/lag_kl_3"] == pytest.approx(expected(12), rel=1e-3)
+    assert found["train/lag_kl_4"] == pytest.approx(0, abs=1e-9), "lag 6"
+    assert found["train/mean_kl"] == pytest.approx(expected(12, 14, 13, 13, 14, 14, 10, 11), rel=1e-3)
+
+
 def test_later_minibatches_are_compared_with_the_start_of_the_step(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +167,8 @@ def test_the_ratio_can_be_taken_against_the_sampling_policy(model_dir: Path) -> 
         for ratio, reward in ((2, 1.0), (1, 0.0))
     ]
     report = learner.run(batch_of(1, [lagging]))
-    assert report.metrics["train/ratio_mean"] == pytest.approx(1.5, rel=1e-5)
+    assert report.metrics["train/mismatch_weight_mean"] == pytest.approx(1.5, rel=1e-5)
+    assert (report.metrics["train/ratio_mean"], report.metrics["train/ppo_kl"]) == (1.0, 0.0), "nothing drifted"
     assert report.metrics["train/ppo_clip_frac"] == 0.5, "its ratio of 2 is clipped, because its advantage is positive"
 
 
