@@ -56,6 +56,7 @@ class Recipe:
     reduction: str
     correction_level: str
     correction_bound: float
+    correction_low: float | None
     overlong_buffer: int
     overlong_penalty: float
 
@@ -133,14 +134,19 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
 
     correction: Literal["none", "tis", "icepop", "mis"] = "none"
     """Importance weight of each token's policy loss that corrects for numerical differences between engine and trainer, with
-    w = old / sampled. `none`: 1. `tis`: min(w, bound). `icepop`: w inside [1/bound, bound], else 0. `mis`: w up to bound, else
-    0."""
+    w = old / sampled. `none`: 1. `tis`: min(w, bound). `icepop`: w inside [1/bound, bound], else 0. `mis`: w inside
+    [correction_low, bound], else 0."""
 
-    correction_level: Literal["token", "sequence"] | None = None
-    """Whether w is per token, or the geometric mean over the sequence. None: token."""
+    correction_level: Literal["token", "sequence_mean", "sequence_sum", "sequence"] | None = None
+    """`token`: w of each token. `sequence_mean`: the geometric mean over the sequence, which does not depend on its length
+    (`sequence` is an old name of it). `sequence_sum`: exp of the sum of log w, the ratio of the whole sequence, as in TRL. None:
+    token."""
 
     correction_bound: float | None = Field(default=None, gt=1)
     """The bound of the correction. None: 2."""
+
+    correction_low: float | None = Field(default=None, gt=0, lt=1)
+    """Lower bound of `mis`: the loss of tokens with a lower weight is 0 too. None: no lower bound."""
 
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the initial policy. Above 0, a frozen copy is kept (LoRA: the base model)."""
@@ -297,6 +303,8 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
         )
 
     def _check_correction(self) -> None:
+        if self.correction_low is not None and self.correction != "mis":
+            raise ValueError(f"correction {self.correction!r} does not read correction_low: only 'mis' does")
         if self.correction == "none":
             if self.correction_level is not None or self.correction_bound is not None:
                 raise ValueError("correction_level and correction_bound need a correction: set trainer.correction")
@@ -323,8 +331,11 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
             loss_options=self.loss_options,
             advantage=self.advantage or defaults.get("advantage", "group"),
             reduction=self.reduction or defaults.get("reduction", "token_mean"),
-            correction_level=self.correction_level or "token",
+            correction_level="sequence_mean"
+            if self.correction_level == "sequence"
+            else self.correction_level or "token",
             correction_bound=self.correction_bound or 2.0,
+            correction_low=self.correction_low,
             overlong_buffer=self.overlong_buffer or -(-(self.overlong_tokens or 0) // 2),
             overlong_penalty=self.overlong_penalty or 1.0,
         )

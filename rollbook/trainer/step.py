@@ -340,8 +340,9 @@ class TrainStep:
                 inputs,
                 old,
                 kind=self._config.correction,
-                is_sequence_level=self._recipe.correction_level == "sequence",
+                level=self._recipe.correction_level,
                 bound=self._recipe.correction_bound,
+                low=self._recipe.correction_low or 0.0,
             )
             loss_N = loss_N * corrected.weights_N
         if self._config.kl_coef > 0:

@@ -170,24 +170,22 @@ def test_only_tokens_clipped_in_the_direction_of_their_advantage_count_as_clippe
 
 
 @pytest.mark.parametrize("kind", ["tis", "icepop", "mis"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", "sequence_mean", "sequence_sum"])
 @given(t=tokens())
 @settings(max_examples=25)
 def test_corrections_weight_tokens_by_old_over_sampled(kind: str, level: str, t: Tokens) -> None:
-    bound = 1.7
-    found = correction(
-        t.inputs(), torch.from_numpy(t.old), kind=kind, is_sequence_level=level == "sequence", bound=bound
-    )
+    bound, low = 1.7, 0.4
+    found = correction(t.inputs(), torch.from_numpy(t.old), kind=kind, level=level, bound=bound, low=low)
     for n in range(len(t.row)):
-        members = [m for m in range(len(t.row)) if t.row[m] == t.row[n]] if level == "sequence" else [n]
+        members = [m for m in range(len(t.row)) if t.row[m] == t.row[n]] if level != "token" else [n]
         product = math.prod(math.exp(t.old[m]) / math.exp(t.sampled[m]) for m in members)
-        weight = product ** (1 / len(members))
-        if min(abs(weight - bound), abs(weight - 1 / bound)) < 1e-9:
+        weight = product if level == "sequence_sum" else product ** (1 / len(members))
+        if min(abs(weight - bound), abs(weight - 1 / bound), abs(weight - low)) < 1e-9:
             continue
         if kind == "tis":
             expected = weight if weight < bound else bound
         elif kind == "mis":
-            expected = weight if weight < bound else 0.0
+            expected = weight if low < weight < bound else 0.0
         else:
             expected = weight if 1 / bound < weight < bound else 0.0
         assert float(found.weights_N[n]) == pytest.approx(expected, rel=1e-9)

@@ -1,7 +1,8 @@
 """Importance weights that correct for numerical differences between engine and trainer, and the KL penalty.
 
-w = old / sampled, per token or as a geometric mean per sequence, multiplies the policy loss of each token. The kinds of correction
-differ in how they bound w. They are independent of the loss and of its clip on current / old.
+w = old / sampled multiplies the policy loss of each token: the ratio of the token, the geometric mean of the ratios of its
+sequence, or their product. The kinds of correction differ in how they bound w. They are independent of the loss and of its clip on
+current / old.
 """
 
 import math
@@ -22,25 +23,25 @@ class Correction:
 
 
 def correction(
-    inputs: LossInputs, starting_N: Tensor, *, kind: str, is_sequence_level: bool, bound: float
+    inputs: LossInputs, starting_N: Tensor, *, kind: str, level: str, bound: float, low: float = 0.0
 ) -> Correction:
-    """`starting_N`: log-probabilities under the weights at the start of the step.
+    """`starting_N`: log-probabilities under the weights at the start of the step. `level`: token, sequence_mean or sequence_sum.
 
-    tis: min(w, bound). mis: 0 where w > bound. icepop: 0 where w is outside [1/bound, bound].
+    tis: min(w, bound). mis: 0 where w is outside [low, bound]. icepop: 0 where w is outside [1/bound, bound].
     """
     log_weight_N = (starting_N - inputs.sampled_N).detach()
-    if is_sequence_level:
+    if level == "sequence_mean":
         log_weight_N = inputs.sequence_mean_N(log_weight_N)
+    elif level == "sequence_sum":
+        log_weight_N = inputs.sequence_sum_N(log_weight_N)
     weights_N = torch.exp(log_weight_N)
     is_high_N = weights_N > bound
     if kind == "tis":
         return Correction(weights_N=weights_N.clamp(max=bound), is_bounded_N=is_high_N)
-    if kind == "mis":
-        return Correction(weights_N=weights_N.masked_fill(is_high_N, 0.0), is_bounded_N=is_high_N)
-    if kind == "icepop":
-        is_outside_N = is_high_N | (weights_N < 1.0 / bound)
-        return Correction(weights_N=weights_N.masked_fill(is_outside_N, 0.0), is_bounded_N=is_outside_N)
-    raise ValueError(f"unknown correction {kind!r}")
+    if kind not in ("mis", "icepop"):
+        raise ValueError(f"unknown correction {kind!r}")
+    is_outside_N = is_high_N | (weights_N < (low if kind == "mis" else 1.0 / bound))
+    return Correction(weights_N=weights_N.masked_fill(is_outside_N, 0.0), is_bounded_N=is_outside_N)
 
 
 def k3_divergence(current_N: Tensor, reference_N: Tensor) -> Tensor:

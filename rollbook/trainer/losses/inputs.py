@@ -39,10 +39,17 @@ class LossInputs:
 
     def sequence_mean_N(self, values_N: Tensor) -> Tensor:
         """At every token, the mean of the values over the trained tokens of its sequence."""
-        sums_R = torch.zeros(self.num_rows, dtype=values_N.dtype, device=values_N.device)
-        sums_R = sums_R.index_add(0, self.row_of_N, values_N)
-        counts_R = torch.zeros_like(sums_R).index_add(0, self.row_of_N, torch.ones_like(values_N))
+        sums_R = self._sums_R(values_N)
+        counts_R = self._sums_R(torch.ones_like(values_N))
         return (sums_R / counts_R.clamp(min=1.0)).index_select(0, self.row_of_N)
+
+    def sequence_sum_N(self, values_N: Tensor) -> Tensor:
+        """At every token, the sum of the values over the trained tokens of its sequence."""
+        return self._sums_R(values_N).index_select(0, self.row_of_N)
+
+    def _sums_R(self, values_N: Tensor) -> Tensor:
+        zeros_R = torch.zeros(self.num_rows, dtype=values_N.dtype, device=values_N.device)
+        return zeros_R.index_add(0, self.row_of_N, values_N)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
         ({"loss": "mine:loss"}, "no default advantage and reduction: set both"),
         ({"correction_bound": 3}, "need a correction: set trainer.correction"),
         ({"correction": "tis", "old_logprobs": "engine"}, "would apply it twice"),
+        ({"correction": "tis", "correction_low": 0.5}, "only 'mis' does"),
         ({"correction": "mis", "loss": "decoupled"}, "would apply it twice"),
         ({"loss": "decoupled", "old_logprobs": "engine"}, "always 1 with old_logprobs = 'engine'"),
         ({"overlong_buffer": 3}, "need overlong_tokens"),
@@ -40,6 +41,11 @@ from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
 def test_invalid_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         TrainerConfig.model_validate(settings)
+
+
+def test_the_old_name_of_the_geometric_mean_is_accepted() -> None:
+    old, new = (TrainerConfig(correction="mis", correction_level=level) for level in ("sequence", "sequence_mean"))
+    assert old.recipe == new.recipe
 
 
 @pytest.mark.parametrize(

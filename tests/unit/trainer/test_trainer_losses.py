@@ -59,7 +59,7 @@ def test_every_loss_trains_whole_batches(model_dir: Path, name: str) -> None:
     assert learner.model.digest() != before
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", "sequence_mean", "sequence_sum"])
 def test_a_correction_is_measured_and_changes_the_update(model_dir: Path, level: str) -> None:
     exact = initial_learner(model_dir, quick())
     logprob = float(exact.model.token_logprobs(one_pass([[1, 5]], [1], [6]))[0].detach())
