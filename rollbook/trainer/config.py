@@ -57,6 +57,7 @@ class Recipe:
     correction_level: str
     correction_bound: float
     correction_low: float | None
+    kl_estimator: str | None
     overlong_buffer: int
     overlong_penalty: float
 
@@ -151,13 +152,18 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the initial policy. Above 0, a frozen copy is kept (LoRA: the base model)."""
 
+    kl_estimator: Literal["k2", "k3", "k3_weighted"] | None = None
+    """The penalty of a token, with d = log reference - log current. `k2`: d²/2, whose gradient is that of KL(policy ‖ reference)
+    for tokens of the current policy. `k3_weighted`: (exp(d) - d - 1) × current / sampled, whose gradient is right at any lag, with
+    more variance. `k3`: exp(d) - d - 1, whose gradient is that of KL(reference ‖ policy). None: k2."""
+
     entropy_bonus: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus. Keeps a small policy from converging to the first action that works."""
 
     advantage: Literal["group", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl"] | None = None
     """Baseline of a sample. `group`: mean and std of its group; `dr_grpo`: mean only; `rloo`: mean of the others;
-    `reinforce_pp`: mean and std of the batch; `reinforce_pp_baseline`: mean of its group, std of the batch; `maxrl`: mean,
-    divided by the mean. None: the loss's default (dr_grpo for dr_grpo, others group)."""
+    `reinforce_pp`: mean and std over the tokens of the batch; `reinforce_pp_baseline`: mean of its group, then the same; `maxrl`:
+    mean, divided by the mean. 1e-4 is added to a std. None: the loss's default (dr_grpo for dr_grpo, others group)."""
 
     overlong_tokens: int | None = Field(default=None, ge=1)
     """Trained tokens from which a sample's reward is reduced by the full `overlong_penalty`. None: no length penalty."""
@@ -303,6 +309,8 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
         )
 
     def _check_correction(self) -> None:
+        if self.kl_estimator is not None and self.kl_coef == 0:
+            raise ValueError("kl_estimator needs a KL penalty: set trainer.kl_coef")
         if self.correction_low is not None and self.correction != "mis":
             raise ValueError(f"correction {self.correction!r} does not read correction_low: only 'mis' does")
         if self.correction == "none":
@@ -336,6 +344,7 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
             else self.correction_level or "token",
             correction_bound=self.correction_bound or 2.0,
             correction_low=self.correction_low,
+            kl_estimator=self.kl_estimator or ("k2" if self.kl_coef else None),
             overlong_buffer=self.overlong_buffer or -(-(self.overlong_tokens or 0) // 2),
             overlong_penalty=self.overlong_penalty or 1.0,
         )

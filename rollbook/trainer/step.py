@@ -36,7 +36,7 @@ from rollbook.trainer.data.minibatches import (
 from rollbook.trainer.distributed.sharding import Passes, Ranks, cpu_mesh, gathered, own_shards, shard_state
 from rollbook.trainer.files.random_states import random_states
 from rollbook.trainer.flops import training_flops
-from rollbook.trainer.losses.corrections import correction, k3_divergence
+from rollbook.trainer.losses.corrections import correction, k3_divergence, kl_penalty
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings
 from rollbook.trainer.losses.registry import loss_named
 from rollbook.trainer.losses.statistics import TokenStatistics
@@ -346,8 +346,10 @@ class TrainStep:
             )
             loss_N = loss_N * corrected.weights_N
         if self._config.kl_coef > 0:
-            reference_kl = k3_divergence(current, self._reference_logprobs(micro))
-            loss_N = loss_N + self._config.kl_coef * reference_kl
+            reference = self._reference_logprobs(micro)
+            penalty_N = kl_penalty(inputs, reference, estimator=self._recipe.kl_estimator or "k2")
+            loss_N = loss_N + self._config.kl_coef * penalty_N
+            reference_kl = k3_divergence(current.detach(), reference)
         if self._config.entropy_bonus > 0:
             loss_N = loss_N - self._config.entropy_bonus * entropy
         if tally is not None:

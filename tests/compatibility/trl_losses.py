@@ -31,7 +31,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo_token_mean": ({"loss_type": "bnpo"}, {"loss": "grpo", "reduction": "token_mean"}),
     "grpo_kl": (
         {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False},
-        {"loss": "grpo", "reduction": "sequence_mean", "kl_coef": 0.1},
+        {"loss": "grpo", "reduction": "sequence_mean", "kl_coef": 0.1, "kl_estimator": "k3"},
+    ),
+    "grpo_kl_weighted": (
+        {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": True},
+        {"loss": "grpo", "reduction": "sequence_mean", "kl_coef": 0.1, "kl_estimator": "k3_weighted"},
     ),
     "dr_grpo": ({"loss_type": "dr_grpo"}, {"loss": "dr_grpo", "reduction_length": LONGEST}),
     "dapo": ({"loss_type": "dapo", "epsilon_high": 0.28, "delta": 1.6}, {"loss": "dapo", "dual_clip": 1.6}),

@@ -22,7 +22,7 @@ def reference(rewards: list[float | None], kind: str) -> list[float]:
         return [0.0] * len(rewards)
     mean, std = statistics.fmean(scored), statistics.stdev(scored)
     formulas = {
-        "group": lambda r: (r - mean) / (std + 1e-8),
+        "group": lambda r: (r - mean) / (std + 1e-4),
         "dr_grpo": lambda r: r - mean,
         "rloo": lambda r: r - (math.fsum(scored) - r) / (len(scored) - 1),
     }
@@ -40,6 +40,24 @@ def test_each_group_is_normalised_over_its_own_scorable_samples(
         at = [n for n, (g, _) in enumerate(members) if g == group]
         expected = reference([members[n][1] for n in at], kind)
         np.testing.assert_allclose(found[at], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_tiny_differences_between_rewards_do_not_become_large_advantages() -> None:
+    found = advantages(np.array([0.5, 0.5 + 1e-6]), np.zeros(2, dtype=np.int64), kind="group")
+    assert 0 < found[1] < 0.01
+
+
+@pytest.mark.parametrize("kind", ["reinforce_pp", "reinforce_pp_baseline"])
+@given(members=st.lists(st.tuples(st.integers(0, 2), st.floats(-9, 9), st.integers(1, 9)), min_size=2, max_size=12))
+def test_reinforce_plus_plus_whitens_over_the_tokens_of_the_batch(
+    kind: str, members: list[tuple[int, float, int]]
+) -> None:
+    groups, rewards, lengths = (np.array(column) for column in zip(*members, strict=True))
+    values = rewards if kind == "reinforce_pp" else advantages(rewards, groups, kind="dr_grpo")
+    tokens = np.repeat(values, lengths)
+    expected = (values - tokens.mean()) / (tokens.std(ddof=1) + 1e-4)
+    found = advantages(rewards, groups, kind=kind, num_tokens=lengths)
+    np.testing.assert_allclose(found, expected if tokens.std(ddof=1) >= 1e-8 else 0 * values, rtol=1e-6, atol=1e-3)
 
 
 def test_a_failed_environment_never_lowers_its_siblings() -> None:

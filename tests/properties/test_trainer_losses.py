@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from rollbook.trainer.config import LOSS_DEFAULTS, TrainerConfig
-from rollbook.trainer.losses.corrections import correction, k3_divergence
+from rollbook.trainer.losses.corrections import correction, k3_divergence, kl_penalty
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
 from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.step import loss_settings
@@ -190,6 +190,41 @@ def test_corrections_weight_tokens_by_old_over_sampled(kind: str, level: str, t:
             expected = weight if 1 / bound < weight < bound else 0.0
         assert float(found.weights_N[n]) == pytest.approx(expected, rel=1e-9)
         assert bool(found.is_bounded_N[n]) == (expected != pytest.approx(weight, rel=1e-12))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "is_sampled_by_another", "is_right"),
+    [("k2", False, True), ("k3_weighted", False, True), ("k3_weighted", True, True), ("k3", False, False)],
+)
+def test_the_expected_gradient_of_the_kl_penalty_is_that_of_the_divergence(
+    estimator: str, is_sampled_by_another: bool, is_right: bool
+) -> None:
+    """Exact expectations over five tokens, against finite differences of KL(policy || reference)."""
+    rng = np.random.default_rng(5)
+    logits, reference, other = (torch.from_numpy(rng.normal(size=5)) for _ in range(3))
+    reference_N, other_N = torch.log_softmax(reference, 0), torch.log_softmax(other, 0)
+
+    def divergence(at: torch.Tensor) -> float:
+        logprobs = torch.log_softmax(at, 0)
+        return float((logprobs.exp() * (logprobs - reference_N)).sum())
+
+    steps = 1e-6 * torch.eye(5, dtype=torch.float64)
+    expected = [(divergence(logits + step) - divergence(logits - step)) / 2e-6 for step in steps]
+    logits.requires_grad_()
+    current_N = torch.log_softmax(logits, 0)
+    sampled_N = other_N if is_sampled_by_another else current_N.detach()
+    inputs = LossInputs(
+        current_N=current_N,
+        old_N=sampled_N,
+        sampled_N=sampled_N,
+        advantages_N=torch.zeros(5),
+        row_of_N=torch.zeros(5, dtype=torch.int64),
+        num_rows=1,
+    )
+    penalty_N = kl_penalty(inputs, reference_N, estimator=estimator)
+    (sampled_N.exp() * penalty_N).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    assert logits.grad is not None
+    assert np.allclose(logits.grad.numpy(), expected, atol=1e-8) == is_right
 
 
 @given(t=tokens())

@@ -222,7 +222,7 @@ def test_small_differences_between_fast_samples_do_not_outweigh_late_failures() 
     found = sample_advantages(batch_of_parts(groups), quick(advantage="group")).reshape(20, 4)[0]
     assert found[3] < 0 < found[2] < found[0]
     assert found[0] - found[2] < 0.4 * (found[2] - found[3])
-    assert abs(float(np.sqrt(np.square(found).mean())) - 1) < 1e-6
+    assert abs(float(np.sqrt(np.square(found).mean())) - 1) < 1e-3
 
 
 def test_the_filters_judge_a_part_by_its_own_advantages() -> None:

@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 CONSTANT = 1e-8
 """A standard deviation below this is rounding error: all rewards are equal, so all advantages are 0."""
 
+EPSILON = 1e-4
+"""Added to standard deviations: tiny differences between rewards do not become advantages of 1."""
+
 Baseline = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 
 
@@ -25,7 +28,17 @@ def group_relative(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
     """(r - mean) / std with the unbiased std, as in GRPO."""
     centred = rewards - rewards.mean()
     std = float(rewards.std(ddof=1))
-    return centred / (std + CONSTANT) if std >= CONSTANT else np.zeros_like(rewards)
+    return centred / (std + EPSILON) if std >= CONSTANT else np.zeros_like(rewards)
+
+
+def whitened(values: NDArray[np.float64], num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    """(v - mean) / std over tokens, as in REINFORCE++: the value of a sample counts once for each of its tokens."""
+    total = int(num_tokens.sum())
+    if total < 2:
+        return np.zeros_like(values)
+    centred: NDArray[np.float64] = values - np.dot(values, num_tokens) / total
+    std = float(np.sqrt(np.dot(np.square(centred), num_tokens) / (total - 1)))
+    return centred / (std + EPSILON) if std >= CONSTANT else np.zeros_like(values)
 
 
 def centred_only(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -52,12 +65,12 @@ BASELINES: dict[str, Baseline] = {
     "dr_grpo": centred_only,
     "rloo": leave_one_out,
     "maxrl": mean_relative,
-    # REINFORCE++ normalises over the whole batch, see `advantages`.
+    # REINFORCE++ normalises over the tokens of the whole batch, see `advantages`.
     "reinforce_pp": lambda rewards: rewards,
     "reinforce_pp_baseline": centred_only,
 }
 BATCH_NORMALISED = frozenset({"reinforce_pp", "reinforce_pp_baseline"})
-"""Normalised over the scorable samples of the whole batch, after the group's baseline."""
+"""Normalised over the tokens of the batch's scorable samples, after the group's baseline."""
 
 PRIOR_SAMPLES = 16
 """Shrinkage of the mean that `centre` subtracts: number of zero-advantage pseudo-samples."""
@@ -107,7 +120,7 @@ def unit_spread(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Divide by the root mean square of the values that are not 0."""
     differs = values != 0
     spread = float(np.sqrt(np.square(values[differs]).mean())) if differs.any() else 0.0
-    return values / spread if spread >= CONSTANT else np.zeros_like(values)
+    return values / (spread + EPSILON) if spread >= CONSTANT else np.zeros_like(values)
 
 
 def advantages(
@@ -116,10 +129,12 @@ def advantages(
     *,
     kind: str,
     compared: Mapping[int, Sequence[Sequence[float]]] | None = None,
+    num_tokens: NDArray[np.int64] | None = None,
 ) -> NDArray[np.float64]:
     """Advantage of each sample. `rewards` is NaN where a sample could not be scored; `group_of` numbers each sample's group.
 
-    `compared`: for groups that arrived in parts, `PromptGroup.compared_rewards` by number of the group.
+    `compared`: for groups that arrived in parts, `PromptGroup.compared_rewards` by number of the group. `num_tokens`: trained
+    tokens of each sample, for the kinds that normalise over the batch; None: equally many.
     """
     if rewards.shape != group_of.shape:
         raise ValueError(f"{len(rewards)} rewards, but {len(group_of)} group numbers: each sample needs one of each")
@@ -142,7 +157,8 @@ def advantages(
         result[in_parts] = unit_spread(result[in_parts])
     if kind in BATCH_NORMALISED:
         scorable = np.flatnonzero(is_scorable)
-        result[scorable] = group_relative(result[scorable]) if len(scorable) > 1 else 0.0
+        counts = np.ones(len(scorable), dtype=np.int64) if num_tokens is None else num_tokens[scorable]
+        result[scorable] = whitened(result[scorable], counts) if len(scorable) > 1 else 0.0
     return result
 
 

@@ -124,15 +124,16 @@ def sample_advantages(batch: TrainingBatch, config: TrainerConfig) -> NDArray[np
     samples = [sample for group in batch.groups for sample in group.samples]
     rewards = np.array([s.reward if s.reward is not None else np.nan for s in samples], dtype=np.float64)
     group_of = np.array([number for number, group in enumerate(batch.groups) for _ in group.samples], dtype=np.int64)
+    num_tokens = np.array([s.num_trained for s in samples], dtype=np.int64)
     recipe = config.recipe
     if config.overlong_tokens is not None:
         rewards -= overlong_penalties(
-            np.array([s.num_trained for s in samples], dtype=np.int64),
+            num_tokens,
             max_tokens=config.overlong_tokens,
             buffer=recipe.overlong_buffer,
             penalty=recipe.overlong_penalty,
         )
-    return advantages(rewards, group_of, kind=recipe.advantage, compared=compared_rewards(batch))
+    return advantages(rewards, group_of, kind=recipe.advantage, compared=compared_rewards(batch), num_tokens=num_tokens)
 
 
 def compared_rewards(batch: TrainingBatch) -> dict[int, list[tuple[float, ...]]]:

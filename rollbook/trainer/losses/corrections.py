@@ -44,8 +44,29 @@ def correction(
     return Correction(weights_N=weights_N.masked_fill(is_outside_N, 0.0), is_bounded_N=is_outside_N)
 
 
+def kl_penalty(inputs: LossInputs, reference_N: Tensor, *, estimator: str) -> Tensor:
+    """The penalty of each token for its distance to the reference policy. The gradient flows through `current_N`.
+
+    The expected gradient of k2, and of k3 weighted by current / sampled, is that of KL(policy || reference). That of the plain k3
+    is the gradient of KL(reference || policy).
+    """
+    if estimator == "k2":
+        return k2_divergence(inputs.current_N, reference_N)
+    divergence_N = k3_divergence(inputs.current_N, reference_N)
+    if estimator == "k3":
+        return divergence_N
+    if estimator == "k3_weighted":
+        return divergence_N * torch.exp((inputs.current_N - inputs.sampled_N).clamp(max=MAX_LOG_RATIO))
+    raise ValueError(f"unknown KL estimator {estimator!r}")
+
+
+def k2_divergence(current_N: Tensor, reference_N: Tensor) -> Tensor:
+    """d²/2 with d = log reference - log current, linear beyond `MAX_LOG_RATIO`, so that its gradient is bounded."""
+    return torch.nn.functional.huber_loss(current_N, reference_N, reduction="none", delta=MAX_LOG_RATIO)
+
+
 def k3_divergence(current_N: Tensor, reference_N: Tensor) -> Tensor:
-    """KL penalty exp(d) - d - 1 with d = log reference - log current: non-negative and of low variance.
+    """exp(d) - d - 1 with d = log reference - log current: non-negative and of low variance.
 
     Linear in d above `MAX_LOG_RATIO`, so that it is finite. The gradient flows through `current_N`.
     """

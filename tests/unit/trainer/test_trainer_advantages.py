@@ -27,18 +27,18 @@ def test_truncated_samples_can_be_masked_but_still_count_in_the_baseline() -> No
     batch = batch_of(1, [[good, cut]])
     assert len(flatten(batch, quick())) == 2
     (remaining,) = flatten(batch, quick(mask_truncated=True))
-    assert remaining.advantage == pytest.approx(math.sqrt(0.5), rel=1e-6), "the mean is still that of both samples"
+    assert remaining.advantage == pytest.approx(math.sqrt(0.5), rel=1e-3), "the mean is still that of both samples"
 
 
 def test_reinforce_plus_plus_normalises_over_the_batch() -> None:
     rewards, groups = np.array([1.0, 0.0, 5.0, math.nan]), np.array([0, 0, 1, 1])
     normalised = advantages(rewards, groups, kind="reinforce_pp")
     scored = rewards[:3]
-    np.testing.assert_allclose(normalised[:3], (scored - scored.mean()) / scored.std(ddof=1), rtol=1e-6)
+    np.testing.assert_allclose(normalised[:3], (scored - scored.mean()) / (scored.std(ddof=1) + 1e-4), rtol=1e-6)
     assert normalised[3] == 0
     by_group = advantages(rewards, groups, kind="reinforce_pp_baseline")
     centred = np.array([0.5, -0.5, 0.0])
-    np.testing.assert_allclose(by_group[:3], centred / centred.std(ddof=1), rtol=1e-6)
+    np.testing.assert_allclose(by_group[:3], centred / (centred.std(ddof=1) + 1e-4), rtol=1e-6)
     np.testing.assert_allclose(
         advantages(np.array([1.0, 0, 0, 0]), np.zeros(4, np.int64), kind="maxrl"), [3, -1, -1, -1]
     )

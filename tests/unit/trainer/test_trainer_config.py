@@ -28,6 +28,7 @@ from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
         ({"loss": "mine:loss"}, "no default advantage and reduction: set both"),
         ({"correction_bound": 3}, "need a correction: set trainer.correction"),
         ({"correction": "tis", "old_logprobs": "engine"}, "would apply it twice"),
+        ({"kl_estimator": "k3"}, "set trainer.kl_coef"),
         ({"correction": "tis", "correction_low": 0.5}, "only 'mis' does"),
         ({"correction": "mis", "loss": "decoupled"}, "would apply it twice"),
         ({"loss": "decoupled", "old_logprobs": "engine"}, "always 1 with old_logprobs = 'engine'"),
