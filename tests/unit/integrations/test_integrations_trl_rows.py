@@ -60,7 +60,7 @@ def test_masked_tokens_are_context_and_a_part_is_compared_with_its_quorum() -> N
     assert [FILLER in row.metrics for row in batch_rows(all_masked, rows_per_step=2, restored_step=0)] == [True, True]
     late = replace(whole, groups=(replace(group, part=2, baseline=(0.0, 0.0)),))
     rows = batch_rows(late, rows_per_step=2, restored_step=0)
-    assert rows[0].advantage == 1.0
+    assert rows[0].advantage == pytest.approx(1.0, rel=1e-3)
     assert rows[1].advantage == 0, "it equals the baseline"
 
 

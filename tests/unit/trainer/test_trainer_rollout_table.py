@@ -20,7 +20,7 @@ def test_samples_of_several_groups_are_written_with_text_reward_and_advantage(tm
     assert [tuple(row) for row in rows] == [ROLLOUT_COLUMNS] * 3
     assert len({row["group"] for row in rows}) == 2
     assert rows[0]["text"] == "1-5-6"
-    assert (rows[0]["reward"], rows[0]["advantage"]) == (1.0, pytest.approx(2**-0.5, abs=1e-5))
+    assert (rows[0]["reward"], rows[0]["advantage"]) == (1.0, pytest.approx(2**-0.5, abs=1e-3))
     assert [row["reward"] for row in rows[1:]] == [0.0, None]
 
 
