@@ -315,6 +315,7 @@ async def test_metrics_and_spans_are_recorded_for_each_step(ledger: TrainerLedge
         "train/reference_kl",
     }
     lags = {f"async/version_offset_{kind}" for kind in ("min", "mean", "max", "long", "short")}
+    lags |= {"train/numerics_kl", *(f"train/lag_kl_{lag}" for lag in (1, 2, 3, 4))}
     assert missing == {"rollout/accuracy", *lags, *not_configured}, "the groups have no solved flag and no version"
     assert rows[0]["train/optimizer_steps"] == 2
     named = {(span.name, span.fields.get("step")) for span in read_spans(tmp_path / "spans.jsonl")}
