@@ -159,7 +159,7 @@ def _policy(steps: Sequence[StepMetrics]) -> Figure:
     divergence = spread.twinx()
     is_reference = any(step.reference_kl is not None for step in steps)
     divergence.plot(numbers, _nan([step.kl for step in steps]), color=LIMIT, linewidth=1.2)
-    label = "KL to the initial policy, right axis" if is_reference else "KL within a step, right axis"
+    label = "KL to the initial policy, right axis" if is_reference else "KL to the sampler, right axis"
     spread.plot([], [], color=LIMIT, linewidth=1.2, label=label)
     spread.legend(loc="best", frameon=False, ncols=2)
     for name, colour, values in (

@@ -219,7 +219,7 @@ def _step_metrics(row: Mapping[str, Any], measured: Mapping[str, float], played:
         truncated=measured.get("rollout/truncated_ratio"),
         entropy=measured.get("train/entropy"),
         reference_kl=measured.get("train/reference_kl"),
-        step_kl=measured.get("train/ppo_kl"),
+        sampler_kl=measured.get("train/mean_kl"),
         ratio=measured.get("train/ratio_mean"),
         mismatch_weight=measured.get("train/mismatch_weight_mean"),
         ess=measured.get("train/ess"),

@@ -34,8 +34,8 @@ class StepMetrics:
     entropy: float | None = None
     reference_kl: float | None = None
     """Divergence from the initial policy; measured only if the run uses it."""
-    step_kl: float | None = None
-    """Divergence from the policy at the start of the step."""
+    sampler_kl: float | None = None
+    """Divergence from the policy that sampled the batch."""
     ratio: float | None = None
     """Mean of current / starting at the last minibatch: drift from the policy at the start of the step."""
     mismatch_weight: float | None = None
@@ -51,7 +51,7 @@ class StepMetrics:
 
     @property
     def kl(self) -> float | None:
-        return self.step_kl if self.reference_kl is None else self.reference_kl
+        return self.sampler_kl if self.reference_kl is None else self.reference_kl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,7 +102,7 @@ class ProgressRenderer:
             number(last.response_tokens, 0),
             f"tokens; {percent(last.truncated)} truncated, {percent(totals.unscorable_share)} unscorable",
         )
-        divergence = "the initial policy" if last.reference_kl is not None else "the start of the step"
+        divergence = "the initial policy" if last.reference_kl is not None else "the sampler"
         grid.add_row("entropy", number(last.entropy, 2), f"KL to {divergence} {small_number(last.kl)}")
         grid.add_row(
             "groups",

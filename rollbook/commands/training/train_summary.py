@@ -137,7 +137,7 @@ def _lines(report: TrainReport) -> list[tuple[str, str]]:
     figures, totals, law = report.summary, report.summary.totals, report.audit
     lines: list[tuple[str, str]] = []
     if figures.steps:
-        divergence = "the initial policy" if figures.has_reference_kl else "the start of each step"
+        divergence = "the initial policy" if figures.has_reference_kl else "the sampler"
         bound = report.config.gate.max_head_offpolicy_versions
         lines += [
             ("reward", f"{_arrow(figures.reward)}    solved  {_arrow(figures.solved, as_percent=True)}"),

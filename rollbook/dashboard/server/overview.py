@@ -150,7 +150,7 @@ def _learning(metrics: RunMetrics, series: MetricSeries | None) -> dict[str, Any
         "solved": (last.solved, "rollout/accuracy"),
         "response_tokens": (last.response_tokens, "rollout/response_len"),
         "entropy": (last.entropy, "train/entropy"),
-        "kl": (last.kl, "train/reference_kl" if has_reference_kl else "train/ppo_kl"),
+        "kl": (last.kl, "train/reference_kl" if has_reference_kl else "train/mean_kl"),
     }
     found: dict[str, Any] = {"has_reference_kl": has_reference_kl, "evaluation": metrics.evaluation}
     for name, (value, metric) in changes.items():

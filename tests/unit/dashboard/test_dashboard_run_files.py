@@ -60,11 +60,11 @@ def test_evaluations_shares_and_deaths_are_read(tmp_path: Path) -> None:
         tmp_path / "metrics.jsonl",
         {**evaluated, "step": 0},
         played,
-        trainer_row(1, **{"train/entropy": 1.5, "train/ppo_kl": 0.1, "rollout/truncated_ratio": 0.25}),
+        trainer_row(1, **{"train/entropy": 1.5, "train/mean_kl": 0.1, "rollout/truncated_ratio": 0.25}),
         played,
         played,
         {**evaluated, "step": 2, "eval/solved": 0.7, "eval/solved_low": 0.6, "eval/solved_high": 0.8},
-        trainer_row(2, **{"train/ppo_kl": 0.1, "train/reference_kl": 0.3}),
+        trainer_row(2, **{"train/mean_kl": 0.1, "train/reference_kl": 0.3}),
         trainer_row(3),
     )
     metrics, summary = RunReader(tmp_path).poll(), summarise(tmp_path)

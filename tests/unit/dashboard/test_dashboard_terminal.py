@@ -65,7 +65,7 @@ def test_the_live_panel_shows_progress_metrics_and_processes(metrics: RunMetrics
         "solved        52%    ▁▁▁▂▂▂▂▃▃▃▃▃▄▄▄▄▅▅▅▅▆▆▆▆▆▇▇▇▇███",
         "held out      -      not evaluated yet",
         "response      42     tokens; 10% truncated, 25% unscorable",
-        "entropy       1.68   KL to the start of the step 0.001",
+        "entropy       1.68   KL to the sampler 0.001",
         "groups        8      played; 50% filtered, 0% failed",
         "lag           2      max 2, bound 2",
         "trainer busy  75%    of the time; otherwise waiting for groups",

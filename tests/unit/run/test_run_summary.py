@@ -94,7 +94,7 @@ def test_shares_and_deaths_are_part_of_the_summary(tmp_path: Path) -> None:
     append_rows(tmp_path / "metrics.jsonl", {**played, "rollout/worker_deaths": 3.0})
     text = report(tmp_path).verdict
     assert "truncated 10% at the end; unscorable 25% of 8 episodes" in text
-    assert "entropy    1.99 → 1.97    KL to the start of each step 0.001" in text
+    assert "entropy    1.99 → 1.97    KL to the sampler 0.001" in text
     assert "3 of workers" in text
 
 
