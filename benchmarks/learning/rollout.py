@@ -30,11 +30,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
         reply = await setup.policy.complete(assembler.prompt_ids)
         assembler.add_completion(reply)
         is_right = last_number(tokenizer.decode(reply.token_ids.tolist())) == row["answer"]
-        return assembler.build(
-            reward=float(is_right),
-            solved=is_right,
-            finish_reason=EndReason.MAX_TOKENS if reply.finish_reason is FinishReason.LENGTH else EndReason.DONE,
-        )
+        return assembler.build(reward=float(is_right), solved=is_right)
 
     return rollout
 

@@ -41,7 +41,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
         if system is not None:
             chat.add_message("system", str(system))
         chat.add_message("user", str(row["question"]))
-        end, is_right = EndReason.DONE, False
+        end, is_right = None, False
         while True:
             limit = setup.limits.before_turn(
                 turns=chat.num_turns, num_tokens=chat.num_tokens, seconds=time.monotonic() - began

@@ -144,7 +144,8 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
 
     async def rollout(row: dict[str, Any]) -> RolloutSample | None:
         chat = MessageTrajectoryAssembler(setup.tokenizer, setup.sampling)
-        end, reward = EndReason.MAX_TURNS, 0.0
+        end: EndReason | None = EndReason.MAX_TURNS
+        reward = 0.0
         async with setup.open_environment() as env:
             seen = await env.reset(row)
             chat.add_message("user", goal_of(seen.text))
@@ -160,7 +161,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
                 seen = await env.step(chat.add_completion(reply))
                 reward += seen.reward
                 if seen.done:
-                    end = EndReason.DONE
+                    end = None  # the environment ended it: truncated only if this answer was cut
                     break
                 chat.add_message("user", seen_by_agent(seen.text))
         if chat.num_turns == 0:

@@ -6,7 +6,7 @@ The contract does not depend on the trainer: `make_rollout(setup)` returns the f
 from collections.abc import Iterator
 from typing import Any
 
-from rollbook import RolloutFn, RolloutSample, RolloutSetup, TrajectoryAssembler
+from rollbook import EndReason, RolloutFn, RolloutSample, RolloutSetup, TrajectoryAssembler
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:
@@ -23,7 +23,8 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
                 seen = await env.step(setup.tokenizer.decode(guess.token_ids.tolist()))
                 if not seen.done:
                     assembler.add_observation(setup.tokenizer.encode(seen.text))
-        return assembler.build(reward=seen.reward, solved=seen.solved, facts=seen.facts)
+        # A guess is one token by design, so the last one is not cut.
+        return assembler.build(reward=seen.reward, solved=seen.solved, finish_reason=EndReason.DONE, facts=seen.facts)
 
     return rollout
 

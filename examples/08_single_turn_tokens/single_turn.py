@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from rollbook import EndReason, EpisodeError, FinishReason, RolloutFn, RolloutSample, RolloutSetup, TrajectoryAssembler
+from rollbook import EpisodeError, FinishReason, RolloutFn, RolloutSample, RolloutSetup, TrajectoryAssembler
 
 BOS, FIRST_WORD = 1, 4
 """A built tokenizer has <pad> <bos> <eos> <unk> first, then the words of `model.build.vocabulary` in order."""
@@ -23,8 +23,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
             raise EpisodeError("the policy server aborted the reply")
         assembler.add_completion(reply)
         is_right = reply.token_ids.tolist()[: len(row["answer_ids"])] == row["answer_ids"]
-        end = EndReason.DONE if reply.finish_reason is FinishReason.STOP or is_right else EndReason.MAX_TOKENS
-        return assembler.build(reward=float(is_right), solved=is_right, finish_reason=end)
+        return assembler.build(reward=float(is_right), solved=is_right)
 
     return rollout
 

@@ -119,7 +119,8 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
     async def rollout(row: dict[str, Any]) -> RolloutSample | None:
         chat = MessageTrajectoryAssembler(setup.tokenizer, setup.sampling)
         chat.add_message("system", SYSTEM)
-        end, reward, errors = EndReason.MAX_TURNS, 0.0, 0
+        end: EndReason | None = EndReason.MAX_TURNS
+        reward, errors = 0.0, 0
         async with setup.open_environment() as env:
             seen = await env.reset(task_of(row))
             chat.add_message("user", goal_of(seen.text))
@@ -136,7 +137,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
                 reward += seen.reward
                 errors += is_error(seen.text)
                 if seen.done or errors == MAX_ERRORS:
-                    end = EndReason.DONE
+                    end = None  # the environment ended it: truncated only if this answer was cut
                     break
                 chat.add_message("user", seen_by_agent(seen.text))
         if chat.num_turns == 0:

@@ -53,6 +53,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Report this many of the likeliest tokens at each position."""
     grammar: str | None = None
     """The completion follows this grammar (`output_formats.py`). Logprobs are those of the allowed tokens, renormalised."""
+    complete_at_max_tokens: bool = False
+    """A completion of `max_tokens` tokens is complete, not cut: an action has this length by design."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_tokens <= MAX_INT32:
@@ -155,6 +157,12 @@ def joined_chunks(chunks: Sequence[TokenChunk | Completion]) -> TokenChunk:
         if tops
         else None,
     )
+
+
+def is_cut(completion: Completion, sampling: SamplingParams) -> bool:
+    """Whether a limit of tokens cut the completion before its end."""
+    is_complete = sampling.complete_at_max_tokens and len(completion.token_ids) >= sampling.max_tokens
+    return completion.finish_reason is FinishReason.LENGTH and not is_complete
 
 
 def joined_completion(

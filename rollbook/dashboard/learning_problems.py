@@ -22,6 +22,7 @@ MAX_RATIO = 2.0
 MIN_ESS = 0.2
 LONGER = 3.0
 TRUNCATED_SHARE = 0.5
+CUT_SHARE = 0.2
 FALLEN_SHARE, FALLEN_BY = 0.5, 0.1
 """The reward fell to this share of its best mean, and by at least this much."""
 
@@ -31,6 +32,7 @@ class ProblemKind(StrEnum):
     VARIANCE = "equal rewards"
     RATIO = "exploding ratio"
     LENGTH = "length explosion"
+    CUT = "cut answers"
     REWARD = "falling reward"
 
 
@@ -71,6 +73,7 @@ class LearningMonitor:
             (ProblemKind.VARIANCE, self._variance),
             (ProblemKind.RATIO, self._ratio),
             (ProblemKind.LENGTH, self._length),
+            (ProblemKind.CUT, self._cut),
             (ProblemKind.REWARD, self._reward),
         )
         for kind, rule in rules:
@@ -141,6 +144,16 @@ class LearningMonitor:
         return (
             f"responses grew from {before:.0f} to {now:.0f} tokens, and {truncated:.0%} of the samples are truncated",
             "Set trainer.overlong_tokens, or trainer.mask_truncated, or raise rollout.sampling.max_tokens",
+        )
+
+    def _cut(self) -> tuple[str, str] | None:
+        cut = _mean(step.cut for step in self._recent)
+        if cut is None or cut < CUT_SHARE:
+            return None
+        return (
+            f"{cut:.0%} of the samples ended by a limit of tokens, so their last answers are cut",
+            "Raise rollout.sampling.max_tokens or rollout.max_total_tokens, or set trainer.mask_truncated. If an action has this "
+            "length by design, set rollout.sampling.complete_at_max_tokens",
         )
 
     def _reward(self) -> tuple[str, str] | None:

@@ -217,6 +217,7 @@ def _step_metrics(row: Mapping[str, Any], measured: Mapping[str, float], played:
         tokens=measured.get("train/tokens", 0.0),
         response_tokens=measured.get("rollout/response_len"),
         truncated=measured.get("rollout/truncated_ratio"),
+        cut=measured.get("rollout/cut_ratio"),
         entropy=measured.get("train/entropy"),
         reference_kl=measured.get("train/reference_kl"),
         sampler_kl=measured.get("train/mean_kl"),

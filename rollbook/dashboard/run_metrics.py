@@ -31,6 +31,8 @@ class StepMetrics:
     """Trained tokens per sample."""
     truncated: float | None = None
     """Share of the samples that ended by a limit."""
+    cut: float | None = None
+    """Share of the samples that ended by a limit of tokens."""
     entropy: float | None = None
     reference_kl: float | None = None
     """Divergence from the initial policy; measured only if the run uses it."""

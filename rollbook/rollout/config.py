@@ -13,8 +13,12 @@ class SamplingConfig(BaseModel, frozen=True, extra="forbid"):
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature. 0 (greedy) is rejected: it does not explore."""
 
-    max_tokens: int = Field(default=256, ge=1)
-    """Maximum number of tokens of one turn."""
+    max_tokens: int = Field(default=2048, ge=1)
+    """Maximum number of tokens of one turn. `max_total_tokens` and the model's context limit it further. An episode whose last
+    answer is cut is truncated."""
+
+    complete_at_max_tokens: bool = False
+    """An answer of `max_tokens` tokens is complete, not truncated: for actions that have this length by design."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling. 1 keeps the whole distribution, as the trainer's logprobs assume."""
@@ -29,6 +33,7 @@ class SamplingConfig(BaseModel, frozen=True, extra="forbid"):
             top_p=self.top_p,
             top_k=self.top_k,
             stop_token_ids=stop_token_ids,
+            complete_at_max_tokens=self.complete_at_max_tokens,
         )
 
 

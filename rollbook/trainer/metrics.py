@@ -15,6 +15,7 @@ from rollbook.contracts.batch import BatchManifest, TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import lag
 from rollbook.contracts.task import TaskId
+from rollbook.contracts.trajectory import EndReason
 from rollbook.telemetry.metrics import Metric, Reduction
 
 MOST_LAG = 4
@@ -113,6 +114,11 @@ TRAINER_METRICS: tuple[Metric, ...] = (
     Metric("rollout/accuracy", "", "solved fraction of the samples whose environment reports whether they are solved"),
     Metric("rollout/response_len", "tokens", "trained tokens per sample, mean"),
     Metric("rollout/truncated_ratio", "", "samples that ended by a limit"),
+    Metric(
+        "rollout/cut_ratio",
+        "",
+        "samples that ended by a limit of tokens: their last answer was cut, or no token was left",
+    ),
     Metric("rollout/turns", "turns", "turns per sample, mean"),
     Metric("rollout/groups", "groups", "groups in the batch; parts with batch policy `parts`", Reduction.SUM),
     Metric("rollout/samples", "samples", "samples in the batch", Reduction.SUM),
@@ -265,6 +271,7 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float | None]:
         "rollout/accuracy": _mean([float(sample.solved) for sample in scorable if sample.solved is not None]),
         "rollout/response_len": _mean([float(sample.num_trained) for sample in samples]),
         "rollout/truncated_ratio": _mean([float(sample.finish_reason.is_truncated) for sample in samples]),
+        "rollout/cut_ratio": _mean([float(sample.finish_reason is EndReason.MAX_TOKENS) for sample in samples]),
         "rollout/turns": _mean([float(len(sample.turns)) for sample in samples]),
         "rollout/groups": len(batch.groups),
         "rollout/samples": len(samples),

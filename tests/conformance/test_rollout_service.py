@@ -15,7 +15,7 @@ from aiohttp import web
 
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.group import GroupId
-from rollbook.contracts.trajectory import RolloutSample
+from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.agents import rollout as proxied
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
 from rollbook.rollout.policy import EpisodeContext, enter_episode
@@ -174,6 +174,17 @@ async def test_an_invalid_trajectory_is_refused_with_the_reason(
         enter_episode(EpisodeContext(group_id=GroupId("t@0"), min_publication=3, until=time.monotonic() + 60))
         with pytest.raises(error, match=message):
             await remote(ROW)
+
+
+async def test_a_reply_without_a_reason_is_truncated_if_its_last_turn_was_cut(tmp_path: Path) -> None:
+    def cut(reply: dict[str, Any]) -> None:
+        reply["finish_reason"] = None
+        reply["turns"][-1]["finish_reason"] = "length"
+
+    async with local_and_remote(tmp_path) as (local, _, setup, _), altered_service(setup, local, cut) as remote:
+        sample = await remote(ROW)
+    assert sample is not None
+    assert sample.finish_reason is EndReason.MAX_TOKENS
 
 
 async def test_cancelling_an_episode_cancels_it_in_the_service(tmp_path: Path) -> None:

@@ -557,7 +557,15 @@ async def test_a_turn_cut_by_max_tokens_continues_from_its_exact_tokens(tmp_path
         sample = session.build(reward=1.0)
     assert len(sample.sequences) == 1
     assert sample.metrics["cut_turns"] == 1
+    assert sample.finish_reason is EndReason.DONE, "only the last answer counts"
     assert_matches_engine(sample, record)
+
+
+async def test_an_episode_whose_last_turn_is_cut_is_truncated(tmp_path: Path) -> None:
+    async with agent_setup(tmp_path, in_order("abcdef<|im_end|>")) as (setup, _):
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            await ask(client, [{"role": "user", "content": "hi"}], max_tokens=3)
+        assert session.build(reward=1.0).finish_reason is EndReason.MAX_TOKENS
 
 
 async def test_a_limit_is_an_outcome_that_clients_do_not_retry(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from rollbook.contracts.output_formats import (
     response_format_grammar,
     tool_call_grammar,
 )
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, first_tokens
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, first_tokens, is_cut
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.agents.history import ChatHistory, PlayedTurn, Prompt
 from rollbook.rollout.agents.messages import BadChatError, normalised
@@ -99,6 +99,8 @@ class ProxySession:
         self._rewrites: list[str] = []
         self._overridden: set[str] = set()
         self._cut_turns = 0
+        self._is_cut = False
+        """The last turn was cut at a limit of tokens. One with a complete tool call is not."""
         self._constrained_turns: list[int] = []
         self._in_progress = 0
         """Requests in progress. Limits count them as turns."""
@@ -227,11 +229,11 @@ class ProxySession:
                 end_text=end_text,
             ),
         )
-        is_cut = not parsed.calls and completion.finish_reason is FinishReason.LENGTH
-        self._cut_turns += is_cut
+        self._is_cut = not parsed.calls and is_cut(completion, self._sampling)
+        self._cut_turns += self._is_cut
         return ChatTurn(
             parsed=parsed,
-            finish_reason="tool_calls" if parsed.calls else "length" if is_cut else "stop",
+            finish_reason="tool_calls" if parsed.calls else "length" if self._is_cut else "stop",
             num_prompt_tokens=len(prompt.token_ids),
             completion=completion,
             messages=self._messages,
@@ -301,7 +303,7 @@ class ProxySession:
             all_facts["constrained_turns"] = list(self._constrained_turns)
         return self._assembler.build(
             reward=reward,
-            finish_reason=self._end or EndReason.DONE,
+            finish_reason=self._end or (EndReason.MAX_TOKENS if self._is_cut else EndReason.DONE),
             invalid_cause=invalid_cause,
             solved=solved,
             messages=self._messages,

@@ -69,8 +69,8 @@ class TurnStream:
         self.received: list[TokenChunk] = []
 
     def completion(self) -> Completion:
-        """The tokens so far, as a turn that was cut off."""
-        return joined_completion(self.received, FinishReason.LENGTH)
+        """The tokens so far, as a turn that the agent ended; no limit cut it."""
+        return joined_completion(self.received, FinishReason.STOP)
 
     def feed(self, chunk: TokenChunk) -> None:
         self.received.append(chunk)

@@ -10,7 +10,7 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 
 from rollbook.contracts.errors import EpisodeError
-from rollbook.contracts.policy import NOT_SAMPLED, Completion, SamplingParams
+from rollbook.contracts.policy import NOT_SAMPLED, Completion, SamplingParams, is_cut
 from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
 
 
@@ -32,7 +32,6 @@ class PrefixMismatchError(AssemblyError):
 class SampleFields(TypedDict, total=False):
     """Fields of a `RolloutSample` that an assembler passes on unchanged."""
 
-    finish_reason: EndReason
     invalid_cause: str | None
     solved: bool | None
 
@@ -79,6 +78,8 @@ class Assembler:
         self._current = 0
         """Index of the sequence that grew last."""
         self._turns: list[TurnMark] = []
+        self._is_cut = False
+        """The last turn was cut at a limit of tokens."""
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -101,11 +102,15 @@ class Assembler:
         self,
         *,
         reward: float | None,
+        finish_reason: EndReason | None = None,
         messages: Sequence[Mapping[str, Any]] | None = None,
         metrics: Mapping[str, float] | None = None,
         facts: Mapping[str, Any] | None = None,
         **fields: Unpack[SampleFields],
     ) -> RolloutSample:
+        """The sample. `finish_reason` None: `max_tokens` if the last turn was cut, otherwise `done`."""
+        if finish_reason is None:
+            finish_reason = EndReason.MAX_TOKENS if self._is_cut else EndReason.DONE
         if not any(map(len, self._buffers)):
             raise AssemblyError("nothing was assembled: add a prompt and a completion before build()")
         if reward is not None and not self._turns:
@@ -116,6 +121,7 @@ class Assembler:
             sequences=tuple(self._buffers[sequence].row(end) for sequence, end in ends.items()),
             sampling=self._sampling,
             reward=reward,
+            finish_reason=finish_reason,
             messages=None if messages is None else tuple(dict(message) for message in messages),
             turns=tuple(self._turns),
             metrics=dict(metrics or {}),
@@ -141,6 +147,7 @@ class Assembler:
         buffer = self._buffers[self._current]
         start = len(buffer)
         buffer.add_sampled(completion)
+        self._is_cut = is_cut(completion, self._sampling)
         self._turns.append(TurnMark(sequence=self._current, start=start, end=len(buffer), seconds=seconds))
         return self._turns[-1]
 

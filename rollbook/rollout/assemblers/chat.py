@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack
 
 from rollbook.contracts.policy import Completion, SamplingParams
-from rollbook.contracts.trajectory import RolloutSample
+from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.assemblers.assembler import (
     Assembler,
     AssemblyError,
@@ -98,13 +98,16 @@ class MessageTrajectoryAssembler(Assembler):
         self,
         *,
         reward: float | None,
+        finish_reason: EndReason | None = None,
         messages: Sequence[Mapping[str, Any]] | None = None,
         metrics: Mapping[str, float] | None = None,
         facts: Mapping[str, Any] | None = None,
         **fields: Unpack[SampleFields],
     ) -> RolloutSample:
         messages = self._messages if messages is None else messages
-        return super().build(reward=reward, messages=messages, metrics=metrics, facts=facts, **fields)
+        return super().build(
+            reward=reward, finish_reason=finish_reason, messages=messages, metrics=metrics, facts=facts, **fields
+        )
 
     def _suffix(self, text: str) -> str:
         """The part of `text` after the tokens so far."""

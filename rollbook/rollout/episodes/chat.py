@@ -3,14 +3,14 @@
     reset -> observation as user message -> completion of the policy -> step -> observation as the next user message ...
 
 until the environment is done or a limit is reached. The reward is the sum over the steps, or that of the last step (setting
-`reward`). An episode that reaches a limit keeps its reward and is marked as truncated.
+`reward`). An episode that reaches a limit, or whose last answer was cut, keeps its reward and is marked as truncated.
 """
 
 import time
 from typing import Any
 
 from rollbook.contracts.errors import EpisodeError
-from rollbook.contracts.policy import FinishReason
+from rollbook.contracts.policy import is_cut
 from rollbook.contracts.ports import Environment
 from rollbook.contracts.task import Observation
 from rollbook.contracts.trajectory import EndReason, RolloutSample
@@ -49,7 +49,7 @@ class _Episode:
         if (episode := current_episode()) is not None and episode.time is not None:
             self._clock = episode.time
         self._rewards: list[float] = []
-        self._truncated_turns = 0
+        self._cut_turns = 0
 
     async def play(self, row: dict[str, Any]) -> RolloutSample:
         observation = await self._env.reset(row)
@@ -57,15 +57,13 @@ class _Episode:
             self._chat.add_message("system", self._settings.system_prompt)
         while True:
             self._chat.add_message("user", observation.text)
-            end = await self._turn()
-            if isinstance(end, EndReason):
-                break
-            observation = await self._env.step(end)
+            turn = await self._turn()
+            if isinstance(turn, EndReason):
+                return self._sample(turn, observation)
+            observation = await self._env.step(turn)
             self._rewards.append(observation.reward)
             if observation.done:
-                end = EndReason.DONE
-                break
-        return self._sample(end, observation)
+                return self._sample(None, observation)
 
     async def _turn(self) -> str | EndReason:
         """Sample one turn: its text, or the limit that forbids it."""
@@ -83,7 +81,7 @@ class _Episode:
             if chat.num_turns == 0:
                 raise  # not as another error, which would be retried until a turn is fast enough
             return EndReason.TIME
-        self._truncated_turns += completion.finish_reason is FinishReason.LENGTH
+        self._cut_turns += is_cut(completion, self._setup.sampling)
         return self._chat.add_completion(completion, seconds=time.monotonic() - started)
 
     def _limited(self, end: EndReason) -> EndReason:
@@ -97,14 +95,15 @@ class _Episode:
             raise EpisodeError(f"no turn was played before the limit {end} ({self._setup.limits})")
         return end
 
-    def _sample(self, end: EndReason, observation: Observation) -> RolloutSample:
+    def _sample(self, end: EndReason | None, observation: Observation) -> RolloutSample:
+        """`end`: the limit that ended the episode; None: the environment did."""
         reward = sum(self._rewards) if self._settings.reward == "sum" else self._rewards[-1]
         return self._chat.build(
             reward=float(reward),
             finish_reason=end,
             solved=observation.solved,
             metrics={
-                "cut_turns": float(self._truncated_turns),
+                "cut_turns": float(self._cut_turns),
                 "seconds": self._clock.used_s,
                 "waited_seconds": self._clock.waited_s,
             },

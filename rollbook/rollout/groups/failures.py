@@ -89,7 +89,7 @@ FAILURES: tuple[Failure, ...] = (
 OUTCOMES: dict[EndReason, str] = {
     EndReason.DONE: "the environment ended the episode",
     EndReason.MAX_TURNS: "`rollout.max_turns` turns were played",
-    EndReason.MAX_TOKENS: "`rollout.max_total_tokens` tokens were used",
+    EndReason.MAX_TOKENS: "`rollout.sampling.max_tokens` cut the last answer, or `rollout.max_total_tokens` tokens were used",
     EndReason.TIME: "`rollout.max_seconds` seconds were used, without time in the engine's queue or waiting for a sandbox",
 }
 

@@ -62,7 +62,8 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True):
     turns: list[ServiceTurn]
     reward: float | None = None
     invalid_cause: str | None = None
-    finish_reason: EndReason = EndReason.DONE
+    finish_reason: EndReason | None = None
+    """None: `max_tokens` if the last turn was cut (`length`), otherwise `done`."""
     solved: bool | None = None
     messages: list[dict[str, Any]] | None = None
     metrics: dict[str, float] = {}

@@ -7,7 +7,6 @@ from tools import SYSTEM_PROMPT, call_tool
 
 from rollbook import (
     TO_BE_SCORED,
-    EndReason,
     MessageTrajectoryAssembler,
     RolloutFn,
     RolloutSample,
@@ -34,7 +33,6 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
             text = chat.add_completion(await setup.policy.complete(chat.next_prompt()))
             _, calls = parse_tool_calls(text)
             if not calls:
-                end = EndReason.DONE
                 break
             for call in calls:
                 results.append(call_tool(call.name, call.arguments, row))

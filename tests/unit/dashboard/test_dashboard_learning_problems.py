@@ -49,6 +49,7 @@ def run(**changes: float) -> list[StepMetrics]:
         ({"mismatch_weight": 3.0}, ProblemKind.RATIO, "trainer.correction"),
         ({"ess": 0.05}, ProblemKind.RATIO, "trainer.correction"),
         ({"response_tokens": 400.0, "truncated": 0.8}, ProblemKind.LENGTH, "trainer.overlong_tokens"),
+        ({"cut": 0.3}, ProblemKind.CUT, "rollout.sampling.max_tokens"),
         ({"reward": 0.1}, ProblemKind.REWARD, "trainer.old_logprobs"),
     ],
 )

@@ -33,6 +33,28 @@ def test_rows_and_turn_marks_follow_the_turns() -> None:
     assert (sample.sampling, sample.finish_reason, sample.solved) == (SAMPLING, EndReason.MAX_TURNS, True)
 
 
+def test_an_episode_whose_last_answer_is_cut_is_truncated_unless_the_rollout_says_otherwise() -> None:
+    assembler = linear(5, 6)
+    assembler.add_completion(completion([7, 8], is_truncated=True))
+    assert assembler.build(reward=1.0).finish_reason is EndReason.MAX_TOKENS
+    assert assembler.build(reward=1.0, finish_reason=EndReason.DONE).finish_reason is EndReason.DONE
+    assembler.add_completion(completion([9]))
+    assert assembler.build(reward=1.0).finish_reason is EndReason.DONE, "only the last answer counts"
+
+
+@pytest.mark.parametrize(
+    ("sampled", "end"),
+    [([7, 8], EndReason.DONE), ([7], EndReason.MAX_TOKENS)],
+    ids=["max_tokens long", "cut by another limit"],
+)
+def test_an_answer_of_max_tokens_is_complete_if_actions_have_this_length_by_design(
+    sampled: list[int], end: EndReason
+) -> None:
+    assembler = TrajectoryAssembler(SamplingParams(max_tokens=2, complete_at_max_tokens=True))
+    assembler.add_turn([5, 6], completion(sampled, is_truncated=True))
+    assert assembler.build(reward=1.0).finish_reason is end
+
+
 def test_a_prompt_with_other_tokens_is_rejected_at_the_first_difference() -> None:
     assembler = linear(5, 6)
     assembler.add_completion(completion([7, 8]))

@@ -10,13 +10,15 @@ import pytest
 
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.errors import EpisodeError, RunError
-from rollbook.contracts.group import GroupId
-from rollbook.contracts.task import Observation
+from rollbook.contracts.group import GroupId, PromptGroup
+from rollbook.contracts.policy import SamplingParams
+from rollbook.contracts.task import Observation, TaskId
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.episodes.chat import make_rollout
 from rollbook.rollout.episodes.env_calls import EnvironmentTimeoutError, with_timeouts
 from rollbook.rollout.groups.failures import FailureAction, action_on
-from rollbook.rollout.policy import EpisodeContext, EpisodeTimeUpError, enter_episode
+from rollbook.rollout.policy import EpisodeContext, EpisodePolicy, EpisodeTimeUpError, enter_episode
+from rollbook.rollout.rewards.scorer import case_of
 from rollbook.rollout.settings import EpisodeLimits
 from tests.parts.rollout.guessing import CHATML, GuessingEnvironment, open_guessing, setup_of
 
@@ -87,6 +89,22 @@ async def test_the_token_limit_is_never_exceeded_and_ends_as_truncated() -> None
     assert sample.finish_reason is EndReason.MAX_TOKENS
     assert sample.num_tokens <= 100
     assert len(sample.turns) >= 2
+
+
+@pytest.mark.parametrize(("is_complete", "end"), [(False, EndReason.MAX_TOKENS), (True, EndReason.DONE)])
+async def test_an_answer_cut_at_max_tokens_is_truncated_although_the_environment_is_done(
+    is_complete: bool, end: EndReason
+) -> None:
+    setup, policy = setup_of(limits=EpisodeLimits(max_turns=50))
+    sampling = SamplingParams(max_tokens=1, complete_at_max_tokens=is_complete)
+    cut = replace(setup, sampling=sampling, policy=EpisodePolicy(policy, sampling))
+    sample = await make_rollout(cut)({"secret": 4})
+    assert sample is not None
+    assert (sample.finish_reason, sample.solved) == (end, True)
+    assert sample.metrics["cut_turns"] == (0 if is_complete else len(sample.turns))
+    assert case_of({}, sample, decode=setup.tokenizer.decode).finish_reason is end
+    group = PromptGroup(id=GroupId("t@0"), task_id=TaskId("t"), draw=0, samples=(sample,))
+    assert group.outcome(seconds=1.0).truncated_rate == float(not is_complete)
 
 
 async def test_the_time_limit_ends_an_episode_as_truncated() -> None:

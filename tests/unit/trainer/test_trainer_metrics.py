@@ -1,10 +1,13 @@
 """Metrics of a training step: lag, rewards, utilisation and MFU."""
 
+from dataclasses import replace
+
 import pytest
 
 from rollbook.contracts.batch import BatchEntry, BatchManifest
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
+from rollbook.contracts.trajectory import EndReason
 from rollbook.trainer.flops import peak_flops
 from rollbook.trainer.metrics import batch_metrics, check_lag, time_metrics
 from tests.parts.trainer.batches import batch_of, row, sample
@@ -44,6 +47,12 @@ def test_rewards_and_solved_rates_exclude_unscorable_samples() -> None:
     assert measured["rollout/accuracy"] == 0.5
     assert measured["async/unscorable_samples"] == 1
     assert (measured["rollout/response_len"], measured["rollout/turns"]) == (2.0, 1.25)
+
+
+def test_samples_that_a_limit_of_tokens_ended_are_counted_as_cut() -> None:
+    ends = (EndReason.DONE, EndReason.MAX_TOKENS, EndReason.MAX_TURNS, EndReason.DONE)
+    measured = batch_metrics(batch_of(1, [[replace(sample(), finish_reason=end) for end in ends]]))
+    assert (measured["rollout/truncated_ratio"], measured["rollout/cut_ratio"]) == (0.5, 0.25)
 
 
 def test_utilisation_is_the_fraction_of_time_spent_training() -> None:
