@@ -161,7 +161,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
                 seen = await env.step(chat.add_completion(reply))
                 reward += seen.reward
                 if seen.done:
-                    end = None  # the environment ended it: truncated only if this answer was cut
+                    end = None  # no limit ended it; truncated if this answer was cut
                     break
                 chat.add_message("user", seen_by_agent(seen.text))
         if chat.num_turns == 0:

@@ -137,7 +137,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
                 reward += seen.reward
                 errors += is_error(seen.text)
                 if seen.done or errors == MAX_ERRORS:
-                    end = None  # the environment ended it: truncated only if this answer was cut
+                    end = None  # no limit ended it; truncated if this answer was cut
                     break
                 chat.add_message("user", seen_by_agent(seen.text))
         if chat.num_turns == 0:
