@@ -14,7 +14,7 @@ class SamplingConfig(BaseModel, frozen=True, extra="forbid"):
     """Sampling temperature. 0 (greedy) is rejected: it does not explore."""
 
     max_tokens: int = Field(default=2048, ge=1)
-    """Maximum number of tokens of one turn. `max_total_tokens` and the model's context limit it further. An episode whose last
+    """Maximum number of tokens of one turn. `max_total_tokens` and the model's context may leave fewer. An episode whose last
     answer is cut is truncated."""
 
     complete_at_max_tokens: bool = False

@@ -33,7 +33,7 @@ from rollbook.rollout.settings import EpisodeLimits
 
 
 class EpisodeOverError(EpisodeError):
-    """The episode reached a limit or was closed, so no further turn is sampled."""
+    """The episode reached a limit or was closed, so no more turns are sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +47,19 @@ class ChatRequest:
     overridden: tuple[str, ...] = ()
     """Sampling fields that the agent set and the run overrides."""
     tool_choice: Any = None
-    """As in OpenAI's API: auto, none, required, or one function."""
+    """auto, none, required, or one function (OpenAI's API)."""
     is_single_call: bool = False
     response_format: Any = None
     top_logprobs: int = 0
     template: Mapping[str, Any] | None = None
-    """Further arguments of the chat template."""
+    """More arguments of the chat template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTurn:
     parsed: ParsedText
     finish_reason: str
-    """As in OpenAI's API: stop, length, tool_calls."""
+    """stop, length or tool_calls (OpenAI's API)."""
     num_prompt_tokens: int
     completion: Completion
     messages: Sequence[Message]
@@ -134,7 +134,7 @@ class ProxySession:
         return str(self._messages[-1]["content"]) if self._messages else ""
 
     def close(self) -> None:
-        """Refuse further requests: an agent that outlives its episode cannot add to it."""
+        """Refuse more requests: an agent that outlives its episode cannot add to it."""
         self._is_closed = True
 
     async def settled(self) -> None:
@@ -265,9 +265,9 @@ class ProxySession:
         raise EpisodeOverError(f"this episode is over: {end} ({self._limits})")
 
     def _apply_stop(self, sampled: Completion, stops: Sequence[str]) -> tuple[str, Completion, str]:
-        """The text before the first stop text, the tokens up to and including it, and the text of a sampled end token.
+        """The text before the first stop string, the tokens up to and including it, and the text of a sampled end token.
 
-        Tokens after a stop text do not influence those before it, so leaving them out is exact.
+        Tokens after a stop string do not influence those before it, so leaving them out is exact.
         """
         ids = sampled.token_ids.tolist()
         end_text = ""

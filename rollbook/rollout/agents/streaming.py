@@ -51,7 +51,7 @@ def unsent_text(content: str, sent: str) -> str:
 class TurnStream:
     """Decodes the tokens of one turn as they arrive, and passes parts on.
 
-    All parts together are the start of the turn's content. Text that may become a stop text or a tool call is held back, and so is
+    All parts together are the start of the turn's content. Text that may become a stop string or tool call is held back, and so is
     white space before it. A parser other than `hermes` can recognise a call anywhere, so with tools it gets the whole text first.
     """
 
