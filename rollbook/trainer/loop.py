@@ -355,7 +355,9 @@ class TrainerLoop:
         with self._spans.span("trainer.train", step=step) as fields:
             fields["groups"] = len(manifest.entries) - len(planned.unusable)
             # In a thread, so that fetching, settling and checkpointing continue during the step.
-            report, weights = await asyncio.to_thread(train_and_copy, learner, planned, self._reports.token_records)
+            report, weights = await asyncio.to_thread(
+                train_and_copy, learner, planned, self._reports.token_records, self._publisher.versions
+            )
         trained = self._clock.now() - began
         began = self._clock.now()
         self._doing("waiting for the policy servers to load the previous weights")

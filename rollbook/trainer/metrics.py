@@ -44,7 +44,10 @@ TRAINER_METRICS: tuple[Metric, ...] = (
         " metrics of m below are over the first minibatch and the first pass of the last one",
     ),
     Metric(
-        "train/numerics_kl", "nats", "train/mean_kl over tokens of lag 0: numerical differences of engine and trainer"
+        "train/numerics_kl",
+        "nats",
+        "train/mean_kl over tokens of lag 0: numerical differences of engine and trainer. Tokens whose lag is unknown are in"
+        " train/mean_kl only: those of unknown publications, and after a restart some of the trainer before",
     ),
     *(Metric(f"train/lag_kl_{n}", "nats", f"train/mean_kl over tokens of lag {n}") for n in range(1, MOST_LAG)),
     Metric(f"train/lag_kl_{MOST_LAG}", "nats", f"train/mean_kl over tokens of lag {MOST_LAG} and more"),

@@ -17,6 +17,7 @@ from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
 from rollbook.telemetry.token_records import TokenRecordWriter
 from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.data.minibatches import with_lags
 from rollbook.trainer.data.planner import OpenSource
 from rollbook.trainer.data.planning import PlannedBatch, ShownSample
 from rollbook.trainer.flops import devices_peak_flops, peak_memory_gb
@@ -96,12 +97,16 @@ class TrainedStep:
 
 
 def train_and_copy(
-    learner: Learner, planned: PlannedBatch, records: TokenRecordWriter | None
+    learner: Learner, planned: PlannedBatch, records: TokenRecordWriter | None, published: Mapping[int, int]
 ) -> tuple[StepReport, dict[str, Tensor]]:
-    """One copy per step, used for the digest, the publication and the checkpoint."""
+    """Train the batch, and copy the weights: one copy per step, used for the digest, the publication and the checkpoint.
+
+    `published`: the versions of this trainer's publications, by id.
+    """
     if records is not None and planned.batch is not None and isinstance(learner, TrainStep):
         records.write(planned.step, learner.token_values(planned.batch))
-    return learner.train(planned.minibatches, step=planned.step), learner.snapshot()
+    minibatches = with_lags(planned.minibatches, published, step=planned.step)
+    return learner.train(minibatches, step=planned.step), learner.snapshot()
 
 
 def report_step(

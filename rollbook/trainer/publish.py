@@ -17,6 +17,7 @@ from rollbook.telemetry.spans import SpanRecorder
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.model.weights import write_weights
 
+NUM_VERSIONS = 64
 # The current publication, and the previous one, which a replica may still be reading.
 NUM_KEPT = 2
 
@@ -84,6 +85,8 @@ class Publisher:
         self._spans = spans
         self._turn = asyncio.Lock()
         self._kept: list[_Published] = []
+        self.versions: dict[int, int] = {}
+        """The versions of this trainer's latest publications, by id."""
 
     @property
     def takes_gpu_weights(self) -> bool:
@@ -107,6 +110,7 @@ class Publisher:
             async with self._turn:
                 publication = await self._source.register(step, digest)
                 fields["publication"] = publication.id
+                self.versions = {**dict(list(self.versions.items())[-NUM_VERSIONS:]), publication.id: step}
                 adapter = None if kind is None else kind.published(publication.id)
                 location = await self._stage.put(publication, weights, adapter=adapter)
                 await self._push(publication, location, within_s=self._config.publish_timeout_s)

@@ -9,7 +9,7 @@ tokens that they have in common at their start (`prefixes`). In a padded pass, o
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,11 +17,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.freshness import lag
 from rollbook.contracts.group import GroupId
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.advantages import advantages, overlong_penalties
 from rollbook.trainer.data.prefixes import PackedSequences, packed_passes, prefix_order, prefix_tree
-from rollbook.trainer.metrics import publication_lags, token_lags
+from rollbook.trainer.metrics import MOST_LAG, publication_lags, token_lags
 
 PAD_ID = 0
 """Any id works: padding is on the right, where causal attention does not look."""
@@ -51,6 +52,8 @@ class TrainRow:
     """Number of the sample in its group, and of the sequence in the sample."""
     num_tokens: int = 0
     """Length of the whole sequence."""
+    publications: NDArray[np.int32] | None = None
+    """For each target: the publication that sampled it, -1 where unknown. None: all unknown."""
     lags: NDArray[np.int8] | None = None
     """For each target: `token_lags`. None: unknown."""
     trained_share: float = 1.0
@@ -91,6 +94,8 @@ class Microbatch:
     """From the producer, NaN where unknown; None if no sequence has them."""
     lags_N: NDArray[np.int8] | None = None
     """Lag of each token, for metrics; -1 where unknown. None: all unknown."""
+    publications_N: NDArray[np.int32] | None = None
+    """The publication that sampled each token; -1 where unknown. None: all unknown."""
 
     @property
     def num_trained(self) -> int:
@@ -170,6 +175,7 @@ def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
                         temperature=sample.sampling.temperature,
                         place=(in_group, sequence),
                         num_tokens=len(row),
+                        publications=row.versions[trained],
                         lags=token_lags(row.versions[trained], lags),
                         token_advantages=None if row.advantages is None else row.advantages[trained],
                         token_weights=None if row.weights is None else row.weights[trained],
@@ -343,6 +349,9 @@ def _microbatch(
         lags_N=np.concatenate(
             [np.full(row.num_trained, -1, np.int8) if row.lags is None else row.lags for row in chosen]
         ),
+        publications_N=np.concatenate(
+            [np.full(row.num_trained, -1, np.int32) if row.publications is None else row.publications for row in chosen]
+        ),
     )
 
 
@@ -388,6 +397,22 @@ def _padded(rows: Sequence[TrainRow], weights: Sequence[float], config: TrainerC
     )
     for numbers in chosen:
         yield pad(rows, [bundles[number] for number in numbers], weights)
+
+
+def with_lags(minibatches: Sequence[Minibatch], published: Mapping[int, int], *, step: int) -> list[Minibatch]:
+    """The minibatches with the lags that the versions of the trainer's own publications tell, by id, where they are unknown."""
+
+    def known(micro: Microbatch) -> Microbatch:
+        if micro.lags_N is None or micro.publications_N is None or (micro.lags_N >= 0).all():
+            return micro
+        lags = micro.lags_N.copy()
+        for publication in np.unique(micro.publications_N[lags < 0]).tolist():
+            if publication in published:
+                found = lag(step=step, oldest_version=published[publication])
+                lags[micro.publications_N == publication] = min(found, MOST_LAG)
+        return replace(micro, lags_N=lags)
+
+    return [replace(part, microbatches=tuple(known(micro) for micro in part.microbatches)) for part in minibatches]
 
 
 def plan_rows(rows: Sequence[TrainRow], settings: PlanSettings, *, step: int) -> list[Minibatch]:

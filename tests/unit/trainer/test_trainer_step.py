@@ -12,7 +12,7 @@ from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
-from rollbook.trainer.data.minibatches import sample_advantages
+from rollbook.trainer.data.minibatches import flatten, plan, sample_advantages, with_lags
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
 from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.model.policy_model import PolicyModel
@@ -137,6 +137,21 @@ def test_divergence_from_the_sampler_is_measured_by_lag(model_dir: Path) -> None
     assert found["train/lag_kl_3"] == pytest.approx(expected(12), rel=1e-3)
     assert found["train/lag_kl_4"] == pytest.approx(0, abs=1e-9), "lag 6"
     assert found["train/mean_kl"] == pytest.approx(expected(12, 14, 13, 13, 14, 14, 10, 11), rel=1e-3)
+
+
+def test_the_trainers_own_publications_tell_lags_that_the_manifest_does_not() -> None:
+    """One group, sampled by publications 12 to 14 in turn: the manifest contains the version of the oldest."""
+    tokens = row([1, 5, 6, 7, 8], [1, 2, 3, 4])
+    tokens = replace(tokens, versions=np.array([-1, 12, 13, 14, 14], dtype=np.int32))
+    batch = batch_of(9, [[sample(tokens, reward=reward) for reward in (0.0, 1.0)]], oldest=3)
+    planned = plan(flatten(batch, quick()), quick(), step=9, is_packed=False)
+
+    def lags(published: dict[int, int]) -> list[int]:
+        (part,) = with_lags(planned, published, step=9)
+        return [value for micro in part.microbatches if micro.lags_N is not None for value in micro.lags_N.tolist()]
+
+    assert lags({}) == [4, -1, -1, -1] * 2, "lag 5 counts as 4 and more"
+    assert lags({13: 7, 14: 8}) == [4, 1, 0, 0] * 2
 
 
 def test_later_minibatches_are_compared_with_the_start_of_the_step(
