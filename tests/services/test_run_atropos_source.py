@@ -95,7 +95,7 @@ def assert_trained_from_posts(run_dir: Path) -> None:
         report = run.audit()
         groups = run.groups(limit=1000)
     assert report.ok, report.violations
-    durable = [group for group in groups if group.state is GroupState.DURABLE]
+    durable = [group for group in groups if group.state == GroupState.DURABLE]
     assert len(durable) == STEPS * 4
     assert {str(group.origin) for group in groups} == {"external"}
     assert {group.task_id for group in groups} == {"atropos.env0"}

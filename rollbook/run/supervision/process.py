@@ -106,7 +106,7 @@ class SupervisedProcess:
             self._cancel_start()
             await asyncio.wait({self._starting})
             if not self._starting.cancelled() and self._starting.exception() is None:
-                self._starting.result().send_kill()  # it was started at the moment of the cancellation
+                await self._starting.result().kill()  # it was started at the moment of the cancellation
             self.ended.set()
             raise
         finally:

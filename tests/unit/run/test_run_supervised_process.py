@@ -1,10 +1,14 @@
-"""The supervisor's view of one process: its output file is bounded."""
+"""The supervisor's view of one process: its output file is bounded, and a cancelled start leaves nothing behind."""
 
+import asyncio
+import gc
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from rollbook.concurrency.child_process.process import ChildProcess, ChildSpec
 from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision import process as supervised
 from rollbook.run.supervision.host import ProcessStart
@@ -38,3 +42,38 @@ def test_a_file_with_too_much_output_is_cut_to_its_end_while_its_process_appends
     child.stdin.close()
     child.wait()
     assert file.read_bytes() == b"(earlier output was deleted)\n" + b"y" * 20 + b"the end"
+
+
+class LateHost:
+    """Its start succeeds although it was cancelled: the process was forked at that moment."""
+
+    def __init__(self) -> None:
+        self.waits = asyncio.Event()
+        self.pid = 0
+
+    async def start(self, start: ProcessStart) -> ChildProcess:
+        try:
+            self.waits.set()
+            return await asyncio.Future()
+        except asyncio.CancelledError:
+            child = await ChildProcess.start(
+                ChildSpec(module="tests.parts.concurrency.child_main", arguments=("echo",))
+            )
+            self.pid = child.pid
+            return child
+
+
+async def test_a_process_that_starts_at_the_moment_of_a_cancellation_is_ended_and_its_connection_closed(
+    tmp_path: Path,
+) -> None:
+    host = LateHost()
+    start = ProcessStart(name="env", role="env", directory=RunDirectory(tmp_path))
+    running = asyncio.create_task(supervised.SupervisedProcess(start, host=host).run())
+    await host.waits.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    with pytest.raises(ProcessLookupError):
+        os.kill(host.pid, 0)
+    del running
+    gc.collect()  # a connection that was not closed would warn now, and warnings are errors
