@@ -114,7 +114,12 @@ def _for_device(function: Any, *, is_cuda: bool) -> Any:
 
 
 def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperatures_C: Tensor | None) -> Tensor:
-    logits_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V).float()
+    if hidden_CH.is_cuda and hidden_CH.dtype in (torch.bfloat16, torch.float16):
+        # In bfloat16, logits between 16 and 32 would be multiples of 0.125. The engine does the same.
+        logits_CV = torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32)
+        logits_CV = logits_CV if bias_V is None else logits_CV + bias_V
+    else:
+        logits_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V).float()
     return logits_CV if temperatures_C is None else logits_CV / temperatures_C.unsqueeze(-1)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rollbook.inference.engines.embedded.model.kernels import KernelOps, kernels_missing, sample_with_kernels
+from rollbook.inference.engines.embedded.model.llama import float32_logits
 from rollbook.inference.engines.embedded.model.packed import PackedStep, PackedTorchOps
 from rollbook.inference.engines.embedded.model.torch_ops import HeadNorms, HeadShape
 from rollbook.inference.engines.embedded.paged.step_input import PromptSlice, StepShape, layout_of
@@ -243,3 +244,12 @@ def test_truncated_rows_draw_from_the_most_likely_tokens_only() -> None:
     assert (top_NK.indices == tokens_N[:, None]).any(dim=1).all()
     expected_NK = torch.log_softmax(top_NK.values, dim=-1)
     torch.testing.assert_close(logprobs_N, expected_NK.gather(1, at_N[:, None])[:, 0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_logits_of_bfloat16_inputs_on_a_gpu_are_float32() -> None:
+    hidden = torch.randn(4, 64, device="cuda", dtype=torch.bfloat16)
+    head = torch.randn(100, 64, device="cuda", dtype=torch.bfloat16)
+    logits = float32_logits(hidden, head)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), hidden.double() @ head.double().t(), rtol=0, atol=1e-3)

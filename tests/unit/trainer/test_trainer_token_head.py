@@ -103,3 +103,15 @@ def test_one_compilation_serves_every_number_of_tokens(monkeypatch: pytest.Monke
         )
         logprobs.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     assert compiled == ["_chunk_values", "_chunk_grad"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_logprobs_of_bfloat16_inputs_on_a_gpu_are_not_rounded_with_the_logits() -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden = (8 * torch.randn(64, 64, generator=generator)).to("cuda", torch.bfloat16)
+    weight = torch.randn(1000, 64, generator=generator).to("cuda", torch.bfloat16)
+    targets = torch.randint(0, 1000, (64,), generator=generator).to("cuda")
+    found, _ = token_head(hidden, weight, None, targets, None, max_bytes=1 << 20, is_entropy_trained=False)
+    exact = torch.log_softmax(hidden.double() @ weight.double().t(), -1).gather(-1, targets[:, None])[:, 0]
+    # Logits are about 200 here: rounded to bfloat16 they would be off by up to 0.5.
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-2)

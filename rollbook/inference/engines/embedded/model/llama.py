@@ -117,7 +117,7 @@ class LlamaForward:
             normed_ME = ops.norm(hidden_ME, layer.before_mlp_E, self._epsilon)
             hidden_ME.addmm_(ops.gate(F.linear(normed_ME, layer.gate_up_FE)), layer.down_FE)
         last_NE = ops.norm(hidden_ME[step.samples_N], self._last_norm_E, self._epsilon)
-        return F.linear(last_NE, self._head_VE)
+        return float32_logits(last_NE, self._head_VE)
 
     def _mlp(self, hidden_ME: Tensor, layer: _Layer) -> None:
         """Adds to the residual stream in place."""
@@ -125,7 +125,17 @@ class LlamaForward:
         hidden_ME.addmm_(self.ops.gate(F.linear(normed_ME, layer.gate_up_FE)), layer.down_FE)
 
     def _logits(self, hidden_NE: Tensor) -> Tensor:
-        return F.linear(self.ops.norm(hidden_NE, self._last_norm_E, self._epsilon), self._head_VE)
+        return float32_logits(self.ops.norm(hidden_NE, self._last_norm_E, self._epsilon), self._head_VE)
+
+
+def float32_logits(hidden_NE: Tensor, head_VE: Tensor) -> Tensor:
+    """On a GPU in float32 whatever the type of the inputs: in bfloat16, logits between 16 and 32 would be multiples of 0.125.
+
+    A CPU has no such product, so its logits are rounded. The head of the trainer does the same (`token_head.py`).
+    """
+    if hidden_NE.is_cuda and hidden_NE.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(hidden_NE, head_VE.t(), out_dtype=torch.float32)
+    return F.linear(hidden_NE, head_VE)
 
 
 def relative_error(llama: LlamaForward, model: nn.Module) -> float:
