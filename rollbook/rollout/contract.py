@@ -71,7 +71,7 @@ class ChatSession(Protocol):
 
     @property
     def id(self) -> str:
-        """Also accepted as API key, for agents that send all sessions to one base URL."""
+        """The server accepts it as an API key too, for agents that send all sessions to one base URL."""
 
     @property
     def base_url(self) -> str: ...

@@ -182,7 +182,7 @@ class ResponsesReply:
         return items
 
     def _logprobs(self, tokens: Sequence[SampledToken]) -> list[dict[str, Any]]:
-        """Of all sampled tokens, tool calls and end token included."""
+        """Logprobs of all sampled tokens, including tool calls and the end token."""
         return logprob_entries(tokens, self._token_bytes) if self._has_logprobs else []
 
     def _message(self, status: str, text: str | None, logprobs: Sequence[Any] = ()) -> dict[str, Any]:

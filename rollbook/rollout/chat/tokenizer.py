@@ -20,7 +20,7 @@ from rollbook.rollout.contract import Message, RenderError
 CACHED_TEXTS = 4096
 """Size of the caches of renderings and encodings. Episodes of a group share their first prompt, so most turns hit the cache."""
 CACHED_CHARS = 4096
-"""Longer texts are not cached: this keeps the two caches below 40 MB, and long texts rarely repeat."""
+"""Longer strings are not cached: this keeps the two caches below 40 MB, and long strings rarely repeat."""
 
 
 def _byte_characters() -> dict[str, int]:
