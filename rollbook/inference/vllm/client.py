@@ -18,7 +18,7 @@ from rollbook.inference.wire.generate import GenerateBody, GenerateChoice, Gener
 from rollbook.inference.wire.weights import UNPUBLISHED, InitInfo, UpdateInfo
 
 UNKNOWN = -1
-"""Stands for a field of a publication that vLLM does not know."""
+"""Value of the publication fields that vLLM does not report."""
 RETRY_AFTER_S = 0.1
 RECOVERY_S = 10.0
 """Time limit for the requests after a failed update. The deadline of the update may be over, and the server may not respond."""

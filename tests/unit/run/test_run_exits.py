@@ -50,7 +50,7 @@ QUICK_DEATHS = (0.5,) * 10
             ProcessExit(code=EXIT_DONE, was_stopped=True, is_last=True, is_draining=True),
             ExitAction.END,
             "",
-            id="the trainer stopped as it was told",
+            id="the trainer stopped on request",
         ),
         pytest.param(
             ProcessExit(code=EXIT_DONE, was_stopped=True, is_draining=True),
