@@ -1,4 +1,4 @@
-"""Writes the tasks and the demonstrations. Needs reasoning-gym (`pip install 'rollbook[maths]'`); training does not.
+"""Writes the tasks and the demonstrations. Needs reasoning-gym (`pip install '.[maths]'`); training does not.
 
 python examples/10_reasoning_gym/prepare_puzzles.py --to examples/10_reasoning_gym/data
 """

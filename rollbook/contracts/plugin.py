@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import MappingProxyType
@@ -150,8 +151,32 @@ def _missing_extra(library: str) -> MissingExtraError:
     return MissingExtraError(f"the library {library!r} is not installed: {_install_command(library)}")
 
 
+def install_command(extra: str) -> str:
+    """The command that installs what an extra needs. It names libraries, so that it works for a clone and for a wheel alike."""
+    return "pip install " + " ".join(f"'{requirement}'" for requirement in _requirements(extra))
+
+
+def _requirements(extra: str) -> list[str]:
+    """What `extra` adds, as the installed package declares it: lines like `peft>=0.17; extra == "lora"`."""
+    try:
+        declared = metadata.requires("rollbook") or []
+    except metadata.PackageNotFoundError:  # Run from its source folder, not installed.
+        return [f"rollbook[{extra}]"]
+    found = []
+    for line in declared:
+        requirement, _, marker = line.partition(";")
+        if f'extra == "{extra}"' not in marker:
+            continue
+        if requirement.startswith("rollbook["):
+            for name in requirement.strip().removeprefix("rollbook[").removesuffix("]").split(","):
+                found += _requirements(name)
+        else:
+            found.append(requirement.strip())
+    return found
+
+
 def _install_command(library: str) -> str:
-    return f"pip install 'rollbook[{_extra_of(library)}]'"
+    return install_command(EXTRAS[library.partition(".")[0]])
 
 
 def _extra_of(library: str) -> str | None:

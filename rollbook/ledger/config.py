@@ -121,7 +121,7 @@ class LedgerConfig(BaseModel, frozen=True, extra="forbid"):
 
     payloads: str | None = Field(default=None, pattern=r"^(/|s3://[^/])")
     """With a PostgreSQL store: where the tokens of groups are stored, with their digests in the rows: a directory that all replicas
-    of the ledger see, or `s3://bucket/prefix` (`pip install 'rollbook[s3]'`). None: in the database."""
+    of the ledger see, or `s3://bucket/prefix` (`pip install '.[s3]'`). None: in the database."""
 
     @model_validator(mode="after")
     def _check_receiving_limit(self) -> Self:

@@ -247,7 +247,7 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
 
     shards_path: str | None = None
     """Where all ranks write their shards of a checkpoint, concurrently: a directory that all ranks see, or `s3://bucket/prefix`
-    (`pip install 'rollbook[s3]'`). Shards hold weights and optimizer state. None: `checkpoints/shards` in the run directory; with
+    (`pip install '.[s3]'`). Shards hold weights and optimizer state. None: `checkpoints/shards` in the run directory; with
     one rank, no shards. The rest of a checkpoint stays in the run directory, with the model as a Hugging Face directory."""
 
     watch_replicas_s: float = Field(default=2.0, gt=0)

@@ -18,7 +18,7 @@ from typing import Annotated
 
 from rollbook.commands.arguments import AsJson, Option
 from rollbook.commands.output import EXIT_FAILED, result, result_json
-from rollbook.contracts.plugin import EXTRAS, load_on_demand, require_libraries
+from rollbook.contracts.plugin import EXTRAS, install_command, load_on_demand, require_libraries
 from rollbook.run.directory import MIN_FREE_BYTES
 from rollbook.run.supervision.plan import DASHBOARD_PORT
 
@@ -159,7 +159,7 @@ def _run(code: str) -> tuple[int, str]:
 
 def _library(name: str, code: str | None = None) -> DoctorFinding:
     status, text = _run(code or f"import {name}; print({name}.__version__)")
-    install = f"pip install 'rollbook[{EXTRAS[name]}]'"
+    install = install_command(EXTRAS[name])
     if status == 0:
         return DoctorFinding(name=name, verdict=Verdict.OK, found=text)
     if f"No module named '{name}'" in text:

@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field, model_validator
 
 
 class RayConfig(BaseModel, frozen=True, extra="forbid"):
-    """A Ray cluster on which the additional processes are placed. `pip install 'rollbook[cluster]'` on every node."""
+    """A Ray cluster on which the additional processes are placed. `pip install '.[cluster]'` on every node."""
 
     address: str | None = None
     """`auto` starts Ray on this machine; otherwise the address of a cluster, such as `10.0.0.5:6379`. Also set by

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rollbook.contracts.plugin import install_command
 from rollbook.telemetry.config import TelemetryConfig
 from rollbook.telemetry.events import FailureReport, json_rows
 from rollbook.telemetry.sinks.sink import Sink
@@ -36,8 +37,7 @@ def open_sinks(config: TelemetryConfig, *, directory: Path, run_name: str, setti
             module: Any = importlib.import_module(f"rollbook.telemetry.sinks.{name}")
         except ImportError as error:
             raise ImportError(
-                f"telemetry.sinks contains {name!r}, but its library is not installed ({error}): "
-                f"pip install 'rollbook[{name}]'"
+                f"telemetry.sinks contains {name!r}, but its library is not installed ({error}): {install_command(name)}"
             ) from error
         opened[name] = module.open_sink(config, directory=directory, run_name=run_name, settings=settings)
     return opened

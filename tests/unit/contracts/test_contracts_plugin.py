@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.contracts.plugin import PluginError, extend_search_path, load_plugin, plugin_fault
+from rollbook.contracts.plugin import (
+    EXTRAS,
+    PluginError,
+    extend_search_path,
+    install_command,
+    load_plugin,
+    plugin_fault,
+)
 
 
 @pytest.fixture
@@ -76,3 +83,11 @@ def test_no_fault_is_reported_where_there_is_none_or_only_running_would_tell(dir
     (directory / "plugin_broken.py").write_text("globals()['f'] = print\n")
     assert plugin_fault(path, setting="x", search_path=[directory]) is None
     assert str(directory) not in sys.path
+
+
+@pytest.mark.parametrize("extra", sorted(set(EXTRAS.values())))
+def test_the_install_command_of_an_extra_names_libraries_of_the_index(extra: str) -> None:
+    """`rollbook[...]` is not on an index, so a command with it would fail."""
+    command = install_command(extra)
+    assert command.startswith("pip install '")
+    assert "rollbook" not in command

@@ -11,6 +11,7 @@ import aiohttp
 from rollbook.concurrency.child_process.process import ChildProcess
 from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
 from rollbook.concurrency.tasks import first_error
+from rollbook.contracts.plugin import install_command
 from rollbook.envs.builtin.awscli.cloud.simulator_guard import HEADER, TOKEN_VARIABLE
 from rollbook.envs.sandboxes.process import private_directory, remove_directory, start_sandbox_process
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError, SandboxStartError
@@ -148,7 +149,7 @@ class Simulator:
         code = await self._child.ended()
         raise SandboxStartError(
             f"ministack:{self.port} ended with code {code} before it responded; is the extra installed "
-            f"(pip install 'rollbook[aws]')? {self._child.last_output()}"
+            f"({install_command('aws')})? {self._child.last_output()}"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from rollbook.concurrency.child_process.process import ChildEndedError, ChildProcess
 from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
+from rollbook.contracts.plugin import install_command
 from rollbook.envs.sandboxes.process import private_directory, remove_directory, start_sandbox_process
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError, SandboxStartError
 
@@ -195,7 +196,7 @@ async def _started(directory: Path, settings: WorkerSettings) -> ChildProcess:
     except (ChildEndedError, DeadlineExceededError) as error:
         await child.kill()
         raise SandboxStartError(
-            f"the AWS CLI worker did not start: {error}; is the extra installed (pip install 'rollbook[aws]')? "
+            f"the AWS CLI worker did not start: {error}; is the extra installed ({install_command('aws')})? "
             f"{child.last_output()}"
         ) from error
     except BaseException:
