@@ -15,6 +15,8 @@ import argparse
 import functools
 import json
 import math
+import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -214,11 +216,7 @@ def prove_seeds(args: argparse.Namespace) -> int:
 def save_results(folder: Path, criteria: list[Criterion], first: Phase, second: Phase, *, home: Path) -> None:
     """Write the table, the values of the curves, and the plots of both runs."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = ["| phase | criterion | value | required | |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {c.phase} | `{c.name}` | {c.value} | {c.demand} | {'pass' if c.ok else '**fail**'} |" for c in criteria
-    ]
-    (folder / "criteria.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / "criteria.md").write_text("\n".join(criteria_page(folder.name, criteria)) + "\n", encoding="utf-8")
     names = (
         "rollout/reward",
         "train/ppo_kl",
@@ -234,6 +232,18 @@ def save_results(folder: Path, criteria: list[Criterion], first: Phase, second: 
     for number in (1, 2):
         for plot in sorted((home / f"phase-{number}" / "plots").glob("*.png")):
             shutil.copy(plot, folder / f"phase-{number}-{plot.name}")
+
+
+def criteria_page(name: str, criteria: list[Criterion]) -> list[str]:
+    cpu_or_gpu = "gpu" if name.endswith("cuda") else "cpu"
+    lines = [f"# Criteria of the two-phase proof on a {cpu_or_gpu.upper()}", ""]
+    cores = f"{os.cpu_count()} cores ({platform.machine()})"
+    where = f"{torch.cuda.get_device_name()}, {cores}" if cpu_or_gpu == "gpu" else cores
+    lines += [f"Written by `make proof-{cpu_or_gpu}` on {where}.", ""]
+    lines += ["| phase | criterion | value | required | |", "|---|---|---|---|---|"]
+    return lines + [
+        f"| {c.phase} | `{c.name}` | {c.value} | {c.demand} | {'pass' if c.ok else '**fail**'} |" for c in criteria
+    ]
 
 
 def _rounded(value: float | None) -> float | None:

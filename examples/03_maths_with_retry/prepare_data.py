@@ -1,9 +1,12 @@
-"""Writes the data of this example as JSONL. Nothing is downloaded without --hub.
+"""Writes the data of this example as JSONL.
 
+python prepare_data.py                                                  the sums; GSM8K too, if its files or the hub can be read
 python prepare_data.py sums --to data                                   demonstrations of one-digit sums, for sft.toml
 python prepare_data.py gsm8k --from train.jsonl --to data               rows of GSM8K from a file: question, answer with #### 72
 python prepare_data.py gsm8k --hub openai/gsm8k --split test --to data  from the hub or a dataset directory (needs `datasets`)
 python prepare_data.py reasoning-gym --dataset chain_sum --count 500 --to data     generated (needs `reasoning-gym`)
+
+Without a name, GSM8K is read from `gsm8k/train.jsonl` and `gsm8k/test.jsonl` in the output directory, or downloaded from the hub.
 """
 
 import argparse
@@ -19,6 +22,9 @@ import sums
 
 from rollbook.tasks.config import HubConfig, TasksConfig
 from rollbook.tasks.dataset import DatasetError, load_tasks
+
+HUB = "openai/gsm8k"
+SPLITS = ("train", "test")
 
 
 def gsm8k_rows(lines: Iterable[Any], *, split: str) -> Iterator[dict[str, Any]]:
@@ -55,13 +61,46 @@ def hub_rows(name: str, split: str, *, subset: str | None) -> Iterator[Any]:
 
 
 def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    # Read all rows first: no file is left behind if the source cannot be read.
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
-    count = 0
-    with path.open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            count += 1
+    path.write_text("".join(lines), encoding="utf-8")
+    print(f"{path}: {len(lines)} rows", file=sys.stderr)
+
+
+def write_sums(args: argparse.Namespace) -> None:
+    args.to.mkdir(parents=True, exist_ok=True)
+    path = args.to / "demonstrations.jsonl"
+    count = args.count or 9_600
+    sums.write_demonstrations(path, count=count, right=args.right, seed=args.seed)
     print(f"{path}: {count} rows", file=sys.stderr)
+
+
+def write_gsm8k(args: argparse.Namespace, split: str, *, source: Path | None, hub: str | None) -> None:
+    if source is not None:
+        lines = file_rows(source)
+    else:
+        lines = hub_rows(str(hub), split, subset=args.subset or ("main" if hub == HUB else None))
+    write(args.to / f"gsm8k-{split}.jsonl", itertools.islice(gsm8k_rows(lines, split=split), args.count))
+
+
+def write_all(args: argparse.Namespace) -> None:
+    """The sums, and both splits of GSM8K where they can be read. The example on the sums does not need GSM8K."""
+    write_sums(args)
+    for split in SPLITS:
+        file = args.to / "gsm8k" / f"{split}.jsonl"
+        if file.is_file():
+            write_gsm8k(args, split, source=file, hub=None)
+            continue
+        try:
+            write_gsm8k(args, split, source=None, hub=HUB)
+        except SystemExit as error:
+            reason = str(error).splitlines()[0]
+            print(
+                f"GSM8K ({split}) is left out: there is no {file}, and the hub cannot be read ({reason})",
+                file=sys.stderr,
+            )
+            return
 
 
 def positive(text: str) -> int:
@@ -72,8 +111,10 @@ def positive(text: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("sums", "gsm8k", "reasoning-gym"))
-    parser.add_argument("--to", type=Path, default=Path(__file__).parent / "data", help="output directory")
+    parser.add_argument("what", nargs="?", choices=("sums", "gsm8k", "reasoning-gym"), help="default: sums and gsm8k")
+    parser.add_argument(
+        "--to", "--output-dir", type=Path, default=Path(__file__).parent / "data", help="output directory"
+    )
     parser.add_argument("--from", dest="source", type=Path, help="gsm8k: a JSONL file")
     parser.add_argument("--hub", help="gsm8k: a dataset on the hub, or a local dataset directory")
     parser.add_argument("--subset", help="gsm8k: subset of the dataset on the hub (openai/gsm8k: main)")
@@ -81,6 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dataset", default="chain_sum", help="reasoning-gym: name of the generator")
     parser.add_argument(
         "--count",
+        "--max-rows",
         type=positive,
         help="number of rows to write. Default: sums 9,600, reasoning-gym 500, gsm8k all",
     )
@@ -89,17 +131,14 @@ def main(argv: list[str] | None = None) -> int:
         "--right", type=float, default=0.4, help="sums: fraction of correct answers in the demonstrations"
     )
     args = parser.parse_args(argv)
-    if args.what == "sums":
-        args.to.mkdir(parents=True, exist_ok=True)
-        path = args.to / "demonstrations.jsonl"
-        sums.write_demonstrations(path, count=args.count or 9_600, right=args.right, seed=args.seed)
+    if args.what is None:
+        write_all(args)
+    elif args.what == "sums":
+        write_sums(args)
     elif args.what == "gsm8k":
         if (args.source is None) == (args.hub is None):
             parser.error("gsm8k: set exactly one of --from FILE and --hub NAME")
-        subset = args.subset or ("main" if args.hub == "openai/gsm8k" else None)
-        lines = hub_rows(args.hub, args.split, subset=subset) if args.hub else file_rows(args.source)
-        chosen = itertools.islice(gsm8k_rows(lines, split=args.split), args.count)
-        write(args.to / f"gsm8k-{args.split}.jsonl", chosen)
+        write_gsm8k(args, args.split, source=args.source, hub=args.hub)
     else:
         rows = reasoning_gym_rows(args.dataset, args.count or 500, seed=args.seed, split=args.split)
         write(args.to / f"{args.dataset}-{args.split}.jsonl", rows)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.learning import defaults, proof
-from rollbook.run.config.run import load_config
+from rollbook.run.config.run import RunConfig, load_config
 from tests.parts.run.examples import modules_of
 from tests.parts.run.small import REPOSITORY, rollbook
 
@@ -111,10 +112,55 @@ def test_gsm8k_is_prepared_from_a_dataset_directory_and_count_limits_its_rows(
         maths["prepare_data"].main([*arguments, "--count", "0"])
 
 
-def test_the_gsm8k_recipe_is_a_valid_config_with_a_retry_prompt() -> None:
+def test_without_arguments_the_sums_are_written_and_gsm8k_only_if_it_can_be_read(
+    maths: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_hub(*_: object, **__: object) -> Iterator[Any]:
+        raise SystemExit("Couldn't reach 'openai/gsm8k' on the hub")
+
+    monkeypatch.setattr(maths["prepare_data"], "hub_rows", no_hub)
+    assert maths["prepare_data"].main(["--output-dir", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["demonstrations.jsonl"]
+    assert "GSM8K (train) is left out" in capsys.readouterr().err
+    (tmp_path / "gsm8k").mkdir()
+    for split in ("train", "test"):
+        line = json.dumps({"question": f"{split}?", "answer": "so #### 2"}) + "\n"
+        (tmp_path / "gsm8k" / f"{split}.jsonl").write_text(line * 3, encoding="utf-8")
+    assert maths["prepare_data"].main(["--output-dir", str(tmp_path), "--max-rows", "2"]) == 0
+    for split in ("train", "test"):
+        lines = (tmp_path / f"gsm8k-{split}.jsonl").read_text(encoding="utf-8").splitlines()
+        assert [json.loads(line)["id"] for line in lines] == [f"gsm8k-{split}-1", f"gsm8k-{split}-2"]
+
+
+def test_the_gsm8k_recipe_has_the_published_sizes_and_a_retry_prompt() -> None:
     config = load_config(MATHS / "gsm8k.toml").config
     assert config.tasks.source == "hf:openai/gsm8k"
-    assert "\\boxed" in config.rollout.settings["retry_message"]
+    assert (config.gate.groups_per_step, config.rollout.completions_per_prompt, config.rollout.max_turns) == (8, 8, 2)
+    assert (config.gate.max_head_offpolicy_versions, config.trainer.ppo_n_minibatches) == (1, 1)
+    assert config.rollout.drop_constant_reward
+    retry = config.rollout.settings["retry_message"]
+    assert all(part in retry for part in ("wrong", "could not be read", "answer again", "\\boxed"))
+
+
+def test_every_published_option_has_a_counterpart_that_exists() -> None:
+    """The settings in the table of docs/async-recipe.md are fields; where a value of gsm8k.toml is named, it has that value."""
+    config = load_config(MATHS / "gsm8k.toml").config
+    page = (REPOSITORY / "docs" / "async-recipe.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `--")]
+    options = {option for row in rows for option in re.findall(r"`(--[a-z-]+)`", row[0])}
+    assert options >= {"--max-turns", "--ppo-n-minibatches", "--max-concurrency-rollout-sample", "--replica-count"}
+    assert len(options) == 25
+    sections = "|".join(RunConfig.model_fields)
+    for row in rows:
+        for setting in re.findall(rf"`((?:{sections})\.[a-z_.]+)", row[2]):
+            value: Any = config
+            for name in setting.split("."):
+                assert name in type(value).model_fields, setting
+                value = getattr(value, name)
+                if value is None:
+                    break
+            if re.fullmatch(r"[0-9.e-]+", named := row[3].strip(" |`")):
+                assert value == float(named), setting
 
 
 def test_there_are_two_hundred_sums_and_the_vocabulary_covers_them(maths: dict[str, ModuleType]) -> None:

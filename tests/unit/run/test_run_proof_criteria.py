@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.learning.proof import RESULTS
 from benchmarks.learning.proof_criteria import Criterion, Phase, judge_first, judge_second, reward_trend
 
 
@@ -110,3 +111,15 @@ def test_a_changed_checkpoint_cadence_fails() -> None:
 
 def test_the_trend_compares_quarters_of_the_episodes_not_of_the_time() -> None:
     assert reward_trend(rollout_rows(0.0, None, 0.5, 0.5, 1.0)) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_the_stored_table_has_every_criterion_and_all_pass(device: str) -> None:
+    page = (RESULTS / f"proof-{device}" / "criteria.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith(("| 1 |", "| 2 |"))]
+    expected = [
+        *judge_first(GOOD, max_head_offpolicy_versions=1, is_trend_required=True),
+        *judge_second(SECOND, GOOD, max_head_offpolicy_versions=2, minibatches=2, is_short=False),
+    ]
+    assert [(row[0], row[1]) for row in rows] == [(str(c.phase), f"`{c.name}`") for c in expected]
+    assert {row[-1] for row in rows} == {"pass"}
