@@ -3,17 +3,19 @@
 Tool calls are parsed from text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Text that is not a valid call stays
 text, so the agent and the reward function see what the policy wrote. Grammars restrict sampling to a format; they are text in the
 Lark dialect of llguidance. The policy server and the proxy write them; the policy server compiles them.
+
+Servers parse sampled text in their event loop, and a policy may write anything. So the time of every parser is proportional to the
+length of the text, and no regular expression with lazy or nested repetition is used (`tests/properties/test_text_parsers.py`).
 """
 
 import json
-import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 OPENING = "<tool_call>"
-_BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+CLOSING = "</tool_call>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +32,27 @@ class ToolCall:
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
     """The text without its valid calls, and those calls in order."""
     calls: list[ToolCall] = []
+    kept: list[str] = []
+    kept_until = 0
+    for begin, end in tagged_spans(text, OPENING, CLOSING):
+        call = parse_call(text[begin:end].strip())
+        if call is not None:
+            calls.append(call)
+            kept.append(text[kept_until : begin - len(OPENING)])
+            kept_until = end + len(CLOSING)
+    return "".join(kept) + text[kept_until:], calls
 
-    def remove(block: re.Match[str]) -> str:
-        call = parse_call(block[1])
-        if call is None:
-            return block[0]
-        calls.append(call)
-        return ""
 
-    return _BLOCK.sub(remove, text), calls
+def tagged_spans(text: str, opening: str, closing: str) -> Iterator[tuple[int, int]]:
+    """Start and end of the text between each opening tag and the next closing one. Tags are not nested."""
+    begin = text.find(opening)
+    while begin >= 0:
+        begin += len(opening)
+        end = text.find(closing, begin)
+        if end < 0:
+            return
+        yield begin, end
+        begin = text.find(opening, end + len(closing))
 
 
 def parse_call(text: str) -> ToolCall | None:
@@ -148,6 +162,8 @@ def _literal(text: str) -> str:
 
 REPLACEMENT = "\ufffd"
 """Decoders write it for bytes that do not form a complete character (yet)."""
+MAX_CHARACTER_TOKENS = 8
+"""More tokens than any character has: a token has at least one of its four bytes, or no text."""
 
 
 class IncrementalDecoder:
@@ -162,6 +178,7 @@ class IncrementalDecoder:
         self._ids: list[int] = []
         self._window_start = 0
         self._window_end = 0
+        """Text before this token was returned."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete. Empty while a character is incomplete."""
@@ -175,9 +192,15 @@ class IncrementalDecoder:
     def _advance(self, *, is_last: bool) -> str:
         before = self._decode(self._ids[self._window_start : self._window_end])
         now = self._decode(self._ids[self._window_start :])
-        if len(now) <= len(before) or (now.endswith(REPLACEMENT) and not is_last):
-            return ""
-        self._window_start, self._window_end = self._window_end, len(self._ids)
+        end = len(self._ids)
+        if not is_last and (len(now) <= len(before) or now.endswith(REPLACEMENT)):
+            # A character has at most four bytes, so older tokens have their final text. Without this, a policy that samples
+            # invalid bytes or special tokens only would make each call decode all of them again.
+            end -= MAX_CHARACTER_TOKENS
+            if end - self._window_end < MAX_CHARACTER_TOKENS:
+                return ""
+            now = self._decode(self._ids[self._window_start : end])
+        self._window_start, self._window_end = self._window_end, end
         return now[len(before) :]
 
 
@@ -189,7 +212,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stop for stop in stops if stop)
+        self._stops = tuple(_StopString(stop) for stop in dict.fromkeys(stops) if stop)
         self._held = ""
         self.matched: str | None = None
         self.rest = ""
@@ -199,11 +222,15 @@ class StopStrings:
         if self.matched is not None:
             return ""
         self._held += text
-        matches = [(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        matches = [
+            (start + len(stop.text), start, stop.text)
+            for stop in self._stops
+            if (start := self._held.find(stop.text)) >= 0
+        ]
         if matches:
             _, split, self.matched = min(matches)
         else:
-            split = len(self._held) - self._length_to_hold()
+            split = len(self._held) - max((stop.length_to_hold(text) for stop in self._stops), default=0)
         certain, self._held = self._held[:split], self._held[split:]
         if matches:
             self.rest, self._held = self._held, ""
@@ -214,10 +241,31 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _length_to_hold(self) -> int:
-        """The length of the longest suffix that is a prefix of a stop string."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
-                return length
-        return 0
+
+class _StopString:
+    """One stop string, with the part of it that the text so far ends with (the algorithm of Knuth, Morris and Pratt)."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._matched = 0
+        # For each prefix: the length of its longest proper suffix that is a prefix too. Made when it is first needed.
+        self._borders = [0]
+
+    def length_to_hold(self, new_text: str) -> int:
+        """The length of the longest suffix of the text so far that is a proper prefix of the stop string."""
+        recent = new_text[-(len(self.text) - 1) :] if len(self.text) > 1 else ""
+        if len(recent) == len(self.text) - 1:
+            self._matched = 0
+        for char in recent:
+            self._matched = self._extended(self._matched, char)
+        return self._matched
+
+    def _extended(self, matched: int, char: str) -> int:
+        while matched and self.text[matched] != char:
+            matched = self._border(matched)
+        return matched + (self.text[matched] == char)
+
+    def _border(self, length: int) -> int:
+        while len(self._borders) < length:
+            self._borders.append(self._extended(self._borders[-1], self.text[len(self._borders)]))
+        return self._borders[length - 1]

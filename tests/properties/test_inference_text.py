@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,11 +34,42 @@ def test_text_decoded_byte_by_byte_is_complete_and_never_contains_half_a_charact
     assert "".join(parts) + decoder.finish() == text
 
 
-@given(st.binary(max_size=30))
+@given(
+    st.binary(max_size=30)
+    | st.lists(st.sampled_from([b"\xe2\x82", b"\xff", b"\x80", "€😀".encode()]), max_size=40).map(b"".join)
+)
 def test_invalid_bytes_are_decoded_as_when_decoded_at_once(raw: bytes) -> None:
     decoder = IncrementalDecoder(decode_bytes)
     decoded = "".join(decoder.feed([byte]) for byte in raw) + decoder.finish()
     assert decoded == raw.decode(errors="replace")
+
+
+@pytest.mark.parametrize("token", [0xFF, 0x80, 0xE2], ids=["invalid", "continuation", "start"])
+def test_bytes_that_never_become_a_character_are_decoded_a_limited_number_of_times(token: int) -> None:
+    decoded = 0
+
+    def decode(ids: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return decode_bytes(ids)
+
+    decoder = IncrementalDecoder(decode)
+    text = "".join(decoder.feed([token]) for _ in range(2_000)) + decoder.finish()
+    assert text == decode_bytes([token] * 2_000)
+    assert decoded < 2_000 * 100
+
+
+def test_special_tokens_without_text_are_decoded_a_limited_number_of_times() -> None:
+    decoded = 0
+
+    def decode(ids: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return "".join("x" for token in ids if token)
+
+    decoder = IncrementalDecoder(decode)
+    assert "".join(decoder.feed([0]) for _ in range(2_000)) + decoder.feed([1]) + decoder.finish() == "x"
+    assert decoded < 2_000 * 100
 
 
 @given(st.data(), TEXT, st.lists(st.text(alphabet="abc ", min_size=1, max_size=4), max_size=3))

@@ -93,7 +93,8 @@ def _verdict(given: str | None, solved: bool) -> str:
 
 # Only the end of a longer text is searched: the final answer is there, and a search must not block the event loop.
 MAX_CHARS = 20_000
-TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+BRACE = re.compile(r"\\boxed\{|[{}]")
 AFTER_HASHES = re.compile(r"####\s*([^\n]+)")
 AFTER_WORDS = re.compile(r"answer\s+is:?\s*([^\n]+)", re.IGNORECASE)
 NUMBER = re.compile(r"[+-]?(?:\d[\d,]{0,29}(?:\.\d{1,30})?|\.\d{1,30})(?:/\d{1,30})?")
@@ -108,9 +109,11 @@ def final_answer(text: str, *, is_lenient: bool = True) -> str | None:
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed.strip()
-    for pattern in (TAGGED, AFTER_HASHES):
-        if found := pattern.findall(text):
-            return str(found[-1]).strip()
+    tagged = last_tagged(text)
+    if tagged is not None:
+        return tagged.strip()
+    if found := AFTER_HASHES.findall(text):
+        return str(found[-1]).strip()
     if found := AFTER_WORDS.findall(text):
         numbers = NUMBER.findall(found[-1])
         return numbers[0] if numbers else str(found[-1]).strip().rstrip(".")
@@ -120,15 +123,29 @@ def final_answer(text: str, *, is_lenient: bool = True) -> str | None:
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last `\boxed{…}` with balanced braces."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth, begin = 1, start + len("\\boxed{")
-        for position in range(begin, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[begin:position]
-        start = text.rfind("\\boxed{", 0, start)
-    return None
+    opened: list[int | None] = []
+    """The start of the content of each open brace of a box; None for other braces."""
+    last: tuple[int, int] | None = None
+    for brace in BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(None)
+        elif brace[0] != "}":
+            opened.append(brace.end())
+        elif opened and (begin := opened.pop()) is not None and (last is None or begin > last[0]):
+            last = begin, brace.start()
+    return None if last is None else text[last[0] : last[1]]
+
+
+def last_tagged(text: str) -> str | None:
+    """The text between the last `<answer>` that is closed and its `</answer>`."""
+    begin: int | None = None
+    last: str | None = None
+    for tag in TAG.finditer(text):
+        if not tag[1]:
+            begin = tag.end() if begin is None else begin
+        elif begin is not None:
+            last, begin = text[begin : tag.start()], None
+    return last
 
 
 def is_same_answer(given: str, expected: str) -> bool:

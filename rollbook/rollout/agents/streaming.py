@@ -63,7 +63,7 @@ class TurnStream:
         self._stops = StopStrings(stops)
         self._opening = StopStrings([OPENING] if parser is parse_hermes else [])
         self._is_held = parser is not None and parser not in (parse_hermes, ParsedText)
-        self._space = ""
+        self._space: list[str] = []
         self._tokens: list[SampledToken] = []
         self._on_part = on_part
         self.received: list[TokenChunk] = []
@@ -78,9 +78,9 @@ class TurnStream:
             if self._stops.matched is not None or self._is_held:
                 return
             self._tokens.append(token)
-            text = self._space + self._opening.feed(self._stops.feed(self._decoder.feed([token.id])))
+            text = self._opening.feed(self._stops.feed(self._decoder.feed([token.id])))
             shown = text.rstrip()
-            self._space = text[len(shown) :]
             if shown:
-                self._on_part(TurnPart(shown, self._tokens))
-                self._tokens = []
+                self._on_part(TurnPart("".join(self._space) + shown, self._tokens))
+                self._tokens, self._space = [], []
+            self._space.append(text[len(shown) :])

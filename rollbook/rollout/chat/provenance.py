@@ -44,9 +44,16 @@ def spans_of(
     authors = [CONTEXT if messages is None else TEMPLATE] * len(ids)
     if messages is not None:
         text, offsets = tokenizer.pieces(ids)
+        first = 0
         for start, end, role in _message_spans(messages, text):
-            for at, (begin, stop) in enumerate(offsets):
-                if begin < end and stop > start:
+            # Spans and tokens are in the order of the text.
+            while first < len(ids) and offsets[first][1] <= start:
+                first += 1
+            for at in range(first, len(ids)):
+                begin, stop = offsets[at]
+                if begin >= end:
+                    break
+                if stop > start:
                     authors[at] = role
     for turn in turns:
         authors[turn.start : turn.end] = [POLICY] * (turn.end - turn.start)

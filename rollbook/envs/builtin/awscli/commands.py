@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 MAX_LINE_CHARS = 20_000
-THINKING = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 # Prefixes that people and models put before a command: a bullet, a number, a prompt, backticks.
 DECORATION = re.compile(r"(?:[-*>]\s+|\d+[.)]\s+)?(`*)\s*(?:\$\s+)?")
 # The tokens of a shell, in the order in which they are tried.
@@ -125,7 +124,7 @@ def parse_move(action: str, *, may_answer: bool = True) -> Command | Refusal:
 
 
 def _command_lines(action: str, *, may_answer: bool) -> list[str]:
-    text = THINKING.sub("", action).replace("\\\r\n", " ").replace("\\\n", " ")
+    text = without_thinking(action).replace("\\\r\n", " ").replace("\\\n", " ")
     found = []
     for raw in text.splitlines():
         line = raw.strip()
@@ -141,20 +140,31 @@ def _command_lines(action: str, *, may_answer: bool) -> list[str]:
     return found
 
 
+def without_thinking(text: str) -> str:
+    """The text without `<think>…</think>`. A block that is not closed ends with the text."""
+    kept, end = [], 0
+    while (begin := text.find("<think>", end)) >= 0:
+        kept.append(text[end:begin])
+        close = text.find("</think>", begin)
+        end = len(text) if close < 0 else close + len("</think>")
+    return "".join(kept) + text[end:]
+
+
 def split(line: str) -> list[str] | Refusal:
     """The words of a line, with quotes and backslashes as in a shell. Shell operations (pipes, variables, ...) are refused."""
     words: list[str] = []
-    word: str | None = None
+    word: list[str] | None = None
     for token in TOKENS.finditer(line):
         kind, text = str(token.lastgroup), token[0]
         if kind in REFUSED_TOKENS or (kind == "double" and ACTIVE_IN_DOUBLE.search(text)):
             return Refusal(text=REFUSED_TOKENS.get(kind, REFUSED_TOKENS["active"]).format(text))
         if kind in {"blank", "comment"}:
-            words += [] if word is None else [word]
+            words += [] if word is None else ["".join(word)]
             word = None
         else:
-            word = (word or "") + UNQUOTED[kind](text)
-    return words if word is None else [*words, word]
+            word = word or []
+            word.append(UNQUOTED[kind](text))
+    return words if word is None else [*words, "".join(word)]
 
 
 def matching_options(word: str, names: Iterable[str]) -> list[str]:

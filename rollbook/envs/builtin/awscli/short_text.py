@@ -6,15 +6,18 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-TASK = re.compile(r"Task: (.*)\nMoves: \d+", re.DOTALL)
-USAGE = re.compile(r"usage: .*?(?:error: |(?=Unknown options))", re.DOTALL)
+TASK = "Task: "
+MOVES = re.compile(r"\nMoves: \d+")
+USAGE = "usage: "
+ERROR = re.compile(r"error: |(?=Unknown options)")
 """The command line prints its usage before the error."""
 
 
 def goal_of(observation: str) -> str:
     """The goal in the first observation of an episode, without the rules."""
-    found = TASK.search(observation)
-    return found[1] if found else observation
+    begin = observation.find(TASK)
+    ends = [match.start() for match in MOVES.finditer(observation, max(begin, 0))]
+    return observation[begin + len(TASK) : ends[-1]] if begin >= 0 and ends else observation
 
 
 def one_line(output: str, *, max_chars: int, ignored: re.Pattern[str], form: str = "{name}={value}") -> str:
@@ -23,11 +26,23 @@ def one_line(output: str, *, max_chars: int, ignored: re.Pattern[str], form: str
     Fields whose names match `ignored` are left out. The names of objects and lists are not compared: `KeyMetadata` holds the id
     of a new key.
     """
-    text = USAGE.sub("error: ", output)
+    text = _without_usage(output)
     with contextlib.suppress(json.JSONDecodeError):
         leaves = _leaves(json.loads(text), ignored)
         text = " ".join(form.format(name=name, value=value) for name, value in leaves)
     return " ".join(text.split())[:max_chars]
+
+
+def _without_usage(output: str) -> str:
+    """Each usage message, up to its error, becomes `error: `."""
+    kept, end = [], 0
+    while (begin := output.find(USAGE, end)) >= 0:
+        error = ERROR.search(output, begin + len(USAGE))
+        if error is None:
+            break
+        kept += [output[end:begin], "error: "]
+        end = error.end()
+    return "".join(kept) + output[end:]
 
 
 def _leaves(value: Any, ignored: re.Pattern[str], name: str = "") -> Iterator[tuple[str, Any]]:

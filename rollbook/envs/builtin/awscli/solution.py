@@ -1,6 +1,5 @@
 """Plays a task's reference solution through the agent's interface: for tests, demonstrations and scripted policies."""
 
-import json
 import re
 from collections.abc import Mapping
 from string import Template
@@ -12,7 +11,7 @@ from rollbook.envs.builtin.awscli.tasks.setup import chosen_drift, chosen_varian
 from rollbook.envs.builtin.awscli.tasks.task_bank import TaskStep, find_task
 
 # The environment appends remarks to a command's output, each in parentheses on a separate line.
-REMARK = re.compile(r"\n+(?:\([^\n]*\)|The task is solved\.|The episode is over[^\n]*)\s*$")
+REMARK = re.compile(r"\([^\n]*\)|The task is solved\.|The episode is over[^\n]*")
 
 
 class ReferencePolicy:
@@ -49,14 +48,14 @@ class ReferencePolicy:
 
 def output_of(text: str) -> str:
     """The output of a command without the environment's remarks."""
-    while (remark := REMARK.search(text)) is not None and not _is_json(text):
-        text = text[: remark.start()]
-    return text
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except json.JSONDecodeError:
-        return False
-    return True
+    lines = text.split("\n")
+    end = len(lines)
+    while True:
+        last = end
+        while last > 1 and not lines[last - 1].strip():
+            last -= 1
+        if last == 1 or REMARK.fullmatch(lines[last - 1].rstrip()) is None:
+            return "\n".join(lines[:end])
+        end = last - 1
+        while end > 1 and not lines[end - 1]:
+            end -= 1
