@@ -46,8 +46,8 @@ from rollbook.trainer.data.advantages import BATCH_NORMALISED
 from rollbook.trainer.data.minibatches import sample_advantages
 from rollbook.trainer.metrics import TRAINER_METRICS
 
-DEPTH = 3
-"""How deep below a folder runs are searched."""
+DEPTH = 5
+"""How deep below a folder runs are searched. `runs/STUDY/cells/CELL/seed-N` is a run of a study."""
 MAX_RUNS = 1000
 INDEX_FILE = "dashboard/index.sqlite"
 MEANINGS = {
@@ -137,6 +137,8 @@ def _run_places(folder: Path) -> Iterator[RunPlace]:
             folders.clear()
         elif len(path.relative_to(folder).parts) >= DEPTH:
             folders.clear()
+        else:
+            folders[:] = [name for name in folders if not name.startswith(".")]  # such as .venv and .git
         if count >= MAX_RUNS:
             return
 
