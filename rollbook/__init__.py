@@ -51,6 +51,7 @@ __all__ = [
     "RunFailedError",
     "RunSettings",
     "SamplingParams",
+    "Sink",
     "StalenessController",
     "SyncLedgerClient",
     "SyncWeightTransferClient",
@@ -116,6 +117,7 @@ if TYPE_CHECKING:
     from rollbook.run.reader import audit
     from rollbook.tasks.curriculum import Curriculum
     from rollbook.tasks.cursor import CursorDataLoader
+    from rollbook.telemetry.sinks.sink import Sink
     from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
 
 # The same imports as above, for `__getattr__`.
@@ -160,6 +162,7 @@ _MODULES = {
     "RunFailedError": "rollbook.commands.training.train",
     "RunSettings": "rollbook.contracts.admission",
     "SamplingParams": "rollbook.contracts.policy",
+    "Sink": "rollbook.telemetry.sinks.sink",
     "StalenessController": "rollbook.rollout.dispatch.slots",
     "SyncLedgerClient": "rollbook.ledger.client.blocking",
     "SyncWeightTransferClient": "rollbook.integrations.weight_sync",

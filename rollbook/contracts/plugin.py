@@ -55,7 +55,7 @@ EXTRAS = {
 NO_SHORT_NAMES: Mapping[str, str] = MappingProxyType({})
 
 _search_path: list[str] = []
-"""Directories added by `extend_search_path`. Only for error messages: imports use `sys.path`."""
+"""Directories added by `extend_search_path`, for error messages and for child processes. Imports use `sys.path`."""
 
 
 def extend_search_path(directories: Iterable[str | Path]) -> None:
@@ -65,6 +65,11 @@ def extend_search_path(directories: Iterable[str | Path]) -> None:
             _search_path.insert(0, directory)
         if directory not in sys.path:
             sys.path.insert(0, directory)
+
+
+def search_path() -> tuple[str, ...]:
+    """The directories with user modules, for a child process that imports them too."""
+    return tuple(_search_path)
 
 
 def load_plugin(

@@ -43,7 +43,7 @@ from rollbook.run.directory import RunDirectory
 from rollbook.run.reader import QUERY_S, HttpSource, StoreSource, last_audit, open_source
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.advantages import BATCH_NORMALISED
-from rollbook.trainer.data.minibatches import sample_advantages
+from rollbook.trainer.data.minibatches import credit
 from rollbook.trainer.metrics import TRAINER_METRICS
 
 DEPTH = 5
@@ -275,11 +275,13 @@ def _plain(value: Any) -> Any:
 
 def _advantages(group: PromptGroup, config: TrainerConfig) -> list[float] | None:
     # Those of a part, too, depend on the other samples of its batch.
-    if config.recipe.advantage in BATCH_NORMALISED or group.baseline is not None:
+    # A page runs no code of users.
+    recipe = config.recipe
+    if recipe.has_own_advantage or recipe.advantage in BATCH_NORMALISED or group.baseline is not None:
         return None
     entry = BatchEntry(group_id=group.id, sequence=0, payload_digest="", oldest_version=None)
     batch = TrainingBatch(manifest=BatchManifest(step=1, entries=(entry,), digest=""), groups=(group,))
-    found: list[float] = sample_advantages(batch, config).tolist()
+    found: list[float] = credit(batch, config).by_sample.tolist()
     return found
 
 

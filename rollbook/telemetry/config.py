@@ -3,21 +3,23 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from rollbook.access.guard import is_loopback
+from rollbook.contracts.user_errors import did_you_mean
 
-SinkName = Literal["tensorboard", "wandb", "trackio", "mlflow", "prometheus", "opentelemetry"]
+SINKS = ("tensorboard", "wandb", "trackio", "mlflow", "prometheus", "opentelemetry")
 """Each is a module of `telemetry/sinks` with `open_sink`, and an extra of this package."""
 
 
 class TelemetryConfig(BaseModel, frozen=True, extra="forbid"):
     """Additional destinations of metrics. `metrics.jsonl` in the run directory is always written."""
 
-    sinks: tuple[SinkName, ...] = ()
+    sinks: tuple[str, ...] = ()
     """`tensorboard`: event files in `tensorboard/` of the run directory. `wandb`: Weights & Biases. `trackio`: Trackio. `mlflow`:
     an MLflow server, or `mlruns/` of the run directory. `prometheus`: an endpoint with the latest values. `opentelemetry`: traces
-    over OTLP. Each needs the extra of the same name; `prometheus` needs none. See docs/training.md."""
+    over OTLP. Each needs the extra of the same name; `prometheus` needs none. Or your own, as package.module:function. See
+    docs/training.md."""
 
     rollouts_per_step: int = Field(default=4, ge=0)
     """Samples of each step that are written to `rollouts.jsonl` with text, reward and advantage. Sinks show them as tables."""
@@ -53,6 +55,17 @@ class TelemetryConfig(BaseModel, frozen=True, extra="forbid"):
     prometheus_token_file: Path | None = None
     """File with the token that Prometheus must send (`authorization.credentials_file` of its scrape configuration), relative to the
     run directory. Created if missing. Required if `prometheus_host` is not a loopback address."""
+
+    @field_validator("sinks")
+    @classmethod
+    def _check_sinks(cls, sinks: tuple[str, ...]) -> tuple[str, ...]:
+        for name in sinks:
+            if ":" not in name and name not in SINKS:
+                raise ValueError(
+                    f"unknown sink {name!r}: use {', '.join(SINKS)}, or your own as package.module:function"
+                    f"{did_you_mean(name, SINKS)}"
+                )
+        return sinks
 
     @model_validator(mode="after")
     def _check_prometheus_token(self) -> Self:

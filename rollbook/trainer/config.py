@@ -25,6 +25,8 @@ LOSS_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """Name of a loss to the settings it reads, with their defaults (None: off). Settings not listed here are rejected."""
 
+ADVANTAGES = ("group", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl")
+
 # Settings that do not change the numbers of a step. Every other field is compared on resume, including fields added later.
 NOT_NUMERIC = frozenset(
     {
@@ -60,6 +62,11 @@ class Recipe:
     kl_estimator: str | None
     overlong_buffer: int
     overlong_penalty: float
+
+    @property
+    def has_own_advantage(self) -> bool:
+        """`advantage` is a user's function."""
+        return ":" in self.advantage
 
     def as_settings(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -160,10 +167,11 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     entropy_bonus: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus. Keeps a small policy from converging to the first action that works."""
 
-    advantage: Literal["group", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl"] | None = None
+    advantage: str | None = None
     """Baseline of a sample. `group`: mean and std of its group; `dr_grpo`: mean only; `rloo`: mean of the others;
     `reinforce_pp`: mean and std over the tokens of the batch; `reinforce_pp_baseline`: mean of its group, then the same; `maxrl`:
-    mean, divided by the mean. 1e-4 is added to a std. None: the loss's default (dr_grpo for dr_grpo, others group)."""
+    mean, divided by the mean. 1e-4 is added to a std. Or your own function as package.module:function, see
+    docs/writing-a-loss.md. None: the loss's default (dr_grpo for dr_grpo, others group)."""
 
     overlong_tokens: int | None = Field(default=None, ge=1)
     """Trained tokens from which a sample's reward is reduced by the full `overlong_penalty`. None: no length penalty."""
@@ -265,6 +273,7 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas {self.betas} must be in [0, 1)")
         self._check_loss()
+        self._check_advantage()
         self._check_correction()
         if self.overlong_tokens is None and (self.overlong_buffer or self.overlong_penalty):
             raise ValueError("overlong_buffer and overlong_penalty need overlong_tokens")
@@ -280,6 +289,13 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
         if self.shards_path is not None and not self.shards_path.startswith(("s3://", "/")):
             raise ValueError(f"shards_path {self.shards_path!r} must be an absolute path or s3://bucket/prefix")
         return self
+
+    def _check_advantage(self) -> None:
+        if self.advantage is not None and ":" not in self.advantage and self.advantage not in ADVANTAGES:
+            raise ValueError(
+                f"unknown advantage {self.advantage!r}: use one of {', '.join(ADVANTAGES)}, or your own as "
+                f"package.module:function{did_you_mean(self.advantage, ADVANTAGES)}"
+            )
 
     def _check_loss(self) -> None:
         if ":" in self.loss:

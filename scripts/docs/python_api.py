@@ -62,7 +62,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "EndReason",
         "FinishReason",
     ),
-    "Losses": ("LossInputs", "LossSettings", "LossTerms"),
+    "Losses and sinks": ("LossInputs", "LossSettings", "LossTerms", "Sink"),
     "The ledger": (
         "open_ledger_client",
         "LedgerClient",

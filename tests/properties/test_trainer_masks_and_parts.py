@@ -16,7 +16,7 @@ from rollbook.contracts.trajectory import RolloutSample, TokenRow
 from rollbook.rollout.groups.filters import constant_reward, one_sample
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.data.advantages import PRIOR_SAMPLES, QUORUM_SCALES, advantages
-from rollbook.trainer.data.minibatches import flatten, sample_advantages
+from rollbook.trainer.data.minibatches import credit, flatten
 from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.metrics import MaskReport
 from tests.parts.trainer.batches import batch_of, quick, recorded_batch, row, sample, tiny_model_dir
@@ -59,7 +59,7 @@ masked_batches = st.builds(
 @given(batch=masked_batches)
 @settings(max_examples=80)
 def test_a_masked_token_is_context_and_everything_else_stays(batch: TrainingBatch) -> None:
-    advantages = sample_advantages(with_masks(batch, [()]), quick())
+    advantages = credit(with_masks(batch, [()]), quick()).by_sample
     samples = [(entry, s) for entry, group in batch.entries() for s in group.samples]
     left = iter(flatten(batch, quick()))
     masked = 0
@@ -149,13 +149,13 @@ def test_an_advantage_does_not_depend_on_the_part_that_a_late_sample_is_in(
     together = batch_of_parts([part_of([*quorum, *late], baseline, 1)])
     parts = [part_of([*quorum, *late[:cut]], baseline, 1)]
     parts += [part_of([reward], baseline, 2 + n) for n, reward in enumerate(late[cut:])]
-    np.testing.assert_array_equal(sample_advantages(together, config), sample_advantages(batch_of_parts(parts), config))
+    np.testing.assert_array_equal(credit(together, config).by_sample, credit(batch_of_parts(parts), config).by_sample)
 
 
 @given(quorum=st.lists(rewards_of_samples, min_size=2, max_size=6), late=rewards_of_samples)
 def test_members_of_the_quorum_leave_themselves_out_and_late_samples_do_not(quorum: list[float], late: float) -> None:
     batch = batch_of_parts([part_of([*quorum, late], tuple(quorum), 1)])
-    found = sample_advantages(batch, quick(advantage="dr_grpo"))
+    found = credit(batch, quick(advantage="dr_grpo")).by_sample
     expected = [r - (sum(quorum) - r) / (len(quorum) - 1) for r in quorum] + [late - sum(quorum) / len(quorum)]
     # `centre` subtracts one number from all of them.
     shifts = [wanted - value for wanted, value in zip(expected, found, strict=True) if value]
@@ -166,7 +166,7 @@ def test_members_of_the_quorum_leave_themselves_out_and_late_samples_do_not(quor
 def test_a_late_success_after_a_failed_quorum_has_a_finite_positive_advantage(kind: str) -> None:
     other = part_of([0.0, 1.0, 1.0], (0.0, 1.0), 1)
     batch = batch_of_parts([part_of([1.0, 0.0], (0.0, 0.0, 0.0, 0.0), 2), replace(other, id=group_id(TaskId("u"), 0))])
-    late, same, *_ = sample_advantages(batch, quick(advantage=kind))
+    late, same, *_ = credit(batch, quick(advantage=kind)).by_sample
     assert 0 < late < 10
     assert abs(same) < late
 
@@ -207,7 +207,7 @@ def test_where_fast_samples_are_better_the_mean_advantage_stays_near_zero() -> N
     groups = [
         replace(part, id=part_id(group_id(TaskId(f"t{n}"), 0), part.part)) for n in range(40) for part in (early, late)
     ]
-    found = sample_advantages(batch_of_parts(groups), quick(advantage="rloo"))
+    found = credit(batch_of_parts(groups), quick(advantage="rloo")).by_sample
     assert abs(float(found.mean())) < 0.03
     assert found[3] < found[4] < 0 < found[0]
 
@@ -219,7 +219,7 @@ def test_small_differences_between_fast_samples_do_not_outweigh_late_failures() 
         for n in range(20)
         for part in (part_of([1.0, 1.0, 0.9], (1.0, 1.0, 0.9), 1), part_of([0.0], (1.0, 1.0, 0.9), 2))
     ]
-    found = sample_advantages(batch_of_parts(groups), quick(advantage="group")).reshape(20, 4)[0]
+    found = credit(batch_of_parts(groups), quick(advantage="group")).by_sample.reshape(20, 4)[0]
     assert found[3] < 0 < found[2] < found[0]
     assert found[0] - found[2] < 0.4 * (found[2] - found[3])
     assert abs(float(np.sqrt(np.square(found).mean())) - 1) < 1e-3

@@ -31,7 +31,17 @@ from tests.parts.rollout.guessing import letter_tokenizer, setup_of
 from tests.services.test_rollout_worker import order
 
 SAMPLING = rollbook.SamplingParams(max_tokens=4)
-ELSEWHERE = {"train", "evaluate", "replay", "audit", "TrainReport", "EvaluationReport", "RunFailedError", "__version__"}
+ELSEWHERE = {
+    "Sink",
+    "train",
+    "evaluate",
+    "replay",
+    "audit",
+    "TrainReport",
+    "EvaluationReport",
+    "RunFailedError",
+    "__version__",
+}
 
 
 def completion(*token_ids: int) -> rollbook.Completion:

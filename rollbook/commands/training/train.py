@@ -91,6 +91,7 @@ def train(
     tasks: TaskRows | Callable[..., Iterable[Mapping[str, Any]]] | str | Path | None = None,
     rewards: Callable[..., Any] | Sequence[Callable[..., Any]] | Mapping[str, Callable[..., Any] | str] | None = None,
     loss: Callable[..., Any] | str | None = None,
+    advantage: Callable[..., Any] | str | None = None,
     run_dir: str | Path | None = None,
     overrides: Sequence[str] = (),
     console: Console | None = None,
@@ -108,6 +109,7 @@ def train(
     - `tasks`: rows, or a function that yields rows, for `tasks.source`.
     - `rewards`: one reward function, several, or a dict of them by name, for `rollout.rewards.functions`.
     - `loss`: a loss function or the name of a built-in one, for `trainer.loss`.
+    - `advantage`: the same for `trainer.advantage`.
 
     In a dict, functions and classes may take the place of any `module:attribute`. Objects that other processes can import are
     passed by name. Others are pickled into the run directory, so that `rollbook train RUN_DIR` resumes the run without the script.
@@ -128,6 +130,7 @@ def train(
         "tasks.source": tasks,
         **{f"rollout.rewards.functions.{name}.path": function for name, function in _named(rewards)},
         "trainer.loss": loss,
+        "trainer.advantage": advantage,
     }
     # An error of the clean-up would hide that of the run.
     with TemporaryDirectory(prefix="rollbook-objects-", ignore_cleanup_errors=True) as staging:

@@ -18,6 +18,7 @@ from rollbook.rollout.settings import ROLLOUTS
 from rollbook.run.config.cluster import ClusterConfig, ResourcesConfig
 from rollbook.run.config.evaluation import EvaluationConfig
 from rollbook.tasks.config import TasksConfig, is_file, is_hub
+from rollbook.telemetry.config import TelemetryConfig
 from rollbook.trainer.config import LoraSettings, TrainerConfig
 
 Parts = Mapping[str, BaseModel]
@@ -357,6 +358,15 @@ def _plugins(parts: Parts) -> Iterator[tuple[str, str, str | None, Mapping[str, 
     match parts.get("inference"):
         case InferenceConfig(scripted=ScriptedConfig(script=str(script))):
             yield "inference.scripted.script", script, None, NO_SHORT_NAMES
+    yield from ((setting, path, None, NO_SHORT_NAMES) for setting, path in _optional_plugins(parts) if ":" in path)
+
+
+def _optional_plugins(parts: Parts) -> Iterator[tuple[str, str]]:
+    """Settings with a name of ours or `module:attribute`. Their own sections check the names."""
+    match parts.get("telemetry"):
+        case TelemetryConfig(sinks=sinks):
+            yield from (("telemetry.sinks", sink) for sink in sinks)
     match parts.get("trainer"):
-        case TrainerConfig(loss=str(loss)) if ":" in loss:
-            yield "trainer.loss", loss, None, NO_SHORT_NAMES
+        case TrainerConfig(loss=loss, advantage=advantage):
+            yield "trainer.loss", loss
+            yield "trainer.advantage", advantage or ""

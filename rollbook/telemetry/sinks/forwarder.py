@@ -15,7 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rollbook.contracts.plugin import install_command
+from rollbook.contracts.errors import RollbookError, RunError
+from rollbook.contracts.plugin import install_command, load_plugin
+from rollbook.contracts.user_errors import describe_error
 from rollbook.telemetry.config import TelemetryConfig
 from rollbook.telemetry.events import FailureReport, json_rows
 from rollbook.telemetry.sinks.sink import Sink
@@ -32,6 +34,9 @@ def open_sinks(config: TelemetryConfig, *, directory: Path, run_name: str, setti
     """`settings` is the resolved configuration of the run. Raises `ImportError` where a library is not installed."""
     opened: dict[str, Sink] = {}
     for name in config.sinks:
+        if ":" in name:
+            opened[name] = _open_own(name, directory=directory, run_name=run_name, settings=settings)
+            continue
         try:
             # Only a run that uses a sink imports its library.
             module: Any = importlib.import_module(f"rollbook.telemetry.sinks.{name}")
@@ -41,6 +46,20 @@ def open_sinks(config: TelemetryConfig, *, directory: Path, run_name: str, setti
             ) from error
         opened[name] = module.open_sink(config, directory=directory, run_name=run_name, settings=settings)
     return opened
+
+
+def _open_own(name: str, **arguments: Any) -> Sink:
+    """A user's sink. Raises `RunError`."""
+    setting = f"telemetry.sinks contains {name!r}"
+    try:
+        sink = load_plugin(name, setting="telemetry.sinks")(**arguments)
+    except RollbookError:
+        raise
+    except Exception as error:  # User code can raise anything.
+        raise RunError(f"{setting}, which raised {describe_error(error)}") from error
+    if not isinstance(sink, Sink):
+        raise RunError(f"{setting}, which returned a {type(sink).__name__}; it must return a rollbook.Sink")
+    return sink
 
 
 class Forwarder:

@@ -10,10 +10,18 @@ subtracted, see `centre`. For the same reason `group` divides by the spread over
 than those of the group.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.group import PromptGroup
+from rollbook.contracts.plugin import load_plugin
+from rollbook.contracts.user_errors import describe_error
 
 CONSTANT = 1e-8
 """A standard deviation below this is rounding error: all rewards are equal, so all advantages are 0."""
@@ -22,6 +30,9 @@ EPSILON = 1e-4
 """Added to standard deviations: tiny differences between rewards do not become advantages of 1."""
 
 Baseline = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+OwnAdvantage: TypeAlias = Callable[[PromptGroup, NDArray[np.float64]], Sequence[float | Sequence[ArrayLike]]]
+"""A user's function: a group, and the reward of each sample (NaN: unscorable). For each sample it returns a number, or an array for
+each of its sequences with one value for each token."""
 
 
 def group_relative(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -168,3 +179,61 @@ def overlong_penalties(
     """Length penalty of each sample (DAPO): 0 up to max_tokens - buffer, then rising linearly to `penalty` at max_tokens."""
     buffer_fraction = (num_trained - (max_tokens - buffer)) / buffer
     return penalty * np.clip(buffer_fraction, 0.0, 1.0)
+
+
+@cache
+def own_advantage(name: str) -> OwnAdvantage:
+    """The user's function `package.module:function`."""
+    found: OwnAdvantage = load_plugin(name, setting="trainer.advantage")
+    return found
+
+
+def own_advantages(
+    group: PromptGroup, rewards: NDArray[np.float64], *, name: str
+) -> tuple[list[float], dict[tuple[int, int], NDArray[np.float32]]]:
+    """The advantage of each sample of a group by a user's function, and of each token by number of sample and sequence.
+
+    A sample with advantages by token has their mean as its own. An unscorable sample has 0. Raises `RunError`: another attempt
+    would fail in the same way.
+    """
+    try:
+        found = list(own_advantage(name)(group, rewards.copy()))
+    except Exception as error:  # User code can raise anything.
+        raise RunError(f"trainer.advantage = {name!r} raised {describe_error(error)}") from error
+    if len(found) != len(group.samples):
+        raise RunError(
+            f"trainer.advantage = {name!r} returned {len(found)} values for the {len(group.samples)} samples of {group.id}"
+        )
+    by_sample: list[float] = []
+    by_token: dict[tuple[int, int], NDArray[np.float32]] = {}
+    for number, (sample, value) in enumerate(zip(group.samples, found, strict=True)):
+        if not sample.is_scorable:
+            by_sample.append(0.0)
+            continue
+        if isinstance(value, int | float | np.number):
+            by_sample.append(_finite(float(value), name, group, number))
+            continue
+        if len(value) != len(sample.sequences):
+            raise RunError(
+                f"trainer.advantage = {name!r} returned {len(value)} arrays for sample {number} of {group.id}, which has "
+                f"{len(sample.sequences)} sequences"
+            )
+        trained = []
+        for sequence, (row, given) in enumerate(zip(sample.sequences, value, strict=True)):
+            tokens = np.asarray(given, dtype=np.float32)
+            if tokens.shape != (len(row),):
+                raise RunError(
+                    f"trainer.advantage = {name!r} returned an array of shape {tokens.shape} for sequence {sequence} of sample "
+                    f"{number} of {group.id}, which has {len(row)} tokens"
+                )
+            by_token[number, sequence] = tokens
+            trained.append(tokens[row.loss_mask])
+        values = np.concatenate(trained)
+        by_sample.append(_finite(float(values.mean()) if len(values) else 0.0, name, group, number))
+    return by_sample, by_token
+
+
+def _finite(value: float, name: str, group: PromptGroup, number: int) -> float:
+    if not math.isfinite(value):
+        raise RunError(f"trainer.advantage = {name!r} returned {value} for sample {number} of {group.id}")
+    return value

@@ -20,7 +20,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import lag
 from rollbook.contracts.group import GroupId
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.advantages import advantages, overlong_penalties
+from rollbook.trainer.data.advantages import advantages, overlong_penalties, own_advantages
 from rollbook.trainer.data.prefixes import PackedSequences, packed_passes, prefix_order, prefix_tree
 from rollbook.trainer.metrics import MOST_LAG, publication_lags, token_lags
 
@@ -43,7 +43,7 @@ class TrainRow:
     advantage: float
     temperature: float
     token_advantages: NDArray[np.float32] | None = None
-    """Advantages of the producer, for each target. They replace `advantage`."""
+    """Advantages of the user's function or of the producer, for each target. They replace `advantage`."""
     token_weights: NDArray[np.float32] | None = None
     """Factor of each target's loss; None: 1."""
     reference_logprobs: NDArray[np.float32] | None = None
@@ -120,8 +120,18 @@ class PlanSettings:
     vocabulary_size: int
 
 
-def sample_advantages(batch: TrainingBatch, config: TrainerConfig) -> NDArray[np.float64]:
-    """Advantage of every sample of the batch, in order; 0 for unscorable ones. Length penalties apply before the baseline.
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """The advantages of a batch."""
+
+    by_sample: NDArray[np.float64]
+    """In the order of the batch; 0 for unscorable samples."""
+    by_token: Mapping[tuple[int, int], NDArray[np.float32]]
+    """Of a user's function that distinguishes tokens, by number of the sample in the batch and of the sequence in the sample."""
+
+
+def credit(batch: TrainingBatch, config: TrainerConfig) -> Credit:
+    """The advantages of the batch. Length penalties apply before the baseline.
 
     The baseline of a group in parts holds rewards without penalties: it is the same for all parts, and the lengths of the quorum
     are not known to later ones.
@@ -138,7 +148,23 @@ def sample_advantages(batch: TrainingBatch, config: TrainerConfig) -> NDArray[np
             buffer=recipe.overlong_buffer,
             penalty=recipe.overlong_penalty,
         )
-    return advantages(rewards, group_of, kind=recipe.advantage, compared=compared_rewards(batch), num_tokens=num_tokens)
+    if recipe.has_own_advantage:
+        return _own_credit(batch, rewards, recipe.advantage)
+    return Credit(
+        advantages(rewards, group_of, kind=recipe.advantage, compared=compared_rewards(batch), num_tokens=num_tokens),
+        {},
+    )
+
+
+def _own_credit(batch: TrainingBatch, rewards: NDArray[np.float64], name: str) -> Credit:
+    by_sample: list[float] = []
+    by_token: dict[tuple[int, int], NDArray[np.float32]] = {}
+    for group in batch.groups:
+        start = len(by_sample)
+        samples, tokens = own_advantages(group, rewards[start : start + len(group.samples)], name=name)
+        by_sample += samples
+        by_token |= {(start + number, sequence): values for (number, sequence), values in tokens.items()}
+    return Credit(np.array(by_sample, dtype=np.float64), by_token)
 
 
 def compared_rewards(batch: TrainingBatch) -> dict[int, list[tuple[float, ...]]]:
@@ -149,7 +175,7 @@ def compared_rewards(batch: TrainingBatch) -> dict[int, list[tuple[float, ...]]]
 
 def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
     """The sequences of scorable samples that have trained tokens which are not masked, in the batch's order."""
-    shared = sample_advantages(batch, config)
+    found = credit(batch, config)
     rows: list[TrainRow] = []
     number = -1
     lags = publication_lags(batch)
@@ -163,6 +189,7 @@ def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
                 trained = np.flatnonzero(row.loss_mask & ~entry.is_masked(row))
                 if len(trained) == 0:
                     continue
+                by_token = found.by_token.get((number, sequence), row.advantages)
                 rows.append(
                     TrainRow(
                         group_id=group.id,
@@ -171,13 +198,13 @@ def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
                         predicted_at=trained - 1,
                         targets=row.token_ids[trained],
                         sampled_logprobs=row.logprobs[trained],
-                        advantage=float(shared[number]),
+                        advantage=float(found.by_sample[number]),
                         temperature=sample.sampling.temperature,
                         place=(in_group, sequence),
                         num_tokens=len(row),
                         publications=row.versions[trained],
                         lags=token_lags(row.versions[trained], lags),
-                        token_advantages=None if row.advantages is None else row.advantages[trained],
+                        token_advantages=None if by_token is None else by_token[trained],
                         token_weights=None if row.weights is None else row.weights[trained],
                         reference_logprobs=None if row.reference_logprobs is None else row.reference_logprobs[trained],
                     )

@@ -20,6 +20,7 @@ from rollbook.concurrency.child_process.frames import Frames
 from rollbook.concurrency.child_process.process import ChildEndedError, ChildProcess, ChildSpec
 from rollbook.contracts.batch import EncodedBatch, EndOfRun, TrainerRole
 from rollbook.contracts.errors import RollbookError, RunError
+from rollbook.contracts.plugin import extend_search_path, search_path
 from rollbook.contracts.ports import BatchSource
 from rollbook.trainer.data.minibatches import PlanSettings
 from rollbook.trainer.data.planning import PlannedBatch, UnplannableBatchError
@@ -98,7 +99,7 @@ async def open_planner(
         return
     child = await ChildProcess.start(ChildSpec(module="rollbook.trainer.data.planner"))
     try:
-        child.send(pickle.dumps((open_in_child, role, settings, num_shown)))
+        child.send(pickle.dumps((open_in_child, role, settings, num_shown, search_path())))
         yield ChildPlanner(child)
     finally:
         await child.kill()
@@ -111,7 +112,8 @@ async def main(channel_fd: int) -> None:
     first = await parent.receive()
     if first is None:
         return
-    open_source, role, settings, num_shown = pickle.loads(first)
+    open_source, role, settings, num_shown, directories = pickle.loads(first)
+    extend_search_path(directories)
     async with open_source(role) as source:
         planner = LocalPlanner(source, settings, num_shown=num_shown)
         while (message := await parent.receive()) is not None:

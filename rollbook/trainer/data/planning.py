@@ -12,7 +12,7 @@ from rollbook.contracts.group import GroupId
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import Minibatch, PlanSettings, flatten, plan_rows, sample_advantages
+from rollbook.trainer.data.minibatches import Minibatch, PlanSettings, credit, flatten, plan_rows
 from rollbook.trainer.metrics import MaskReport, batch_metrics
 
 
@@ -72,7 +72,7 @@ def shown_samples(batch: TrainingBatch, config: TrainerConfig, count: int) -> li
     """Samples spread over the batch, so that several groups are shown."""
     samples = [(group, number, sample) for group in batch.groups for number, sample in enumerate(group.samples)]
     count = min(count, len(samples))
-    advantages = sample_advantages(batch, config) if count else ()
+    advantages = credit(batch, config).by_sample if count else ()
     return [
         ShownSample(
             group_id=group.id, task_id=group.task_id, number=number, sample=sample, advantage=float(advantages[at])

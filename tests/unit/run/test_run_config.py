@@ -160,6 +160,8 @@ PLUGIN_SETTINGS = {
     "rollout.settings.tool_parser": ("rollout.function=agent",),
     "inference.scripted.script": ("inference.engine=scripted",),
     "trainer.loss": ("trainer.advantage=group", "trainer.reduction=token_mean"),
+    "trainer.advantage": (),
+    "telemetry.sinks": (),
 }
 
 
@@ -168,9 +170,10 @@ def test_missing_user_code_is_reported_before_anything_starts(tmp_path: Path, se
     # The check must not run the user's code.
     (tmp_path / "mine.py").write_text("def present(): ...\nraise SystemExit('ran')\n", encoding="utf-8")
     needs = PLUGIN_SETTINGS[setting]
-    assert "no module 'no_such_module'" in faults_of(tmp_path, GOOD, (*needs, f"{setting}=no_such_module:f"))[setting]
-    assert "module mine has no 'absent'" in faults_of(tmp_path, GOOD, (*needs, f"{setting}=mine:absent"))[setting]
-    load_config(write_config(tmp_path, GOOD), [*needs, f"{setting}=mine:present"])
+    form = f'{setting}=["{{}}"]' if setting == "telemetry.sinks" else f"{setting}={{}}"
+    assert "no module 'no_such_module'" in faults_of(tmp_path, GOOD, (*needs, form.format("no_such_module:f")))[setting]
+    assert "module mine has no 'absent'" in faults_of(tmp_path, GOOD, (*needs, form.format("mine:absent")))[setting]
+    load_config(write_config(tmp_path, GOOD), [*needs, form.format("mine:present")])
 
 
 def test_an_unknown_short_name_lists_the_known_ones_and_suggests_the_nearest(tmp_path: Path) -> None:
@@ -182,6 +185,7 @@ def test_an_unknown_short_name_lists_the_known_ones_and_suggests_the_nearest(tmp
         assert known in fault
         assert f"did you mean '{nearest}'?" in fault
     assert "did you mean 'grpo'?" in str(faults_of(tmp_path, GOOD, ("trainer.loss=grppo",)))
+    assert "did you mean 'rloo'?" in str(faults_of(tmp_path, GOOD, ("trainer.advantage=roo",)))
 
 
 def test_a_module_without_an_attribute_must_define_make_rollout(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import httpx
 import pytest
@@ -17,8 +17,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rollbook.contracts.plugin import plugin_fault
-from rollbook.telemetry.config import SinkName, TelemetryConfig
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import extend_search_path, plugin_fault
+from rollbook.telemetry.config import SINKS, TelemetryConfig
 from rollbook.telemetry.metrics import Metric, MetricRecorder
 from rollbook.telemetry.sinks.forwarder import Forwarder, open_sinks
 from rollbook.telemetry.sinks.opentelemetry import OpenTelemetrySink
@@ -55,6 +56,41 @@ def record_losses(path: Path, losses: list[float], *, first: int = 1) -> None:
     for step, loss in enumerate(losses, start=first):
         recorder.add("train/loss", loss)
         recorder.tick(step=step, replay=False)
+
+
+OWN_SINKS = """
+import rollbook
+
+
+class Mine(rollbook.Sink):
+    def __init__(self, *, directory, run_name, settings):
+        self.name = run_name
+
+
+def wrong(**arguments):
+    return 1
+
+
+def raises(**arguments):
+    return 1 / 0
+"""
+
+
+def test_a_sink_of_a_user_is_opened_by_name_and_its_faults_stop_the_run(tmp_path: Path) -> None:
+    (tmp_path / "own_sinks.py").write_text(OWN_SINKS, encoding="utf-8")
+    extend_search_path([tmp_path])
+
+    def opened(name: str) -> dict[str, Sink]:
+        config = TelemetryConfig(sinks=(f"own_sinks:{name}",))
+        return open_sinks(config, directory=tmp_path, run_name="first", settings={})
+
+    assert opened("Mine")["own_sinks:Mine"].name == "first"  # type: ignore[attr-defined]
+    with pytest.raises(RunError, match=r"returned a int; it must return a rollbook\.Sink"):
+        opened("wrong")
+    with pytest.raises(RunError, match="raised ZeroDivisionError"):
+        opened("raises")
+    with pytest.raises(ValueError, match="did you mean 'wandb'"):
+        TelemetryConfig(sinks=("wandbb",))
 
 
 def test_rows_are_forwarded_once_with_the_trainer_step_also_over_restarts(tmp_path: Path) -> None:
@@ -279,5 +315,5 @@ def test_trackio_and_mlflow_store_metrics_and_the_rollouts_of_every_step_in_one_
 
 
 def test_every_sink_of_the_config_has_a_module() -> None:
-    for name in get_args(SinkName):
+    for name in SINKS:
         assert plugin_fault(f"rollbook.telemetry.sinks.{name}:open_sink", setting="sink", search_path=()) is None

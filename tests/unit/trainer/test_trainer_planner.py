@@ -18,6 +18,7 @@ from rollbook.contracts.batch import EncodedBatch, TrainerRole
 from rollbook.contracts.errors import FencedError
 from rollbook.contracts.group_checks import TrainingLimits
 from rollbook.contracts.group_codec import encode_group
+from rollbook.contracts.plugin import extend_search_path
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.run.ledger_clients import open_trainer_batches
 from rollbook.telemetry.token_records import TokenRecordWriter, recorded_steps
@@ -89,6 +90,14 @@ async def plan(planner: Planner, step: int, *, keeps_batch: bool = False) -> Pla
     planned = await planner.plan(BatchRequest(step=step, wait_s=0.0, keeps_batch=keeps_batch))
     assert isinstance(planned, PlannedBatch)
     return planned
+
+
+async def test_a_child_uses_the_advantage_of_a_user(tmp_path: Path) -> None:
+    (tmp_path / "planned_advantage.py").write_text("def double(group, rewards):\n    return 2 * rewards\n")
+    extend_search_path([tmp_path])
+    own = replace(SETTINGS, config=quick(advantage="planned_advantage:double"))
+    async with planning(own, in_child=True) as child, planning(own, in_child=False) as local:
+        assert is_same(await plan(child, 1), await plan(local, 1))
 
 
 async def test_a_child_plans_each_batch_as_this_process_does() -> None:

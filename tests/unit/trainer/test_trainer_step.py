@@ -12,7 +12,7 @@ from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
-from rollbook.trainer.data.minibatches import flatten, plan, sample_advantages, with_lags
+from rollbook.trainer.data.minibatches import credit, flatten, plan, with_lags
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
 from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.model.policy_model import PolicyModel
@@ -31,7 +31,7 @@ def plain_gradient(model: PolicyModel, batch: TrainingBatch) -> dict[str, torch.
     """The reference: the policy gradient of the token mean, one sequence at a time, without prefix sharing and padding."""
     module = model.module
     module.zero_grad(set_to_none=True)
-    advantages = iter(sample_advantages(batch, quick()))
+    advantages = iter(credit(batch, quick()).by_sample)
     samples = [(s, next(advantages)) for group in batch.groups for s in group.samples]
     total = sum(s.num_trained for s, _ in samples if s.is_scorable)
     for s, advantage in samples:
@@ -309,7 +309,7 @@ def test_token_values_are_those_of_a_plain_forward_pass_and_change_nothing(model
     learner = initial_learner(model_dir, config)
     before = {name: tensor.clone() for name, tensor in learner.snapshot().items()}
     found = learner.token_values(batch)
-    advantages = iter(sample_advantages(batch, config))
+    advantages = iter(credit(batch, config).by_sample)
     module = PolicyModel.load(model_dir).module
     num_sequences = 0
     for group in batch.groups:
