@@ -47,6 +47,7 @@ __all__ = [
     "RolloutService",
     "RolloutSetup",
     "RowRequest",
+    "RowResolution",
     "RunConfig",
     "RunFailedError",
     "RunSettings",
@@ -98,7 +99,8 @@ if TYPE_CHECKING:
     from rollbook.envs.config import EnvConfig
     from rollbook.envs.server.run import serve_environments
     from rollbook.inference.weights.client import WeightTransferClient
-    from rollbook.integrations.async_recipe import Rollout, RowRequest, rollout_to_prompt_group, run_async_rl_loop
+    from rollbook.integrations.async_recipe import RowRequest, run_async_rl_loop
+    from rollbook.integrations.recipe_groups import GroupAssembler, Rollout, RowResolution, rollout_to_prompt_group
     from rollbook.integrations.trl_run import AsyncRolloutWorker, open_host
     from rollbook.integrations.weight_sync import SyncWeightTransferClient
     from rollbook.ledger.client.blocking import SyncLedgerClient, open_sync_ledger_client
@@ -108,7 +110,6 @@ if TYPE_CHECKING:
     from rollbook.rollout.chat.tokenizer import ModelTokenizer
     from rollbook.rollout.contract import RolloutFn, RolloutSetup
     from rollbook.rollout.dispatch.slots import StalenessController
-    from rollbook.rollout.groups.player import GroupAssembler
     from rollbook.rollout.remote.protocol import RolloutRequest, RolloutService
     from rollbook.rollout.remote.server import FunctionService, serve_rollouts
     from rollbook.rollout.rewards.messages import RewardCase
@@ -137,7 +138,7 @@ _MODULES = {
     "FinishReason": "rollbook.contracts.policy",
     "FreshnessRule": "rollbook.contracts.freshness",
     "FunctionService": "rollbook.rollout.remote.server",
-    "GroupAssembler": "rollbook.rollout.groups.player",
+    "GroupAssembler": "rollbook.integrations.recipe_groups",
     "GrpoPool": "rollbook.envs.client.group",
     "LedgerClient": "rollbook.ledger.client.client",
     "LossInputs": "rollbook.trainer.losses.inputs",
@@ -151,13 +152,14 @@ _MODULES = {
     "PromptGroup": "rollbook.contracts.group",
     "RewardCase": "rollbook.rollout.rewards.messages",
     "RollbookError": "rollbook.contracts.errors",
-    "Rollout": "rollbook.integrations.async_recipe",
+    "Rollout": "rollbook.integrations.recipe_groups",
     "RolloutFn": "rollbook.rollout.contract",
     "RolloutRequest": "rollbook.rollout.remote.protocol",
     "RolloutSample": "rollbook.contracts.trajectory",
     "RolloutService": "rollbook.rollout.remote.protocol",
     "RolloutSetup": "rollbook.rollout.contract",
     "RowRequest": "rollbook.integrations.async_recipe",
+    "RowResolution": "rollbook.integrations.recipe_groups",
     "RunConfig": "rollbook.run.config.run",
     "RunFailedError": "rollbook.commands.training.train",
     "RunSettings": "rollbook.contracts.admission",
@@ -180,7 +182,7 @@ _MODULES = {
     "open_sync_ledger_client": "rollbook.ledger.client.blocking",
     "parse_tool_calls": "rollbook.contracts.output_formats",
     "replay": "rollbook.commands.record.replay",
-    "rollout_to_prompt_group": "rollbook.integrations.async_recipe",
+    "rollout_to_prompt_group": "rollbook.integrations.recipe_groups",
     "run_async_rl_loop": "rollbook.integrations.async_recipe",
     "serve_environments": "rollbook.envs.server.run",
     "serve_rollouts": "rollbook.rollout.remote.server",

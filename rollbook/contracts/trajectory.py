@@ -235,6 +235,21 @@ def _arrays(columns: Mapping[str, ArrayLike | None]) -> dict[str, NDArray[Any]]:
     return {name: column(name).array(values) for name, values in columns.items() if values is not None}
 
 
+def _flat_row(
+    tokens: ArrayLike | None, logprobs: ArrayLike | None, loss_mask: ArrayLike | None, versions: ArrayLike | None
+) -> TokenRow:
+    if tokens is None or logprobs is None or loss_mask is None:
+        raise ValueError("a rollout sample needs tokens, logprobs and loss_mask, or sequences")
+    marks = np.asarray(loss_mask, dtype=np.float32)
+    return TokenRow.of(
+        token_ids=tokens,
+        logprobs=logprobs,
+        loss_mask=marks != 0,
+        versions=np.full(marks.shape, NOT_SAMPLED) if versions is None else versions,
+        weights=None if ((marks == 0) | (marks == 1)).all() else marks,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnMark:
     """The tokens of one turn: `start` to `end` (exclusive) in sequence `sequence`, with its duration."""
@@ -250,62 +265,75 @@ class TurnMark:
     """Seconds in which the environment acted on the turn."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, init=False)
 class RolloutSample:
     """One finished episode with one reward. It has several sequences if its history was rewritten.
 
-    `reward is None` means that it could not be scored; `invalid_cause` says why. An infrastructure failure is never reward 0.
+    `RolloutSample(tokens, logprobs, loss_mask, reward)` makes a sample of one sequence from parallel lists. `reward is None` means
+    that it could not be scored; `invalid_cause` says why. An infrastructure failure is never reward 0.
     """
 
     sequences: tuple[TokenRow, ...]
     sampling: SamplingParams
     reward: float | None
-    finish_reason: EndReason = EndReason.DONE
-    invalid_cause: str | None = None
-    solved: bool | None = None
+    finish_reason: EndReason
+    invalid_cause: str | None
+    solved: bool | None
     """Whether the task was solved, if the environment reports it."""
-    messages: tuple[Mapping[str, Any], ...] | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    turns: tuple[TurnMark, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] | None
+    metrics: Mapping[str, float]
+    turns: tuple[TurnMark, ...]
+    facts: Mapping[str, Any]
     """Details from the environment for people. Plain JSON values."""
-    started_at: float | None = None
+    started_at: float | None
     """When the episode began and ended, scoring included: Unix time on the worker's machine. None: not recorded."""
-    ended_at: float | None = None
+    ended_at: float | None
 
-    @classmethod
-    def flat(
-        cls,
-        tokens: ArrayLike,
-        logprobs: ArrayLike,
-        loss_mask: ArrayLike,
-        reward: float,
+    def __init__(
+        self,
+        tokens: ArrayLike | None = None,
+        logprobs: ArrayLike | None = None,
+        loss_mask: ArrayLike | None = None,
+        reward: float | None = None,
         *,
         versions: ArrayLike | None = None,
-        finish_reason: str = "stop",
+        sequences: tuple[TokenRow, ...] | None = None,
         sampling: SamplingParams | None = None,
-        **fields: Any,
-    ) -> "RolloutSample":
-        """A sample of one sequence from parallel lists. Numbers in `loss_mask` other than 0 and 1 are weights of the token's loss.
+        finish_reason: str = EndReason.DONE,
+        invalid_cause: str | None = None,
+        solved: bool | None = None,
+        messages: tuple[Mapping[str, Any], ...] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        turns: tuple[TurnMark, ...] = (),
+        facts: Mapping[str, Any] | None = None,
+        started_at: float | None = None,
+        ended_at: float | None = None,
+    ) -> None:
+        """Takes `tokens`, `logprobs` and `loss_mask` of one sequence, or `sequences`.
 
-        `versions` are publication ids; None: unknown. `finish_reason` is "stop" or "length" as in OpenAI's API, or an `EndReason`.
-        Other arguments are fields of the sample.
+        Numbers in `loss_mask` other than 0 and 1 are weights of the token's loss. `versions` are publication ids; None: unknown.
+        `finish_reason` is an `EndReason`, or "stop" or "length" as in OpenAI's API.
         """
-        marks = np.asarray(loss_mask, dtype=np.float32)
-        is_trained = marks != 0
-        row = TokenRow.of(
-            token_ids=tokens,
-            logprobs=logprobs,
-            loss_mask=is_trained,
-            versions=np.full(marks.shape, NOT_SAMPLED) if versions is None else versions,
-            weights=None if ((marks == 0) | (marks == 1)).all() else marks,
-        )
-        reason = OPENAI_FINISH_REASONS.get(finish_reason) or EndReason(finish_reason)
-        return cls(
-            sequences=(row,), sampling=sampling or SamplingParams(), reward=reward, finish_reason=reason, **fields
-        )
+        if sequences is None:
+            sequences = (_flat_row(tokens, logprobs, loss_mask, versions),)
+        elif not (tokens is None and logprobs is None and loss_mask is None and versions is None):
+            raise ValueError("a rollout sample takes sequences, or tokens, logprobs and loss_mask of one; not both")
+        assign = object.__setattr__
+        assign(self, "sequences", sequences)
+        assign(self, "sampling", sampling or SamplingParams())
+        assign(self, "reward", reward)
+        assign(self, "finish_reason", OPENAI_FINISH_REASONS.get(finish_reason) or EndReason(finish_reason))
+        assign(self, "invalid_cause", invalid_cause)
+        assign(self, "solved", solved)
+        assign(self, "messages", messages)
+        assign(self, "metrics", {} if metrics is None else metrics)
+        assign(self, "turns", turns)
+        assign(self, "facts", {} if facts is None else facts)
+        assign(self, "started_at", started_at)
+        assign(self, "ended_at", ended_at)
+        self._check()
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         if not self.sequences:
             raise ValueError("a rollout sample needs at least one sequence")
         if self.reward is not None and not math.isfinite(self.reward):
@@ -329,6 +357,29 @@ class RolloutSample:
         for number, row in enumerate(self.sequences):
             if row.columns:
                 check_columns(row.columns, {Extent.TURN: sum(turn.sequence == number for turn in self.turns)})
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """Token ids of the only sequence. Raises `ValueError` if there are several, as for `logprobs` and `loss_mask`."""
+        return self._only.token_ids
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        return self._only.logprobs
+
+    @property
+    def loss_mask(self) -> NDArray[np.bool_] | NDArray[np.float32]:
+        """1 for trained tokens, or their weights."""
+        weights = self._only.weights
+        return self._only.loss_mask if weights is None else weights
+
+    @property
+    def _only(self) -> TokenRow:
+        if len(self.sequences) > 1:
+            raise ValueError(
+                f"the sample has {len(self.sequences)} sequences, because its history was rewritten; read them from .sequences"
+            )
+        return self.sequences[0]
 
     @property
     def is_scorable(self) -> bool:

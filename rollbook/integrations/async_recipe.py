@@ -5,24 +5,24 @@ It has the names and parameters of the recipe that users know from other project
 """
 
 import asyncio
-import math
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
-
-import numpy as np
 
 from rollbook.concurrency.tasks import first_error
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
-from rollbook.contracts.group import PromptGroup, group_id
-from rollbook.contracts.task import TaskId
+from rollbook.contracts.group import PromptGroup
 from rollbook.contracts.trajectory import RolloutSample
+from rollbook.integrations.recipe_groups import (
+    AdvantageFn,
+    Rollout,
+    compute_advantages,
+    refuse_unsupported,
+    rollout_to_prompt_group,
+)
 from rollbook.rollout.dispatch.slots import StalenessController
-from rollbook.trainer.data.advantages import group_relative
 
-AdvantageFn: TypeAlias = Callable[[list[float]], Sequence[float]]
-"""Takes the rewards of a group; returns one advantage for each."""
 SampleFactory: TypeAlias = Callable[[int], Awaitable[RolloutSample | None]]
 UNBOUNDED = 1 << 30
 
@@ -46,57 +46,6 @@ class RowRequest:
     sample_factory: SampleFactory
     row_meta: dict[str, Any] | None = None
     on_resolved: Callable[[str], None] | None = None
-
-
-@dataclass(slots=True)
-class Rollout:
-    """The samples of one row."""
-
-    samples: Sequence[RolloutSample]
-    row_meta: Mapping[str, Any] | None = None
-
-
-def compute_advantages(rewards: list[float]) -> Sequence[float]:
-    """(r - mean) / std, as in GRPO. A single sample has advantage 0."""
-    return group_relative(np.array(rewards)).tolist() if len(rewards) > 1 else [0.0]
-
-
-def rollout_to_prompt_group(
-    rollout: Rollout,
-    *,
-    advantage_fn: AdvantageFn = compute_advantages,
-    row_id: Hashable = "row",
-    draw: int = 0,
-) -> PromptGroup | None:
-    """The samples of a row as a group whose trained tokens carry their advantages. None: an advantage is not finite.
-
-    The metadata of the row is in `facts["row_meta"]` of every sample.
-    """
-    if not rollout.samples:
-        raise ValueError(f"row {row_id!r}: the rollout is empty, it has no samples")
-    rewards = [sample.reward for sample in rollout.samples if sample.reward is not None]
-    if len(rewards) < len(rollout.samples):
-        raise ValueError(f"row {row_id!r}: a sample has no reward; leave unscorable samples out")
-    advantages = list(advantage_fn(rewards))
-    if len(advantages) != len(rewards):
-        raise ValueError(f"advantage_fn returned {len(advantages)} advantages for {len(rewards)} rewards")
-    if not all(map(math.isfinite, advantages)):
-        return None
-    samples = tuple(
-        _with_advantage(sample, advantage, rollout.row_meta)
-        for sample, advantage in zip(rollout.samples, advantages, strict=True)
-    )
-    task_id = TaskId(str(row_id))
-    return PromptGroup(id=group_id(task_id, draw), task_id=task_id, draw=draw, samples=samples)
-
-
-def _with_advantage(sample: RolloutSample, advantage: float, row_meta: Mapping[str, Any] | None) -> RolloutSample:
-    sequences = tuple(
-        row if row.advantages is not None else row.with_columns(advantages=np.full(len(row), advantage))
-        for row in sample.sequences
-    )
-    facts = sample.facts if row_meta is None else {**sample.facts, "row_meta": dict(row_meta)}
-    return replace(sample, sequences=sequences, facts=facts)
 
 
 async def run_async_rl_loop(
@@ -145,12 +94,7 @@ async def run_async_rl_loop(
             f"weight_sync_interval {weight_sync_interval} is above max_head_offpolicy_versions + 1 = "
             f"{max_head_offpolicy_versions + 1}: all groups would be too old before the weights are published"
         )
-    for name, is_set in (
-        ("with_reference", with_reference),
-        ("router_replay_completion_only", router_replay_completion_only),
-    ):
-        if is_set:
-            raise ValueError(f"{name} is not supported: compute reference logprobs and routing in train_step")
+    refuse_unsupported(with_reference=with_reference, router_replay_completion_only=router_replay_completion_only)
     rule = FreshnessRule(
         groups_per_step=prompt_groups_per_step,
         max_in_flight=UNBOUNDED if max_concurrent is None else max_concurrent // completions_per_prompt,

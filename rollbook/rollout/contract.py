@@ -2,9 +2,11 @@
 
     async def rollout_fn(row: dict) -> RolloutSample | None
 
-Each call plays one episode; None drops the sample. The module in `rollout.function` has a `make_rollout(setup) -> rollout_fn`.
+Each call plays one episode; None drops the sample. `rollout.function` names a `make_rollout(setup) -> rollout_fn`, or the async
+function itself: `rollout_fn(row)`, or `rollout_fn(row, setup)` if it needs the policy.
 """
 
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -148,15 +150,45 @@ MakeRollout: TypeAlias = Callable[[RolloutSetup], RolloutFn]
 
 
 def load_rollout(path: str) -> MakeRollout:
-    """Load a built-in rollout function by its short name, or `make_rollout` from `module` or `module:attribute`."""
-    make: MakeRollout = load_plugin(
-        rollout_name(path), setting="rollout.function", default="make_rollout", builtin=ROLLOUTS
-    )
-    if inspect.iscoroutinefunction(make):
+    """Load a built-in rollout function by its short name, or a user's from `module` or `module:attribute`."""
+    found: Any = load_plugin(rollout_name(path), setting="rollout.function", default="make_rollout", builtin=ROLLOUTS)
+    return _factory_of(found, path) if _is_async(found) else found
+
+
+def _is_async(function: Any) -> bool:
+    """Whether it is an async function, or an object with an async `__call__`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _factory_of(rollout: Callable[..., Awaitable[RolloutSample | None]], path: str) -> MakeRollout:
+    """A `make_rollout` for a rollout function that is named itself. It takes a row, or a row and the setup."""
+    signature = inspect.signature(rollout)
+    required = [
+        one.name
+        for one in signature.parameters.values()
+        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    if required == ["setup"]:
         raise PluginError(
             f"rollout.function = {path!r}: make_rollout is async; it must be a plain function that returns the async one"
         )
-    return make
+    try:
+        signature.bind(*range(max(1, len(required))))
+        if len(required) > 2:
+            raise TypeError("too many parameters")
+    except TypeError:
+        raise PluginError(
+            f"rollout.function = {path!r}: an async rollout function takes (row) or (row, setup); this one takes {signature}"
+        ) from None
+    if len(required) == 2:
+        return lambda setup: functools.partial(_with_setup, rollout, setup)
+    return lambda _: rollout
+
+
+async def _with_setup(
+    rollout: Callable[..., Awaitable[RolloutSample | None]], setup: RolloutSetup, row: dict[str, Any]
+) -> RolloutSample | None:
+    return await rollout(row, setup)
 
 
 def build_rollout(make: MakeRollout, setup: RolloutSetup, *, path: str) -> RolloutFn:
@@ -167,8 +199,7 @@ def build_rollout(make: MakeRollout, setup: RolloutSetup, *, path: str) -> Rollo
         raise
     except Exception as error:
         raise PluginError(f"rollout.function = {path!r}: make_rollout raised {describe_error(error)}") from error
-    call = getattr(rollout, "__call__", None)  # noqa: B004 - an object with an async __call__ is allowed
-    if not (inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(call)):
+    if not _is_async(rollout):
         raise PluginError(
             f"rollout.function = {path!r}: make_rollout returned a {type(rollout).__name__}; it must return an async function "
             f"that takes a row and returns a RolloutSample or None"

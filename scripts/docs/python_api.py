@@ -73,9 +73,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "encode_group",
     ),
     "Tasks": ("Task", "CursorDataLoader", "Curriculum"),
-    "The asynchronous recipe": ("run_async_rl_loop", "RowRequest", "Rollout", "rollout_to_prompt_group"),
-    "Rollouts": (
+    "The asynchronous recipe": (
+        "run_async_rl_loop",
+        "RowRequest",
         "GroupAssembler",
+        "RowResolution",
+        "Rollout",
+        "rollout_to_prompt_group",
+    ),
+    "Rollouts": (
         "StalenessController",
         "RolloutService",
         "RolloutRequest",

@@ -22,6 +22,7 @@ from rollbook.inference.server.app import build_app, serve
 from rollbook.integrations.trl_rows import TrlRow
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import load_rollout
+from rollbook.rollout.groups.player import GroupPlayer
 from rollbook.rollout.remote.protocol import RolloutReply, reply_of
 from rollbook.rollout.rewards.pool import open_reward_pool
 from rollbook.telemetry.events import EventLog
@@ -119,7 +120,7 @@ def test_a_message_assembler_renders_only_what_is_new() -> None:
     assert [message["role"] for message in chat.messages] == ["user", "assistant", "user"]
 
 
-async def test_a_setup_plays_an_episode_and_an_assembler_joins_a_group() -> None:
+async def test_a_setup_plays_an_episode_and_samples_are_joined_to_groups() -> None:
     setup, _ = setup_of()
     assert isinstance(setup, rollbook.RolloutSetup)
     play: rollbook.RolloutFn = load_rollout("chat")(setup)
@@ -129,11 +130,42 @@ async def test_a_setup_plays_an_episode_and_an_assembler_joins_a_group() -> None
         raise rollbook.EpisodeError("the simulator is gone")
 
     config = RolloutConfig(completions_per_prompt=2, retry_budget=0, drop_constant_reward=False)
-    good = await rollbook.GroupAssembler(play, config).play(order(1))
-    bad = await rollbook.GroupAssembler(broken, config).play(order(2))
+    good = await GroupPlayer(play, config).play(order(1))
+    bad = await GroupPlayer(broken, config).play(order(2))
     assert good.group is not None
     assert len(good.group.samples) == 2
     assert "the simulator is gone" in str(bad)
+    groups = rollbook.GroupAssembler(completions_per_prompt=1)
+    groups.note_started("row", submit_version=0)
+    resolved = groups.add_sample("row", sample())
+    assert isinstance(resolved, rollbook.RowResolution)
+    assert resolved.pg is not None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_async_function_of_a_row_trains_without_a_factory(tmp_path: Path) -> None:
+    async def rollout(row: dict[str, Any], setup: rollbook.RolloutSetup) -> rollbook.RolloutSample | None:
+        prompt = setup.tokenizer.encode(row["question"])
+        reply = await setup.policy.complete(prompt)
+        return rollbook.RolloutSample(
+            tokens=[*prompt, *reply.token_ids],
+            logprobs=[*[0.0] * len(prompt), *reply.logprobs],
+            loss_mask=[*[0] * len(prompt), *[1] * len(reply.token_ids)],
+            versions=[*[-1] * len(prompt), *reply.versions],
+            reward=float(reply.token_ids[0] % 2),
+        )
+
+    config = {
+        "run": {"name": "flat"},
+        "model": {"build": {"hidden_size": 16, "layers": 1, "vocabulary": ["0", "1", "2", "3", "+", "="]}},
+        "gate": {"groups_per_step": 2},
+        "rollout": {"completions_per_prompt": 4, "drop_constant_reward": False, "sampling": {"max_tokens": 2}},
+        "trainer": {"max_steps": 2},
+    }
+    rows = [{"id": str(number), "question": f"{number} + 1 ="} for number in range(3)]
+    report = rollbook.train(config, rollout=rollout, tasks=rows, run_dir=tmp_path / "run")
+    assert (report.exit_code, report.summary.steps) == (0, 2)
 
 
 @pytest.mark.slow
@@ -350,7 +382,7 @@ async def test_the_asynchronous_recipe_is_one_function() -> None:
             return global_step + len(groups), stats
 
     async def play(number: int) -> rollbook.RolloutSample:
-        return rollbook.RolloutSample.flat([1, 2], [0.0, -0.5], [0, 1], float(number))
+        return rollbook.RolloutSample([1, 2], [0.0, -0.5], [0, 1], float(number))
 
     steps = await rollbook.run_async_rl_loop(
         [rollbook.RowRequest(row, play) for row in range(3)],

@@ -104,7 +104,8 @@ def train(
     `config` is the path of a TOML file, a run directory to resume, a dict with the same sections, or a `RunConfig`. The other
     arguments replace single settings of it, with objects instead of names:
 
-    - `rollout`: `make_rollout(setup)`, for `rollout.function`.
+    - `rollout`: an async function of a row, or of a row and the `RolloutSetup`; or `make_rollout(setup)`, which returns one. For
+      `rollout.function`.
     - `environment`: a class with `reset`, `step` and `close`, for `env.name`.
     - `tasks`: rows, or a function that yields rows, for `tasks.source`.
     - `rewards`: one reward function, several, or a dict of them by name, for `rollout.rewards.functions`.

@@ -1,4 +1,4 @@
-"""`GroupAssembler`: plays the episodes of one draw concurrently and joins their samples into a group.
+"""`GroupPlayer`: plays the episodes of one draw concurrently and joins their samples into a group.
 
 Rollout functions are user code. An exception in one never affects the other episodes of its group; `failures.py` decides what it
 means.
@@ -82,7 +82,7 @@ class GroupOrder:
     """The rewards of the quorum, for every part after the first."""
 
 
-class GroupAssembler:
+class GroupPlayer:
     def __init__(
         self,
         rollout: RolloutFn,
@@ -96,7 +96,7 @@ class GroupAssembler:
         """`filters` replace those of the config. `score` calls the reward functions of the config, if it has some."""
         if config.rewards.functions and score is None:
             raise ValueError(
-                "the config has reward functions, and a GroupAssembler does not start their processes; pass score="
+                "the config has reward functions, and a GroupPlayer does not start their processes; pass score="
             )
         self._rollout = rollout
         self._score = score

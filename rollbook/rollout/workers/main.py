@@ -29,7 +29,7 @@ from rollbook.contracts.plugin import extend_search_path, load_plugin
 from rollbook.rollout.contract import RolloutSetup, build_rollout, load_rollout
 from rollbook.rollout.episodes.env_calls import with_timeouts
 from rollbook.rollout.groups.filters import load_filters
-from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, episode_task_name
+from rollbook.rollout.groups.player import GroupOrder, GroupPlayer, episode_task_name
 from rollbook.rollout.groups.results import PlayedPart
 from rollbook.rollout.rewards.scorer import open_scorer
 from rollbook.rollout.workers.episode_records import FailedEpisodes, TranscriptLog
@@ -62,14 +62,14 @@ class WorkerLoop:
 
     def __init__(
         self,
-        assembler: GroupAssembler,
+        player: GroupPlayer,
         parent: Frames,
         *,
         continued: Callable[[], int],
         on_played: Callable[[PlayedPart], None],
     ) -> None:
         self._on_played = on_played
-        self._assembler = assembler
+        self._player = player
         self._parent = parent
         self._continued = continued
         self._playing: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -110,7 +110,7 @@ class WorkerLoop:
             await self._send(played)
             self._on_played(played)
 
-        await send(await self._assembler.play(order, send))
+        await send(await self._player.play(order, send))
 
     def _stalled(self, group_id: str, attempt: int) -> Stalled:
         episodes = [
@@ -174,12 +174,12 @@ async def _serve(spec: WorkerSpec, parent: Frames) -> None:
             score = (await stack.enter_async_context(scorer)).score
         parent.send(encode(Ready(pid=os.getpid())))
         on_failure = None if spec.failures is None else FailedEpisodes(Path(spec.failures)).add
-        assembler = GroupAssembler(rollout, config, filters=filters, score=score, on_failure=on_failure)
+        player = GroupPlayer(rollout, config, filters=filters, score=score, on_failure=on_failure)
         transcripts = TranscriptLog(setup.log, decode=setup.tokenizer.decode)
         # Objects of waiting episodes live long. By default the collector would search them after every 700 new objects.
         gc.freeze()
         gc.set_threshold(YOUNG_OBJECTS, YOUNG_COLLECTIONS, 10)
-        await WorkerLoop(assembler, parent, continued=lambda: setup.policy.continued, on_played=transcripts.add).run()
+        await WorkerLoop(player, parent, continued=lambda: setup.policy.continued, on_played=transcripts.add).run()
 
 
 def _unpickled(payload: bytes) -> WorkerSpec:

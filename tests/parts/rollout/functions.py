@@ -94,3 +94,27 @@ def filter_raises(group: PromptGroup) -> str | None:
 
 def filter_wrong(group: PromptGroup) -> str | None:
     return True  # type: ignore[return-value]  # a user's mistake
+
+
+def _sample(row: dict[str, Any], max_tokens: int | None) -> RolloutSample:
+    return RolloutSample([1, 2], [0.0, -0.5], [0, 1], 1.0, facts={"row": row, "max_tokens": max_tokens})
+
+
+async def plays_a_row(row: dict[str, Any], reward: float = 1.0) -> RolloutSample | None:
+    return _sample(row, None) if reward else None
+
+
+async def plays_a_row_with_its_setup(row: dict[str, Any], setup: RolloutSetup) -> RolloutSample | None:
+    return _sample(row, setup.sampling.max_tokens)
+
+
+async def plays_three(row: dict[str, Any], setup: RolloutSetup, more: object) -> RolloutSample | None:
+    return None
+
+
+class Plays:
+    async def __call__(self, row: dict[str, Any]) -> RolloutSample | None:
+        return _sample(row, None)
+
+
+PLAYS = Plays()

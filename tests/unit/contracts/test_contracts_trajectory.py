@@ -1,5 +1,6 @@
 """Token rows and samples are checked at birth: what exists is valid."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -153,15 +154,38 @@ def test_a_completion_whose_arrays_differ_in_length_is_rejected() -> None:
 
 
 def test_a_flat_sample_is_made_from_parallel_lists() -> None:
-    flat = RolloutSample.flat([1, 7, 8], [0.0, -0.5, -1.0], [0, 1, 1], 0.5, versions=[-1, 4, 4], finish_reason="length")
+    flat = RolloutSample([1, 7, 8], [0.0, -0.5, -1.0], [0, 1, 1], 0.5, versions=[-1, 4, 4], finish_reason="length")
     (only,) = flat.sequences
     assert (only.loss_mask.tolist(), only.versions.tolist(), only.weights) == ([False, True, True], [-1, 4, 4], None)
     assert (flat.reward, flat.finish_reason) == (0.5, EndReason.MAX_TOKENS)
-    assert RolloutSample.flat([1, 7], [0.0, -0.5], [0, 1], 1.0).sequences[0].trained_publications() == {-1}
+    assert RolloutSample([1, 7], [0.0, -0.5], [0, 1], 1.0).sequences[0].trained_publications() == {-1}
+
+
+def test_a_flat_sample_has_its_three_lists_as_properties() -> None:
+    flat = RolloutSample(tokens=[1, 7, 8], logprobs=[0.0, -0.5, -1.0], loss_mask=[0, 1, 1], reward=0.5)
+    assert (flat.tokens.tolist(), flat.logprobs.tolist(), flat.loss_mask.tolist()) == (
+        [1, 7, 8],
+        [0.0, -0.5, -1.0],
+        [0, 1, 1],
+    )
+    weighted = RolloutSample(tokens=[1, 7], logprobs=[0.0, -0.5], loss_mask=[0, 0.5], reward=0.5)
+    assert weighted.loss_mask.tolist() == [0.0, 0.5]
+    several = RolloutSample(sequences=(*flat.sequences, *weighted.sequences), reward=0.5)
+    with pytest.raises(ValueError, match=r"2 sequences.*read them from .sequences"):
+        several.tokens  # noqa: B018
+
+
+def test_a_sample_takes_lists_or_sequences_and_not_both() -> None:
+    flat = RolloutSample(tokens=[1, 7], logprobs=[0.0, -0.5], loss_mask=[0, 1], reward=0.5)
+    with pytest.raises(ValueError, match="not both"):
+        RolloutSample(tokens=[1, 7], sequences=flat.sequences, reward=0.5)
+    with pytest.raises(ValueError, match="needs tokens, logprobs and loss_mask"):
+        RolloutSample(tokens=[1, 7], reward=0.5)
+    assert dataclasses.replace(flat, reward=1.0).sequences == flat.sequences
 
 
 def test_the_numbers_of_a_flat_loss_mask_are_weights() -> None:
-    (only,) = RolloutSample.flat([1, 7, 8, 9], [0.0, -0.5, -1.0, 0.0], [0, 0.25, 1, 0], 1.0).sequences
+    (only,) = RolloutSample([1, 7, 8, 9], [0.0, -0.5, -1.0, 0.0], [0, 0.25, 1, 0], 1.0).sequences
     assert only.loss_mask.tolist() == [False, True, True, False]
     assert only.weights is not None
     assert only.weights.tolist() == [0, 0.25, 1, 0]

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook import PromptGroup, RolloutSample, StalenessController
+from rollbook import GroupAssembler, PromptGroup, RolloutSample, StalenessController
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
-from rollbook.integrations.async_recipe import Rollout, RowRequest, rollout_to_prompt_group, run_async_rl_loop
+from rollbook.integrations.async_recipe import RowRequest, run_async_rl_loop
+from rollbook.integrations.recipe_groups import Rollout, rollout_to_prompt_group
 
 
 def sample(reward: float) -> RolloutSample:
-    return RolloutSample.flat([1, 7, 8], [0.0, -0.5, -1.0], [0, 1, 1], reward)
+    return RolloutSample([1, 7, 8], [0.0, -0.5, -1.0], [0, 1, 1], reward)
 
 
 class Trainer:
@@ -186,6 +187,58 @@ def test_a_rollout_becomes_a_group_with_advantages() -> None:
     assert rollout_to_prompt_group(Rollout([sample(1.0)]), advantage_fn=lambda _: [float("nan")]) is None
     with pytest.raises(ValueError, match="empty"):
         rollout_to_prompt_group(Rollout([]))
+
+
+def test_an_assembler_alone_joins_samples_by_row_in_any_order() -> None:
+    groups = GroupAssembler(completions_per_prompt=2)
+    for row in ("a", "b", "b", "a"):
+        groups.note_started(row, submit_version={"a": 3, "b": 4}[row], row_meta={"row": row})
+    groups_a = [groups.add_sample("a", sample(1.0))]
+    assert groups.add_sample("b", sample(0.0)) is None
+    assert groups.pending_rows() == 2
+    groups_a.append(groups.add_sample("a", sample(0.0)))
+    first, done = groups_a
+    assert first is None
+    assert done is not None
+    assert done.pg is not None
+    assert (done.pg.task_id, done.min_submit_version) == ("a", 3)
+    assert [one.reward for one in done.pg.samples] == [1.0, 0.0]
+    assert done.pg.samples[0].facts["row_meta"] == {"row": "a"}
+    high, low = (one.sequences[0].advantages for one in done.pg.samples)
+    assert high is not None
+    assert low is not None
+    assert high[0] == -low[0] > 0
+    assert groups.pending_rows() == 1
+
+
+def test_an_assembler_drops_rows_with_too_few_samples_and_drains_the_others() -> None:
+    groups = GroupAssembler(completions_per_prompt=3, min_group_size=2)
+    for row in ("few", "enough"):
+        for _ in range(3):
+            groups.note_started(row, submit_version=0)
+    assert groups.add_sample("few", sample(1.0)) is None
+    assert groups.note_dropped("few") is None
+    unscorable = RolloutSample([1, 2], [0.0, -1.0], [0, 1], None, invalid_cause="the simulator is gone")
+    last = groups.add_sample("few", unscorable)
+    assert last is not None
+    assert last.pg is None
+    groups.add_sample("enough", sample(1.0))
+    groups.add_sample("enough", sample(0.0))
+    (drained,) = groups.drain()
+    assert drained.pg is not None
+    assert len(drained.pg.samples) == 2
+    assert groups.pending_rows() == 0
+
+
+def test_an_assembler_refuses_samples_that_were_not_started() -> None:
+    groups = GroupAssembler(completions_per_prompt=1)
+    with pytest.raises(KeyError, match="call note_started"):
+        groups.add_sample("a", sample(1.0))
+    groups.note_started("a", submit_version=0)
+    with pytest.raises(ValueError, match="all 1 samples of it were started"):
+        groups.note_started("a", submit_version=0)
+    with pytest.raises(ValueError, match="min_group_size is 2"):
+        GroupAssembler(completions_per_prompt=1, min_group_size=2)
 
 
 def test_the_staleness_controller_works_without_a_ledger() -> None:

@@ -20,6 +20,15 @@ def test_make_rollout_is_loaded_from_a_module_or_an_attribute() -> None:
         assert asyncio.iscoroutinefunction(build_rollout(load_rollout(path), setup, path=path))
 
 
+@pytest.mark.parametrize("name", ["plays_a_row", "plays_a_row_with_its_setup", "PLAYS"])
+async def test_an_async_rollout_function_needs_no_factory(name: str) -> None:
+    setup, _ = setup_of()
+    rollout = build_rollout(load_rollout(f"{HERE}:{name}"), setup, path=name)
+    played = await rollout({"secret": 3})
+    assert played is not None
+    assert played.facts == {"row": {"secret": 3}, "max_tokens": setup.sampling.max_tokens if "setup" in name else None}
+
+
 DOTTED = {
     "agent": "rollbook.rollout.agents.rollout",
     "chat": "rollbook.rollout.episodes.chat",
@@ -41,7 +50,12 @@ def test_an_unknown_short_name_lists_the_known_ones_and_suggests_the_nearest() -
 
 
 @pytest.mark.parametrize(
-    ("path", "fault"), [("no_such_module_anywhere", "no module"), (f"{HERE}:make_async", "make_rollout is async")]
+    ("path", "fault"),
+    [
+        ("no_such_module_anywhere", "no module"),
+        (f"{HERE}:make_async", "make_rollout is async"),
+        (f"{HERE}:plays_three", r"an async rollout function takes \(row\) or \(row, setup\)"),
+    ],
 )
 def test_a_rollout_function_that_cannot_be_used_is_rejected(path: str, fault: str) -> None:
     with pytest.raises(RunError, match=f"^rollout.function = '{path}': {fault}"):

@@ -1,4 +1,4 @@
-"""`GroupAssembler`: failures of user code are isolated and retried; groups with too few samples are dropped."""
+"""`GroupPlayer`: failures of user code are isolated and retried; groups with too few samples are dropped."""
 
 import asyncio
 import gc
@@ -18,7 +18,7 @@ from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, Score
+from rollbook.rollout.groups.player import GroupOrder, GroupPlayer, Score
 from rollbook.rollout.groups.results import PlayedPart
 from rollbook.rollout.policy import EpisodeTimeUpError, RequestTimes, current_episode, pause_episode_time
 from rollbook.rollout.workers.messages import encode
@@ -70,7 +70,7 @@ async def play(
     **settings: Any,
 ) -> PlayedPart:
     config = RolloutConfig.model_validate({"completions_per_prompt": 4, "retry_budget": 0, "grace_s": 0.01, **settings})
-    return await GroupAssembler(rollout, config, score=score, clock=HurriedClock()).play(ORDER)
+    return await GroupPlayer(rollout, config, score=score, clock=HurriedClock()).play(ORDER)
 
 
 async def test_a_complete_group_is_kept_with_its_outcome() -> None:
@@ -267,7 +267,7 @@ async def test_nothing_is_retried_after_the_deadline_of_the_group() -> None:
         raise EpisodeError("slow and broken")
 
     config = RolloutConfig(completions_per_prompt=2, retry_budget=100)
-    result = await GroupAssembler(rollout, config, clock=clock).play(ORDER)
+    result = await GroupPlayer(rollout, config, clock=clock).play(ORDER)
     assert result.outcome.retried_samples == 0
 
 
@@ -287,7 +287,7 @@ async def test_a_group_without_weights_fails_only_after_its_deadline() -> None:
 
     config = RolloutConfig(completions_per_prompt=1, retry_budget=0)
     began = clock.now()
-    result = await GroupAssembler(rollout, config, clock=clock).play(ORDER)
+    result = await GroupPlayer(rollout, config, clock=clock).play(ORDER)
     assert last_calls[-1] - began >= ORDER.deadline_s
     assert result.drop is not None
     assert "no weights" in str(result.drop)
@@ -373,7 +373,7 @@ async def test_a_failure_whose_text_is_not_valid_unicode_fails_alone() -> None:
 
 async def test_a_filter_may_name_a_reason_that_is_not_valid_unicode() -> None:
     config = RolloutConfig(completions_per_prompt=2, retry_budget=0)
-    assembler = GroupAssembler(scripted(sample(0.0), sample(1.0)), config, filters=[lambda group: "bad \ud83d"])
+    assembler = GroupPlayer(scripted(sample(0.0), sample(1.0)), config, filters=[lambda group: "bad \ud83d"])
     result = await assembler.play(ORDER)
     assert str(result.drop) == "filtered: bad \\ud83d"
 
@@ -480,4 +480,4 @@ def test_reward_functions_of_the_config_need_a_scorer() -> None:
 
     config = RolloutConfig.model_validate({"rewards": {"functions": {"right": {"path": "m:f"}}}})
     with pytest.raises(ValueError, match="pass score="):
-        GroupAssembler(rollout, config)
+        GroupPlayer(rollout, config)

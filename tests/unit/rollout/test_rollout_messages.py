@@ -7,7 +7,7 @@ from rollbook.contracts.group import GroupId
 from rollbook.contracts.task import TaskId
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.episodes.chat import make_rollout
-from rollbook.rollout.groups.player import GroupAssembler, GroupOrder
+from rollbook.rollout.groups.player import GroupOrder, GroupPlayer
 from rollbook.rollout.groups.results import PlayedPart
 from rollbook.rollout.workers.messages import Play, encode, from_worker, to_worker
 from tests.parts.rollout.guessing import setup_of
@@ -33,7 +33,7 @@ async def test_an_order_and_its_result_are_decoded_as_sent() -> None:
     assert isinstance(play, Play)
     assert play.order == order
 
-    result = await GroupAssembler(make_rollout(setup), config).play(order)
+    result = await GroupPlayer(make_rollout(setup), config).play(order)
     reader.feed_data(frame(encode(result)))
     payload = await read_frame(reader)
     assert payload is not None

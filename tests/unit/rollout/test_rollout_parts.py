@@ -15,7 +15,7 @@ from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.groups.parts import GroupParts
-from rollbook.rollout.groups.player import GroupAssembler, GroupOrder
+from rollbook.rollout.groups.player import GroupOrder, GroupPlayer
 from rollbook.rollout.groups.results import PlayedPart
 from tests.unit.rollout.test_rollout_group import HurriedClock, sample
 
@@ -36,7 +36,7 @@ class Stage:
         )
 
     async def __aenter__(self) -> "Stage":
-        assembler = GroupAssembler(self._rollout, self._config, clock=self._clock)
+        assembler = GroupPlayer(self._rollout, self._config, clock=self._clock)
         order = GroupOrder(
             group_id=self._part.group_id,
             attempt=1,

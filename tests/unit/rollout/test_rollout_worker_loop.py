@@ -9,7 +9,7 @@ from rollbook.concurrency.child_process.frames import Frames
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.task import TaskId
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.groups.player import GroupAssembler, GroupOrder
+from rollbook.rollout.groups.player import GroupOrder, GroupPlayer
 from rollbook.rollout.workers.main import WorkerLoop
 from rollbook.rollout.workers.messages import Play, Stop, encode
 
@@ -48,7 +48,7 @@ async def test_orders_that_arrive_together_start_in_different_turns_of_the_event
     for number in range(GROUPS):
         parent.send(encode(Play(order(number))))
     await parent.drain()
-    assembler = GroupAssembler(rollout, RolloutConfig(completions_per_prompt=SAMPLES))
+    assembler = GroupPlayer(rollout, RolloutConfig(completions_per_prompt=SAMPLES))
     loop = WorkerLoop(assembler, child, continued=lambda: 0, on_played=lambda *_: None)
     async with asyncio.TaskGroup() as group:
         counting = group.create_task(count_turns())
