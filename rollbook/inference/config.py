@@ -118,28 +118,33 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     dtypes are equal. The other transports check the digest before weights are loaded."""
 
     device: str = "cpu"
-    """The torch device of the model: `cpu`, `cuda`, `cuda:1`, `mps`."""
+    """The torch device of the model: `cpu`, `cuda`, `cuda:1`, `mps`. A GPU, if there is one."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """The dtype of weights and cache. Logprobs are always computed in float32."""
+    """The dtype of weights and cache. Logprobs are always computed in float32. On a GPU bfloat16."""
 
     threads: int = Field(default=1, ge=1)
     """CPU threads of torch."""
 
     max_running: int = Field(default=256, ge=1)
-    """Maximum number of requests that are decoded together."""
+    """Maximum number of requests that are decoded together. On a GPU: as many as there are episodes in flight, up to 1024."""
 
     max_queued: int = Field(default=4096, ge=1)
     """Maximum number of requests that wait for a slot. If more arrive, the server responds 503 with Retry-After. Unset, in a run
     with more episodes in flight (`gate.max_groups_in_flight` × episodes per group): that number."""
 
     max_model_len: int | None = Field(default=None, ge=2)
-    """Maximum length of prompt plus completion, in tokens. Unset: the model's maximum."""
+    """Maximum length of prompt plus completion, in tokens. Unset: the model's maximum; on a GPU `rollout.max_total_tokens`, because
+    the cache must have room for the longest sequence."""
 
     kv_memory_mb: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    """Maximum memory for keys and values. When it is full, the youngest requests are preempted and computed again later. `auto`:
-    85 % of the free memory of a GPU after the weights are loaded, half of the available memory of a host. On a GPU, a given size is
-    allocated at the start, and of `auto` a quarter; the rest on demand, which delays requests."""
+    """Maximum memory for keys and values. When it is full, the youngest requests are preempted and computed again later. On a
+    GPU the memory plan chooses it, and it is allocated at the start. Otherwise: half of the available memory of a host; without a
+    plan, 85 % of the free memory of a GPU after the weights are loaded, a quarter of it at the start and the rest on demand."""
+
+    gpu_memory_gb: float | None = Field(default=None, gt=0)
+    """Most memory that tensors of a policy server may take of its GPU, in GB. Chosen by the memory plan if `run.gpu_memory_gb` is
+    set."""
 
     step_prefill_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of prompt tokens prefilled in a step, so that long prompts do not delay running requests. A longer prompt is

@@ -200,7 +200,7 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     """Number of most recent groups in that audit."""
 
     workers: int = Field(default=1, ge=1)
-    """Number of worker processes."""
+    """Number of worker processes. 1; with a GPU half of the cores, up to 8."""
 
     groups_per_worker: int = Field(default=64, ge=1)
     """Maximum number of groups that one worker plays concurrently."""

@@ -37,6 +37,7 @@ NOT_NUMERIC = frozenset(
         "shards_path",
         "watch_replicas_s",
         "publish_timeout_s",
+        "gpu_memory_gb",
     }
 )
 DEFAULT_TOKENS_PER_PASS = 16_384
@@ -198,8 +199,8 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     """Optimizer steps per batch."""
 
     max_tokens_per_microbatch: int | None = Field(default=None, ge=1)
-    """Computed tokens per forward pass, padding included; a longer sequence gets its own pass. None: on one GPU as many as take a
-    quarter of its memory, measured when the model is loaded; on a CPU and with several ranks 16384."""
+    """Computed tokens per forward pass, padding included; a longer sequence gets its own pass. On a GPU, the memory plan chooses at
+    most as many as take a quarter of its memory; without a plan they are measured when the model is loaded. Otherwise 16384."""
 
     packing: Literal["auto", "packed", "padded"] = "auto"
     """`packed`: sequences are concatenated in one row, with attention inside each sequence only, without padding, and tokens that
@@ -208,14 +209,15 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
 
     pass_cost_tokens: int = Field(default=192, ge=0)
     """With `padded`: the fixed cost of a forward pass, in padding tokens. Rows share a pass until their padding costs more than
-    another pass; measured at about 150 on one CPU thread."""
+    another pass; measured at about 150 on one CPU thread. On a GPU: 8192."""
 
     max_logits_mb: int | None = Field(default=None, ge=1)
-    """Megabytes of float32 logits held at a time (default: 256, or 2,048 on a GPU). Logits are computed in chunks, and recomputed
-    in the backward pass."""
+    """Megabytes of float32 logits held at a time (256, or 2,048 on a GPU if they fit). Logits are computed in chunks, and
+    recomputed in the backward pass."""
 
     gradient_checkpointing: bool = False
-    """Recompute the activations inside layers in the backward pass: less memory, a third more compute."""
+    """Recompute the activations inside layers in the backward pass: less memory, a third more compute. On a GPU, the memory plan
+    chooses it if passes that keep the GPU busy do not fit otherwise."""
 
     lora: LoraSettings | None = None
     """Train low-rank adapters instead of all weights."""
@@ -233,13 +235,17 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     """Trained tokens without a sampling logprob: stop the run, or use the logprobs of the policy at the start of the step."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """The training device."""
+    """The training device. A GPU, if there is one."""
 
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the forward and backward passes; weights and optimizer state are always float32."""
+    """Precision of the forward and backward passes; weights and optimizer state are always float32. On a GPU bfloat16."""
 
     threads: int = Field(default=1, ge=1)
-    """CPU threads of a step. Fixed, because the number of threads changes the last bits of sums."""
+    """CPU threads of a step. Fixed, because the number of threads changes the last bits of sums. 1; with a GPU up to 4."""
+
+    gpu_memory_gb: float | None = Field(default=None, gt=0)
+    """Most memory that tensors of the trainer may take of its GPU, in GB. Chosen by the memory plan if `run.gpu_memory_gb` is
+    set."""
 
     seed: int = 0
     """Seed of the initial weights of a built model and of the shuffling into minibatches."""

@@ -8,12 +8,15 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rollbook.run.config.field_docs import field_docs
-from rollbook.run.config.run import RunConfig
+from rollbook.run.config.run import AUTO_SETTINGS, RunConfig
 
 HEAD = """# Configuration
 
 One TOML file describes a run. `rollbook config check run.toml` reports every fault at once and prints the resolved result. This
 page is generated from the config classes (`make docs`).
+
+Settings with the default `auto` are chosen at the start of a run, from its machine and its model, if they are left out or set to
+"auto". The run prints and records them, so that a resumed run has the same ones. [GPUs](gpu.md) explains how they are chosen.
 """
 
 
@@ -39,7 +42,8 @@ def _section(path: str, model: type[BaseModel]) -> Iterator[str]:
             nested.append((f"{path}.{name}", inner))
             yield f"| `{name}` | table | | see `[{path}.{name}]` |"
         else:
-            yield f"| `{name}` | {_type(field)} | {_default(field)} | {meanings.get(name, '')} |"
+            default = "`auto`" if f"{path}.{name}" in AUTO_SETTINGS else _default(field)
+            yield f"| `{name}` | {_type(field)} | {default} | {meanings.get(name, '')} |"
     yield ""
     for inner_path, inner in nested:
         yield from _section(inner_path, inner)

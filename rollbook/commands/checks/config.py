@@ -5,8 +5,10 @@ from typing import Annotated
 
 from rollbook.commands.arguments import Argument, Overrides, UsePreflight
 from rollbook.commands.output import result, stderr_console
-from rollbook.run.config.run import dump_toml, load_config
+from rollbook.run.config.run import ConfigError, dump_toml, load_config, located
 from rollbook.run.preflight.report import check_run, print_preflight
+from rollbook.run.resources.automatic import resolve
+from rollbook.run.resources.machine import this_machine
 
 
 def check_command(
@@ -14,8 +16,11 @@ def check_command(
     override: Overrides = None,
     preflight: UsePreflight = True,
 ) -> None:
-    """Report every fault at once with its line in the file, or print the resolved configuration."""
-    loaded = load_config(config, override or ())
+    """Report every fault at once with its line in the file, or print the configuration as it is resolved on this machine."""
+    found = resolve(load_config(config, override or ()), this_machine())
+    loaded = found.loaded
+    if faults := found.faults():
+        raise ConfigError(str(config), located(faults, config, override or ()))
     if preflight:
         print_preflight(check_run(loaded, override or ()), stderr_console())
     result(dump_toml(loaded.config, masks_secrets=True).rstrip())

@@ -9,17 +9,20 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
-from rollbook.commands.arguments import AsJson, Option
+from rollbook.commands.arguments import Argument, AsJson, Option, Overrides
 from rollbook.commands.output import EXIT_FAILED, result, result_json
 from rollbook.contracts.plugin import EXTRAS, install_command, load_on_demand, require_libraries
+from rollbook.run.config.run import load_config
 from rollbook.run.directory import MIN_FREE_BYTES
+from rollbook.run.resources.automatic import Resolution, free_disk_bytes, resolve
+from rollbook.run.resources.machine import GB, this_machine
 from rollbook.run.supervision.plan import DASHBOARD_PORT
 
 IMPORT_S = 120.0
@@ -331,7 +334,51 @@ def _confinement() -> DoctorFinding:
 SIGNS = {Verdict.OK: "ok     ", Verdict.ABSENT: "absent ", Verdict.BROKEN: "BROKEN "}
 
 
-def doctor_command(
+def plan_lines(found: Resolution) -> list[str]:
+    """The memory plan of a run by place, with every part."""
+    lines: list[str] = []
+    parts = () if found.plan is None else found.plan.parts
+    for place in dict.fromkeys(part.place for part in parts):
+        here, has = [part for part in parts if part.place == place], found.capacity.get(place)
+        of = "" if has is None else f" of {has / GB:.1f}"
+        lines.append(f"{place}: {sum(part.num_bytes for part in here) / GB:.1f}{of} GB")
+        lines += [f"  {part.process:<12}{part.what:<24}{part.num_bytes / GB:8.2f}" for part in here]
+    return lines
+
+
+def print_plan(config: Path, overrides: Sequence[str], *, directory: Path, as_json: bool) -> int:
+    """What a run would need on this machine. Nothing is loaded or started."""
+    found = resolve(load_config(config, overrides), this_machine(), disk_bytes=free_disk_bytes(directory.resolve()))
+    faults = found.faults()
+    if as_json:
+        parts = [] if found.plan is None else [asdict(part) for part in found.plan.parts]
+        result_json(
+            {
+                "chosen": dict(found.chosen),
+                "parts": parts,
+                "capacity": dict(found.capacity),
+                "notes": list(found.notes),
+                "faults": [str(fault) for fault in faults],
+            }
+        )
+        return EXIT_FAILED if faults else 0
+    for line in [*found.lines(), *plan_lines(found)]:
+        result(line)
+    if found.plan is None:
+        result("no memory plan: the model is not on this machine, or its config.json has unknown fields")
+    for fault in faults:
+        result(f"{SIGNS[Verdict.BROKEN]}{fault}")
+    return EXIT_FAILED if faults else 0
+
+
+def doctor_command(  # noqa: PLR0917 - a command line is a list of flags
+    config: Annotated[
+        Path | None,
+        Argument(
+            help="The run's TOML file: prints its settings and its memory plan on this machine, without training."
+        ),
+    ] = None,
+    override: Overrides = None,
     directory: Annotated[
         Path, Option("--dir", help="Where runs would be written; its disk and permissions are checked.")
     ] = Path(),
@@ -347,8 +394,11 @@ def doctor_command(
 ) -> int:
     """Check torch, GPUs, vLLM, ports, disk, shared memory, PostgreSQL and confinement. Exits 1 if something is broken.
 
-    With --cluster: the versions, GPUs, clock, shared directory and network of every node.
+    With a run file: the settings that would be chosen, and the memory that the run needs by GPU, process and purpose; exits 1 if it
+    does not fit. With --cluster: the versions, GPUs, clock, shared directory and network of every node.
     """
+    if config is not None:
+        return print_plan(config, override or (), directory=directory, as_json=as_json)
     findings = examine(directory) if cluster is None else examine_cluster(cluster, host=host, directory=directory)
     if as_json:
         result_json({"findings": [asdict(finding) for finding in findings]})

@@ -29,6 +29,8 @@ from rollbook.inference.pause import ADOPTED_EPOCH
 from rollbook.inference.server.app import SERVICE, build_app
 from rollbook.run.directory import write_json
 from rollbook.run.processes.inference_server import load_tokenizer
+from rollbook.run.resources.automatic import precision_of
+from rollbook.run.resources.machine import this_machine
 from rollbook.trainer.model_config import ModelConfig
 
 DRAIN_S = 30.0
@@ -163,8 +165,8 @@ def serve_command(  # noqa: PLR0917 - a command line is a list of flags
     engine: Annotated[str, Option("--engine", help="transformers, or scripted for a policy without a model.")] = (
         "transformers"
     ),
-    device: Annotated[str, Option("--device", help="cpu, cuda, cuda:1, mps.")] = "cpu",
-    dtype: Annotated[str, Option("--dtype", help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, Option("--device", help="auto (a GPU if there is one), cpu, cuda, cuda:1, mps.")] = "auto",
+    dtype: Annotated[str, Option("--dtype", help="auto (bfloat16 on a GPU), float32, bfloat16 or float16.")] = "auto",
     threads: Annotated[int, Option("--threads", min=1, help="CPU threads of the engine.")] = 1,
     max_model_len: Annotated[
         int | None, Option("--max-model-len", min=2, help="Maximum tokens of prompt plus completion.")
@@ -184,6 +186,10 @@ def serve_command(  # noqa: PLR0917 - a command line is a list of flags
     ready_file: ReadyFile = None,
 ) -> None:
     """Serve any Hugging Face causal language model; works with the official openai client."""
+    gpus = this_machine().gpus if engine == "transformers" else ()
+    device = ("cuda" if gpus else "cpu") if device == "auto" else device
+    if dtype == "auto":
+        dtype = precision_of(gpus) if device.startswith("cuda") else "float32"
     inference: dict[str, Any] = {
         "engine": engine,
         "device": device,

@@ -17,6 +17,8 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import require_libraries
 from rollbook.run.config.sft import MANIFEST, LoadedSftConfig, dump_sft_toml, load_sft_config
 from rollbook.run.directory import RunDirectory, RunDirectoryError
+from rollbook.run.resources.automatic import trainer_choices
+from rollbook.run.resources.machine import this_machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,7 @@ def _resolve(source: Path, out: Path | None, overrides: Sequence[str]) -> tuple[
             raise RunDirectoryError(f"{source} is not an output directory of `rollbook sft`: {error}") from error
         return load_sft_config(source / "config.toml", overrides, source_dir=home), RunDirectory(source.resolve())
     loaded = load_sft_config(source, overrides)
+    loaded = loaded.with_trainer(trainer_choices(loaded.config.trainer, this_machine()))
     chosen = out or Path("runs") / f"{loaded.config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     return loaded, RunDirectory(chosen.resolve())
 

@@ -41,12 +41,16 @@ from rollbook.run.config.run import (
     checked_config,
     dump_toml,
     load_resolved_config,
+    located,
+    name_of,
     override_table,
 )
 from rollbook.run.config.source import ConfigSource, TaskRows, place, read_source, with_references
 from rollbook.run.directory import RunDirectory, write_atomically
 from rollbook.run.preflight.report import check_run, print_preflight
 from rollbook.run.reader import audit
+from rollbook.run.resources.automatic import free_disk_bytes, resolve
+from rollbook.run.resources.machine import this_machine
 from rollbook.run.supervision.plan import open_dashboard_socket
 from rollbook.run.supervision.process import ProcessState
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome, Supervisor, require_posix
@@ -136,6 +140,7 @@ def train(
     # An error of the clean-up would hide that of the run.
     with TemporaryDirectory(prefix="rollbook-objects-", ignore_cleanup_errors=True) as staging:
         loaded, directory = resolve_run(config, run_dir, overrides, given=given, staging=Path(staging))
+        loaded = fitted_run(loaded, directory, overrides, console)
         if preflight:
             print_preflight(check_run(loaded, overrides, directory=directory), console)
         directory.prepare()
@@ -183,6 +188,22 @@ def resolve_run(
     )
     chosen = run_dir or read.run_dir or Path("runs") / f"{loaded.config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     return loaded, RunDirectory(Path(chosen).resolve())
+
+
+def fitted_run(
+    loaded: LoadedConfig, directory: RunDirectory, overrides: Sequence[str], console: Console
+) -> LoadedConfig:
+    """Choose the open settings for this machine and print them. Raises `ConfigError` if the run does not fit.
+
+    A run that is resumed keeps what was chosen when it began.
+    """
+    recorded = load_resolved_config(directory).config if directory.exists else None
+    found = resolve(loaded, this_machine(), recorded=recorded, disk_bytes=free_disk_bytes(directory.path))
+    if faults := found.faults():
+        raise ConfigError(name_of(loaded.file), located(faults, loaded.file, overrides))
+    for line in found.lines():
+        console.print(line, markup=False, soft_wrap=True)
+    return found.loaded
 
 
 def _named(rewards: Any) -> Iterable[tuple[str, Any]]:

@@ -249,7 +249,8 @@ def _gpus_fit_replicas_and_ranks(parts: Parts) -> Faults:
     match parts.get("resources"), parts.get("inference"), parts.get("trainer"):
         case ResourcesConfig() as resources, InferenceConfig() as inference, TrainerConfig() as trainer:
             policy, ranks = resources.policy_gpus, resources.trainer_gpus
-            if ranks and (trainer.device != "cuda" or len(ranks) != trainer.ranks - remote):
+            is_on_cpu = trainer.device != "cuda" and "device" in trainer.model_fields_set
+            if ranks and (is_on_cpu or len(ranks) != trainer.ranks - remote):
                 yield (
                     "resources.trainer_gpus",
                     f"names {len(ranks)} GPUs; it needs trainer.device = 'cuda' and one GPU for each of the "
@@ -268,7 +269,8 @@ def _gpus_fit_replicas_and_ranks(parts: Parts) -> Faults:
                     f"engine = '{inference.engine}' uses one GPU for each of the {inference.replicas} inference.replicas; "
                     f"remove {len(policy) - inference.replicas} GPUs, or add replicas",
                 )
-            if policy and inference.engine != "vllm" and inference.device != "cuda":
+            is_set = "device" in inference.model_fields_set
+            if policy and inference.engine != "vllm" and inference.device != "cuda" and is_set:
                 yield (
                     "inference.device",
                     f"is '{inference.device}'; with resources.policy_gpus each replica sees only its own GPU: set it to 'cuda'",

@@ -59,6 +59,10 @@ class RunSection(BaseModel, frozen=True, extra="forbid"):
     process_template: bool = True
     """Start processes by forking one that has imported torch already: they start and restart within a second. Linux only."""
 
+    gpu_memory_gb: float | None = Field(default=None, gt=0)
+    """Most memory that all processes of the run together may use of each GPU, in GB (10^9 bytes). Unset: all that is free when the
+    run starts."""
+
 
 class RunConfig(BaseModel, frozen=True, extra="forbid"):
     run: RunSection = RunSection()
@@ -86,6 +90,29 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
             quorum=self.rollout.quorum_size if is_in_parts else None,
         )
 
+
+AUTO_SETTINGS = (
+    "trainer.device",
+    "trainer.compute_dtype",
+    "trainer.threads",
+    "trainer.max_tokens_per_microbatch",
+    "trainer.max_logits_mb",
+    "trainer.gradient_checkpointing",
+    "trainer.pass_cost_tokens",
+    "trainer.gpu_memory_gb",
+    "inference.device",
+    "inference.dtype",
+    "inference.threads",
+    "inference.capture_steps",
+    "inference.max_running",
+    "inference.max_model_len",
+    "inference.kv_memory_mb",
+    "inference.transfer",
+    "inference.gpu_memory_gb",
+    "rollout.workers",
+)
+"""Settings that are chosen at the start of a run from its machine and its model, if the run file leaves them out or sets "auto".
+The defaults of their config classes are those without a GPU."""
 
 SEEDED = ("tasks", "inference", "trainer")
 """Sections that have a seed."""
@@ -210,7 +237,7 @@ def validate_table(
     """Validate every section separately, then check them together."""
     faults: list[ConfigFault] = []
     parts: dict[str, BaseModel] = {}
-    table = _with_environment(_with_batch_policy(_with_seeds(table)))
+    table = _with_environment(_with_batch_policy(_with_seeds(without_auto(table))))
     for name in table.keys() - RunConfig.model_fields.keys():
         known = RunConfig.model_fields
         advice = did_you_mean(name, known) or f"; known are {', '.join(known)}"
@@ -242,6 +269,16 @@ def validate_table(
     parts["inference"] = parts["inference"].model_copy(update=settled)
     # The sections are instances, which pydantic does not validate again.
     return RunConfig.model_validate(parts), []
+
+
+def without_auto(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A setting that is "auto" is left out: it is chosen at the start of the run."""
+    left: dict[str, Any] = dict(table)
+    for path in AUTO_SETTINGS:
+        section, _, name = path.partition(".")
+        if isinstance(values := left.get(section), Mapping) and values.get(name) == "auto":
+            left[section] = {key: value for key, value in values.items() if key != name}
+    return left
 
 
 def _with_seeds(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,15 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from rollbook.run.config.run import ConfigError, ConfigFault, RunSection, located, plain_message, read_table
+from rollbook.run.config.run import (
+    ConfigError,
+    ConfigFault,
+    RunSection,
+    located,
+    plain_message,
+    read_table,
+    without_auto,
+)
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.model_config import ModelConfig
 from rollbook.trainer.sft_config import SftConfig, unread_settings
@@ -34,6 +42,12 @@ class LoadedSftConfig:
     """The file's contents with overrides. The resolved config would contain fields that `sft` rejects."""
     source_dir: Path
 
+    def with_trainer(self, chosen: Mapping[str, Any]) -> "LoadedSftConfig":
+        """With settings of `[trainer]` that were chosen for this machine."""
+        config = self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=dict(chosen))})
+        table = {**self.table, "trainer": {**self.table.get("trainer", {}), **chosen}}
+        return LoadedSftConfig(config, table if chosen else self.table, self.source_dir)
+
     @property
     def model(self) -> ModelConfig:
         """The model config, with a path relative to the config file made absolute."""
@@ -46,6 +60,7 @@ class LoadedSftConfig:
 def load_sft_config(path: Path, overrides: Sequence[str] = (), *, source_dir: Path | None = None) -> LoadedSftConfig:
     """Read, override, validate. Raises `ConfigError` with every fault."""
     table, faults = read_table(path, overrides)
+    table = without_auto(table)
     home = (source_dir or path.parent).resolve()
     run = table.get("run")
     seed = run.get("seed", 0) if isinstance(run, Mapping) else 0

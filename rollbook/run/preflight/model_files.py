@@ -4,19 +4,15 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rollbook.contracts.plugin import MissingExtraError, load_on_demand
 from rollbook.contracts.user_errors import did_you_mean
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.run.directory import model_directory
+from rollbook.run.resources.model_facts import HUB_S, INDEX, MAX_HEADER_BYTES, text_config
 from rollbook.trainer.model.built_tokenizer import fast_tokenizer
 from rollbook.trainer.model_config import SPECIAL_TOKENS, ModelBuildConfig, ModelConfig
 
-HUB_S = 3.0
-"""Time limit for a request to the hub."""
-INDEX = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 100 * 2**20
 PAD, BOS, EOS, UNK = SPECIAL_TOKENS
 
 
@@ -44,7 +40,7 @@ def context_length(config: ModelConfig, source_dir: Path) -> int | None:
     if config.build is not None:
         return config.build.max_position_embeddings
     directory = model_directory(config, source_dir)
-    length = None if directory is None else _text_config(directory).get("max_position_embeddings")
+    length = None if directory is None else text_config(directory).get("max_position_embeddings")
     return length if isinstance(length, int) else None
 
 
@@ -123,12 +119,3 @@ def _hub_faults(name: str, source_dir: Path) -> Iterator[str]:
         except Exception as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             yield f"{looked}{advice}; it is not in the hub's cache, and the hub does not provide it ({reason})"
-
-
-def _text_config(directory: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    inner = found.get("text_config") if isinstance(found, dict) else None
-    return inner if isinstance(inner, dict) else found if isinstance(found, dict) else {}

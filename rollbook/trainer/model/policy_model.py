@@ -51,6 +51,7 @@ class PolicyModel:
         """`files`: set if the module is a skeleton. Each rank fills its shards from them."""
         config = config or TrainerConfig()
         _check_process_group(config)
+        _limit_memory(config)
         self._adapters = _adapters_module() if config.lora is not None else None
         self.publishes_adapters = False
         """Whether publications and digests cover the adapters only. Set by `publish_adapters`."""
@@ -274,6 +275,13 @@ def _check_process_group(config: TrainerConfig) -> None:
             f"trainer.ranks = {config.ranks}, but this command trains in one process. Set trainer.ranks = 1:"
             " the weights then agree with those of several ranks up to rounding, not to the bit."
         )
+
+
+def _limit_memory(config: TrainerConfig) -> None:
+    """Beyond the limit torch first returns cached memory, then raises `OutOfMemoryError`."""
+    if config.gpu_memory_gb is not None and config.device == "cuda":
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, config.gpu_memory_gb * 1e9 / total))
 
 
 def _prepare_passes(computing: Any, config: TrainerConfig) -> None:

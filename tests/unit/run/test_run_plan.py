@@ -44,7 +44,7 @@ def test_a_vllm_replica_gets_several_gpus(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "cause"),
     [
-        (["resources.trainer_gpus=[0]"], "needs trainer.device = 'cuda'"),
+        (["resources.trainer_gpus=[0]", "trainer.device=cpu"], "needs trainer.device = 'cuda'"),
         ([*GPUS, "resources.trainer_gpus=[0]"], "one GPU for each of the 2 trainer.ranks"),
         ([*GPUS, "resources.policy_gpus=[0, 1, 2]"], "cannot be divided evenly"),
         ([*GPUS, "resources.policy_gpus=[0, 1, 2, 3]"], "uses one GPU for each"),

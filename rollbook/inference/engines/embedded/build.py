@@ -64,6 +64,9 @@ class EngineParts:
 
 def build_parts(config: InferenceConfig, model_dir: Path, *, capture: Capture | None = None) -> EngineParts:
     """`capture` replaces CUDA graphs, to run the steps of a GPU without one."""
+    if config.gpu_memory_gb is not None and config.device.startswith("cuda"):
+        limit = config.gpu_memory_gb * 1e9 / torch.cuda.get_device_properties(config.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit), config.device)
     module, max_model_len = load_module(
         model_dir, device=config.device, dtype=config.dtype, max_model_len=config.max_model_len
     )

@@ -1,0 +1,420 @@
+"""Chooses the settings that a run file leaves open, once, at the start of a run: devices, precisions, threads, workers, sizes.
+
+The chosen values become part of the run's recorded configuration, so that a resumed run uses the same ones, even elsewhere.
+Without a GPU they are the defaults of the config classes.
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rollbook.inference.config import InferenceConfig
+from rollbook.run.config.run import AUTO_SETTINGS, ConfigFault, LoadedConfig, RunConfig
+from rollbook.run.policy_clients import chosen_transfer, reachable
+from rollbook.run.resources.machine import GB, Gpu, Machine
+from rollbook.run.resources.memory_plan import (
+    CONTEXT_BYTES,
+    DISK,
+    HEADROOM_SHARE,
+    MAIN_MEMORY,
+    MemoryPlan,
+    Sizes,
+    gpu,
+    kv_bytes_per_token,
+    memory_plan,
+    savings,
+)
+from rollbook.run.resources.model_facts import ModelFacts, model_facts
+from rollbook.run.resources.size_choice import Demand, choose_sizes
+from rollbook.trainer.config import TrainerConfig
+
+MIN_GPU_PARAMETERS = 5_000_000
+"""A smaller model is not faster on a GPU: starting its kernels takes longer than running them on a CPU."""
+MAX_WORKERS, TRAINER_THREADS = 8, 4
+RUNNING_BUCKETS = (64, 128, 256, 384, 512, 768, 1024)
+GPU_PASS_COST = 8192
+BLOCK = 16
+"""Tokens of a block of the engine's cache."""
+VLLM_SHARE = 0.9
+"""vLLM's default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """A configuration with all settings chosen, what was chosen, and its memory plan."""
+
+    loaded: LoadedConfig
+    chosen: Mapping[str, Any]
+    """By path; only settings whose value differs from the default of its config class."""
+    machine: Machine
+    model: ModelFacts | None
+    sizes: Sizes
+    plan: MemoryPlan | None
+    """None if the dimensions of the model are unknown."""
+    capacity: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    missing_gpu: tuple[ConfigFault, ...] = ()
+
+    def faults(self) -> list[ConfigFault]:
+        """Why the run cannot start on this machine."""
+        faults = list(self.missing_gpu)
+        if self.plan is None or self.model is None:
+            return faults
+        for place, missing in self.plan.overfull(self.capacity).items():
+            has = self.capacity[place] / GB
+            advice = [str(saving) for saving in savings(self.model, self.sizes, place)]
+            faults.append(
+                ConfigFault(
+                    "model",
+                    f"the run needs {self.plan.total(place) / GB:.1f} GB of {place}, which has {has:.1f}; "
+                    f"{missing / GB:.1f} GB are missing:\n"
+                    + "\n".join(f"  {line}" for line in self.plan.lines(place))
+                    + ("\n" + "\n".join(f"  {text}" for text in advice) if advice else ""),
+                )
+            )
+        return faults
+
+    def lines(self) -> list[str]:
+        """What was chosen, and the memory plan of each GPU, for people."""
+        config = self.loaded.config
+        trainer, inference, rollout = config.trainer, config.inference, config.rollout
+        if trainer.device == "cpu" and inference.device == "cpu":
+            threads = f"trainer {trainer.threads} thread{'s' * (trainer.threads > 1)}"
+            lines = [f"device: cpu, {trainer.compute_dtype}, {threads}, {rollout.workers} workers"]
+            return [*lines, *self.notes]
+        tokens = trainer.max_tokens_per_microbatch
+        passes = "passes measured at the start" if tokens is None else f"passes of {tokens:,} tokens"
+        cache = inference.kv_memory_mb
+        lines = [
+            f"trainer: {trainer.device}, {trainer.compute_dtype}, {passes}, gradient checkpointing "
+            f"{'on' if trainer.gradient_checkpointing else 'off'}, {trainer.threads} threads"
+            + (f", {trainer.ranks} ranks" if trainer.ranks > 1 else ""),
+            f"policy: {inference.device}, {inference.dtype}, {inference.max_running} requests, keys and values "
+            f"{cache if isinstance(cache, str) else f'{cache / 1000:.1f} GB'}, weights by {inference.transfer}"
+            + (f", {inference.replicas} replicas" if inference.replicas > 1 else ""),
+            f"rollout: {rollout.workers} workers",
+        ]
+        if self.plan is not None:
+            for device in self.machine.gpus:
+                place = gpu(device.number)
+                if used := self.plan.total(place):
+                    limit = self.capacity[place] / GB
+                    lines.append(
+                        f"{device}; planned {used / GB:.1f} of {limit:.1f}: " + ", ".join(self.plan.lines(place))
+                    )
+        return [*lines, *self.notes]
+
+
+def resolve(
+    loaded: LoadedConfig, machine: Machine, *, recorded: RunConfig | None = None, disk_bytes: int | None = None
+) -> Resolution:
+    """`recorded`: the configuration of the run that is resumed; what it chose is not chosen again."""
+    draft = _Draft(loaded.config)
+    if recorded is not None:
+        draft.take(recorded)
+    else:
+        draft.choose_devices(machine, _facts(loaded, machine))
+    facts = _facts(loaded, machine)
+    capacity = _capacity(draft.config, machine)
+    sizes = sizes_of(draft.config, machine)
+    has_all = set(range(len(machine.gpus))) >= gpus_of(draft.config)
+    if recorded is None and facts is not None and draft.uses_gpu and has_all:
+        sizes = draft.choose_memory(facts, sizes, capacity, machine)
+    plan = None if facts is None else memory_plan(facts, sizes)
+    capacity = {**capacity, MAIN_MEMORY: machine.memory_bytes}
+    if disk_bytes is not None:
+        capacity[DISK] = disk_bytes
+    config = draft.config
+    return Resolution(
+        loaded=replace(loaded, config=config),
+        chosen=draft.chosen,
+        machine=machine,
+        model=facts,
+        sizes=sizes,
+        plan=plan,
+        capacity=capacity,
+        notes=tuple(_notes(config, machine, facts)),
+        missing_gpu=tuple(_missing_gpus(config, machine, is_resumed=recorded is not None)),
+    )
+
+
+class _Draft:
+    """A configuration whose open settings are chosen one after the other."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.chosen: dict[str, Any] = {}
+        self._open = {path for path in AUTO_SETTINGS if not is_set(config, path)}
+
+    @property
+    def uses_gpu(self) -> bool:
+        return self.config.trainer.device == "cuda" or self.config.inference.device != "cpu"
+
+    def choose(self, path: str, value: Any) -> None:
+        """Unless the user has set it, or it has this value already."""
+        if path not in self._open or value_at(self.config, path) == value:
+            return
+        section, _, name = path.partition(".")
+        changed = getattr(self.config, section).model_copy(update={name: value})
+        self.config = self.config.model_copy(update={section: changed})
+        self.chosen[path] = value
+
+    def take(self, recorded: RunConfig) -> None:
+        for path in sorted(self._open):
+            self.choose(path, value_at(recorded, path))
+        self._open.clear()
+
+    def choose_devices(self, machine: Machine, model: ModelFacts | None) -> None:
+        """Everything that does not depend on memory."""
+        usable = machine.gpus
+        is_small = model is not None and model.parameters < MIN_GPU_PARAMETERS
+        config = self.config
+        names_gpus = bool(config.resources.policy_gpus or config.resources.trainer_gpus)
+        if not usable or (is_small and not names_gpus):
+            # A device that is set may still be a GPU.
+            usable = () if config.trainer.device == "cpu" and config.inference.device == "cpu" else machine.gpus
+        if not usable:
+            return
+        if not is_small or names_gpus:
+            self.choose("trainer.device", "cuda")
+            if self.config.inference.engine != "scripted" and not self.config.inference.urls:
+                self.choose("inference.device", "cuda")
+        precise = precision_of(usable)
+        in_flight = episodes_in_flight(self.config)
+        if self.config.trainer.device == "cuda":
+            self.choose("trainer.compute_dtype", precise)
+            self.choose("trainer.threads", max(1, min(TRAINER_THREADS, machine.cores // 2)))
+            self.choose("trainer.pass_cost_tokens", GPU_PASS_COST)
+        if self.config.inference.device != "cpu":
+            self.choose("inference.dtype", precise)
+            each = -(-in_flight // self.config.inference.replicas)
+            self.choose("inference.max_running", next((b for b in RUNNING_BUCKETS if b >= each), RUNNING_BUCKETS[-1]))
+        groups = min(self.config.gate.max_groups_in_flight, MAX_WORKERS)
+        self.choose("rollout.workers", max(1, min(groups, machine.cores // 2)))
+        if self.config.trainer.device == "cuda":
+            self._choose_transfer()
+
+    def _choose_transfer(self) -> None:
+        config = self.config
+        shares_gpu = not (config.resources.are_separate or config.cluster.has_members)
+        self.choose(
+            "inference.transfer", chosen_transfer(reachable(config), config.trainer.device, shares_gpu=shares_gpu)
+        )
+
+    def choose_memory(self, model: ModelFacts, sizes: Sizes, capacity: Mapping[str, int], machine: Machine) -> Sizes:
+        config = self.config
+        is_embedded = config.inference.engine == "transformers" and config.inference.device != "cpu"
+        if is_embedded and model.context is not None:
+            rounded = -(-config.rollout.max_total_tokens // BLOCK) * BLOCK + BLOCK
+            self.choose("inference.max_model_len", min(model.context, rounded))
+            config = self.config
+            sizes = replace(sizes, longest=longest_sequence(config, model))
+        names = {
+            "trainer.max_tokens_per_microbatch": "tokens_per_pass",
+            "trainer.gradient_checkpointing": "is_checkpointing",
+            "trainer.max_logits_mb": "logits_bytes",
+        }
+        free = {name for path, name in names.items() if path in self._open and config.trainer.device == "cuda"}
+        shares_with_trainer = {n for g in sizes.policy_gpus for n in g} & set(sizes.trainer_gpus)
+        is_vllm_open = (
+            config.inference.engine == "vllm" and config.inference.vllm.gpu_memory_share is None and shares_with_trainer
+        )
+        if (is_embedded and "inference.kv_memory_mb" in self._open) or is_vllm_open:
+            free.add("kv_bytes")
+        sizes = choose_sizes(model, sizes, frozenset(free), capacity, demand_of(config, model, sizes))
+        if config.trainer.device == "cuda":
+            self.choose("trainer.max_tokens_per_microbatch", sizes.tokens_per_pass)
+            self.choose("trainer.gradient_checkpointing", sizes.is_checkpointing)
+            self.choose("trainer.max_logits_mb", sizes.logits_bytes >> 20)
+        if is_embedded:
+            self.choose("inference.kv_memory_mb", float(sizes.kv_bytes // 10**6))
+        self._choose_limits(memory_plan(model, sizes), sizes, capacity, machine)
+        return sizes
+
+    def _choose_limits(self, plan: MemoryPlan, sizes: Sizes, capacity: Mapping[str, int], machine: Machine) -> None:
+        """With `run.gpu_memory_gb`, no process may take more than its part. The trainer gets what the others leave."""
+        config = self.config
+        if config.inference.engine == "vllm" and config.inference.device != "cpu" and sizes.engine == "vllm":
+            place = gpu(sizes.policy_gpus[0][0])
+            total = next(device.memory_bytes for device in machine.gpus if gpu(device.number) == place)
+            if config.inference.vllm.gpu_memory_share is None and (
+                config.run.gpu_memory_gb is not None or gpu(sizes.trainer_gpus[0]) == place
+            ):
+                share = round(plan.total(place, "policy") / total, 3)
+                vllm = config.inference.vllm.model_copy(update={"gpu_memory_share": share})
+                inference = config.inference.model_copy(update={"vllm": vllm})
+                self.config = config.model_copy(update={"inference": inference})
+                self.chosen["inference.vllm.gpu_memory_share"] = share
+        if config.run.gpu_memory_gb is None:
+            return
+        if config.inference.engine == "transformers" and config.inference.device != "cpu":
+            place = gpu(sizes.policy_gpus[0][0])
+            own = plan.total(place, "policy") - CONTEXT_BYTES
+            self.choose("inference.gpu_memory_gb", round(own / GB, 2))
+        if config.trainer.device == "cuda":
+            place = gpu(sizes.trainer_gpus[0])
+            others = plan.total(place) - plan.total(place, "trainer")
+            self.choose("trainer.gpu_memory_gb", round((capacity[place] - others - CONTEXT_BYTES) / GB, 2))
+
+
+def is_set(config: RunConfig, path: str) -> bool:
+    section, _, name = path.partition(".")
+    return name in getattr(config, section).model_fields_set
+
+
+def value_at(config: RunConfig, path: str) -> Any:
+    section, _, name = path.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def episodes_in_flight(config: RunConfig) -> int:
+    return config.gate.max_groups_in_flight * config.rollout.episodes_per_group
+
+
+def longest_sequence(config: RunConfig, model: ModelFacts | None) -> int:
+    longest = config.rollout.max_total_tokens if not config.tasks.is_posted else config.inference.max_model_len or 0
+    return min(longest or 4096, (model.context if model is not None else None) or longest or 4096)
+
+
+def demand_of(config: RunConfig, model: ModelFacts, sizes: Sizes) -> Demand:
+    rows = min(sizes.max_running, -(-episodes_in_flight(config) // max(1, len(sizes.policy_gpus))))
+    length = (config.inference.max_model_len or sizes.longest) + BLOCK
+    cache = rows * length * kv_bytes_per_token(model, sizes.policy_dtype)
+    per_step = config.gate.groups_per_step * config.rollout.completions_per_prompt
+    return Demand(
+        kv_bytes=round(cache / (1 - config.inference.prefix_cache_share)), step_tokens=per_step * sizes.longest
+    )
+
+
+def sizes_of(config: RunConfig, machine: Machine) -> Sizes:
+    """The settings that decide the memory of a run."""
+    trainer, inference, resources = config.trainer, config.inference, config.resources
+    ranks = tuple(range(max(1, trainer.ranks - config.cluster.ranks)))
+    policy = [resources.of_replica(number, inference.replicas) for number in range(inference.replicas)]
+    default = _number_of(inference.device)
+    kv = inference.kv_memory_mb
+    engine = _engine(inference)
+    policy_gpus = tuple(gpus or (default,) for gpus in policy)
+    vllm_bytes = 0
+    if engine == "vllm" and inference.device != "cpu":
+        first = next((g for g in machine.gpus if g.number == policy_gpus[0][0]), None)
+        trainer_gpus = resources.trainer_gpus or ranks
+        is_alone = policy_gpus[0][0] not in trainer_gpus and config.run.gpu_memory_gb is None
+        share = inference.vllm.gpu_memory_share or (VLLM_SHARE if is_alone else 0)
+        vllm_bytes = 0 if first is None else round(share * first.memory_bytes)
+    return Sizes(
+        trainer_device=trainer.device,
+        compute_dtype=trainer.compute_dtype,
+        lora=trainer.lora,
+        has_reference=trainer.kl_coef > 0,
+        tokens_per_pass=trainer.tokens_per_pass,
+        longest=longest_sequence(config, None),
+        is_checkpointing=trainer.gradient_checkpointing,
+        logits_bytes=trainer.logits_bytes,
+        keep_checkpoints=trainer.keep_checkpoints,
+        trainer_gpus=resources.trainer_gpus or ranks,
+        engine=engine,
+        policy_device=inference.device,
+        policy_dtype=inference.dtype,
+        kv_bytes=0 if isinstance(kv, str) else round(kv * 10**6),
+        max_running=inference.max_running,
+        has_graphs=inference.capture_steps,
+        policy_gpus=policy_gpus,
+        vllm_bytes=vllm_bytes,
+        has_own_evaluation=config.evaluation.every_steps is not None and config.evaluation.policy == "own",
+        is_shared_memory=engine != "none" and inference.transfer == "shared_memory",
+        workers=config.rollout.workers,
+    )
+
+
+def _engine(inference: InferenceConfig) -> Any:
+    if inference.urls or inference.engine == "scripted":
+        return "none"
+    return "vllm" if inference.engine == "vllm" else "embedded"
+
+
+def _number_of(device: str) -> int:
+    _, _, number = device.partition(":")
+    return int(number) if number.isdigit() else 0
+
+
+def _facts(loaded: LoadedConfig, machine: Machine) -> ModelFacts | None:
+    return model_facts(loaded.config.model, loaded.source_dir, may_download=bool(machine.gpus))
+
+
+def _capacity(config: RunConfig, machine: Machine) -> dict[str, int]:
+    limit = config.run.gpu_memory_gb
+    return {
+        gpu(device.number): round((1 - HEADROOM_SHARE) * min(_free(device), limit * GB if limit else _free(device)))
+        for device in machine.gpus
+    }
+
+
+def _free(device: Gpu) -> int:
+    return device.memory_bytes - device.used_bytes
+
+
+def gpus_of(config: RunConfig) -> set[int]:
+    """Numbers of the GPUs that processes of the run on this machine use."""
+    used, resources = set[int](), config.resources
+    if config.trainer.device == "cuda":
+        used |= set(resources.trainer_gpus or range(max(1, config.trainer.ranks - config.cluster.ranks)))
+    if config.inference.device not in ("cpu", "mps") and _engine(config.inference) != "none":
+        used |= set(resources.policy_gpus or (_number_of(config.inference.device),))
+    return used
+
+
+def _notes(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Sequence[str]:
+    """GPUs that the run does not use, and why."""
+    if machine.unusable_gpus:
+        names = "; ".join(map(str, machine.unusable_gpus))
+        return [f"{names}: not used, because {machine.unusable_because}"]
+    used = gpus_of(config)
+    unused = [device for device in machine.gpus if device.number not in used]
+    if not unused:
+        return []
+    if model is not None and model.parameters < MIN_GPU_PARAMETERS and not used:
+        reason = f"{model.parameters / 1e6:.1f} million parameters are not faster on it; trainer.device and inference.device set it"
+    elif not used:
+        reason = "trainer.device and inference.device are 'cpu'"
+    else:
+        reason = "the run has no process for it (resources.gpus divides them)"
+    return [f"{'; '.join(map(str, unused))}: not used: {reason}"]
+
+
+def _missing_gpus(config: RunConfig, machine: Machine, *, is_resumed: bool) -> Sequence[ConfigFault]:
+    """Devices of the configuration that this machine does not have."""
+    if config.cluster.ray.address is not None:
+        return []
+    if machine.gpus:
+        missing = sorted(gpus_of(config) - {device.number for device in machine.gpus})
+        have = f"this machine has {len(machine.gpus)}"
+        return [ConfigFault("resources", f"GPU {number} is used, but {have}") for number in missing]
+    why = machine.unusable_because or "this machine has no NVIDIA GPU"
+    began = " The run began on a machine with a GPU: resume it on one." if is_resumed else " Use 'cpu', or 'auto'."
+    faults = []
+    if config.trainer.device == "cuda":
+        faults.append(ConfigFault("trainer.device", f"is 'cuda', but {why}.{began}"))
+    if config.inference.device.startswith("cuda") and _engine(config.inference) == "embedded":
+        faults.append(ConfigFault("inference.device", f"is '{config.inference.device}', but {why}.{began}"))
+    return faults
+
+
+def precision_of(gpus: Sequence[Gpu]) -> str:
+    return "bfloat16" if all(device.has_bfloat16 for device in gpus) else "float32"
+
+
+def trainer_choices(trainer: TrainerConfig, machine: Machine) -> dict[str, Any]:
+    """Device, precision and threads of `rollbook sft`. Its pass size is measured when the model is loaded."""
+    if not machine.gpus or (trainer.device == "cpu" and "device" in trainer.model_fields_set):
+        return {}
+    threads = max(1, min(TRAINER_THREADS, machine.cores // 2))
+    values = {"device": "cuda", "compute_dtype": precision_of(machine.gpus), "threads": threads}
+    return {name: value for name, value in values.items() if name not in trainer.model_fields_set}
+
+
+def free_disk_bytes(path: Path) -> int:
+    """On the disk of a run directory, which need not exist yet."""
+    return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free

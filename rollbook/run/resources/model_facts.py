@@ -1,0 +1,175 @@
+"""The dimensions of a model, from its config.json and the headers of its weight files. Loads no weights and imports no torch."""
+
+import json
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import load_on_demand
+from rollbook.run.directory import model_directory
+from rollbook.trainer.config import LoraSettings
+from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
+
+MAX_HEADER_BYTES = 100 * 2**20
+INDEX = "model.safetensors.index.json"
+HUB_S = 3.0
+"""Time limit for a request to the hub."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    parameters: int
+    """Tied embeddings count once."""
+    layers: int
+    hidden: int
+    intermediate: int
+    """Width of the feed-forward part that a token passes; with experts, of all experts it uses."""
+    heads: int
+    kv_heads: int
+    head_width: int
+    vocabulary: int
+    context: int | None
+    """Longest sequence, if the config states it."""
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the output embedding."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of the matrices that a token passes in one layer."""
+        return self.hidden * (2 * self.query_width + 2 * self.key_width + 3 * self.intermediate)
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_width
+
+    @property
+    def key_width(self) -> int:
+        return self.kv_heads * self.head_width
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers that the cache keeps for a token: keys and values of all layers."""
+        return 2 * self.layers * self.key_width
+
+    def adapter_parameters(self, lora: LoraSettings) -> int:
+        """Of low-rank adapters at the layers that `lora.targets` names. Unknown names count as all linear layers."""
+        sizes = {
+            "q_proj": self.hidden + self.query_width,
+            "k_proj": self.hidden + self.key_width,
+            "v_proj": self.hidden + self.key_width,
+            "o_proj": self.hidden + self.query_width,
+            "gate_proj": self.hidden + self.intermediate,
+            "up_proj": self.hidden + self.intermediate,
+            "down_proj": self.hidden + self.intermediate,
+        }
+        named = [] if isinstance(lora.targets, str) else [size for name, size in sizes.items() if name in lora.targets]
+        return lora.rank * self.layers * sum(named or sizes.values())
+
+
+def model_facts(config: ModelConfig, source_dir: Path, *, may_download: bool = False) -> ModelFacts | None:
+    """None if the model is not there yet, or its config has unknown fields: then nothing can be planned.
+
+    `may_download`: the config.json of a model on the hub, if it is not in the hub's cache.
+    """
+    if config.build is not None:
+        return _built_facts(config.build)
+    directory = model_directory(config, source_dir) or _hub_directory(str(config.path), may_download=may_download)
+    return None if directory is None else facts_of(text_config(directory), counted_parameters(directory))
+
+
+def _built_facts(build: ModelBuildConfig) -> ModelFacts:
+    table = {
+        "hidden_size": build.hidden_size,
+        "num_hidden_layers": build.layers,
+        "num_attention_heads": build.heads,
+        "num_key_value_heads": build.kv_heads,
+        "intermediate_size": build.intermediate_size,
+        "max_position_embeddings": build.max_position_embeddings,
+        "vocab_size": build.vocab_size,
+        "tie_word_embeddings": build.tie_embeddings,
+    }
+    found = facts_of(table, None)
+    assert found is not None
+    return found
+
+
+def facts_of(table: Mapping[str, Any], parameters: int | None) -> ModelFacts | None:
+    """From the fields of a config.json. Without a count, the parameters are those of a Llama with these dimensions."""
+    try:
+        hidden, layers = int(table["hidden_size"]), int(table["num_hidden_layers"])
+        heads, vocabulary = int(table["num_attention_heads"]), int(table["vocab_size"])
+        kv_heads = int(table.get("num_key_value_heads") or heads)
+        head_width = int(table.get("head_dim") or hidden // heads)
+        experts = int(table.get("num_experts") or table.get("num_local_experts") or 0)
+        used = int(table.get("num_experts_per_tok") or 1) if experts else 1
+        width = int((experts and table.get("moe_intermediate_size")) or table["intermediate_size"])
+        context = table.get("max_position_embeddings")
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+    attention = 2 * hidden * head_width * (heads + kv_heads)
+    in_layers = layers * (attention + 3 * hidden * width * max(1, experts) + 2 * hidden)
+    embeddings = vocabulary * hidden * (1 if table.get("tie_word_embeddings", True) else 2)
+    return ModelFacts(
+        parameters=parameters or in_layers + embeddings + hidden,
+        layers=layers,
+        hidden=hidden,
+        intermediate=used * width,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=head_width,
+        vocabulary=vocabulary,
+        context=context if isinstance(context, int) else None,
+    )
+
+
+def text_config(directory: Path) -> dict[str, Any]:
+    """The language model's part of config.json; empty if it cannot be read."""
+    try:
+        found = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    inner = found.get("text_config") if isinstance(found, dict) else None
+    return inner if isinstance(inner, dict) else found if isinstance(found, dict) else {}
+
+
+def counted_parameters(directory: Path) -> int | None:
+    """Of the tensors in the safetensors files; None if there are none or one is damaged."""
+    shapes: dict[str, list[int]] = {}
+    files = sorted(directory.glob("*.safetensors"))
+    try:
+        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+        files = [directory / name for name in sorted(set(index["weight_map"].values()))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass  # one file, without an index
+    for file in files:
+        try:
+            with file.open("rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                if not 0 < length <= MAX_HEADER_BYTES:
+                    return None
+                header = json.loads(opened.read(length))
+            shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+    if text_config(directory).get("tie_word_embeddings"):
+        shapes.pop("lm_head.weight", None)
+    return sum(math.prod(shape) for shape in shapes.values()) or None
+
+
+def _hub_directory(name: str, *, may_download: bool) -> Path | None:
+    """The cached snapshot of a model on the hub, possibly with its config.json alone. None without a network or the library."""
+    try:
+        download = load_on_demand("huggingface_hub:hf_hub_download")
+    except RunError:
+        return None
+    for is_local in (True, False) if may_download else (True,):
+        with suppress(Exception):  # the hub client raises many unrelated types
+            return Path(download(name, "config.json", local_files_only=is_local, etag_timeout=HUB_S)).parent
+    return None
