@@ -120,6 +120,9 @@ def _processes(facts: Facts) -> Iterator[FoundProblem]:
             yield FoundProblem(
                 severity="warning", kind="silent", text=f"The process {process.name} does not run.", link="/health"
             )
+        for problem in process.problems if facts.state == "running" and process.alive else ():
+            text = f"{process.name} {problem}"
+            yield FoundProblem(severity="warning", kind="waits", text=text, link="/health")
     if facts.state == "running" and facts.quarantined_replicas:
         urls = ", ".join(facts.quarantined_replicas)
         text = (

@@ -31,6 +31,8 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     node: str | None = None
     """The machine of a process that joined the run."""
     address: str | None = None
+    problems: tuple[str, ...] = ()
+    """What it waits for in vain, and why."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +75,7 @@ def _process(name: str, row: dict[str, Any]) -> Process:
     pid = row.get("pid") if isinstance(row.get("pid"), int) else None
     memory, cpu_s = (None, None) if pid is None else _usage(pid)
     restarts = row.get("restarts")
+    problems = row["problems"] if isinstance(row.get("problems"), dict) else {}
     return Process(
         name=name,
         role=name.partition("-")[0],
@@ -83,6 +86,7 @@ def _process(name: str, row: dict[str, Any]) -> Process:
         alive=memory is not None,
         memory_bytes=memory,
         cpu_s=cpu_s,
+        problems=tuple(f"waits for {awaited}: {cause}"[:MAX_TEXT] for awaited, cause in problems.items()),
     )
 
 

@@ -39,6 +39,13 @@ class ProcessStatus:
     doing: str = ""
     since_s: float = 0.0
     """Seconds in this state."""
+    problems: tuple[str, ...] = ()
+    """What it waits for in vain, and why."""
+
+    @property
+    def text(self) -> str:
+        """What it does, or why it waits, in one line."""
+        return "; ".join(text.partition("\n")[0] for text in (self.problems or (self.doing,))).translate(CONTROLS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +83,7 @@ class ProgressRenderer:
         if metrics.totals.worker_deaths:
             line += f"  worker deaths {metrics.totals.worker_deaths:.0f}"
         unusual = [f"{p.name} {p.state}" for p in processes if p.state != "running"]
+        unusual += [f"{p.name} {p.text}" for p in processes if p.problems]
         return line + (f"  [{', '.join(unusual)}]" if unusual else "")
 
     def _progress(self, metrics: RunMetrics) -> RenderableType:
@@ -177,6 +185,11 @@ def open_view(
             print_latest()
 
 
+def printable(text: str) -> str:
+    """Text of other programs, without the characters that would control the terminal."""
+    return "\n".join(line.translate(CONTROLS) for line in text.splitlines())
+
+
 def _process_table(processes: Sequence[ProcessStatus]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True)
     table.add_column("process", no_wrap=True)
@@ -192,7 +205,7 @@ def _process_table(processes: Sequence[ProcessStatus]) -> Table:
             Text(process.state, STATE_STYLES.get(process.state, "")),
             duration(process.since_s),
             str(process.restarts) if process.restarts else "",
-            Text(process.doing.partition("\n")[0]),
+            Text(process.text, "yellow" if process.problems else ""),
         )
     return table
 
@@ -201,8 +214,7 @@ def startup(processes: Sequence[ProcessStatus]) -> str:
     """What each process does or waits for: `policy, trainer: loading the model; rollout: starting workers`."""
     by_text: dict[str, list[str]] = {}
     for process in processes:
-        doing = process.doing.partition("\n")[0]
-        waits = f"waiting {doing}" if process.state == "waiting" else doing or process.state
+        waits = f"waiting {process.text}" if process.state == "waiting" else process.text or process.state
         by_text.setdefault(waits, []).append(process.name)
     return "; ".join(f"{', '.join(names)}: {text}" for text, names in by_text.items())
 

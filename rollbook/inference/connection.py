@@ -39,6 +39,14 @@ class ReplicaBusyError(TransientError):
     """The replica works but cannot serve this request now: its queue is full, or its weights are too old."""
 
 
+class ServerFailedError(TransientError):
+    """The server received the request and failed. Unlike a server that restarts, it may fail every time."""
+
+
+class NoServerError(TransientError):
+    """Nothing listens at the address, or its host is unknown."""
+
+
 class StaleReplicaError(ReplicaBusyError, WeightsAwaitedError):
     """The weights of the replica are too old."""
 
@@ -83,7 +91,11 @@ class PolicyConnection:
             async with self._session.request(method, self.url + path, data=body, headers=headers) as response:
                 raw = await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise TransientError(f"{self.url}{path} is unreachable: {type(error).__name__}: {error}") from error
+            is_absent = isinstance(error, aiohttp.ClientConnectorDNSError | ConnectionRefusedError) or isinstance(
+                getattr(error, "os_error", None), ConnectionRefusedError
+            )
+            kind = NoServerError if is_absent else TransientError
+            raise kind(f"{self.url}{path} is unreachable: {type(error).__name__}: {error}") from error
         if response.status != 200:
             raise error_of(response.status, raw, response.headers.get("Retry-After"), where=f"{self.url}{path}")
         return raw
@@ -122,7 +134,7 @@ def error_of(status: int, raw: bytes, retry_after: str | None, *, where: str) ->
     if detail.type == QUEUE_FULL or status == 429:
         return ReplicaBusyError(message, retry_after_s=_seconds(retry_after))
     if status >= 500:
-        return TransientError(message, retry_after_s=_seconds(retry_after))
+        return (ServerFailedError if status == 500 else TransientError)(message, retry_after_s=_seconds(retry_after))
     if status == 409:
         return FencedError(message)
     if status in (400, 413):

@@ -26,6 +26,10 @@ FIRST_GPU = ("cuda", "cuda:0")
 """The device of the trainer's first rank, which publishes."""
 
 
+ABSENT_S = 60.0
+"""How long nothing may listen at one of `inference.urls` when the run starts."""
+
+
 def join_urls(urls: Sequence[str]) -> str:
     """The URLs of all replicas as one address."""
     return ",".join(urls)
@@ -93,6 +97,8 @@ def open_weights(
         api_key=token,
         log=log,
         source=source,
+        # The run's own servers may take minutes to start; the supervisor watches them.
+        absent_s=ABSENT_S if config.urls else None,
     )
 
 

@@ -390,6 +390,8 @@ class TrainerLoop:
         self._metrics.add("perf/step_time", self._clock.now() - trained.began)
         self._metrics.tick(step=step, replay=trained.is_repeated)
         acknowledged.set_result(digest)
+        if not trained.is_repeated:
+            self._reports.progressed()
         if trained.is_published and not self._stopping.is_set():
             await self._publish(step, trained.weights if self._publisher.takes_gpu_weights else weights, digest)
         if self._reports.on_trained is not None:
@@ -402,6 +404,8 @@ class TrainerLoop:
             self._stopping, self._publisher.publish(weights, step=step, digest=digest, kind=self._adapter_kind)
         )
         self._metrics.add("perf/weight_sync_time", self._clock.now() - began)
+        if not self._stopping.is_set():
+            self._reports.progressed()
 
     async def _checkpoint(self, learner: Learner) -> None:
         """Copy the state now and write it during the next step. One checkpoint is written at a time."""

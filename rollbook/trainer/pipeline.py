@@ -63,6 +63,8 @@ class LoopReports:
     log: EventLog
     doing: Callable[[str], None] = lambda text: None
     """Called with what the loop does or waits for, for the live view."""
+    progressed: Callable[[], None] = lambda: None
+    """Called after each new step that is acknowledged, and after each publication."""
     on_trained: Callable[[int, Sequence[ShownSample]], None] | None = None
     """Called in a thread with each acknowledged step and `num_shown` of its samples."""
     num_shown: int = 0

@@ -2,10 +2,18 @@
 
 import sys
 
+from rollbook.envs.client.remote import ABSENT_S as ENV_ABSENT_S
+from rollbook.inference.weights.client import FAILING_S, MAX_FAILURES
 from rollbook.rollout.dispatch.failure_breaker import MAX_CONSECUTIVE, MAX_SHARE, WINDOW
 from rollbook.rollout.groups.failures import FAILURES, OUTCOMES, FailureAction
-from rollbook.rollout.workers.pool import MAX_BARREN_DEATHS
+from rollbook.rollout.workers.handle import SLOW_START_S
+from rollbook.rollout.workers.pool import MAX_BARREN_DEATHS, MAX_FAILED_STARTS
+from rollbook.run.policy_clients import ABSENT_S
+from rollbook.run.supervision.exits import RestartRule
+from rollbook.run.supervision.supervisor import SLOW_START_S as PROCESS_SLOW_START_S
+from rollbook.telemetry.waits import REPORT_S
 
+RULE = RestartRule()
 MEANINGS = {
     FailureAction.DROP_SAMPLE: "the sample stays in its group as unscorable, or is missing from it; it is not played again, has no "
     "advantage, and is counted",
@@ -31,20 +39,101 @@ DEADLINES: tuple[tuple[str, str, str], ...] = (
     ("a policy request", "`inference.request_s`, retries included", "retried sample"),
     (
         "a policy server without weights, while the trainer starts or replays",
-        "none",
+        "none: the trainer's own limits end the run",
         "no group is opened; groups in play are released at their deadline",
     ),
     ("a reset or step of an environment", "`rollout.step_s`", "retried sample"),
     ("waiting for an environment", "`rollout.open_s`", "retried sample"),
     ("a reward function", "`rollout.rewards.timeout_s`", "its process is killed and replaced; dropped sample"),
     ("loading reward functions", "`rollout.rewards.start_s`", "stopped run"),
-    ("a worker's start", "`rollout.worker_start_s`", "replaced worker"),
+    (
+        "a worker's start",
+        "`rollout.worker_start_s`",
+        "stopped run with the worker's stacks, if no worker has ever been ready; else replaced worker",
+    ),
     ("a worker's heartbeat", "`rollout.worker_silence_s`", "its stack is logged; replaced worker"),
     ("a worker's stop", "`rollout.worker_stop_s`", "stop message, SIGTERM, SIGKILL"),
     ("a request to the ledger", "`ledger.request_s`, retries included", "the requesting process is restarted"),
     ("a push of weights", "`trainer.publish_timeout_s`", "the trainer is restarted"),
     ("a process's heartbeat", "`run.silence_s`", "its stack is logged; it is killed and restarted"),
     ("a process's start", "`run.ready_s`", "stopped run"),
+)
+
+WAITS: tuple[tuple[str, str, str], ...] = (
+    (
+        "trainer: the policy servers load weights, and a server fails (500, wrong digest)",
+        f"{REPORT_S:g} s: the server's exception",
+        f"{MAX_FAILURES} failures and {FAILING_S:g} s: stopped run with the exception, or replica quarantine if another replica "
+        "has the weights",
+    ),
+    (
+        "trainer: the policy servers load weights, and none responds",
+        f"{REPORT_S:g} s",
+        f"at `inference.urls`, if nothing ever listened there: {ABSENT_S:g} s, stopped run. Else `trainer.publish_timeout_s`, then "
+        "the trainer is restarted",
+    ),
+    (
+        "trainer: the next batch",
+        "its status: `waiting for batch N`; the rollout process says why there is none",
+        "when there is one: the dispatcher's limits end the run",
+    ),
+    (
+        "trainer: ranks on other machines",
+        "its status: `waiting for N trainer ranks`",
+        "none: a person or a batch system starts them",
+    ),
+    (
+        "any process: the ledger responds",
+        f"{REPORT_S:g} s: the error",
+        "`ledger.request_s`, then the process is restarted. 4xx and 500: stopped run at once",
+    ),
+    (
+        "rollout: a policy server has weights",
+        f"its status at once; a server that does not respond: {REPORT_S:g} s",
+        "when it has: the trainer's limits end the run",
+    ),
+    (
+        "rollout: a worker starts (imports, environments, reward functions)",
+        f"{SLOW_START_S:g} s: the line of code where it is",
+        "`rollout.worker_start_s`. If none was ever ready: stopped run",
+    ),
+    (
+        "rollout: a worker that finishes a group",
+        "at once: the last output of the worker that died",
+        f"{MAX_FAILED_STARTS + 1} deaths before any worker was ready, or {MAX_BARREN_DEATHS + 1} without a finished group: "
+        "stopped run",
+    ),
+    (
+        "worker: the environment server at `env.url`",
+        f"{REPORT_S:g} s: the error",
+        f"if nothing listens there: {ENV_ABSENT_S:g} s, else 60 s; then the worker fails, as above",
+    ),
+    (
+        "worker: a policy request",
+        f"{REPORT_S:g} s in which none succeeded: the error",
+        "`inference.request_s`: retried sample",
+    ),
+    (
+        "evaluation: its workers, the ledger",
+        "as above",
+        "as above; the evaluation ends, and training continues",
+    ),
+    (
+        "supervisor: a process is ready",
+        f"its status at once; {PROCESS_SLOW_START_S:g} s: the line of code where it is",
+        "`run.ready_s`: stopped run with its stacks",
+    ),
+    (
+        "supervisor: a lease in a shared ledger",
+        "at once: the holder",
+        "when the lease of the other supervisor has ended",
+    ),
+    (
+        "ledger: the database",
+        "5 s: the event `ledger.store_stalled`",
+        "none: requests fail after `ledger.request_s`",
+    ),
+    ("`rollbook join`: the run is announced", "at once", "none: Ctrl-C"),
 )
 
 MACHINE_FAULTS: tuple[tuple[str, str], ...] = (
@@ -160,6 +249,21 @@ def page() -> str:
             *(f"| {unit} | {setting} | {then} |" for unit, setting, then in DEADLINES),
             "",
             "Time in a queue, of the engine or of sandboxes, does not count as time of the episode.",
+            "",
+            "## Waits",
+            "",
+            "A process that waits in vain says so: on the console, in its line of the live view, in the run's page, in its log",
+            "(event `process.waits`), and among the problems of the summary. A process that dies shows its last output on the",
+            "console.",
+            "",
+            "| who waits, and for what | says so after | ends |",
+            "|---|---|---|",
+            *(f"| {wait} | {says} | {ends} |" for wait, says, ends in WAITS),
+            "",
+            "A restart does not hide a wait. A life of the trainer without a new step or a publication, or of a dispatcher that",
+            f"the ledger does not know, is a failure, however long it was: {RULE.most_idle_lives + 1} in a row that waited "
+            f"{RULE.idle_s:g} s or",
+            "longer, or more than `run.most_quick_deaths` of any length, stop the run.",
             "",
             "## Faults of the machine",
             "",

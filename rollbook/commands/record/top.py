@@ -54,6 +54,7 @@ def _processes(directory: RunDirectory) -> list[ProcessStatus]:
             state=process.state,
             restarts=process.restarts,
             doing="" if process.node is None else f"on {process.node}",
+            problems=process.problems,
         )
         for process in read_processes(directory.path)
     ]

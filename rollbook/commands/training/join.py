@@ -32,6 +32,7 @@ from rollbook.run.supervision.exits import GiveUp, RestartRule
 from rollbook.run.supervision.host import ProcessStart
 from rollbook.run.supervision.membership import node_name
 from rollbook.run.supervision.plan import environment_of
+from rollbook.run.supervision.problems import ProblemLog
 from rollbook.run.supervision.process import SupervisedProcess
 from rollbook.telemetry.events import EventLog
 
@@ -181,7 +182,7 @@ class _Joiner:
         self._is_running = is_running
         self._say = say
         self._log = EventLog(start.name, self._directory.log_file(f"join-{start.name}"))
-        self._process = SupervisedProcess(start)
+        self._process = SupervisedProcess(start, on_problem=ProblemLog(log=self._log, say=say).report)
         self._end: str | None = None
         self._num_interrupts = 0
 
@@ -208,7 +209,11 @@ class _Joiner:
                 return self._end or self._process.end_message
             if code in (EXIT_STOP_RUN, EXIT_FENCED):
                 raise RunError(f"{self._start.name} stopped: {self._process.fault or 'another process has its name'}")
-            verdict = rule.decide(self._process.lifetimes_s, was_ready=self._process.was_ready)
+            verdict = rule.decide(
+                self._process.lifetimes_s,
+                was_ready=self._process.was_ready,
+                has_progressed=self._process.has_progressed,
+            )
             if isinstance(verdict, GiveUp):
                 raise RunError(f"{self._start.name}: {verdict.reason}. Its last output:\n{self._process.last_output()}")
             self._say(f"{self._start.name} {exit_reason(code)} and is restarted")

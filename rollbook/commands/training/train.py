@@ -30,7 +30,7 @@ from rollbook.contracts.errors import RunError, UsageError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.plugin import load_on_demand, require_libraries
 from rollbook.dashboard.run_files import RunReader, summarise
-from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
+from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view, printable
 from rollbook.ledger.serve import allow_many_connections
 from rollbook.run.config.run import (
     ConfigError,
@@ -228,7 +228,7 @@ def _train(loaded: LoadedConfig, directory: RunDirectory, console: Console, *, h
         loaded.config,
         directory,
         log=log,
-        say=lambda text: console.print(text, style="bold", markup=False, soft_wrap=True),
+        say=lambda text: console.print(printable(text), style="bold", markup=False, soft_wrap=True),
         dashboard=open_dashboard_socket("127.0.0.1", None) if has_dashboard else None,
         **options,
     )
@@ -323,7 +323,13 @@ async def _view(
         def show() -> None:
             lines = [
                 ProcessStatus(
-                    name=p.name, pid=p.pid, state=str(p.state), restarts=p.restarts, doing=p.doing, since_s=p.since_s
+                    name=p.name,
+                    pid=p.pid,
+                    state=str(p.state),
+                    restarts=p.restarts,
+                    doing=p.doing,
+                    since_s=p.since_s,
+                    problems=tuple(f"waits for {awaited}: {cause}" for awaited, cause in p.problems.items()),
                 )
                 for p in supervisor.processes
             ]

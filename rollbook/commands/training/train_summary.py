@@ -100,7 +100,7 @@ def summary_row(report: TrainReport) -> dict[str, Any]:
         "trainer_utilisation": _rounded(figures.trainer_utilisation),
         "restarts": report.outcome.restarts,
         "worker_deaths": round(figures.totals.worker_deaths),
-        "problems": list(figures.problems),
+        "problems": [*figures.problems, *report.outcome.problems],
         "audit": "none" if report.audit is None else "ok" if report.audit.ok else "violated",
     }
 
@@ -161,7 +161,7 @@ def _lines(report: TrainReport) -> list[tuple[str, str]]:
                 escape(f"rollbook simulate {path / 'config.toml'} --trace {path} (recommends sizes, batch policy)"),
             )
         )
-    lines += [("problem", f"[yellow]{escape(problem)}[/]") for problem in figures.problems]
+    lines += [("problem", f"[yellow]{escape(problem)}[/]") for problem in (*figures.problems, *report.outcome.problems)]
     if report.outcome.restarts or totals.worker_deaths:
         lines.append(
             ("deaths", f"{totals.worker_deaths:.0f} of workers; {report.outcome.restarts} restarts of other processes")

@@ -383,6 +383,13 @@ def _options(spec: ChildSpec, channel: socket.socket, output: Output) -> dict[st
     }
 
 
+def innermost_frame(stack: str) -> str:
+    """The innermost frame of the main thread, in stacks that `faulthandler` wrote; it writes the innermost first."""
+    frames = [line.strip() for line in stack.partition("Current thread")[2].splitlines() if line.startswith("  File")]
+    own = [frame for frame in frames if "importlib" not in frame]
+    return (own or frames or [stack.strip().splitlines()[0] if stack.strip() else "an unknown place"])[0]
+
+
 def _read(path: Path, start: int, size: int) -> str:
     """Part of a file; a negative `start` counts from its end. Empty when it cannot be read."""
     with suppress(OSError), path.open("rb") as file:

@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from functools import partial
 from typing import TypeAlias
 
-from aiohttp import ClientError, ClientSession
+from aiohttp import ClientConnectorDNSError, ClientConnectorError, ClientError, ClientSession
 
 from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
 from rollbook.concurrency.retry import retry
@@ -36,11 +36,14 @@ from rollbook.envs.client.session import (
 )
 from rollbook.envs.config import EnvConfig
 from rollbook.envs.server.protocol import HEALTH_PATH
+from rollbook.telemetry.waits import WAITS
 
 OpenEnvironment: TypeAlias = Callable[[], AbstractAsyncContextManager[Environment]]
 ServerSource: TypeAlias = Callable[[], Awaitable[Sequence[str]]]
 """Lists the environment servers, where the list may change."""
 
+ABSENT_S = 20.0
+"""How long nothing may listen at the address of a server before an error."""
 FOLLOW_S = 2.0
 """Interval at which the list of servers is read."""
 TRY_S = 2.0
@@ -49,6 +52,14 @@ AVOID_S = 5.0
 """How long a server that did not respond is tried last. One that is lost is no longer listed after its lease."""
 ROUND_PAUSE_S = 0.2
 """After all servers were tried."""
+
+
+class NoEnvServerError(TransientError):
+    """Nothing listens at the address, or its host is unknown."""
+
+
+class _AbsentTooLongError(Exception):
+    """Nothing listened at the address for `ABSENT_S`: do not try again."""
 
 
 @asynccontextmanager
@@ -76,8 +87,7 @@ async def open_remote_environments(
     """Connect to a running server. Raises `TransientError` if it does not respond within `connect_s`."""
     url = url.rstrip("/")
     async with new_http(options) as http:
-        deadline = Deadline(options.connect_s, f"connecting to {url}")
-        await retry(lambda: _check_health(http, url, deadline=deadline), on=TransientError, deadline=deadline)
+        await _until_healthy(http, url, options)
         servers = _Servers([url])
         following = [] if source is None else [asyncio.create_task(servers.follow(source), name="envs.follow")]
         try:
@@ -183,6 +193,33 @@ def _is_open(task: "asyncio.Task[list[EnvSession]]") -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
+async def _until_healthy(http: ClientSession, url: str, options: ClientOptions) -> None:
+    """Wait until the server responds. If nothing listens at its address, not long: it may be wrong."""
+    what = f"the environment server at {url}"
+    deadline, absent = (
+        Deadline(seconds, f"connecting to {url}") for seconds in (options.connect_s, min(options.connect_s, ABSENT_S))
+    )
+
+    async def attempt() -> None:
+        try:
+            await _check_health(http, url, deadline=deadline)
+        except NoEnvServerError as error:
+            if absent.is_over:
+                raise _AbsentTooLongError(
+                    f"{error} Nothing listened there for {absent.seconds:g} s. Start the server, or correct env.url."
+                ) from error
+            raise
+
+    def on_retry(error: Exception, _wait_s: float) -> None:
+        WAITS.failing(what, str(error))
+
+    try:
+        await retry(attempt, on=TransientError, deadline=deadline, on_retry=on_retry)
+    except _AbsentTooLongError as error:
+        raise TransientError(str(error)) from error.__cause__
+    WAITS.recovered(what)
+
+
 async def _check_health(http: ClientSession, url: str, *, deadline: Deadline) -> None:
     try:
         async with deadline.limit(f"checking {url}"), http.get(f"{url}{HEALTH_PATH}") as reply:
@@ -190,5 +227,9 @@ async def _check_health(http: ClientSession, url: str, *, deadline: Deadline) ->
                 raise TransientError(f"{url}{HEALTH_PATH} replied {reply.status}; the server is not ready")
     except DeadlineExceededError as error:
         raise TransientError(str(error)) from error
+    except (ClientConnectorDNSError, ClientConnectorError) as error:
+        is_absent = isinstance(error, ClientConnectorDNSError) or isinstance(error.os_error, ConnectionRefusedError)
+        kind = NoEnvServerError if is_absent else TransientError
+        raise kind(f"no reply from {url}: {error}; is the server running?") from error
     except (ClientError, OSError) as error:
         raise TransientError(f"no reply from {url}: {error}; is the server running?") from error

@@ -18,6 +18,9 @@ from rollbook.inference.client.replica_choice import AFFINITY_SPREAD, prompt_ses
 from rollbook.inference.client.server_protocol import CompletionRequest, RollbookProtocol, ServerProtocol
 from rollbook.inference.connection import ReplicaBusyError
 from rollbook.telemetry.events import EventLog
+from rollbook.telemetry.waits import WAITS
+
+REQUESTS = "the policy servers to respond"
 
 
 class PolicyClient:
@@ -117,10 +120,14 @@ class PolicyClient:
 
         def on_retry(error: Exception, wait_s: float) -> None:
             failures[:] = [error]
-            if self._log is not None and not isinstance(error, ReplicaBusyError):
-                self._log.info("policy.retried", cause=str(error), wait_s=round(wait_s, 3))
+            if not isinstance(error, ReplicaBusyError):
+                WAITS.failing(REQUESTS, str(error))
+                if self._log is not None:
+                    self._log.info("policy.retried", cause=str(error), wait_s=round(wait_s, 3))
 
-        return await retry(attempt, on=TransientError, deadline=deadline, clock=self._clock, on_retry=on_retry)
+        completion = await retry(attempt, on=TransientError, deadline=deadline, clock=self._clock, on_retry=on_retry)
+        WAITS.recovered(REQUESTS)
+        return completion
 
 
 @asynccontextmanager

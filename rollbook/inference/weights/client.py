@@ -2,7 +2,7 @@
 
 A publication is live when every replica in service reports it. A replica that does not accept it in time is quarantined: it no
 longer delays the others, and it is updated as soon as it responds again. Updates are keyed by publication, so repeating one is
-harmless.
+harmless. A server that fails at an update every time ends the run, unless another replica accepts it.
 """
 
 import asyncio
@@ -20,12 +20,13 @@ from rollbook.contracts.policy import Publication
 from rollbook.contracts.ports import Fence
 from rollbook.contracts.weights import Adapter
 from rollbook.inference.config import UpdateSequence
-from rollbook.inference.connection import PolicyConnection, open_connection
+from rollbook.inference.connection import NoServerError, PolicyConnection, ServerFailedError, open_connection
 from rollbook.inference.weights.process_group import WeightGroup
 from rollbook.inference.weights.server_api import GroupServerApi, RollbookServerApi, WeightServerApi
 from rollbook.inference.weights.transport import GroupTransport, SharingTransport, WeightTransport, update_message
 from rollbook.inference.wire.weights import AdapterInfo, UpdateInfo
 from rollbook.telemetry.events import EventLog
+from rollbook.telemetry.waits import WAITS
 
 T = TypeVar("T")
 Operation = Callable[[int], Awaitable[T]]
@@ -35,6 +36,9 @@ CONNECTIONS = 4
 """To each replica: one update and a few status requests at a time."""
 QUARANTINE_TRY_S = 2.0
 """How long a status request to a quarantined replica may take. It must not delay the others."""
+MAX_FAILURES, FAILING_S = 5, 15.0
+"""A server that fails at one update this often, and for this long, would fail at the next attempt too."""
+PUSH = "the policy servers to load weights"
 PROBATION_S, PROBATION_FACTOR = 1.0, 4.0
 """A replica on probation gets this time, and this multiple of the longest successful update so far."""
 
@@ -50,6 +54,36 @@ class _Push:
     async def check_fence(self) -> None:
         if self.fence is not None:
             await self.fence()
+
+
+class UpdateFailsError(RunError):
+    """A policy server fails at an update every time, or was never there."""
+
+
+class _FailureLimit:
+    """Ends the attempts at one replica that cannot succeed. `absent_s`: how long nothing may listen at its address."""
+
+    def __init__(self, url: str, operation: str, *, absent_s: float | None) -> None:
+        self._url = url
+        self._operation = operation
+        self._absent_s = absent_s
+        self._began = time.monotonic()
+        self._failures = 0
+
+    def check(self, error: TransientError) -> None:
+        seconds = time.monotonic() - self._began
+        if isinstance(error, ServerFailedError):
+            self._failures += 1
+            if self._failures >= MAX_FAILURES and seconds >= FAILING_S:
+                raise UpdateFailsError(
+                    f"the policy server at {self._url} failed {self._failures} times in {seconds:.0f} s at {self._operation}. "
+                    f"The last error: {error}. Its log has the traceback. If its memory is full, lower inference.max_running or "
+                    "inference.kv_memory_mb, or train a smaller model; then start the run again: it resumes"
+                ) from error
+        elif isinstance(error, NoServerError) and self._absent_s is not None and seconds >= self._absent_s:
+            raise UpdateFailsError(
+                f"no policy server at {self._url} (inference.urls) for {seconds:.0f} s: {error}. Start it, or correct the address"
+            ) from error
 
 
 class WeightTransferClient:
@@ -71,12 +105,18 @@ class WeightTransferClient:
         api_key: str | None = None,
         log: EventLog | None = None,
         source: Callable[[], Awaitable[Sequence[str]]] | None = None,
+        absent_s: float | None = None,
     ) -> None:
-        """`source` lists the replicas in service, where the list may change; `urls` are those at the start."""
+        """`source` lists the replicas in service, where the list may change; `urls` are those at the start.
+
+        `absent_s`: how long nothing may listen at the address of a replica that has not responded yet (default: as long as an
+        update may take).
+        """
         if not urls:
             raise ValueError("the weight client needs the URL of at least one policy server")
         self._urls = [url.rstrip("/") for url in urls]
         self._source = source
+        self._absent_s = absent_s
         self._request_s = request_s
         self._confirm_s = request_s if confirm_s is None else confirm_s
         self._transport = transport
@@ -99,6 +139,8 @@ class WeightTransferClient:
         self._dtypes: dict[str, str | None] = {}
         self._adapters: dict[str, AdapterInfo] = {}
         self._has_warned = False
+        self._responded: set[int] = set()
+        """Replicas at which a request succeeded."""
 
     async def __aenter__(self) -> "WeightTransferClient":
         for url in self._urls:
@@ -157,6 +199,7 @@ class WeightTransferClient:
             await self._push_paused(serving, push)
         else:
             await self._push(serving, push)
+        WAITS.recovered(PUSH)
         if self._log is not None:
             self._log.info(
                 "policy.weights_published",
@@ -177,6 +220,7 @@ class WeightTransferClient:
             return await self._server_api.publication(self._replicas[index])
 
         found = await self._at_all(serving, self._unless_gone(publication), "weight_info")
+        WAITS.recovered(PUSH)
         return [one for index, one in zip(serving, found, strict=True) if index not in self._gone]
 
     async def pause(self, mode: str = "keep") -> None:
@@ -223,6 +267,8 @@ class WeightTransferClient:
                 await self._connect(url)
             self._gone = {index for index, url in enumerate(self._urls) if url not in urls}
             self._quarantined -= self._gone
+            for index in self._gone:
+                WAITS.recovered(_loading(self._urls[index]))
 
     async def _responds(self, index: int) -> bool:
         try:
@@ -284,6 +330,7 @@ class WeightTransferClient:
             self._longest_update_s = max(self._longest_update_s, time.monotonic() - began)
             if index in self._on_probation:
                 self._on_probation.discard(index)
+                WAITS.recovered(_loading(self._urls[index]))
                 if self._log is not None:
                     self._log.info("policy.replica_back", url=self._urls[index])
 
@@ -296,13 +343,15 @@ class WeightTransferClient:
     ) -> Sequence[int]:
         """Send to all members at once. If one is gone, the replicas that still respond form the next group."""
         members = list(serving)
+        limit = _FailureLimit(", ".join(self._urls[index] for index in serving), "a weight update", absent_s=None)
 
         async def attempt() -> list[int]:
             try:
                 async with self._one_attempt(push.deadline, "weight group"):
                     await push.check_fence()
                     await group.send([self._replicas[index] for index in members], info, push.location)
-            except TransientError:
+            except TransientError as error:
+                limit.check(error)
                 responses = await asyncio.gather(*map(self._responds, members))
                 # If none responds, no single replica is at fault: the next attempt includes all of them again.
                 members[:] = [index for index, ok in zip(members, responses, strict=True) if ok] or members
@@ -318,7 +367,7 @@ class WeightTransferClient:
     ) -> list[int]:
         """Run at every replica. Those that fail while others succeed are quarantined. Returns the successful ones.
 
-        Raises if all fail, or if an error is not transient.
+        Raises if all fail, or if an error is not transient. A replica that would fail every time is no reason to stop the others.
         """
         unless_gone = self._unless_gone(operation)
         tasks = [asyncio.create_task(self._with_retry(unless_gone, index, name, deadline)) for index in replicas]
@@ -329,17 +378,17 @@ class WeightTransferClient:
             for task in tasks:
                 task.cancel()
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        failed: dict[int, TransientError] = {}
+        failed: dict[int, TransientError | UpdateFailsError] = {}
         for index, outcome in zip(replicas, outcomes, strict=True):
             if isinstance(outcome, asyncio.CancelledError):
                 late = f"{name} at {self._urls[index]} took too long: another replica has finished"
                 failed[index] = TransientError(late)
-            elif isinstance(outcome, TransientError):
+            elif isinstance(outcome, TransientError | UpdateFailsError):
                 failed[index] = outcome
             elif isinstance(outcome, BaseException):
                 raise outcome
         if len(failed) == len(replicas):
-            raise next(iter(failed.values()))
+            raise min(failed.values(), key=lambda error: not isinstance(error, UpdateFailsError))
         for index, error in failed.items():
             self._quarantine({index}, str(error))
         return [index for index in replicas if index not in failed]
@@ -367,7 +416,7 @@ class WeightTransferClient:
         that was restarted needs about as long as the others.
         """
         ended, waiting = set[asyncio.Task[Any]](), set(tasks)
-        while waiting and all(isinstance(task.exception(), TransientError) for task in ended):
+        while waiting and all(isinstance(task.exception(), TransientError | UpdateFailsError) for task in ended):
             more, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             ended |= more
         if waiting - set(on_probation):
@@ -385,9 +434,18 @@ class WeightTransferClient:
         return results_of(outcomes)
 
     async def _with_retry(self, operation: Operation[T], index: int, name: str, deadline: Deadline) -> T:
+        is_known = index in self._responded
+        limit = _FailureLimit(self._urls[index], name, absent_s=None if is_known else self._absent_s)
+
         async def attempt() -> T:
-            async with self._one_attempt(deadline, f"{name} at {self._urls[index]}"):
-                return await operation(index)
+            try:
+                async with self._one_attempt(deadline, f"{name} at {self._urls[index]}"):
+                    result = await operation(index)
+            except TransientError as error:
+                limit.check(error)
+                raise
+            self._responded.add(index)
+            return result
 
         return await retry(attempt, on=TransientError, deadline=deadline, on_retry=self._log_retry)
 
@@ -408,15 +466,21 @@ class WeightTransferClient:
             self._quarantined.add(index)
             is_new = index not in self._on_probation
             self._on_probation.add(index)
+            WAITS.failing(_loading(self._urls[index]), cause, at_once=True)
             if self._log is not None and is_new:
                 self._log.warning("policy.replica_quarantined", url=self._urls[index], cause=cause)
 
     def _log_retry(self, error: Exception, wait_s: float) -> None:
-        """Warn about the first retry of a push only."""
+        """Warn about the first retry of a push only; one that lasts is reported to the supervisor."""
+        WAITS.failing(PUSH, str(error))
         if self._log is not None:
             log = self._log.info if self._has_warned else self._log.warning
             log("policy.push_retried", cause=str(error), wait_s=round(wait_s, 3))
             self._has_warned = True
+
+
+def _loading(url: str) -> str:
+    return f"{url} to load weights (it gets no requests until then)"
 
 
 def _weight_group(transport: WeightTransport | None, server_api: WeightServerApi) -> WeightGroup | None:

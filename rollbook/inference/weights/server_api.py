@@ -7,7 +7,7 @@ import msgspec
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Publication
-from rollbook.inference.connection import PolicyConnection
+from rollbook.inference.connection import PolicyConnection, ServerFailedError
 from rollbook.inference.wire.weights import InitInfo, UpdateBody, UpdateInfo, WeightCheck, WeightInfo
 
 
@@ -73,7 +73,7 @@ class RollbookServerApi:
         is_comparable = check.dtype == dtype or info.adapter is not None
         is_current = check.weight_version == str(publication.id)
         if is_comparable and is_current and check.digest != publication.digest:
-            raise TransientError(
+            raise ServerFailedError(
                 f"{replica.url} uses weights with digest {check.digest}, but publication {publication.id} has "
                 f"{publication.digest}; it is pushed again"
             )

@@ -21,11 +21,13 @@ from rollbook.ledger.http import wire
 from rollbook.ledger.http.compression import MIN_COMPRESSED_BYTES, compress
 from rollbook.ledger.http.verb import Form, Verb
 from rollbook.telemetry.events import EventLog
+from rollbook.telemetry.waits import WAITS
 
 R = TypeVar("R")
 T = TypeVar("T")
 Read = Callable[[aiohttp.ClientResponse], Awaitable[T]]
 
+REQUESTS = "the ledger to respond"
 CONNECT_S = 5.0
 LONG_POLL_SLACK_S = 15.0
 """How much longer than `wait_s` a long poll may take before the connection is considered dead."""
@@ -101,11 +103,14 @@ class Transport:
         deadline = Deadline(self._request_s + wait_s, f"ledger {name}")
 
         def log_retry(error: Exception, wait: float) -> None:
+            WAITS.failing(REQUESTS, str(error))
             self._log.warning("ledger.retry", run=self.run_id, request=name, error=str(error), wait_s=round(wait, 2))
 
-        return await retry(
+        result = await retry(
             lambda: attempt(max(deadline.remaining_s(), 0.1)), on=TransientError, deadline=deadline, on_retry=log_retry
         )
+        WAITS.recovered(REQUESTS)
+        return result
 
     @property
     def _attempt_s(self) -> float:

@@ -106,6 +106,8 @@ class Dispatcher:
         self._until_served = until_served
         self._is_served = until_served is None
         """False: no group is opened before `until_served` returns."""
+        self.has_joined = False
+        """The ledger knows this dispatcher."""
         self._is_run_over = False
         self._is_leaving = False
         self._ending = asyncio.Event()
@@ -136,6 +138,7 @@ class Dispatcher:
     async def run(self) -> None:
         """Play until the ledger reports the end of the run, or after `leave`. Raises `RunError` where a person must act."""
         owner = await self._sink.join(self._name)
+        self.has_joined = True
         self._tasks.rebuild(await self._sink.progress())
         if self._tasks.needs_history:
             await self._follower.update()

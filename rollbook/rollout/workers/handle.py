@@ -8,8 +8,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from rollbook.concurrency.child_process.process import ChildEndedError, ChildProcess, ChildSpec, python_environment
-from rollbook.concurrency.deadline import finish
+from rollbook.concurrency.child_process.process import (
+    ChildEndedError,
+    ChildProcess,
+    ChildSpec,
+    innermost_frame,
+    python_environment,
+)
+from rollbook.concurrency.deadline import Deadline, finish
 from rollbook.contracts.errors import RunError, WorkerError
 from rollbook.rollout.groups.player import GroupOrder
 from rollbook.rollout.groups.results import PlayedPart
@@ -22,18 +28,29 @@ from rollbook.rollout.workers.messages import (
     Ready,
     Stalled,
     Stop,
+    Waiting,
     encode,
     from_worker,
 )
 from rollbook.rollout.workers.spec import WorkerSpec
 from rollbook.telemetry.events import EventLog
+from rollbook.telemetry.waits import WAITS
 
 FORCED_STOP_S = 10.0
 """For the kernel to end a killed worker, and for the rest of its output."""
 
 
+SLOW_START_S = 10.0
+"""A worker that is not ready after this time is reported, with what it does."""
+START = "a rollout worker to start"
+
+
 class WorkerDiedError(WorkerError):
     """A worker process ended or became silent unexpectedly."""
+
+
+class WorkerStartHangsError(WorkerDiedError):
+    """A worker was not ready in time. The next one would import the same modules."""
 
 
 class WorkerHandle:
@@ -105,13 +122,47 @@ class WorkerHandle:
                     )
                 case Failed():
                     raise self._error(message)
+                case Waiting() as waiting:
+                    self._relay(waiting)
                 case Ready():
                     pass
 
     async def wait_ready(self, within_s: float) -> None:
-        message = await self._receive(within_s, "was not ready")
-        if isinstance(message, Failed):
-            raise self._error(message)
+        deadline = Deadline(within_s, "the start of a worker")
+        reporting = asyncio.create_task(self._report_slow_start(), name="rollout.slow_start")
+        try:
+            while not isinstance(message := await self._receive(deadline.remaining_s(), "was not ready"), Ready):
+                if isinstance(message, Failed):
+                    raise self._error(message)
+                if isinstance(message, Waiting):
+                    self._relay(message)
+        except WorkerDiedError as error:
+            if not deadline.is_over:
+                raise
+            raise WorkerStartHangsError(
+                f"worker {self.pid} was not ready within {within_s:g} s (rollout.worker_start_s). {error}"
+            ) from error
+        finally:
+            reporting.cancel()
+            await asyncio.wait({reporting})
+        WAITS.recovered(START)
+
+    async def _report_slow_start(self) -> None:
+        """An import that hangs blocks the worker, so it cannot report itself."""
+        await asyncio.sleep(SLOW_START_S)
+        stack = await self._child.stack()
+        WAITS.failing(
+            START,
+            f"worker {self.pid} is not ready after {SLOW_START_S:g} s; it is at {innermost_frame(stack)}",
+            at_once=True,
+        )
+
+    def _relay(self, waiting: Waiting) -> None:
+        """Once for all workers: they use the same servers."""
+        if waiting.cause:
+            WAITS.failing(waiting.awaited, waiting.cause, at_once=True)
+        else:
+            WAITS.recovered(waiting.awaited)
 
     async def stop(self, *, grace_s: float) -> None:
         await self._child.stop(request=encode(Stop()), grace_s=grace_s)

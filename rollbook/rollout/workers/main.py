@@ -42,10 +42,12 @@ from rollbook.rollout.workers.messages import (
     Ready,
     Stalled,
     Stop,
+    Waiting,
     encode,
     to_worker,
 )
 from rollbook.rollout.workers.spec import WorkerSpec
+from rollbook.telemetry.waits import WAITS
 
 EXIT_FAILED = 3
 """Exit status after a failure that was reported to the parent."""
@@ -138,6 +140,7 @@ async def work(sock: socket.socket) -> int:
     this_task = asyncio.current_task()
     assert this_task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this_task.cancel)
+    WAITS.listen(lambda awaited, cause: parent.send(encode(Waiting(awaited=awaited, cause=cause))))
     try:
         payload = await parent.receive()
         if payload is not None:

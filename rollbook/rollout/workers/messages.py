@@ -49,6 +49,13 @@ class Stalled(msgspec.Struct, tag="stalled", array_like=True, frozen=True):
     stack: str
 
 
+class Waiting(msgspec.Struct, tag="waits", array_like=True, frozen=True):
+    """The worker waits for something in vain; without a cause, it no longer does."""
+
+    awaited: str
+    cause: str
+
+
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
     """The worker failed. `stops_run`: replacing it would not help."""
 
@@ -57,7 +64,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
 
 
 ToWorker: TypeAlias = Play | Cancel | Stop
-FromWorker: TypeAlias = Ready | Beat | Failed | PlayedPart | Stalled
+FromWorker: TypeAlias = Ready | Beat | Failed | PlayedPart | Stalled | Waiting
 
 encode = msgspec.msgpack.Encoder().encode
 to_worker = msgpack_decoder(ToWorker)

@@ -13,16 +13,22 @@ from rollbook.concurrency.retry import backoff
 from rollbook.contracts.errors import RunError
 from rollbook.rollout.groups.player import GroupOrder
 from rollbook.rollout.groups.results import PlayedPart
-from rollbook.rollout.workers.handle import WorkerDiedError, WorkerHandle, open_worker
+from rollbook.rollout.workers.handle import WorkerDiedError, WorkerHandle, WorkerStartHangsError, open_worker
 from rollbook.rollout.workers.spec import WorkerSpec
 from rollbook.telemetry.events import EventLog
+from rollbook.telemetry.waits import WAITS
 
 MAX_BARREN_DEATHS = 5
 """Worker deaths in a row, over all workers, without a finished group. A single bad group is dropped by the ledger before that."""
 
 
+MAX_FAILED_STARTS = 1
+"""Worker deaths before any worker was ready: more starts would not help."""
+DEATHS = "a rollout worker that finishes a group"
+
+
 class WorkersDyingError(RunError):
-    """Workers die repeatedly without finishing a group."""
+    """Workers die repeatedly without finishing a group, or none of them starts."""
 
 
 class PoolListener(Protocol):
@@ -115,7 +121,7 @@ class WorkerPool:
                     self._log.info("rollout.worker_ready", worker=number, pid=worker.pid)
                     await self._report_results(worker)
             except WorkerDiedError as error:
-                self._on_worker_death(number, list(lost.values()), str(error))
+                self._on_worker_death(number, list(lost.values()), error)
             await self._clock.sleep(next(waits))
             if self._barren_deaths == 0:
                 waits = backoff(first_s=0.2, max_s=10.0)
@@ -127,17 +133,24 @@ class WorkerPool:
             self._assign()
             async for played in worker.results():
                 self._barren_deaths = 0
+                WAITS.recovered(DEATHS)
                 self._listener.group_played(played)
                 self._assign()
         finally:
             self._open.remove(worker)
 
-    def _on_worker_death(self, number: int, lost: list[GroupOrder], cause: str) -> None:
+    def _on_worker_death(self, number: int, lost: list[GroupOrder], error: WorkerDiedError) -> None:
+        cause = str(error)
         self._barren_deaths += 1
+        WAITS.failing(DEATHS, cause, at_once=True)
         self._log.warning("rollout.worker_died", worker=number, lost_groups=len(lost), cause=cause)
         self._listener.worker_died(cause)
         for order in lost:
             self._listener.group_lost(order, cause.splitlines()[0])
+        if not self.ready.is_set() and (
+            isinstance(error, WorkerStartHangsError) or self._barren_deaths > MAX_FAILED_STARTS
+        ):
+            raise WorkersDyingError(f"no rollout worker could be started. The last one: {cause}")
         if self._barren_deaths > MAX_BARREN_DEATHS:
             raise WorkersDyingError(
                 f"{self._barren_deaths} rollout workers died in a row without finishing a group. The last one: {cause}"

@@ -19,6 +19,7 @@ from rollbook.run.supervision.child_main import RoleContext
 from rollbook.run.supervision.membership import membership
 from rollbook.tasks.dataset import build_source, load_tasks
 from rollbook.telemetry.metrics import MetricRecorder
+from rollbook.telemetry.waits import WAITS
 
 REPORT_S = 0.5
 POLL_S = 0.1
@@ -79,20 +80,29 @@ async def _until_served(fleet: Fleet) -> None:
         try:
             async with asyncio.timeout(STATUS_S):
                 publication = (await fleet.protocol.status(replica.connection)).publication
-        except (TransientError, TimeoutError):
+        except (TransientError, TimeoutError) as error:
+            WAITS.failing(_status_of(replica), str(error) or f"{replica.url} did not respond within {STATUS_S:g} s")
             return False
         except RollbookError:
-            return True  # a server of another kind: requests show whether it serves
+            publication = None  # a server of another kind: requests show whether it serves
+        WAITS.recovered(_status_of(replica))
         return publication is None or publication > NOT_SAMPLED
 
     while not any(await asyncio.gather(*map(has_weights, fleet.replicas))):  # noqa: ASYNC110 - the servers are other processes
         await asyncio.sleep(POLL_S)
 
 
+def _status_of(replica: Replica) -> str:
+    return f"the status of {replica.url}"
+
+
 async def _report(dispatcher: Dispatcher, context: RoleContext) -> None:
     """Report what the dispatcher does or waits for. Ends: on cancellation."""
-    reported = ""
+    reported, has_joined = "", False
     while True:
+        if dispatcher.has_joined and not has_joined:
+            context.channel.progress()
+            has_joined = True
         if (doing := dispatcher.doing) != reported:
             context.channel.doing(doing)
             reported = doing
@@ -115,6 +125,7 @@ async def _fetch_posts(context: RoleContext) -> str:
             log=context.log,
         )
         context.channel.ready("waiting for environments")
+        context.channel.progress()
         return await _run_until_drained(source.run(), context)
 
 

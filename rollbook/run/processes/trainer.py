@@ -56,6 +56,7 @@ async def main(context: RoleContext) -> str:
                 spans=context.spans,
                 log=context.log,
                 doing=context.channel.doing,
+                progressed=context.channel.progress,
                 on_trained=_rollout_table(context).add,
                 num_shown=config.telemetry.rollouts_per_step,
                 token_records=TokenRecordWriter(

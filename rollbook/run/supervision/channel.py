@@ -18,6 +18,10 @@ LEAVE_SIGNAL = signal.SIGUSR2
 class ReportKind(StrEnum):
     READY = "ready"
     DOING = "doing"
+    PROBLEM = "problem"
+    """The process waits for `awaited`, because of `message`; an empty message: it no longer does."""
+    PROGRESS = "progress"
+    """The process did something that the run needs, since its start."""
     HEARTBEAT = "heartbeat"
     """The event loop runs."""
     FAULT = "fault"
@@ -31,6 +35,7 @@ class ReportKind(StrEnum):
 class Report(msgspec.Struct, array_like=True, frozen=True):
     kind: ReportKind
     message: str
+    awaited: str = ""
 
 
 encode_report = msgspec.msgpack.Encoder().encode
@@ -52,6 +57,12 @@ class Channel:
     def doing(self, message: str) -> None:
         self._send(ReportKind.DOING, message)
 
+    def problem(self, awaited: str, cause: str) -> None:
+        self._send(ReportKind.PROBLEM, cause, awaited)
+
+    def progress(self) -> None:
+        self._send(ReportKind.PROGRESS, "")
+
     def fault(self, message: str) -> None:
         self._send(ReportKind.FAULT, message)
 
@@ -61,9 +72,9 @@ class Channel:
     def stopped(self, message: str) -> None:
         self._send(ReportKind.STOPPED, message)
 
-    def _send(self, kind: ReportKind, message: str) -> None:
+    def _send(self, kind: ReportKind, message: str, awaited: str = "") -> None:
         if self._frames is not None:
             try:
-                self._frames.send(encode_report(Report(kind, message[:MAX_MESSAGE_CHARS])))
+                self._frames.send(encode_report(Report(kind, message[:MAX_MESSAGE_CHARS], awaited)))
             except OSError:
                 self._frames = None  # the supervisor is gone; `die_with_parent` ends this process

@@ -13,6 +13,7 @@ import socket
 import sys
 import traceback
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -32,6 +33,7 @@ from rollbook.run.supervision.channel import LEAVE_SIGNAL, Channel
 from rollbook.telemetry.cpu_time import record_cpu_time
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.spans import SpanRecorder
+from rollbook.telemetry.waits import WAITS
 
 EXIT_DONE = 0
 EXIT_CRASHED = 1
@@ -138,6 +140,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return EXIT_STOP_RUN
     log.info("process.started", pid=os.getpid(), role=args.role)
+    WAITS.listen(partial(_report_wait, channel, log))
     try:
         loaded = load_resolved_config(directory)
         extend_search_path(loaded.search_path)
@@ -163,6 +166,14 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         spans.close()
         log.close()
+
+
+def _report_wait(channel: Channel, log: EventLog, awaited: str, cause: str) -> None:
+    if cause:
+        log.warning("process.waits", awaited=awaited, cause=cause)
+    else:
+        log.info("process.wait_ended", awaited=awaited)
+    channel.problem(awaited, cause)
 
 
 def _server_socket(args: argparse.Namespace) -> socket.socket | None:

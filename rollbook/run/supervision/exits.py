@@ -22,28 +22,43 @@ class GiveUp:
 class RestartRule:
     """Restart with growing waits; give up on a process that repeatedly dies while it starts or soon after it is ready.
 
-    An incarnation that is ready for `healthy_s` or longer resets the count, so a process that dies every few minutes is always
-    restarted, and one that cannot start stops the run with its cause.
+    An incarnation that is ready for `healthy_s` or longer and makes progress resets the count, so a process that dies every few
+    minutes is always restarted, and one that cannot start stops the run with its cause. One that only waited is not healthy.
     """
 
     most_quick_deaths: int = 6
     most_failed_starts: int = 2
     """Deaths of a process of which no incarnation was ever ready: more restarts would not help."""
+    most_idle_lives: int = 2
+    """Incarnations in a row that were ready for `idle_s` or longer, made no progress and died: they waited for something."""
+    idle_s: float = 60.0
     healthy_s: float = 15.0
     first_wait_s: float = 0.2
     most_wait_s: float = 5.0
 
-    def decide(self, lifetimes_s: Sequence[float], *, was_ready: bool = True) -> Restart | GiveUp:
-        """`lifetimes_s`: how long each incarnation was ready, oldest first; the last one has just died."""
+    def decide(
+        self, lifetimes_s: Sequence[float], *, was_ready: bool = True, has_progressed: Sequence[bool] | None = None
+    ) -> Restart | GiveUp:
+        """`lifetimes_s`: how long each incarnation was ready, oldest first; the last one has just died.
+
+        `has_progressed`: whether each of them made progress (default: all).
+        """
         if not was_ready and len(lifetimes_s) > self.most_failed_starts:
             return GiveUp(f"it died {len(lifetimes_s)} times before it was ready")
-        quick = 0
-        for lifetime in reversed(lifetimes_s):
-            if lifetime >= self.healthy_s:
+        quick, is_idle, waited_s = 0, False, list[float]()
+        progressed = [True] * len(lifetimes_s) if has_progressed is None else has_progressed
+        for lifetime, is_progress in zip(reversed(lifetimes_s), reversed(progressed), strict=True):
+            if lifetime >= self.healthy_s and is_progress:
                 break
             quick += 1
+            is_idle = is_idle or lifetime >= self.healthy_s
+            if lifetime >= self.idle_s:
+                waited_s.append(lifetime)
+        if len(waited_s) > self.most_idle_lives:
+            return GiveUp(f"it died {len(waited_s)} times without progress, after {sum(waited_s):.0f} s in all")
         if quick > self.most_quick_deaths:
-            return GiveUp(f"it died {quick} times in a row within {self.healthy_s:g} s of being ready")
+            progress = " or without progress" if is_idle else ""
+            return GiveUp(f"it died {quick} times in a row within {self.healthy_s:g} s of being ready{progress}")
         return Restart(min(self.most_wait_s, self.first_wait_s * 2 ** max(0, quick - 1)))
 
 
@@ -61,6 +76,8 @@ class ProcessExit:
     """The reason that it reported for a person."""
     lifetimes_s: Sequence[float] = (0.0,)
     """How long each incarnation was ready, oldest first."""
+    has_progressed: Sequence[bool] | None = None
+    """Whether each incarnation made progress. None: all did."""
     was_ready: bool = True
     """At least one incarnation was ready."""
     is_last: bool = False
@@ -115,11 +132,15 @@ def judge(ended: ProcessExit, rule: RestartRule) -> ExitVerdict:
         stopped = "stopped" if ended.is_optional else "stopped the run"
         return ExitVerdict(action=failure, cause=cause, sentence=f"{stopped}: {cause}")
     reason = "was stopped by another program (SIGTERM)" if ended.was_stopped else exit_reason(ended.code)
-    match rule.decide(ended.lifetimes_s, was_ready=ended.was_ready):
+    fault = f": {ended.fault.splitlines()[0]}" if ended.fault else ""
+    match rule.decide(ended.lifetimes_s, was_ready=ended.was_ready, has_progressed=ended.has_progressed):
         case GiveUp(cause):
-            return ExitVerdict(action=failure, cause=cause, sentence=f"{reason}; {cause}", shows_output=True)
+            return ExitVerdict(action=failure, cause=cause, sentence=f"{reason}{fault}; {cause}", shows_output=True)
         case Restart(after_s):
-            fault = f": {ended.fault.splitlines()[0]}" if ended.fault else ""
             return ExitVerdict(
-                action=ExitAction.RESTART, cause=reason, sentence=f"{reason}{fault}", restart_after_s=after_s
+                action=ExitAction.RESTART,
+                cause=reason,
+                sentence=f"{reason}{fault}",
+                restart_after_s=after_s,
+                shows_output=ended.code > 0 and not ended.was_stopped,
             )

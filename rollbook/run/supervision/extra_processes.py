@@ -39,6 +39,7 @@ class ExtraProcesses:
         say: Callable[[str], None],
         on_change: Callable[[], None],
         on_members: Callable[[list[Member]], None],
+        on_problem: Callable[[str, str, str], None],
     ) -> None:
         """`processes`: all processes of the run, for display and to detect those that hang. This class adds and removes its own.
 
@@ -53,6 +54,7 @@ class ExtraProcesses:
         self._say = say
         self._on_change = on_change
         self._on_members = on_members
+        self._on_problem = on_problem
         self._own: dict[str, SupervisedProcess] = {}
         self._is_stopping = False
         self._scale = Scale.of_config(config.cluster)
@@ -133,7 +135,7 @@ class ExtraProcesses:
             bind=self._config.cluster.host,
             environment=environment_of(self._config, name, role),
         )
-        process = SupervisedProcess(start, host=self._host, on_change=self._on_change)
+        process = SupervisedProcess(start, host=self._host, on_change=self._on_change, on_problem=self._on_problem)
         self._own[name] = process
         self._all.append(process)
         try:

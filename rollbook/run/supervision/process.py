@@ -21,6 +21,8 @@ REPORTED_LINES = 12
 """Last lines of a dead process's output that are shown to a person."""
 MAX_OUTPUT_BYTES = 32 << 20
 KEPT_OUTPUT_BYTES = 1 << 20
+REPORT_PROGRESS = frozenset({"trainer", "rollout"})
+"""Roles that report progress. A life of such a process without any is a failure, however long it was."""
 
 
 class ProcessState(StrEnum):
@@ -40,7 +42,9 @@ class SupervisedProcess:
         *,
         host: ProcessHost | None = None,
         on_change: Callable[[], None] = lambda: None,
+        on_problem: Callable[[str, str, str], None] = lambda name, awaited, cause: None,
     ) -> None:
+        """`on_problem`: called with the name of the process, what it waits for, and why; without a cause when the wait is over."""
         self.name = start.name
         self.role = start.role
         self.state = ProcessState.WAITING
@@ -53,6 +57,10 @@ class SupervisedProcess:
         self.fault: str | None = None
         self.lifetimes_s: list[float] = []
         """How long each incarnation that has ended was ready. 0: it died while it started."""
+        self.has_progressed: list[bool] = []
+        """Whether each incarnation that has ended did what the run needs from it."""
+        self.problems: dict[str, str] = {}
+        """What it waits for in vain, and why."""
         self.was_ready = False
         """At least one incarnation became ready."""
         self.ready = asyncio.Event()
@@ -61,6 +69,8 @@ class SupervisedProcess:
         """There is no incarnation at the moment: it has exited, and its successor was not started yet."""
         self.ended.set()
         self._on_change = on_change
+        self._on_problem = on_problem
+        self._is_progressing = False
         self._child: HostedProcess | None = None
         self._starting: asyncio.Task[HostedProcess] | None = None
         self._since = time.monotonic()
@@ -118,8 +128,10 @@ class SupervisedProcess:
             ended_at = time.monotonic()
             await asyncio.wait({receiving}, timeout=EXIT_S)
             self.lifetimes_s.append(0.0 if self._ready_at is None else ended_at - self._ready_at)
+            self.has_progressed.append(self._is_progressing)
             return code
         finally:
+            self._end_problems()
             receiving.cancel()
             await child.kill()
             self.ready.clear()
@@ -130,6 +142,7 @@ class SupervisedProcess:
         self.ended.clear()
         self.has_ended = self.was_stopped = False
         self._ready_at = self.fault = None
+        self._is_progressing = self.role not in REPORT_PROGRESS
         self.end_message = ""
 
     def request_stop(self) -> None:
@@ -202,6 +215,10 @@ class SupervisedProcess:
                 self.move(ProcessState.RUNNING, report.message)
             case ReportKind.DOING:
                 self.doing, self._since = report.message, time.monotonic()
+            case ReportKind.PROBLEM:
+                self._set_problem(report.awaited, report.message)
+            case ReportKind.PROGRESS:
+                self._is_progressing = True
             case ReportKind.FAULT:
                 self.fault = report.message
             case ReportKind.END | ReportKind.STOPPED:
@@ -210,6 +227,18 @@ class SupervisedProcess:
                 self.was_stopped = report.kind is ReportKind.STOPPED
             case ReportKind.HEARTBEAT:
                 pass
+
+    def _set_problem(self, awaited: str, cause: str) -> None:
+        if cause:
+            self.problems[awaited] = cause
+        else:
+            self.problems.pop(awaited, None)
+        self._on_problem(self.name, awaited, cause)
+        self._on_change()
+
+    def _end_problems(self) -> None:
+        for awaited in tuple(self.problems):
+            self._set_problem(awaited, "")
 
 
 class ProcessFiles:
@@ -236,7 +265,13 @@ class ProcessFiles:
     ) -> None:
         """`template`: the pid of the process template."""
         rows = {
-            p.name: {"pid": p.pid, "state": p.state, "restarts": p.restarts, "ready": p.ready.is_set()}
+            p.name: {
+                "pid": p.pid,
+                "state": p.state,
+                "restarts": p.restarts,
+                "ready": p.ready.is_set(),
+                "problems": p.problems,
+            }
             for p in processes
         }
         joined = {

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from rollbook.concurrency.child_process.process import innermost_frame
 from rollbook.concurrency.tasks import first_error
 from rollbook.contracts.admission import Member, MemberRole
 from rollbook.contracts.errors import RunError, TransientError
@@ -26,17 +27,21 @@ from rollbook.run.directory import RunDirectory, existing_model
 from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.run.supervision.child_main import EXIT_DONE
 from rollbook.run.supervision.drain import record_drained, until_drained
-from rollbook.run.supervision.exits import ExitAction, ProcessExit, RestartRule, judge
+from rollbook.run.supervision.exits import ExitAction, ExitVerdict, ProcessExit, RestartRule, judge
 from rollbook.run.supervision.extra_processes import ExtraProcesses
 from rollbook.run.supervision.host import LocalHost, ProcessHost, ProcessStart
 from rollbook.run.supervision.membership import machine_id, member_lease
 from rollbook.run.supervision.plan import plan_run, process_template
+from rollbook.run.supervision.problems import ProblemLog
 from rollbook.run.supervision.process import STOP_GRACE_S, ProcessFiles, ProcessState, SupervisedProcess
 from rollbook.run.supervision.watchdog import DirectoryGuard, Watchdog
 from rollbook.telemetry.events import EventLog
 
 WIND_DOWN_S = 10.0
 """After the last batch: the dispatcher learns from its next request that the run is over, and ends."""
+SLOW_START_S = 20.0
+"""A process that is not ready after this time is reported, with what it does."""
+READINESS = "the end of its start"
 OPTIONAL = frozenset({"evaluation", "dashboard"})
 """Roles whose failure does not stop training: it is reported, and the run continues without them."""
 
@@ -54,6 +59,8 @@ class RunOutcome:
     message: str
     seconds: float
     restarts: int
+    problems: tuple[str, ...] = ()
+    """What processes waited for in vain, with the last cause."""
 
 
 class Supervisor:
@@ -87,6 +94,7 @@ class Supervisor:
         self._until_over = until_over
         self._restart_rule = RestartRule(most_quick_deaths=config.run.most_quick_deaths)
         self._failure: str | None = None
+        self._problems = ProblemLog(log=log, say=say)
         self._over = asyncio.Event()
         """The last process has ended, the run has failed, or it was stopped at once."""
         self._stopping = asyncio.Event()
@@ -104,7 +112,8 @@ class Supervisor:
         self._host = host = host or LocalHost(self._template)
         self._open_host = open_host or (lambda: nullcontext(host))
         self.processes = [
-            SupervisedProcess(start, host=host, on_change=self._write_processes) for start in self._plan.starts
+            SupervisedProcess(start, host=host, on_change=self._write_processes, on_problem=self._problems.report)
+            for start in self._plan.starts
         ]
         self.members: list[Member] = []
         """Processes that joined the run."""
@@ -230,12 +239,25 @@ class Supervisor:
         for process in processes:
             try:
                 async with asyncio.timeout(ready_s):
-                    await self._unless_over(process.ready.wait())
+                    try:
+                        async with asyncio.timeout(SLOW_START_S):
+                            await self._unless_over(process.ready.wait())
+                    except TimeoutError:
+                        await self._report_slow_start(process)
+                        await self._unless_over(process.ready.wait())
+                        self._problems.report(process.name, READINESS, "")
             except TimeoutError:
                 stack = await process.stack()
                 # It may have become ready while its stacks were read.
                 if not process.was_ready:
                     self._fail(f"{process.name} was not ready after {ready_s:g} s (run.ready_s). Its stacks:\n{stack}")
+
+    async def _report_slow_start(self, process: SupervisedProcess) -> None:
+        stack = await process.stack()
+        if not process.ready.is_set():
+            place = innermost_frame(stack)
+            cause = f"{process.doing or process.state}; not ready after {SLOW_START_S:g} s, at {place}"
+            self._problems.report(process.name, READINESS, cause)
 
     async def _unless_over(self, work: Coroutine[Any, Any, object]) -> None:
         """Wait for `work`, and cancel it when the run is over."""
@@ -284,22 +306,29 @@ class Supervisor:
                     self._log.error(
                         f"run.{process.role}_failed", cause=verdict.cause, last_output=process.last_output()
                     )
-                    self._say(f"{process.role} {verdict.sentence}; training continues")
+                    self._say(
+                        f"{process.role} {verdict.sentence}; training continues{self._last_words(process, verdict)}"
+                    )
                     return
                 case ExitAction.FAIL_RUN:
                     process.move(ProcessState.FAILED, verdict.cause)
-                    output = f". Its last output:\n{process.last_output()}" if verdict.shows_output else ""
-                    self._fail(f"{process.name} {verdict.sentence}{output}")
+                    self._fail(f"{process.name} {verdict.sentence}{self._last_words(process, verdict)}")
                     return
                 case ExitAction.RESTART:
                     wait_s = verdict.restart_after_s
                     self._log.warning(
                         "run.process_died", process=process.name, code=code, restart_in_s=round(wait_s, 2)
                     )
-                    self._say(f"{process.name} {verdict.sentence}; it is started again")
+                    self._say(
+                        f"{process.name} {verdict.sentence}; it is started again{self._last_words(process, verdict)}"
+                    )
                     process.move(ProcessState.RESTARTING, verdict.cause)
                     await asyncio.sleep(wait_s)
         process.move(ProcessState.STOPPED)
+
+    def _last_words(self, process: SupervisedProcess, verdict: ExitVerdict) -> str:
+        output = process.last_output() if verdict.shows_output else ""
+        return f". Its last output:\n{output}" if output else ""
 
     def _exit_of(self, process: SupervisedProcess, code: int) -> ProcessExit:
         return ProcessExit(
@@ -308,6 +337,7 @@ class Supervisor:
             was_stopped=process.was_stopped,
             fault=process.fault,
             lifetimes_s=process.lifetimes_s,
+            has_progressed=process.has_progressed,
             was_ready=process.was_ready,
             is_last=process is self._last,
             is_optional=process.role in OPTIONAL,
@@ -351,6 +381,7 @@ class Supervisor:
                     say=self._say,
                     on_change=self._write_processes,
                     on_members=self._set_members,
+                    on_problem=self._problems.report,
                 ).run()
         except* RunError as error:
             self._fail(str(first_error(error)))
@@ -428,7 +459,13 @@ class Supervisor:
         message = self._failure or last.end_message
         if end is RunEnd.INTERRUPTED:
             message = message or "stopped at once"
-        return RunOutcome(end=end, message=message, seconds=seconds, restarts=sum(p.restarts for p in self.processes))
+        return RunOutcome(
+            end=end,
+            message=message,
+            seconds=seconds,
+            restarts=sum(p.restarts for p in self.processes),
+            problems=self._problems.summary(),
+        )
 
     def _end(self) -> RunEnd:
         if self._failure is not None:

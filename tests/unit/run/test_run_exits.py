@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
+from rollbook.run.supervision.child_main import EXIT_CRASHED, EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
 from rollbook.run.supervision.exits import ExitAction, GiveUp, ProcessExit, Restart, RestartRule, judge
 
 
@@ -35,6 +35,25 @@ def test_one_healthy_incarnation_resets_the_count() -> None:
 @given(lives=st.lists(st.floats(min_value=20, max_value=1e6), min_size=1, max_size=200))
 def test_long_lived_processes_are_restarted_for_ever(lives: list[float]) -> None:
     assert isinstance(RestartRule().decide(lives), Restart)
+
+
+def test_a_process_that_waits_without_progress_and_dies_is_given_up() -> None:
+    """A trainer that waits 600 s for a publication is not healthy, however long it waited."""
+    rule = RestartRule(most_idle_lives=2, idle_s=60)
+    waited = [600.0, 600.0, 600.0]
+    assert isinstance(rule.decide(waited[:2], has_progressed=[False, False]), Restart)
+    decision = rule.decide(waited, has_progressed=[False, False, False])
+    assert isinstance(decision, GiveUp)
+    assert decision.reason == "it died 3 times without progress, after 1800 s in all"
+    assert isinstance(rule.decide(waited, has_progressed=[False, True, False]), Restart), "one life trained a step"
+
+
+def test_a_process_that_is_killed_before_each_first_step_is_given_up_like_one_that_cannot_start() -> None:
+    rule = RestartRule(most_quick_deaths=4, healthy_s=15, idle_s=60)
+    assert isinstance(rule.decide([30.0] * 4, has_progressed=[False] * 4), Restart)
+    decision = rule.decide([30.0] * 5, has_progressed=[False] * 5)
+    assert isinstance(decision, GiveUp)
+    assert "or without progress" in decision.reason
 
 
 KILLED = -signal.SIGKILL
@@ -117,4 +136,5 @@ QUICK_DEATHS = (0.5,) * 10
 def test_an_exit_has_one_consequence(ended: ProcessExit, action: ExitAction, sentence: str) -> None:
     verdict = judge(ended, RestartRule())
     assert (verdict.action, verdict.sentence) == (action, sentence)
-    assert verdict.shows_output == (ended.lifetimes_s == QUICK_DEATHS)
+    has_crashed = ended.code == EXIT_CRASHED and not ended.was_stopped
+    assert verdict.shows_output == (ended.lifetimes_s == QUICK_DEATHS or has_crashed), "its last words explain it"

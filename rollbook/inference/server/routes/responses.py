@@ -1,5 +1,6 @@
 """JSON responses, and errors in OpenAI's format."""
 
+import logging
 import re
 from collections.abc import Awaitable, Callable
 
@@ -24,6 +25,7 @@ from rollbook.inference.wire.completions import (
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 FIELD_IN_MESSAGE = re.compile(r"\$\.(?:(?:update|init)_info\.)?(\w+)|field `(\w+)`|^(\w+)\b(?: is|:)")
 """msgspec writes `$.field` or "field `name`"; our messages start with the field."""
+LOG = logging.getLogger("rollbook.inference")
 encode_json = msgspec.json.Encoder().encode
 
 
@@ -80,5 +82,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     except Exception as error:
         response = response_to(error)
         if response is None:
-            raise
+            # The client gets the cause: whoever repeats the request must be able to say why it fails.
+            LOG.exception("%s %s failed", request.method, request.path)
+            return error_response(500, "InternalError", f"{type(error).__name__}: {error}")
         return response
