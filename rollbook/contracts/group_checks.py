@@ -15,7 +15,7 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from rollbook.contracts.decoding import msgpack_decoder
+from rollbook.contracts.decoding import TOO_DEEP, msgpack_decoder
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupOutcome, PromptGroup, check_baseline
 from rollbook.contracts.group_codec import (
@@ -26,6 +26,7 @@ from rollbook.contracts.group_codec import (
     decode_columns,
     decode_payload,
     is_frame,
+    is_record_too_deep,
     read_frame,
 )
 from rollbook.contracts.policy import NOT_SAMPLED, SamplingParams
@@ -201,7 +202,8 @@ def inspect_frame(payload: bytes | memoryview, group_id: str) -> GroupFacts:
         check_baseline(frame.baseline)
         return _facts_of_frame(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise UnusableGroupError(f"group {group_id}: {error}") from error
+        cause = f"its payload cannot be decoded: {TOO_DEEP}" if isinstance(error, RecursionError) else error
+        raise UnusableGroupError(f"group {group_id}: {cause}") from error
 
 
 def _facts_of_frame(frame: CheckedGroupFrame) -> GroupFacts:
@@ -213,6 +215,8 @@ def _facts_of_frame(frame: CheckedGroupFrame) -> GroupFacts:
     publications: set[int] = set()
     num_trained = longest = 0
     for number, sample in enumerate(frame.samples):
+        if is_record_too_deep(sample):
+            raise ValueError(f"the messages or facts of sample {number} cannot be decoded: {TOO_DEEP}")
         trained, reward = 0, sample.reward
         for row in sample.sequences:
             row_trained, end, versions = _read_row(row, number)

@@ -4,7 +4,8 @@ The rollout worker encodes a finished group once. Dispatcher, ledger client, ser
 trainer decodes it once. The digest covers exactly these bytes.
 """
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
@@ -12,7 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from rollbook.contracts.decoding import msgpack_decoder
+from rollbook.contracts.decoding import TOO_DEEP, is_nested_too_deep, msgpack_decoder, recordable, valid_text
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, PromptGroup
 from rollbook.contracts.policy import SamplingParams
@@ -177,18 +178,14 @@ def encode_group(
     producer: str | None = None,
 ) -> EncodedGroup:
     """`outcome` is that of the group's own samples; without it, it is computed from them."""
-    frame = GroupFrame(
-        format=FORMAT,
-        group_id=group.id,
-        task_id=group.task_id,
-        draw=group.draw,
-        samples=tuple(SampleFrame.of(sample) for sample in group.samples),
-        part=group.part,
-        baseline=None if group.baseline is None else tuple(map(float, group.baseline)),
-    )
     try:
-        payload = _ENCODER.encode(frame)
-    except (TypeError, ValueError, OverflowError) as error:
+        try:
+            if any(map(is_record_too_deep, group.samples)):
+                raise OverflowError(TOO_DEEP)
+            payload = _ENCODER.encode(_frame_of(group, group.samples))
+        except (OverflowError, UnicodeEncodeError):
+            payload = _ENCODER.encode(_frame_of(group, map(recordable_sample, group.samples)))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RunError(
             f"group {group.id} cannot be encoded: {error}. Messages, metrics and facts of a sample must be plain JSON values"
         ) from error
@@ -201,6 +198,34 @@ def encode_group(
         drop=drop,
         producer=producer,
     )
+
+
+def _frame_of(group: PromptGroup, samples: Iterable[RolloutSample]) -> GroupFrame:
+    return GroupFrame(
+        format=FORMAT,
+        group_id=group.id,
+        task_id=group.task_id,
+        draw=group.draw,
+        samples=tuple(SampleFrame.of(sample) for sample in samples),
+        part=group.part,
+        baseline=None if group.baseline is None else tuple(map(float, group.baseline)),
+    )
+
+
+def recordable_sample(sample: RolloutSample) -> RolloutSample:
+    """The sample with messages, metrics and facts that a frame can hold (`recordable`)."""
+    return dataclasses.replace(
+        sample,
+        messages=None if sample.messages is None else tuple(recordable(sample.messages)),
+        metrics=recordable(sample.metrics),
+        facts=recordable(sample.facts),
+        invalid_cause=None if sample.invalid_cause is None else valid_text(sample.invalid_cause),
+    )
+
+
+def is_record_too_deep(sample: SampleFrame | RolloutSample) -> bool:
+    """Whether the messages or facts are nested deeper than a frame may be, whatever the stack of the caller."""
+    return is_nested_too_deep(sample.messages) or is_nested_too_deep(sample.facts)
 
 
 def decode_group(payload: bytes) -> PromptGroup:
@@ -216,7 +241,8 @@ def decode_group(payload: bytes) -> PromptGroup:
             baseline=frame.baseline,
         )
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise RunError(f"a stored group of {len(payload)} bytes cannot be decoded: {error}") from error
+        cause = TOO_DEEP if isinstance(error, RecursionError) else error
+        raise RunError(f"a stored group of {len(payload)} bytes cannot be decoded: {cause}") from error
 
 
 def decode_columns(columns: Mapping[str, bytes]) -> dict[str, NDArray[Any]]:

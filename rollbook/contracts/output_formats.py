@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollbook.contracts.decoding import is_too_deep, load_json, valid_text
+
 OPENING = "<tool_call>"
 CLOSING = "</tool_call>"
 
@@ -56,17 +58,23 @@ def tagged_spans(text: str, opening: str, closing: str) -> Iterator[tuple[int, i
 
 
 def parse_call(text: str) -> ToolCall | None:
-    """One call as JSON: `name`, and `arguments` or `parameters` as an object or as JSON text. None for anything else."""
+    """One call as JSON: `name`, and `arguments` or `parameters` as an object or as JSON text. None for anything else.
+
+    JSON that is nested too deeply, and numbers that JSON cannot hold, are no call. Lone surrogates stay escaped. So every call can
+    be sent, recorded and parsed.
+    """
     try:
-        call = json.loads(text)
+        call = load_json(text)
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+            return None
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except ValueError:
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+    if not isinstance(arguments, str) or is_too_deep(arguments):
         return None
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, dict):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(call["name"], arguments) if isinstance(arguments, str) else None
+    return ToolCall(valid_text(call["name"]), valid_text(arguments))
 
 
 # Grammars

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from rollbook.contracts.decoding import json_decoder
 from rollbook.telemetry.events import read_json_lines
 
 TAIL_BYTES = 1 << 18
@@ -191,7 +192,7 @@ def _json_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """Events with a time. Lines that are cut or damaged are skipped."""
     for line in lines:
         try:
-            row = msgspec.json.decode(line)
+            row = json_decoder(Any).decode(line)
         except msgspec.DecodeError:
             continue
         if isinstance(row, dict) and isinstance(row.get("time"), int | float) and isinstance(row.get("event"), str):

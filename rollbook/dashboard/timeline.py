@@ -69,7 +69,7 @@ class _Line(msgspec.Struct, frozen=True, gc=False):
     fields: msgspec.Raw = msgspec.Raw(b"{}")
 
     def shown(self) -> dict[str, Any]:
-        found = msgspec.json.decode(self.fields)
+        found = json_decoder(Any).decode(self.fields)
         return found if isinstance(found, dict) else {}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from rollbook.contracts.decoding import TOO_DEEP, is_too_deep
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import extend_search_path, load_on_demand, load_plugin
 from rollbook.contracts.ports import TaskSource
@@ -197,6 +198,8 @@ def _rows_of_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not line.strip():
             continue
         where = f"{path}, line {number}"
+        if is_too_deep(line):
+            raise DatasetError(f"{where}: {TOO_DEEP}")
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
@@ -222,8 +225,11 @@ def _plain(row: object, where: str) -> dict[str, Any]:
     if not isinstance(row, Mapping):
         raise DatasetError(f"{where}: a {type(row).__name__}; each row must be a mapping")
     try:
-        plain = json.loads(json.dumps(dict(row), allow_nan=False))
-    except (TypeError, ValueError) as error:
+        text = json.dumps(dict(row), allow_nan=False)
+        if is_too_deep(text):
+            raise ValueError(TOO_DEEP)
+        plain = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
         raise DatasetError(
             f"{where}: not plain JSON ({error}); use strings, numbers, lists and mappings only"
         ) from error

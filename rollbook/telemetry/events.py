@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rollbook.concurrency.clock import WALL_CLOCK
+from rollbook.contracts.decoding import is_too_deep
 
 MAX_FILE_BYTES = 32 << 20
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
@@ -131,5 +132,6 @@ def json_rows(lines: bytes) -> list[dict[str, Any]]:
     rows: list[Any] = []
     for line in lines.splitlines():
         with suppress(ValueError):
-            rows.append(json.loads(line.decode(errors="replace")))
+            if not is_too_deep(line):
+                rows.append(json.loads(line.decode(errors="replace")))
     return [row for row in rows if isinstance(row, dict)]

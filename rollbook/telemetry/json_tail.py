@@ -9,6 +9,8 @@ from typing import Any, TypeGuard
 
 import msgspec
 
+from rollbook.contracts.decoding import is_too_deep, json_decoder
+
 CHUNK_BYTES = 1 << 20
 """Files are read in chunks, so that gigabytes of history need little memory."""
 MAX_LINE_BYTES = 16 << 20
@@ -57,7 +59,7 @@ class JsonTail:
         if not line.strip():
             return None
         try:
-            row = msgspec.json.decode(line)
+            row = json_decoder(Any).decode(line)
         except msgspec.DecodeError:
             row = _slowly(line)
         if isinstance(row, dict):
@@ -69,7 +71,7 @@ class JsonTail:
 def _slowly(line: bytes) -> Any:
     """NaN and infinity are no JSON, but Python writes and reads them."""
     try:
-        return json.loads(line)
+        return None if is_too_deep(line) else json.loads(line)
     except ValueError:
         return None
 

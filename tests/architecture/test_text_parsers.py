@@ -29,6 +29,7 @@ from rollbook.envs.builtin.number_guessing import parse_guess
 from rollbook.envs.builtin.terminal.commands import run_line
 from rollbook.envs.builtin.terminal.environment import command_of
 from rollbook.envs.builtin.terminal.files import CommandError, FileTree
+from rollbook.inference.server.routes.chat import template_messages
 from rollbook.inference.server.text import ToolCallStream
 from rollbook.rollout.agents.messages import digests, normalised
 from rollbook.rollout.agents.program import _result
@@ -72,6 +73,7 @@ OPERATIONS = frozenset(
         "partition",
         "rpartition",
         "loads",
+        "load_json",
     ]
 )
 
@@ -190,6 +192,9 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {
     "envs/builtin/terminal/commands.py:uniq": partial(_terminal, "uniq f"),
     "envs/builtin/terminal/commands.py:wc": partial(_terminal, "wc f"),
     "envs/builtin/terminal/environment.py:command_of": command_of,
+    "inference/server/routes/chat.py:_template_call": lambda text: template_messages(
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]
+    ),
     "inference/server/text.py:ToolCallStream": _stream,
     "rollout/agents/history.py:_rest": TOOL_PARSERS["hermes"],
     "rollout/agents/messages.py:_call": _chat,
@@ -256,9 +261,9 @@ def _functions(path: Path) -> Iterator[tuple[str, set[str]]]:
             yield (
                 node.name,
                 {
-                    call.func.attr
+                    call.func.attr if isinstance(call.func, ast.Attribute) else call.func.id
                     for call in ast.walk(node)
-                    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+                    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute | ast.Name)
                 },
             )
 

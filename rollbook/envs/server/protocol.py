@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rollbook.contracts.decoding import json_decoder
+from rollbook.contracts.decoding import is_nested_too_deep, json_decoder, recordable
 from rollbook.contracts.task import Observation
 
 SOCKET_PATH = "/ws"
@@ -89,13 +89,18 @@ class EnvReply:
 
 
 def encode(kind: str, data: Mapping[str, Any] | None = None) -> str:
-    """One message as text. Raises `WireError` if the data has no JSON form (for example a lone surrogate)."""
+    """One message as text. Raises `WireError` if the data has no JSON form (for example a circular structure)."""
     return encode_body({"type": kind, "data": data} if data is not None else {"type": kind})
 
 
 def encode_body(body: Mapping[str, Any]) -> str:
     try:
-        return _encode(body).decode()
+        if is_nested_too_deep(body):
+            body = recordable(body)
+        try:
+            return _encode(body).decode()
+        except UnicodeEncodeError:  # a lone surrogate, which a policy can write in JSON
+            return _encode(recordable(body)).decode()
     except Exception as error:  # facts are user data: a circular structure, a huge number, an object whose `str` fails
         raise WireError(
             ErrorCode.EXECUTION_ERROR, f"this cannot be sent as JSON: {type(error).__name__}: {error}"

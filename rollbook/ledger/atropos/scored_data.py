@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import ValidationError
 
-from rollbook.contracts.decoding import json_decoder
+from rollbook.contracts.decoding import TOO_DEEP, is_too_deep, json_decoder
 from rollbook.contracts.group import GroupOutcome
 from rollbook.contracts.group_codec import payload_digest
 from rollbook.ledger.atropos.codec import NOT_TRAINED
@@ -90,6 +90,8 @@ def read_json(body: bytes) -> Any:
     """Any JSON value. Raises `InvalidBodyError` when the body is not JSON."""
     if not body:
         raise invalid_body("missing", (), "Field required")
+    if is_too_deep(body):
+        raise invalid_body("json_invalid", (), f"JSON decode error: {TOO_DEEP}", {})
     try:
         return json.loads(body)
     except json.JSONDecodeError as error:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from rollbook.contracts.decoding import load_json
 from rollbook.contracts.errors import EpisodeError
 from rollbook.rollout.agents.tool_calls import canonical_arguments
 from rollbook.rollout.contract import Message
@@ -79,7 +80,7 @@ def _call(raw: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments", "{}")
     with suppress(ValueError):
         # Templates write the JSON themselves, so they expect the object and not its text.
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = load_json(arguments) if isinstance(arguments, str) else arguments
     return {
         "id": raw.get("id", ""),
         "type": "function",

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 from rollbook.concurrency.child_process.process import end_process
+from rollbook.contracts.decoding import is_too_deep
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.user_errors import describe_error
 from rollbook.rollout.contract import ChatSession
@@ -136,6 +137,6 @@ async def _end_of(stream: asyncio.StreamReader) -> bytes:
 def _result(printed: str) -> Any:
     last = printed.strip().rsplit("\n", maxsplit=1)[-1]
     try:
-        return json.loads(last)
+        return last if is_too_deep(last) else json.loads(last)
     except ValueError:
         return last

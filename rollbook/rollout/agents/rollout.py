@@ -19,6 +19,7 @@ from typing import Any, Literal
 import msgspec
 from pydantic import BaseModel, Field, model_validator
 
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import EpisodeError, fenced
 from rollbook.contracts.plugin import load_plugin
 from rollbook.contracts.trajectory import RolloutSample
@@ -109,8 +110,8 @@ async def _run(program: Program, row: dict[str, Any], session: ChatSession, *, i
 def _plain(result: Any) -> Any:
     """A return value as plain JSON, for the facts."""
     try:
-        return msgspec.json.decode(msgspec.json.encode(result))
-    except (TypeError, ValueError, OverflowError):
+        return json_decoder(Any).decode(msgspec.json.encode(result))
+    except (TypeError, ValueError, OverflowError, RecursionError):
         return str(result)
 
 

@@ -17,6 +17,7 @@ from rollbook.access.guard import REFUSE, AllowedClients, Problem
 from rollbook.access.server import serve_app
 from rollbook.access.tokens import bearer_token
 from rollbook.concurrency.sockets import listening_socket
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import EpisodeError, RollbookError, TransientError
 from rollbook.contracts.policy import SamplingParams
 from rollbook.rollout.agents.chat_completions import ChatCompletion, models
@@ -130,7 +131,7 @@ class ProxyServer:
         try:
             name = self.name_of(request)
             session = self._sessions.get(name) or self.unknown_session(name)
-            body = msgspec.json.decode(await request.read())
+            body = json_decoder(Any).decode(await request.read())
             if not isinstance(body, dict):
                 raise BadChatError("the body must be a JSON object")
             reply = make_reply(body, session)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from rollbook.contracts.decoding import load_json
 from rollbook.contracts.output_formats import ToolCall, parse_call, parse_tool_calls
 from rollbook.contracts.plugin import load_plugin
 
@@ -37,7 +38,7 @@ ToolParser: TypeAlias = Callable[[str], ParsedText]
 def canonical_arguments(text: str) -> str:
     """JSON with sorted keys and one layout; other text unchanged."""
     try:
-        return json.dumps(json.loads(text), sort_keys=True, ensure_ascii=False)
+        return json.dumps(load_json(text), sort_keys=True, ensure_ascii=False)
     except ValueError:
         return text
 

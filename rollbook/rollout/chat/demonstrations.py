@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rollbook.contracts.decoding import load_json
 from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.policy import NOT_SAMPLED
 from rollbook.contracts.trajectory import TokenRow
@@ -153,8 +154,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _messages(line: str) -> list[dict[str, Any]]:
     try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
+        value = load_json(line)
+    except ValueError as error:
         raise ChatError(f"is not JSON ({error})") from error
     messages = value.get("messages") if isinstance(value, dict) else None
     if not isinstance(messages, list) or not messages:

@@ -14,6 +14,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
+from rollbook.contracts.decoding import valid_text
 from rollbook.contracts.errors import RunError
 from rollbook.rollout.contract import Message, RenderError
 
@@ -96,7 +97,7 @@ class ModelTokenizer:
         return list(self._encode_short(text) if len(text) <= CACHED_CHARS else self._encode(text))
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._fast.encode(text, add_special_tokens=False).ids)
+        return tuple(self._fast.encode(valid_text(text), add_special_tokens=False).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -104,7 +105,7 @@ class ModelTokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Tokens of a text at the start of a sequence, with the model's start token if it has one."""
-        ids: list[int] = self._fast.encode(text, add_special_tokens=True).ids
+        ids: list[int] = self._fast.encode(valid_text(text), add_special_tokens=True).ids
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -16,11 +16,11 @@ import msgspec
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.retry import backoff
 from rollbook.concurrency.tasks import first_error, where_cancelled
-from rollbook.contracts.decoding import msgpack_decoder
+from rollbook.contracts.decoding import TOO_DEEP, msgpack_decoder, valid_text
 from rollbook.contracts.errors import RollbookError, WeightsAwaitedError, WorkerError
 from rollbook.contracts.freshness import SAME_MOMENT_S
 from rollbook.contracts.group import DropKind, DropReason, GroupId, PromptGroup, group_id
-from rollbook.contracts.group_codec import EncodedGroup, encode_group
+from rollbook.contracts.group_codec import EncodedGroup, encode_group, is_record_too_deep, recordable_sample
 from rollbook.contracts.policy import Completion
 from rollbook.contracts.task import Task, TaskId
 from rollbook.contracts.trajectory import RolloutSample
@@ -38,7 +38,7 @@ from rollbook.rollout.groups.failures import (
 )
 from rollbook.rollout.groups.filters import FilterError, GroupFilter, load_filters
 from rollbook.rollout.groups.parts import GroupParts
-from rollbook.rollout.groups.results import CAUSE_CHARS, GroupTally, PlayedPart, times_of, valid_text
+from rollbook.rollout.groups.results import CAUSE_CHARS, GroupTally, PlayedPart, times_of
 from rollbook.rollout.metrics import reported_scores
 from rollbook.rollout.policy import EpisodeContext, current_episode, enter_episode
 from rollbook.rollout.stopwatch import EpisodeTime, MovableTimeout
@@ -356,7 +356,11 @@ def _with_times(sample: RolloutSample, began: float) -> RolloutSample:
 
 
 def checked_sample(sample: object) -> RolloutSample | None:
-    """The return value of a rollout function if it can be stored; otherwise `BadSampleError`."""
+    """The return value of a rollout function if it can be stored; otherwise `BadSampleError`.
+
+    What a policy wrote is data: values of its JSON that no record can hold (lone surrogates, integers of more than 64 bits, deep
+    nesting) are replaced, and the episode is scored and trained. As a failure, they would let a policy void an episode.
+    """
     if sample is None:
         return None
     if not isinstance(sample, RolloutSample):
@@ -364,10 +368,15 @@ def checked_sample(sample: object) -> RolloutSample | None:
     try:
         # A guard: encoded here once more, so that one bad sample does not make its whole group impossible to encode
         # (`test_a_sample_whose_facts_cannot_be_encoded_fails_alone`).
-        _ANNOTATIONS.decode(
-            msgspec.msgpack.encode((sample.messages, sample.metrics, sample.facts, sample.invalid_cause))
-        )
-    except (TypeError, ValueError, OverflowError) as error:
+        try:
+            if is_record_too_deep(sample):
+                raise OverflowError(TOO_DEEP)
+            encoded = msgspec.msgpack.encode((sample.messages, sample.metrics, sample.facts, sample.invalid_cause))
+        except (OverflowError, UnicodeEncodeError):
+            sample = recordable_sample(sample)
+            encoded = msgspec.msgpack.encode((sample.messages, sample.metrics, sample.facts, sample.invalid_cause))
+        _ANNOTATIONS.decode(encoded)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadSampleError(
             f"rollout returned a sample whose messages, metrics, facts or invalid_cause are not plain JSON: {error}"
         ) from error

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from rollbook.contracts.decoding import valid_text
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, PromptGroup
 from rollbook.contracts.group_codec import EncodedGroup, decode_group
 from rollbook.contracts.trajectory import RolloutSample
@@ -128,11 +129,6 @@ class GroupTally:
             retried_samples=self.retried,
             declined_samples=self.declined,
         )
-
-
-def valid_text(text: str) -> str:
-    """The text with half characters escaped: an error may quote them from the policy's JSON, and they cannot be encoded."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def times_of(began: float, result: RolloutSample | tuple[RolloutSample | None, Exception] | None) -> EpisodeTimes:

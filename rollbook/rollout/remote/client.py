@@ -142,7 +142,7 @@ class _Exchange:
 
 def _error_of(raw: bytes) -> tuple[str, str]:
     try:
-        error = msgspec.json.decode(raw)["error"]
+        error = json_decoder(dict[str, Any]).decode(raw)["error"]
         return str(error["type"]), str(error["message"])
     except (msgspec.MsgspecError, KeyError, TypeError):
         return "", raw[:300].decode(errors="replace")

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from rollbook.contracts.decoding import MAX_DEPTH, recordable
 from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.contracts.trajectory import EndReason, RolloutSample
@@ -19,6 +20,10 @@ from rollbook.rollout.assemblers.tokens import build_assembler
 from rollbook.rollout.settings import EpisodeLimits
 
 TOKENIZER_MISMATCH = "tokenizer_mismatch"
+
+
+RECORD_DEPTH = MAX_DEPTH - 4
+"""Of messages and facts, which the JSON of a reply surrounds."""
 
 
 class TokenizerMismatchError(RunError):
@@ -143,9 +148,9 @@ def reply_of(sample: RolloutSample, *, tokenizer_id: str) -> RolloutReply:
         invalid_cause=sample.invalid_cause,
         finish_reason=sample.finish_reason,
         solved=sample.solved,
-        messages=None if sample.messages is None else [dict(message) for message in sample.messages],
+        messages=None if sample.messages is None else recordable(sample.messages, RECORD_DEPTH),
         metrics=dict(sample.metrics),
-        facts=dict(sample.facts),
+        facts=recordable(sample.facts, RECORD_DEPTH),
     )
 
 

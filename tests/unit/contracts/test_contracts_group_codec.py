@@ -1,16 +1,26 @@
 """The group codec: encoding is exact, and payloads that are not groups are rejected."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import ArrayLike
 
+from rollbook.contracts.decoding import MAX_DEPTH
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import PromptGroup, group_id
-from rollbook.contracts.group_checks import UnusableGroupError, facts_of, inspect_frame
+from rollbook.contracts.group_checks import (
+    TrainingLimits,
+    UnusableGroupError,
+    facts_of,
+    inspect_frame,
+    read_usable,
+)
 from rollbook.contracts.group_codec import (
     FORMAT,
     RUN_FIELDS,
@@ -253,3 +263,54 @@ def test_a_bool_as_reward_or_metric_is_encoded_as_a_number() -> None:
     group = PromptGroup(id=group_id(TaskId("t"), 0), task_id=TaskId("t"), draw=0, samples=(sample,))
     decoded = decode_group(encode_group(group).payload).samples[0]
     assert (decoded.reward, decoded.metrics) == (1.0, {"won": 1.0})
+
+
+def nested(levels: int) -> Any:
+    value: Any = "x"
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def at_stack_depth(depth: int, call: Callable[[], str]) -> str:
+    return call() if depth == 0 else at_stack_depth(depth - 1, call)
+
+
+@pytest.mark.parametrize(
+    ("levels", "is_usable"), [(MAX_DEPTH - 1, True), (MAX_DEPTH, False), (200, False), (600, False), (3_000, False)]
+)
+def test_the_depth_of_a_frame_is_judged_alike_at_every_depth_of_the_stack(levels: int, is_usable: bool) -> None:
+    """Ledger, trainer, replay and audit call these functions at different depths."""
+    group = group_of("t")
+    value = b"\x91" * levels + b"\x01"  # lists with one item
+    frame = msgspec.msgpack.decode(encode_group(group).payload)
+    marker = b"\xc4\x04deep"
+    frame["samples"][0]["facts"] = {"x": b"deep"}
+    payload = msgspec.msgpack.encode(frame).replace(marker, value)
+
+    def inspect() -> str:
+        try:
+            inspect_frame(payload, group.id)
+        except UnusableGroupError as error:
+            return "unusable" if "nested deeper than 64 levels" in str(error) else str(error)
+        return "usable"
+
+    def read() -> str:
+        return "usable" if isinstance(read_usable(payload, group.id, TrainingLimits()), PromptGroup) else "unusable"
+
+    verdicts = {at_stack_depth(depth, call) for depth in (0, 200, 400, 700) for call in (inspect, read)}
+    assert verdicts == {"usable" if is_usable else "unusable"}
+
+
+def test_what_a_policy_wrote_is_recorded_even_if_a_frame_cannot_hold_it() -> None:
+    written = {"a": "\ud83d", "b": 2**70, "c": nested(500)}
+    group = rich_group()
+    scored = replace(group.samples[0], facts={"call": written}, messages=({"role": "assistant", "call": written},))
+    changed = replace(group, samples=(scored, group.samples[1]))
+    found = decode_group(encode_group(changed).payload).samples[0]
+    assert found.reward == scored.reward
+    assert found.facts["call"]["a"] == "\\ud83d"
+    assert found.facts["call"]["b"] == str(2**70)
+    assert found.messages is not None
+    assert found.messages[0]["call"]["b"] == str(2**70)
+    inspect_frame(encode_group(changed).payload, group.id)

@@ -30,6 +30,12 @@ def test_arguments_written_as_json_text_are_kept() -> None:
         block({"name": ""}),
         block({"name": 3}),
         block({"name": "f", "arguments": [1]}),
+        '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"x": ' + "[" * 70 + "]" * 70 + "}}</tool_call>",
+        '<tool_call>{"name": "f", "arguments": {"x": ' + "[" * 5_000 + "]" * 5_000 + "}}</tool_call>",
+        '<tool_call>{"name": "f", "arguments": "' + "[" * 5_000 + "]" * 5_000 + '"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"x": 1' + "0" * 5_000 + "}}</tool_call>",
     ],
 )
 def test_an_invalid_call_stays_text(text: str) -> None:
@@ -45,3 +51,11 @@ def test_each_call_has_its_own_id() -> None:
     _, calls = parse_tool_calls(block({"name": "f"}) * 2)
     assert calls[0].id != calls[1].id
     assert calls[0].to_openai()["function"] == {"name": "f", "arguments": "{}"}
+
+
+def test_lone_surrogates_stay_escaped_and_large_integers_keep_their_digits() -> None:
+    text = '<tool_call>{"name": "f\\ud800", "arguments": {"x": "\\ud83d", "y": 36893488147419103232}}</tool_call>'
+    _, [call] = parse_tool_calls(text)
+    assert call == ToolCall("f\\ud800", '{"x": "\\ud83d", "y": 36893488147419103232}')
+    assert call.arguments.encode()
+    assert json.loads(call.arguments) == {"x": "\ud83d", "y": 2**65}

@@ -110,7 +110,20 @@ def test_an_observation_message_without_observation_or_with_a_wrong_reward_is_re
         observation_of(data)
 
 
-def test_objects_without_a_json_form_are_sent_as_text_and_a_broken_text_is_refused() -> None:
+def test_objects_without_a_json_form_are_sent_as_text_and_a_circle_is_refused() -> None:
     assert read_reply(encode(ReplyKind.STATE, {"when": complex(1, 2)})).data == {"when": "(1+2j)"}
-    with pytest.raises(WireError, match="JSON"):
-        encode(ReplyKind.STATE, {"text": "\ud800"})
+    circle: dict[str, object] = {}
+    circle |= {"one": circle, "other": [circle]}
+    with pytest.raises(WireError, match="contains itself"):
+        encode(ReplyKind.STATE, circle)
+
+
+def test_what_a_policy_wrote_can_be_sent() -> None:
+    deep: object = 1
+    for _ in range(2_000):
+        deep = {"a": [deep]}
+    sent = {"text": "\ud800", "number": 2**80, "deep": deep}
+    for received in (read_reply(encode(ReplyKind.STATE, sent)), read_request(encode(EnvVerb.STEP, sent))):
+        assert received.data["text"] == "\\ud800"
+        assert int(received.data["number"]) == 2**80
+        assert isinstance(received.data["deep"]["a"][0]["a"], list)

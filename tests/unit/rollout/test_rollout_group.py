@@ -356,6 +356,23 @@ async def test_a_sample_whose_facts_cannot_be_encoded_fails_alone() -> None:
     assert "not plain JSON" in next(iter(result.outcome.invalid_causes))
 
 
+async def test_a_policy_cannot_void_an_episode_by_what_it_writes() -> None:
+    deep: Any = 1
+    for _ in range(2_000):
+        deep = [deep]
+    for written in ("half a character \ud83d", 2**64, -(2**63) - 1, 10**5_000, deep, float("nan"), float("inf")):
+        chat = TrajectoryAssembler(SamplingParams())
+        chat.add_prompt([1])
+        chat.add_completion(completion([2]))
+        call = {"function": {"name": "f", "arguments": {"x": written}}}
+        odd = chat.build(
+            reward=0.0, facts={"given": written}, messages=[{"role": "assistant", "content": "", "tool_calls": [call]}]
+        )
+        result = await play(scripted(odd, sample(0.0), sample(1.0), sample(1.0)))
+        assert (result.drop, result.outcome.invalid_causes, result.outcome.num_scorable) == (None, {}, 4)
+        assert len(encode(result)) > 0
+
+
 async def test_a_failure_whose_text_is_not_valid_unicode_fails_alone() -> None:
     half = "half a character \ud83d"
     invalid = TrajectoryAssembler(SamplingParams())

@@ -1,10 +1,11 @@
 """Short forms of the environment's observations, for models with a short context."""
 
 import contextlib
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
+
+from rollbook.contracts.decoding import load_json
 
 TASK = "Task: "
 MOVES = re.compile(r"\nMoves: \d+")
@@ -27,8 +28,8 @@ def one_line(output: str, *, max_chars: int, ignored: re.Pattern[str], form: str
     of a new key.
     """
     text = _without_usage(output)
-    with contextlib.suppress(json.JSONDecodeError):
-        leaves = _leaves(json.loads(text), ignored)
+    with contextlib.suppress(ValueError):
+        leaves = _leaves(load_json(text), ignored)
         text = " ".join(form.format(name=name, value=value) for name, value in leaves)
     return " ".join(text.split())[:max_chars]
 

@@ -1,13 +1,14 @@
 """POST /v1/chat/completions: the chat template makes the prompt, and tool calls are parsed from the sampled text."""
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from rollbook.access.event_stream import EventStream, json_event
-from rollbook.contracts.decoding import json_decoder
+from rollbook.contracts.decoding import json_decoder, load_json
 from rollbook.contracts.output_formats import ToolCall, parse_tool_calls
 from rollbook.contracts.policy import Completion, TokenChunk
 from rollbook.inference.request import BadRequestError
@@ -117,12 +118,12 @@ def _template_message(message: dict[str, Any], at: int) -> dict[str, Any]:
 def _template_call(call: Any, at: int) -> dict[str, Any]:
     try:
         function = dict(call["function"])
-        if isinstance(function.get("arguments"), str):
-            function["arguments"] = msgspec.json.decode(function["arguments"] or "{}")
-    except (TypeError, ValueError, KeyError, msgspec.MsgspecError) as error:
-        raise BadRequestError(
-            f"messages: a tool call of number {at} cannot be parsed: {error}", param="messages"
-        ) from error
+    except (TypeError, ValueError, KeyError) as error:
+        raise BadRequestError(f"messages: a tool call of number {at} has no function", param="messages") from error
+    if isinstance(function.get("arguments"), str):
+        # A policy may have written arguments that are not JSON. They stay text.
+        with suppress(ValueError):
+            function["arguments"] = load_json(function["arguments"] or "{}")
     return {**call, "function": function}
 
 

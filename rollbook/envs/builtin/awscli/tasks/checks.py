@@ -13,7 +13,6 @@ earn nothing. The initial state has value 0, a solved one 1 (times the hint fact
 even in an empty account, so it must not pay for deletion alone.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +23,7 @@ from typing import Any
 import jmespath  # type: ignore[import-untyped]  # the package ships no types
 from jmespath.exceptions import JMESPathTypeError  # type: ignore[import-untyped]
 
+from rollbook.contracts.decoding import load_json
 from rollbook.envs.builtin.awscli.cloud.worker import ApiAnswer, ApiCall
 from rollbook.envs.builtin.awscli.tasks.task_bank import NUM_HINTS, ApiQuestion, Check
 
@@ -62,8 +62,8 @@ def value_of(question: ApiQuestion, answer: ApiAnswer, variables: Variables) -> 
     if question.parse is None or value is None:
         return value
     try:
-        parsed = json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError:
+        parsed = load_json(value) if isinstance(value, str) else value
+    except ValueError:
         return None
     return _select(fill(question.parse, variables), parsed)
 

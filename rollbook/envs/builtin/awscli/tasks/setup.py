@@ -17,6 +17,7 @@ from typing import Any
 
 import jmespath  # type: ignore[import-untyped]  # the package ships no types
 
+from rollbook.contracts.decoding import load_json
 from rollbook.contracts.errors import EpisodeError
 from rollbook.envs.builtin.awscli.cloud.backend import Backend
 from rollbook.envs.builtin.awscli.tasks.checks import (
@@ -204,8 +205,8 @@ def kept_values(step: TaskStep, output: str, variables: Variables) -> dict[str, 
     if not step.keep:
         return {}
     try:
-        document = json.loads(output)
-    except json.JSONDecodeError as error:
+        document = load_json(output)
+    except ValueError as error:
         raise ValueError(
             f"`{step.run}` printed no JSON to read {', '.join(step.keep)} from: {output[:200]!r}"
         ) from error
