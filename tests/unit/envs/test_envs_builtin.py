@@ -199,6 +199,42 @@ def test_the_work_of_a_command_line_is_limited_and_the_next_line_works(case: str
     assert run_line(tree, "echo still here") == "still here\n"
 
 
+def test_a_path_has_a_limited_number_of_levels_and_characters() -> None:
+    tree = FileTree()
+    run_line(tree, "mkdir -p " + "/".join("d" * 60))
+    for line in ("mkdir -p " + "/".join("d" * 1_900), "touch " + "x" * 300, "cd " + "x/" * 900, "mkdir " + "y" * 256):
+        with pytest.raises(CommandError, match="File name too long"):
+            run_line(tree, line)
+    run_line(tree, "mkdir -p " + "/".join("e" * 40))
+    with pytest.raises(CommandError, match="File name too long"):
+        run_line(tree, "cp -r d " + "/".join("e" * 40))
+
+
+def test_a_visit_of_deep_entries_counts_their_levels() -> None:
+    """A copy bomb has many entries, each with many levels."""
+    deep, flat = FileTree(), FileTree()
+    run_line(deep, "mkdir -p d0/" + "/".join("d" * 58))
+    for number in range(1, 30):
+        run_line(deep, f"cp -r d0 d{number}")
+    for number in range(30 * 59):
+        flat.write(str(number), "")
+    work = []
+    for tree in (deep, flat):
+        tree.start_line()
+        assert len(tree.below(tree.path("/home"))) == 30 * 59 + 1
+        work.append(tree._work)
+    assert work[0] > 2 * work[1]
+
+
+def test_a_pattern_over_many_long_names_is_counted() -> None:
+    tree = FileTree()
+    for number in range(900):
+        tree.write(f"{'a' * 240}{number}", "")
+    with pytest.raises(CommandError, match="too much"):
+        run_line(tree, f"find . -name '*{'a' * 230}b'")
+    assert run_line(tree, "find . -name '*899'").count("\n") == 1
+
+
 def test_a_pipe_carries_a_limited_number_of_characters() -> None:
     tree = FileTree()
     tree.write("big", BIG)

@@ -221,7 +221,12 @@ def find(tree: FileTree, args: list[str], stdin: str) -> str:
     path = tree.path(start)
     if not tree.is_directory(path):
         raise CommandError(f"{start}: No such file or directory")
-    return _lines([str(entry) for entry in tree.below(path) if fnmatch.fnmatchcase(entry.name, pattern)])
+    found = []
+    for entry in tree.below(path):
+        tree.count_work(chars=len(entry.name) * len(pattern))
+        if fnmatch.fnmatchcase(entry.name, pattern):
+            found.append(str(entry))
+    return _lines(found)
 
 
 def _some(names: list[str]) -> list[str]:

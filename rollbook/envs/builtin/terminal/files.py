@@ -8,12 +8,16 @@ from pathlib import PurePosixPath
 
 MAX_ENTRIES = 2_000
 MAX_BYTES = 1_000_000
+# As on a real file system. Without them, a copy of a deep tree costs entries times levels.
+MAX_LEVELS = 64
+MAX_NAME_CHARS = 255
 # The limit of one command line: characters that are read, written or passed through a pipe, and entries that are visited. It takes
 # about a second. A limit of time would depend on the load of the machine, and episodes could not be repeated.
 MAX_WORK = 16_000_000
 # Visiting an entry of the tree, or handling a line, takes as long as copying this many characters.
 ENTRY_WORK = 200
 LINE_WORK = 40
+LEVEL_WORK = 20
 ROOT = PurePosixPath("/")
 
 
@@ -33,21 +37,21 @@ class FileTree:
         """Begin a new command line, with a new limit for its work."""
         self._work = 0
 
-    def count_work(self, *, chars: int = 0, lines: int = 0, entries: int = 0) -> None:
-        """Raises `CommandError` when the command line has done too much work."""
-        self._work += chars + lines * LINE_WORK + entries * ENTRY_WORK
+    def count_work(self, *, chars: int = 0, lines: int = 0, entries: int = 0, levels: int = 0) -> None:
+        """Raises `CommandError` when the command line has done too much work. `levels`: of the paths of all visited entries."""
+        self._work += chars + lines * LINE_WORK + entries * ENTRY_WORK + levels * LEVEL_WORK
         if self._work > MAX_WORK:
             raise CommandError("stopped: the command line reads or writes too much")
 
     def path(self, name: str) -> PurePosixPath:
-        """The absolute path without `.` and `..`. The parent of the root is the root."""
+        """The absolute path without `.` and `..`. The parent of the root is the root. Raises `CommandError` if it is too long."""
         parts: list[str] = []
         for part in (self.cwd / name).parts[1:]:
             if part == "..":
-                parts = parts[:-1]
+                del parts[-1:]
             elif part != ".":
                 parts.append(part)
-        return ROOT.joinpath(*parts)
+        return _checked(ROOT.joinpath(*parts))
 
     def is_file(self, path: PurePosixPath) -> bool:
         return path in self._files
@@ -71,7 +75,7 @@ class FileTree:
             raise CommandError(f"{name}: Is a directory")
         if not self.is_directory(path.parent):
             raise CommandError(f"{name}: No such file or directory")
-        self.count_work(chars=len(text), entries=1)
+        self.count_work(chars=len(text), entries=1, levels=len(path.parts))
         old = self._files.get(path, "")
         text = old + text if append else text
         if (
@@ -97,15 +101,14 @@ class FileTree:
             self._add([path], name)
 
     def children(self, path: PurePosixPath) -> list[PurePosixPath]:
-        self.count_work(entries=len(self._files) + len(self._directories))
-        return sorted(p for p in (*self._files, *self._directories) if p.parent == path and p != ROOT)
+        return sorted(p for p in self._visited() if p.parts[:-1] == path.parts and p != ROOT)
 
     def below(self, path: PurePosixPath) -> list[PurePosixPath]:
         """The path and everything below it, parents first."""
         if self.is_file(path):
             return [path]
-        self.count_work(entries=len(self._files) + len(self._directories))
-        return sorted(p for p in (*self._files, *self._directories) if p == path or path in p.parents)
+        parts = path.parts
+        return sorted(p for p in self._visited() if p.parts[: len(parts)] == parts)
 
     def remove(self, path: PurePosixPath) -> None:
         for entry in self.below(path):
@@ -126,7 +129,22 @@ class FileTree:
     def files(self) -> Iterator[tuple[str, str]]:
         return ((str(path), text) for path, text in sorted(self._files.items()))
 
+    def _visited(self) -> list[PurePosixPath]:
+        """All entries, whose visit is counted."""
+        entries = [*self._files, *self._directories]
+        self.count_work(entries=len(entries), levels=sum(len(path.parts) for path in entries))
+        return entries
+
     def _add(self, paths: list[PurePosixPath], name: str) -> None:
+        self.count_work(entries=len(paths), levels=sum(len(_checked(path).parts) for path in paths))
         if len(self._files) + len(self._directories) + len(paths) > MAX_ENTRIES:
             raise CommandError(f"{name}: No space left on device")
         self._directories.update(paths)
+
+
+def _checked(path: PurePosixPath) -> PurePosixPath:
+    if len(path.parts) - 1 > MAX_LEVELS or any(len(part) > MAX_NAME_CHARS for part in path.parts):
+        raise CommandError(
+            f"{path.name[:20]}: File name too long: a path has at most {MAX_LEVELS} names of {MAX_NAME_CHARS} characters"
+        )
+    return path
