@@ -18,7 +18,7 @@ from rollbook.ledger.http.verbs import VERBS
 INTRODUCTION = f"""# HTTP API of the ledger (native)
 
 This page is generated: `make docs`. A running ledger serves the same as OpenAPI 3.1
-under `/openapi.json`.
+under `/v1/openapi.json`.
 
 **Bodies** are MessagePack (`Content-Type: {wire.CONTENT_TYPE}`; byte strings as they are) or JSON
 (`{wire.JSON_CONTENT_TYPE}`; byte strings in base64). Responses to POST and PUT are MessagePack unless `Accept` requests JSON;

@@ -6,7 +6,7 @@ field() { python3 -c 'import json, sys; print(json.load(sys.stdin)[sys.argv[1]])
 
 # The server, and a run with batches of one group that was sampled at most two versions earlier.
 get $LEDGER/health
-get $LEDGER/openapi.json -o openapi.json
+get $LEDGER/v1/openapi.json -o openapi.json
 get -X PUT --json '{"settings": {"rule": {"groups_per_step": 1, "max_in_flight": 4, "max_head_offpolicy_versions": 2}}}' \
   -H "$TOKEN" $LEDGER/v1/runs/demo
 get $LEDGER/v1/runs
@@ -32,7 +32,7 @@ import msgspec
 from rollbook import PromptGroup, RolloutSample, encode_group
 
 samples = tuple(
-    RolloutSample.flat([5, 6, 7], logprobs=[0, -0.5, -0.25], loss_mask=[0, 1, 1], versions=[-1, 0, 0], reward=reward)
+    RolloutSample([5, 6, 7], logprobs=[0, -0.5, -0.25], loss_mask=[0, 1, 1], versions=[-1, 0, 0], reward=reward)
     for reward in (0.0, 1.0)
 )
 group = encode_group(PromptGroup(id="a@0", task_id="a", draw=0, samples=samples))

@@ -1,6 +1,6 @@
 """A run on a machine that others reach: no port answers without a token, and no token can be read outside of its file.
 
-`/health` and `/openapi.json` need none: they hold nothing of a run (docs/security.md).
+`/health` and `/v1/openapi.json` need none: they hold nothing of a run (docs/security.md).
 """
 
 import json

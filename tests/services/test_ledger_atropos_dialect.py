@@ -4,6 +4,8 @@ import asyncio
 import gzip
 import json
 import re
+import subprocess
+import sys
 import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -52,11 +54,30 @@ async def test_the_responses_before_a_trainer_registers(client: Client) -> None:
     assert await client.post("/register-env", request) == {"status": "wait for trainer to start"}
 
 
-async def test_an_environment_may_register_after_the_first_batch_request(client: Client) -> None:
+async def test_the_published_order_of_requests_works(client: Client) -> None:
+    """register, register-env, scored_data, batch: the workflow in the documentation of the original."""
+    await client.register(2)
+    request = {"max_token_length": 1, "desired_name": "e", "weight": 1.0, "group_size": 2}
+    registered = await client.post("/register-env", request)
+    assert (registered["status"], registered["env_id"], registered["starting_step"]) == ("success", 0, 0)
+    assert await client.post("/scored_data", scored(1, env_id=0)) == {"status": "received"}
+    assert await client.batch() == ["1"]
+    assert await client.post("/disconnect-env", {"env_id": 0}) == {"status": "success"}
+
+
+async def test_environments_can_be_made_to_wait_for_the_first_batch_request(tmp_path: Path) -> None:
+    """As the code of the original does."""
+    request = {"max_token_length": 1, "desired_name": "e", "weight": 1.0, "group_size": 2}
+    async with dialect(tmp_path, config=AtroposConfig(wait_for_batch=True)) as client:
+        await client.register(4)
+        assert await client.post("/register-env", request) == {"status": "wait for trainer to start"}
+        assert await client.get("/batch") == {"batch": None}
+        assert (await client.post("/register-env", request))["status"] == "success"
+
+
+async def test_an_environment_may_register_after_the_trainer(client: Client) -> None:
     request = {"max_token_length": 1, "desired_name": "e", "weight": 1.0, "group_size": 2}
     await client.register(4)
-    assert await client.post("/register-env", request) == {"status": "wait for trainer to start"}
-    assert await client.get("/batch") == {"batch": None}
     assert await client.post("/register-env", request) == {
         "status": "success",
         "env_id": 0,
@@ -336,7 +357,8 @@ async def test_requests_that_change_data_by_get_work_for_clients_and_are_refused
     await client.post("/scored_data", scored(1))
     browser = {"User-Agent": "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36"}
     for path in ("/batch", "/reset_data"):
-        for refused in (browser, {"Sec-Fetch-Site": "none"}, {"Sec-Fetch-Site": "same-origin"}):
+        link = {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "navigate"}
+        for refused in (browser, {"Sec-Fetch-Site": "none"}, link, {**browser, "Referer": "http://evil.example/docs"}):
             async with client.session.get(client.url + path, headers=refused) as answer:
                 assert answer.status == 403
                 assert "refused to browsers" in (await answer.json())["detail"]
@@ -347,8 +369,30 @@ async def test_requests_that_change_data_by_get_work_for_clients_and_are_refused
         assert await answer.text() == "Reset successful"
 
 
-async def test_the_api_describes_itself(client: Client) -> None:
-    described = await client.get("/atropos/atropos/openapi.json")
+@pytest.mark.parametrize("sender", ["loopback", "plain HTTP"])
+async def test_the_documentation_page_may_send_every_request(client: Client, sender: str) -> None:
+    """ "Try it out" of Swagger UI: a script of a page of this server."""
+    await client.start(2)
+    await client.post("/scored_data", scored(1))
+    own = {
+        "loopback": {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"},
+        "plain HTTP": {"User-Agent": "Mozilla/5.0", "Referer": f"{client.url}/docs"},
+    }[sender]
+    async with client.session.get(f"{client.url}/batch", headers=own) as answer:
+        assert len((await answer.json())["batch"]) == 1
+    async with client.session.get(f"{client.url}/reset_data", headers=own) as answer:
+        assert await answer.text() == "Reset successful"
+    origin = {**own, "Origin": client.url}
+    async with client.session.post(f"{client.url}/register", json=registration(2), headers=origin) as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.parametrize(("prefix", "server"), [("", "/"), ("/atropos/second", "/atropos/second")])
+async def test_the_api_describes_itself(client: Client, prefix: str, server: str) -> None:
+    described = await client.get(f"{prefix}/openapi.json")
+    assert described["info"]["title"] == "AtroposLib API"
+    assert described["servers"] == [{"url": server}]
+    assert (await client.get("/v1/openapi.json"))["info"]["title"] == "Rollbook ledger, native API"
     assert set(described["paths"]) >= {"/batch", "/scored_data", "/status-env"}
     assert [p["name"] for p in described["paths"]["/status-env"]["get"]["parameters"]] == ["env_id"]
 
@@ -404,6 +448,21 @@ async def test_registering_again_keeps_the_groups_and_says_so(client: Client) ->
     assert "/reset_data" in answer["message"]
     assert (await client.get("/status"))["current_step"] == 1
     assert await client.batch() == ["1"]
+
+
+async def test_registering_again_can_reset_the_server_as_published(tmp_path: Path) -> None:
+    async with dialect(tmp_path, config=AtroposConfig(register_again="reset")) as client:
+        await client.start(2)
+        env = await client.env()
+        for name in range(3):
+            await client.post("/scored_data", scored(name))
+        assert await client.batch() == ["0"]
+        assert "were dropped" in (await client.post("/register", registration(2)))["message"]
+        assert await client.get("/status") == {"current_step": 0, "queue_size": 0}
+        assert (await client.post("/disconnect-env", {"env_id": env}))["status"] == "failure"
+        await client.post("/scored_data", scored(9))
+        assert await client.batch() == ["9"]
+        assert await client.audited() == {"trained": 1, "batched": 1, "dropped": 2}
 
 
 async def test_a_trainer_that_registers_with_step_0_continues_after_any_number_of_batches(tmp_path: Path) -> None:
@@ -494,3 +553,11 @@ async def test_a_policy_version_is_served_where_it_was_posted(client: Client) ->
     await client.post("/scored_data", scored("2", policy_version=["3", 4]))
     first, second = (await client.get("/batch"))["batch"]
     assert (first["policy_version"], second["policy_version"]) == (3, [3, 4])
+
+
+def test_a_server_for_other_machines_is_refused_with_the_flags_it_needs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rollbook.commands.servers.run_api", "--host", "0.0.0.0", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert all(flag in line for flag in ("--open-to-all", "--allow-host NAME"))

@@ -75,7 +75,7 @@ async def assert_healthy(client: Client) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S + 60)
-@pytest.mark.parametrize("document", ["/openapi.json", "/atropos/atropos/openapi.json"], ids=["native", "atropos"])
+@pytest.mark.parametrize("document", ["/v1/openapi.json", "/openapi.json"], ids=["native", "atropos"])
 async def test_requests_generated_from_the_openapi_document_cause_no_server_error(
     client: Client, tmp_path: Path, document: str
 ) -> None:

@@ -213,7 +213,8 @@ async def test_unknown_objects_are_not_found(caller: Caller, path: str) -> None:
 
 async def test_only_health_and_the_openapi_document_need_no_token(with_tokens: Caller) -> None:
     assert (await with_tokens.call("GET", "//health")).status == 200
-    assert (await with_tokens.call("GET", "//openapi.json")).status == 200
+    for path in ("//openapi.json", "//v1/openapi.json"):
+        assert (await with_tokens.call("GET", path)).status == 200
     for method, path in (("GET", "/status"), ("POST", "/submit"), ("GET", "//metrics"), ("POST", "/take_role")):
         answer = await with_tokens.call(method, path)
         assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")

@@ -42,8 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         return _serve(args, socket.socket(fileno=args.socket_fd))
     if not is_loopback(args.host) and not args.open_to_all:
         sys.stderr.write(
-            f"run-api: {args.host} can be reached from other machines, and Atropos clients send no tokens; "
-            "add --open-to-all to allow every client to read and write, or use --host 127.0.0.1\n"
+            f"run-api: --host {args.host} needs --open-to-all (Atropos clients send no tokens, so whoever reaches the server may "
+            "read and write), and --allow-host NAME for each host name under which clients reach it\n"
         )
         return EXIT_CANNOT_SERVE
     if args.reload:
@@ -118,6 +118,7 @@ def _child_command(args: argparse.Namespace, listening: socket.socket, parent: s
         "--run": args.run,
         "--durability": args.durability,
         "--keep-batches": args.keep_batches,
+        "--register-again": args.register_again,
         "--token-file": args.token_file,
         "--socket-fd": listening.fileno(),
         "--parent-fd": parent.fileno(),
@@ -125,6 +126,7 @@ def _child_command(args: argparse.Namespace, listening: socket.socket, parent: s
     return python_command(
         "rollbook.commands.servers.run_api",
         *(str(part) for pair in given.items() for part in pair),
+        *(["--wait-for-batch"] if args.wait_for_batch else []),
         *(part for host in args.allow_host for part in ("--allow-host", host)),
         *(part for origin in args.allow_origin for part in ("--allow-origin", origin)),
     )
@@ -143,7 +145,14 @@ def _serve(args: argparse.Namespace, listening: socket.socket) -> int:
         allowed_origins=args.allow_origin,
         drain_s=DRAIN_S,
     )
-    dialect = atropos_dialect(AtroposConfig(run=args.run, keep_batches=args.keep_batches))
+    dialect = atropos_dialect(
+        AtroposConfig(
+            run=args.run,
+            keep_batches=args.keep_batches,
+            register_again=args.register_again,
+            wait_for_batch=args.wait_for_batch,
+        )
+    )
     try:
         uvloop.run(serve_ledger(config, log=log, sock=listening, dialects=[dialect]))
     except RollbookError as error:
@@ -182,6 +191,18 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="N",
         help="served batches whose groups are kept, so that a trainer can register with an older starting_step and get them "
         "again (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--register-again",
+        choices=("keep", "reset"),
+        default=AtroposConfig().register_again,
+        help="what another /register does: keep all groups, as a trainer that restarts expects, or reset the server as the "
+        "documentation of Atropos says (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--wait-for-batch",
+        action="store_true",
+        help="let environments register only after the first /batch, as the server of Atropos does",
     )
     parser.add_argument(
         "--open-to-all",

@@ -1,5 +1,7 @@
 """Settings of the Atropos dialect."""
 
+from typing import Literal
+
 from pydantic import BaseModel, Field
 
 
@@ -25,6 +27,14 @@ class AtroposConfig(BaseModel, frozen=True, extra="forbid"):
 
     keep_batches: int = Field(default=64, ge=1)
     """Number of served batches whose groups are kept, so that a trainer can return to an older step with `starting_step`."""
+
+    register_again: Literal["keep", "reset"] = "keep"
+    """What another `/register` does. `keep`: the new settings apply and no group is dropped. `reset`: all data is dropped first, as
+    the documentation of the original says."""
+
+    wait_for_batch: bool = False
+    """An environment may register only after the first `/batch`, as in the code of the original. Otherwise after `/register`, as
+    its documentation says."""
 
     body_s: float = Field(default=60.0, gt=0)
     """Maximum seconds to receive the body of a request."""

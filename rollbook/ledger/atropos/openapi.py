@@ -74,6 +74,11 @@ def _operation(verb: AtroposRoute) -> dict[str, Any]:
     return operation
 
 
+def openapi_document(prefix: str) -> bytes:
+    """`prefix`: where the API is served. "Try it out" sends its requests there."""
+    return json.dumps({**_DOCUMENT, "servers": [{"url": prefix or "/"}]}).encode()
+
+
 def _document() -> dict[str, Any]:
     models: tuple[type[BaseModel], ...] = (Registration, RegisterEnv, EnvIdentifier, ScoredData)
     _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=REFERENCE)
@@ -85,7 +90,7 @@ def _document() -> dict[str, Any]:
     }
 
 
-OPENAPI = json.dumps(_document()).encode()
+_DOCUMENT = _document()
 
 SWAGGER_SCRIPT, SWAGGER_STYLE, REDOC_SCRIPT = "swagger-ui-bundle.js", "swagger-ui.css", "redoc.standalone.js"
 START_SCRIPT = "start.js"
@@ -111,7 +116,7 @@ def _table() -> str:
 
 
 def _page(body: str, *, style: str = "") -> bytes:
-    head = "<!doctype html><html lang=en><meta charset=utf-8><title>AtroposLib API</title>"
+    head = "<!doctype html><html lang=en><meta charset=utf-8><title>AtroposLib API</title><link rel=icon href=data:,>"
     return f"{head}{style}<body>{body}</body></html>".encode()
 
 

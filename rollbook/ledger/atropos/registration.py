@@ -1,7 +1,8 @@
 """Registering a trainer: for the first time, again, and with another batch size.
 
 The documentation of the original says that another registration resets the server, and its code ignores it. Here the settings of
-the new registration apply and no group is dropped: `/reset_data` drops them.
+the new registration apply and no group is dropped, because a trainer that restarts after a crash registers again. `/reset_data`
+drops them, and so does another registration with `AtroposConfig.register_again = "reset"`.
 """
 
 import json

@@ -12,7 +12,7 @@ from aiohttp.typedefs import Middleware
 from isal import isal_zlib
 from pydantic import BaseModel, ValidationError
 
-from rollbook.access.guard import REFUSE, Problem, is_browser
+from rollbook.access.guard import REFUSE, Problem, is_browser, is_own_page
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.group_checks import TrainingLimits
 from rollbook.ledger.atropos.batches import deliver_batch
@@ -35,7 +35,14 @@ from rollbook.ledger.atropos.models import (
     check_storable,
     invalid_body,
 )
-from rollbook.ledger.atropos.openapi import OPENAPI, REDOC_PAGE, SWAGGER_PAGE, VERBS, page_response, read_docs_file
+from rollbook.ledger.atropos.openapi import (
+    REDOC_PAGE,
+    SWAGGER_PAGE,
+    VERBS,
+    openapi_document,
+    page_response,
+    read_docs_file,
+)
 from rollbook.ledger.atropos.posts import Incoming, Post
 from rollbook.ledger.atropos.rules import NoTrainerError, UnknownEnvError
 from rollbook.ledger.atropos.scored_data import PostedGroup, invalid_fields, read_group, read_groups, read_json
@@ -184,7 +191,7 @@ class _Routes:
         return web.Response(text="Reset successful")
 
     async def openapi(self, request: web.Request) -> web.Response:
-        return bytes_response(request, OPENAPI)
+        return bytes_response(request, openapi_document(request.path.removesuffix("/openapi.json")))
 
     async def docs(self, request: web.Request) -> web.Response:
         return page_response(request, SWAGGER_PAGE)
@@ -257,10 +264,10 @@ def _list_post(groups: Sequence[PostedGroup]) -> Post:
 
 
 def _refuse_browsers(request: web.Request) -> None:
-    """For a GET that changes something: every page can make a browser send a GET, by an image or a link."""
-    if is_browser(request):
+    """For a GET that changes something: every page can make a browser send a GET, by an image or a link. `/docs` may."""
+    if is_browser(request) and not is_own_page(request):
         raise BrowserRefusedError(
-            f"GET {request.path} changes data, so it is refused to browsers; use curl or a client"
+            f"GET {request.path} changes data, so it is refused to browsers; use /docs, curl or a client"
         )
 
 

@@ -231,12 +231,14 @@ def _delete_old_batches(run_tx: RunTransaction, keep: int) -> None:
 # ---------------------------------------------------------------------- environments
 
 
-def register_env(run_tx: RunTransaction, request: RegisterEnv) -> dict[str, Any] | None:
-    """None: no trainer has requested a batch yet."""
+def register_env(
+    run_tx: RunTransaction, request: RegisterEnv, *, wait_for_batch: bool = False
+) -> dict[str, Any] | None:
+    """None: no trainer is registered; with `wait_for_batch`, or none has requested a batch yet."""
     tables = AtroposTables(run_tx.tx)
     record = tables.record(run_tx.run_id)
     registration = registration_of(record)
-    if registration is None or not record.is_started:
+    if registration is None or (wait_for_batch and not record.is_started):
         return None
     envs = tables.envs(run_tx.run_id)
     same_name = sum(env.desired_name == request.desired_name for env in envs)

@@ -89,6 +89,9 @@ class AtroposService:
     # ------------------------------------------------------------------ trainer
 
     async def register(self, message: Registration) -> dict[str, Any]:
+        is_reset = self.config.register_again == "reset" and await self.registration() is not None
+        if is_reset:
+            await self.reset()
         registered = await self._write(lambda run_tx: registration.register(run_tx, message), creates=True)
         self._log.info(
             "atropos.trainer_registered",
@@ -99,10 +102,14 @@ class AtroposService:
             kept_groups=registered.num_queued,
         )
         answer: dict[str, Any] = {"uuid": uuid.uuid4().int}
-        if not registered.is_first:
+        if is_reset:
+            answer["message"] = (
+                "A trainer was registered before. All groups and environments were dropped (--register-again reset)."
+            )
+        elif not registered.is_first:
             answer["message"] = (
                 f"A trainer was registered before. The new settings apply; {registered.num_queued} queued groups are kept. "
-                "GET /reset_data drops all data."
+                "GET /reset_data drops all data; run-api --register-again reset does so at each registration."
             )
         return answer
 
@@ -176,7 +183,9 @@ class AtroposService:
     async def register_env(self, request: RegisterEnv) -> dict[str, Any] | None:
         if await self.registration() is None:
             return None
-        registered = await self._write(lambda run_tx: rules.register_env(run_tx, request))
+        registered = await self._write(
+            lambda run_tx: rules.register_env(run_tx, request, wait_for_batch=self.config.wait_for_batch)
+        )
         if registered is not None:
             self._log.info("atropos.env_registered", run=self.run_id, env=registered["wandb_name"])
         return registered

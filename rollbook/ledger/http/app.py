@@ -29,6 +29,9 @@ READ_BUFFER_BYTES = 1 << 20
 """Unread bytes of one connection. With aiohttp's default of 64 KB, reading would pause several times per body."""
 
 
+OPENAPI_PATH = "/v1/openapi.json"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerService:
     """An open ledger and its HTTP application."""
@@ -80,7 +83,11 @@ def build_service(
     handlers = LedgerHandlers(ledger, bodies, telemetry=telemetry)
     # aiohttp tries routes in order: `submit`, the most frequent request, goes first.
     for verb in sorted(VERBS, key=lambda verb: verb.name != "submit"):
-        app.router.add_route(verb.method, verb.path, handlers.handler(verb, keys))
+        handler = handlers.handler(verb, keys)
+        app.router.add_route(verb.method, verb.path, handler)
+        if verb.path == OPENAPI_PATH and not dialects:
+            # A dialect has its own document at the root, where its clients look for it.
+            app.router.add_route(verb.method, "/openapi.json", handler)
 
     async def measure_loop_lag(_: web.Application) -> AsyncIterator[None]:
         measuring = asyncio.create_task(handlers.lag.run(), name="ledger.loop_lag")

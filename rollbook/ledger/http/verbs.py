@@ -63,7 +63,7 @@ class GetHealth(Verb[wire.Health], frozen=True):
     """The service is running and can read its store."""
 
 
-@verb("GET /openapi.json", None, form=Form.JSON)
+@verb("GET /v1/openapi.json", None, form=Form.JSON)
 class GetOpenapi(Verb[dict[str, Any]], frozen=True):
     """This API as OpenAPI 3.1."""
 
