@@ -277,6 +277,7 @@ class Ledger:
             run_id,
             lambda run_tx: trainer.acknowledge(run_tx, step, weights_digest, epoch=epoch, unusable=unusable),
         )
+        await self._store.journal(run_id)
         if unusable:
             self._log.warning("ledger.unusable_groups", run=run_id, step=step, epoch=epoch, groups=dict(unusable))
         if receipt is AckReceipt.DIVERGED:
@@ -298,12 +299,14 @@ class Ledger:
         num_deleted = await self._write(
             run_id, lambda run_tx: trainer.checkpointed(run_tx, step, oldest_kept=oldest_kept, epoch=epoch)
         )
+        await self._store.journal(run_id, checkpoint=True)
         self._log.info(
             "ledger.checkpointed", run=run_id, step=step, oldest_kept=oldest_kept, payloads_deleted=num_deleted
         )
 
     async def finish(self, run_id: RunId, reason: EndOfRun, *, epoch: int) -> None:
         await self._write(run_id, lambda run_tx: trainer.finish(run_tx, reason, epoch=epoch))
+        await self._store.journal(run_id, checkpoint=True)
         self._log.info("ledger.run_finished", run=run_id, reason=reason)
 
     # ------------------------------------------------------------------ queries

@@ -202,6 +202,9 @@ class History(Protocol):
         The numbers of one run are in the order of its commits. Those of different runs need not be in a shared store.
         """
 
+    def records_after(self, run_id: RunId, number: int) -> list[tuple[int, MoveRecord]]:
+        """The moves of one run after the move with this number, with their numbers. Reads the moves of other runs after it."""
+
     def last_number(self, run_id: RunId) -> int:
         """The number of the run's last move; 0 if there is none. Reads the moves of other runs after it."""
 
@@ -349,6 +352,13 @@ class Store(Protocol):
 
     async def read(self, work: Callable[[Transaction], T]) -> T:
         """Run `work` on one consistent state."""
+
+    async def journal(self, run_id: RunId, *, checkpoint: bool = False) -> None:
+        """Copy what changed in this run to a second, independent file, from which the store can be rebuilt.
+
+        With `checkpoint`, all commits so far are also moved from the write-ahead log to the database. A store that is backed up by
+        other means does nothing.
+        """
 
     def listen(self, on_change: Callable[[RunId], None]) -> None:
         """Call `on_change` on the event loop after each commit that announced a run."""

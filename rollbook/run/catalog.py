@@ -200,7 +200,7 @@ async def _open_ledger(
     directory: RunDirectory, loaded: LoadedConfig | None, name: str, stack: AsyncExitStack
 ) -> LedgerSource:
     if loaded is None:
-        return StoreSource(sqlite_url(directory.ledger), RunId(name))
+        return StoreSource(sqlite_url(directory.ledger), RunId(name), directory=directory)
     return await stack.enter_async_context(open_source(loaded, directory))
 
 

@@ -33,8 +33,8 @@ from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.http import wire
 from rollbook.ledger.records import GroupRecord, MoveRecord, ProducerRecord, StepRecord
 from rollbook.ledger.rules import runs
-from rollbook.ledger.rules.run_transaction import find_run
-from rollbook.ledger.store import Transaction
+from rollbook.ledger.rules.run_transaction import UnknownRunError, find_run
+from rollbook.ledger.store import StoreFaultError, Transaction
 from rollbook.ledger.stores.registry import open_reader
 from rollbook.ledger.tools.audit import audit_since
 from rollbook.ledger.tools.audit_findings import AuditMark
@@ -42,6 +42,7 @@ from rollbook.ledger.tools.explain import explain_group
 from rollbook.run.config.run import LoadedConfig, RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.ledger_clients import external_token, run_settings, store_url
+from rollbook.run.record_check import TrainedSteps, compared, lost_ledger, trained_steps
 
 T = TypeVar("T")
 
@@ -60,8 +61,12 @@ class StoreSource:
     most_groups = 1500
     """Some megabytes. More would save no time, which is that of opening the store."""
 
-    def __init__(self, store_url: str, run_id: RunId, *, audit_file: Path | None = None) -> None:
-        """`audit_file` keeps the mark of the last audit; without one it is kept in memory."""
+    def __init__(
+        self, store_url: str, run_id: RunId, *, directory: RunDirectory | None = None, audit_file: Path | None = None
+    ) -> None:
+        """An audit compares the ledger with the files of `directory`. `audit_file` keeps the mark of the last audit; without one it
+        is kept in memory."""
+        self._directory = directory
         self._store_url = store_url
         self._run_id = run_id
         self._audit_file = audit_file
@@ -136,8 +141,15 @@ class StoreSource:
         return await self._read(lambda tx: find_run(tx, self._run_id).settings.limits)
 
     async def audit(self, *, full: bool = False) -> AuditReport:
+        trained = await asyncio.to_thread(trained_steps, self._directory)
         before = self._audited if self._audit_file is None else last_audit(self._audit_file)
-        report, self._audited = await self._read(lambda tx: audit_since(tx, self._run_id, None if full else before))
+        try:
+            report, self._audited = await self._read(lambda tx: audit_since(tx, self._run_id, None if full else before))
+        except (StoreFaultError, UnknownRunError) as error:
+            lost = lost_ledger(trained, self._run_id, error)
+            if lost is None:
+                raise
+            return lost
         if self._audit_file is not None:
             # Nothing is lost if it cannot be written: the next audit reads more.
             with suppress(OSError):
@@ -145,7 +157,7 @@ class StoreSource:
                     self._audit_file.unlink(missing_ok=True)
                 else:
                     write_json(self._audit_file, msgspec.to_builtins(self._audited))
-        return report
+        return await _compared(report, trained, self, full=full)
 
     async def _read(self, work: Callable[[Transaction], T]) -> T:
         def read() -> T:
@@ -160,8 +172,9 @@ class HttpSource:
 
     most_groups = wire.MAX_LISTED
 
-    def __init__(self, client: LedgerClient) -> None:
+    def __init__(self, client: LedgerClient, *, directory: RunDirectory | None = None) -> None:
         self._client = client
+        self._directory = directory
 
     async def status(self) -> LedgerStatus:
         return await self._client.status()
@@ -213,7 +226,22 @@ class HttpSource:
         return tuple(map(_producer, await self._client.producers()))
 
     async def audit(self, *, full: bool = False) -> AuditReport:
-        return audit_report(await self._client.audit(full=full))
+        trained = await asyncio.to_thread(trained_steps, self._directory)
+        return await _compared(audit_report(await self._client.audit(full=full)), trained, self, full=full)
+
+
+async def _compared(
+    report: AuditReport, trained: TrainedSteps | None, source: LedgerSource, *, full: bool
+) -> AuditReport:
+    """The report of the ledger, compared with the other files of the run."""
+    if trained is None:
+        return report
+    batches = {
+        step: (await source.manifest(step)).digest
+        for step in trained.batches_to_compare(full=full)
+        if step <= report.steps
+    }
+    return compared(report, trained, await source.steps(), batches)
 
 
 def _rows_of_values(found: list[tuple[Any, ...]]) -> tuple[GroupRow, ...]:
@@ -308,10 +336,10 @@ async def open_source(
     """The run's own store, or the service that its configuration names."""
     ledger, run_id = loaded.config.ledger, RunId(loaded.config.run.name)
     if ledger.url is None:
-        yield StoreSource(store_url(ledger, directory), run_id, audit_file=audit_file)
+        yield StoreSource(store_url(ledger, directory), run_id, directory=directory, audit_file=audit_file)
         return
     async with open_ledger_client(ledger.url, run_id, request_s=QUERY_S, token=external_token(loaded)) as client:
-        yield HttpSource(client)
+        yield HttpSource(client, directory=directory)
 
 
 class RecordedRun:

@@ -25,8 +25,10 @@ class JsonTail:
     record) is skipped and counted. A missing file is empty. A file that shrank or was replaced is read again from the start.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
+        """`last_bytes`: the first poll begins this much before the end of the file."""
         self.path = path
+        self._last_bytes = last_bytes
         self.skipped = 0
         self._offset = 0
         self._inode: int | None = None
@@ -39,7 +41,8 @@ class JsonTail:
         with file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._offset:
-                self._inode, self._offset = status.st_ino, 0
+                first = 0 if self._last_bytes is None else max(0, status.st_size - self._last_bytes)
+                self._inode, self._offset = status.st_ino, first
             file.seek(self._offset)
             rest = b""
             while chunk := file.read(CHUNK_BYTES):

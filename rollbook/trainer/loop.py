@@ -26,6 +26,7 @@ from rollbook.trainer.checkpoints.settings_history import check_and_record
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.planner import BatchRequest, Planner, open_planner
 from rollbook.trainer.data.planning import PlannedBatch, UnplannableBatchError
+from rollbook.trainer.files.step_chain import StepChainWriter
 from rollbook.trainer.metrics import check_lag
 from rollbook.trainer.pipeline import (
     Background,
@@ -70,7 +71,7 @@ class LoopOutcome:
 
 
 class TrainerLoop:
-    """Runs once. Writes below `directory`: `checkpoints/`, `weights/` and `trainer_state.json`."""
+    """Runs once. Writes below `directory`: `checkpoints/`, `weights/`, `trainer_state.json` and `steps.jsonl`."""
 
     def __init__(
         self,
@@ -96,6 +97,8 @@ class TrainerLoop:
         self._clock = SystemClock()
         self._checkpoints = Checkpoints(directory / "checkpoints", model_dir=model_dir, config=config)
         self._history_path = directory / "trainer_state.json"
+        self._chain = StepChainWriter(directory)
+        self._epoch = 0
         self._publisher = Publisher(
             source=batches.source,
             receiver=targets.receiver,
@@ -263,6 +266,7 @@ class TrainerLoop:
         """Become the trainer. Raises `RunError` when the checkpoint and the ledger contradict each other."""
         restored = learner.step
         role = await self._source.take_role(restored_step=restored)
+        self._epoch = role.epoch
         self._log.info(
             "trainer.role_taken",
             epoch=role.epoch,
@@ -386,6 +390,9 @@ class TrainerLoop:
         planned = trained.planned
         step = planned.step
         receipt = await self._source.acknowledge(step, digest, unusable=planned.unusable)
+        await asyncio.to_thread(
+            self._chain.add, planned.manifest, epoch=self._epoch, weights=digest, unusable=planned.unusable
+        )
         report_step(trained, receipt, digest, self._reports, self._config)
         self._metrics.add("perf/step_time", self._clock.now() - trained.began)
         self._metrics.tick(step=step, replay=trained.is_repeated)

@@ -63,6 +63,7 @@ class SlowStore:
         self._store = store
         self.read = store.read
         self.listen = store.listen
+        self.journal = store.journal
         self.is_shared = store.is_shared
         self.may_return = asyncio.Event()
         self.may_return.set()

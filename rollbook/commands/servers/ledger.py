@@ -1,4 +1,4 @@
-"""`rollbook ledger serve|compact|export|import`: a ledger without a run, and its store."""
+"""`rollbook ledger serve|compact|rebuild|export|import`: a ledger without a run, and its store."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from pydantic import SecretStr
 from rollbook.access.guard import is_loopback
 from rollbook.access.tokens import steering_token_file
 from rollbook.commands.arguments import AllowHost, AllowOrigin, Argument, Option, Port, ReadyFile, TokenFile
-from rollbook.commands.output import result_json, say
+from rollbook.commands.output import EXIT_FAILED, result_json, say
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import load_on_demand
@@ -23,10 +23,19 @@ from rollbook.ledger.atropos.tables import AtroposExtension
 from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig, StoreUrl
 from rollbook.ledger.serve import serve_ledger
 from rollbook.ledger.store import Reader
-from rollbook.ledger.stores.registry import only_service, open_reader, open_store, reclaim, sqlite_url, store_warnings
+from rollbook.ledger.stores.registry import (
+    only_service,
+    open_reader,
+    open_store,
+    reclaim,
+    sqlite_directory,
+    sqlite_url,
+    store_warnings,
+)
 from rollbook.ledger.tools.compaction import compact
 from rollbook.ledger.tools.export import ExportReport, export_jsonl
 from rollbook.ledger.tools.import_run import import_jsonl
+from rollbook.ledger.tools.rebuild import rebuild
 from rollbook.run.config.run import load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import store_url
@@ -111,6 +120,17 @@ def import_run_file(store: str, source: Path, *, as_run: str | None) -> dict[str
     return asyncio.run(work())
 
 
+def rebuild_store(store: str) -> dict[str, Any]:
+    """Rebuild a SQLite store from its journal."""
+    with only_service(store):
+        report = rebuild(sqlite_directory(store))
+    return {
+        "ok": report.ok,
+        "runs": [{**asdict(run), "ok": run.ok} for run in report.runs],
+        "old_files": str(report.old_files),
+    }
+
+
 def store_of(location: str) -> str:
     """The URL of a store; `location` is a URL or a run directory."""
     if "://" in location:
@@ -189,6 +209,16 @@ def compact_command(
     result_json(compact_store(store_of(store), run=run, up_to_step=up_to_step))
 
 
+def rebuild_command(store: Store) -> int:
+    """Rebuild a damaged or missing SQLite database from its journal and payload files. Stop all servers of the store first.
+
+    Restores everything up to the last acknowledged step; the damaged files are kept.
+    """
+    report = rebuild_store(store_of(store))
+    result_json(report)
+    return 0 if report["ok"] else EXIT_FAILED
+
+
 def export_command(
     store: Store,
     run: Annotated[str, Option("--run", help="The run to export.")],
@@ -210,6 +240,7 @@ def import_command(
 COMMANDS = {
     "serve": serve_command,
     "compact": compact_command,
+    "rebuild": rebuild_command,
     "export": export_command,
     "import": import_command,
 }

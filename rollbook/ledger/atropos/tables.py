@@ -192,7 +192,7 @@ class _RunData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AtroposExtension:
-    """Implements `tools.jsonl.RunExtension`."""
+    """Implements `record_lines.RunExtension`."""
 
     name = NAME
 

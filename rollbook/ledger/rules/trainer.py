@@ -20,7 +20,8 @@ def take_role(run_tx: RunTransaction, *, restored_step: int) -> TrainerRole:
     if restored_step > run.last_acknowledged:
         raise RunError(
             f"run {run.run_id}: checkpoint ahead of the ledger: it is of step {restored_step}, the ledger has "
-            f"{run.last_acknowledged} acknowledged steps. Restore an older checkpoint, or the ledger that belongs to this one"
+            f"{run.last_acknowledged} acknowledged steps. If the ledger lost commits, stop the run and use `rollbook ledger "
+            "rebuild`; else restore an older checkpoint, or the ledger that belongs to this one"
         )
     if restored_step < run.payload_floor:
         raise RunError(

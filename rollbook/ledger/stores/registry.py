@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import load_on_demand
-from rollbook.ledger.config import Durability
+from rollbook.ledger.config import Durability, StoreUrl
 from rollbook.ledger.store import Reader, Store
 from rollbook.ledger.stores.sqlite import store as sqlite
 
@@ -66,6 +66,13 @@ def reclaim(url: str) -> tuple[int, int]:
 def store_warnings(url: str) -> list[str]:
     """What an operator should know about a store before using it. Raises if the store cannot be used."""
     return [] if url.startswith(SQLITE) else _postgres(url).warnings(url)
+
+
+def sqlite_directory(url: str) -> Path:
+    """The directory of a SQLite store. Raises `RunError` for another one."""
+    if not url.startswith(SQLITE):
+        raise RunError(f"{StoreUrl(url)} is not a SQLite store: restore it from a backup of its database")
+    return _directory(url)
 
 
 def _directory(url: str) -> Path:

@@ -13,9 +13,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.group_codec import decode_payload
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.ledger.rules.run_transaction import find_run
-from rollbook.ledger.store import Reader, Transaction
-from rollbook.ledger.tools.jsonl import (
+from rollbook.ledger.record_lines import (
     FORMAT,
     ActionLine,
     AnyLine,
@@ -28,6 +26,8 @@ from rollbook.ledger.tools.jsonl import (
     RunLine,
     StepLine,
 )
+from rollbook.ledger.rules.run_transaction import find_run
+from rollbook.ledger.store import Reader, Transaction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

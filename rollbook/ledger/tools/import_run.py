@@ -9,10 +9,7 @@ import msgspec
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import RunError
-from rollbook.ledger.rules.runs import require_run_id
-from rollbook.ledger.store import Store, Transaction
-from rollbook.ledger.tools.audit import audit_run
-from rollbook.ledger.tools.jsonl import (
+from rollbook.ledger.record_lines import (
     FORMAT,
     ActionLine,
     AnyLine,
@@ -25,6 +22,9 @@ from rollbook.ledger.tools.jsonl import (
     RunLine,
     StepLine,
 )
+from rollbook.ledger.rules.runs import require_run_id
+from rollbook.ledger.store import Store, Transaction
+from rollbook.ledger.tools.audit import audit_run
 
 GROUPS_AT_ONCE = 64
 """Groups that the store buffers before they are written."""

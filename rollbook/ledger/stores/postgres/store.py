@@ -155,6 +155,9 @@ class PostgresStore:
     async def read(self, work: Callable[[Transaction], T]) -> T:
         return await self._loop.run_in_executor(self._readers.pool, self._readers.read, work)
 
+    async def journal(self, run_id: RunId, *, checkpoint: bool = False) -> None:
+        """PostgreSQL checks its own log, and its operator backs it up."""
+
     def listen(self, on_change: Callable[[RunId], None]) -> None:
         self._committer.listen(on_change)
 

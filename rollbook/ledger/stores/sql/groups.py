@@ -203,6 +203,11 @@ class SqlHistory:
         sql = "SELECT id, run_id, group_id FROM history WHERE id > ? ORDER BY id LIMIT ?"
         return [(row[0], row[1], row[2]) for row in self._session.select_flushed(sql, (number, limit))]
 
+    def records_after(self, run_id: RunId, number: int) -> list[tuple[int, MoveRecord]]:
+        # An expression, so that the planner reads the moves after the number instead of all moves of the run.
+        sql = f"SELECT {', '.join(MOVES.columns)}, id FROM history WHERE id > ? AND run_id || '' = ? ORDER BY id"
+        return [(row[-1], MOVES.record(row[:-1])) for row in self._session.select_flushed(sql, (number, run_id))]
+
     def last_number(self, run_id: RunId) -> int:
         # An expression, so that the planner reads the moves from the last one on instead of sorting all moves of the run.
         sql = "SELECT id FROM history WHERE run_id || '' = ? ORDER BY id DESC LIMIT 1"

@@ -23,9 +23,9 @@ class SqlTransaction:
         *,
         payloads: Payloads | None = None,
         translate: Translate = str,
-        check_file: Callable[[], Iterable[str]] = tuple,
+        check_file: Callable[[bool], Iterable[str]] = lambda _: (),
     ) -> None:
-        """`check_file` reports damage that the database can find itself."""
+        """`check_file` reports lost commits and, if its argument is true, all damage that the database can find itself."""
         self.session = session
         self._check_file = check_file
         self.runs = SqlRuns(session)
@@ -65,10 +65,10 @@ class SqlTransaction:
             self.payloads_to_sync.append((run_id, group_ids))
 
     def damage(self, run_id: RunId, only: ChangedRows | None = None) -> Iterator[str]:
+        yield from self._check_file(only is None)
         if only is not None:
             yield from self._damage_of(run_id, only)
             return
-        yield from self._check_file()
         for table in CHECKED:
             # A row whose run is unknown may be one of this run.
             unknown = "WHERE run_id NOT IN (SELECT run_id FROM runs)"

@@ -70,6 +70,10 @@ class SegmentPayloads:
     def segments_of(self, groups: Iterable[tuple[RunId, Sequence[GroupId]]]) -> set[int]:
         return {place.segment for run_id, group_ids in groups for place in self._places(run_id, group_ids).values()}
 
+    def places(self, run_id: RunId, group_ids: Sequence[GroupId]) -> dict[GroupId, tuple[int, int]]:
+        """Segment and offset of these payloads."""
+        return {group_id: (at.segment, at.place) for group_id, at in self._places(run_id, group_ids).items()}
+
     def _places(self, run_id: RunId, group_ids: Sequence[GroupId]) -> dict[GroupId, SegmentPlace]:
         places: dict[GroupId, SegmentPlace] = {}
         for ids in padded(group_ids, IDS_PER_QUERY):

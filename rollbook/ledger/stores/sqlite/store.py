@@ -14,7 +14,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from rollbook.contracts.admission import RunId
+from rollbook.contracts.group import GroupId
 from rollbook.ledger.config import Durability
+from rollbook.ledger.journal import Journal, rewrite_journal
 from rollbook.ledger.store import StoreFaultError, StoreInUseError, Transaction
 from rollbook.ledger.stores.sql.committer import Committer
 from rollbook.ledger.stores.sql.transaction import SqlTransaction
@@ -61,6 +63,7 @@ class SqliteStore:
         self._committer = Committer(self._writer.commit, loop)
         self._readers = None if path == MEMORY else _Readers(path)
         self._check = None if path == MEMORY else _BackgroundCheck(path)
+        self._journal = None if path == MEMORY else Journal(path.parent)
 
     async def write(
         self,
@@ -78,6 +81,22 @@ class SqliteStore:
             return await self._committer.write(work)
         return await self._loop.run_in_executor(self._readers.pool, self._readers.read, work)
 
+    async def journal(self, run_id: RunId, *, checkpoint: bool = False) -> None:
+        if self._readers is None or self._journal is None:
+            return
+        append = partial(
+            self._journal.append,
+            run_id,
+            self._readers.read,
+            places=_places,
+            sync_store=self._writer.sync_log,
+            is_synced=checkpoint,
+        )
+        await self._loop.run_in_executor(self._readers.pool, append)
+        if checkpoint:
+            self._writer.is_checkpoint_due = True
+            await self._committer.write(lambda _: None)
+
     def listen(self, on_change: Callable[[RunId], None]) -> None:
         self._committer.listen(on_change)
 
@@ -85,9 +104,10 @@ class SqliteStore:
         if self._check is not None:
             self._check.close()
         self._committer.close()
-        self._writer.close()
         if self._readers is not None:
             self._readers.close()
+        # Last: only a writing connection without readers can move all commits from the log to the database.
+        self._writer.close()
 
     def _refuse_if_damaged(self) -> None:
         if self._check is not None and self._check.fault is not None:
@@ -142,15 +162,26 @@ class _Readers:
             db.close()
 
 
-def _read(db: sqlite3.Connection, work: Callable[[Transaction], T], path: Path) -> T:
+def _read(db: sqlite3.Connection, work: Callable[[Transaction], T], path: Path, *, is_alone: bool = False) -> T:
+    """`is_alone`: the caller holds the lock of the service, and no other process writes."""
     db.execute("BEGIN")
     try:
         session = SqlSession(db)
         payloads = SegmentPayloads(session, path.parent)
-        check_file = partial(find_damage, db)
+
+        def check_file(is_complete: bool) -> Iterator[str]:
+            return find_damage(
+                db, path, is_complete=is_complete, is_in_service=not is_alone and is_in_service(path.parent)
+            )
+
         return work(SqlTransaction(session, f"ledger file {path}", payloads=payloads, check_file=check_file))
     finally:
         db.execute("ROLLBACK")
+
+
+def _places(tx: Transaction) -> Callable[[RunId, Sequence[GroupId]], dict[GroupId, tuple[int, int]]]:
+    assert isinstance(tx.payloads, SegmentPayloads)
+    return tx.payloads.places
 
 
 def _make_directory(directory: Path) -> None:
@@ -174,6 +205,15 @@ def _try_lock(lock: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def is_in_service(directory: Path) -> bool:
+    """Whether a process, this one or another, serves the ledger in this directory."""
+    try:
+        with (directory / LOCK_FILE).open("r", encoding="ascii") as lock:
+            return not _try_lock(lock)
+    except OSError:
+        return False
 
 
 @contextmanager
@@ -232,18 +272,19 @@ async def _opened(path: Path, durability: Durability) -> AsyncIterator[SqliteSto
 class LedgerFile:
     """Read-only access to the file of a run that may be live. Satisfies `store.Reader`."""
 
-    def __init__(self, path: Path, db: sqlite3.Connection) -> None:
+    def __init__(self, path: Path, db: sqlite3.Connection, *, is_alone: bool) -> None:
         self.path = path
         self._db = db
+        self._is_alone = is_alone
 
     def read_now(self, work: Callable[[Transaction], T]) -> T:
         with explained(self.path):
-            return _read(self._db, work, self.path)
+            return _read(self._db, work, self.path, is_alone=self._is_alone)
 
 
 @contextmanager
-def open_readonly(directory: Path) -> Iterator[LedgerFile]:
-    """Open the ledger of a run without locking or changing it."""
+def open_readonly(directory: Path, *, is_alone: bool = False) -> Iterator[LedgerFile]:
+    """Open the ledger of a run without locking or changing it. `is_alone`: the caller has locked it (`only_service`)."""
     path = directory / FILE_NAME
     if not path.is_file():
         raise StoreFaultError(f"{directory} has no {FILE_NAME}: it is not the ledger directory of a run")
@@ -253,7 +294,7 @@ def open_readonly(directory: Path) -> Iterator[LedgerFile]:
     try:
         with explained(path):
             require_tables(db, path)
-        yield LedgerFile(path, db)
+        yield LedgerFile(path, db, is_alone=is_alone)
     finally:
         db.close()
 
@@ -274,6 +315,7 @@ def reclaim(directory: Path) -> tuple[int, int]:
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             # Only now are the rows that refer to the new segments on the disk.
             remove_unused(db, directory)
+            _read(db, partial(rewrite_journal, directory, places=_places), path)
     finally:
         db.close()
     return before, path.stat().st_size + segment_bytes(directory)

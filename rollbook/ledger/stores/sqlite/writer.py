@@ -16,12 +16,14 @@ from rollbook.ledger.stores.sql.transaction import SqlTransaction
 from rollbook.ledger.stores.sql.write_buffer import KnownRows, MustRedoError, SqlSession
 from rollbook.ledger.stores.sqlite.file import (
     ADVICE,
+    BUSY_S,
     MEMORY,
     check_integrity,
     connect,
     create_tables,
     explained,
     fault_of,
+    refuse_lost_commits,
 )
 from rollbook.ledger.stores.sqlite.segment_payloads import SegmentPayloads
 from rollbook.ledger.stores.sqlite.segment_upkeep import SET_MARK, find_lost, first_free, remove_unused
@@ -30,6 +32,8 @@ from rollbook.ledger.stores.sqlite.segments import SegmentWriter, remove_segment
 PAGE_BYTES = 4_096
 GRACE_S = 60.0
 """An empty segment is deleted this much later: a reader that started before may still need it."""
+CHECKPOINT_WAIT_MS = 500
+"""How long a checkpoint of the log waits for readers. A read takes milliseconds; only an audit of a long run takes longer."""
 
 
 class SqliteWriter:
@@ -46,6 +50,11 @@ class SqliteWriter:
         """Segments without a payload, and the time since when."""
         self._lost: dict[RunId, list[GroupId]] = {}
         self._segments: SegmentWriter | None = None
+        self.is_checkpoint_due = False
+        """Move all commits from the log to the database after the next commit."""
+        if path != MEMORY:
+            with explained(path):
+                refuse_lost_commits(path)
         self._db = connect(path, read_only=False)
         try:
             with explained(path):
@@ -62,11 +71,13 @@ class SqliteWriter:
         self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute(f"PRAGMA synchronous = {'FULL' if self._syncs_every_commit else 'NORMAL'}")
+        # What a power failure tore off the log is gone now; a later check must not report it as damage.
+        self._checkpoint_log()
         check_integrity(self._db, self._path, growing=False)
         create_tables(self._db, self._path)
         self._lost = find_lost(self._db, directory)
         # Sync the log first: rows that reappear after a power failure must find their files.
-        self._sync_log()
+        self.sync_log()
         remove_unused(self._db, directory)
         return SegmentWriter(directory, first=first_free(self._db), is_always_synced=self._syncs_every_commit)
 
@@ -75,6 +86,8 @@ class SqliteWriter:
             # A mark that cannot be written now is recomputed at the next start.
             with suppress(StoreFaultError, sqlite3.Error):
                 self._mark(self._segments.close())
+            with suppress(sqlite3.Error):
+                self._checkpoint_log()
         self._db.close()
 
     def commit(self, operations: list[Operation]) -> None:
@@ -137,8 +150,10 @@ class SqliteWriter:
         self._mark(marks)
         self._db.execute("COMMIT")
         segments.keep(marks)
+        if self.is_checkpoint_due:
+            self._checkpoint_log()
         if must_sync and not self._syncs_every_commit:
-            self._sync_log()
+            self.sync_log()
         shrunk = self._shrunk | payloads.shrunk
         if shrunk or self._emptied:
             self._shrunk = shrunk & segments.active
@@ -157,7 +172,7 @@ class SqliteWriter:
                 self._emptied[segment] = now
         due = [segment for segment, since in self._emptied.items() if since + GRACE_S <= now]
         if due:
-            self._sync_log()  # a row that reappears after a power failure must find its file
+            self.sync_log()  # a row that reappears after a power failure must find its file
         for segment in due:
             remove_segment(self._path.parent, segment)
             del self._emptied[segment]
@@ -192,8 +207,17 @@ class SqliteWriter:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
 
-    def _sync_log(self) -> None:
-        """Sync the write-ahead log, and with it every commit so far."""
+    def _checkpoint_log(self) -> None:
+        """Move all commits from the log to the database and empty the log. Left for the next time if a reader needs the log."""
+        self.is_checkpoint_due = False
+        self._db.execute(f"PRAGMA busy_timeout = {CHECKPOINT_WAIT_MS}")
+        try:
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        finally:
+            self._db.execute(f"PRAGMA busy_timeout = {int(BUSY_S * 1000)}")
+
+    def sync_log(self) -> None:
+        """Sync the write-ahead log, and with it every commit so far. May be called from any thread."""
         try:
             with Path(f"{self._path}-wal").open("rb+") as log:
                 os.fsync(log.fileno())

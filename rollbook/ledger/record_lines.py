@@ -1,7 +1,8 @@
-"""The lines of an exported run, in an order in which they can be imported.
+"""The rows of a run as JSON lines: an exported run, and the entries of a store's journal (`journal.py`).
 
 First the run, then its groups with their histories and payloads (base64, unchanged), then actions, batches, steps, publications and
-the data of extensions. The last line counts the lines before it, so that a truncated file is detected.
+the data of extensions, so that the lines can be imported in this order. The last line of an export counts the lines before it, so
+that a truncated file is detected.
 """
 
 from typing import Any, Protocol
@@ -45,6 +46,8 @@ class GroupLine(Line, frozen=True, kw_only=True, tag="group"):
     payload: bytes | None = None
     samples: Any = None
     """The decoded payload, for people. The import ignores it."""
+    place: tuple[int, int] | None = None
+    """Segment and offset of the payload, only in a journal."""
 
 
 class ActionLine(Line, frozen=True, kw_only=True, tag="action"):
