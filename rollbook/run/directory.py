@@ -55,6 +55,8 @@ class RunDirectory:
     """Id, name, version, and the directory of the config file."""
     model_file = Entry("model.json")
     """Where the initial model is."""
+    trainer_state_file = Entry("trainer_state.json")
+    """The settings of the trainer over time."""
     resumes_file = Entry("resumes.jsonl")
     """When the run was resumed, with changed settings."""
     ledger = Entry("ledger")

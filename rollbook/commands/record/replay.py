@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, overload
 
@@ -31,6 +31,8 @@ class ReplayReport:
     recorded_digest: str | None
     diverged_at: int | None
     """The first step whose weights differ from the recorded ones."""
+    changes: Mapping[int, Mapping[str, tuple[Any, Any]]] = field(default_factory=dict)
+    """Settings that changed when the run was resumed, with both values, by the last step before the change."""
 
     @property
     def is_exact(self) -> bool:
@@ -155,6 +157,9 @@ def replay_command(
     if isinstance(report, LossComparison):
         _print_comparison(report.row())
         return 0
+    for step, changed in report.changes.items():
+        settings = ", ".join(f"trainer.{name} {before!r} → {after!r}" for name, (before, after) in changed.items())
+        say(f"after step {step} the run continued with other settings: {settings}")
     if report.is_exact:
         stderr_console().print(f"{report.steps} steps reproduced bit for bit", style="green")
         return 0

@@ -8,6 +8,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from rollbook.dashboard.plots import draw_comparison
 from rollbook.run.config.run import override_table
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.reader import open_run
+from rollbook.trainer.checkpoints.settings_history import SettingsHistory
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.replay import CounterfactualStep, replay, retrain
+from rollbook.trainer.replay import CounterfactualStep, replay, replay_periods, retrain
 
 LOSS_SETTINGS = (
     "clip_low",
@@ -47,12 +49,14 @@ async def compare(path: Path, until: int | None) -> dict[str, Any]:
         # After a takeover a step may be acknowledged twice; the last acknowledgement is the one the run continued from.
         recorded = {step.step: step.digest for step in run.steps()}
         last = min(until or len(recorded), len(recorded))
+        history = SettingsHistory.read(run.directory.trainer_state_file)
         made = await replay(
             run.batches(last),
             model_dir=run.directory.initial_model,
-            config=run.config.trainer,
+            config=replay_periods(history, run.config.trainer, until=last),
             until=last,
             publishes_adapters=run.config.inference.publish == "adapter",
+            recorded=recorded,
         )
     diverged = [step for step in range(1, last + 1) if made.digests.get(step) != recorded[step]]
     return {
@@ -61,6 +65,7 @@ async def compare(path: Path, until: int | None) -> dict[str, Any]:
         "digest": made.final_digest,
         "recorded_digest": recorded.get(last),
         "diverged_at": diverged[0] if diverged else None,
+        "changes": {step: changed for step, changed in history.changes().items() if step < last},
     }
 
 
@@ -69,14 +74,18 @@ async def compare_losses(
 ) -> dict[str, Any]:
     """Train the recorded stream twice, with the recorded settings and with others, and compare both."""
     with open_run(path) as run:
-        recorded = run.config.trainer
+        # A step that was trained again after a restart has several acknowledgements.
+        num_steps = len({step.step for step in run.steps()})
+        last = min(until or num_steps, num_steps)
+        periods = replay_periods(SettingsHistory.read(run.directory.trainer_state_file), run.config.trainer, until=last)
+        recorded = periods[-1].config
         other = changed_settings(recorded, loss, overrides)
-        last = min(until or len(run.steps()), len(run.steps()))
+        others = [replace(period, config=changed_settings(period.config, loss, overrides)) for period in periods]
         model_dir = run.directory.initial_model
         names = (f"{recorded.loss}, as recorded", f"{other.loss}, replayed")
         both: dict[str, dict[str, list[float | None]]] = {}
         digests = {}
-        for name, config in zip(names, (recorded, other), strict=True):
+        for name, config in zip(names, (periods, others), strict=True):
             steps, digest = await retrain(run.batches(last), model_dir=model_dir, config=config, judged_by=recorded)
             both[name], digests[name] = curves(steps), digest
     panels = {title: {name: lines[key] for name, lines in both.items()} for key, title in MEASURES.items()}

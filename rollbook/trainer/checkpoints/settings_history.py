@@ -58,6 +58,18 @@ class SettingsHistory:
                 names |= {key for key in keys if period.settings.get(key) != settings.get(key)}
         return sorted(names)
 
+    def changes(self) -> dict[int, dict[str, tuple[Any, Any]]]:
+        """For each later period the settings that changed, with both values, by the last step before the change."""
+        pairs = zip(self.periods, self.periods[1:], strict=False)
+        return {
+            after.after_step: {
+                name: (before.settings.get(name), after.settings.get(name))
+                for name in sorted(before.settings.keys() | after.settings.keys())
+                if before.settings.get(name) != after.settings.get(name)
+            }
+            for before, after in pairs
+        }
+
     def resumed(self, settings: dict[str, Any], *, acknowledged_step: int) -> "SettingsHistory":
         """The history after a resume with `settings`. Unchanged settings start no new period."""
         if self.periods and self.periods[-1].settings == settings:
