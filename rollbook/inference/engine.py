@@ -6,7 +6,7 @@ logits. Cancelling the future of `submit` frees the request's slot before the ne
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,9 @@ from rollbook.inference.config import InferenceConfig, KvAfterUpdate
 from rollbook.inference.pause import PauseMode
 from rollbook.telemetry.spans import SpanRecorder
 
+BASE_MODEL = "base"
+"""Names the weights without any adapter, while an adapter is published."""
+
 
 class EngineQueueFullError(TransientError):
     """The queue of waiting requests is full."""
@@ -34,6 +37,10 @@ class UnpublishedError(TransientError):
 
 class EngineClosedError(TransientError):
     """The engine was closed before the request finished."""
+
+
+class UnknownAdapterError(EpisodeError):
+    """The engine has no adapter of this name, or it was removed before the request finished."""
 
 
 class GenerationError(EpisodeError):
@@ -94,7 +101,11 @@ class Engine(Protocol):
 
     @property
     def adapter(self) -> Adapter | None:
-        """The live adapter, or None. One at a time."""
+        """The published adapter, or None: it belongs to the policy that is served."""
+
+    @property
+    def named_adapters(self) -> Collection[str]:
+        """Adapters that are loaded besides the policy, for requests that name them."""
 
     @property
     def is_paused(self) -> bool: ...
@@ -108,21 +119,23 @@ class Engine(Protocol):
         *,
         on_tokens: OnTokens | None = None,
         constraint: TokenConstraint | None = None,
+        adapter: str | None = None,
     ) -> asyncio.Future[Completion]:
-        """Queue a request. Cancel the future to abort.
+        """Queue a request. Cancel the future to abort. `adapter`: one of `named_adapters`, or `BASE_MODEL`; None is the policy.
 
-        Raises `BadRequestError`, `EngineQueueFullError` or `UnpublishedError` at once.
+        Raises `BadRequestError`, `UnknownAdapterError`, `EngineQueueFullError` or `UnpublishedError` at once.
         """
 
     async def generate(self, prompt_ids: TokenIds, sampling: SamplingParams) -> Completion: ...
 
-    async def score(self, prompt_ids: TokenIds, *, top_logprobs: int = 0) -> PromptScores:
+    async def score(self, prompt_ids: TokenIds, *, top_logprobs: int = 0, adapter: str | None = None) -> PromptScores:
         """Logprobs of a prompt's tokens under the weights in use. Nothing is sampled. Raises as `submit`."""
 
     async def load_weights(self, publication: Publication, path: Path, *, adapter: Adapter | None = None) -> None:
         """Check the digest of the file, then apply it between two forwards. Idempotent.
 
-        With `adapter` the tensors are an adapter's, which replaces the previous one.
+        With `adapter` the tensors are an adapter's, which replaces the published one; the base stays as it is. Whole weights remove
+        all adapters, because these belong to another base.
         Raises `OutdatedUpdateError` or `WeightsError`; then nothing was changed.
         """
 
@@ -134,8 +147,11 @@ class Engine(Protocol):
         The digest of bytes in host memory is checked. Tensors on a device are not checked; use `weights_digest` afterwards.
         """
 
-    async def unload_adapter(self, publication: Publication) -> None:
-        """Remove the adapter, as a new publication. Without an adapter only the publication changes."""
+    async def load_adapter(self, adapter: Adapter, tensors: Mapping[str, TensorSource]) -> None:
+        """Load an adapter under its name, next to the policy. It replaces one of the same name, also for running requests."""
+
+    async def remove_adapter(self, name: str) -> None:
+        """Requests that use it fail with `UnknownAdapterError`."""
 
     async def base_digest(self) -> str:
         """Digest of the weights without an adapter."""
@@ -149,7 +165,7 @@ class Engine(Protocol):
     async def weights_digest(self) -> str:
         """Digest of the weights in use, read between two forwards. Equals the published one if the dtypes are equal.
 
-        With an adapter it is the adapter's digest, if the weights in use are the merge of it and its base.
+        With an adapter it is the adapter's digest, if what the forwards read is exactly that adapter.
         """
 
     async def abort_all(self) -> int:

@@ -43,12 +43,13 @@ def _unpickle_bad_request(message: str, param: str | None) -> BadRequestError:
 class GenerationRequest:
     """Used by its engine only. A caller aborts it by cancelling `future`.
 
-    These fields belong to the embedded engine: `order` (of arrival), `row`, `segments` (row, first round, round after the last),
-    `is_finished`, `weights_generation` (of the keys and values in its row), `cached_kv` (a copy of them) and `cached_tokens` (the
-    part of its prompt that was taken from the prefix cache).
+    `adapter` is the slot of its adapter, 0 for the policy. These fields belong to the embedded engine: `order` (of arrival), `row`,
+    `segments` (row, first round, round after the last), `is_finished`, `weights_generation` (of the keys and values in its row),
+    `cached_kv` (a copy of them) and `cached_tokens` (the part of its prompt that was taken from the prefix cache).
     """
 
     __slots__ = (
+        "adapter",
         "cached_kv",
         "cached_tokens",
         "constraint",
@@ -82,8 +83,10 @@ class GenerationRequest:
         future: asyncio.Future[Completion],
         on_tokens: OnTokens | None = None,
         constraint: TokenConstraint | None = None,
+        adapter: int = 0,
     ) -> None:
         self.prompt = prompt
+        self.adapter = adapter
         self.sampling = sampling
         self.limit = limit
         self.future = future
@@ -181,11 +184,14 @@ def checked_request(
     future: asyncio.Future[Completion],
     on_tokens: OnTokens | None = None,
     constraint: TokenConstraint | None = None,
+    adapter: int = 0,
 ) -> GenerationRequest:
     """A valid request; raises `BadRequestError` otherwise. The model's length limits the completion."""
     prompt = checked_prompt(prompt_ids, vocab_size=vocab_size, max_length=max_model_len - 1)
     limit = min(sampling.max_tokens, max_model_len - len(prompt))
-    return GenerationRequest(prompt, sampling, limit=limit, future=future, on_tokens=on_tokens, constraint=constraint)
+    return GenerationRequest(
+        prompt, sampling, limit=limit, future=future, on_tokens=on_tokens, constraint=constraint, adapter=adapter
+    )
 
 
 def checked_prompt(prompt_ids: TokenIds, *, vocab_size: int, max_length: int) -> NDArray[np.int32]:

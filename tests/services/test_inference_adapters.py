@@ -24,7 +24,7 @@ from rollbook.inference.weights.lora import CONFIG_FILE
 from rollbook.inference.weights.transport import TransportOptions, open_transport
 from tests.parts.inference.adapters import make_adapter, peft_model, published_adapter
 from tests.parts.inference.engines import TinyModel, engine_config, until
-from tests.parts.inference.models import plain_logprobs
+from tests.parts.inference.models import build_model, plain_logprobs
 from tests.services.test_inference_server import Served, served, update_body
 
 TOKEN = "a-token-of-at-least-sixteen-characters"
@@ -45,32 +45,38 @@ async def post_adapter(server: Served, verb: str, **body: Any) -> tuple[int, str
         return response.status, await response.text()
 
 
-async def test_an_adapter_is_loaded_requested_and_unloaded_by_name(tiny: TinyModel, adapters: list[Path]) -> None:
+async def test_adapters_are_loaded_requested_and_unloaded_by_name(tiny: TinyModel, adapters: list[Path]) -> None:
     async with served(tiny, "transformers", published=None) as server:
-        assert (await post_adapter(server, "load", lora_name="one", lora_path=str(adapters[0]))) == (
-            200,
-            "Success: LoRA adapter 'one' added successfully.",
-        )
+        for name, path in zip(("one", "two"), adapters, strict=True):
+            assert (await post_adapter(server, "load", lora_name=name, lora_path=str(path))) == (
+                200,
+                f"Success: LoRA adapter '{name}' added successfully.",
+            )
         _, listed = await server.get("/v1/models")
-        assert [(card["id"], card["parent"]) for card in listed["data"]] == [("policy", None), ("one", "policy")]
-        assert (await server.get("/weight_info"))[1]["adapter"] == "one"
-        request = {"model": "one", "prompt": [1, 2], "max_tokens": 8, "logprobs": 0, "return_token_ids": True}
-        status, reply = await server.post("/v1/completions", request)
-        assert (status, reply["model"]) == (200, "one")
-        choice = reply["choices"][0]
-        expected = plain_logprobs(peft_model(tiny.model_dir, adapters[0]), [1, 2, *choice["token_ids"]], 2)
-        assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+        cards = [(card["id"], card["parent"]) for card in listed["data"]]
+        assert cards == [("policy", None), ("one", "policy"), ("two", "policy")]
+        assert (await server.get("/weight_info"))[1]["adapter"] is None, "the policy is the base"
+        modules = [peft_model(tiny.model_dir, path) for path in adapters]
+        for name, module in zip(("one", "two", "policy"), [*modules, build_model("llama", seed=0)], strict=True):
+            request = {"model": name, "prompt": [1, 2], "max_tokens": 8, "logprobs": 0, "return_token_ids": True}
+            status, reply = await server.post("/v1/completions", request)
+            assert (status, reply["model"]) == (200, name)
+            choice = reply["choices"][0]
+            expected = plain_logprobs(module, [1, 2, *choice["token_ids"]], 2)
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+            echoed = {**request, "prompt": [1, 2, *choice["token_ids"]], "max_tokens": 0, "echo": True}
+            _, scored = await server.post("/v1/completions", echoed)
+            assert scored["choices"][0]["logprobs"]["token_logprobs"][2:] == pytest.approx(expected, abs=1e-4)
 
-        assert (await post_adapter(server, "load", lora_name="two", lora_path=str(adapters[1])))[0] == 200
-        status, reply = await server.post("/v1/completions", request)
+        assert (await post_adapter(server, "unload", lora_name="one")) == (
+            200,
+            "Success: LoRA adapter 'one' removed successfully.",
+        )
+        status, reply = await server.post("/v1/completions", {**request, "model": "one"})
         assert (status, reply["error"]["param"]) == (404, "model")
         assert "policy, two" in reply["error"]["message"], "the error lists the available models"
-        assert (await post_adapter(server, "unload", lora_name="two")) == (
-            200,
-            "Success: LoRA adapter 'two' removed successfully.",
-        )
         _, check = await server.post("/weight_checker")
-        assert check["digest"] == check["published"], "the base is restored"
+        assert check["digest"] == check["published"], "the policy did not change"
 
 
 async def test_invalid_adapter_requests_get_the_same_errors_as_from_vllm(tiny: TinyModel, adapters: list[Path]) -> None:
@@ -90,15 +96,29 @@ async def test_invalid_adapter_requests_get_the_same_errors_as_from_vllm(tiny: T
         assert (await post_adapter(server, "load", lora_name="one", lora_path=path, load_inplace=True))[0] == 200
 
 
-async def test_after_a_trainer_has_published_others_cannot_load_adapters(tiny: TinyModel, adapters: list[Path]) -> None:
+async def test_adapters_are_loaded_next_to_a_published_adapter_but_not_next_to_whole_weights(
+    tiny: TinyModel, adapters: list[Path]
+) -> None:
     async with served(tiny, "transformers", published=1) as server:
-        assert (await post_adapter(server, "load", lora_name="one", lora_path=str(adapters[0])))[0] == 409
+        status, text = await post_adapter(server, "load", lora_name="one", lora_path=str(adapters[0]))
+        assert (status, "publishes whole weights" in text) == (409, True)
         offered, path, adapter = published_adapter(adapters[0], 2)
         info = {"name": adapter.name, "settings": dict(adapter.settings)}
         body = update_body(tiny, 1, publication=2, step=2, digest=offered.digest, path=str(path), adapter=info)
         assert (await server.post("/update_weights", body))[0] == 200
         assert (await server.get("/weight_info"))[1]["adapter"] == "policy-v2"
         assert (await post_adapter(server, "unload", lora_name="policy-v2"))[0] == 409
+        assert (await post_adapter(server, "load", lora_name="one", lora_path=str(adapters[1])))[0] == 200
+        _, listed = await server.get("/v1/models")
+        assert [card["id"] for card in listed["data"]] == ["policy", "policy-v2", "base", "one"]
+        _, check = await server.post("/weight_checker")
+        assert (check["digest"], check["published"]) == (offered.digest, offered.digest)
+        replies = {}
+        for name in ("policy", "policy-v2", "base", "one"):
+            request = {"model": name, "prompt": [1, 2], "max_tokens": 16, "seed": 1, "return_token_ids": True}
+            replies[name] = (await server.post("/v1/completions", request))[1]["choices"][0]["token_ids"]
+        assert replies["policy"] == replies["policy-v2"]
+        assert len({tuple(tokens) for tokens in replies.values()}) == 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
@@ -32,19 +32,21 @@ from rollbook.contracts.policy import (
 from rollbook.contracts.weights import Adapter, TensorSource
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import (
+    BASE_MODEL,
     EngineClosedError,
     EngineQueueFullError,
     EngineStats,
     GenerationError,
     PromptScores,
     TokenConstraint,
+    UnknownAdapterError,
     UnpublishedError,
 )
 from rollbook.inference.engines.batching import admissible
 from rollbook.inference.engines.busy import BusyPeriods
 from rollbook.inference.pause import Gate, PauseMode, needs_loading, require_unpublished
 from rollbook.inference.request import GenerationRequest, checked_prompt, checked_request, seeded_uniforms
-from rollbook.inference.weights.lora import checked_settings
+from rollbook.inference.weights.lora import checked_settings, low_rank_pairs
 from rollbook.inference.weights.safetensors import read_published_weights, require_published
 from rollbook.telemetry.spans import SpanRecorder
 
@@ -145,6 +147,7 @@ class ScriptedEngine:
         self._gate = Gate()
         self._publication: Publication | None = None
         self._adapter: Adapter | None = None
+        self._named: set[str] = set()
         self._updating = asyncio.Lock()
         self._waiting: deque[GenerationRequest] = deque()
         self._running: list[_Running] = []
@@ -170,6 +173,10 @@ class ScriptedEngine:
         return self._adapter
 
     @property
+    def named_adapters(self) -> Collection[str]:
+        return self._named
+
+    @property
     def is_paused(self) -> bool:
         return not self._gate.may_admit
 
@@ -192,8 +199,10 @@ class ScriptedEngine:
         *,
         on_tokens: OnTokens | None = None,
         constraint: TokenConstraint | None = None,
+        adapter: str | None = None,
     ) -> asyncio.Future[Completion]:
         self._require_open()
+        self._require_adapter(adapter)
         if self._publication is None:
             raise UnpublishedError("no weights were published to this engine yet, so it does not sample")
         if len(self._waiting) >= self._config.max_queued:
@@ -219,11 +228,17 @@ class ScriptedEngine:
         if self._is_closed:
             raise EngineClosedError("the engine is closed")
 
+    def _require_adapter(self, name: str | None) -> None:
+        """All adapters of this engine answer alike."""
+        if name not in (None, BASE_MODEL, *self._named):
+            raise UnknownAdapterError(f"no adapter {name!r} is loaded")
+
     async def generate(self, prompt_ids: TokenIds, sampling: SamplingParams) -> Completion:
         return await self.submit(prompt_ids, sampling)
 
-    async def score(self, prompt_ids: TokenIds, *, top_logprobs: int = 0) -> PromptScores:
+    async def score(self, prompt_ids: TokenIds, *, top_logprobs: int = 0, adapter: str | None = None) -> PromptScores:
         """All tokens of a prompt are equally likely."""
+        self._require_adapter(adapter)
         if self._publication is None:
             raise UnpublishedError("no weights were published to this engine yet, so it does not score")
         prompt = checked_prompt(prompt_ids, vocab_size=self.vocab_size, max_length=self.max_model_len)
@@ -247,8 +262,13 @@ class ScriptedEngine:
     ) -> None:
         await self._load(publication, lambda: require_published(publication, tensors), adapter)
 
-    async def unload_adapter(self, publication: Publication) -> None:
-        await self._load(publication, lambda: None, None)
+    async def load_adapter(self, adapter: Adapter, tensors: Mapping[str, TensorSource]) -> None:
+        low_rank_pairs(checked_settings(adapter.settings), tensors)
+        self._named.add(adapter.name)
+
+    async def remove_adapter(self, name: str) -> None:
+        self._require_adapter(name)
+        self._named.discard(name)
 
     async def base_digest(self) -> str:
         """This engine has no weights."""
@@ -265,6 +285,8 @@ class ScriptedEngine:
             # A step has no await in it, so this is always between two steps.
             self._add_drawn()
             self._publication, self._adapter = publication, adapter
+            if adapter is None:
+                self._named.clear()
             self._busy.updated(started, publication=publication.id, step=publication.step)
 
     async def adopt(self, publication: Publication) -> None:

@@ -55,6 +55,7 @@ class Generation:
         stops: Sequence[str] = (),
         is_streamed: bool = False,
         constraint: TokenConstraint | None = None,
+        adapter: str | None = None,
     ) -> None:
         self._stop_token_ids = sampling.stop_token_ids
         self._tokenizer = tokenizer
@@ -70,10 +71,12 @@ class Generation:
         # Unbounded, but never longer than the completion, whose length the engine limits.
         self._chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
         if self._is_streamed:
-            self._completion = engine.submit(prompt, sampling, on_tokens=self._chunks.put_nowait, constraint=constraint)
+            self._completion = engine.submit(
+                prompt, sampling, on_tokens=self._chunks.put_nowait, constraint=constraint, adapter=adapter
+            )
             self._completion.add_done_callback(lambda _: self._chunks.put_nowait(None))
         else:
-            self._completion = engine.submit(prompt, sampling, constraint=constraint)
+            self._completion = engine.submit(prompt, sampling, constraint=constraint, adapter=adapter)
 
     async def result(self) -> GenerationResult:
         if self._is_streamed:

@@ -12,7 +12,7 @@ from rollbook.contracts.errors import RollbookError, TransientError
 from rollbook.contracts.plugin import MissingExtraError, load_on_demand
 from rollbook.contracts.policy import Completion, OnTokens, SamplingParams, TokenIds
 from rollbook.inference.config import InferenceConfig
-from rollbook.inference.engine import Engine, EngineQueueFullError, TokenConstraint
+from rollbook.inference.engine import BASE_MODEL, Engine, EngineQueueFullError, TokenConstraint
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.generation import Generation
 from rollbook.inference.server.text import TextTokenizer
@@ -72,9 +72,11 @@ class PolicyService:
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """The model's own names mean the live weights. An adapter's name is served while that adapter is live."""
+        """The model's own names mean the policy: the published weights, or the base with the published adapter. That one is also
+        served by its name, and the weights without it as `base`. Other adapters have names of their own."""
         adapter = self.engine.adapter
-        return self.model_names if adapter is None else (*self.model_names, adapter.name)
+        published = () if adapter is None else (adapter.name, BASE_MODEL)
+        return (*self.model_names, *published, *self.engine.named_adapters)
 
     def new_id(self, kind: str) -> str:
         return f"{kind}-{self._boot_id}-{next(self._count)}"
@@ -86,6 +88,10 @@ class PolicyService:
         if name not in (names := self.served_names):
             raise UnknownModelError(f"the model {name!r} is not served here; available: {', '.join(names)}")
         return name
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that a resolved name means, for the engine. None: the policy."""
+        return name if name == BASE_MODEL or name in self.engine.named_adapters else None
 
     def require_tokenizer(self, field: str) -> TextTokenizer:
         if self.tokenizer is None:
@@ -135,8 +141,9 @@ class PolicyService:
         skip_special_tokens: bool | None = None,
         request_id: str | None = None,
         grammar: CompiledGrammar | None = None,
+        model: str | None = None,
     ) -> Iterator[list[Generation]]:
-        """Start a generation for each prompt, or none of them. Leaving the block frees their slots."""
+        """Start a generation for each prompt, or none of them. Leaving the block frees their slots. `model`: a served name."""
         self._require_publication(min_publication)
         self._require_queue_space(len(requests))
         started: list[Generation] = []
@@ -153,6 +160,7 @@ class PolicyService:
                         stops=stops,
                         is_streamed=is_streamed or request_id is not None,
                         constraint=None if grammar is None else grammar.copy(),
+                        adapter=self.adapter_of(model),
                     )
                 )
             if request_id is not None:

@@ -114,16 +114,18 @@ def low_rank_pairs(settings: AdapterSettings, names: Iterable[str]) -> list[LowR
 
 def read_adapter(directory: Path) -> tuple[dict[str, Any], Mapping[str, FileTensor]]:
     """Settings and tensors of a PEFT directory. Raises `FileNotFoundError` if there is none, `WeightsError` if it is invalid."""
+    if not (directory / CONFIG_FILE).is_file() or not (directory / TENSOR_FILE).is_file():
+        raise FileNotFoundError(f"{directory} does not hold {CONFIG_FILE} and {TENSOR_FILE}")
+    return read_settings(directory), read_weights(directory / TENSOR_FILE)
+
+
+def read_settings(directory: Path) -> dict[str, Any]:
+    """The content of `adapter_config.json`. Raises `WeightsError`."""
     config = directory / CONFIG_FILE
     try:
-        if not config.is_file() or not (directory / TENSOR_FILE).is_file():
-            raise FileNotFoundError(f"{directory} does not hold {CONFIG_FILE} and {TENSOR_FILE}")
-        settings = json_decoder(dict[str, Any]).decode(config.read_bytes())
-    except FileNotFoundError:
-        raise
+        return json_decoder(dict[str, Any]).decode(config.read_bytes())
     except (OSError, msgspec.MsgspecError) as error:
         raise WeightsError(f"{config} cannot be read: {error}; nothing was loaded") from error
-    return settings, read_weights(directory / TENSOR_FILE)
 
 
 def _matching(patterns: Mapping[str, float] | None, layer: str, default: float) -> float:

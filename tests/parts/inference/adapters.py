@@ -26,7 +26,7 @@ def make_adapter(directory: Path, model_dir: Path, *, seed: int = 1, **settings:
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.normal_(0.0, 0.2)
-    model.save_pretrained(str(directory))
+    model.save_pretrained(str(directory), save_embedding_layers=False)
     return directory
 
 

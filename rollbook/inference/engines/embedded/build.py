@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.weights import Adapter, WeightsError
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.batching import SlotBudget
 from rollbook.inference.engines.embedded.live_weights import LiveWeights
@@ -30,6 +31,7 @@ from rollbook.inference.engines.embedded.sampling import sample
 from rollbook.inference.engines.embedded.scheduler import Scheduler
 from rollbook.inference.engines.embedded.slot_batch import SlotBatch
 from rollbook.inference.engines.embedded.slot_cache import SlotCache
+from rollbook.inference.weights.lora import CONFIG_FILE, read_adapter
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """Largest accepted relative error of the Llama forward. A wrong implementation has an error above 1."""
@@ -77,7 +79,9 @@ def build_parts(config: InferenceConfig, model_dir: Path, *, capture: Capture | 
         is_paged = isinstance(model, LlamaForward) and (
             _has_kernels(model, module, choices) if is_gpu else capture is not None
         )
-    weights = LiveWeights(module, device)
+    weights = LiveWeights(module, device, model.adapters)
+    if (model_dir / CONFIG_FILE).is_file():
+        _apply_adapter(weights, model_dir)
     batch: SlotBatch | PagedBatch
     runner: Runner | PackedRunner
     if isinstance(model, LlamaForward) and is_paged:
@@ -97,6 +101,15 @@ def build_parts(config: InferenceConfig, model_dir: Path, *, capture: Capture | 
         module=module,
         choices=tuple(choices),
     )
+
+
+def _apply_adapter(weights: LiveWeights, directory: Path) -> None:
+    """A PEFT directory, such as a checkpoint of a run with LoRA: its adapter is the policy's."""
+    try:
+        settings, tensors = read_adapter(directory)
+        weights.apply(weights.plan_adapter(Adapter(name=directory.name, settings=settings), tensors))
+    except (OSError, WeightsError) as error:
+        raise RunError(f"the adapter in {directory} could not be loaded: {error}") from error
 
 
 def _model(module: Any, max_model_len: int, config: InferenceConfig) -> tuple[SlotModel, list[str]]:

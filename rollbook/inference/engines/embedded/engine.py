@@ -7,28 +7,33 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from rollbook.concurrency.gpu_launches import prompt_launches
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Completion, OnTokens, Publication, SamplingParams, TokenIds
-from rollbook.contracts.weights import Adapter, RawTensor, TensorSource, weights_digest
+from rollbook.contracts.weights import Adapter, RawTensor, TensorSource, WeightsError, weights_digest
 from rollbook.inference.config import InferenceConfig, KvAfterUpdate
 from rollbook.inference.engine import (
+    BASE_MODEL,
     EngineClosedError,
     EngineQueueFullError,
     EngineStats,
     PromptScores,
     TokenConstraint,
+    UnknownAdapterError,
     UnpublishedError,
 )
 from rollbook.inference.engines.busy import BusyPeriods
+from rollbook.inference.engines.embedded.adapters import BASE, POLICY
 from rollbook.inference.engines.embedded.build import EngineParts, build_parts
 from rollbook.inference.engines.embedded.live_weights import LoadPlan
 from rollbook.inference.engines.embedded.model.module import score_prompt
@@ -43,6 +48,8 @@ T = TypeVar("T")
 
 RETRY_FULL_S = 0.2
 """Retry advice for a client when the queue is full."""
+MAX_NAMED = 16
+"""Named adapters. A step with several adapters computes all of them for every row."""
 FLUSH_AT = 32
 """Requests submitted together are passed to the engine's thread in parts of this size, so that it starts before the last one."""
 
@@ -94,6 +101,8 @@ class TransformersEngine:
         self._busy = BusyPeriods(spans)
         self.thread = EngineThread(parts, config, loop=loop, busy=self._busy)
         self._updating = asyncio.Lock()
+        self._named: dict[str, int] = {}
+        """The slots of the named adapters."""
         self._is_damaged = False
         """The weights in use do not have the published digest. The same publication is then loaded again."""
         # One thread for all updates, because a GPU library initialises itself once for each thread.
@@ -119,6 +128,10 @@ class TransformersEngine:
         return self.parts.weights.adapter
 
     @property
+    def named_adapters(self) -> Collection[str]:
+        return self._named.keys()
+
+    @property
     def is_paused(self) -> bool:
         return not self.thread.gate.may_admit
 
@@ -142,6 +155,7 @@ class TransformersEngine:
         *,
         on_tokens: OnTokens | None = None,
         constraint: TokenConstraint | None = None,
+        adapter: str | None = None,
     ) -> asyncio.Future[Completion]:
         self._require_weights()
         if self._submitted - self.thread.admitted >= self._config.max_queued:
@@ -157,6 +171,7 @@ class TransformersEngine:
             future=future,
             on_tokens=on_tokens,
             constraint=constraint,
+            adapter=self._slot(adapter),
         )
         request.order = self._submitted
         request.seed = self._rng.getrandbits(64) if sampling.seed is None else sampling.seed
@@ -169,25 +184,42 @@ class TransformersEngine:
         return future
 
     async def warm_up(self) -> None:
-        """Capture graphs before the first request."""
+        """Capture graphs before the first request: at once, or with the first adapter if adapters will be published."""
+        if self._config.publish != "adapter" or self.adapter is not None:
+            await self.thread.between_rounds(self._warm_up)
 
-        def prepare() -> None:
-            with torch.inference_mode():
-                self.parts.runner.warm_up()
+    def _warm_up(self) -> None:
+        with torch.inference_mode():
+            self.parts.runner.warm_up()
 
-        await self.thread.between_rounds(prepare)
-        if self._config.publish == "adapter":
-            await self._staged(self.parts.weights.warm_up_adapters)
+    async def generate(
+        self, prompt_ids: TokenIds, sampling: SamplingParams, *, adapter: str | None = None
+    ) -> Completion:
+        return await self.submit(prompt_ids, sampling, adapter=adapter)
 
-    async def generate(self, prompt_ids: TokenIds, sampling: SamplingParams) -> Completion:
-        return await self.submit(prompt_ids, sampling)
-
-    async def score(self, prompt_ids: TokenIds, *, top_logprobs: int = 0) -> PromptScores:
+    async def score(self, prompt_ids: TokenIds, *, top_logprobs: int = 0, adapter: str | None = None) -> PromptScores:
         self._require_weights()
         prompt = checked_prompt(prompt_ids, vocab_size=self.vocab_size, max_length=self.max_model_len)
+        bank, slot = self._model.adapters, self._slot(adapter)
         scores: list[PromptScores] = []
-        await self.thread.between_rounds(lambda: scores.append(score_prompt(self.parts.module, prompt, top_logprobs)))
+
+        def score() -> None:
+            with bank.in_module(bank.rows(np.array([slot], dtype=np.int32))):
+                scores.append(score_prompt(self.parts.module, prompt, top_logprobs))
+
+        await self.thread.between_rounds(score)
         return scores[0]
+
+    def _slot(self, adapter: str | None) -> int:
+        if adapter is None:
+            return POLICY
+        if adapter == BASE_MODEL:
+            return BASE
+        if adapter not in self._named:
+            raise UnknownAdapterError(
+                f"no adapter {adapter!r} is loaded; loaded are: {', '.join(self._named) or 'none'}"
+            )
+        return self._named[adapter]
 
     def _require_weights(self) -> None:
         if self.thread.is_closed:
@@ -207,8 +239,37 @@ class TransformersEngine:
 
         await self._load(publication, plan)
 
-    async def unload_adapter(self, publication: Publication) -> None:
-        await self._load(publication, self.parts.weights.plan_base)
+    async def load_adapter(self, adapter: Adapter, tensors: Mapping[str, TensorSource]) -> None:
+        async with self._updating:
+            used = set(self._named.values())
+            slot = self._named.get(adapter.name) or next(n for n in count(POLICY + 1) if n not in used)
+            if slot > MAX_NAMED:
+                raise WeightsError(f"{MAX_NAMED} adapters are loaded, which is the limit; unload one first")
+            plan = await self._staged(lambda: self.parts.weights.plan_adapter(adapter, tensors, slot=slot))
+            await self.thread.between_rounds(lambda: self._apply(plan))
+            self._named[adapter.name] = slot
+
+    async def remove_adapter(self, name: str) -> None:
+        async with self._updating:
+            slot = self._slot(name)
+            del self._named[name]
+            # Requests that were submitted before must reach the thread before the adapter leaves it.
+            self._flush()
+            plan = await self._staged(lambda: self.parts.weights.plan_removal(slot))
+
+            def apply() -> None:
+                self.thread.fail_adapters([slot], UnknownAdapterError(f"adapter {name!r} was unloaded"))
+                self._apply(plan)
+
+            await self.thread.between_rounds(apply)
+
+    def _apply(self, plan: LoadPlan) -> None:
+        """In the engine's thread."""
+        generation = self._model.adapters.generation
+        self.parts.weights.apply(plan)
+        self.parts.scheduler.weights_changed()
+        if self._model.adapters.generation != generation:
+            self._warm_up()
 
     async def base_digest(self) -> str:
         async with self._updating:
@@ -230,11 +291,17 @@ class TransformersEngine:
                 return
             started = time.time()
             plan = await self._staged(make_plan)
+            named = list(self._named.values()) if plan.is_new_base else []
+            if named:
+                self._named = {}
+                self._flush()
 
             def apply() -> None:
-                self.parts.weights.apply(plan)
+                self.thread.fail_adapters(
+                    named, UnknownAdapterError("the adapter was unloaded, because its base model was replaced")
+                )
+                self._apply(plan)
                 self._is_damaged = False
-                self.parts.scheduler.weights_changed()
                 self.thread.is_cache_outdated = self._config.kv_after_update is KvAfterUpdate.RECOMPUTE
                 self.thread.publication = publication
                 self._busy.updated(started, publication=publication.id, step=publication.step)
@@ -250,7 +317,7 @@ class TransformersEngine:
         weights = self.parts.weights
         async with self._updating:
             publication, is_comparable = self.thread.publication, weights.is_comparable
-            tensors = await self._staged(weights.adapter_snapshot)
+            tensors: Sequence[RawTensor] | None = await self._staged(weights.adapter_snapshot)
         if tensors is None:
             snapshot: list[RawTensor] = []
 

@@ -1,10 +1,10 @@
 """The weights in use: checks, stages and replaces them in place, and reads them back.
 
 New weights are copied into the memory that the forwards read, between two of them, so addresses never change. On a GPU they are
-transferred before that on a separate stream, so that only a copy within the device happens between two forwards.
+transferred before that on a separate stream, so that only a copy within the device happens between two forwards. An adapter changes
+its own buffers only (`adapters.py`); the base stays as it is.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,15 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from rollbook.contracts.weights import Adapter, RawTensor, TensorSource, WeightsError, weights_digest
-from rollbook.inference.engines.embedded.adapter_merge import AdapterMerge
+from rollbook.inference.engines.embedded.adapters import POLICY, AdapterBank, Factors, LoadedAdapter
 from rollbook.inference.weights.lora import checked_settings, low_rank_pairs
 from rollbook.inference.weights.safetensors import FileTensor, is_raw
 from rollbook.inference.weights.transports.packing import DTYPES, NAMES, layout, unpack_views
 
-WARM_UP_RANK = 16
 WINDOW_BYTES = 16 << 20
 """Size of each of the two windows of pinned memory."""
 
@@ -31,9 +29,12 @@ class LoadPlan:
 
     sources: list[Tensor]
     targets: list[Tensor]
-    merge: AdapterMerge | None = None
-    """The adapter that is live afterwards. None: no adapter."""
     is_new_base: bool = False
+    """New weights remove all adapters."""
+    slot: int = POLICY
+    loaded: LoadedAdapter | None = None
+    """The adapter in `slot` afterwards."""
+    grown: Mapping[str, Factors] | None = None
     is_comparable: bool = False
     """Whether the digest of the live weights is then the published one: they have the dtype of the published tensors."""
 
@@ -41,12 +42,11 @@ class LoadPlan:
 class LiveWeights:
     """`plan` may be called from any thread, `apply` only from the engine's thread."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, adapters: AdapterBank | None = None) -> None:
         self._targets = dict(model.state_dict())
-        self._transposed = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, Conv1D)}
+        self._adapters = AdapterBank(model) if adapters is None else adapters
         self._device = device
         self._staging = _stream(device) if device.type == "cuda" else None
-        self._merge: AdapterMerge | None = None
         self.is_comparable = False
         """The value in the last applied plan."""
         self._base_digest: str | None = None
@@ -55,7 +55,9 @@ class LiveWeights:
 
     @property
     def adapter(self) -> Adapter | None:
-        return None if self._merge is None else self._merge.adapter
+        """The published one."""
+        loaded = self._adapters.adapter(POLICY)
+        return None if loaded is None else loaded.adapter
 
     @property
     def num_parameters(self) -> int:
@@ -90,43 +92,31 @@ class LiveWeights:
         is_comparable = all(p.dtype is t.dtype for p, t in zip(placed, targets, strict=True))
         return LoadPlan(sources=sources, targets=targets, is_new_base=True, is_comparable=is_comparable)
 
-    def plan_adapter(self, adapter: Adapter, tensors: Mapping[str, TensorSource]) -> LoadPlan:
-        """Every adapted matrix becomes base + scale x B A; a matrix that only the previous adapter changed becomes its base.
-
-        The base of adapted matrices is kept, so that removing an adapter needs no subtraction.
-        """
+    def plan_adapter(self, adapter: Adapter, tensors: Mapping[str, TensorSource], *, slot: int = POLICY) -> LoadPlan:
+        """The adapter replaces the one in `slot`. Nothing else changes."""
         pairs = low_rank_pairs(checked_settings(adapter.settings), tensors)
-        self._require_targets([pair.target for pair in pairs])
+        self._require_layers([pair.target for pair in pairs])
         self._require_base(adapter)
-        old_base = self._adapted_base()
         factors: dict[str, Tensor] = {}
         for pair in pairs:
-            rows, columns = self._targets[pair.target].shape[:: -1 if pair.target in self._transposed else 1]
+            columns, rows = self._adapters.sizes(pair.target)
             _require_shape(pair.a, tensors[pair.a], torch.Size((pair.rank, columns)))
             _require_shape(pair.b, tensors[pair.b], torch.Size((rows, pair.rank)))
             factors |= {name: _host_tensor(tensors[name]) for name in (pair.a, pair.b)}
         with self._staged():
-            base = {
-                pair.target: old_base[pair.target] if pair.target in old_base else self._targets[pair.target].clone()
-                for pair in pairs
-            }
-            merge = AdapterMerge(
-                adapter=adapter,
-                pairs=pairs,
-                factors=self._copied_to_device(factors),
-                base=base,
-                transposed=self._transposed,
-            )
-            # By groups on a GPU: a few large products disturb concurrent steps less than many small ones.
-            changed = merge.merged_by_groups() if self._staging is not None else merge.merged_one_by_one()
-        restored = {name: tensor for name, tensor in old_base.items() if name not in changed}
-        sources = {**restored, **changed}
-        targets = [self._targets[name] for name in sources]
-        return LoadPlan(sources=list(sources.values()), targets=targets, merge=merge, is_comparable=True)
+            loaded = LoadedAdapter(adapter=adapter, pairs=pairs, factors=self._copied_to_device(factors))
+            grown = self._adapters.grown(slot, loaded)
+            sources, targets = self._adapters.changes(slot, loaded, grown)
+        is_comparable = self.is_comparable or slot == POLICY
+        return LoadPlan(
+            sources=sources, targets=targets, slot=slot, loaded=loaded, grown=grown, is_comparable=is_comparable
+        )
 
-    def _adapted_base(self) -> Mapping[str, Tensor]:
-        """The base of the matrices that the live adapter changes."""
-        return {} if self._merge is None else self._merge.base
+    def plan_removal(self, slot: int) -> LoadPlan:
+        """Remove the adapter in a slot."""
+        with self._staged():
+            sources, targets = self._adapters.changes(slot, None)
+        return LoadPlan(sources=sources, targets=targets, slot=slot, is_comparable=self.is_comparable)
 
     def _copied_to_device(self, factors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """A copy, because the tensors may be views into the trainer's memory. From the host as one block."""
@@ -134,28 +124,17 @@ class LiveWeights:
             return {name: factor.to(device=self._device, copy=True) for name, factor in factors.items()}
         return self._upload([_host_bytes(name, factor) for name, factor in factors.items()])
 
-    def warm_up_adapters(self) -> None:
-        """On a GPU: load the kernels of the products in the thread that will use them, because loading blocks every stream."""
-        if self._staging is None:
-            return
-        with self._staged():
-            for shape, dtype in {(tuple(t.shape), t.dtype) for t in self._targets.values() if t.ndim == 2}:
-                b = torch.zeros(2, shape[0], WARM_UP_RANK, device=self._device)
-                a = torch.zeros(2, WARM_UP_RANK, shape[1], device=self._device)
-                torch.bmm(b, a).mul_(2.0).to(dtype)
-
-    def plan_base(self) -> LoadPlan:
-        """Remove the adapter: its matrices become their base again."""
-        base = self._adapted_base()
-        return LoadPlan(sources=list(base.values()), targets=[self._targets[name] for name in base])
-
     def apply(self, plan: LoadPlan) -> None:
         sources, targets = plan.sources, plan.targets
         if plan.is_new_base:
             self._base_digest = None
-        self._merge, self.is_comparable = plan.merge, plan.is_comparable
+        self.is_comparable = plan.is_comparable
         with torch.inference_mode():
-            if self._staging is not None:
+            if plan.is_new_base:
+                self._adapters.forget()
+            else:
+                self._adapters.replaced(plan.slot, plan.loaded, plan.grown)
+            if self._staging is not None and targets:
                 torch._foreach_copy_(targets, sources)
                 # Allocated on the staging stream: its memory may be reused only after this copy. Most are views of one block.
                 blocks = {source.untyped_storage().data_ptr(): source for source in sources}
@@ -169,53 +148,44 @@ class LiveWeights:
 
     def snapshot(self) -> list[RawTensor]:
         """The live weights as host bytes, under their published names, tied weights once. Call in the engine's thread."""
-        return self._snapshot(self._targets)
-
-    def adapter_snapshot(self) -> list[RawTensor] | None:
-        """The live adapter as host bytes; None if there is none, or if the live matrices are not the merge of it and its base.
-
-        Call in any thread while nothing replaces the weights. Steps may run, because they only read.
-        """
-        merge = self._merge
-        if merge is None:
-            return None
-        with self._staged():
-            if not merge.is_live_in(self._targets, by_groups=self._staging is not None):
-                return None
-            return [_host_bytes(name, factor) for name, factor in merge.factors.items()]
-
-    def base_digest(self) -> str:
-        """Digest of the weights without an adapter. Call while nothing replaces them; steps may run."""
-        if self._base_digest is None:
-            with self._staged():
-                snapshot = self._snapshot({**self._targets, **self._adapted_base()})
-            self._base_digest = weights_digest(snapshot)
-        return self._base_digest
-
-    def _snapshot(self, weights: Mapping[str, Tensor]) -> list[RawTensor]:
         seen: set[int] = set()
         snapshot: list[RawTensor] = []
         for name, target in self._targets.items():
             if target.data_ptr() not in seen:
                 seen.add(target.data_ptr())
-                snapshot.append(_host_bytes(name, weights[name]))
+                snapshot.append(_host_bytes(name, target))
         return snapshot
 
-    def _require_targets(self, names: Sequence[str]) -> None:
+    def adapter_snapshot(self) -> list[FileTensor] | None:
+        """The published adapter as host bytes; None if there is none. If the buffers that forwards read hold anything else, to the
+        bit, the bytes of the buffers.
+
+        Call in any thread while nothing replaces the weights. Steps may run, because they only read.
+        """
+        loaded = self._adapters.adapter(POLICY)
+        if loaded is None:
+            return None
+        with self._staged():
+            is_exact = self._adapters.is_in_use(POLICY)
+            tensors = loaded.factors.items() if is_exact else self._adapters.in_use(POLICY)
+            return [_host_bytes(name, tensor) for name, tensor in tensors]
+
+    def base_digest(self) -> str:
+        """Digest of the weights without an adapter. Call while nothing replaces them; steps may run."""
+        if self._base_digest is None:
+            with self._staged():
+                snapshot = self.snapshot()
+            self._base_digest = weights_digest(snapshot)
+        return self._base_digest
+
+    def _require_layers(self, names: Sequence[str]) -> None:
         unknown = sorted(name for name in names if name not in self._targets)
         if unknown:
             raise WeightsError(f"the adapter changes matrices that this model does not have: {_some(unknown)}")
-        not_matrices = [name for name in names if self._targets[name].ndim != 2]
-        if not_matrices:
+        others = [name for name in names if not self._adapters.is_layer(name)]
+        if others:
             raise WeightsError(
-                f"the adapter changes tensors that are not matrices: {_some(not_matrices)}; nothing was loaded"
-            )
-        users = Counter(target.data_ptr() for target in self._targets.values())
-        tied = [name for name in names if users[self._targets[name].data_ptr()] > 1]
-        if tied:
-            raise WeightsError(
-                f"the adapter changes {_some(tied)}, which shares its memory with another matrix of this model, so both would "
-                "change; nothing was loaded"
+                f"the adapter changes {_some(others)}, which belong to no linear layer; nothing was loaded"
             )
 
     def _require_base(self, adapter: Adapter) -> None:

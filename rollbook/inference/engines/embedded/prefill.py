@@ -82,14 +82,16 @@ class Prefiller:
         leaders: dict[tuple[int, ...], Prefill] = {}
         for request in requests:
             tokens = (*request.prompt.tolist(), *request.tokens)
-            leader = leaders.get(tokens)
+            # Requests with the same tokens share work only if they use the same adapter.
+            key = (request.adapter, *tokens)
+            leader = leaders.get(key)
             if leader is not None:
                 leader.siblings.append(request)
-            elif request.limit - len(request.tokens) == 1 and (logits_V := self._memo.get(tokens)) is not None:
+            elif request.limit - len(request.tokens) == 1 and (logits_V := self._memo.get(key)) is not None:
                 self._memoized.append((request, logits_V))
             else:
-                hit = self._prefixes.find(tokens)
-                leaders[tokens] = Prefill(request, list(tokens), 0 if hit is None else hit.length, hit)
+                hit = self._prefixes.find(tokens, adapter=request.adapter)
+                leaders[key] = Prefill(request, list(tokens), 0 if hit is None else hit.length, hit)
         self._prefills.extend(leaders.values())
 
     def remove(self, request: GenerationRequest) -> None:
@@ -138,7 +140,7 @@ class Prefiller:
                 for sibling in prefill.siblings:
                     sibling.cached_tokens = prefill.request.cached_tokens
                 if prefill.is_memoizable and self._is_of_one_version(prefill):
-                    self._memo.put(tuple(prefill.tokens), output.logits_NV[line])
+                    self._memo.put((prefill.request.adapter, *prefill.tokens), output.logits_NV[line])
                 for request in (prefill.request, *prefill.siblings):
                     rows.append(request.row)
                     sources.append(line)
@@ -183,11 +185,13 @@ class Prefiller:
                     yield self._forward(prefills, [pieces[index] for index in forward], is_fresh=is_fresh)
 
     def _forward(self, prefills: Sequence[Prefill], pieces: Sequence[PrefillSpan], *, is_fresh: bool) -> _ForwardOutput:
+        rows = [prefills[piece.index].request.row for piece in pieces]
         logits_NV = self._runner.prefill(
-            [prefills[piece.index].request.row for piece in pieces],
+            rows,
             [prefills[piece.index].tokens[piece.start : piece.end] for piece in pieces],
             [piece.start for piece in pieces],
             is_fresh=is_fresh,
+            adapters_N=self._table.adapters[rows],
         )
         completed: list[tuple[int, Prefill]] = []
         for line, piece in enumerate(pieces):

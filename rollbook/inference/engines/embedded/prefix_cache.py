@@ -2,7 +2,7 @@
 
 The next turn of an episode starts with the tokens of the previous turn, so only the new tokens must be prefilled. The prefix cache
 holds copies of finished rows outside the slots and copies them into the row of a request that continues them, so slots, compaction
-and captured graphs are not affected. Both caches are cleared when the weights change.
+and captured graphs are not affected. Both caches are cleared when the weights change, and nothing is shared between adapters.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ class Prefix:
     """The tokens of a finished row, and their keys and values: one or two tensors for each layer."""
 
     tokens: list[int]
+    adapter: int
     cached_kv: Sequence[Tensor]
     blocks: tuple[int, ...]
 
@@ -61,29 +62,29 @@ class PrefixCache:
             return None
         return self._slots.copy_out(row, length)
 
-    def add(self, tokens: list[int], cached_kv: Sequence[Tensor], *, weights_generation: int) -> None:
+    def add(self, tokens: list[int], cached_kv: Sequence[Tensor], *, weights_generation: int, adapter: int = 0) -> None:
         """`cached_kv` covers at least these tokens. Ignored if the weights have changed since it was copied."""
         if weights_generation != self.weights_generation or len(tokens) < self._min_length:
             return
-        blocks = tuple(_block_hashes(tokens))
+        blocks = tuple(_block_hashes(tokens, adapter))
         known = next((self._by_block[block] for block in reversed(blocks) if block in self._by_block), None)
-        if known is not None and tokens[: len(known.tokens)] == known.tokens:
+        if known is not None and known.adapter == adapter and tokens[: len(known.tokens)] == known.tokens:
             # The new prefix continues this one and contains all of it.
             self._evict(known)
-        prefix = Prefix(tokens, cached_kv, blocks)
+        prefix = Prefix(tokens, adapter, cached_kv, blocks)
         self._prefixes[id(prefix)] = prefix
         self._by_block.update(dict.fromkeys(blocks, prefix))
         self.num_tokens += len(tokens)
         while self.num_tokens > self._max_tokens:
             self._evict(next(iter(self._prefixes.values())))
 
-    def find(self, tokens: Sequence[int]) -> PrefixHit | None:
+    def find(self, tokens: Sequence[int], *, adapter: int = 0) -> PrefixHit | None:
         """The longest cached prefix, without the last token: its logits must be computed."""
         if not self._prefixes:
             return None
-        for number, block in reversed(list(enumerate(_block_hashes(tokens), start=1))):
+        for number, block in reversed(list(enumerate(_block_hashes(tokens, adapter), start=1))):
             prefix = self._by_block.get(block)
-            if prefix is None:
+            if prefix is None or prefix.adapter != adapter:
                 continue
             length = _common_length(prefix.tokens, tokens, start=number * BLOCK)
             if length < self._min_length:
@@ -106,7 +107,7 @@ class PrefixCache:
 
 
 class PromptMemo:
-    """Next-token logits of recent prompts, at most `capacity`; evicts the least recently used.
+    """Next-token logits of recent prompts, at most `capacity`; evicts the least recently used. A key is an adapter and tokens.
 
     Episodes of one group repeat the same short prompts. A request for a single token needs only these logits, so a repeated prompt
     costs no forward.
@@ -116,20 +117,19 @@ class PromptMemo:
         self._capacity = capacity
         self._rows: dict[tuple[int, ...], Tensor] = {}
 
-    def get(self, prompt: Sequence[int]) -> Tensor | None:
-        key = tuple(prompt)
+    def get(self, key: tuple[int, ...]) -> Tensor | None:
         logits_V = self._rows.pop(key, None)
         if logits_V is not None:
             self._rows[key] = logits_V
         return logits_V
 
-    def put(self, prompt: tuple[int, ...], logits_V: Tensor) -> None:
+    def put(self, key: tuple[int, ...], logits_V: Tensor) -> None:
         if not self._capacity:
             return
         if len(self._rows) >= self._capacity:
             del self._rows[next(iter(self._rows))]
         # A copy: a view would keep the logits of the whole forward alive.
-        self._rows[prompt] = logits_V.clone()
+        self._rows[key] = logits_V.clone()
 
     def clear(self) -> None:
         self._rows.clear()
@@ -138,10 +138,10 @@ class PromptMemo:
         return len(self._rows)
 
 
-def _block_hashes(tokens: Sequence[int]) -> list[int]:
-    """One hash for each full block, over all tokens up to its end."""
+def _block_hashes(tokens: Sequence[int], adapter: int) -> list[int]:
+    """One hash for each full block, over the adapter and all tokens up to its end."""
     hashes: list[int] = []
-    previous = 0
+    previous = adapter
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
         previous = hash((previous, *tokens[start : start + BLOCK]))
         hashes.append(previous)

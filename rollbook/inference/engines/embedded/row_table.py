@@ -43,6 +43,8 @@ class RowTable:
         self.limits = np.zeros(max_rows, dtype=np.int64)
         self.tops = np.zeros(max_rows, dtype=np.int64)
         """Number of most likely tokens to report for each token."""
+        self.adapters = np.zeros(max_rows, dtype=np.int32)
+        """The adapter of each row, as a slot of `AdapterBank`. A free row has that of the policy."""
         self.is_constrained = np.zeros(max_rows, dtype=np.bool_)
         """Whether the owner has a constraint."""
         self.stops = np.full((max_rows, 1), NO_STOP, dtype=np.int32)
@@ -92,6 +94,7 @@ class RowTable:
         self.top_k[row] = min(sampling.top_k, 2**31 - 1)
         self.top_p[row] = sampling.top_p
         self.tops[row] = sampling.top_logprobs
+        self.adapters[row] = request.adapter
         self.is_constrained[row] = request.constraint is not None
         stops = sampling.stop_token_ids
         if len(stops) > self.stops.shape[1]:
@@ -112,6 +115,7 @@ class RowTable:
         self.top_k[row] = 0
         self.top_p[row] = 1.0
         self.tops[row] = 0
+        self.adapters[row] = 0
         self.is_constrained[row] = False
         self.stops[row] = NO_STOP
         self._has_current_flags = False
@@ -127,6 +131,7 @@ class RowTable:
             self.counts,
             self.limits,
             self.tops,
+            self.adapters,
             self.is_constrained,
             self._seeds,
         ):

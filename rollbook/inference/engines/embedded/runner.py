@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollbook.contracts.policy import MAX_TOP_LOGPROBS
+from rollbook.inference.engines.embedded.adapters import AdapterRows
 from rollbook.inference.engines.embedded.model.forward import PrefillInput, SlotModel
 from rollbook.inference.engines.embedded.row_table import RowTable, Tops
 from rollbook.inference.engines.embedded.sampling import RowSampling, constrained, most_likely, sample
@@ -79,7 +80,8 @@ class Runner:
         """Sample one token in each of the first `count` rows. `length`: the number of positions attention reads."""
         state = self._state(table)
         positions_N = state.positions_S[:count].long()
-        logits_NV = self.model.decode(self._tokens_S[:count], positions_N, self.slots, length=length)
+        adapters = self.model.adapters.rows(table.adapters[:count])
+        logits_NV = self.model.decode(self._tokens_S[:count], positions_N, self.slots, length=length, adapters=adapters)
         logits_NV = constrained(logits_NV, {row: mask for row, mask in self.masks.items() if row < count})
         sampling = state.sampling(table, slice(0, count))
         tokens_N, logprobs_N = self._sampled(logits_NV, sampling)
@@ -90,10 +92,19 @@ class Runner:
         self.forwards += 1
 
     def prefill(
-        self, rows: Sequence[int], pieces: Sequence[Sequence[int]], starts: Sequence[int], *, is_fresh: bool
+        self,
+        rows: Sequence[int],
+        pieces: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        *,
+        is_fresh: bool,
+        adapters_N: NDArray[np.int32],
     ) -> Tensor:
         """Logits (N, V) after the last token of each piece. Piece i is written to `rows[i]` from position `starts[i]`."""
-        inputs = self._prefill_input(rows, pieces, starts, is_fresh=is_fresh, width=max(map(len, pieces)))
+        adapters = self.model.adapters.rows(adapters_N)
+        inputs = self._prefill_input(
+            rows, pieces, starts, is_fresh=is_fresh, width=max(map(len, pieces)), adapters=adapters
+        )
         self.forwards += 1
         return self.model.prefill(inputs, self.slots)
 
@@ -158,11 +169,15 @@ class Runner:
         *,
         is_fresh: bool,
         width: int,
+        adapters: AdapterRows | None,
     ) -> PrefillInput:
         packed = packed_prefill(pieces, rows, starts, count=len(rows), width=width, scratch_row=self.slots.scratch_row)
         attention_length = min(self.slots.length, max(starts) + width)
         return unpacked_prefill(
-            to_device(torch.from_numpy(packed), self._device), attention_length=attention_length, is_fresh=is_fresh
+            to_device(torch.from_numpy(packed), self._device),
+            attention_length=attention_length,
+            is_fresh=is_fresh,
+            adapters=adapters,
         )
 
 
@@ -226,7 +241,9 @@ def packed_prefill(
     return packed
 
 
-def unpacked_prefill(packed: Tensor, *, attention_length: int, is_fresh: bool) -> PrefillInput:
+def unpacked_prefill(
+    packed: Tensor, *, attention_length: int, is_fresh: bool, adapters: AdapterRows | None
+) -> PrefillInput:
     return PrefillInput(
         tokens_NC=packed[:, :-3],
         rows_N=packed[:, -3],
@@ -234,4 +251,5 @@ def unpacked_prefill(packed: Tensor, *, attention_length: int, is_fresh: bool) -
         lasts_N=packed[:, -1],
         attention_length=attention_length,
         is_fresh=is_fresh,
+        adapters=adapters,
     )

@@ -99,7 +99,7 @@ class SlotBatch:
             request.cached_kv = self.prefixes.copy_out(request.row, length, weights_generation=generation)
         if request.cached_kv is not None:
             tokens = [*request.prompt.tolist(), *request.tokens[:-1]]
-            self.prefixes.add(tokens, request.cached_kv, weights_generation=generation)
+            self.prefixes.add(tokens, request.cached_kv, weights_generation=generation, adapter=request.adapter)
 
     def remove(self, request: GenerationRequest) -> None:
         request.cached_kv = None

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice, takewhile
 from queue import Empty, SimpleQueue
@@ -125,6 +125,17 @@ class EngineThread:
         waiting = deque(request for request in self._waiting if not request.future.done())
         self.admitted += len(self._waiting) - len(waiting)
         self._waiting = waiting
+
+    def fail_adapters(self, slots: Collection[int], error: Exception) -> None:
+        """End the requests that use these adapters with an error. Only in the thread."""
+        if not slots:
+            return
+        self._drain()
+        users = [r for r in [*self._scheduler.table.requests(), *self._waiting] if r.adapter in slots]
+        self._return([(request.future, error) for request in users])
+        self._scheduler.cancel([request for request in users if request not in self._waiting])
+        self.admitted += sum(request in users for request in self._waiting)
+        self._waiting = deque(request for request in self._waiting if request not in users)
 
     def _abort(self, *, with_waiting: bool) -> int:
         self._drain()

@@ -58,6 +58,7 @@ class ChatRoutes:
             skip_special_tokens=body.skip_special_tokens,
             request_id=body.request_id,
             grammar=grammar,
+            model=model,
         ) as generations:
             reply_id, created = self._service.new_id("chatcmpl"), int(time.time())
             if body.stream:

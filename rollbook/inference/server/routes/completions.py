@@ -72,6 +72,7 @@ class CompletionRoutes:
             skip_special_tokens=body.skip_special_tokens,
             request_id=body.request_id,
             grammar=grammar,
+            model=model,
         ) as generations:
             head = CompletionReply(
                 id=self._service.new_id("cmpl"), created=int(time.time()), model=model, choices=[], usage=None
@@ -149,7 +150,9 @@ class CompletionRoutes:
         for source, prompt in zip(body.prompts(), prompts, strict=True):
             scores = None
             if body.logprobs is not None:
-                scores = await self._service.engine.score(prompt, top_logprobs=body.num_top_logprobs())
+                scores = await self._service.engine.score(
+                    prompt, top_logprobs=body.num_top_logprobs(), adapter=self._service.adapter_of(body.model)
+                )
             text = "" if tokenizer is None else source if isinstance(source, str) else tokenizer.decode(prompt)
             echoes.append(EchoedPrompt(token_ids=prompt, text=text, scores=scores))
         return echoes
@@ -163,7 +166,7 @@ class CompletionRoutes:
 
     async def generate(self, request: web.Request) -> web.Response:
         body = self._decode_generate(await request.read())
-        self._service.resolve_model(body.model)
+        model = self._service.resolve_model(body.model)
         params = body.sampling_params
         if body.stream:
             raise BadRequestError("stream: not supported by this route; use /v1/completions", param="stream")
@@ -181,6 +184,7 @@ class CompletionRoutes:
             has_text=False,
             request_id=body.request_id,
             grammar=grammar,
+            model=model,
         ) as generations:
             completions = [(await generation.result()).completion for generation in generations]
         has_logprobs = params.logprobs is not None

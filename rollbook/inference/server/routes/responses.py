@@ -9,7 +9,7 @@ from aiohttp import web
 
 from rollbook.contracts.errors import EpisodeError, TransientError
 from rollbook.contracts.weights import WeightsError
-from rollbook.inference.engine import EngineQueueFullError, GenerationError, UnpublishedError
+from rollbook.inference.engine import EngineQueueFullError, GenerationError, UnknownAdapterError, UnpublishedError
 from rollbook.inference.pause import OutdatedUpdateError
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.service import RETRY_AFTER_S, StaleWeightsError, UnknownModelError
@@ -49,7 +49,7 @@ def response_to(error: Exception) -> web.Response | None:
     match error:
         case BadRequestError():
             return error_response(400, "BadRequestError", message, param=error.param)
-        case UnknownModelError():
+        case UnknownModelError() | UnknownAdapterError():
             return error_response(404, "NotFoundError", message, param="model")
         case WeightsError():
             return error_response(400, "WeightsError", message)

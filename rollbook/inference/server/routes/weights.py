@@ -1,11 +1,11 @@
 """Weight updates and LoRA adapters, in vLLM's format.
 
-An update names its publication. An old epoch is refused; a repeated update has no effect. The adapter routes are for operators:
-they are refused once a trainer has published. The engine holds one adapter; loading another one replaces it.
+An update names its publication. An old epoch is refused; a repeated update has no effect. The adapter routes load adapters besides
+the policy, for requests that name them. The adapter that a trainer publishes belongs to the policy and cannot be unloaded there.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from aiohttp import web
 
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.policy import Publication, PublicationId
-from rollbook.contracts.weights import Adapter, weights_digest
-from rollbook.inference.engine import Engine
+from rollbook.contracts.weights import Adapter, TensorSource, weights_digest
+from rollbook.inference.engine import BASE_MODEL, Engine
 from rollbook.inference.pause import ADOPTED_EPOCH, OutdatedUpdateError
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.routes.responses import error_response, json_response
@@ -127,10 +127,10 @@ class AdapterRoutes:
         name = body.lora_name
         if not name or not body.lora_path:
             return error_response(400, INVALID_INPUT, "Both 'lora_name' and 'lora_path' must be provided.")
-        if name in self._service.model_names:
+        if name in (*self._service.model_names, BASE_MODEL, self._published_name):
             return error_response(400, INVALID_INPUT, f"The lora adapter '{name}' conflicts with a served base model.")
         async with self._lock:
-            if not body.load_inplace and self._live_name == name:
+            if not body.load_inplace and name in self._engine.named_adapters:
                 return error_response(
                     400,
                     INVALID_INPUT,
@@ -143,10 +143,9 @@ class AdapterRoutes:
                 return error_response(
                     404, NOT_FOUND, f"Loading lora {name} failed: No adapter found for {body.lora_path}"
                 )
-            digest = await asyncio.to_thread(weights_digest, tensors.values())
-            publication = _manual_publication(self._engine, digest, what=f"load_lora_adapter {name}")
+            self._require_original_base(name)
             adapter = Adapter(name=name, settings=settings)
-            await _uninterrupted(self._engine.load_tensors(publication, tensors, adapter=adapter))
+            await _uninterrupted(self._load(adapter, tensors))
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, request: web.Request) -> web.Response:
@@ -154,16 +153,31 @@ class AdapterRoutes:
         if not name:
             return error_response(400, INVALID_INPUT, "'lora_name' needs to be provided to unload a LoRA adapter.")
         async with self._lock:
-            if self._live_name != name:
+            if name == self._published_name:
+                raise OutdatedUpdateError(f"unload_lora_adapter {name} refused: the trainer has published this adapter")
+            if name not in self._engine.named_adapters:
                 return error_response(404, NOT_FOUND, f"The lora adapter '{name}' cannot be found.")
-            publication = _manual_publication(
-                self._engine, await self._engine.base_digest(), what=f"unload_lora_adapter {name}"
-            )
-            await _uninterrupted(self._engine.unload_adapter(publication))
+            await _uninterrupted(self._engine.remove_adapter(name))
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
+    async def _load(self, adapter: Adapter, tensors: Mapping[str, TensorSource]) -> None:
+        await self._engine.load_adapter(adapter, tensors)
+        if self._engine.publication is None:
+            # Nobody has published: the weights that the server was started with are the policy.
+            is_base = self._engine.adapter is None
+            digest = await (self._engine.base_digest() if is_base else self._engine.weights_digest())
+            await self._engine.adopt(Publication(id=PublicationId(0), epoch=ADOPTED_EPOCH, step=0, digest=digest))
+
+    def _require_original_base(self, name: str) -> None:
+        current = self._engine.publication
+        if current is not None and current.epoch > ADOPTED_EPOCH and self._engine.adapter is None:
+            raise OutdatedUpdateError(
+                f"load_lora_adapter {name} refused: the trainer of epoch {current.epoch} publishes whole weights, so the base "
+                "of the adapter is no longer served"
+            )
+
     @property
-    def _live_name(self) -> str | None:
+    def _published_name(self) -> str | None:
         return None if self._engine.adapter is None else self._engine.adapter.name
 
 

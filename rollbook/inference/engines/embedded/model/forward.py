@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rollbook.inference.engines.embedded.adapters import AdapterBank, AdapterRows
 from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache
 
 
@@ -24,6 +25,7 @@ class PrefillInput:
     """The number of positions attention reads: the largest start plus C, at most the slots' length."""
     is_fresh: bool
     """Every row starts at 0, so attention needs only the tokens of this forward."""
+    adapters: AdapterRows | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,7 @@ class SlotModel(Protocol):
     max_model_len: int
     device: torch.device
     dtype: torch.dtype
+    adapters: AdapterBank
 
     @property
     def shapes(self) -> Sequence[LayerShape]: ...
@@ -73,5 +76,13 @@ class SlotModel(Protocol):
     def prefill(self, inputs: PrefillInput, slots: SlotCache) -> Tensor:
         """Logits (N, V) after the last real token of each row. Writes all keys and values to the slots."""
 
-    def decode(self, tokens_N: Tensor, positions_N: Tensor, slots: SlotCache, *, length: int) -> Tensor:
+    def decode(
+        self,
+        tokens_N: Tensor,
+        positions_N: Tensor,
+        slots: SlotCache,
+        *,
+        length: int,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
         """Logits (N, V) after one more token in each of the first N slots. `length`: the number of positions attention reads."""

@@ -1,7 +1,8 @@
 """A fast forward for Llama-like decoders: fused projections, few operations, slots read and written in place.
 
 The fused projections own the weights; the projections of the Hugging Face module are views into them, so updates and digests use
-the module's names. Before it is used, its logits are compared with those of the module.
+the module's names. Before it is used, its logits are compared with those of the module. Adapters are added to the output of each
+projection.
 """
 
 # M tokens of a forward, N rows, C tokens a row, T positions, V vocabulary, E hidden size, X fused projection, D head size
@@ -14,16 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rollbook.inference.engines.embedded.adapters import AdapterBank, AdapterRows
 from rollbook.inference.engines.embedded.model.forward import PrefillInput, PrefillPositions
 from rollbook.inference.engines.embedded.model.packed import PackedOps, PackedStep, PackedTorchOps
 from rollbook.inference.engines.embedded.model.torch_ops import HeadNorms, HeadShape, TorchOps
 from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache
 
+HEAD = "lm_head"
 SUPPORTED_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
+    name: str
     before_attention_E: Tensor
     fused_XE: Tensor
     fused_bias_X: Tensor | None
@@ -32,6 +36,22 @@ class _Layer:
     before_mlp_E: Tensor
     gate_up_FE: Tensor
     down_FE: Tensor
+
+    @property
+    def fused_name(self) -> str:
+        return f"{self.name}.self_attn.qkv"
+
+    @property
+    def out_name(self) -> str:
+        return f"{self.name}.self_attn.o_proj"
+
+    @property
+    def gate_up_name(self) -> str:
+        return f"{self.name}.mlp.gate_up"
+
+    @property
+    def down_name(self) -> str:
+        return f"{self.name}.mlp.down_proj"
 
 
 def unsupported_reason(model: Any) -> str | None:
@@ -69,7 +89,8 @@ class LlamaForward:
         self._embedding_VE: Tensor = model.model.embed_tokens.weight
         self._head_VE: Tensor = model.get_output_embeddings().weight
         self._last_norm_E: Tensor = model.model.norm.weight
-        self._layers = [_fused_layer(layer) for layer in model.model.layers]
+        self._layers = [_fused_layer(f"model.layers.{at}", layer) for at, layer in enumerate(model.model.layers)]
+        self.adapters = AdapterBank(model, fused=_fused_names(self._layers))
         tables = self.rotary_tables(model)
         self.ops = TorchOps(self.heads, **tables)
         self.packed_ops: PackedOps = PackedTorchOps(self.heads, **tables)
@@ -84,48 +105,77 @@ class LlamaForward:
         positions = PrefillPositions.of(inputs, scratch_row=slots.scratch_row, max_model_len=self.max_model_len)
         step = self.ops.prefill_step(positions, slots)
         hidden_ME = F.embedding(inputs.tokens_NC.flatten(), self._embedding_VE)
+        adapters = inputs.adapters
         for layer, joint in zip(self._layers, slots.joint, strict=True):
             normed_ME = self.ops.norm(hidden_ME, layer.before_attention_E, self._epsilon)
-            fused_MX = F.linear(normed_ME, layer.fused_XE, layer.fused_bias_X)
+            fused_MX = self._fused(normed_ME, layer, adapters)
             self.ops.rotate_and_store(fused_MX, step, joint, layer.head_norms)
-            hidden_ME.addmm_(self.ops.attend_many(fused_MX, step, joint, positions), layer.out_DE)
-            self._mlp(hidden_ME, layer)
+            attended_MD = self.ops.attend_many(fused_MX, step, joint, positions)
+            self._add(hidden_ME, attended_MD, layer.out_DE, layer.out_name, adapters)
+            self._mlp(hidden_ME, layer, self.ops, adapters)
         rows, tokens = inputs.tokens_NC.shape
         last_N = torch.arange(rows, device=hidden_ME.device) * tokens + inputs.lasts_N
-        return self._logits(hidden_ME[last_N])
+        return self._logits(hidden_ME[last_N], self.ops, adapters)
 
-    def decode(self, tokens_N: Tensor, positions_N: Tensor, slots: SlotCache, *, length: int) -> Tensor:
+    def decode(
+        self,
+        tokens_N: Tensor,
+        positions_N: Tensor,
+        slots: SlotCache,
+        *,
+        length: int,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
         step = self.ops.decode_step(positions_N, slots, length=length)
         hidden_NE = F.embedding(tokens_N, self._embedding_VE)
         for layer, joint in zip(self._layers, slots.joint, strict=True):
             normed_NE = self.ops.norm(hidden_NE, layer.before_attention_E, self._epsilon)
-            fused_NX = F.linear(normed_NE, layer.fused_XE, layer.fused_bias_X)
+            fused_NX = self._fused(normed_NE, layer, adapters)
             self.ops.rotate_and_store(fused_NX, step, joint, layer.head_norms)
-            hidden_NE.addmm_(self.ops.attend_one(fused_NX, step, joint), layer.out_DE)
-            self._mlp(hidden_NE, layer)
-        return self._logits(hidden_NE)
+            self._add(hidden_NE, self.ops.attend_one(fused_NX, step, joint), layer.out_DE, layer.out_name, adapters)
+            self._mlp(hidden_NE, layer, self.ops, adapters)
+        return self._logits(hidden_NE, self.ops, adapters)
 
     def packed(self, step: PackedStep, layers: Sequence[Tensor]) -> Tensor:
         """Logits (N, V) of the sampled tokens of a packed step. `layers`: the cache blocks of each layer."""
-        ops = self.packed_ops
+        ops, adapters = self.packed_ops, step.adapters
         hidden_ME = F.embedding(step.tokens_M, self._embedding_VE)
         for layer, blocks in zip(self._layers, layers, strict=True):
             normed_ME = ops.norm(hidden_ME, layer.before_attention_E, self._epsilon)
-            fused_MX = F.linear(normed_ME, layer.fused_XE, layer.fused_bias_X)
+            fused_MX = self._fused(normed_ME, layer, adapters)
             ops.rotate_and_store(fused_MX, step, blocks, layer.head_norms)
-            hidden_ME.addmm_(ops.attend(fused_MX, step, blocks), layer.out_DE)
-            normed_ME = ops.norm(hidden_ME, layer.before_mlp_E, self._epsilon)
-            hidden_ME.addmm_(ops.gate(F.linear(normed_ME, layer.gate_up_FE)), layer.down_FE)
-        last_NE = ops.norm(hidden_ME[step.samples_N], self._last_norm_E, self._epsilon)
-        return float32_logits(last_NE, self._head_VE)
+            self._add(hidden_ME, ops.attend(fused_MX, step, blocks), layer.out_DE, layer.out_name, adapters)
+            self._mlp(hidden_ME, layer, ops, adapters)
+        sampled = None if adapters is None else adapters.of_tokens(step.samples_N)
+        return self._logits(hidden_ME[step.samples_N], ops, sampled)
 
-    def _mlp(self, hidden_ME: Tensor, layer: _Layer) -> None:
+    def _fused(self, normed_ME: Tensor, layer: _Layer, adapters: AdapterRows | None) -> Tensor:
+        fused_MX = F.linear(normed_ME, layer.fused_XE, layer.fused_bias_X)
+        self.adapters.add(layer.fused_name, fused_MX, normed_ME, adapters)
+        return fused_MX
+
+    def _mlp(self, hidden_ME: Tensor, layer: _Layer, ops: TorchOps | PackedOps, adapters: AdapterRows | None) -> None:
         """Adds to the residual stream in place."""
-        normed_ME = self.ops.norm(hidden_ME, layer.before_mlp_E, self._epsilon)
-        hidden_ME.addmm_(self.ops.gate(F.linear(normed_ME, layer.gate_up_FE)), layer.down_FE)
+        normed_ME = ops.norm(hidden_ME, layer.before_mlp_E, self._epsilon)
+        both_MF = F.linear(normed_ME, layer.gate_up_FE)
+        self.adapters.add(layer.gate_up_name, both_MF, normed_ME, adapters)
+        self._add(hidden_ME, ops.gate(both_MF), layer.down_FE, layer.down_name, adapters)
 
-    def _logits(self, hidden_NE: Tensor) -> Tensor:
-        return float32_logits(self.ops.norm(hidden_NE, self._last_norm_E, self._epsilon), self._head_VE)
+    def _add(self, hidden_ME: Tensor, x_MD: Tensor, weight_DE: Tensor, name: str, adapters: AdapterRows | None) -> None:
+        """Add a projection to the residual stream in place."""
+        if not self.adapters.has(name, adapters):
+            hidden_ME.addmm_(x_MD, weight_DE)
+            return
+        # The sum of base and adapter is rounded before it is added, as in the trainer.
+        projected_ME = x_MD @ weight_DE
+        self.adapters.add(name, projected_ME, x_MD, adapters)
+        hidden_ME.add_(projected_ME)
+
+    def _logits(self, hidden_NE: Tensor, ops: TorchOps | PackedOps, adapters: AdapterRows | None) -> Tensor:
+        normed_NE = ops.norm(hidden_NE, self._last_norm_E, self._epsilon)
+        logits_NV = float32_logits(normed_NE, self._head_VE)
+        self.adapters.add(HEAD, logits_NV, normed_NE, adapters)
+        return logits_NV
 
 
 def float32_logits(hidden_NE: Tensor, head_VE: Tensor) -> Tensor:
@@ -170,13 +220,22 @@ def relative_error(llama: LlamaForward, model: nn.Module) -> float:
         return float(torch.stack(errors).amax()) / deviation
 
 
-def _fused_layer(layer: Any) -> _Layer:
+def _fused_names(layers: Sequence[_Layer]) -> dict[str, Sequence[str]]:
+    names: dict[str, Sequence[str]] = {}
+    for layer in layers:
+        names[layer.fused_name] = [f"{layer.name}.self_attn.{part}_proj" for part in "qkv"]
+        names[layer.gate_up_name] = [f"{layer.name}.mlp.{part}_proj" for part in ("gate", "up")]
+    return names
+
+
+def _fused_layer(name: str, layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     fused, bias = _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
     gate_up, gate_up_bias = _fuse([mlp.gate_proj, mlp.up_proj])
     if gate_up_bias is not None:
         raise ValueError("biases in the feed-forward part are not supported")
     return _Layer(
+        name=name,
         before_attention_E=layer.input_layernorm.weight,
         fused_XE=fused,
         fused_bias_X=bias,

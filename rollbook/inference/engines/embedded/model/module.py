@@ -18,33 +18,29 @@ from transformers.utils import logging
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import TopLogprobs
-from rollbook.contracts.weights import Adapter, WeightsError
+from rollbook.contracts.weights import WeightsError
 from rollbook.inference.engine import PromptScores
-from rollbook.inference.engines.embedded.live_weights import LiveWeights
+from rollbook.inference.engines.embedded.adapters import AdapterBank, AdapterRows
 from rollbook.inference.engines.embedded.model.forward import PrefillInput, PrefillPositions
 from rollbook.inference.engines.embedded.model.hf_cache import DecodeCache, PrefillCache, ProbeCache
 from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache
-from rollbook.inference.weights.lora import CONFIG_FILE, read_adapter
+from rollbook.inference.weights.lora import CONFIG_FILE, read_settings
 
 FORWARD_TOKENS = 256
 """Tokens of one scoring forward: logits of all positions of a long prompt would need gigabytes."""
 
 
 def load_module(directory: Path, *, device: str, dtype: str, max_model_len: int | None) -> tuple[Any, int]:
-    """The model in a Hugging Face directory, and its maximum length. Nothing is downloaded."""
+    """The model in a Hugging Face directory, or the base of a PEFT directory, and its maximum length. Nothing is downloaded."""
     try:
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-        adapter = read_adapter(directory) if (directory / CONFIG_FILE).is_file() else None
+        is_adapter = (directory / CONFIG_FILE).is_file()
         model: Any = AutoModelForCausalLM.from_pretrained(
-            directory if adapter is None else adapter[0]["base_model_name_or_path"],
+            read_settings(directory)["base_model_name_or_path"] if is_adapter else directory,
             dtype=getattr(torch, dtype),
             attn_implementation="sdpa",
             local_files_only=True,
         )
-        if adapter is not None:
-            # A PEFT directory, such as a checkpoint of a run with LoRA: the adapter is merged permanently.
-            weights = LiveWeights(model, torch.device("cpu"))
-            weights.apply(weights.plan_adapter(Adapter(name=directory.name, settings=adapter[0]), adapter[1]))
     except (OSError, ValueError, KeyError, WeightsError) as error:
         raise RunError(f"no causal language model could be loaded from {directory}: {error}") from error
     built_for = int(getattr(model.config, "max_position_embeddings", 0) or 0)
@@ -70,6 +66,7 @@ class ModuleForward:
         parameter: Tensor = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self._last_N: Tensor | None = None
+        self.adapters = AdapterBank(model)
         head: nn.Module = model.get_output_embeddings()
         head.register_forward_pre_hook(self._keep_last_positions)
         self.shapes = self._probed_shapes(int(model.config.num_hidden_layers))
@@ -81,25 +78,35 @@ class ModuleForward:
             masked = {"position_ids": positions.positions_NC, "attention_mask": positions.mask_N1CT(self.dtype)}
         self._last_N = inputs.lasts_N
         try:
-            logits_N1V: Tensor = self._model(
-                input_ids=inputs.tokens_NC, past_key_values=PrefillCache(slots, positions), use_cache=True, **masked
-            ).logits
+            with self.adapters.in_module(inputs.adapters):
+                logits_N1V: Tensor = self._model(
+                    input_ids=inputs.tokens_NC, past_key_values=PrefillCache(slots, positions), use_cache=True, **masked
+                ).logits
         finally:
             self._last_N = None
         return logits_N1V[:, 0]
 
-    def decode(self, tokens_N: Tensor, positions_N: Tensor, slots: SlotCache, *, length: int) -> Tensor:
+    def decode(
+        self,
+        tokens_N: Tensor,
+        positions_N: Tensor,
+        slots: SlotCache,
+        *,
+        length: int,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
         rows_N = torch.arange(len(tokens_N), device=self.device)
         is_future_NT = torch.arange(length, device=self.device) > positions_N[:, None]
         mask_NT = torch.zeros(is_future_NT.shape, dtype=self.dtype, device=self.device)
         mask_NT.masked_fill_(is_future_NT, float("-inf"))
-        logits_N1V: Tensor = self._model(
-            input_ids=tokens_N[:, None],
-            position_ids=positions_N[:, None],
-            attention_mask=mask_NT[:, None, None, :],
-            past_key_values=DecodeCache(slots, rows_N=rows_N, positions_N=positions_N, length=length),
-            use_cache=True,
-        ).logits
+        with self.adapters.in_module(adapters):
+            logits_N1V: Tensor = self._model(
+                input_ids=tokens_N[:, None],
+                position_ids=positions_N[:, None],
+                attention_mask=mask_NT[:, None, None, :],
+                past_key_values=DecodeCache(slots, rows_N=rows_N, positions_N=positions_N, length=length),
+                use_cache=True,
+            ).logits
         return logits_N1V[:, 0]
 
     def _probed_shapes(self, num_layers: int) -> list[LayerShape]:

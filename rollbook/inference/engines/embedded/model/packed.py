@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rollbook.inference.engines.embedded.adapters import AdapterRows
 from rollbook.inference.engines.embedded.model.torch_ops import HeadNorms, HeadShape, normed_heads
 
 
@@ -41,6 +42,7 @@ class PackedStep:
     tile_starts_K: Tensor
     tile_sizes_K: Tensor
     """A tile is `size` consecutive tokens of one row, from token `start`. Prompts are attended to in tiles."""
+    adapters: AdapterRows | None = None
 
 
 class PackedOps(Protocol):

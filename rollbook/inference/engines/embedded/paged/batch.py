@@ -68,7 +68,7 @@ class PagedBatch:
         admitted = 0
         for request in islice(waiting, free_rows):
             # The next turn of a pinned conversation does not wait for its own blocks.
-            held = self.pool.num_held(_tokens(request), are_pins_kept=running > 0)
+            held = self.pool.num_held(_tokens(request), adapter=request.adapter, are_pins_kept=running > 0)
             available -= self._needed(_length(request)) - held + 1
             if available < 0 and running + admitted > 0:
                 break
@@ -202,7 +202,7 @@ class PagedBatch:
         """Give a row its blocks: first those that others computed, then new ones. False if there are not enough."""
         request, pool = prefill.request, self.pool
         prefill.tokens = _tokens(request)
-        row: RowBlocks = pool.match(prefill.tokens)
+        row: RowBlocks = pool.match(prefill.tokens, adapter=request.adapter)
         needed = self._needed(len(prefill.tokens)) - len(row.blocks)
         are_pins_kept = bool(self.table.is_active.any())
         self._ensure_free(needed, are_pins_kept=are_pins_kept)

@@ -3,7 +3,8 @@
 A block holds the keys and values of `size` consecutive tokens. Full blocks can be *registered*: then they are found by their tokens
 and all tokens before them, so siblings of a group and later turns of an episode share them without a copy. Registered blocks that
 no row uses stay cached until their space is needed and no others were used less recently. They form a tree whose nodes are runs of
-blocks, so a long conversation is a few comparisons, and a match is exact. New weights forget all registrations.
+blocks, so a long conversation is a few comparisons, and a match is exact. Each adapter has a tree of its own. New weights forget
+all registrations.
 """
 
 import math
@@ -71,7 +72,8 @@ class BlockPool:
         # Not a dict: finding its first entry takes longer the more entries were removed before it.
         self._cached: OrderedDict[_Node, float] = OrderedDict()
         """Nodes without a row and when they were released, least recently used first, and each before its parent."""
-        self._root = _Node()
+        self._roots: dict[int, _Node] = {}
+        """The trees, by adapter."""
 
     @property
     def num_free(self) -> int:
@@ -90,16 +92,16 @@ class BlockPool:
         self._free.extend(range(capacity - 1, self.capacity - 1, -1))
         self.capacity = capacity
 
-    def match(self, tokens: NDArray[np.int32]) -> RowBlocks:
+    def match(self, tokens: NDArray[np.int32], *, adapter: int = 0) -> RowBlocks:
         """A row that starts with the longest registered prefix of `tokens`."""
-        row = RowBlocks(self._root, self.weights_generation)
+        row = RowBlocks(self._roots.setdefault(adapter, _Node()), self.weights_generation)
         row.blocks = self._enter(row, tokens.tobytes(), self._matchable(tokens))
         return row
 
-    def num_held(self, tokens: NDArray[np.int32], *, are_pins_kept: bool = False) -> int:
+    def num_held(self, tokens: NDArray[np.int32], *, adapter: int = 0, are_pins_kept: bool = False) -> int:
         """How many of the blocks that `match` would find are used or pinned, so that `num_available` does not count them."""
         oldest = self._oldest_pin() if are_pins_kept else math.inf
-        path = self._path(self._root, tokens.tobytes(), self._matchable(tokens))
+        path = self._path(self._roots.get(adapter, _Node()), tokens.tobytes(), self._matchable(tokens))
         return sum(count for node, count in path if node.num_rows or self._cached[node] > oldest)
 
     def allocate(self, number: int, *, are_pins_kept: bool = False) -> list[int] | None:
@@ -159,12 +161,12 @@ class BlockPool:
             self._free += node.blocks
         self._cached.clear()
         self.num_cached = 0
-        old = [self._root]
+        old = [*self._roots.values()]
         for node in old:
             old.extend(node.children.values())
             # Otherwise parents and children refer to each other, and only the garbage collector frees them.
             node.children = {}
-        self._root = _Node()
+        self._roots = {}
 
     def _matchable(self, tokens: NDArray[np.int32]) -> int:
         """The bytes of the full blocks, without the last token: its logits must be computed."""

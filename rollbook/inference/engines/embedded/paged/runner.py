@@ -1,7 +1,8 @@
 """Runs packed steps: decoding rows and pieces of prompts in one forward, captured as CUDA graphs.
 
 A new shape first runs directly and is captured afterwards, so that the capture does not repeat the step's work. Graphs hold the
-addresses of the blocks: when the blocks move, everything is captured again.
+addresses of the blocks and of the adapters: when either move, everything is captured again. An adapter that is updated in place
+needs no new graphs.
 """
 
 # S rows, N rows that sample, V vocabulary
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rollbook.contracts.policy import MAX_TOP_LOGPROBS
+from rollbook.inference.engines.embedded.adapters import Kind
 from rollbook.inference.engines.embedded.model.llama import LlamaForward
 from rollbook.inference.engines.embedded.paged.block_cache import BlockCache
 from rollbook.inference.engines.embedded.paged.step_input import (
@@ -90,8 +92,8 @@ class PackedRunner:
         num_tops = min(MAX_TOP_LOGPROBS, model.vocab_size)
         self._top_tokens_SK = torch.zeros(max_rows + 1, num_tops, dtype=torch.int32, device=self._device)
         self._top_logprobs_SK = torch.zeros(max_rows + 1, num_tops, dtype=torch.float32, device=self._device)
-        self._steps: dict[tuple[StepShape, bool, bool], _CapturedStep] = {}
-        self._generation = -1
+        self._steps: dict[tuple[StepShape, bool, bool, Kind], _CapturedStep] = {}
+        self._generation = (-1, -1)
 
     @property
     def query_tile(self) -> int:
@@ -115,13 +117,14 @@ class PackedRunner:
             for rows in self._mixed_rows()
             for is_split in (False, True)
         ]
+        table = RowTable(self._max_rows)
+        kind = self.model.adapters.kind(table.adapters)
         for shape in shapes:
             layout = layout_of(shape)
             block = np.zeros(layout.length, dtype=np.int32)
             nothing = np.empty(0, dtype=np.int64)
-            table = RowTable(self._max_rows)
             layout.fill(block, table, nothing, [], changes=self.cache.take_changes(0), chunk=1, query_tile=1)
-            self._run(shape, torch.from_numpy(block), is_truncated=False, has_tops=False)
+            self._run(shape, torch.from_numpy(block), is_truncated=False, has_tops=False, kind=kind)
 
     def run(self, table: RowTable, decoding: NDArray[np.int64], pieces: Sequence[PromptSlice]) -> None:
         """Sample one token in each decoding row, and in each row whose prompt is complete after its piece."""
@@ -144,7 +147,10 @@ class PackedRunner:
         layout = layout_of(shape)
         block = torch.empty(layout.length, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         layout.fill(block.numpy(), table, decoding, pieces, changes=changes, chunk=chunk, query_tile=tile)
-        self._run(shape, block, is_truncated=table.is_truncated, has_tops=table.has_tops, masks=table.masks())
+        kind = self.model.adapters.kind(table.adapters)
+        self._run(
+            shape, block, is_truncated=table.is_truncated, has_tops=table.has_tops, kind=kind, masks=table.masks()
+        )
         self.forwards += 1
 
     def collect(self, *, has_tops: bool = False) -> PendingResults:
@@ -167,10 +173,11 @@ class PackedRunner:
         *,
         is_truncated: bool,
         has_tops: bool,
+        kind: Kind,
         masks: Mapping[int, NDArray[np.uint8]] | None = None,
     ) -> None:
         """`masks`: the tokens that may come next in constrained rows. They change with every token: such a step is not captured."""
-        known = self._steps.get((shape, is_truncated, has_tops))
+        known = self._steps.get((shape, is_truncated, has_tops, kind))
         if known is not None and not masks:
             known.block.copy_(host_block, non_blocking=True)
             known.replay()
@@ -185,7 +192,8 @@ class PackedRunner:
         line_masks = {line: masks[row] for line, row in enumerate(sampling_rows) if masks and row in masks}
 
         def operation() -> None:
-            step = layout.step(block, last_tokens_S=self._tokens_S, tables_SP=self.cache.tables_SP)
+            adapters = self.model.adapters.rows_of_kind(kind, layout.adapters(block))
+            step = layout.step(block, last_tokens_S=self._tokens_S, tables_SP=self.cache.tables_SP, adapters=adapters)
             logits_NV = constrained(self.model.packed(step, self.cache.layers), line_masks)
             tokens_N, logprobs_N = self._sampler(logits_NV, sampling)
             self._tokens_S[rows_N] = tokens_N.to(torch.int32)
@@ -198,16 +206,17 @@ class PackedRunner:
         operation()
         if masks:
             return
-        self._steps[shape, is_truncated, has_tops] = _CapturedStep(self._capture(operation), block)
+        self._steps[shape, is_truncated, has_tops, kind] = _CapturedStep(self._capture(operation), block)
         self.captures += 1
 
     def _mixed_rows(self) -> list[int]:
         return [FEW_ROWS, self._max_rows] if self._max_rows > FEW_ROWS else [self._max_rows]
 
     def _drop_stale_graphs(self) -> None:
-        if self._generation != self.cache.generation:
+        generation = (self.cache.generation, self.model.adapters.generation)
+        if self._generation != generation:
             self._steps.clear()
-            self._generation = self.cache.generation
+            self._generation = generation
 
 
 def packed_error(model: LlamaForward, module: nn.Module, *, block_size: int) -> float:

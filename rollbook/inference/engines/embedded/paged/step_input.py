@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollbook.inference.engines.embedded.adapters import BASE, AdapterRows
 from rollbook.inference.engines.embedded.model.packed import PackedStep
 from rollbook.inference.engines.embedded.paged.block_pool import SCRATCH
 from rollbook.inference.engines.embedded.row_table import RowTable
@@ -107,6 +108,7 @@ class StepInput:
             "tokens": tokens,
             "rows": tokens,
             "positions": tokens,
+            "adapters": tokens,
             "item_tokens": items,
             "item_starts": items,
             "tile_starts": tiles,
@@ -116,7 +118,13 @@ class StepInput:
         self._sections = {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
         self.length: int = ends[-1]
 
-    def step(self, block: Tensor, *, last_tokens_S: Tensor, tables_SP: Tensor) -> PackedStep:
+    def adapters(self, block: Tensor) -> Tensor:
+        """The adapter of each token."""
+        return block[self._sections["adapters"]]
+
+    def step(
+        self, block: Tensor, *, last_tokens_S: Tensor, tables_SP: Tensor, adapters: AdapterRows | None = None
+    ) -> PackedStep:
         """The device's view of the input. Applies the changes to the tables. `last_tokens_S`: the token each row sampled last."""
         parts = {name: block[section] for name, section in self._sections.items()}
         tables_SP.view(-1)[parts["changed"]] = parts["changed_blocks"]
@@ -135,6 +143,7 @@ class StepInput:
             first_items_N=parts["first_items"],
             tile_starts_K=parts["tile_starts"],
             tile_sizes_K=parts["tile_sizes"],
+            adapters=adapters,
         )
 
     def sampling(self, block: Tensor, **flags: bool) -> RowSampling:
@@ -194,6 +203,8 @@ class StepInput:
             parts["tile_sizes"][tiles:] = 0
         parts["tokens"][end:] = 0
         parts["rows"][end:] = padding_row
+        parts["adapters"][:end] = table.adapters[parts["rows"][:end]]
+        parts["adapters"][end:] = BASE
         parts["positions"][end:] = -1
         number = len(sampled)
         for section, column in (
