@@ -6,12 +6,18 @@ a policy must not learn less than `wait`, which trains everything, and must not 
 With `--task coin` the reward is random, and the agent only decides how long an episode lasts. Then no policy may change the mean
 length: a selection by speed would.
 
+`--bounds` repeats everything with these staleness bounds. In flight are as many groups as a bound allows, so a larger one masks
+less of the first turns of slow episodes, and trains older tokens:
+
+    python -m benchmarks.learning.tails --policies parts trim wait --bounds 1 2 4 --seconds 110 --cores 1 --runs-each 2 --minutes 7
+
 Runs share sets of cores, as many on each (`--cores`, `--runs-each`), so that every policy has the same machine. The same command
 continues with the runs that are missing.
 """
 
 import argparse
 import functools
+import itertools
 import json
 import shutil
 import statistics
@@ -47,39 +53,46 @@ PARTS_OF_RUN = 10
 """Learning curves are compared in this many equal parts of the samples that all runs have trained."""
 
 
-def config_table(policy: BatchPolicy, *, task: str, seed: int, mean_s: float, shape: float) -> dict[str, Any]:
+Kind = tuple[BatchPolicy, int]
+"""Batch policy and staleness bound."""
+
+
+def config_table(kind: Kind, *, task: str, seed: int, mean_s: float, shape: float) -> dict[str, Any]:
     """The configuration of `rollbook demo`, with slow episodes and another batch policy."""
+    policy, bound = kind
     table = tomllib.loads((resources.files("rollbook.demo") / "run.toml").read_text(encoding="utf-8"))
     table["run"] = {"name": f"tails-{policy}-{seed}", "seed": seed}
     game = table["env"]["args"] if task == "guessing" else {}
-    kind = "TailedGuessing" if task == "guessing" else "TailedCoin"
-    table["env"] = {"name": f"tails_rollout:{kind}", "args": {"mean_s": mean_s, "shape": shape, **game}}
+    environment = "TailedGuessing" if task == "guessing" else "TailedCoin"
+    table["env"] = {"name": f"tails_rollout:{environment}", "args": {"mean_s": mean_s, "shape": shape, **game}}
     if task == "coin":
         table["rollout"]["function"] = "tails_rollout"
         table["rollout"]["max_turns"] = 12
     table["rollout"] |= {"max_seconds": 500.0, "step_s": 500.0}
+    groups = table["gate"]["groups_per_step"]
     table["gate"] |= {"batch_policy": str(policy), "group_deadline_s": 1000.0}
+    table["gate"] |= {"max_head_offpolicy_versions": bound, "max_groups_in_flight": groups * (bound + 1)}
     table["inference"]["max_running"] = 512
     table["trainer"] |= {"max_steps": 100_000, "schedule": "constant", "checkpoint_every": 1000}
     return table
 
 
-def run_one(policy: BatchPolicy, seed: int, args: argparse.Namespace, *, until: float) -> dict[str, Any] | None:
+def run_one(kind: Kind, seed: int, args: argparse.Namespace, *, until: float) -> dict[str, Any] | None:
     """None if the run would not end in time."""
     if time.monotonic() + args.seconds + START_S > until:
         return None
     with tempfile.TemporaryDirectory(prefix="rollbook-tails-") as home:
-        return measure(Path(home), policy, seed, args)
+        return measure(Path(home), kind, seed, args)
 
 
-def measure(home: Path, policy: BatchPolicy, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    name = f"{policy}-{seed}"
+def measure(home: Path, kind: Kind, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    name = f"{kind[0]}-bound-{kind[1]}-seed-{seed}"
     for module in (MODULE, resources.files("rollbook.demo") / "number_guessing.py"):
         shutil.copy(str(module), home)
-    table = config_table(policy, task=args.task, seed=seed, mean_s=args.mean_s, shape=args.shape)
+    table = config_table(kind, task=args.task, seed=seed, mean_s=args.mean_s, shape=args.shape)
     run = train(name, table, home, Stop(limit_s=args.seconds, steps=args.steps, needs_checkpoint=True))
     found = {
-        **key_of(policy, seed, args),
+        **key_of(kind, seed, args),
         "trained_steps": len(run.steps),
         "samples": int(sum(row["rollout/samples"] for row in run.steps)),
         "masked": mean([row["async/masked_share"] or 0.0 for row in run.steps]),
@@ -96,10 +109,10 @@ def measure(home: Path, policy: BatchPolicy, seed: int, args: argparse.Namespace
     return found
 
 
-def key_of(policy: BatchPolicy, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+def key_of(kind: Kind, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """What tells runs in a report apart."""
     workload = {name: getattr(args, name) for name in ("task", "seconds", "steps", "mean_s", "shape")}
-    return {"policy": str(policy), "seed": seed, **workload}
+    return {"policy": str(kind[0]), "bound": kind[1], "seed": seed, **workload}
 
 
 def curve(run: LearningRun) -> list[tuple[int, float, float]]:
@@ -149,34 +162,40 @@ def at_equal_samples(found: Sequence[dict[str, Any]], column: int) -> dict[str, 
     means: dict[str, list[float]] = {}
     for run in found:
         last = [row[column] for row in run["curve"] if common * (PARTS_OF_RUN - 1) / PARTS_OF_RUN <= row[0] <= common]
-        means.setdefault(run["policy"], []).append(mean(last))
+        means.setdefault(name_of(run), []).append(mean(last))
     return means
 
 
 def figures_of(found: Sequence[dict[str, Any]]) -> list[Figure]:
-    """`parts` against each other policy: final solve rate at equal time, reward and length at equal samples."""
+    """`parts` with the first bound against all others: final solve rate at equal time, reward and length at equal samples."""
     solved: dict[str, list[float]] = {}
     for run in found:
         if run["solved"] is not None:
-            solved.setdefault(run["policy"], []).append(run["solved"])
+            solved.setdefault(name_of(run), []).append(run["solved"])
     measures = {
         "solved at equal time": solved,
         "reward at equal samples": at_equal_samples(found, 1),
         "length at equal samples": at_equal_samples(found, 2),
     }
+    first = min((run["bound"] for run in found if run["policy"] == "parts"), default=0)
+    ours = f"parts, bound {first}"
     return [
         Figure(
-            name=f"{measure}, parts/{other}",
-            ours=mean(by_policy["parts"]),
+            name=f"{measure}, {ours} / {other}",
+            ours=mean(by_policy[ours]),
             peer=mean(by_policy[other]),
             unit="",
-            ratio=mean(by_policy["parts"]) / mean(by_policy[other]) if mean(by_policy[other]) else float("nan"),
-            more={"parts": by_policy["parts"], other: by_policy[other]},
+            ratio=mean(by_policy[ours]) / mean(by_policy[other]) if mean(by_policy[other]) else float("nan"),
+            more={ours: by_policy[ours], other: by_policy[other]},
         )
         for measure, by_policy in measures.items()
         for other in by_policy
-        if other != "parts" and "parts" in by_policy
+        if other != ours and ours in by_policy
     ]
+
+
+def name_of(run: Mapping[str, Any]) -> str:
+    return f"{run['policy']}, bound {run['bound']}"
 
 
 def mean(values: Sequence[float]) -> float:
@@ -186,6 +205,7 @@ def mean(values: Sequence[float]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policies", nargs="+", default=list(BatchPolicy), choices=list(BatchPolicy))
+    parser.add_argument("--bounds", type=int, nargs="+", default=[2], help="staleness bounds")
     parser.add_argument("--task", choices=["guessing", "coin"], default="guessing")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--seconds", type=float, default=270.0, help="wall time of each run, from its first step")
@@ -201,10 +221,10 @@ def main() -> int:
     found: list[dict[str, Any]] = json.loads(args.out.read_bytes()) if args.out.exists() else []
     until = time.monotonic() + args.minutes * 60
     jobs = [
-        functools.partial(run_one, policy, seed, args, until=until)
+        functools.partial(run_one, kind, seed, args, until=until)
         for seed in args.seeds
-        for policy in map(BatchPolicy, args.policies)
-        if not any(key_of(policy, seed, args).items() <= run.items() for run in found)
+        for kind in itertools.product(map(BatchPolicy, args.policies), args.bounds)
+        if not any(key_of(kind, seed, args).items() <= run.items() for run in found)
     ]
     num_failed = num_late = 0
     for job in run_pinned(jobs, cores_each=args.cores, jobs_each=args.runs_each):
