@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from rollbook.contracts.group import GroupId, PromptGroup
 from rollbook.contracts.group_checks import TrainingLimits, read_usable
 from rollbook.contracts.policy import Publication
-from rollbook.contracts.trajectory import TokenRow
+from rollbook.contracts.trajectory import RolloutSample, TokenRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,21 @@ class BatchEntry:
         if not self.masked:
             return np.zeros(len(row), dtype=np.bool_)
         return row.loss_mask & np.isin(row.versions, self.masked)
+
+    def masked_tokens(self, sample: RolloutSample) -> NDArray[np.bool_]:
+        """For each token of a sample of this group that would be trained, in order: whether it is masked."""
+        if not self.masked:
+            return np.zeros(sample.num_trained, dtype=np.bool_)
+        return np.concatenate([self.is_masked(row)[row.loss_mask] for row in sample.sequences])
+
+    def is_first_turn_masked(self, sample: RolloutSample) -> bool:
+        """Whether a sample of several turns has no trained token left in its first one."""
+        if not self.masked or len(sample.turns) < 2:
+            return False
+        turn = sample.turns[0]
+        row = sample.sequences[turn.sequence]
+        trainable = row.loss_mask[turn.start : turn.end]
+        return bool(trainable.any() and (self.is_masked(row)[turn.start : turn.end] == trainable).all())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

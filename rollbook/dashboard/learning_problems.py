@@ -23,6 +23,8 @@ MIN_ESS = 0.2
 LONGER = 3.0
 TRUNCATED_SHARE = 0.5
 CUT_SHARE = 0.2
+MASKED_SHARE = 0.05
+"""Of the sampled tokens, or of the first turns."""
 FALLEN_SHARE, FALLEN_BY = 0.5, 0.1
 """The reward fell to this share of its best mean, and by at least this much."""
 
@@ -33,6 +35,7 @@ class ProblemKind(StrEnum):
     RATIO = "exploding ratio"
     LENGTH = "length explosion"
     CUT = "cut answers"
+    MASKED = "masked tokens"
     REWARD = "falling reward"
 
 
@@ -74,6 +77,7 @@ class LearningMonitor:
             (ProblemKind.RATIO, self._ratio),
             (ProblemKind.LENGTH, self._length),
             (ProblemKind.CUT, self._cut),
+            (ProblemKind.MASKED, self._masked),
             (ProblemKind.REWARD, self._reward),
         )
         for kind, rule in rules:
@@ -154,6 +158,20 @@ class LearningMonitor:
             f"{cut:.0%} of the samples ended by a limit of tokens, so their last answers are cut",
             "Raise rollout.sampling.max_tokens or rollout.max_total_tokens, or set trainer.mask_truncated. If an action has this "
             "length by design, set rollout.sampling.complete_at_max_tokens",
+        )
+
+    def _masked(self) -> tuple[str, str] | None:
+        masked = _mean(step.masked for step in self._recent) or 0.0
+        first = _mean(step.masked_first for step in self._recent) or 0.0
+        turns = _mean(step.masked_first_turns for step in self._recent) or 0.0
+        if max(masked, turns) < MASKED_SHARE:
+            return None
+        never = f"; {turns:.0%} of the episodes of several turns do not train their first turn" if turns else ""
+        return (
+            f"{masked:.0%} of the sampled tokens are older than the staleness bound and not trained, {first:.0%} in the first "
+            f"quarter of the episodes{never}",
+            "Raise gate.max_head_offpolicy_versions (2 to 4 for agents with many turns), raise gate.groups_per_step, or shorten "
+            "the episodes",
         )
 
     def _reward(self) -> tuple[str, str] | None:

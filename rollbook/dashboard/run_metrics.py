@@ -33,6 +33,11 @@ class StepMetrics:
     """Share of the samples that ended by a limit."""
     cut: float | None = None
     """Share of the samples that ended by a limit of tokens."""
+    masked: float | None = None
+    """Share of the trainable tokens that are older than the bound; `masked_first`: in the first quarter of each sample."""
+    masked_first: float | None = None
+    masked_first_turns: float | None = None
+    """Share of the samples of several turns whose first turn is not trained."""
     entropy: float | None = None
     reference_kl: float | None = None
     """Divergence from the initial policy; measured only if the run uses it."""

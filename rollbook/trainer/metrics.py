@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.contracts.batch import BatchManifest, TrainingBatch
+from rollbook.contracts.batch import BatchEntry, BatchManifest, TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import lag
+from rollbook.contracts.group import PromptGroup
 from rollbook.contracts.task import TaskId
-from rollbook.contracts.trajectory import EndReason
+from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.telemetry.metrics import Metric, Reduction
 
 MOST_LAG = 4
@@ -110,6 +111,9 @@ TRAINER_METRICS: tuple[Metric, ...] = (
     Metric("async/masked_share", "", "masked fraction of the trainable tokens of the batch"),
     Metric("async/masked_share_long", "", "the same for the longest quarter of the samples"),
     Metric("async/masked_share_short", "", "the same for the shortest quarter of the samples"),
+    Metric("async/masked_share_first", "", "the same for the first quarter of the tokens of each sample"),
+    Metric("async/masked_share_last", "", "the same for the last quarter of the tokens of each sample"),
+    Metric("async/masked_first_turns", "", "fraction of the samples of several turns whose first turn is not trained"),
     Metric("async/masked_samples", "samples", "samples of which every trainable token is masked", Reduction.SUM),
     Metric("async/masked_tasks", "tasks", "tasks of the batch with a masked token", Reduction.MAX),
     Metric("async/late_samples", "samples", "samples that came after the first part of their group", Reduction.SUM),
@@ -207,8 +211,32 @@ class _SampleMask:
     task_id: TaskId
     trainable: int
     masked: int
+    masked_first: int
+    """In the first quarter of its trainable tokens; `masked_last`: in the last quarter."""
+    masked_last: int
+    is_first_turn_masked: bool | None
+    """None: it has one turn."""
     lag: int | None
     """Lag of its group; None if the version is unknown."""
+
+    @classmethod
+    def of(cls, entry: BatchEntry, group: PromptGroup, sample: RolloutSample, *, step: int) -> "_SampleMask":
+        masked = entry.masked_tokens(sample)
+        quarter = quarter_of(len(masked))
+        return cls(
+            task_id=group.task_id,
+            trainable=len(masked),
+            masked=int(masked.sum()),
+            masked_first=int(masked[:quarter].sum()),
+            masked_last=int(masked[len(masked) - quarter :].sum()),
+            is_first_turn_masked=entry.is_first_turn_masked(sample) if len(sample.turns) > 1 else None,
+            lag=None if entry.oldest_version is None else lag(step=step, oldest_version=entry.oldest_version),
+        )
+
+
+def quarter_of(count: int) -> int:
+    """A quarter of a number of tokens or samples, rounded up."""
+    return -(-count // 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,12 +249,7 @@ class MaskReport:
     @classmethod
     def of(cls, batch: TrainingBatch) -> "MaskReport":
         found = [
-            _SampleMask(
-                task_id=group.task_id,
-                trainable=sample.num_trained,
-                masked=sum(int(entry.is_masked(row).sum()) for row in sample.sequences),
-                lag=None if entry.oldest_version is None else lag(step=batch.step, oldest_version=entry.oldest_version),
-            )
+            _SampleMask.of(entry, group, sample, step=batch.step)
             for entry, group in batch.entries()
             for sample in group.scorable
         ]
@@ -246,7 +269,7 @@ class MaskReport:
         return {task: round(shares[task], 4) for task in ranked[:most]}
 
     def metrics(self) -> dict[str, float | None]:
-        quarter = -(-len(self.samples) // 4)
+        quarter = quarter_of(len(self.samples))
         short, long = self.samples[:quarter], self.samples[-quarter:] if quarter else ()
         return {
             "async/version_offset_long": _mean([float(sample.lag) for sample in long if sample.lag is not None]),
@@ -255,9 +278,18 @@ class MaskReport:
             "async/masked_share": _masked_share(self.samples),
             "async/masked_share_long": _masked_share(long),
             "async/masked_share_short": _masked_share(short),
+            "async/masked_share_first": self._share_of_quarter([sample.masked_first for sample in self.samples]),
+            "async/masked_share_last": self._share_of_quarter([sample.masked_last for sample in self.samples]),
+            "async/masked_first_turns": _mean(
+                [float(s.is_first_turn_masked) for s in self.samples if s.is_first_turn_masked is not None]
+            ),
             "async/masked_samples": sum(sample.masked == sample.trainable for sample in self.samples),
             "async/masked_tasks": len({sample.task_id for sample in self.samples if sample.masked}),
         }
+
+    def _share_of_quarter(self, masked: Sequence[int]) -> float | None:
+        tokens = sum(quarter_of(sample.trainable) for sample in self.samples)
+        return sum(masked) / tokens if tokens else None
 
 
 def _masked_share(samples: Sequence[_SampleMask]) -> float | None:

@@ -17,6 +17,8 @@ from rollbook.rollout.dispatch.selection_bias import (
     compare,
     compare_masked,
     ks_distance,
+    masked_by_length,
+    masked_by_position,
 )
 
 samples = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60)
@@ -133,3 +135,16 @@ def test_masking_the_tokens_of_long_samples_is_a_bias() -> None:
     assert abs(tokens.distance - 0.3) < 1e-9, "long samples have 4/5 of the tokens and 1/2 of the trained ones"
     assert (tokens.dispatched_mean, tokens.trained_mean) == (34.0, 25.0)
     assert compare_masked(short[: MIN_GROUPS - 1]) == ()
+
+
+def test_the_report_tells_which_positions_and_which_lengths_are_masked() -> None:
+    """Slow episodes of 8 tokens lost their first half; short ones lost nothing."""
+    is_masked = np.arange(8) < 4
+    slow = [MaskedSample(trainable=8, trained=4, masked_at=is_masked)] * 2
+    short = [MaskedSample(trainable=4, trained=4, masked_at=np.zeros(4, dtype=np.bool_))] * 6
+    by_position = masked_by_position([*slow, *short])
+    assert by_position == [4 / 10, 4 / 10, 0.0, 0.0], (
+        "2 of 8 tokens of each slow episode are in a quarter, 1 of 4 of a short one"
+    )
+    assert masked_by_length([*slow, *short]) == [0.0, 0.0, 0.0, 0.5]
+    assert masked_by_position([]) == [0.0] * 4 == masked_by_length([])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.group import PromptGroup, group_id, part_id
 from rollbook.contracts.task import TaskId
-from rollbook.contracts.trajectory import RolloutSample, TokenRow
+from rollbook.contracts.trajectory import RolloutSample, TokenRow, TurnMark
 from rollbook.rollout.groups.filters import constant_reward, one_sample
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.data.advantages import PRIOR_SAMPLES, QUORUM_SCALES, advantages
@@ -252,3 +252,22 @@ def test_masked_shares_and_lags_are_reported_by_length_and_by_task() -> None:
     assert (metrics["async/version_offset_long"], metrics["async/version_offset_short"]) == (2, 0)
     assert (metrics["async/masked_share_long"], metrics["async/masked_share_short"]) == (0.75, 0.0)
     assert (metrics["async/masked_tokens"], metrics["async/masked_samples"], metrics["async/masked_tasks"]) == (3, 0, 1)
+
+
+def test_the_report_says_how_much_of_the_first_turns_is_masked() -> None:
+    """Two episodes of two turns. The first turn of the slow one is older than the bound."""
+    tokens = [1, *range(4, 12), *range(4, 12)]
+    turns = (TurnMark(sequence=0, start=1, end=5), TurnMark(sequence=0, start=9, end=13))
+    trained = [*range(1, 5), *range(9, 13)]
+    slow = replace(sample(stamped(row(tokens, trained), [3] * 4 + [7] * 4)), turns=turns)
+    fast = replace(sample(stamped(row(tokens, trained), [7] * 8)), turns=turns)
+    metrics = MaskReport.of(with_masks(batch_of(3, [[slow, fast]]), [(3,)])).metrics()
+    assert metrics["async/masked_share"] == 0.25
+    assert metrics["async/masked_share_first"] == 0.5, "the first two of eight tokens of the slow episode, of four"
+    assert metrics["async/masked_share_last"] == 0.0
+    assert metrics["async/masked_first_turns"] == 0.5
+
+    half = replace(sample(stamped(row(tokens, trained), [3] * 2 + [7] * 6)), turns=turns)
+    once = sample(stamped(row(tokens, trained), [3] * 8))
+    assert MaskReport.of(with_masks(batch_of(3, [[half, fast]]), [(3,)])).metrics()["async/masked_first_turns"] == 0.0
+    assert MaskReport.of(with_masks(batch_of(3, [[once]]), [(3,)])).metrics()["async/masked_first_turns"] is None

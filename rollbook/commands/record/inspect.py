@@ -21,7 +21,14 @@ from rollbook.dashboard.run_files import summarise
 from rollbook.dashboard.source import GroupRow
 from rollbook.rollout.chat.provenance import Pieces, TokenSpan, spans_of
 from rollbook.rollout.contract import Tokenizer
-from rollbook.rollout.dispatch.selection_bias import MaskedSample, PlayedGroup, compare, compare_masked
+from rollbook.rollout.dispatch.selection_bias import (
+    MaskedSample,
+    PlayedGroup,
+    compare,
+    compare_masked,
+    masked_by_length,
+    masked_by_position,
+)
 from rollbook.run.reader import RecordedRun, open_run
 
 
@@ -94,25 +101,36 @@ def _oldest_tasks(run: RecordedRun) -> str:
     return f"; largest means of the last {min(last, MASK_WINDOW_STEPS)} steps by task: {shown}"
 
 
+def _percentages(shares: Sequence[float]) -> str:
+    return ", ".join(f"{share:.0%}" for share in shares)
+
+
 def _masked_tokens(run: RecordedRun) -> str:
     """How much of the newest batches was masked, and whether that changes what is trained."""
     last = run.status().acknowledged_step
     samples = [
         MaskedSample(
-            trainable=sample.num_trained,
-            trained=sample.num_trained - sum(int(entry.is_masked(row).sum()) for row in sample.sequences),
+            trainable=len(masked_at),
+            trained=int((~masked_at).sum()),
             seconds=sample.ended_at - sample.started_at if sample.ended_at and sample.started_at else None,
             reward=sample.reward,
+            masked_at=masked_at,
         )
         for batch in run.batches(last, first=max(1, last - MASK_WINDOW_STEPS + 1))
         for entry, group in batch.entries()
         for sample in group.scorable
+        for masked_at in [entry.masked_tokens(sample)]
     ]
     trainable = sum(sample.trainable for sample in samples)
     if not trainable:
         return "nothing is trained yet"
     masked = trainable - sum(sample.trained for sample in samples)
     share = f"{masked / trainable:.1%} of {trainable} tokens of the last {min(last, MASK_WINDOW_STEPS)} steps"
+    if masked:
+        share += (
+            f" (from the first to the last quarter of a sample: {_percentages(masked_by_position(samples))};"
+            f" from the shortest to the longest quarter of the samples: {_percentages(masked_by_length(samples))})"
+        )
     biases = compare_masked(samples)
     warnings = [
         f"{b.measure} {b.dispatched_mean:.4g} before, {b.trained_mean:.4g} after" for b in biases if b.is_biased

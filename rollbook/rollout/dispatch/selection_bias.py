@@ -132,6 +132,31 @@ class MaskedSample:
     trained: int
     seconds: float | None = None
     reward: float | None = None
+    masked_at: NDArray[np.bool_] | None = None
+    """For each trainable token, in order: whether it was masked."""
+
+
+QUARTERS = 4
+
+
+def masked_by_position(samples: Sequence[MaskedSample]) -> list[float]:
+    """The masked share of the tokens in each quarter of their sample, the first one first."""
+    tokens, masked = np.zeros(QUARTERS), np.zeros(QUARTERS)
+    for sample in samples:
+        if sample.masked_at is not None and len(sample.masked_at):
+            quarters = np.arange(len(sample.masked_at)) * QUARTERS // len(sample.masked_at)
+            tokens += np.bincount(quarters, minlength=QUARTERS)
+            masked += np.bincount(quarters, weights=sample.masked_at, minlength=QUARTERS)
+    return [float(share) for share in masked / np.maximum(tokens, 1)]
+
+
+def masked_by_length(samples: Sequence[MaskedSample]) -> list[float]:
+    """The masked share of the tokens in each quarter of the samples, the shortest samples first."""
+    ordered = sorted(samples, key=lambda sample: sample.trainable)
+    parts = [ordered[n * len(ordered) // QUARTERS : (n + 1) * len(ordered) // QUARTERS] for n in range(QUARTERS)]
+    tokens = [sum(sample.trainable for sample in part) for part in parts]
+    trained = [sum(sample.trained for sample in part) for part in parts]
+    return [1.0 - after / before if before else 0.0 for before, after in zip(tokens, trained, strict=True)]
 
 
 def compare_masked(samples: Sequence[MaskedSample]) -> tuple[Bias, ...]:

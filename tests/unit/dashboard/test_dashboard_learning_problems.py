@@ -50,6 +50,8 @@ def run(**changes: float) -> list[StepMetrics]:
         ({"ess": 0.05}, ProblemKind.RATIO, "trainer.correction"),
         ({"response_tokens": 400.0, "truncated": 0.8}, ProblemKind.LENGTH, "trainer.overlong_tokens"),
         ({"cut": 0.3}, ProblemKind.CUT, "rollout.sampling.max_tokens"),
+        ({"masked": 0.09, "masked_first": 0.3}, ProblemKind.MASKED, "gate.max_head_offpolicy_versions"),
+        ({"masked": 0.02, "masked_first_turns": 0.2}, ProblemKind.MASKED, "gate.max_head_offpolicy_versions"),
         ({"reward": 0.1}, ProblemKind.REWARD, "trainer.old_logprobs"),
     ],
 )
