@@ -86,6 +86,7 @@ bench-twin: $(STAMP) ## predictions of `rollbook simulate` against 20 settings o
 
 bench-loop: $(STAMP) ## the whole loop against the engine alone and the trainer alone: make bench-loop DEVICE=cuda
 	$(BIN)/python -m benchmarks.loop.speed --device $(DEVICE)
+	$(BIN)/python -m benchmarks.loop.defaults
 
 bench-episodes: $(STAMP) ## 1,000, 4,000 and 10,000 concurrent episodes with the scripted engine: turns, memory and loop lag of the workers
 	$(BIN)/python -m benchmarks.loop.episodes

@@ -104,11 +104,11 @@ def cpu_by_process(supervisor: psutil.Process) -> dict[int, tuple[str, float]]:
             times, command = process.cpu_times(), process.cmdline()
         except psutil.Error:
             continue
-        found[process.pid] = (_name(command), times.user + times.system)
+        found[process.pid] = (process_name(command), times.user + times.system)
     return found
 
 
-def _name(command: list[str]) -> str:
+def process_name(command: list[str]) -> str:
     if "--role" in command:
         return command[command.index("--role") + 1]
     modules = {

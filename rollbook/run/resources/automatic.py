@@ -81,20 +81,20 @@ class Resolution:
         config = self.loaded.config
         trainer, inference, rollout = config.trainer, config.inference, config.rollout
         if trainer.device == "cpu" and inference.device == "cpu":
-            threads = f"trainer {trainer.threads} thread{'s' * (trainer.threads > 1)}"
-            lines = [f"device: cpu, {trainer.compute_dtype}, {threads}, {rollout.workers} workers"]
+            threads, workers = _count(trainer.threads, "thread"), _count(rollout.workers, "worker")
+            lines = [f"device: cpu, {trainer.compute_dtype}, trainer with {threads}, {workers}"]
             return [*lines, *self.notes]
         tokens = trainer.max_tokens_per_microbatch
         passes = "passes measured at the start" if tokens is None else f"passes of {tokens:,} tokens"
         cache = inference.kv_memory_mb
         lines = [
             f"trainer: {trainer.device}, {trainer.compute_dtype}, {passes}, gradient checkpointing "
-            f"{'on' if trainer.gradient_checkpointing else 'off'}, {trainer.threads} threads"
+            f"{'on' if trainer.gradient_checkpointing else 'off'}, {_count(trainer.threads, 'thread')}"
             + (f", {trainer.ranks} ranks" if trainer.ranks > 1 else ""),
             f"policy: {inference.device}, {inference.dtype}, {inference.max_running} requests, keys and values "
             f"{cache if isinstance(cache, str) else f'{cache / 1000:.1f} GB'}, weights by {inference.transfer}"
             + (f", {inference.replicas} replicas" if inference.replicas > 1 else ""),
-            f"rollout: {rollout.workers} workers",
+            f"rollout: {_count(rollout.workers, 'worker')}",
         ]
         if self.plan is not None:
             for device in self.machine.gpus:
@@ -413,6 +413,10 @@ def trainer_choices(trainer: TrainerConfig, machine: Machine) -> dict[str, Any]:
     threads = max(1, min(TRAINER_THREADS, machine.cores // 2))
     values = {"device": "cuda", "compute_dtype": precision_of(machine.gpus), "threads": threads}
     return {name: value for name, value in values.items() if name not in trainer.model_fields_set}
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
 
 
 def free_disk_bytes(path: Path) -> int:

@@ -50,7 +50,7 @@ class Machine:
 
 @cache
 def this_machine() -> Machine:
-    gpus = tuple(visible(list(_driver_gpus()), os.environ.get("CUDA_VISIBLE_DEVICES")))
+    gpus = tuple(visible(list(driver_gpus()), os.environ.get("CUDA_VISIBLE_DEVICES")))
     fault = _torch_fault() if gpus else ""
     return Machine(
         gpus=() if fault else gpus,
@@ -77,7 +77,7 @@ class _MemoryInfo(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
-def _driver_gpus() -> Iterator[Gpu]:
+def driver_gpus() -> Iterator[Gpu]:
     """The GPUs that the NVIDIA driver reports; none without a driver."""
     try:
         nvml = ctypes.CDLL(NVML)
