@@ -136,8 +136,9 @@ class AdaptiveConfig(BaseModel, frozen=True, extra="forbid"):
 
 class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     function: str = Field(default="chat", min_length=1)
-    """`chat` plays any environment as a chat, `agent` runs a program that calls OpenAI's API, `remote` calls a service over HTTP.
-    Your own: a module with a `make_rollout(setup)`, or `module:attribute`; the attribute may also be the async function itself."""
+    """`chat` plays any environment as a chat, `tools` answers questions with your functions as tools, `agent` runs a program that
+    calls OpenAI's API, `remote` calls a service over HTTP. Your own: a module with a `make_rollout(setup)`, or
+    `module:attribute`; the attribute may also be the async function itself."""
 
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of that function."""

@@ -10,6 +10,7 @@ ROLLOUTS = {
     "agent": "rollbook.rollout.agents.rollout",
     "chat": "rollbook.rollout.episodes.chat",
     "remote": "rollbook.rollout.remote.client",
+    "tools": "rollbook.rollout.episodes.tools",
 }
 """Built-in rollout functions: short name to module."""
 

@@ -152,7 +152,6 @@ def _chat(text: str) -> Any:
     return digests(normalised([{"role": "assistant", "content": text, "tool_calls": [call]}]), None)
 
 
-CALL_TOOL = _template("tools/tools.py", "call_tool")
 SCORE = _template("atropos/environment.py", "score")
 PARSERS: Mapping[str, Callable[[str], Any]] = {
     "contracts/output_formats.py:tagged_spans": parse_tool_calls,
@@ -209,7 +208,6 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {
     "templates/multi_turn/environment.py:step": _guess,
     "templates/single_turn/rewards.py:correct": _reward("single_turn/rewards.py"),
     "templates/tools/rewards.py:correct": _reward("tools/rewards.py"),
-    "templates/tools/tools.py:call_tool": lambda text: CALL_TOOL("get_temperature", text, {"city": "", "degrees": 1}),
 }
 """Every function that parses sampled text, and how a test calls it."""
 OTHER_TEXT: Mapping[str, str] = {

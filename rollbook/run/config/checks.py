@@ -313,7 +313,7 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
 )
 
 
-AGENT_SETTINGS = ("agent", "reward", "tool_parser")
+PLUGIN_SETTINGS = {"agent": ("agent", "reward", "tool_parser"), "tools": ("tools", "tool_parser")}
 
 
 def missing_files(parts: Parts, source_dir: Path, search_path: Sequence[Path]) -> Faults:
@@ -350,10 +350,11 @@ def _plugins(parts: Parts) -> Iterator[tuple[str, str, str | None, Mapping[str, 
                 yield "rollout.filter", rollout.filter, None, NO_SHORT_NAMES
             for name, function in rollout.rewards.functions.items():
                 yield f"rollout.rewards.functions.{name}.path", function.path, None, NO_SHORT_NAMES
-            if rollout.function == "agent":
-                for name in AGENT_SETTINGS:
-                    if ":" in (value := str(rollout.settings.get(name, ""))):
-                        yield f"rollout.settings.{name}", value, None, NO_SHORT_NAMES
+            for name in PLUGIN_SETTINGS.get(rollout.function, ()):
+                found = rollout.settings.get(name, ())
+                for value in [found] if isinstance(found, str) else found:
+                    if ":" in str(value):
+                        yield f"rollout.settings.{name}", str(value), None, NO_SHORT_NAMES
     match parts.get("env"):
         case EnvConfig(name=str(name), url=None):
             yield "env.name", name, None, ENVIRONMENTS

@@ -13,4 +13,4 @@ def correct(case: RewardCase) -> float:
 
 def used_the_tool(case: RewardCase) -> float:
     """1 if a call returned the temperature. It shows the policy the way to the answer."""
-    return float(str(case.row["degrees"]) in case.facts.get("tool_results", ()))
+    return float(any(call["result"] == str(case.row["degrees"]) for call in case.facts.get("tool_calls", ())))

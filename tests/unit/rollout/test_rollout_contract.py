@@ -7,7 +7,6 @@ import pytest
 from rollbook.contracts.errors import RunError
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import build_rollout, load_rollout
-from rollbook.rollout.settings import ROLLOUTS
 from rollbook.rollout.workers.spec import WorkerSpec
 from tests.parts.rollout.guessing import setup_of
 
@@ -36,7 +35,7 @@ DOTTED = {
 }
 
 
-@pytest.mark.parametrize("name", ROLLOUTS)
+@pytest.mark.parametrize("name", DOTTED)
 def test_a_built_in_rollout_function_has_a_short_name_and_keeps_its_dotted_name(name: str) -> None:
     found = load_rollout(name)
     assert load_rollout(DOTTED[name]) is found
@@ -45,7 +44,7 @@ def test_a_built_in_rollout_function_has_a_short_name_and_keeps_its_dotted_name(
 
 
 def test_an_unknown_short_name_lists_the_known_ones_and_suggests_the_nearest() -> None:
-    with pytest.raises(RunError, match=r"'agnet'.*\(built in: agent, chat, remote\); did you mean 'agent'\?"):
+    with pytest.raises(RunError, match=r"'agnet'.*\(built in: agent, chat, remote, tools\); did you mean 'agent'\?"):
         load_rollout("agnet")
 
 

@@ -1,0 +1,201 @@
+"""A rollout function for tasks that are solved with tools: plain Python functions that the policy may call.
+
+    [rollout]
+    function = "tools"
+    [rollout.settings]
+    tools = ["my_tools:search", "my_tools:get_page"]
+
+A task has a `question`, or its `messages`. The policy answers, calls tools and reads their results until it answers without a call
+or reaches a limit. The functions in `rollout.rewards` score the episode; its facts have the calls.
+
+The name, the parameters with their types, and the docstring of a function are its description for the policy. A parameter named
+`row` is not described: it gets the task. Calls of one turn run concurrently, plain functions in threads. What a function returns is
+the result, as text or as JSON. An exception, unknown names and arguments of the wrong type are results too, which the policy can
+read. Only `EpisodeError` means that the tool itself failed: the episode cannot be scored and is played again.
+"""
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
+
+from rollbook.contracts.errors import EpisodeError, RunError
+from rollbook.contracts.output_formats import ToolCall
+from rollbook.contracts.plugin import PluginError, load_plugin
+from rollbook.contracts.trajectory import EndReason, RolloutSample
+from rollbook.rollout.agents.program import run_in_thread
+from rollbook.rollout.agents.tool_calls import load_parser
+from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
+from rollbook.rollout.contract import RolloutFn, RolloutSetup
+from rollbook.rollout.episodes.turns import ChatTurns
+from rollbook.rollout.settings import TO_BE_SCORED
+
+ROW = "row"
+MAX_RESULT_CHARS = 20_000
+
+
+class ToolSettings(BaseModel, frozen=True, extra="forbid"):
+    """`rollout.settings` of this rollout function."""
+
+    tools: list[str] = Field(min_length=1)
+    """The functions: `module:function`, plain or async."""
+
+    tool_parser: str = "hermes"
+    """Format of tool calls: `hermes`, `json`, or `module:function` of a parser."""
+
+    tool_timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds after which the policy reads that a call timed out."""
+
+    system_prompt: str | None = None
+    """A first message with the role `system`. The chat template describes the tools by itself."""
+
+    on_rewrite: Literal["error", "fork"] = "fork"
+    """If the chat template rewrites earlier turns: continue in a new sequence of the same sample, or fail the episode."""
+
+    template: dict[str, Any] = Field(default_factory=dict)
+    """More arguments of the chat template: `{ enable_thinking = false }`."""
+
+
+def make_rollout(setup: RolloutSetup) -> RolloutFn:
+    settings = setup.read_settings(ToolSettings)
+    parse = load_parser(settings.tool_parser)
+    tools = {tool.name: tool for tool in map(load_tool, settings.tools)}
+
+    async def play_episode(row: dict[str, Any]) -> RolloutSample:
+        chat = MessageTrajectoryAssembler(
+            setup.tokenizer,
+            setup.sampling,
+            on_rewrite=settings.on_rewrite,
+            tools=[tool.description for tool in tools.values()],
+            template=settings.template,
+        )
+        for message in _opening(row, settings.system_prompt):
+            chat.add_message(**message)
+        turns = ChatTurns(setup, chat)
+        calls: list[dict[str, str]] = []
+        while True:
+            turn = await turns.next()
+            if isinstance(turn, EndReason):
+                break
+            called = parse(turn).calls
+            if not called:
+                break
+            for call, result in zip(called, await _results(tools, called, row, settings.tool_timeout_s), strict=True):
+                calls.append({"name": call.name, "arguments": call.arguments, "result": result})
+                chat.add_message("tool", result, name=call.name)
+        return chat.build(
+            reward=None,
+            invalid_cause=TO_BE_SCORED,
+            finish_reason=turn if isinstance(turn, EndReason) else None,
+            metrics={**turns.metrics(), "tool_calls": float(len(calls))},
+            facts={"tool_calls": calls},
+        )
+
+    return play_episode
+
+
+def _opening(row: Mapping[str, Any], system_prompt: str | None) -> list[dict[str, Any]]:
+    first = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    if isinstance(messages := row.get("messages"), Sequence) and messages:
+        return [*first, *(dict(message) for message in messages)]
+    if isinstance(question := row.get("question"), str):
+        return [*first, {"role": "user", "content": question}]
+    raise RunError(f'a task of rollout.function = "tools" needs `question` or `messages`; this one has {sorted(row)}')
+
+
+async def _results(
+    tools: Mapping[str, "Tool"], calls: Sequence[ToolCall], row: Mapping[str, Any], timeout_s: float
+) -> list[str]:
+    """The results of the calls of one turn, in their order."""
+
+    async def one(call: ToolCall) -> str:
+        if call.name not in tools:
+            return f"there is no tool {call.name!r}; the tools are {', '.join(tools)}"
+        return await tools[call.name].call(call.arguments, row, timeout_s=timeout_s)
+
+    return list(await asyncio.gather(*map(one, calls)))
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the policy may call."""
+
+    name: str
+    description: dict[str, Any]
+    """In OpenAI's format, for the chat template."""
+    function: Callable[..., Any]
+    arguments: type[BaseModel]
+    takes_row: bool
+
+    async def call(self, arguments: str, row: Mapping[str, Any], *, timeout_s: float) -> str:
+        """The result as text. Everything that the policy can get wrong is a result. Raises `EpisodeError` of the function."""
+        try:
+            read = self.arguments.model_validate_json(arguments or "{}")
+        except ValidationError as error:
+            faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors()[:5])
+            return f"{self.name} was not called: {faults}"
+        given = {name: getattr(read, name) for name in type(read).model_fields}
+        if self.takes_row:
+            given[ROW] = dict(row)
+        try:
+            async with asyncio.timeout(timeout_s):
+                result = await self._run(given)
+        except EpisodeError:
+            raise
+        except TimeoutError:
+            return f"{self.name} did not return within {timeout_s:g} seconds"
+        except Exception as error:  # A tool can raise anything; the policy reads what was wrong.
+            result = f"{self.name} raised {type(error).__name__}: {error}"
+        return _text(result)[:MAX_RESULT_CHARS]
+
+    async def _run(self, given: Mapping[str, Any]) -> Any:
+        if inspect.iscoroutinefunction(self.function):
+            return await self.function(**given)
+        return await run_in_thread(partial(self.function, **given))
+
+
+def load_tool(path: str) -> Tool:
+    """The function at `module:function` as a tool. Raises `PluginError` if it cannot be described."""
+    function = load_plugin(path, setting="rollout.settings.tools")
+    fault = f"rollout.settings.tools contains {path!r}"
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters
+    except (TypeError, ValueError, NameError) as error:
+        raise PluginError(f"{fault}, whose parameters cannot be read: {error}") from error
+    fields: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise PluginError(
+                f"{fault}, whose parameter {parameter} has no name of its own: the policy passes arguments by name"
+            )
+        if name != ROW:
+            kind = Any if parameter.annotation is parameter.empty else parameter.annotation
+            fields[name] = (kind, ... if parameter.default is parameter.empty else parameter.default)
+    try:
+        arguments = create_model(function.__name__, __config__=ConfigDict(extra="forbid"), **fields)
+        schema = arguments.model_json_schema()
+    except (PydanticUserError, NameError) as error:
+        raise PluginError(f"{fault}, whose parameters cannot be described as JSON: {error}") from error
+    schema.pop("title", None)
+    for described in schema.get("properties", {}).values():
+        described.pop("title", None)
+    about = {
+        "name": function.__name__,
+        "description": inspect.getdoc(function) or "",
+        "parameters": {"type": "object", "properties": {}, **schema},
+    }
+    return Tool(function.__name__, {"type": "function", "function": about}, function, arguments, ROW in parameters)
+
+
+def _text(result: Any) -> str:
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(result)
