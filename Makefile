@@ -97,6 +97,12 @@ bench-envs: $(STAMP) ## environments: parallel against serial, AWS commands agai
 bench-gil: $(STAMP) ## the training step alone, with scoring threads, and with our workers
 	$(BIN)/python -m benchmarks.trainer.gil
 
+# As in the AWS RL environment: AWS_RL_ENV_POOL_SIZE=8 make run, or make run POOL_SIZE=8.
+POOL_SIZE ?= $(or $(AWS_RL_ENV_POOL_SIZE),1)
+MINISTACK_BASE_PORT ?= $(or $(AWS_RL_ENV_MINISTACK_BASE_PORT),4566)
+run: $(STAMP) ## serve simulated AWS accounts to OpenEnv clients on port 8000: AWS_RL_ENV_POOL_SIZE=8 make run
+	AWS_RL_ENV_POOL_SIZE=$(POOL_SIZE) AWS_RL_ENV_MINISTACK_BASE_PORT=$(MINISTACK_BASE_PORT) $(BIN)/rollbook env serve --env aws --port $(or $(PORT),8000)
+
 proof-cpu: $(STAMP) ## prove learning in two phases on a CPU: each criterion with its value
 	$(BIN)/python -m benchmarks.learning.proof --device cpu --out docs/results
 

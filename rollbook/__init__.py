@@ -63,6 +63,7 @@ __all__ = [
     "WeightTransferClient",
     "__version__",
     "audit",
+    "create_app",
     "encode_group",
     "evaluate",
     "open_host",
@@ -97,7 +98,7 @@ if TYPE_CHECKING:
     from rollbook.envs.client.group import GrpoPool, MultiTurnEnvPool
     from rollbook.envs.client.session import EnvSession
     from rollbook.envs.config import EnvConfig
-    from rollbook.envs.server.run import serve_environments
+    from rollbook.envs.server.run import create_app, serve_environments
     from rollbook.inference.weights.client import WeightTransferClient
     from rollbook.integrations.async_recipe import RowRequest, run_async_rl_loop
     from rollbook.integrations.recipe_groups import GroupAssembler, Rollout, RowResolution, rollout_to_prompt_group
@@ -175,6 +176,7 @@ _MODULES = {
     "TrajectoryAssembler": "rollbook.rollout.assemblers.tokens",
     "WeightTransferClient": "rollbook.inference.weights.client",
     "audit": "rollbook.run.reader",
+    "create_app": "rollbook.envs.server.run",
     "encode_group": "rollbook.contracts.group_codec",
     "evaluate": "rollbook.commands.record.evaluate",
     "open_host": "rollbook.integrations.trl_run",

@@ -1,6 +1,7 @@
 """The cost of sessions: eight concurrent against sequential, the overhead of a step, and 256 sessions on one server.
 
     python -m benchmarks.envs.sessions            prints one JSON object as its last line
+    python -m benchmarks.envs.sessions aws 2 8 16 eight AWS sessions only, with server, simulators and client on that many cores
 
 The server runs in a separate process, as in a run. Every figure is a median of repetitions, with minimum and maximum.
 """
@@ -96,7 +97,7 @@ async def serial_and_parallel(url: str, task: dict[str, Any], act: Callable[[int
         for _ in range(REPETITIONS):
             await pool.reset_group(task)
             began = time.perf_counter()
-            for session in pool.sessions:
+            for session in pool.envs:
                 await play(session)
             serial.append(time.perf_counter() - began)
             await pool.reset_group(task)
@@ -163,7 +164,20 @@ async def aws_environment() -> dict[str, Any]:
     task = next(task for task in task_bank().values() if task.step_limit > TURNS and task.checks)
     with server("aws", GROUP, base_port=0) as running:
         figures = await serial_and_parallel(running.url, {"id": task.id}, lambda turn: reads[turn])
-    return {"task": task.id, **figures}
+    return {"cores": len(os.sched_getaffinity(0)), "task": task.id, **figures}
+
+
+async def aws_by_cores(counts: list[int]) -> list[dict[str, Any]]:
+    """The same measurement on the first N cores of the machine. Child processes inherit the restriction."""
+    cores = sorted(os.sched_getaffinity(0))
+    found = []
+    for count in counts:
+        if count > len(cores):
+            raise SystemExit(f"{count} cores were requested; this process may use {len(cores)}")
+        os.sched_setaffinity(0, cores[:count])
+        found.append(await aws_environment())
+        print(json.dumps(found[-1]), file=sys.stderr)
+    return found
 
 
 async def crowded() -> dict[str, Any]:
@@ -201,6 +215,10 @@ def main() -> None:
         name, size, args = sys.argv[2:]
         with suppress(KeyboardInterrupt):
             uvloop.run(serve(name, int(size), json.loads(args)))
+        return
+    if sys.argv[1:2] == ["aws"]:
+        rows = uvloop.run(aws_by_cores([int(count) for count in sys.argv[2:]] or [len(os.sched_getaffinity(0))]))
+        print(json.dumps({"benchmark": "envs_aws_sessions", "arch": platform.machine(), "by_cores": rows}))
         return
     machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "load_before": round(os.getloadavg()[0], 2)}
     figures = uvloop.run(measure())

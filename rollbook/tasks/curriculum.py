@@ -117,10 +117,10 @@ class Curriculum:
     def record_result(self, drawn: Draw | Task | TaskId | str, outcome: GroupOutcome | float | None) -> None:
         """The outcome of a draw. Nothing else changes mastery, and only the first result of a draw counts.
 
-        With a task in place of a draw, it is that of the task's oldest draw without a result. A number is the mean reward of the
-        draw, 1 for success.
+        With a task in place of a draw, it is that of the task's oldest draw without a result. If there is none, the result counts
+        as that of a new draw, so `propose` and `taken` are not needed. A number is the mean reward of the draw, 1 for success.
         """
-        draw = drawn if isinstance(drawn, Draw) else self._oldest_unsettled(drawn)
+        draw = drawn if isinstance(drawn, Draw) else self._oldest_unsettled(drawn) or self._new_draw(drawn)
         outcome = _outcome_of(outcome) if isinstance(outcome, float | int) else outcome
         self._unsettled.pop(id_of(draw.task_id, draw.number), None)
         if outcome is None or draw.task_id not in self._table.index or not self._add_result(draw, outcome):
@@ -128,13 +128,24 @@ class Curriculum:
         if self._log is not None and self._log.is_due(self.num_draws):
             self._log.write(self.view())
 
-    def _oldest_unsettled(self, task: Task | TaskId | str) -> Draw:
+    def _oldest_unsettled(self, task: Task | TaskId | str) -> Draw | None:
         task_id = task.id if isinstance(task, Task) else TaskId(task)
         own = [(position, group) for group, position in self._unsettled.items() if group.rpartition("@")[0] == task_id]
         if not own:
-            raise RunError(f"task {task_id} has no draw without a result; take one with propose() and taken() first")
+            return None
         position, group = min(own)
         return Draw(task_id=task_id, number=int(group.rpartition("@")[2]), position=position)
+
+    def _new_draw(self, task: Task | TaskId | str) -> Draw:
+        """A draw that the caller played without proposing it."""
+        task_id = task.id if isinstance(task, Task) else TaskId(task)
+        index = self._table.index.get(task_id)
+        if index is None:
+            raise RunError(f"task {task_id} is not in the dataset of this curriculum")
+        draw = Draw(task_id=task_id, number=self._record.next_number(index), position=self._queue.next_position)
+        self._queue.next_position += 1
+        self._record.add_draw(index, draw.number, draw.position)
+        return draw
 
     @property
     def num_draws(self) -> int:
@@ -177,7 +188,7 @@ class Curriculum:
         if success is None:
             return False
         result = Result(draw.position, self._table.index[draw.task_id], draw.number, success)
-        if self._record.is_kept(result):
+        if self._record.has_result(result.task, result.number):
             return False
         self._record.add_result(result)
         return True

@@ -208,6 +208,8 @@ class MasteryRecord:
         self._kept: list[Result] = []
         self._num_folded = 0
         self._is_in_order = True
+        self._with_results: dict[int, int] = {}
+        """By task, a bit for each of its draws that has a result."""
         self._num_draws = np.zeros(count, dtype=np.int64)
         self._last_position = np.full(count, NEVER, dtype=np.int64)
         self._rate = np.zeros(count, dtype=np.float64)
@@ -231,6 +233,7 @@ class MasteryRecord:
 
     def add_result(self, result: Result) -> None:
         """Keep a result for the next `fold`."""
+        self._with_results[result.task] = self._with_results.get(result.task, 0) | 1 << result.number
         self._is_in_order &= bisect_left(self._kept, result) >= self._num_folded
         insort(self._kept, result)
 
@@ -238,9 +241,8 @@ class MasteryRecord:
     def is_folded(self) -> bool:
         return self._num_folded == len(self._kept)
 
-    def is_kept(self, result: Result) -> bool:
-        at = bisect_left(self._kept, result)
-        return at < len(self._kept) and self._kept[at] == result
+    def has_result(self, task: int, number: int) -> bool:
+        return bool(self._with_results.get(task, 0) >> number & 1)
 
     def fold(self, *, settled_below: int) -> None:
         """Update mastery with all results. Those below `settled_below` are final and no longer kept."""

@@ -94,6 +94,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "EnvConfig",
         "EnvironmentSource",
         "serve_environments",
+        "create_app",
         "EnvSession",
         "GrpoPool",
         "MultiTurnEnvPool",

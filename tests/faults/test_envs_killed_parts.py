@@ -35,7 +35,7 @@ async def test_the_environments_of_a_killed_client_return_to_the_pool_at_once(tm
                 client.kill()
                 await until(lambda: server.pool.health().busy == 0)
         async with GrpoPool(server.url, size=4, first_task={}) as pool:
-            assert len(pool.sessions) == 4
+            assert len(pool.envs) == 4
 
 
 async def test_a_killed_server_is_an_episode_error_and_the_pool_connects_to_its_successor() -> None:
@@ -101,7 +101,7 @@ async def test_a_hanging_environment_affects_only_its_own_session() -> None:
             await pool.reset_group({})
 
             async def play(session: EnvSession) -> str:
-                return (await session.step("stuck" if session is pool.sessions[0] else "0.01")).text
+                return (await session.step("stuck" if session is pool.envs[0] else "0.01")).text
 
             outcomes = await pool.try_group(play)
             assert isinstance(outcomes[0], EpisodeError)

@@ -35,7 +35,7 @@ async def test_closing_a_pool_of_a_stopped_server_ends() -> None:
             server.send_signal(signal.SIGCONT)
         assert not [thread for thread in threading.enumerate() if thread.name == "env-pool"]
         async with GrpoPool(url, size=8, first_task=GAME) as again:  # it continues, and every slot is free
-            assert len(again.sessions) == 8
+            assert len(again.envs) == 8
 
 
 async def test_closing_a_blocking_pool_ends_even_if_a_rollout_blocks_its_loop(

@@ -91,10 +91,10 @@ async def test_a_connect_whose_first_reset_fails_leaves_no_session_open(failing:
         pool = GrpoPool(server.url, size=8, first_task={})
         with pytest.raises(EpisodeError, match=f"reset {failing} failed"):
             await pool.connect()
-        assert pool.sessions == ()
+        assert pool.envs == ()
         await until(lambda: server.pool.health().busy == 0)
         async with GrpoPool(server.url, size=8, first_task={}) as again:  # every slot is free
-            assert len(again.sessions) == 8
+            assert len(again.envs) == 8
 
 
 @pytest.mark.usefixtures("counting_resets")
@@ -104,7 +104,7 @@ async def test_a_failed_group_reset_closes_the_group_and_the_next_one_reconnects
         await pool.reset_group({})
         with pytest.raises(EpisodeError, match="reset 6 failed"):
             await pool.reset_group({})
-        assert pool.sessions == ()
+        assert pool.envs == ()
         await until(lambda: server.pool.health().busy == 0)
         assert [seen.text for seen in await pool.reset_group({})] == ["ready"] * 4
 
@@ -112,11 +112,11 @@ async def test_a_failed_group_reset_closes_the_group_and_the_next_one_reconnects
 async def test_a_lost_session_is_replaced_before_the_next_group() -> None:
     async with served(Waiter, size=3, step_s=1.0) as server, GrpoPool(server.url, size=3) as pool:
         await pool.reset_group({})
-        outcomes = await pool.try_group(lambda env: env.step("30" if env is pool.sessions[1] else "0"))
+        outcomes = await pool.try_group(lambda env: env.step("30" if env is pool.envs[1] else "0"))
         assert [isinstance(outcome, EpisodeError) for outcome in outcomes] == [False, True, False]
-        before = pool.sessions
+        before = pool.envs
         assert len(await pool.reset_group({})) == 3
-        assert [old is new for old, new in zip(before, pool.sessions, strict=True)] == [True, False, True]
+        assert [old is new for old, new in zip(before, pool.envs, strict=True)] == [True, False, True]
 
 
 async def test_a_failed_sibling_does_not_end_the_others() -> None:
@@ -124,7 +124,7 @@ async def test_a_failed_sibling_does_not_end_the_others() -> None:
 
     async def play(env: EnvSession) -> str:
         owner = (await env.state())["episode_id"]
-        if env is pool.sessions[0]:
+        if env is pool.envs[0]:
             raise ZeroDivisionError("my own bug")
         finished.append(owner)
         return str(owner)

@@ -156,7 +156,7 @@ async def test_our_group_connects_completely_to_both_servers(server: str) -> Non
         with pytest.raises(GroupTooLargeError, match=r"5 sessions .* has 4"):
             await GrpoPool(url, size=5, options=COUNTER).connect()
         async with GrpoPool(url, size=4, options=COUNTER) as pool:
-            assert len(pool.sessions) == 4
+            assert len(pool.envs) == 4
 
 
 def test_a_class_that_cannot_be_hosted_is_refused_with_a_reason() -> None:

@@ -354,7 +354,7 @@ def test_simulated_clouds_are_lent_to_threads_one_at_a_time() -> None:
     in_use: set[int] = set()
 
     def borrow(_: int) -> int:
-        port = pool.acquire()
+        port = pool.acquire(timeout_s=60.0)
         assert port not in in_use, "lent twice"
         in_use.add(port)
         assert pool.endpoint(port) == f"http://127.0.0.1:{port}"
@@ -368,10 +368,14 @@ def test_simulated_clouds_are_lent_to_threads_one_at_a_time() -> None:
         with pytest.raises(rollbook.RollbookError, match="port 1 is not acquired"):
             pool.release(1)
         held = [pool.acquire(), pool.acquire()]
-        with pytest.raises(RuntimeError, match="exhausted"):
-            pool.acquire(timeout_s=0.05)
+        assert pool.free_count == 0
+        for arguments in ({}, {"timeout_s": 0.05}):
+            with pytest.raises(RuntimeError, match="exhausted"):
+                pool.acquire(**arguments)
         for port in held:
             pool.release(port)
+        # Released simulators are wiped in the background; acquiring waits for that.
+        assert {pool.acquire(), pool.acquire()} == set(held)
 
 
 async def test_the_asynchronous_recipe_is_one_function() -> None:

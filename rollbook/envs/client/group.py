@@ -1,6 +1,6 @@
 """Groups of sessions: `GrpoPool` for asynchronous code, and `MultiTurnEnvPool` for trainers that cannot await.
 
-    async with GrpoPool("http://localhost:8000", size=8) as pool:
+    async with GrpoPool(base_url="http://localhost:8000", size=8) as pool:
         seen = await pool.reset_group(task)
         rewards = await pool.run_group(rollout)            # one call for each session, concurrently
         pool.record_group_result(task, rewards)
@@ -8,7 +8,7 @@
 A group is connected completely or not at all: one reservation covers all of its sessions, and every session has replied before
 `connect` returns. Any failure closes all of them and raises the first error. Two groups can never block each other halfway.
 
-    with MultiTurnEnvPool("http://localhost:8000", size=8) as pool:
+    with MultiTurnEnvPool(base_url="http://localhost:8000", size=8) as pool:
         rewards = pool.run_group(task, play)               # play(session, first_observation), plain or async
 
 `MultiTurnEnvPool` runs a `GrpoPool` in an event loop in its own thread. The loop answers pings while the trainer computes, so a
@@ -66,7 +66,7 @@ class GrpoPool:
 
     def __init__(
         self,
-        url: str,
+        base_url: str,
         size: int = 8,
         *,
         first_task: Task | None = None,
@@ -75,7 +75,7 @@ class GrpoPool:
     ) -> None:
         if size < 1:
             raise ValueError(f"size is {size}; a pool needs at least 1 session")
-        self.url = url.rstrip("/")
+        self.base_url = base_url.rstrip("/")
         self.size = size
         self._first_task = first_task
         self._on_result = on_result
@@ -94,7 +94,7 @@ class GrpoPool:
         await self.close()
 
     @property
-    def sessions(self) -> tuple[EnvSession, ...]:
+    def envs(self) -> tuple[EnvSession, ...]:
         """All sessions; empty before `connect` and after `close`."""
         return self._sessions
 
@@ -104,7 +104,7 @@ class GrpoPool:
             return
         http = new_http(self._options)
         try:
-            sessions = await open_sessions(http, self.url, self.size, self._options)
+            sessions = await open_sessions(http, self.base_url, self.size, self._options)
             try:
                 last: list[Observation | None] = [None] * self.size
                 if self._first_task is not None:
@@ -202,7 +202,7 @@ class GrpoPool:
         assert self._http is not None  # set together with the sessions
         await close_sessions([self._sessions[index] for index in lost], self._options)
         try:
-            opened = await open_sessions(self._http, self.url, len(lost), self._options)
+            opened = await open_sessions(self._http, self.base_url, len(lost), self._options)
         except BaseException:
             await self.close()
             raise
@@ -241,14 +241,14 @@ class MultiTurnEnvPool:
 
     def __init__(
         self,
-        url: str,
+        base_url: str,
         size: int = 8,
         *,
         first_task: Task | None = None,
         on_result: Callable[[GroupRewards], None] | None = None,
         options: ClientOptions = DEFAULTS,
     ) -> None:
-        self._pool = GrpoPool(url, size, first_task=first_task, on_result=on_result, options=options)
+        self._pool = GrpoPool(base_url, size, first_task=first_task, on_result=on_result, options=options)
         self._close_s = 3 * options.close_s + CLOSE_MARGIN_S
         self._loop = LoopThread("env-pool")
         try:
@@ -288,7 +288,7 @@ class MultiTurnEnvPool:
 
         async def play() -> list[T | Exception]:
             seen = await self._pool.reset_group(task)
-            first = dict(zip(map(id, self._pool.sessions), seen, strict=True))
+            first = dict(zip(map(id, self._pool.envs), seen, strict=True))
             return await self._pool.try_group(lambda session: self._play(rollout_fn, session, first[id(session)]))
 
         return self._call(play())
@@ -301,7 +301,9 @@ class MultiTurnEnvPool:
         if not self._loop.stop(within_s=self._close_s):
             # An async rollout blocks the loop. Its sockets close with the process, which frees the server's slots.
             logging.getLogger("rollbook.envs").warning(
-                "the pool of %s did not close within %g s: its event loop is blocked", self._pool.url, self._close_s
+                "the pool of %s did not close within %g s: its event loop is blocked",
+                self._pool.base_url,
+                self._close_s,
             )
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:

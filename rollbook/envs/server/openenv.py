@@ -37,17 +37,33 @@ class OpenEnvPool:
 
     def __init__(self, path: str, args: Mapping[str, Any], *, size: int) -> None:
         kind = openenv_class(path)
-        if size > 1 and not getattr(kind, "SUPPORTS_CONCURRENT_SESSIONS", False):
-            raise RunError(
-                f"{path} does not set SUPPORTS_CONCURRENT_SESSIONS = True, so its pool size must be 1, not {size}"
-            )
-        action, observation, state = model_classes(path, kind)
-        self.name = path.partition(":")[2]
-        self.description = next(iter((kind.__doc__ or "").strip().splitlines()), self.name)
-        self.dialect = ModelDialect(action, observation, state)
-        self._kind = kind
-        self._action = action
-        self._args = dict(args)
+        _require_concurrent(kind, path, size)
+        self._open(lambda: kind(**args), model_classes(path, kind), path.partition(":")[2], kind.__doc__, size)
+
+    @classmethod
+    def of_factory(
+        cls, factory: Callable[[], Any], action: type[BaseModel], observation: type[BaseModel], *, name: str, size: int
+    ) -> "OpenEnvPool":
+        """A pool of what `factory` returns: a class, or a function."""
+        if isinstance(factory, type):
+            _require_concurrent(factory, name, size)
+        pool = cls.__new__(cls)
+        pool._open(factory, (action, observation, UndeclaredState), name, factory.__doc__, size)
+        return pool
+
+    def _open(
+        self,
+        create: Callable[[], Any],
+        models: tuple[type[BaseModel], type[BaseModel], type[BaseModel]],
+        name: str,
+        description: str | None,
+        size: int,
+    ) -> None:
+        self.name = name
+        self.description = next(iter((description or "").strip().splitlines()), name)
+        self.dialect = ModelDialect(*models)
+        self._create = create
+        self._action = models[0]
         self._slots = EnvironmentSlots(size)
         self.capacity = size
         self.health = self._slots.health
@@ -60,7 +76,8 @@ class OpenEnvPool:
         created: list[Any] = []
 
         def create() -> Any:
-            created.append(self._kind(**self._args))
+            created.append(self._create())
+            _require_concurrent(type(created[0]), self.name, self.capacity)
             return created[0]
 
         try:
@@ -200,6 +217,13 @@ class ModelDialect:
 
     def schema(self) -> Mapping[str, Any]:
         return self._schema
+
+
+def _require_concurrent(kind: type[Any], name: str, size: int) -> None:
+    if size > 1 and not getattr(kind, "SUPPORTS_CONCURRENT_SESSIONS", False):
+        raise RunError(
+            f"{name} does not set SUPPORTS_CONCURRENT_SESSIONS = True, so its pool size must be 1, not {size}"
+        )
 
 
 def openenv_class(path: str) -> type[Any]:

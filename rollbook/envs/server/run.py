@@ -4,12 +4,14 @@ async with serve_environments(EnvConfig(name="arithmetic"), size=8) as server:
     ...                                              # server.url accepts connections
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
+from pydantic import BaseModel
 
 from rollbook.access.guard import AllowedClients
 from rollbook.access.server import serve_app
@@ -65,6 +67,67 @@ async def open_app(
         yield build_app(pool, server, info=info, log=log), pool
 
 
+class EnvironmentApp:
+    """A server of OpenEnv environments that is built and not yet started. Made by `create_app`."""
+
+    def __init__(self, pool: OpenEnvPool, server: EnvServerConfig) -> None:
+        self._pool = pool
+        self._server = server
+
+    @asynccontextmanager
+    async def serving(self, host: str = "127.0.0.1", port: int = 8000) -> AsyncIterator[RunningServer]:
+        """Serve while the block runs. Port 0: any free port."""
+        info = EnvironmentInfo(name=self._pool.name, description=self._pool.description)
+        app = build_app(self._pool, self._server, info=info, dialect=self._pool.dialect)
+        try:
+            async with _listening(app, self._server, host=host, port=port, allowed=None) as url:
+                yield RunningServer(url=url, pool=self._pool)
+        finally:
+            self._pool.close()
+
+    def run(self, host: str = "127.0.0.1", port: int = 8000) -> None:
+        """Serve until the process is interrupted: `uvicorn.run(app, host, port)` of other servers."""
+
+        async def serve() -> None:
+            async with self.serving(host, port):
+                await asyncio.Event().wait()
+
+        with suppress(KeyboardInterrupt):
+            asyncio.run(serve())
+
+
+def create_app(
+    env_factory: Callable[[], Any],
+    action_cls: type[BaseModel],
+    observation_cls: type[BaseModel],
+    env_name: str | None = None,
+    *,
+    max_concurrent_envs: int = 1,
+    server: EnvServerConfig | None = None,
+) -> EnvironmentApp:
+    """A server of the environments that `env_factory` makes, like `create_app` of the `openenv` package.
+
+    `env_factory` is an OpenEnv class, or a function that returns one of its objects. `max_concurrent_envs` sessions have one each,
+    and one more client is refused with 503. `create_app(…).run(port=8000)` serves.
+    """
+    name = env_name or str(getattr(env_factory, "__name__", "environment"))
+    pool = OpenEnvPool.of_factory(env_factory, action_cls, observation_cls, name=name, size=max_concurrent_envs)
+    return EnvironmentApp(pool, server or EnvServerConfig())
+
+
+@asynccontextmanager
+async def _listening(
+    app: web.Application, server: EnvServerConfig, *, host: str, port: int, allowed: AllowedClients | None
+) -> AsyncIterator[str]:
+    check_exposure(host, server)
+    try:
+        sock = listening_socket(host, port)
+    except OSError as error:
+        raise RunError(f"the environment server cannot listen on {host}:{port}: {error}") from error
+    async with serve_app(app, sock, allowed=allowed) as url:
+        yield url
+
+
 @asynccontextmanager
 async def serve_environments(
     env: EnvConfig,
@@ -81,10 +144,8 @@ async def serve_environments(
     """Serve while the block runs, from when all environments are ready. Port 0: any free port."""
     server = server or EnvServerConfig()
     check_exposure(host, server)
-    async with open_app(env, server, size=size, is_openenv=is_openenv, tasks=tasks, log=log) as (app, pool):
-        try:
-            sock = listening_socket(host, port)
-        except OSError as error:
-            raise RunError(f"the environment server cannot listen on {host}:{port}: {error}") from error
-        async with serve_app(app, sock, allowed=allowed) as url:
-            yield RunningServer(url=url, pool=pool)
+    async with (
+        open_app(env, server, size=size, is_openenv=is_openenv, tasks=tasks, log=log) as (app, pool),
+        _listening(app, server, host=host, port=port, allowed=allowed) as url,
+    ):
+        yield RunningServer(url=url, pool=pool)

@@ -54,7 +54,7 @@ async def serve(name: str, size: int, port: int) -> None:
 async def hold(url: str, count: int, marks: Path) -> None:
     async with GrpoPool(url, count) as pool:
         await pool.reset_group({"marks": str(marks)})
-        steps = [asyncio.ensure_future(session.step("600")) for session in pool.sessions]
+        steps = [asyncio.ensure_future(session.step("600")) for session in pool.envs]
         await until(lambda: len(list(marks.iterdir())) == count)
         print_line("holding")
         await asyncio.gather(*steps)

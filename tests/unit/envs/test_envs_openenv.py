@@ -1,15 +1,20 @@
 """Hosting a class in the form of the `openenv` package: what it must declare, and that its environments are always closed."""
 
 import asyncio
+import functools
 import threading
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import pytest
 from pydantic import BaseModel
 
 from rollbook.concurrency.deadline import Deadline, finish
+from rollbook.contracts.errors import RollbookError, RunError
+from rollbook.envs.client.group import GrpoPool
+from rollbook.envs.client.session import ClientOptions
 from rollbook.envs.server.openenv import OpenEnvPool
+from rollbook.envs.server.run import create_app
 
 
 class Action(BaseModel):
@@ -94,3 +99,38 @@ async def test_a_class_needs_no_declared_state(pool: OpenEnvPool) -> None:
     assert (await env.step('{"word": "go"}')).text == '{"word": "go"}'
     await env.close()
     assert Browser.closed.is_set()
+
+
+class Counter:
+    """Counts its steps."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+    state = Action()
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def reset(self) -> Seen:
+        return Seen()
+
+    def step(self, action: Action) -> Seen:
+        self._steps += 1
+        return Seen(word=f"{action.word} {self._steps}", done=True)
+
+
+@pytest.mark.parametrize("factory", [Counter, functools.partial(Counter)])
+async def test_an_app_serves_as_many_environments_as_it_was_created_with(factory: Callable[[], Any]) -> None:
+    app = create_app(factory, Action, Seen, env_name="counter", max_concurrent_envs=2)
+    options = ClientOptions(task_field=None, connect_s=5.0)
+    async with app.serving(port=0) as server, GrpoPool(base_url=server.url, size=2, options=options) as pool:
+        await pool.reset_group({})
+        seen = await pool.run_group(lambda env: env.step({"word": "go"}))
+        assert ["go 1" in one.text for one in seen] == [True, True]
+        assert len(pool.envs) == 2
+        with pytest.raises(RollbookError, match="3"):
+            await GrpoPool(base_url=server.url, size=3, options=options).connect()
+
+
+def test_a_class_that_serves_one_session_is_refused_with_more() -> None:
+    with pytest.raises(RunError, match=r"SUPPORTS_CONCURRENT_SESSIONS = True, so its pool size must be 1, not 8"):
+        create_app(Browser, Action, Seen, max_concurrent_envs=8)

@@ -196,8 +196,31 @@ def test_a_result_may_be_recorded_by_task_and_reward() -> None:
         curriculum.taken(1)
         curriculum.record_result(curriculum.task(draw.task_id), 1.0)
     assert curriculum.mastery(TaskId("a0")).results == (1.0,)
-    with pytest.raises(RunError, match="no draw without a result"):
-        curriculum.record_result("a0", 0.5)
+
+
+def test_a_result_may_be_recorded_without_a_proposal() -> None:
+    curriculum = Curriculum(tiered(2))
+    for reward in (0.5, 1.0):
+        curriculum.record_result("a0", reward)
+    assert curriculum.mastery(TaskId("a0")).results == (0.5, 1.0)
+    assert curriculum.num_draws == 2
+    (draw,) = curriculum.propose(1)
+    assert draw.position == 2, "proposals continue after the recorded draws"
+    with pytest.raises(RunError, match="not in the dataset"):
+        curriculum.record_result("unknown", 1.0)
+
+
+def test_a_repeated_result_does_not_count_even_after_the_draw_is_settled() -> None:
+    curriculum = Curriculum(tiered(1))
+    draws = curriculum.propose(3)
+    curriculum.taken(3)
+    for draw in draws:
+        curriculum.record_result(draw, outcome(1.0))
+        assert curriculum.mastery(TaskId("a0")).results[-1] == 1.0
+    for draw in draws:
+        curriculum.record_result(draw, outcome(0.0))
+        curriculum.observe(GroupId(f"a0@{draw.number}"), draw.position, outcome(0.0))
+    assert curriculum.mastery(TaskId("a0")).results == (1.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize("sampler", ["sequential", "mastery", "weighted"])
