@@ -5,9 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import rollbook
+from rollbook.ledger.config import GateConfig
+from rollbook.rollout.config import RolloutConfig
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.optimizer import peak_rate
 from scripts.docs.configuration import reference
 from scripts.docs.metrics import reference as metrics_reference
 from scripts.docs.python_api import GROUPS
@@ -34,6 +39,27 @@ def test_the_configuration_reference_is_up_to_date() -> None:
 
 def test_the_metrics_reference_is_up_to_date() -> None:
     assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == metrics_reference(), "run `make docs`"
+
+
+def test_the_defaults_compared_with_those_of_other_systems_are_the_defaults_of_the_code() -> None:
+    rows = re.findall(r"^\| `(\w+)\.([\w.]+)` \| `([^`]+)` \|", (ROOT / "docs" / "learning.md").read_text(), re.M)
+    assert len(rows) >= 15
+    trainer = TrainerConfig()
+    for section, field, shown in rows:
+        name = f"{section}.{field}"
+        if name == "trainer.lr":
+            rates = re.findall(r"([\d.e-]+) at width (\d+)", shown)
+            assert len(rates) >= 3
+            for rate, width in rates:
+                assert float(rate) == peak_rate(trainer, width=int(width)), f"{name} at width {width}"
+            continue
+        default: object = {"trainer": trainer, "gate": GateConfig(), "rollout": RolloutConfig()}[section]
+        if section == "trainer" and getattr(trainer, field) is None:
+            # The loss decides.
+            default = trainer.recipe.as_settings()[field]
+        else:
+            default = attrgetter(field)(default)
+        assert shown == ("off" if default is None else str(default)), f"docs/learning.md: {name} is {default}"
 
 
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
