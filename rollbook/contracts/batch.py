@@ -77,6 +77,18 @@ class BatchManifest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PassSplit:
+    """How a batch is split into passes. It decides the last bits of sums, so it is recorded with each trained step."""
+
+    max_tokens: int
+    """Computed tokens per pass; a longer sequence gets its own pass."""
+    gradient_checkpointing: bool = False
+
+    def __str__(self) -> str:
+        return f"passes of {self.max_tokens} tokens{' and checkpointing' if self.gradient_checkpointing else ''}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
     """A manifest with its decoded usable groups, in the same order.
 
@@ -87,6 +99,8 @@ class TrainingBatch:
     groups: tuple[PromptGroup, ...]
     unusable: Mapping[GroupId, str] = field(default_factory=dict)
     """Groups that cannot be trained, with the reason. They have weight 0."""
+    split: PassSplit | None = None
+    """The split with which the step was acknowledged last. None: it was not, or its trainer reported none."""
 
     @property
     def step(self) -> int:
@@ -105,6 +119,8 @@ class EncodedBatch:
     manifest: BatchManifest
     payloads: tuple[bytes, ...] = field(repr=False)
     limits: TrainingLimits
+    split: PassSplit | None = None
+    """See `TrainingBatch.split`."""
 
     @property
     def step(self) -> int:
@@ -119,7 +135,7 @@ class EncodedBatch:
                 unusable[entry.group_id] = found
             else:
                 usable.append(found)
-        return TrainingBatch(manifest=self.manifest, groups=tuple(usable), unusable=unusable)
+        return TrainingBatch(manifest=self.manifest, groups=tuple(usable), unusable=unusable, split=self.split)
 
 
 class EndOfRun(StrEnum):

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, OwnerId, PartReceipt, PastDraw, Receipt
-from rollbook.contracts.batch import AckReceipt, EncodedBatch, EndOfRun, TrainerRole
+from rollbook.contracts.batch import AckReceipt, EncodedBatch, EndOfRun, PassSplit, TrainerRole
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup
 from rollbook.contracts.policy import Completion, OnTokens, Publication, SamplingParams
@@ -128,9 +128,15 @@ class BatchSource(Protocol):
         """The batch of `step`, which never changes. None: not enough groups yet; call again."""
 
     async def acknowledge(
-        self, step: int, weights_digest: str, *, unusable: Mapping[GroupId, str] | None = None
+        self,
+        step: int,
+        weights_digest: str,
+        *,
+        unusable: Mapping[GroupId, str] | None = None,
+        split: PassSplit | None = None,
     ) -> AckReceipt:
-        """Batch `step` was trained, without the groups in `unusable` (with the reason). Called in order; idempotent."""
+        """Batch `step` was trained with this split, without the groups in `unusable` (with the reason). Called in order;
+        idempotent."""
 
     async def register(self, step: int, weights_digest: str) -> Publication:
         """Get a publication id for weights that will be pushed."""

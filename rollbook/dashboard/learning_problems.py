@@ -1,4 +1,4 @@
-"""Recognises a run that stops learning, from the metrics of its steps, and names the settings that help.
+"""Recognises a run that stops learning or lacks memory, from the metrics of its steps, and names the settings that help.
 
 Means over `WINDOW` steps are compared with the first steps of the run. Each kind of problem is reported once, at the first step
 where it is seen. No clock and no files.
@@ -37,6 +37,7 @@ class ProblemKind(StrEnum):
     CUT = "cut answers"
     MASKED = "masked tokens"
     REWARD = "falling reward"
+    MEMORY = "out of memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ class LearningMonitor:
         if len(self._first) < WINDOW:
             self._first.append(step)
         self._recent.append(step)
+        if ProblemKind.MEMORY not in self._problems and (found := _memory(step)) is not None:
+            self._problems[ProblemKind.MEMORY] = LearningProblem(ProblemKind.MEMORY, step.step, *found)
         if len(self._recent) < WINDOW:
             return
         rules: tuple[tuple[ProblemKind, Callable[[], tuple[str, str] | None]], ...] = (
@@ -186,6 +189,19 @@ class LearningMonitor:
             "Unless harder tasks were opened: lower trainer.lr or gate.max_head_offpolicy_versions, or set "
             'trainer.old_logprobs = "engine"',
         )
+
+
+def _memory(step: StepMetrics) -> tuple[str, str] | None:
+    if step.failed_pass_tokens is None or step.pass_tokens is None:
+        return None
+    checkpointing = " and checkpointing" if step.is_checkpointing else ""
+    return (
+        f"the step did not fit in memory with passes of {step.failed_pass_tokens:.0f} tokens; trained with"
+        f" {step.pass_tokens:.0f}{checkpointing}",
+        f"To begin with passes that fit, set trainer.max_tokens_per_microbatch = {step.pass_tokens:.0f}"
+        f"{' and trainer.gradient_checkpointing = true' if checkpointing else ''}, or give a policy server on the same GPU less"
+        " (inference.kv_memory_mb)",
+    )
 
 
 def learning_problems(steps: Sequence[StepMetrics]) -> tuple[LearningProblem, ...]:

@@ -49,6 +49,11 @@ class StepMetrics:
     """Mean of starting / sampled over the trained tokens."""
     ess: float | None = None
     """Effective sample size of the weights starting / sampled, as a share of the tokens. Low: the batch is far off-policy."""
+    pass_tokens: float | None = None
+    """Tokens that a pass may have."""
+    is_checkpointing: bool = False
+    failed_pass_tokens: float | None = None
+    """`pass_tokens` of the first attempt of the step that did not fit into memory; None: it fitted."""
     unscorable: float | None = None
     """Share of the episodes since the previous step that have no reward."""
     filtered: float | None = None

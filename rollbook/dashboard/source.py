@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from rollbook.contracts.admission import Action, AuditReport, LedgerStatus
-from rollbook.contracts.batch import AckReceipt, BatchManifest
+from rollbook.contracts.batch import AckReceipt, BatchManifest, PassSplit
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.group import GroupOutcome, GroupState
 from rollbook.contracts.policy import Publication
@@ -86,6 +86,7 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     receipt: AckReceipt
     at: float
+    split: PassSplit | None = None
 
 
 class ProducerRow(msgspec.Struct, frozen=True, kw_only=True):

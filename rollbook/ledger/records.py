@@ -9,7 +9,7 @@ from typing import Any, Self
 import msgspec
 
 from rollbook.contracts.admission import Action, ActionKind, MemberId, MemberRole, OwnerId, RunId, RunSettings
-from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun
+from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, PassSplit
 from rollbook.contracts.freshness import BatchPolicy, GateCounts
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.contracts.policy import Publication, PublicationId
@@ -296,6 +296,8 @@ class StepRecord(Record, frozen=True, kw_only=True):
     digest: str
     receipt: AckReceipt
     at: float
+    split: PassSplit | None = None
+    """How the step was split into passes; None: its trainer reported none."""
 
 
 class PublicationRecord(Record, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ from rollbook.contracts.admission import (
     RunId,
     RunSettings,
 )
-from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, TrainerRole
+from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, PassSplit, TrainerRole
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState
 from rollbook.contracts.policy import Publication
@@ -272,10 +272,13 @@ class Ledger:
         *,
         epoch: int,
         unusable: Mapping[GroupId, str] | None = None,
+        split: PassSplit | None = None,
     ) -> AckReceipt:
         receipt = await self._write(
             run_id,
-            lambda run_tx: trainer.acknowledge(run_tx, step, weights_digest, epoch=epoch, unusable=unusable),
+            lambda run_tx: trainer.acknowledge(
+                run_tx, step, weights_digest, epoch=epoch, unusable=unusable, split=split
+            ),
         )
         await self._store.journal(run_id)
         if unusable:
@@ -324,6 +327,11 @@ class Ledger:
     async def batch_manifest(self, run_id: RunId, step: int) -> BatchManifest | None:
         record = await self._read(run_id, lambda tx: tx.batches.get(run_id, step))
         return None if record is None else record.manifest
+
+    async def split_of(self, run_id: RunId, step: int) -> PassSplit | None:
+        """The split with which a step was acknowledged last."""
+        found = await self._read(run_id, lambda tx: tx.steps.of_step(run_id, step))
+        return found[-1].split if found else None
 
     async def steps(self, run_id: RunId, *, start: int = 0, limit: int = 10_000) -> list[StepRecord]:
         """A page of acknowledgements, from step `start` on."""

@@ -292,7 +292,9 @@ def _move(move: MoveRecord | wire.MoveView) -> MoveRow:
 
 
 def _step(step: StepRecord | wire.StepView) -> StepRow:
-    return StepRow(step=step.step, epoch=step.epoch, digest=step.digest, receipt=step.receipt, at=step.at)
+    return StepRow(
+        step=step.step, epoch=step.epoch, digest=step.digest, receipt=step.receipt, at=step.at, split=step.split
+    )
 
 
 def _producer(producer: ProducerRecord | wire.ProducerView) -> ProducerRow:
@@ -391,8 +393,9 @@ class RecordedRun:
         return self._wait(self._source.manifest(step))
 
     def batches(self, until: int, *, first: int = 1) -> Iterator[TrainingBatch]:
-        """Batches `first` to `until` as they were decided."""
+        """Batches `first` to `until` as they were decided, with the splits of their last acknowledgements."""
         limits = self._limits()
+        splits = {step.step: step.split for step in self.steps()}
         for step in range(first, until + 1):
             manifest = self.manifest(step)
             bodies = self._wait(self._source.payloads(*(entry.group_id for entry in manifest.entries)))
@@ -401,7 +404,7 @@ class RecordedRun:
                 raise RunError(
                     f"run {self.run_id}: the payloads of batch {step} were deleted; set ledger.keep_payloads = true to replay a run"
                 )
-            yield EncodedBatch(manifest=manifest, payloads=payloads, limits=limits).decode()
+            yield EncodedBatch(manifest=manifest, payloads=payloads, limits=limits, split=splits.get(step)).decode()
 
     def _limits(self) -> TrainingLimits:
         """The limits with which the batches were trained. Over HTTP they are computed again from the model."""

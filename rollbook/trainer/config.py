@@ -40,6 +40,9 @@ NOT_NUMERIC = frozenset(
         "gpu_memory_gb",
     }
 )
+SPLIT_SETTINGS = ("max_tokens_per_microbatch", "gradient_checkpointing")
+"""How a batch is split into passes. A change changes bits, not the method: these settings may change on every resume, because each
+step is acknowledged with its split, and replayed with it."""
 DEFAULT_TOKENS_PER_PASS = 16_384
 
 

@@ -10,7 +10,7 @@ staleness bound of 0, no episode of batch s+1 can start without version s.
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -22,9 +22,9 @@ from rollbook.contracts.batch import EndOfRun, TrainerRole
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.contracts.weights import AdapterKind
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
-from rollbook.trainer.checkpoints.settings_history import check_and_record
+from rollbook.trainer.checkpoints.settings_history import FailedAttempt, PassSplits, check_and_record
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.planner import BatchRequest, Planner, open_planner
+from rollbook.trainer.data.planner import BatchRequest, LocalPlanner, Planner, open_planner
 from rollbook.trainer.data.planning import PlannedBatch, UnplannableBatchError
 from rollbook.trainer.files.step_chain import StepChainWriter
 from rollbook.trainer.metrics import check_lag
@@ -41,8 +41,8 @@ from rollbook.trainer.pipeline import (
     unless,
 )
 from rollbook.trainer.publish import Publisher
-from rollbook.trainer.step import LearnerSnapshot
-from rollbook.trainer.team import Learner, RemoteRanks, StoppedBeforeAssemblyError, restored_learner
+from rollbook.trainer.step import LearnerSnapshot, StepMemoryError, StepReport
+from rollbook.trainer.team import Learner, RemoteRanks, StoppedBeforeAssemblyError, Team, restored_learner
 
 LONG_POLL_S = 20.0
 """How long the ledger may hold a request for a batch before it responds that there is none yet."""
@@ -126,6 +126,7 @@ class TrainerLoop:
         self._acknowledged: asyncio.Future[str]
         """The digest of the last trained step, once the ledger has it."""
         self._planner: Planner
+        self._splits: PassSplits
         self._fetching: Background
         self._settling: Background
         self._checkpointing: Background
@@ -231,6 +232,8 @@ class TrainerLoop:
             await asyncio.to_thread(self._checkpoints.clean)
             checkpoint = await asyncio.to_thread(self._checkpoints.latest)
             learner = await asyncio.to_thread(self._load_learner, checkpoint)
+            if isinstance(learner, Team):
+                learner.on_out_of_memory = self._record_failure
             self._learner = learner
             if self._publishes_adapters:
                 self._adapter_kind = await asyncio.to_thread(learner.publish_adapters)
@@ -287,6 +290,7 @@ class TrainerLoop:
             acknowledged_step=role.last_acknowledged,
             weights_digest=str(self._digest),
         )
+        self._splits = PassSplits(self._history_path, learner.plan_settings.split)
         self._durable_step = role.durable_step
         # The previous trainer may have died after writing the checkpoint and before reporting it.
         await self._mark_durable(restored)
@@ -338,7 +342,8 @@ class TrainerLoop:
         records = self._reports.token_records
         # Ranks compute only together, so they record no tokens.
         keeps_batch = records is not None and records.is_due(step) and self._config.ranks == 1
-        request = BatchRequest(step=step, wait_s=LONG_POLL_S, keeps_batch=keeps_batch)
+        split = self._splits.of(step)
+        request = BatchRequest(step=step, wait_s=LONG_POLL_S, keeps_batch=keeps_batch, split=split)
         while True:
             try:
                 planned = await self._planner.plan(request)
@@ -358,10 +363,7 @@ class TrainerLoop:
         self._doing(f"training step {step}")
         with self._spans.span("trainer.train", step=step) as fields:
             fields["groups"] = len(manifest.entries) - len(planned.unusable)
-            # In a thread, so that fetching, settling and checkpointing continue during the step.
-            report, weights = await asyncio.to_thread(
-                train_and_copy, learner, planned, self._reports.token_records, self._publisher.versions
-            )
+            planned, report, weights = await self._train_fitting(learner, planned)
         trained = self._clock.now() - began
         began = self._clock.now()
         self._doing("waiting for the policy servers to load the previous weights")
@@ -379,9 +381,63 @@ class TrainerLoop:
             began=self._last_trained_at or started,
             is_published=replays is None,
             is_repeated=replays is not None and step <= replays.last_acknowledged,
+            failed=self._splits.failed(step),
         )
         self._last_trained_at = self._clock.now()
         await self._settling.start(self._settle(trained_step, self._acknowledged))
+
+    async def _train_fitting(
+        self, learner: Learner, planned: PlannedBatch
+    ) -> tuple[PlannedBatch, StepReport, Mapping[str, Tensor]]:
+        """Train the batch, with smaller passes if it does not fit into memory. Returns it as it was split.
+
+        Each failed attempt is recorded before the next one.
+        """
+        step = planned.step
+        last = await asyncio.to_thread(self._splits.take_last_failure, step)
+        if last is not None:  # of a rank, which ended the trainer before this one
+            raise RunError(last.cause)
+        while True:
+            split = self._splits.of(step, recorded=planned.recorded_split)
+            if planned.split != split:
+                planned = await self._planned_again(learner, planned, BatchRequest(step=step, wait_s=0, split=split))
+            try:
+                # In a thread, so that fetching, settling and checkpointing continue during the step.
+                report, weights = await asyncio.to_thread(
+                    train_and_copy, learner, planned, self._reports.token_records, self._publisher.versions
+                )
+                return planned, report, weights
+            except StepMemoryError as error:
+                failure = error
+            if failure.smaller is None:
+                raise failure
+            await asyncio.to_thread(self._record_failure, failure)
+            self._doing(f"training step {step} again, with {failure.smaller}")
+            if not failure.can_retry:
+                raise ChildProcessError(f"{failure} The trainer is restarted, and trains it with {failure.smaller}.")
+
+    def _record_failure(self, failure: StepMemoryError) -> None:
+        """On disk: a trainer that is killed now must train the step as this one would."""
+        self._splits.add(
+            FailedAttempt(step=failure.step, failed=failure.failed, retried=failure.smaller, cause=str(failure))
+        )
+        self._log.warning(
+            "trainer.out_of_memory",
+            step=failure.step,
+            failed=str(failure.failed),
+            retried=None if failure.smaller is None else str(failure.smaller),
+            cause=str(failure),
+        )
+
+    async def _planned_again(self, learner: Learner, planned: PlannedBatch, request: BatchRequest) -> PlannedBatch:
+        """The batch with another split. Planned in this process: the child may wait for the next batch."""
+        again = LocalPlanner(self._source, learner.plan_settings, num_shown=self._reports.num_shown)
+        found = await again.plan(replace(request, keeps_batch=planned.batch is not None, ignores_record=True))
+        if not isinstance(found, PlannedBatch):
+            raise RunError(
+                f"batch {request.step} cannot be split again: the ledger decided it, but now returns {found}"
+            )
+        return found
 
     async def _settle(self, trained: TrainedStep, acknowledged: asyncio.Future[str]) -> None:
         """Acknowledge a step and publish its weights."""
@@ -389,7 +445,7 @@ class TrainerLoop:
         self._digest = digest
         planned = trained.planned
         step = planned.step
-        receipt = await self._source.acknowledge(step, digest, unusable=planned.unusable)
+        receipt = await self._source.acknowledge(step, digest, unusable=planned.unusable, split=planned.split)
         await asyncio.to_thread(
             self._chain.add, planned.manifest, epoch=self._epoch, weights=digest, unusable=planned.unusable
         )

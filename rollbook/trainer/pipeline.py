@@ -16,6 +16,7 @@ from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
 from rollbook.telemetry.token_records import TokenRecordWriter
+from rollbook.trainer.checkpoints.settings_history import FailedAttempt
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import with_lags
 from rollbook.trainer.data.planner import OpenSource
@@ -96,6 +97,8 @@ class TrainedStep:
     """False in a replay: replicas may have newer weights."""
     is_repeated: bool
     """An earlier trainer acknowledged it already."""
+    failed: Sequence[FailedAttempt] = ()
+    """Attempts of the step that did not fit into memory."""
 
 
 def train_and_copy(
@@ -106,9 +109,9 @@ def train_and_copy(
     `published`: the versions of this trainer's publications, by id.
     """
     if records is not None and planned.batch is not None and isinstance(learner, TrainStep):
-        records.write(planned.step, learner.token_values(planned.batch))
+        records.write(planned.step, learner.token_values(planned.batch, planned.split))
     minibatches = with_lags(planned.minibatches, published, step=planned.step)
-    return learner.train(minibatches, step=planned.step), learner.snapshot()
+    return learner.train(minibatches, step=planned.step, split=planned.split), learner.snapshot()
 
 
 def report_step(
@@ -128,6 +131,10 @@ def report_step(
             peak_flops=devices_peak_flops(config),
         ),
         "perf/memory_gb": peak_memory_gb(config.device),
+        "perf/pass_tokens": planned.split.max_tokens,
+        "perf/checkpointing": float(planned.split.gradient_checkpointing),
+        "perf/out_of_memory": len(trained.failed),
+        "perf/failed_pass_tokens": trained.failed[0].failed.max_tokens if trained.failed else None,
         "train/diverged_steps": float(receipt is AckReceipt.DIVERGED),
     }
     for name, value in measured.items():

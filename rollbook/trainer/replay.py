@@ -7,7 +7,7 @@ settings changed when it was resumed is replayed by period: each step with the s
 import asyncio
 import tempfile
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.checkpoints.checkpoints import Checkpoints, initial_learner
 from rollbook.trainer.checkpoints.settings_history import SettingsHistory, SettingsPeriod
-from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.config import SPLIT_SETTINGS, TrainerConfig
 from rollbook.trainer.data.minibatches import flatten
 from rollbook.trainer.step import TrainStep
 
@@ -159,14 +159,17 @@ async def retrain(
     """Train a recorded stream with the settings of `config`, without generation. Returns the steps and the final digest.
 
     Gains use the advantages of `judged_by`, on batches not trained yet, so that runs with different settings can be compared.
+    Batches are split as recorded, unless `config` sets another split than `judged_by`.
     """
     periods = [ReplayPeriod(config=config)] if isinstance(config, TrainerConfig) else config
+    last = periods[-1].config
+    keeps_splits = all(getattr(last, name) == getattr(judged_by, name) for name in SPLIT_SETTINGS)
     learners = await asyncio.to_thread(_Learners, periods, model_dir)
     steps: list[CounterfactualStep] = []
     for batch in batches:
         learner = await asyncio.to_thread(learners.of_step, batch.step)
         gain = await asyncio.to_thread(learner.gain, flatten(batch, judged_by))
-        report = await asyncio.to_thread(learner.run, batch)
+        report = await asyncio.to_thread(learner.run, batch if keeps_splits else replace(batch, split=None))
         steps.append(CounterfactualStep(step=batch.step, gain=gain, metrics=report.metrics))
     return steps, await asyncio.to_thread(learners.learner.model.digest)
 

@@ -18,10 +18,12 @@ from rollbook.contracts.trajectory import TokenRow
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import Metric, MetricRecorder, Reduction
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
+from rollbook.trainer.checkpoints.settings_history import FailedAttempt, PassSplits
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import TrainRow
 from rollbook.trainer.model.weights import digest_of
 from rollbook.trainer.sft_config import SftConfig, sft_trainer
+from rollbook.trainer.step import StepMemoryError, StepReport
 from rollbook.trainer.team import Learner, restored_learner
 
 SFT_METRICS = (
@@ -96,6 +98,7 @@ class SftLoop:
         on_metrics: Callable[[dict[str, Any]], None] = lambda row: None,
     ) -> None:
         self._config = config
+        self._directory = directory
         self._total = steps_of(len(demonstrations), config, max_steps=trainer.max_steps)
         # Schedules that decay to 0 need the last step, even if it follows from the epochs.
         self._trainer = sft_trainer(trainer.model_copy(update={"max_steps": self._total}))
@@ -107,6 +110,7 @@ class SftLoop:
         self._on_metrics = on_metrics
         self._is_stopping = False
         self._saved: Checkpoint | None = None
+        self._splits: PassSplits
 
     def stop_after_step(self) -> None:
         """Finish the current step, write a checkpoint and return. May be called from a signal handler."""
@@ -116,6 +120,7 @@ class SftLoop:
         self._checkpoints.clean()
         self._saved = self._checkpoints.latest()
         learner = restored_learner(self._checkpoints, self._saved, self._trainer)
+        self._splits = PassSplits(self._directory / "trainer_state.json", learner.plan_settings.split)
         try:
             return self._train(learner)
         finally:
@@ -159,7 +164,7 @@ class SftLoop:
         step = learner.step + 1
         began = time.perf_counter()
         numbers = numbers_of_step(step, len(self._rows), self._config, seed=self._trainer.seed)
-        report = learner.train_rows([self._rows[number] for number in numbers], step=step)
+        report = self._train_fitting(learner, [self._rows[number] for number in numbers], step=step)
         seconds = time.perf_counter() - began
         loss = report.metrics["train/loss"]
         for name in ("train/loss", "train/grad_norm", "train/lr", "train/entropy", "train/tokens"):
@@ -168,6 +173,20 @@ class SftLoop:
         self._metrics.add("perf/train_time", seconds)
         self._metrics.add("perf/tokens_per_s", report.num_tokens / seconds)
         return float("nan") if loss is None else loss
+
+    def _train_fitting(self, learner: Learner, rows: Sequence[TrainRow], *, step: int) -> StepReport:
+        """Train the rows, with smaller passes if they do not fit into memory. Each failed attempt is recorded before the next."""
+        while True:
+            try:
+                return learner.train_rows(rows, step=step, split=self._splits.of(step))
+            except StepMemoryError as error:
+                failure = error
+            if failure.smaller is None or not failure.can_retry:
+                raise failure
+            self._splits.add(
+                FailedAttempt(step=step, failed=failure.failed, retried=failure.smaller, cause=str(failure))
+            )
+            self._log.warning("sft.out_of_memory", step=step, retried=str(failure.smaller), cause=str(failure))
 
     def _measure(self, learner: Learner) -> float | None:
         """The validation loss."""

@@ -8,8 +8,9 @@ the current policy, so the first minibatch uses its own detached log-probabiliti
 step needs no second pass. For the other minibatches pi_old is computed before the first optimizer step.
 """
 
+import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.batch import PassSplit, TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.weights import AdapterKind
 from rollbook.telemetry.token_records import Key, TokenArrays
@@ -32,9 +33,10 @@ from rollbook.trainer.data.minibatches import (
     flatten,
     plan_minibatch,
     plan_rows,
+    smaller_split,
 )
 from rollbook.trainer.distributed.sharding import Passes, Ranks, cpu_mesh, gathered, own_shards, shard_state
-from rollbook.trainer.files.random_states import random_states
+from rollbook.trainer.files.random_states import random_states, set_random_states
 from rollbook.trainer.flops import training_flops
 from rollbook.trainer.losses.corrections import correction, k3_divergence, kl_penalty
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings
@@ -47,6 +49,32 @@ from rollbook.trainer.optimizer import GradientGuard, clip_large_gradient, learn
 MIN_SAMPLED_LOGPROB = -20.0
 """Less likely tokens are sampled about once in 500 million."""
 OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+ALLOCATION_FAILURES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+"""How libraries report that memory is missing, if not by `torch.OutOfMemoryError`."""
+
+
+class PassMemoryError(Exception):
+    """A pass did not fit into the memory of this rank. Its gradients are freed."""
+
+    def __init__(self, detail: str, *, is_updated: bool = False, is_optimizer: bool = False) -> None:
+        super().__init__(detail)
+        self.is_updated = is_updated
+        """An earlier minibatch of the step changed the weights."""
+        self.is_optimizer = is_optimizer
+        """The state of the optimizer did not fit: smaller passes do not help."""
+
+
+class StepMemoryError(RunError):
+    """A step did not fit into memory with the split `failed`."""
+
+    def __init__(self, text: str, *, step: int, failed: PassSplit, smaller: PassSplit | None, can_retry: bool) -> None:
+        super().__init__(text)
+        self.step = step
+        self.failed = failed
+        self.smaller = smaller
+        """What to try next; None: nothing smaller is possible."""
+        self.can_retry = can_retry
+        """The learner is as it was before the step. Otherwise it must be restored from a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +116,8 @@ class _Tally:
     skipped: int = 0
     is_last: bool = True
     """The minibatch that is trained is the last one of the step."""
+    is_updated: bool = False
+    """The weights were changed."""
 
 
 class TrainStep:
@@ -184,50 +214,142 @@ class TrainStep:
         )
 
     def run(self, batch: TrainingBatch) -> StepReport:
-        """Train the batch of the next step. Blocks: call it in a thread."""
-        return self.train(self.plan_batch(batch), step=batch.step)
+        """Train the batch of the next step, with the split that was recorded for it. Blocks: call it in a thread."""
+        return self.train(self.plan_batch(batch), step=batch.step, split=batch.split)
 
     def plan_batch(self, batch: TrainingBatch) -> list[Minibatch]:
         """Split a batch into passes."""
-        return self.plan_rows(flatten(batch, self._config), step=batch.step)
+        return self.plan_rows(flatten(batch, self._config), step=batch.step, split=batch.split)
 
-    def train_rows(self, rows: Sequence[TrainRow], *, step: int) -> StepReport:
+    def train_rows(self, rows: Sequence[TrainRow], *, step: int, split: PassSplit | None = None) -> StepReport:
         """Train these rows as step `step`."""
-        return self.train(self.plan_rows(rows, step=step), step=step)
+        return self.train(self.plan_rows(rows, step=step, split=split), step=step, split=split)
 
-    def train(self, minibatches: Sequence[Minibatch], *, step: int) -> StepReport:
-        """Train the passes of this rank, and report about all of them."""
+    def train(self, minibatches: Sequence[Minibatch], *, step: int, split: PassSplit | None = None) -> StepReport:
+        """Train the passes of this rank, and report about all of them.
+
+        `split`: that of the minibatches; None for the settings. Raises `StepMemoryError` if they do not fit into memory.
+        """
         if step != self.step + 1:
             raise RunError(f"the model is at step {self.step} and received batch {step}; batches are trained in order")
-        tally = self.train_passes([self.ranks.own_passes(part.microbatches) for part in minibatches], step=step)
-        return self._report(step, minibatches, tally)
+        split = split or self.plan_settings.split
+        own = [self.ranks.own_passes(part.microbatches) for part in minibatches]
+        try:
+            tally = self.train_passes(own, step=step, is_checkpointing=split.gradient_checkpointing)
+        except PassMemoryError as error:
+            failure = self.memory_error(error, minibatches, step=step, split=split)
+        else:
+            return self._report(step, minibatches, tally)
+        raise failure
 
-    def train_passes(self, minibatches: Sequence[Passes], *, step: int) -> _Tally:
-        """Train the passes of one rank, for each minibatch of step `step`. All ranks must call it."""
+    def train_passes(self, minibatches: Sequence[Passes], *, step: int, is_checkpointing: bool) -> _Tally:
+        """Train the passes of one rank, for each minibatch of step `step`. All ranks must call it.
+
+        Raises `PassMemoryError`. Weights, optimizer and random states are then as they were, unless the error says otherwise.
+        """
         # Set in the computing thread: other threads do not inherit it, and it decides the last bits of sums.
         torch.set_num_threads(self._config.threads)
         rate = learning_rate(self._config, step, peak=self._peak_rate)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        self.model.use_checkpointing(is_checkpointing)
+        self._allocate_optimizer()
+        states, skipped = random_states(), self.guard.skipped_in_a_row
         tally = _Tally()
-        try:
+
+        def train_all() -> None:
             for passes, old in zip(minibatches, self._old_logprobs(minibatches), strict=True):
                 tally.is_last = passes is minibatches[-1]
                 self._train_minibatch(passes, old, tally, step=step)
-        except torch.OutOfMemoryError as error:
-            tokens = self._config.tokens_per_pass
-            raise RunError(
-                f"step {step} does not fit into the memory of {self.model.device}, with up to {tokens} tokens a pass. Set"
-                f" trainer.max_tokens_per_microbatch = {max(1, tokens // 2)}, or give a policy server on the same device less"
-                f" (inference.kv_memory_mb), and start the run again: it resumes. {error}"
-            ) from error
+
+        detail = self._failure_of(train_all)
+        if detail is not None:
+            set_random_states(states)
+            self.guard.skipped_in_a_row = skipped
+            raise PassMemoryError(detail, is_updated=tally.is_updated)
         tally.statistics.sum_over(self.ranks, self.model.device)
         self.step = step
         return tally
 
-    def plan_rows(self, rows: Sequence[TrainRow], *, step: int) -> list[Minibatch]:
-        """Split rows into passes."""
-        return plan_rows(rows, self.plan_settings, step=step)
+    def memory_error(
+        self,
+        error: PassMemoryError,
+        minibatches: Sequence[Minibatch],
+        *,
+        step: int,
+        split: PassSplit,
+        rank: int | None = None,
+    ) -> StepMemoryError:
+        """What to do about a step that does not fit into the memory of a rank (default: this one)."""
+        rank = self.ranks.rank if rank is None else rank
+        process = "the trainer" if self.ranks.size == 1 else f"trainer rank {rank}"
+        smaller = None if error.is_optimizer else smaller_split(split, minibatches)
+        text = f"step {step} does not fit into the memory of {process} ({self.model.device}) with {split}"
+        if error.is_optimizer:
+            text = (
+                f"the state of the optimizer ({self._optimizer_bytes / 1e9:.2f} GB) does not fit into the memory of"
+                f" {process} ({self.model.device})"
+            )
+        if smaller is None:
+            longest = max((part.longest for part in minibatches), default=0)
+            text += (
+                f". Its longest sequence has {longest} tokens. Give a policy server on the same device less"
+                " (inference.kv_memory_mb), set trainer.lora, a smaller trainer.max_logits_mb or more trainer.ranks, or play"
+                " shorter episodes (rollout.max_total_tokens), and start the run again: it resumes"
+            )
+        return StepMemoryError(
+            f"{text}. {error}",
+            step=step,
+            failed=split,
+            smaller=smaller,
+            # Other ranks wait in a collective, which cannot be repeated.
+            can_retry=self.ranks.size == 1 and not error.is_updated,
+        )
+
+    @property
+    def _optimizer_bytes(self) -> int:
+        return sum(2 * parameter.numel() * parameter.element_size() for parameter in self.trained)
+
+    def _allocate_optimizer(self) -> None:
+        """Allocate the running means, as AdamW does in its first step. Before the first pass: what fits then, fits later; and a
+        failure leaves no weight updated."""
+        if self.optimizer.state:
+            return
+
+        def allocate() -> None:
+            for parameter in self.trained:
+                self.optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                }
+
+        detail = self._failure_of(allocate)
+        if detail is not None:
+            self.optimizer.state.clear()
+            raise PassMemoryError(detail, is_optimizer=True)
+
+    def _failure_of(self, work: Callable[[], None]) -> str | None:
+        """Do the work. Returns None, or why it did not fit into memory, after freeing what it allocated."""
+        try:
+            work()
+            return None
+        except RuntimeError as error:
+            detail = str(error)
+            if not isinstance(error, torch.OutOfMemoryError) and not any(
+                sign in detail for sign in ALLOCATION_FAILURES
+            ):
+                raise
+        # The traceback of the error, which is freed now, held the tensors of the failed pass.
+        self.model.discard_gradients()
+        gc.collect()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            torch.cuda.empty_cache()
+        return detail
+
+    def plan_rows(self, rows: Sequence[TrainRow], *, step: int, split: PassSplit | None = None) -> list[Minibatch]:
+        """Split rows into passes. `split`: None for that of the settings."""
+        return plan_rows(rows, self.plan_settings.with_split(split), step=step)
 
     def mean_logprob(self, rows: Sequence[TrainRow]) -> float:
         """Mean log-probability of the rows' trained tokens under the current weights, without training."""
@@ -255,10 +377,10 @@ class TrainStep:
                 count += int(np.isfinite(moved).sum())
         return total / count if count else None
 
-    def token_values(self, batch: TrainingBatch) -> dict[Key, TokenArrays]:
+    def token_values(self, batch: TrainingBatch, split: PassSplit | None = None) -> dict[Key, TokenArrays]:
         """Logprob and entropy under the current weights, and advantage, of the trained tokens of a batch. Does not train.
 
-        Empty with several ranks, which compute only together.
+        Empty with several ranks, which compute only together, and if there is no memory for it.
         """
         rows = flatten(batch, self._config)
         if self.ranks.size > 1 or not rows:
@@ -266,8 +388,11 @@ class TrainStep:
         torch.set_num_threads(self._config.threads)
         check_vocabulary(rows, self.vocabulary_size, step=batch.step)
         found: dict[Key, TokenArrays] = {}
-        with torch.no_grad():
-            for micro in plan_minibatch(rows, self._config, is_packed=self.model.is_packed).microbatches:
+        config = self.plan_settings.with_split(split).config
+
+        @torch.no_grad()
+        def compute() -> None:
+            for micro in plan_minibatch(rows, config, is_packed=self.model.is_packed).microbatches:
                 values = [tensor.float().cpu().numpy() for tensor in self.model.token_logprobs(micro)]
                 ends = np.cumsum([rows[member].num_trained for member in micro.members])
                 for member, logprobs, entropies, advantages in zip(
@@ -280,7 +405,8 @@ class TrainStep:
                     arrays = np.full((3, row.num_tokens), np.nan, dtype=np.float32)
                     arrays[:, at] = logprobs, entropies, advantages
                     found[row.group_id, *row.place] = TokenArrays.of(*arrays)
-        return found
+
+        return found if self._failure_of(compute) is None else {}
 
     def _old_logprobs(self, minibatches: Sequence[Passes]) -> list[list[Tensor] | None]:
         """Log-probabilities at the start of the step, by minibatch and pass. None for the first minibatch, which uses its own.
@@ -315,6 +441,7 @@ class TrainStep:
         if math.isinf(norm):
             norm = clip_large_gradient(gradients, self._config.max_grad_norm)
         if self.guard.allows(norm=norm, loss=loss, step=step):
+            tally.is_updated = True
             self.optimizer.step()
             self.model.update_shadow()
             tally.loss += loss

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent
 from rollbook.concurrency.child_process.process import BlockingChild, ChildSpec
-from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.batch import PassSplit, TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.weights import AdapterKind
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
@@ -31,7 +32,7 @@ from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import Minibatch, PlanSettings, TrainRow
 from rollbook.trainer.distributed.links import Invitation, Link, RankListener, connect, end_process, interface_of
 from rollbook.trainer.distributed.sharding import Ranks
-from rollbook.trainer.step import LearnerSnapshot, StepReport, TrainStep
+from rollbook.trainer.step import LearnerSnapshot, PassMemoryError, StepMemoryError, StepReport, TrainStep
 
 COLLECTIVE_S = 600.0
 """How long a rank waits for the others within a step. A rank that is lost is noticed earlier (`distributed.links`)."""
@@ -42,6 +43,8 @@ POLL_S = 0.5
 LOCAL = "127.0.0.1"
 INVITATION = "ranks.json"
 STORE = ".ranks-"
+OPTIMIZER = "optimizer"
+"""Starts the report of a rank whose optimizer did not fit into memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +100,10 @@ class Team:
         self._learner: TrainStep
         self._links: list[Link] = []
         self._children: list[BlockingChild] = []
+        self._training: tuple[Sequence[Minibatch], int, PassSplit] | None = None
+        """The step that the ranks train: its minibatches, number and split."""
+        self.on_out_of_memory: Callable[[StepMemoryError], None] = lambda error: None
+        """Called in a thread when another rank ran out of memory, before this process ends."""
 
     @classmethod
     def assemble(
@@ -148,7 +155,9 @@ class Team:
                 for child in self._children:
                     child.require_alive()
                 if (sock := listener.joined(POLL_S)) is not None:
-                    self._links.append(Link(sock, _lost(f"trainer rank {len(self._links) + 1}")))
+                    rank = len(self._links) + 1
+                    report = partial(self._rank_failed, rank)
+                    self._links.append(Link(sock, _lost(f"trainer rank {rank}"), on_message=report))
         finally:
             listener.close()
         for rank, link in enumerate(self._links, start=1):
@@ -183,10 +192,10 @@ class Team:
         return self._learner.plan_settings
 
     def run(self, batch: TrainingBatch) -> StepReport:
-        return self.train(self._learner.plan_batch(batch), step=batch.step)
+        return self.train(self._learner.plan_batch(batch), step=batch.step, split=batch.split)
 
-    def train_rows(self, rows: Sequence[TrainRow], *, step: int) -> StepReport:
-        return self.train(self._learner.plan_rows(rows, step=step), step=step)
+    def train_rows(self, rows: Sequence[TrainRow], *, step: int, split: PassSplit | None = None) -> StepReport:
+        return self.train(self._learner.plan_rows(rows, step=step, split=split), step=step, split=split)
 
     def mean_logprob(self, rows: Sequence[TrainRow]) -> float:
         """Every rank computes all passes: layers are gathered by all ranks together."""
@@ -194,13 +203,32 @@ class Team:
             self._send(rank, "mean_logprob", rows)
         return self._learner.mean_logprob(rows)
 
-    def train(self, minibatches: Sequence[Minibatch], *, step: int) -> StepReport:
+    def train(self, minibatches: Sequence[Minibatch], *, step: int, split: PassSplit | None = None) -> StepReport:
         """Send each rank its own passes, and train."""
         size = len(self._links) + 1
+        split = split or self.plan_settings.split
+        self._training = (minibatches, step, split)
         for rank in range(1, size):
             ranks = Ranks(rank=rank, size=size)
-            self._send(rank, "train", (step, [ranks.own_passes(part.microbatches) for part in minibatches]))
-        return self._learner.train(minibatches, step=step)
+            own = [ranks.own_passes(part.microbatches) for part in minibatches]
+            self._send(rank, "train", (step, split.gradient_checkpointing, own))
+        return self._learner.train(minibatches, step=step, split=split)
+
+    def _rank_failed(self, rank: int, message: bytes) -> None:
+        """Another rank ran out of memory. This one waits for it in a collective, which cannot be interrupted: end the process.
+
+        The trainer is restarted with all ranks, and trains the step as `on_out_of_memory` recorded.
+        """
+        assert self._training is not None
+        minibatches, step, split = self._training
+        kind, _, detail = message.decode().partition(":")
+        error = PassMemoryError(detail, is_optimizer=kind == OPTIMIZER)
+        failure = self._learner.memory_error(error, minibatches, step=step, split=split, rank=rank)
+        self.on_out_of_memory(failure)
+        then = "" if failure.smaller is None else f" All ranks are restarted, and train it with {failure.smaller}."
+        sys.stderr.write(f"{failure}{then}\n")
+        sys.stderr.flush()
+        os._exit(1)
 
     def publish_adapters(self) -> AdapterKind:
         self._send_all("publish_adapters")
@@ -296,8 +324,14 @@ def follow(
     writing = threading.Thread()
     while True:
         match pickle.loads(link.receive()):
-            case ("train", (step, passes)):
-                learner.train_passes(passes, step=step)
+            case ("train", (step, is_checkpointing, passes)):
+                try:
+                    learner.train_passes(passes, step=step, is_checkpointing=is_checkpointing)
+                except PassMemoryError as error:
+                    # Rank 0 records it and ends, which ends this process too.
+                    link.send(f"{OPTIMIZER if error.is_optimizer else 'pass'}:{error}".encode())
+                    link.wait_closed(COLLECTIVE_S)
+                    raise
             case ("mean_logprob", rows):
                 learner.mean_logprob(rows)
             case ("snapshot", _):

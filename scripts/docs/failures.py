@@ -149,6 +149,12 @@ MACHINE_FAULTS: tuple[tuple[str, str], ...] = (
         "the clock is set, by any amount",
         "nothing: leases use a steady clock. After a restart with an earlier clock, a lease is as long as a new one",
     ),
+    (
+        "a training step does not fit into the memory of its device",
+        "it is trained with gradient checkpointing and smaller passes ([memory of a step](training.md#memory-of-a-step)). If even "
+        "the longest sequence alone does not fit, or the state of the optimizer, the run stops with the sizes and the settings "
+        "that help",
+    ),
     ("no process or thread can be started", "the run stops and names the limit to raise"),
     (
         "too few open files are allowed",

@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,3 +92,35 @@ async def test_a_trainer_killed_at_random_moments_ends_with_the_same_bits(
     assert (status.durable_step, status.acknowledged_step) == (steps, steps)
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == [f"step-{s:06d}" for s in range(1, steps + 1) if s % 6 == 0 or (s > steps - 4 and s % 3 == 0)]
+
+
+@pytest.mark.timeout(300)
+async def test_a_trainer_killed_between_a_step_that_did_not_fit_and_its_second_attempt_ends_with_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    """Also if there is more memory after the restart: the smaller passes were recorded before they were tried."""
+    steps, large, small = 4, 10_000, 20
+    config = {"lr": 1e-2, "checkpoint_every": 2, "max_steps": steps, "max_tokens_per_microbatch": 200}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.parts.trainer.process"])
+    records = {}
+    for name, lives in {"uninterrupted": [(small, False)], "killed": [(small, True), (large, False)]}.items():
+        tiny_model_dir(tmp_path / name / "model")
+        async with serving(tmp_path / f"ledger-{name}") as (url, ledger):
+            await ledger.create_run(RUN, settings(per_step=GROUPS, max_steps=steps))
+            await submit_batches(ledger, range(1, steps + 1))
+            codes = []
+            for max_tokens, is_killed in lives:
+                process = context.Process(
+                    target=trainer_process.train_on_a_small_device,
+                    args=(url, RUN, str(tmp_path / name), config, (max_tokens, is_killed)),
+                    daemon=True,
+                )
+                process.start()
+                await asyncio.to_thread(process.join)
+                codes.append(process.exitcode)
+            assert codes == [-signal.SIGKILL if is_killed else 0 for _, is_killed in lives]
+            records[name] = [(step.step, step.digest, step.split) for step in await ledger.steps(RUN)]
+    assert records["killed"] == records["uninterrupted"]
+    assert len({digest for _, digest, _ in records["killed"]}) == steps
+    assert all(split is not None and split.max_tokens <= small for _, _, split in records["killed"])

@@ -14,7 +14,7 @@ import pytest
 
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.admission import GateState, MemberRole, Receipt, RunId
-from rollbook.contracts.batch import AckReceipt, EncodedBatch, EndOfRun, TrainingBatch
+from rollbook.contracts.batch import AckReceipt, EncodedBatch, EndOfRun, PassSplit, TrainingBatch
 from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
 from rollbook.contracts.group_codec import encode_group
@@ -91,6 +91,28 @@ async def test_a_whole_run_over_http(service: Service) -> None:
     assert (status.ended, status.durable_step, status.by_state["durable"]) == (True, 2, 3)
     assert (await sink.progress()).settled_below == 3
     assert (await service.ledger.read(lambda tx: audit_run(tx, RUN))).violations == ()
+
+
+async def test_a_batch_comes_with_the_split_of_its_last_acknowledgement(service: Service) -> None:
+    producer, trainer = await service.client(), await service.client()
+    await trainer.take_role(restored_step=0)
+    await trainer.confirm(await trainer.register(0, "w0"))
+    owner = await producer.join("rollout")
+    for grant in (await producer.open(owner, draws(0, 2), limit=8)).grants:
+        await producer.submit(
+            encode_group(group_of(grant.task_id, (grant.admission_publication,)), attempt=grant.attempt)
+        )
+    batch = await trainer.encoded_batch(1, wait_s=5)
+    assert isinstance(batch, EncodedBatch)
+    assert batch.split is None
+    splits = [PassSplit(max_tokens=16_384), PassSplit(max_tokens=8192, gradient_checkpointing=True)]
+    for epoch, split in enumerate(splits, start=1):
+        await trainer.acknowledge(1, "w1", split=split)
+        assert [step.split for step in await trainer.steps()] == splits[:epoch]
+        await trainer.take_role(restored_step=0)
+        again = await trainer.batch(1, wait_s=5)
+        assert isinstance(again, TrainingBatch)
+        assert again.split == split
 
 
 async def test_open_waits_until_the_gate_opens(service: Service) -> None:

@@ -1,6 +1,8 @@
 """Two ranks that train one model: same result as one, exact resume, and resume with another number of ranks."""
 
+import asyncio
 import copy
+import multiprocessing
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.trainer.checkpoints.checkpoints import Checkpoints
+from rollbook.trainer.checkpoints.settings_history import SettingsHistory
 from rollbook.trainer.config import LoraSettings
 from rollbook.trainer.loop import LoopEnd
 from rollbook.trainer.model.weights import digest_of
@@ -21,8 +24,12 @@ from rollbook.trainer.sft import SFT_METRICS, SftLoop
 from rollbook.trainer.sft_config import SftConfig
 from rollbook.trainer.team import Team
 from tests.parts.concurrency.processes import descendants_running
+from tests.parts.ledger.groups import RUN
+from tests.parts.ledger.groups import settings as ledger_settings
+from tests.parts.ledger.service import serving
+from tests.parts.trainer import process as trainer_process
 from tests.parts.trainer.batches import quick, recorded_batch, row, tiny_model_dir
-from tests.parts.trainer.ledger import FakeReplicas, TinyLoop, open_trainer_ledger
+from tests.parts.trainer.ledger import GROUPS, FakeReplicas, TinyLoop, open_trainer_ledger, submit_batches
 
 CLOSE = 2e-5
 """Sums over ranks have another order than in one process; after four steps with lr 1e-2 weights agree to this."""
@@ -134,3 +141,36 @@ async def test_the_loop_trains_on_two_ranks_and_leaves_no_process_behind(tmp_pat
         assert set(await ledger.acknowledged()) == {1, 2, 3}
     assert descendants_running("rollbook.trainer.team") == []
     assert not dist.is_initialized()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_rank_that_runs_out_of_memory_makes_all_ranks_train_the_step_with_smaller_passes(
+    tmp_path: Path,
+) -> None:
+    settings = {
+        "ranks": 2,
+        "max_tokens_per_microbatch": 60,
+        "loss": "tests.parts.trainer.losses:of_a_small_second_rank",
+        "loss_options": {"max_trained": 20.0},
+        "advantage": "group",
+        "reduction": "token_mean",
+    }
+    context = multiprocessing.get_context("spawn")
+    tiny_model_dir(tmp_path / "run" / "model")
+    async with serving(tmp_path / "ledger") as (url, ledger):
+        await ledger.create_run(RUN, ledger_settings(per_step=GROUPS, max_steps=2))
+        await submit_batches(ledger, (1, 2))
+        codes: list[int | None] = []
+        while not codes or (codes[-1] != 0 and len(codes) < 3):
+            process = context.Process(target=trainer_process.train, args=(url, RUN, str(tmp_path / "run"), settings))
+            process.start()
+            await asyncio.to_thread(process.join)
+            codes.append(process.exitcode)
+        steps = await ledger.steps(RUN)
+    assert codes[-1] == 0
+    failed = SettingsHistory.read(tmp_path / "run" / "trainer_state.json").out_of_memory
+    assert len(failed) == len(codes) - 1 >= 1
+    assert "does not fit into the memory of trainer rank 1 (cpu)" in failed[0].cause
+    assert {step.step: step.split for step in steps}[failed[-1].step] == failed[-1].retried
+    assert descendants_running("rollbook.trainer.team") == []

@@ -27,7 +27,15 @@ from rollbook.contracts.admission import (
     Receipt,
     RunId,
 )
-from rollbook.contracts.batch import AckReceipt, BatchEntry, EncodedBatch, EndOfRun, TrainerRole, TrainingBatch
+from rollbook.contracts.batch import (
+    AckReceipt,
+    BatchEntry,
+    EncodedBatch,
+    EndOfRun,
+    PassSplit,
+    TrainerRole,
+    TrainingBatch,
+)
 from rollbook.contracts.decoding import msgpack_decoder
 from rollbook.contracts.errors import RollbookError, RunError, TransientError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
@@ -194,18 +202,26 @@ class LedgerClient:
             if reply.manifest is None:
                 return reply.end
             payloads = [await self._read_payload(response, step, entry) for entry in reply.manifest.entries]
-            return EncodedBatch(manifest=reply.manifest, payloads=tuple(payloads), limits=self._limits)
+            return EncodedBatch(
+                manifest=reply.manifest, payloads=tuple(payloads), limits=self._limits, split=reply.split
+            )
 
         return await self._transport.read(request, read)
 
     async def acknowledge(
-        self, step: int, weights_digest: str, *, unusable: Mapping[GroupId, str] | None = None
+        self,
+        step: int,
+        weights_digest: str,
+        *,
+        unusable: Mapping[GroupId, str] | None = None,
+        split: PassSplit | None = None,
     ) -> AckReceipt:
         request = verbs.Acknowledge(
             step=step,
             epoch=self._require_epoch(),
             weights_digest=weights_digest,
             unusable=dict(unusable or {}),
+            split=split,
         )
         return (await self.call(request)).receipt
 

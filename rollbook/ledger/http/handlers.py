@@ -351,7 +351,8 @@ class LedgerHandlers:
 
         async def frames() -> AsyncIterator[bytes]:
             if isinstance(decided, BatchManifest):
-                yield msgspec.msgpack.encode(wire.BatchReply(manifest=decided))
+                split = await self._ledger.split_of(run, request.step)
+                yield msgspec.msgpack.encode(wire.BatchReply(manifest=decided, split=split))
                 async for payload in self._ledger.payloads(run, decided):
                     yield payload
             else:

@@ -24,7 +24,7 @@ from rollbook.contracts.admission import (
     PastDraw,
     RunSettings,
 )
-from rollbook.contracts.batch import BatchManifest, EndOfRun, TrainerRole
+from rollbook.contracts.batch import BatchManifest, EndOfRun, PassSplit, TrainerRole
 from rollbook.contracts.group import GroupId, GroupOutcome, GroupState
 from rollbook.contracts.group_codec import LARGEST, EncodedGroup
 from rollbook.contracts.policy import Publication
@@ -464,9 +464,13 @@ class Acknowledge(Verb[wire.AcknowledgeReply], frozen=True, kw_only=True):
         default_factory=dict
     )
     """The groups of the batch that could not be trained, with the reason."""
+    split: PassSplit | None = None
+    """How the step was split into passes. A trainer that replays the step gets it with the batch."""
 
     def __post_init__(self) -> None:
         reject_unstorable("unusable", *self.unusable, *self.unusable.values())
+        if self.split is not None:
+            reject_unstorable("split", self.split.max_tokens)
 
 
 @verb("POST /v1/runs/{run}/register", TRAINER)

@@ -17,7 +17,7 @@ from rollbook.contracts.admission import (
     Receipt,
     SampleCounts,
 )
-from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun
+from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, PassSplit
 from rollbook.contracts.group import GroupOutcome, GroupState
 from rollbook.contracts.group_codec import LARGEST
 
@@ -136,10 +136,12 @@ class ReceiptReply(Message, frozen=True, kw_only=True):
 
 
 class BatchReply(Message, frozen=True, kw_only=True):
-    """Both fields are null while there are not enough groups."""
+    """`manifest` and `end` are null while there are not enough groups."""
 
     manifest: BatchManifest | None = None
     end: EndOfRun | None = None
+    split: PassSplit | None = None
+    """How an earlier trainer split the batch into passes when it acknowledged the step."""
 
 
 class AcknowledgeReply(Message, frozen=True, kw_only=True):
@@ -163,6 +165,8 @@ class StepView(Message, frozen=True, kw_only=True):
     digest: str
     receipt: AckReceipt
     at: float
+    split: PassSplit | None
+    """How the step was split into passes; null if its trainer reported none."""
 
 
 class GroupView(Message, frozen=True, kw_only=True):

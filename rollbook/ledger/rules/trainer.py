@@ -5,7 +5,7 @@ See docs/ledger-rules.md, rules 13 to 15.
 
 from collections.abc import Mapping
 
-from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole
+from rollbook.contracts.batch import AckReceipt, EndOfRun, PassSplit, TrainerRole
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
 from rollbook.ledger.records import GroupRecord, StepRecord
@@ -50,11 +50,18 @@ def take_role(run_tx: RunTransaction, *, restored_step: int) -> TrainerRole:
 
 
 def acknowledge(
-    run_tx: RunTransaction, step: int, digest: str, *, epoch: int, unusable: Mapping[GroupId, str] | None = None
+    run_tx: RunTransaction,
+    step: int,
+    digest: str,
+    *,
+    epoch: int,
+    unusable: Mapping[GroupId, str] | None = None,
+    split: PassSplit | None = None,
 ) -> AckReceipt:
     """Record that batch `step` was trained and produced weights of this digest. In order and idempotent; a replay is compared.
 
     `unusable` are the groups of the batch that could not be trained, with the reason. docs/ledger-rules.md, rule 18.
+    `split` is how it was split into passes; a replay gets it with the batch.
     """
     run_tx.fence(epoch)
     run = run_tx.run
@@ -88,7 +95,15 @@ def acknowledge(
             run_tx.move(group, GroupState.TRAINED, note=note, by=f"epoch {epoch}", unusable=reason)
         run_tx.change(last_acknowledged=step, num_unusable=run.num_unusable + len(unusable))
     run_tx.tx.steps.put(
-        StepRecord(run_id=run_tx.run_id, step=step, epoch=epoch, digest=digest, receipt=receipt, at=run_tx.now)
+        StepRecord(
+            run_id=run_tx.run_id,
+            step=step,
+            epoch=epoch,
+            digest=digest,
+            receipt=receipt,
+            at=run_tx.now,
+            split=split,
+        )
     )
     run_tx.change(epoch_acknowledged=max(run.epoch_acknowledged, step))
     return receipt

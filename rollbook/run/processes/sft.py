@@ -21,6 +21,7 @@ from rollbook.run.config.sft import FINAL, MANIFEST, LoadedSftConfig, load_sft_c
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
+from rollbook.trainer.config import SPLIT_SETTINGS
 from rollbook.trainer.model.model_directory import prepare_model_directory
 from rollbook.trainer.sft import SFT_METRICS, SftLoop, SftOutcome, steps_of
 from rollbook.trainer.sft_config import sft_trainer
@@ -111,7 +112,11 @@ def write_or_check_manifest(directory: Path, loaded: LoadedSftConfig, data_diges
         "data_digest": data_digest,
         "total_steps": total_steps,
         "examples_per_step": loaded.config.sft.examples_per_step,
-        "trainer": sft_trainer(loaded.config.trainer).numeric_settings(),
+        "trainer": {
+            name: value
+            for name, value in sft_trainer(loaded.config.trainer).numeric_settings().items()
+            if name not in SPLIT_SETTINGS
+        },
     }
     path, run_id = directory / MANIFEST, uuid.uuid4().hex
     if path.exists():

@@ -1,16 +1,24 @@
 """Records the settings each step was trained with, and refuses to replay steps with other settings.
 
 Steps after the last checkpoint are trained again after a crash. With changed settings, the replayed weights would silently differ
-from those that were published and sampled from.
+from those that were published and sampled from. How a step is split into passes may change: its split is in the ledger.
+
+A step that does not fit into memory is trained with smaller passes. That is recorded before the second attempt: a trainer that is
+killed between both begins with the smaller passes, and ends with the same bits.
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rollbook.contracts.batch import PassSplit
 from rollbook.contracts.errors import RunError
+from rollbook.trainer.config import SPLIT_SETTINGS
 from rollbook.trainer.files.atomic_files import write_text_atomically
+
+SMALLER_STEPS = 50
+"""For this many steps smaller passes are kept, then the settings are tried again: a batch may have been unusually long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,14 +27,34 @@ class SettingsPeriod:
 
     after_step: int
     settings: dict[str, Any]
+    changes_bits: list[str] = field(default_factory=list)
+    """Settings of the split that changed at the start of the period."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedAttempt:
+    """An attempt to train a step that did not fit into memory."""
+
+    step: int
+    failed: PassSplit
+    retried: PassSplit | None
+    """The split of the next attempt; None: there is none."""
+    cause: str
+
+    @classmethod
+    def read(cls, found: dict[str, Any]) -> "FailedAttempt":
+        failed, retried = (None if found[name] is None else PassSplit(**found[name]) for name in ("failed", "retried"))
+        assert failed is not None
+        return cls(step=int(found["step"]), failed=failed, retried=retried, cause=str(found["cause"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsHistory:
-    """`trainer_state.json` of a run: the digest of the initial weights, and the settings over time."""
+    """`trainer_state.json` of a run: the digest of the initial weights, the settings over time, and attempts that failed."""
 
     initial_digest: str | None = None
     periods: tuple[SettingsPeriod, ...] = field(default_factory=tuple)
+    out_of_memory: tuple[FailedAttempt, ...] = field(default_factory=tuple)
 
     @classmethod
     def read(cls, path: Path) -> "SettingsHistory":
@@ -36,9 +64,15 @@ class SettingsHistory:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             periods = tuple(
-                SettingsPeriod(after_step=int(p["after_step"]), settings=dict(p["settings"])) for p in found["periods"]
+                SettingsPeriod(
+                    after_step=int(p["after_step"]),
+                    settings=dict(p["settings"]),
+                    changes_bits=list(p.get("changes_bits", ())),
+                )
+                for p in found["periods"]
             )
-            return cls(initial_digest=found["initial_digest"], periods=periods)
+            attempts = tuple(FailedAttempt.read(attempt) for attempt in found.get("out_of_memory", ()))
+            return cls(initial_digest=found["initial_digest"], periods=periods, out_of_memory=attempts)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunError(
                 f"{path} cannot be read ({error!r}). Restore it, or start in a new run directory."
@@ -48,13 +82,13 @@ class SettingsHistory:
         write_text_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
 
     def changed(self, settings: dict[str, Any], *, restored_step: int, acknowledged_step: int) -> list[str]:
-        """Settings that differ from those of any step to be replayed (restored+1 .. acknowledged)."""
+        """Settings that differ from those of any step to be replayed (restored+1 .. acknowledged), without those of the split."""
         names: set[str] = set()
         ends = [*(period.after_step for period in self.periods[1:]), acknowledged_step]
         for period, end in zip(self.periods, ends, strict=False):
             last = min(end, acknowledged_step)
             if max(period.after_step, restored_step) < last:
-                keys = period.settings.keys() | settings.keys()
+                keys = (period.settings.keys() | settings.keys()) - set(SPLIT_SETTINGS)
                 names |= {key for key in keys if period.settings.get(key) != settings.get(key)}
         return sorted(names)
 
@@ -71,12 +105,51 @@ class SettingsHistory:
         }
 
     def resumed(self, settings: dict[str, Any], *, acknowledged_step: int) -> "SettingsHistory":
-        """The history after a resume with `settings`. Unchanged settings start no new period."""
+        """The history after a resume with `settings`. Unchanged settings start no new period.
+
+        Another split is tried for the next steps, whatever failed before.
+        """
         if self.periods and self.periods[-1].settings == settings:
             return self
+        before = self.periods[-1].settings if self.periods else settings
+        changes_bits = [name for name in SPLIT_SETTINGS if before.get(name) != settings.get(name)]
         kept = tuple(period for period in self.periods if period.after_step < acknowledged_step)
-        added = SettingsPeriod(after_step=acknowledged_step, settings=settings)
-        return SettingsHistory(initial_digest=self.initial_digest, periods=(*kept, added))
+        added = SettingsPeriod(after_step=acknowledged_step, settings=settings, changes_bits=changes_bits)
+        return replace(self, periods=(*kept, added), out_of_memory=() if changes_bits else self.out_of_memory)
+
+
+class PassSplits:
+    """The split of each step: that of the settings, or a smaller one after an attempt that did not fit into memory."""
+
+    def __init__(self, path: Path, default: PassSplit) -> None:
+        self._path = path
+        self._default = default
+        self._attempts = SettingsHistory.read(path).out_of_memory
+
+    def of(self, step: int, *, recorded: PassSplit | None = None) -> PassSplit:
+        """`recorded`: the split with which an earlier trainer acknowledged the step."""
+        tried = [attempt for attempt in self._attempts if attempt.step <= step < attempt.step + SMALLER_STEPS]
+        if tried and tried[-1].retried is not None and (recorded is None or tried[-1].step == step):
+            return tried[-1].retried
+        return recorded or self._default
+
+    def failed(self, step: int) -> list[FailedAttempt]:
+        return [attempt for attempt in self._attempts if attempt.step == step]
+
+    def add(self, attempt: FailedAttempt) -> None:
+        """Record a failed attempt on disk."""
+        self._write((*self._attempts, attempt))
+
+    def take_last_failure(self, step: int) -> FailedAttempt | None:
+        """An attempt after which there was nothing smaller to try. It is removed: after this report, the run may be resumed."""
+        found = next((attempt for attempt in self.failed(step) if attempt.retried is None), None)
+        if found is not None:
+            self._write(tuple(attempt for attempt in self._attempts if attempt is not found))
+        return found
+
+    def _write(self, attempts: tuple[FailedAttempt, ...]) -> None:
+        replace(SettingsHistory.read(self._path), out_of_memory=attempts).write(self._path)
+        self._attempts = attempts
 
 
 def check_and_record(
@@ -99,5 +172,5 @@ def check_and_record(
             " Restore the model directory, or start a new run."
         )
     initial = weights_digest if restored_step == 0 else history.initial_digest
-    periods = history.resumed(settings, acknowledged_step=acknowledged_step).periods
-    SettingsHistory(initial_digest=initial, periods=periods).write(path)
+    resumed = history.resumed(settings, acknowledged_step=acknowledged_step)
+    replace(resumed, initial_digest=initial).write(path)

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.batch import PassSplit, TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import lag
 from rollbook.contracts.group import GroupId
-from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.config import SPLIT_SETTINGS, TrainerConfig
 from rollbook.trainer.data.advantages import advantages, overlong_penalties, own_advantages
 from rollbook.trainer.data.prefixes import PackedSequences, packed_passes, prefix_order, prefix_tree
 from rollbook.trainer.metrics import MOST_LAG, publication_lags, token_lags
@@ -109,6 +109,8 @@ class Minibatch:
     microbatches: tuple[Microbatch, ...]
     num_rows: int
     num_trained: int
+    longest: int
+    """Tokens of the longest row: no pass can be smaller than the one that has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +120,19 @@ class PlanSettings:
     config: TrainerConfig
     is_packed: bool
     vocabulary_size: int
+
+    @property
+    def split(self) -> PassSplit:
+        return PassSplit(
+            max_tokens=self.config.tokens_per_pass, gradient_checkpointing=self.config.gradient_checkpointing
+        )
+
+    def with_split(self, split: PassSplit | None) -> "PlanSettings":
+        """The settings with another split; None: the same."""
+        if split is None:
+            return self
+        changes = dict(zip(SPLIT_SETTINGS, (split.max_tokens, split.gradient_checkpointing), strict=True))
+        return replace(self, config=self.config.model_copy(update=changes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +413,21 @@ def plan_minibatch(rows: Sequence[TrainRow], config: TrainerConfig, *, is_packed
         microbatches=tuple(passes(rows, weights, config)),
         num_rows=len(rows),
         num_trained=sum(row.num_trained for row in rows),
+        longest=max(map(len, rows), default=0),
     )
+
+
+def smaller_split(split: PassSplit, minibatches: Sequence[Minibatch]) -> PassSplit | None:
+    """What to try after these minibatches did not fit into memory: checkpointing, and passes of half the size.
+
+    None: every sequence that is long had its own pass already, with checkpointing.
+    """
+    largest = max((micro.inputs_BT.size for part in minibatches for micro in part.microbatches), default=0)
+    longest = max((part.longest for part in minibatches), default=0)
+    tokens = min(split.max_tokens, largest)
+    if tokens <= longest and split.gradient_checkpointing:
+        return None
+    return PassSplit(max_tokens=max(longest, tokens // 2, 1), gradient_checkpointing=True)
 
 
 def _packed(rows: Sequence[TrainRow], weights: Sequence[float], config: TrainerConfig) -> Iterator[Microbatch]:

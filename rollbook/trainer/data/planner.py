@@ -18,7 +18,7 @@ from typing import Protocol, TypeAlias
 from rollbook.concurrency.child_process.child import connect_to_parent, kill_with_parent
 from rollbook.concurrency.child_process.frames import Frames
 from rollbook.concurrency.child_process.process import ChildEndedError, ChildProcess, ChildSpec
-from rollbook.contracts.batch import EncodedBatch, EndOfRun, TrainerRole
+from rollbook.contracts.batch import EncodedBatch, EndOfRun, PassSplit, TrainerRole
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.plugin import extend_search_path, search_path
 from rollbook.contracts.ports import BatchSource
@@ -36,6 +36,10 @@ class BatchRequest:
     """How long the ledger may wait for enough groups."""
     keeps_batch: bool = False
     """Return the decoded batch with the plan."""
+    split: PassSplit | None = None
+    """How to split a batch that was not acknowledged yet. None: by the settings."""
+    ignores_record: bool = False
+    """Use `split` for an acknowledged step too."""
 
 
 class Planner(Protocol):
@@ -60,7 +64,13 @@ class LocalPlanner:
 
     def _planned(self, encoded: EncodedBatch, request: BatchRequest) -> PlannedBatch:
         try:
-            return PlannedBatch.of(encoded, self._settings, num_shown=self._num_shown, keeps_batch=request.keeps_batch)
+            return PlannedBatch.of(
+                encoded,
+                self._settings,
+                split=request.split if request.ignores_record else encoded.split or request.split,
+                num_shown=self._num_shown,
+                keeps_batch=request.keeps_batch,
+            )
         except RunError as error:
             raise UnplannableBatchError(str(error)) from error
 

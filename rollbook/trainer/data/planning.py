@@ -6,7 +6,7 @@ Imports no torch, so that a process which only plans starts quickly and stays sm
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rollbook.contracts.batch import BatchManifest, EncodedBatch, TrainingBatch
+from rollbook.contracts.batch import BatchManifest, EncodedBatch, PassSplit, TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.task import TaskId
@@ -43,6 +43,9 @@ class PlannedBatch:
     masks: MaskReport
     metrics: Mapping[str, float | None]
     shown: Sequence[ShownSample]
+    split: PassSplit
+    recorded_split: PassSplit | None = None
+    """The split with which an earlier trainer acknowledged the step."""
     batch: TrainingBatch | None = None
     """The decoded batch, for steps whose tokens are recorded."""
 
@@ -52,10 +55,17 @@ class PlannedBatch:
 
     @classmethod
     def of(
-        cls, encoded: EncodedBatch, settings: PlanSettings, *, num_shown: int = 0, keeps_batch: bool = False
+        cls,
+        encoded: EncodedBatch,
+        settings: PlanSettings,
+        *,
+        split: PassSplit | None = None,
+        num_shown: int = 0,
+        keeps_batch: bool = False,
     ) -> "PlannedBatch":
-        """`num_shown`: how many samples are shown to people."""
+        """`split`: None for that of the settings. `num_shown`: how many samples are shown to people."""
         batch = encoded.decode()
+        settings = settings.with_split(split)
         masks = MaskReport.of(batch)
         return cls(
             manifest=batch.manifest,
@@ -64,6 +74,8 @@ class PlannedBatch:
             masks=masks,
             metrics={**batch_metrics(batch), **masks.metrics()},
             shown=shown_samples(batch, settings.config, num_shown),
+            split=settings.split,
+            recorded_split=encoded.split,
             batch=batch if keeps_batch else None,
         )
 

@@ -62,7 +62,15 @@ class Invitation:
 class Link:
     """One end of a connection. `on_lost` is called in a thread, once, when the other end is gone or silent."""
 
-    def __init__(self, sock: socket.socket, on_lost: Callable[[str], None], *, silence_s: int = SILENCE_S) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        on_lost: Callable[[str], None],
+        *,
+        on_message: Callable[[bytes], None] | None = None,
+        silence_s: int = SILENCE_S,
+    ) -> None:
+        """`on_message`: called in a thread with each message. None: `receive` returns them."""
         self._silence_s = silence_s
         sock.setblocking(True)
         # Limits the wait for data, not the time that a large message may take.
@@ -75,6 +83,7 @@ class Link:
         self._is_closed = False
         # At most a few calls: rank 0 waits for the result of each step.
         self._received: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._on_message = on_message or self._received.put
         self._receiver = threading.Thread(target=self._receive, daemon=True)
         self._receiver.start()
         threading.Thread(target=self._beat, daemon=True).start()
@@ -106,7 +115,7 @@ class Link:
         try:
             while (payload := self._frames.receive()) is not None:
                 if payload != BEAT:
-                    self._received.put(payload)
+                    self._on_message(payload)
         except BlockingIOError:
             cause = f"sent no heartbeat for {self._silence_s} s"
         except OSError as error:

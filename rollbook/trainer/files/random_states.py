@@ -21,7 +21,7 @@ def random_states() -> dict[str, Any]:
         "numpy": (name, [int(key) for key in keys], position, has_gauss, cached),
         "python": (version, list(internal), gauss),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
         states["cuda"] = torch.cuda.get_rng_state_all()
     return states
 

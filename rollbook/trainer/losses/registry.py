@@ -109,7 +109,7 @@ def _fenced(loss: Loss, name: str) -> Loss:
     def compute(inputs: LossInputs, settings: LossSettings) -> LossTerms:
         try:
             terms = loss(inputs, settings)
-        except RollbookError:
+        except (RollbookError, torch.OutOfMemoryError):  # the trainer tries smaller passes
             raise
         except Exception as error:
             raise RunError(f"trainer.loss = {name!r} raised {describe_error(error)}") from error

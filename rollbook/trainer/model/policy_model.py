@@ -62,7 +62,11 @@ class PolicyModel:
         self.config: Any = module.config
         has_plain, self.is_packed = self._choose_passes(config, files)
         computing, self._shadows = self._computing_module(config)
-        _prepare_passes(computing, config)
+        self._computing: Any = computing
+        self._is_checkpointing = False
+        if config.device == "cuda":
+            fuse_norms(computing)
+        self.use_checkpointing(config.gradient_checkpointing)
         self.vocabulary_size = int(self._module.get_input_embeddings().weight.shape[0])
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
         self.shape = _shape(self._module)
@@ -155,6 +159,23 @@ class PolicyModel:
         for parameter in self.parameters():
             parameter.grad = None
         return peak
+
+    def use_checkpointing(self, is_used: bool) -> None:
+        """Recompute the activations inside layers in the backward pass, or keep them."""
+        if is_used == self._is_checkpointing:
+            return
+        # Layers recompute in training mode only; without dropout, that mode gives the same numbers.
+        if is_used:
+            self._computing.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        else:
+            self._computing.gradient_checkpointing_disable()
+        self._computing.train(is_used)
+        self._is_checkpointing = is_used
+
+    def discard_gradients(self) -> None:
+        """Free all gradients, also those that a failed backward pass left at the bfloat16 shadow."""
+        for parameter in (*self.module.parameters(), *self._computing.parameters()):
+            parameter.grad = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
@@ -282,16 +303,6 @@ def _limit_memory(config: TrainerConfig) -> None:
     if config.gpu_memory_gb is not None and config.device == "cuda":
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, config.gpu_memory_gb * 1e9 / total))
-
-
-def _prepare_passes(computing: Any, config: TrainerConfig) -> None:
-    """Fused norms on a GPU; gradient checkpointing if it is set."""
-    if config.device == "cuda":
-        fuse_norms(computing)
-    if config.gradient_checkpointing:
-        # Layers recompute in training mode only; without dropout, that mode gives the same numbers.
-        computing.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        computing.train()
 
 
 def _adapters_module() -> Any:

@@ -46,7 +46,8 @@ async def read_batch(ledger: Ledger, step: int, *, epoch: int, wait_s: float) ->
         return decided
     payloads = tuple([payload async for payload in ledger.payloads(RUN, decided)])
     run = await ledger.read(lambda tx: find_run(tx, RUN))
-    return EncodedBatch(manifest=decided, payloads=payloads, limits=run.settings.limits)
+    split = await ledger.split_of(RUN, step)
+    return EncodedBatch(manifest=decided, payloads=payloads, limits=run.settings.limits, split=split)
 
 
 @asynccontextmanager

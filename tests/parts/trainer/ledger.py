@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from rollbook.contracts.admission import LedgerStatus
-from rollbook.contracts.batch import AckReceipt, EncodedBatch, EndOfRun, TrainerRole
+from rollbook.contracts.batch import AckReceipt, EncodedBatch, EndOfRun, PassSplit, TrainerRole
 from rollbook.contracts.errors import FencedError, TransientError
 from rollbook.contracts.group import GroupId, PromptGroup
 from rollbook.contracts.policy import NOT_SAMPLED, Publication
@@ -113,10 +113,17 @@ class LedgerSource:
         return await read_batch(self._ledger, step, epoch=self._epoch, wait_s=wait_s)
 
     async def acknowledge(
-        self, step: int, weights_digest: str, *, unusable: Mapping[GroupId, str] | None = None
+        self,
+        step: int,
+        weights_digest: str,
+        *,
+        unusable: Mapping[GroupId, str] | None = None,
+        split: PassSplit | None = None,
     ) -> AckReceipt:
         self._connect()
-        receipt = await self._ledger.acknowledge(RUN, step, weights_digest, epoch=self._epoch, unusable=unusable)
+        receipt = await self._ledger.acknowledge(
+            RUN, step, weights_digest, epoch=self._epoch, unusable=unusable, split=split
+        )
         self._calls.append(f"acknowledge {step}" + ("" if receipt is AckReceipt.ACKNOWLEDGED else " again"))
         return receipt
 

@@ -39,6 +39,16 @@ def run(**changes: float) -> list[StepMetrics]:
     ]
 
 
+def test_a_step_that_did_not_fit_in_memory_is_reported_at_once_with_the_passes_that_fit() -> None:
+    failed = dataclasses.replace(HEALTHY, step=2, failed_pass_tokens=16384, pass_tokens=8192, is_checkpointing=True)
+    found = learning_problems([dataclasses.replace(HEALTHY, step=1), failed, dataclasses.replace(failed, step=3)])
+    assert [str(problem) for problem in found] == [
+        "out of memory at step 2: the step did not fit in memory with passes of 16384 tokens; trained with 8192 and checkpointing."
+        " To begin with passes that fit, set trainer.max_tokens_per_microbatch = 8192 and trainer.gradient_checkpointing = true, or"
+        " give a policy server on the same GPU less (inference.kv_memory_mb)"
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "setting"),
     [

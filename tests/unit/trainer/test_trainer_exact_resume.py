@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.contracts.batch import AckReceipt, TrainingBatch
+from rollbook.contracts.batch import AckReceipt, PassSplit, TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.trainer.checkpoints.settings_history import SettingsHistory, SettingsPeriod
@@ -33,11 +33,16 @@ class KillingSource(LedgerSource):
         self._is_received = is_received
 
     async def acknowledge(
-        self, step: int, weights_digest: str, *, unusable: Mapping[GroupId, str] | None = None
+        self,
+        step: int,
+        weights_digest: str,
+        *,
+        unusable: Mapping[GroupId, str] | None = None,
+        split: PassSplit | None = None,
     ) -> AckReceipt:
         if self._kill_at == ("acknowledge", step) and not self._is_received:
             raise KilledError
-        receipt = await super().acknowledge(step, weights_digest, unusable=unusable)
+        receipt = await super().acknowledge(step, weights_digest, unusable=unusable, split=split)
         if self._kill_at == ("acknowledge", step):
             raise KilledError
         return receipt
@@ -98,11 +103,16 @@ class StoppingSource(LedgerSource):
         self._last = last
 
     async def acknowledge(
-        self, step: int, weights_digest: str, *, unusable: Mapping[GroupId, str] | None = None
+        self,
+        step: int,
+        weights_digest: str,
+        *,
+        unusable: Mapping[GroupId, str] | None = None,
+        split: PassSplit | None = None,
     ) -> AckReceipt:
         if step == self._last:
             self.loop.stop_after_step()
-        return await super().acknowledge(step, weights_digest, unusable=unusable)
+        return await super().acknowledge(step, weights_digest, unusable=unusable, split=split)
 
 
 async def test_replay_stops_at_the_requested_step(tmp_path: Path) -> None:

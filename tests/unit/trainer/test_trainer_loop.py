@@ -309,6 +309,7 @@ async def test_metrics_and_spans_are_recorded_for_each_step(ledger: TrainerLedge
     missing = {metric.name for metric in TRAINER_METRICS if rows[1][metric.name] is None}
     not_configured = {
         "perf/mfu",
+        "perf/failed_pass_tokens",
         "train/correction_mean",
         "train/correction_clip_frac",
         "train/correction_ess",

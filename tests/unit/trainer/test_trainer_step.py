@@ -281,18 +281,6 @@ def test_invalid_batches_are_reported_before_training(model_dir: Path) -> None:
     assert learner.step == 0
 
 
-def test_a_step_that_does_not_fit_into_memory_names_the_settings_that_help(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def too_large(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 850.00 MiB")
-
-    learner = initial_learner(model_dir, quick(max_tokens_per_microbatch=64))
-    monkeypatch.setattr(learner.model, "token_logprobs", too_large)
-    with pytest.raises(RunError, match=r"trainer.max_tokens_per_microbatch = 32, .* allocate 850.00 MiB"):
-        learner.run(recorded_batch(1))
-
-
 def test_untied_models_train_their_output_embedding_too(tmp_path: Path) -> None:
     untied = ModelBuildConfig.model_validate({**BUILD.model_dump(), "tie_embeddings": False})
     learner = initial_learner(tiny_model_dir(tmp_path / "untied", build=untied), quick())

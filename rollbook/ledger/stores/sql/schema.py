@@ -12,7 +12,7 @@ from rollbook.ledger.store import Rows
 from rollbook.ledger.stores.sql.write_buffer import SqlSession
 
 LEDGER = "ledger"
-VERSION = 6
+VERSION = 7
 SCHEMA = (Path(__file__).parent / "schema.sql").read_text(encoding="utf-8")
 CREATE_VERSIONS = "CREATE TABLE IF NOT EXISTS schema_versions (name TEXT PRIMARY KEY, version INTEGER NOT NULL)"
 

@@ -241,6 +241,7 @@ CREATE TABLE steps (
     digest   TEXT NOT NULL,
     receipt  TEXT NOT NULL,
     at       REAL NOT NULL,
+    split    TEXT,                                  -- JSON
     checksum INTEGER NOT NULL,
     PRIMARY KEY (run_id, step, epoch)
 ) WITHOUT ROWID;

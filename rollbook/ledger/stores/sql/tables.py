@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from rollbook.contracts.admission import ActionKind, MemberRole, RunId, RunSettings
-from rollbook.contracts.batch import AckReceipt, EndOfRun
+from rollbook.contracts.batch import AckReceipt, EndOfRun, PassSplit
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.ledger.records import (
@@ -271,7 +271,13 @@ ENTRIES = Table(
     read={"masked": _ids_of},
     write={"masked": _text_of_ids},
 )
-STEPS = Table("steps", StepRecord, key=("run_id", "step", "epoch"), read={"receipt": AckReceipt})
+STEPS = Table(
+    "steps",
+    StepRecord,
+    key=("run_id", "step", "epoch"),
+    read={"receipt": AckReceipt, "split": lambda text: json_decoder(PassSplit).decode(text)},
+    write={"split": lambda split: None if split is None else msgspec.json.encode(split).decode()},
+)
 PUBLICATIONS = Table("publications", PublicationRecord, key=("run_id", "id"))
 CHECKED: tuple[Table[Any], ...] = (
     RUNS,
