@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import BaseModel
 from transformers import AutoModelForCausalLM
 
 import rollbook
@@ -43,6 +44,12 @@ ELSEWHERE = {
     "RunFailedError",
     "__version__",
 }
+
+
+class Said(BaseModel):
+    text: str
+    reward: float | None = None
+    done: bool = False
 
 
 def completion(*token_ids: int) -> rollbook.Completion:
@@ -376,6 +383,23 @@ def test_simulated_clouds_are_lent_to_threads_one_at_a_time() -> None:
             pool.release(port)
         # Released simulators are wiped in the background; acquiring waits for that.
         assert {pool.acquire(), pool.acquire()} == set(held)
+
+
+async def test_an_app_of_an_openenv_class_is_created_and_served() -> None:
+    class Echo:
+        state = Said(text="")
+
+        def reset(self) -> Said:
+            return Said(text="")
+
+        def step(self, action: Said) -> Said:
+            return Said(text=action.text, done=True)
+
+    app = rollbook.create_app(Echo, Said, Said, env_name="echo", max_concurrent_envs=1)
+    async with app.serving(port=0) as server, rollbook.GrpoPool(base_url=server.url, size=1) as pool:
+        await pool.reset_group({})
+        (seen,) = await pool.run_group(lambda env: env.step({"text": "hello"}))
+    assert (seen.done, "hello" in seen.text) == (True, True)
 
 
 async def test_the_asynchronous_recipe_is_one_function() -> None:
