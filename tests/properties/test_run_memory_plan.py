@@ -2,15 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.run.resources.memory_plan import DISK, GB, MAIN_MEMORY, MB, Sizes, gpu, memory_plan, savings
+from rollbook.run.config.run import load_config
+from rollbook.run.resources.division import best_division, with_division
+from rollbook.run.resources.memory_plan import DISK, GB, MAIN_MEMORY, MB, Engine, Sizes, gpu, memory_plan, savings
 from rollbook.run.resources.model_facts import ModelFacts, facts_of
 from rollbook.run.resources.size_choice import Demand, choose_sizes
 from rollbook.trainer.config import LoraSettings
 
+DEMO = Path(__file__).parents[2] / "rollbook" / "demo" / "run.toml"
 FREE = ("tokens_per_pass", "is_checkpointing", "logits_bytes", "kv_bytes")
 
 
@@ -137,3 +141,24 @@ def test_chosen_sizes_are_not_larger_than_the_run_can_use(
     chosen = choose_sizes(model, of, frozenset(FREE), capacity_of(size_gb), demand)
     assert chosen.kv_bytes <= demand.kv_bytes
     assert 1 <= chosen.tokens_per_pass <= demand.step_tokens
+
+
+@settings(max_examples=10, deadline=None)
+@given(models(), st.integers(2, 4), st.floats(10, 200), st.sampled_from(["embedded", "vllm"]), DEMANDS)
+def test_a_division_uses_every_gpu_once_and_more_gpus_never_refuse(
+    model: ModelFacts, count: int, size_gb: float, engine: Engine, demand: Demand
+) -> None:
+    of = Sizes(
+        trainer_device="cuda", compute_dtype="bfloat16", policy_device="cuda", policy_dtype="bfloat16", engine=engine
+    )
+    config = load_config(DEMO).config
+
+    def fits(gpus: int) -> bool:
+        capacity = {gpu(number): round(size_gb * GB) for number in range(gpus)}
+        found = best_division(model, config, of, free=frozenset(FREE), capacity=capacity, demand=demand)
+        assert (*found.trainer_gpus, *found.policy_gpus) == tuple(range(gpus))
+        assert len(found.policy_gpus) % found.replicas == 0
+        chosen = choose_sizes(model, with_division(of, found), frozenset(FREE), capacity, demand)
+        return not memory_plan(model, chosen).overfull(capacity)
+
+    assert fits(count + 1) or not fits(count)

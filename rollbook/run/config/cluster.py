@@ -123,8 +123,23 @@ class ClusterConfig(BaseModel, frozen=True, extra="forbid"):
         return self.allow_join or is_scaled or self.ray.address is not None
 
 
+class GpuCounts(BaseModel, frozen=True, extra="forbid"):
+    """How the GPUs of this machine are divided: `gpus = { trainer = 4, policy = 4 }`."""
+
+    trainer: int = Field(ge=1)
+    """GPUs of the trainer: one rank on each."""
+
+    policy: int = Field(ge=1)
+    """GPUs of the policy servers: one replica on each, or with vLLM as many for a replica as its weights need."""
+
+
 class ResourcesConfig(BaseModel, frozen=True, extra="forbid"):
-    """GPUs of the processes, by their numbers on this machine. Each process sees only its own (CUDA_VISIBLE_DEVICES)."""
+    """GPUs of the processes, by their numbers on this machine. Each process sees only its own (CUDA_VISIBLE_DEVICES). On a machine
+    with several GPUs, and without a setting, they are divided so that a simulated run is fastest."""
+
+    gpus: GpuCounts | None = None
+    """The number of GPUs for the trainer and for the policy servers, instead of their numbers. Sets `trainer.ranks` and
+    `inference.replicas` too."""
 
     policy_gpus: tuple[int, ...] = Field(default=())
     """GPUs of the policy servers, divided evenly among `inference.replicas` in this order. With vLLM, several for one replica mean
@@ -139,7 +154,15 @@ class ResourcesConfig(BaseModel, frozen=True, extra="forbid"):
             gpus: tuple[int, ...] = getattr(self, name)
             if len(set(gpus)) != len(gpus) or any(gpu < 0 for gpu in gpus):
                 raise ValueError(f"{name} = {list(gpus)} must be different numbers, 0 or higher")
+            if gpus and self.gpus is not None and gpus != self._counted(name):
+                raise ValueError(f"gpus and {name} exclude each other: remove one of them")
         return self
+
+    def _counted(self, name: str) -> tuple[int, ...]:
+        """The GPUs that `gpus` means. They are recorded next to it."""
+        assert self.gpus is not None
+        ranks, servers = self.gpus.trainer, self.gpus.policy
+        return tuple(range(ranks)) if name == "trainer_gpus" else tuple(range(ranks, ranks + servers))
 
     def of_replica(self, number: int, replicas: int) -> tuple[int, ...]:
         each = len(self.policy_gpus) // replicas

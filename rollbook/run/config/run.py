@@ -110,6 +110,10 @@ AUTO_SETTINGS = (
     "inference.transfer",
     "inference.gpu_memory_gb",
     "rollout.workers",
+    "trainer.ranks",
+    "inference.replicas",
+    "resources.trainer_gpus",
+    "resources.policy_gpus",
 )
 """Settings that are chosen at the start of a run from its machine and its model, if the run file leaves them out or sets "auto".
 The defaults of their config classes are those without a GPU."""

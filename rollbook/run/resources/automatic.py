@@ -5,6 +5,7 @@ Without a GPU they are the defaults of the config classes.
 """
 
 import shutil
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from rollbook.inference.config import InferenceConfig
 from rollbook.run.config.run import AUTO_SETTINGS, ConfigFault, LoadedConfig, RunConfig
 from rollbook.run.policy_clients import chosen_transfer, reachable
+from rollbook.run.resources.division import best_division, division_of, numbers
 from rollbook.run.resources.machine import GB, Gpu, Machine
 from rollbook.run.resources.memory_plan import (
     CONTEXT_BYTES,
@@ -97,14 +99,23 @@ class Resolution:
             f"rollout: {_count(rollout.workers, 'worker')}",
         ]
         if self.plan is not None:
-            for device in self.machine.gpus:
-                place = gpu(device.number)
-                if used := self.plan.total(place):
-                    limit = self.capacity[place] / GB
-                    lines.append(
-                        f"{device}; planned {used / GB:.1f} of {limit:.1f}: " + ", ".join(self.plan.lines(place))
-                    )
+            lines += self._gpu_lines(self.plan)
         return [*lines, *self.notes]
+
+    def _gpu_lines(self, plan: MemoryPlan) -> list[str]:
+        """One line for GPUs with equal parts."""
+        alike: dict[tuple[Any, ...], list[Gpu]] = defaultdict(list)
+        for device in self.machine.gpus:
+            place = gpu(device.number)
+            if plan.total(place):
+                parts = tuple((part.what, part.num_bytes) for part in plan.parts if part.place == place)
+                alike[device.name, self.capacity[place], parts].append(device)
+        return [
+            f"{numbers([device.number for device in devices])}: {name}, {devices[0].memory_bytes / GB:.0f} GB"
+            f"{' each' if len(devices) > 1 else ''}; planned {plan.total(gpu(devices[0].number)) / GB:.1f} of "
+            f"{capacity / GB:.1f}: " + ", ".join(plan.lines(gpu(devices[0].number)))
+            for (name, capacity, _), devices in alike.items()
+        ]
 
 
 def resolve(
@@ -112,12 +123,13 @@ def resolve(
 ) -> Resolution:
     """`recorded`: the configuration of the run that is resumed; what it chose is not chosen again."""
     draft = _Draft(loaded.config)
+    facts, capacity = _facts(loaded, machine), _capacity(loaded.config, machine)
     if recorded is not None:
         draft.take(recorded)
     else:
-        draft.choose_devices(machine, _facts(loaded, machine))
-    facts = _facts(loaded, machine)
-    capacity = _capacity(draft.config, machine)
+        draft.choose_devices(machine, facts)
+        draft.divide(machine, facts, capacity)
+        draft.choose_transfer()
     sizes = sizes_of(draft.config, machine)
     has_all = set(range(len(machine.gpus))) >= gpus_of(draft.config)
     if recorded is None and facts is not None and draft.uses_gpu and has_all:
@@ -135,7 +147,7 @@ def resolve(
         sizes=sizes,
         plan=plan,
         capacity=capacity,
-        notes=tuple(_notes(config, machine, facts)),
+        notes=(*draft.notes, *_notes(config, machine, facts)),
         missing_gpu=tuple(_missing_gpus(config, machine, is_resumed=recorded is not None)),
     )
 
@@ -146,6 +158,7 @@ class _Draft:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.chosen: dict[str, Any] = {}
+        self.notes: list[str] = []
         self._open = {path for path in AUTO_SETTINGS if not is_set(config, path)}
 
     @property
@@ -182,21 +195,64 @@ class _Draft:
             if self.config.inference.engine != "scripted" and not self.config.inference.urls:
                 self.choose("inference.device", "cuda")
         precise = precision_of(usable)
-        in_flight = episodes_in_flight(self.config)
         if self.config.trainer.device == "cuda":
             self.choose("trainer.compute_dtype", precise)
             self.choose("trainer.threads", max(1, min(TRAINER_THREADS, machine.cores // 2)))
             self.choose("trainer.pass_cost_tokens", GPU_PASS_COST)
         if self.config.inference.device != "cpu":
             self.choose("inference.dtype", precise)
-            each = -(-in_flight // self.config.inference.replicas)
-            self.choose("inference.max_running", next((b for b in RUNNING_BUCKETS if b >= each), RUNNING_BUCKETS[-1]))
+            self._choose_running(1)
         groups = min(self.config.gate.max_groups_in_flight, MAX_WORKERS)
         self.choose("rollout.workers", max(1, min(groups, machine.cores // 2)))
-        if self.config.trainer.device == "cuda":
-            self._choose_transfer()
 
-    def _choose_transfer(self) -> None:
+    def _choose_running(self, replicas: int) -> None:
+        each = -(-episodes_in_flight(self.config) // max(replicas, self.config.inference.replicas))
+        self.choose("inference.max_running", next((b for b in RUNNING_BUCKETS if b >= each), RUNNING_BUCKETS[-1]))
+
+    def divide(self, machine: Machine, model: ModelFacts | None, capacity: Mapping[str, int]) -> None:
+        """GPUs of the trainer and of the policy servers, if there are several and the user has not named them."""
+        config, counts = self.config, self.config.resources.gpus
+        is_divided = not (
+            {"trainer.ranks", "inference.replicas", "resources.trainer_gpus", "resources.policy_gpus"} - self._open
+        )
+        is_local = not (config.inference.urls or config.cluster.has_members or _engine(config.inference) == "none")
+        is_on_gpu = config.trainer.device == "cuda" and config.inference.device == "cuda"
+        if model is None or not (is_local and is_on_gpu) or not (is_divided or counts is not None):
+            return
+        sizes = replace(sizes_of(config, machine), longest=longest_sequence(config, model))
+        if counts is not None:
+            memory = min(capacity.values(), default=0)
+            found = division_of(model, sizes, trainer=counts.trainer, policy=counts.policy, memory=memory)
+        elif len(machine.gpus) > 1:
+            demand = demand_of(config, model, sizes)
+            found = best_division(model, config, sizes, free=self._free_sizes(), capacity=capacity, demand=demand)
+        else:
+            return
+        self.choose("trainer.ranks", len(found.trainer_gpus))
+        self.choose("inference.replicas", found.replicas)
+        self.choose("resources.trainer_gpus", found.trainer_gpus)
+        self.choose("resources.policy_gpus", found.policy_gpus)
+        self.notes.append(str(found))
+        if "inference.max_running" in self.chosen:
+            self._choose_running(found.replicas)
+
+    def _free_sizes(self) -> frozenset[str]:
+        """Sizes that the memory plan chooses; see `choose_sizes`."""
+        config = self.config
+        names = {
+            "trainer.max_tokens_per_microbatch": "tokens_per_pass",
+            "trainer.gradient_checkpointing": "is_checkpointing",
+            "trainer.max_logits_mb": "logits_bytes",
+        }
+        free = {name for path, name in names.items() if path in self._open and config.trainer.device == "cuda"}
+        is_embedded = config.inference.engine == "transformers" and config.inference.device != "cpu"
+        if is_embedded and "inference.kv_memory_mb" in self._open:
+            free.add("kv_bytes")
+        return frozenset(free)
+
+    def choose_transfer(self) -> None:
+        if self.config.trainer.device != "cuda":
+            return
         config = self.config
         shares_gpu = not (config.resources.are_separate or config.cluster.has_members)
         self.choose(
@@ -211,17 +267,12 @@ class _Draft:
             self.choose("inference.max_model_len", min(model.context, rounded))
             config = self.config
             sizes = replace(sizes, longest=longest_sequence(config, model))
-        names = {
-            "trainer.max_tokens_per_microbatch": "tokens_per_pass",
-            "trainer.gradient_checkpointing": "is_checkpointing",
-            "trainer.max_logits_mb": "logits_bytes",
-        }
-        free = {name for path, name in names.items() if path in self._open and config.trainer.device == "cuda"}
+        free = set(self._free_sizes())
         shares_with_trainer = {n for g in sizes.policy_gpus for n in g} & set(sizes.trainer_gpus)
         is_vllm_open = (
             config.inference.engine == "vllm" and config.inference.vllm.gpu_memory_share is None and shares_with_trainer
         )
-        if (is_embedded and "inference.kv_memory_mb" in self._open) or is_vllm_open:
+        if is_vllm_open:
             free.add("kv_bytes")
         sizes = choose_sizes(model, sizes, frozenset(free), capacity, demand_of(config, model, sizes))
         if config.trainer.device == "cuda":

@@ -195,6 +195,9 @@ def _trainer_parts(model: ModelFacts, sizes: Sizes) -> Iterator[Part]:
         process = "trainer" if rank == 0 else f"rank {rank}"
         for what, num_bytes in shared.items():
             yield Part(place, process, what, -(-num_bytes // ranks))
+        if ranks > 1:
+            gathered = 2 * (model.layer_parameters + model.head_parameters)
+            yield Part(place, process, "gathered layers", compute * gathered)
         # The gradient of the output embedding is summed in float32 and then cast.
         yield Part(place, process, "activations", pass_bytes(model, sizes) + head * (GRADIENT + compute))
         if is_gpu:

@@ -13,6 +13,7 @@ from rollbook.run.config.run import AUTO_SETTINGS, ConfigError, RunConfig, dump_
 from rollbook.run.resources.automatic import Resolution, resolve, value_at
 from rollbook.run.resources.machine import GB, Gpu, Machine, this_machine, visible
 from rollbook.run.resources.memory_plan import gpu
+from rollbook.run.supervision.plan import environment_of
 
 H200 = Gpu(number=0, name="NVIDIA H200", memory_bytes=150 * GB)
 WITH_GPU = Machine(gpus=(H200,), cores=16, memory_bytes=128 * GB)
@@ -140,7 +141,11 @@ def test_a_device_that_the_machine_does_not_have_is_refused(tmp_path: Path) -> N
     [
         (["trainer.device=cpu", "inference.device=cpu"], WITH_GPU, "trainer.device and inference.device are 'cpu'"),
         ([], Machine(unusable_gpus=(H200,), unusable_because="torch is a build for CPUs"), "a build for CPUs"),
-        ([], Machine(gpus=(H200, Gpu(number=1, name="T4", memory_bytes=16 * GB))), "GPU 1: T4, 16 GB: not used"),
+        (
+            ["trainer.ranks=1"],
+            Machine(gpus=(H200, Gpu(number=1, name="T4", memory_bytes=16 * GB))),
+            "GPU 1: T4, 16 GB: not used",
+        ),
     ],
 )
 def test_a_gpu_that_is_not_used_is_named_with_the_reason(
@@ -227,3 +232,67 @@ def test_visible_devices_are_counted_as_cuda_counts_them() -> None:
 def test_this_machine_has_cores_and_memory() -> None:
     assert this_machine().cores >= 1
     assert this_machine().memory_bytes > GB
+
+
+def several(count: int, size_gb: int = 85) -> Machine:
+    gpus = tuple(Gpu(number=number, name="H100", memory_bytes=size_gb * GB) for number in range(count))
+    return Machine(gpus=gpus, cores=64, memory_bytes=1000 * GB)
+
+
+VLLM = ["inference.engine=vllm", "inference.vllm.python=/opt/vllm/bin/python"]
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("engine", [[], VLLM])
+def test_several_gpus_are_divided_between_trainer_and_policy(tmp_path: Path, count: int, engine: list[str]) -> None:
+    found = resolved(project(tmp_path, "1.5b"), *engine, machine=several(count))
+    config = found.loaded.config
+    assert found.faults() == []
+    assert (*config.resources.trainer_gpus, *config.resources.policy_gpus) == tuple(range(count))
+    assert config.trainer.ranks == len(config.resources.trainer_gpus)
+    assert len(config.resources.policy_gpus) % config.inference.replicas == 0
+    assert config.inference.transfer != "cuda_ipc"
+    printed = "\n".join(found.lines())
+    assert "by estimate the fastest division" in printed
+    assert "not used" not in printed
+
+
+def test_a_model_that_needs_several_gpus_gets_enough_ranks(tmp_path: Path) -> None:
+    found = resolved(project(tmp_path, "8b"), machine=several(4))
+    assert found.faults() == []
+    assert found.loaded.config.trainer.ranks == 3
+
+
+def test_gpus_are_divided_by_the_numbers_of_the_user(tmp_path: Path) -> None:
+    file = project(tmp_path, "1.5b")
+    counts = ["resources.gpus.trainer=6", "resources.gpus.policy=2"]
+    config = resolved(file, *counts, machine=several(8)).loaded.config
+    assert config.resources.trainer_gpus == (0, 1, 2, 3, 4, 5)
+    assert config.resources.policy_gpus == (6, 7)
+    assert (config.trainer.ranks, config.inference.replicas) == (6, 2)
+    visible_gpus = [
+        environment_of(config, name, role)["CUDA_VISIBLE_DEVICES"]
+        for name, role in (("trainer", "trainer"), ("policy", "policy"), ("policy-1", "policy"))
+    ]
+    assert visible_gpus == ["0,1,2,3,4,5", "6", "7"]
+    (file.parent / "again.toml").write_text(dump_toml(config), encoding="utf-8")
+    assert flat_values(load_config(file.parent / "again.toml").config) == flat_values(config)
+
+
+def test_more_gpus_than_the_machine_has_are_refused(tmp_path: Path) -> None:
+    counts = ["resources.gpus.trainer=2", "resources.gpus.policy=1"]
+    found = resolved(project(tmp_path, "1.5b"), *counts, machine=several(2))
+    assert "GPU 2 is used, but this machine has 2" in str(found.faults()[0])
+
+
+def test_counts_and_numbers_of_gpus_exclude_each_other(tmp_path: Path) -> None:
+    overrides = ["resources.gpus.trainer=1", "resources.gpus.policy=1", "resources.trainer_gpus=[1]"]
+    with pytest.raises(ConfigError, match="exclude each other"):
+        load_config(project(tmp_path, "1.5b"), overrides)
+
+
+def test_named_gpus_are_not_divided_again(tmp_path: Path) -> None:
+    named = ["resources.trainer_gpus=[3]", "resources.policy_gpus=[1]"]
+    config = resolved(project(tmp_path, "1.5b"), *named, machine=several(4)).loaded.config
+    assert (config.resources.trainer_gpus, config.resources.policy_gpus) == ((3,), (1,))
+    assert (config.trainer.ranks, config.inference.replicas) == (1, 1)
