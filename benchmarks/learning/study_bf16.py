@@ -362,10 +362,12 @@ def run_lanes(args: argparse.Namespace, folder: Path, *, until: float) -> int:
     others: list[Any] = []
     path = args.out / "cells.jsonl"
     known = {_key(row) for row in read_rows(path)}
+    queues: list[Any] = []  # A started process does not keep its queue alive.
     for kind in lanes_of(args):
         if not (folder / kind.shape).exists():
             others.append(context.Process(target=start_model, args=(kind.shape, folder, kind.device, results)))
         cells: Any = context.Queue()
+        queues.append(cells)
         for cell in cells_of(kind.shape, kind.device, args):
             if _key(asdict(cell)) not in known:
                 cells.put(cell)
