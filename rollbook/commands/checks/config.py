@@ -19,8 +19,10 @@ def check_command(
     """Report every fault at once with its line in the file, or print the configuration as it is resolved on this machine."""
     found = resolve(load_config(config, override or ()), this_machine())
     loaded = found.loaded
-    if faults := found.faults():
+    if faults := found.faults(needs_gpus=False):
         raise ConfigError(str(config), located(faults, config, override or ()))
+    for warning in found.missing_gpu:
+        stderr_console().print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     if preflight:
         print_preflight(check_run(loaded, override or ()), stderr_console())
     result(dump_toml(loaded.config, masks_secrets=True).rstrip())

@@ -18,10 +18,12 @@ from rollbook.commands.output import EXIT_FAILED, print_error, stderr_console
 from rollbook.commands.training.train import resolve_run, write_or_check_config
 from rollbook.concurrency.child_process.child import die_with_parent
 from rollbook.contracts.errors import RunError, TransientError
-from rollbook.run.config.run import LoadedConfig, RunConfig
+from rollbook.run.config.run import ConfigError, LoadedConfig, RunConfig, load_resolved_config, name_of
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.ledger_clients import ledger_token_file, open_run_ledger
 from rollbook.run.policy_clients import policy_urls
+from rollbook.run.resources.automatic import resolve
+from rollbook.run.resources.machine import this_machine
 from rollbook.run.supervision.supervisor import RunOutcome, Supervisor, require_posix
 from rollbook.telemetry.events import EventLog
 from rollbook.trainer.config import TrainerConfig
@@ -42,6 +44,7 @@ def host(
     loaded, directory = resolve_run(source, run_dir, overrides)
     _reject_vllm(loaded.config)
     _reject_trainer_settings(loaded.config)
+    loaded = _for_this_machine(loaded, directory, console)
     directory.prepare()
     with directory.locked():
         host_file = directory.path / HOST_FILE
@@ -67,6 +70,18 @@ def host(
             host_file.unlink(missing_ok=True)
         log.info("host.ended", how=outcome.end, message=outcome.message)
         return outcome
+
+
+def _for_this_machine(loaded: LoadedConfig, directory: RunDirectory, console: Console) -> LoadedConfig:
+    """Choose the open settings of policy servers and workers. The memory of the external trainer is unknown."""
+    recorded = load_resolved_config(directory).config if directory.exists else None
+    found = resolve(loaded, this_machine(), recorded=recorded, has_trainer=False)
+    if faults := found.faults():
+        raise ConfigError(name_of(loaded.file), faults)
+    inference = found.loaded.config.inference
+    for line in (f"policy: {inference.device}, {inference.dtype}", *found.notes):
+        console.print(line, markup=False, soft_wrap=True)
+    return found.loaded
 
 
 async def _until_finished(ledger_url: str, loaded: LoadedConfig, directory: RunDirectory, log: EventLog) -> None:

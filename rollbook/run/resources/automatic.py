@@ -59,9 +59,9 @@ class Resolution:
     notes: tuple[str, ...] = ()
     missing_gpu: tuple[ConfigFault, ...] = ()
 
-    def faults(self) -> list[ConfigFault]:
-        """Why the run cannot start on this machine."""
-        faults = list(self.missing_gpu)
+    def faults(self, *, needs_gpus: bool = True) -> list[ConfigFault]:
+        """Why the run cannot start on this machine. `needs_gpus`: False if it may be started on another one."""
+        faults = list(self.missing_gpu) if needs_gpus else []
         if self.plan is None or self.model is None:
             return faults
         for place, missing in self.plan.overfull(self.capacity).items():
@@ -119,10 +119,16 @@ class Resolution:
 
 
 def resolve(
-    loaded: LoadedConfig, machine: Machine, *, recorded: RunConfig | None = None, disk_bytes: int | None = None
+    loaded: LoadedConfig,
+    machine: Machine,
+    *,
+    recorded: RunConfig | None = None,
+    disk_bytes: int | None = None,
+    has_trainer: bool = True,
 ) -> Resolution:
-    """`recorded`: the configuration of the run that is resumed; what it chose is not chosen again."""
-    draft = _Draft(loaded.config)
+    """`recorded`: the configuration of the run that is resumed; what it chose is not chosen again. `has_trainer`: False if the
+    trainer is an external program; then its memory is unknown, and there is no plan."""
+    draft = _Draft(loaded.config, has_trainer=has_trainer)
     facts, capacity = _facts(loaded, machine), _capacity(loaded.config, machine)
     if recorded is not None:
         draft.take(recorded)
@@ -132,6 +138,7 @@ def resolve(
         draft.choose_transfer()
     sizes = sizes_of(draft.config, machine)
     has_all = set(range(len(machine.gpus))) >= gpus_of(draft.config)
+    facts = facts if has_trainer else None
     if recorded is None and facts is not None and draft.uses_gpu and has_all:
         sizes = draft.choose_memory(facts, sizes, capacity, machine)
     plan = None if facts is None else memory_plan(facts, sizes)
@@ -155,11 +162,15 @@ def resolve(
 class _Draft:
     """A configuration whose open settings are chosen one after the other."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, has_trainer: bool) -> None:
         self.config = config
         self.chosen: dict[str, Any] = {}
         self.notes: list[str] = []
-        self._open = {path for path in AUTO_SETTINGS if not is_set(config, path)}
+        self._open = {
+            path
+            for path in AUTO_SETTINGS
+            if not is_set(config, path) and (has_trainer or not path.startswith("trainer."))
+        }
 
     @property
     def uses_gpu(self) -> bool:

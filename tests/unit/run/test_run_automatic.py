@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from rollbook.commands.checks import config as config_command
 from rollbook.commands.checks import doctor
 from rollbook.commands.training import train as train_module
 from rollbook.commands.training.init import init_project
 from rollbook.run.config.run import AUTO_SETTINGS, ConfigError, RunConfig, dump_toml, flat_values, load_config
-from rollbook.run.resources.automatic import Resolution, resolve, value_at
+from rollbook.run.config.sft import load_sft_config
+from rollbook.run.resources.automatic import Resolution, resolve, trainer_choices, value_at
 from rollbook.run.resources.machine import GB, Gpu, Machine, this_machine, visible
 from rollbook.run.resources.memory_plan import gpu
 from rollbook.run.supervision.plan import environment_of
@@ -134,6 +136,24 @@ def test_a_device_that_the_machine_does_not_have_is_refused(tmp_path: Path) -> N
     faults = resolved(project(tmp_path, "135m"), "trainer.device=cuda", machine=WITHOUT_GPU).faults()
     assert [fault.path for fault in faults] == ["trainer.device"]
     assert "no NVIDIA GPU" in faults[0].message
+
+
+def test_config_check_accepts_a_run_file_for_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(config_command, "this_machine", lambda: WITHOUT_GPU)
+    config_command.check_command(project(tmp_path, "135m"), ["trainer.device=cuda"], preflight=False)
+    printed = capsys.readouterr()
+    assert 'device = "cuda"' in printed.out
+    assert "this machine has no NVIDIA GPU" in " ".join(printed.err.split())
+
+
+def test_an_external_trainer_keeps_its_own_settings(tmp_path: Path) -> None:
+    found = resolve(load_config(project(tmp_path, "1.5b")), WITH_GPU, has_trainer=False)
+    assert found.loaded.config.trainer == load_config(tmp_path / "run-1.5b" / "run.toml").config.trainer
+    assert (found.loaded.config.inference.device, found.loaded.config.inference.dtype) == ("cuda", "bfloat16")
+    assert found.loaded.config.inference.kv_memory_mb == "auto"
+    assert found.plan is None
 
 
 @pytest.mark.parametrize(
@@ -296,3 +316,16 @@ def test_named_gpus_are_not_divided_again(tmp_path: Path) -> None:
     config = resolved(project(tmp_path, "1.5b"), *named, machine=several(4)).loaded.config
     assert (config.resources.trainer_gpus, config.resources.policy_gpus) == ((3,), (1,))
     assert (config.trainer.ranks, config.inference.replicas) == (1, 1)
+
+
+def test_supervised_fine_tuning_uses_the_gpu_unless_its_file_says_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text("{}\n", encoding="utf-8")
+    text = '[model]\npath = "m"\n[sft]\ndata = "chats.jsonl"\n[trainer]\nthreads = 2\ndevice = "auto"\n'
+    (tmp_path / "sft.toml").write_text(text, encoding="utf-8")
+    loaded = load_sft_config(tmp_path / "sft.toml")
+    chosen = loaded.with_trainer(trainer_choices(loaded.config.trainer, WITH_GPU))
+    assert (chosen.config.trainer.device, chosen.config.trainer.compute_dtype) == ("cuda", "bfloat16")
+    assert chosen.table["trainer"] == {"threads": 2, "device": "cuda", "compute_dtype": "bfloat16"}
+    assert loaded.with_trainer(trainer_choices(loaded.config.trainer, WITHOUT_GPU)).config == loaded.config
+    on_cpu = load_sft_config(tmp_path / "sft.toml", ["trainer.device=cpu"]).config.trainer
+    assert trainer_choices(on_cpu, WITH_GPU) == {}
