@@ -66,6 +66,8 @@ class EngineStats:
     """How a weight update affects the cache of running requests: reported with completions that span two versions."""
     cached_tokens: int = 0
     """Prompt tokens that were taken from the prefix cache."""
+    cache_shrinks: int = 0
+    """How often the cache of keys and values became smaller, because the device had no memory left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,8 @@
-"""What an engine does when its device, its memory or a part of it fails: the requests concerned fail, and the engine continues."""
+"""What an engine does when its device or a part of it fails: the requests concerned fail, and the engine continues. Without memory,
+its cache shrinks and requests wait."""
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ from numpy.typing import NDArray
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Completion, SamplingParams
+from rollbook.contracts.weights import RawTensor, TensorSource, WeightsError
 from rollbook.inference.engine import EngineClosedError, GenerationError
+from rollbook.inference.engines.embedded.live_weights import LiveWeights, LoadPlan, Upload
 from rollbook.inference.engines.embedded.paged.batch import PagedBatch
 from rollbook.inference.engines.embedded.paged.block_cache import BlockCache
 from rollbook.inference.engines.embedded.paged.runner import PackedRunner
@@ -251,3 +255,99 @@ async def test_requests_at_their_limit_fail_too_when_their_launch_fails_late(
         assert engine.stats().running == engine.stats().queued == 0
         completion = await engine.generate([1, 2], SamplingParams(max_tokens=9))
     assert_faithful(tiny, [1, 2], completion)
+
+
+async def test_requests_wait_for_a_smaller_cache_when_a_forward_has_no_memory(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny = TinyModel(root=root)
+    prompts = some_prompts(8, 20, 60, seed=4)
+    async with embedded(tiny, is_captured=True, steps_ahead=2, kv_memory_mb=10) as engine:
+        runner, batch = engine.parts.runner, engine.parts.scheduler.batch
+        assert isinstance(runner, PackedRunner)
+        assert isinstance(batch, PagedBatch)
+        capacity, generation, run, calls = batch.pool.capacity, runner.cache.generation, runner.run, count(1)
+
+        def out_of_memory(*args: Any) -> None:
+            if next(calls) in (1, 12):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            run(*args)
+
+        monkeypatch.setattr(runner, "run", out_of_memory)
+        completions = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=40)) for p in prompts))
+        assert engine.stats().cache_shrinks == 2
+        assert batch.pool.capacity == batch.pool.limit == len(runner.cache.layers[0])
+        assert batch.pool.capacity <= capacity // 4 + 1
+        assert runner.cache.generation > generation, "captured steps are not used with other memory"
+        assert "inference.kv_memory_mb" in caplog.text
+        assert engine.stats().running == engine.stats().queued == 0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert_faithful(tiny, prompt, completion)
+
+
+async def test_a_request_that_has_no_memory_with_the_smallest_cache_fails_with_advice(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = TinyModel(root=root)
+    async with embedded(tiny, is_captured=True, kv_memory_mb=10) as engine:
+        runner = engine.parts.runner
+        with monkeypatch.context() as patch:
+
+            def out_of_memory(*_: Any) -> None:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+            patch.setattr(runner, "run", out_of_memory)
+            async with asyncio.timeout(10):
+                outcome = await asyncio.gather(
+                    *(engine.generate([n, 2], SamplingParams(max_tokens=5)) for n in range(3)), return_exceptions=True
+                )
+        assert all(isinstance(error, GenerationError) for error in outcome)
+        assert all("2.00 GiB. Lower inference.kv_memory_mb" in str(error) for error in outcome)
+        completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=9))
+    assert_faithful(tiny, [1, 2, 3], completion)
+
+
+async def test_an_update_without_memory_takes_it_from_the_cache_while_requests_wait(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = TinyModel(root=root)
+    async with embedded(tiny, is_captured=True, kv_memory_mb=10) as engine:
+        plan, calls = engine.parts.weights.plan, count(1)
+
+        def out_of_memory(tensors: Mapping[str, TensorSource]) -> LoadPlan:
+            if next(calls) < 3:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return plan(tensors)
+
+        monkeypatch.setattr(engine.parts.weights, "plan", out_of_memory)
+        running = engine.submit([1, 2, 3], SamplingParams(max_tokens=60))
+        await engine.load_weights(*tiny.weights(2))
+        assert engine.stats().cache_shrinks == 2
+        assert len((await running).token_ids) == 60
+        monkeypatch.setattr(engine.parts.scheduler.batch, "shrink", lambda: False)
+        monkeypatch.setattr(engine.parts.weights, "plan", lambda _: out_of_memory_always())
+        with pytest.raises(
+            WeightsError, match=r"no memory for the new weights on cpu: .* Lower inference\.kv_memory_mb"
+        ):
+            await engine.load_weights(*tiny.weights(3))
+
+
+def out_of_memory_always() -> LoadPlan:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_an_update_without_memory_for_a_second_copy_is_applied_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)).to(torch.bfloat16)
+    weights = LiveWeights(module, torch.device("cpu"))
+
+    class FullDevice(Upload):
+        def __call__(self, tensors: Sequence[RawTensor]) -> dict[str, torch.Tensor]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(weights, "_upload", FullDevice(torch.device("cpu")))
+    new = {name: torch.randn_like(tensor, dtype=torch.float32) for name, tensor in module.state_dict().items()}
+    weights.apply(weights.plan(new))
+    assert "applied in pieces" in caplog.text
+    assert all(torch.equal(tensor, new[name].bfloat16()) for name, tensor in module.state_dict().items())

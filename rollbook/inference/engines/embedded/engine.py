@@ -4,12 +4,14 @@ One thread (`thread.py`) owns model and cache and runs rounds; the event loop on
 """
 
 import asyncio
+import logging
 import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -38,11 +40,13 @@ from rollbook.inference.engines.embedded.build import EngineParts, build_parts
 from rollbook.inference.engines.embedded.live_weights import LoadPlan
 from rollbook.inference.engines.embedded.model.module import score_prompt
 from rollbook.inference.engines.embedded.paged.runner import Capture
-from rollbook.inference.engines.embedded.thread import EngineThread
+from rollbook.inference.engines.embedded.thread import MEMORY_ADVICE, EngineThread
 from rollbook.inference.pause import PauseMode, needs_loading, require_unpublished
 from rollbook.inference.request import GenerationRequest, checked_prompt, checked_request
 from rollbook.inference.weights.safetensors import read_published_weights, require_published
 from rollbook.telemetry.spans import SpanRecorder
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -146,6 +150,7 @@ class TransformersEngine:
             busy_s=self._busy.busy_s,
             kv_after_update=self._config.kv_after_update,
             cached_tokens=self.parts.scheduler.batch.cached_tokens,
+            cache_shrinks=self.thread.shrinks,
         )
 
     def submit(
@@ -245,7 +250,7 @@ class TransformersEngine:
             slot = self._named.get(adapter.name) or next(n for n in count(POLICY + 1) if n not in used)
             if slot > MAX_NAMED:
                 raise WeightsError(f"{MAX_NAMED} adapters are loaded, which is the limit; unload one first")
-            plan = await self._staged(lambda: self.parts.weights.plan_adapter(adapter, tensors, slot=slot))
+            plan = await self._planned(lambda: self.parts.weights.plan_adapter(adapter, tensors, slot=slot))
             await self.thread.between_rounds(lambda: self._apply(plan))
             self._named[adapter.name] = slot
 
@@ -269,7 +274,10 @@ class TransformersEngine:
         self.parts.weights.apply(plan)
         self.parts.scheduler.weights_changed()
         if self._model.adapters.generation != generation:
-            self._warm_up()
+            try:
+                self._warm_up()
+            except torch.OutOfMemoryError as error:
+                log.warning("no memory to capture all steps now; they are captured when they are used (%s)", error)
 
     async def base_digest(self) -> str:
         async with self._updating:
@@ -281,6 +289,20 @@ class TransformersEngine:
             raise EngineClosedError("the engine is closed")
         return await self._loop.run_in_executor(self._stager, function)
 
+    async def _planned(self, make_plan: Callable[[], LoadPlan]) -> LoadPlan:
+        """Stage an update. While the device has no memory for it, the cache gets smaller."""
+        while True:
+            try:
+                return await self._staged(make_plan)
+            except torch.OutOfMemoryError as error:
+                cause = str(error)
+            before = self.thread.shrinks
+            await self.thread.between_rounds(partial(self.thread.shrink_cache, cause))
+            if self.thread.shrinks == before:
+                raise WeightsError(
+                    f"the policy server has no memory for the new weights on {self._model.device}: {cause}. {MEMORY_ADVICE}"
+                )
+
     def _plan(self, tensors: Mapping[str, TensorSource], adapter: Adapter | None) -> LoadPlan:
         weights = self.parts.weights
         return weights.plan(tensors) if adapter is None else weights.plan_adapter(adapter, tensors)
@@ -290,7 +312,7 @@ class TransformersEngine:
             if not needs_loading(self.thread.publication, publication) and not self._is_damaged:
                 return
             started = time.time()
-            plan = await self._staged(make_plan)
+            plan = await self._planned(make_plan)
             named = list(self._named.values()) if plan.is_new_base else []
             if named:
                 self._named = {}

@@ -5,6 +5,7 @@ transferred before that on a separate stream, so that only a copy within the dev
 its own buffers only (`adapters.py`); the base stays as it is.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from rollbook.inference.engines.embedded.adapters import POLICY, AdapterBank, Fa
 from rollbook.inference.weights.lora import checked_settings, low_rank_pairs
 from rollbook.inference.weights.safetensors import FileTensor, is_raw
 from rollbook.inference.weights.transports.packing import DTYPES, NAMES, layout, unpack_views
+
+log = logging.getLogger(__name__)
 
 WINDOW_BYTES = 16 << 20
 """Size of each of the two windows of pinned memory."""
@@ -35,6 +38,8 @@ class LoadPlan:
     loaded: LoadedAdapter | None = None
     """The adapter in `slot` afterwards."""
     grown: Mapping[str, Factors] | None = None
+    is_staged: bool = True
+    """Whether the sources are on the device, with the dtypes of their targets."""
     is_comparable: bool = False
     """Whether the digest of the live weights is then the published one: they have the dtype of the published tensors."""
 
@@ -82,15 +87,28 @@ class LiveWeights:
         for name, tensor in tensors.items():
             _require_shape(name, tensor, self._targets[name].shape)
         targets = [self._targets[name] for name in tensors]
+        is_staged = False
         if self._upload is None:
             sources = placed = [_host_tensor(tensor) for tensor in tensors.values()]
         else:
-            with self._staged():
-                uploaded = self._upload([tensor for tensor in tensors.values() if is_raw(tensor)])
-                placed = [uploaded[n] if n in uploaded else _host_tensor(tensor) for n, tensor in tensors.items()]
-                sources = [s.to(device=self._device, dtype=t.dtype) for s, t in zip(placed, targets, strict=True)]
+            try:
+                with self._staged():
+                    uploaded = self._upload([tensor for tensor in tensors.values() if is_raw(tensor)])
+                    placed = [uploaded[n] if n in uploaded else _host_tensor(tensor) for n, tensor in tensors.items()]
+                    sources = [s.to(device=self._device, dtype=t.dtype) for s, t in zip(placed, targets, strict=True)]
+                is_staged = True
+            except torch.OutOfMemoryError:
+                # Without a second copy on the device: decoding waits while the tensors are transferred one by one.
+                uploaded = {}
+                sources = placed = [_host_tensor(tensor) for tensor in tensors.values()]
+                log.warning(
+                    "the device has no memory for a second copy of the weights: the update is applied in pieces, and decoding "
+                    "waits for it. Lower inference.kv_memory_mb to avoid that"
+                )
         is_comparable = all(p.dtype is t.dtype for p, t in zip(placed, targets, strict=True))
-        return LoadPlan(sources=sources, targets=targets, is_new_base=True, is_comparable=is_comparable)
+        return LoadPlan(
+            sources=sources, targets=targets, is_new_base=True, is_comparable=is_comparable, is_staged=is_staged
+        )
 
     def plan_adapter(self, adapter: Adapter, tensors: Mapping[str, TensorSource], *, slot: int = POLICY) -> LoadPlan:
         """The adapter replaces the one in `slot`. Nothing else changes."""
@@ -134,7 +152,7 @@ class LiveWeights:
                 self._adapters.forget()
             else:
                 self._adapters.replaced(plan.slot, plan.loaded, plan.grown)
-            if self._staging is not None and targets:
+            if self._staging is not None and targets and plan.is_staged:
                 torch._foreach_copy_(targets, sources)
                 # Allocated on the staging stream: its memory may be reused only after this copy. Most are views of one block.
                 blocks = {source.untyped_storage().data_ptr(): source for source in sources}
@@ -145,6 +163,8 @@ class LiveWeights:
                 return
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source)
+            if self._staging is not None:
+                torch.cuda.current_stream(self._device).synchronize()
 
     def snapshot(self) -> list[RawTensor]:
         """The live weights as host bytes, under their published names, tied weights once. Call in the engine's thread."""

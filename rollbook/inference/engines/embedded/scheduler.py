@@ -86,6 +86,9 @@ class RunningBatch(Protocol):
     def make_space(self, number: int) -> None:
         """Provide memory for round `number`. Called when `to_preempt` returns nothing."""
 
+    def shrink(self) -> bool:
+        """Give memory back to the device. No request has a row. False: nothing more can be given back."""
+
     def weights_changed(self) -> None: ...
 
     def recompute(self, decoding: Sequence[GenerationRequest]) -> None:
@@ -152,6 +155,12 @@ class Scheduler:
                 raise
             while len(self._launched) > self._ahead or (self._launched and not self.num_running):
                 self._process_oldest(results)
+
+    def preempt_all(self, results: RoundResults) -> None:
+        """Take all requests off their rows, after the rounds that were launched. Adds to `results`, even when it raises."""
+        with torch.inference_mode():
+            self._process_launched(results)
+        self._preempt(self.table.requests())
 
     def take_preempted(self) -> list[GenerationRequest]:
         """The requests preempted since the last call, in order of arrival. They keep their tokens and must join again."""
@@ -328,10 +337,13 @@ class Scheduler:
             # A preempted request must have all its tokens.
             self._process_launched(results)
         while youngest := self.batch.to_preempt():
-            for request in youngest:
-                self._log.flush(request, self._processed_until())
-                self._release(request)
-                request.is_finished = False
-                self.preemptions += 1
-            self._preempted.extend(youngest)
+            self._preempt(youngest)
         self.batch.make_space(self._number)
+
+    def _preempt(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            self._log.flush(request, self._processed_until())
+            self._release(request)
+            request.is_finished = False
+            self.preemptions += 1
+        self._preempted.extend(requests)

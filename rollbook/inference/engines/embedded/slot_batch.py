@@ -114,6 +114,9 @@ class SlotBatch:
     def make_space(self, number: int) -> None:
         self._capacity.fit(self._longest(), round_number=number)
 
+    def shrink(self) -> bool:
+        return False
+
     def weights_changed(self) -> None:
         self._prefiller.weights_changed()
         self.prefixes.weights_changed()

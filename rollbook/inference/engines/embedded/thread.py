@@ -26,6 +26,8 @@ from rollbook.inference.request import GenerationRequest
 
 Command = Callable[[], None]
 
+MEMORY_ADVICE = "Lower inference.kv_memory_mb, inference.max_running or inference.forward_tokens, or use another device"
+
 log = logging.getLogger(__name__)
 
 
@@ -41,6 +43,8 @@ class EngineThread:
         self.is_closed = False
         # Written by the thread only, read by the event loop.
         self.admitted = self.completed = self.tokens = self.steps = 0
+        self.shrinks = 0
+        """How often the cache became smaller because the device had no memory left."""
         self._parts = parts
         self._scheduler = parts.scheduler
         self._config = config
@@ -244,6 +248,7 @@ class EngineThread:
         if publication is None:
             raise RuntimeError("a request was admitted before any weights were published")
         results = RoundResults()
+        failure: Exception | None = None
         try:
             if self.is_cache_outdated:
                 self._scheduler.recompute(results)
@@ -251,14 +256,57 @@ class EngineThread:
             self._admit()
             if self._scheduler.num_running:
                 self._scheduler.round(publication.id, results)
-        except Exception as error:  # A forward failed as a whole: its requests fail, the engine continues.
+        except Exception as error:
+            # Its traceback holds the tensors of the forward.
+            failure = error.with_traceback(None)
+        if failure is not None:
             self.is_cache_outdated = False
-            results.failed += self._all_failed(error).failed
-        # Preempted requests continue before all that wait.
+            self._recover(failure, results)
+        self._requeue_preempted()
+        return results
+
+    def _recover(self, failure: Exception, results: RoundResults) -> None:
+        """A forward failed as a whole. Without memory, its requests wait for a smaller cache; otherwise they fail, and the engine
+        continues."""
+        if isinstance(failure, torch.OutOfMemoryError):
+            try:
+                if self._shrink_cache(str(failure), results):
+                    return
+            except Exception as error:
+                failure = error
+            advice = f"{failure}. {MEMORY_ADVICE}"
+            preempted = self._scheduler.take_preempted()
+            results.failed += [(request, GenerationError(f"out of memory: {advice}")) for request in preempted]
+        results.failed += self._all_failed(failure).failed
+
+    def _shrink_cache(self, cause: str, results: RoundResults) -> bool:
+        """Preempt all requests and give a part of the cache back to the device. False: nothing more can be given back."""
+        self._scheduler.preempt_all(results)
+        if not self._scheduler.batch.shrink():
+            return False
+        self.shrinks += 1
+        log.warning(
+            "the device has no memory left: the cache of keys and values is smaller from now on, and requests wait for it. %s. "
+            "Cause: %s",
+            MEMORY_ADVICE,
+            cause,
+        )
+        return True
+
+    def shrink_cache(self, cause: str) -> None:
+        """Between two rounds: give a part of the cache back, if it can be (`shrinks`). Only in the thread."""
+        results = RoundResults()
+        try:
+            self._shrink_cache(cause, results)
+        finally:
+            self._requeue_preempted()
+            self._report(results)
+
+    def _requeue_preempted(self) -> None:
+        """Preempted requests continue before all that wait."""
         preempted = self._scheduler.take_preempted()
         self._waiting.extendleft(reversed(preempted))
         self.admitted -= len(preempted)
-        return results
 
     def _admit(self) -> None:
         while self._waiting and self._waiting[0].future.done():

@@ -95,6 +95,7 @@ def _families(service: PolicyService) -> list[Family]:
         ("requests_total", "completed requests", Kind.COUNTER, stats.requests),
         ("tokens_total", "sampled tokens", Kind.COUNTER, stats.tokens),
         ("cached_prompt_tokens_total", "prompt tokens taken from the prefix cache", Kind.COUNTER, stats.cached_tokens),
+        ("cache_shrinks_total", "times the cache shrank for lack of memory", Kind.COUNTER, stats.cache_shrinks),
         ("steps_total", "engine steps (admission, prefill and one decode step)", Kind.COUNTER, stats.steps),
         ("forwards_total", "forward passes of the model", Kind.COUNTER, stats.forwards),
         ("busy_seconds_total", "seconds spent in steps", Kind.COUNTER, stats.busy_s),

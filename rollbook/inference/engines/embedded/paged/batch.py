@@ -140,6 +140,20 @@ class PagedBatch:
         for request, block in zip(self.table.owners[rows], blocks, strict=True):
             request.cached_kv.blocks.append(block)
 
+    def shrink(self) -> bool:
+        """Half of the blocks, but never fewer than the longest sequence needs."""
+        least = self._cache.tables_SP.shape[1] + 1
+        self.pool.weights_changed()
+        self._runner.forget_graphs()
+        while (num_blocks := max(least, self.pool.capacity // 2)) < self.pool.capacity:
+            self.pool.shrink(num_blocks)
+            try:
+                self._cache.replace(num_blocks)
+                return True
+            except torch.OutOfMemoryError:
+                continue
+        return False
+
     def weights_changed(self) -> None:
         self.pool.weights_changed()
 

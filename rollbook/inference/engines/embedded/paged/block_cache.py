@@ -60,6 +60,17 @@ class BlockCache:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def replace(self, num_blocks: int) -> None:
+        """Free all blocks, and allocate `num_blocks` without content."""
+        self.generation += 1
+        self.num_blocks = 0
+        self.layers = [layer[:0].clone() for layer in self.layers]
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        for index in range(len(self.layers)):
+            self.layers[index] = torch.empty(num_blocks, *self._block_shape, dtype=self._dtype, device=self._device)
+        self.num_blocks = num_blocks
+
     def set_blocks(self, rows: NDArray[np.int64], at: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
         """Block `blocks[i]` becomes number `at[i]` of row `rows[i]`. Reaches the device with `take_changes`."""
         self.host_tables_SP[rows, at] = blocks

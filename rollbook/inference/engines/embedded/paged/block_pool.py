@@ -92,6 +92,13 @@ class BlockPool:
         self._free.extend(range(capacity - 1, self.capacity - 1, -1))
         self.capacity = capacity
 
+    def shrink(self, capacity: int) -> None:
+        """Have `capacity` blocks from now on. No row may have blocks, and none may be registered."""
+        assert not self.num_used, "rows have blocks"
+        assert not self.num_cached, "blocks are registered"
+        self.capacity = self.limit = capacity
+        self._free = list(range(capacity - 1, SCRATCH, -1))
+
     def match(self, tokens: NDArray[np.int32], *, adapter: int = 0) -> RowBlocks:
         """A row that starts with the longest registered prefix of `tokens`."""
         row = RowBlocks(self._roots.setdefault(adapter, _Node()), self.weights_generation)

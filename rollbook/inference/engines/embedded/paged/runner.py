@@ -212,6 +212,10 @@ class PackedRunner:
     def _mixed_rows(self) -> list[int]:
         return [FEW_ROWS, self._max_rows] if self._max_rows > FEW_ROWS else [self._max_rows]
 
+    def forget_graphs(self) -> None:
+        """Free the memory of all captured steps. They are captured again when they are used."""
+        self._steps.clear()
+
     def _drop_stale_graphs(self) -> None:
         generation = (self.cache.generation, self.model.adapters.generation)
         if self._generation != generation:
