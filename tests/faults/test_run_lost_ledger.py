@@ -70,6 +70,11 @@ def test_a_run_survives_a_damaged_log_and_a_lost_database(tmp_path: Path) -> Non
         assert any("the ledger is behind its run: it ends at step 0" in sentence for sentence in found), found
         require_rebuilt(run.directory)
         assert (digests(run.directory), audited(run.directory)["law"]) == (weights, law)
+    # Continued with other settings, it is replayed by period.
+    run.overrides = [f"trainer.max_steps={STEPS + 2}", "trainer.checkpoint_every=3", "trainer.lr=0.003"]
+    assert run.start().wait()["exit_code"] == 0
     verified = rollbook("replay", str(run.directory), "--verify")
     assert verified.returncode == 0, verified.stderr
+    assert f"after step {STEPS} the run continued with other settings: trainer.lr 0.001 → 0.003" in verified.stderr
+    assert f"{STEPS + 2} steps reproduced bit for bit" in verified.stderr
     shutil.rmtree(run.directory)

@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, overload
 
@@ -21,6 +21,15 @@ from rollbook.run.user_objects import reference_to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SettingsChange:
+    """Steps after `after_step` were trained with other settings."""
+
+    after_step: int
+    settings: Mapping[str, tuple[Any, Any]]
+    """The settings that changed, with both values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayReport:
     """The recorded batches were trained again. On a CPU every digest must be that of the run."""
 
@@ -31,8 +40,8 @@ class ReplayReport:
     recorded_digest: str | None
     diverged_at: int | None
     """The first step whose weights differ from the recorded ones."""
-    changes: Mapping[int, Mapping[str, tuple[Any, Any]]] = field(default_factory=dict)
-    """Settings that changed when the run was resumed, with both values, by the last step before the change."""
+    changes: tuple[SettingsChange, ...] = ()
+    """Settings of the trainer that changed when the run was resumed."""
 
     @property
     def is_exact(self) -> bool:
@@ -157,9 +166,11 @@ def replay_command(
     if isinstance(report, LossComparison):
         _print_comparison(report.row())
         return 0
-    for step, changed in report.changes.items():
-        settings = ", ".join(f"trainer.{name} {before!r} → {after!r}" for name, (before, after) in changed.items())
-        say(f"after step {step} the run continued with other settings: {settings}")
+    for change in report.changes:
+        settings = ", ".join(
+            f"trainer.{name} {before!r} → {after!r}" for name, (before, after) in change.settings.items()
+        )
+        say(f"after step {change.after_step} the run continued with other settings: {settings}")
     if report.is_exact:
         stderr_console().print(f"{report.steps} steps reproduced bit for bit", style="green")
         return 0

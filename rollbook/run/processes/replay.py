@@ -65,7 +65,9 @@ async def compare(path: Path, until: int | None) -> dict[str, Any]:
         "digest": made.final_digest,
         "recorded_digest": recorded.get(last),
         "diverged_at": diverged[0] if diverged else None,
-        "changes": {step: changed for step, changed in history.changes().items() if step < last},
+        "changes": [
+            {"after_step": step, "settings": changed} for step, changed in history.changes().items() if step < last
+        ],
     }
 
 
