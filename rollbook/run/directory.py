@@ -73,6 +73,8 @@ class RunDirectory:
 
     metrics_file = Entry("metrics.jsonl")
     """One row per step."""
+    held_out_file = Entry("held_out.json")
+    """Which tasks were held out, and which of them were also trained."""
     mastery_file = Entry("mastery.jsonl")
     """The state of a curriculum over time."""
     logs = Entry("logs")

@@ -176,8 +176,8 @@ class TasksConfig(BaseModel, frozen=True, extra="forbid"):
     """Field of a row with its permanent id. A row without it gets a digest of its content as id."""
 
     split: str | None = Field(default=None, min_length=1)
-    """Only rows of this split are drawn (`train`); then every row must name its split. Unset: all rows are drawn. With a dataset of
-    the hub, one of its splits; unset: `train`."""
+    """Only rows of this split are drawn (`train`); then every row must name its split. Unset: all rows are drawn except those of
+    `evaluation.split`. With a dataset of the hub, one of its splits; unset: `train`."""
 
     split_field: str = Field(default="split", min_length=1)
     """Field of a row with its split."""
@@ -215,10 +215,6 @@ class TasksConfig(BaseModel, frozen=True, extra="forbid"):
     @model_validator(mode="after")
     def _every_field_is_read(self) -> "TasksConfig":
         # Compare values: a resolved config, which names every field, must load again.
-        if self.split is None and self.split_field != "split":
-            raise ValueError(
-                f"split_field = {self.split_field!r} is read only when split is set; set it or remove this"
-            )
         if not is_hub(self.source) and self.hub != HubConfig():
             raise ValueError('hub is read only with source = "hf:NAME"; set that or remove the table')
         if not self.is_posted and self.atropos != AtroposSourceConfig():

@@ -33,8 +33,13 @@ class DatasetError(RunError):
     """The source of tasks is faulty."""
 
 
-def load_tasks(config: TasksConfig, *, base_dir: Path) -> tuple[Task, ...]:
-    """All tasks, in the order of the source. `base_dir` is the directory of the config file."""
+def load_tasks(
+    config: TasksConfig, *, base_dir: Path, held_out: str | None = None, setting: str = "tasks.split"
+) -> tuple[Task, ...]:
+    """All tasks, in the order of the source. `base_dir` is the directory of the config file.
+
+    `held_out`: rows of this split are left out. `setting`: the name of the split's setting, for errors.
+    """
     if config.is_function:
         rows = _rows_of_function(config.source, config.args, base_dir)
     elif is_hub(config.source):
@@ -46,8 +51,17 @@ def load_tasks(config: TasksConfig, *, base_dir: Path) -> tuple[Task, ...]:
     if not tasks:
         raise DatasetError(f"{config.source} has no tasks; at least one row is needed")
     # The split is applied after ids are assigned, so that ids do not depend on it.
-    is_chosen = config.split is None or is_hub(config.source)
-    return tasks if is_chosen else _of_split(tasks, str(config.split), config)
+    if config.split is not None and not is_hub(config.source):
+        return _of_split(tasks, config.split, config, setting)
+    if held_out is None:
+        return tasks
+    trained = tuple(task for task in tasks if task.row.get(config.split_field) != held_out)
+    if not trained:
+        raise DatasetError(
+            f"{config.source}: all {len(tasks)} tasks are in split {held_out!r}, which is held out (evaluation.split), so "
+            "none is left to train"
+        )
+    return trained
 
 
 def build_source(config: TasksConfig, tasks: Sequence[Task], *, mastery_file: Path | None = None) -> TaskSource:
@@ -58,13 +72,13 @@ def build_source(config: TasksConfig, tasks: Sequence[Task], *, mastery_file: Pa
     return CursorDataLoader(tasks, epochs=config.epochs, shuffle=config.shuffle, seed=config.seed)
 
 
-def _of_split(tasks: tuple[Task, ...], split: str, config: TasksConfig) -> tuple[Task, ...]:
+def _of_split(tasks: tuple[Task, ...], split: str, config: TasksConfig, setting: str) -> tuple[Task, ...]:
     field = config.split_field
     without = next((task.id for task in tasks if not isinstance(task.row.get(field), str)), None)
     if without is not None:
         raise DatasetError(
             f"{config.source}: task {without!r} has no text in field {field!r}; "
-            f"name a split in each row, or remove tasks.split"
+            f"name a split in each row, or remove {setting}"
         )
     chosen = tuple(task for task in tasks if task.row[field] == split)
     if not chosen:
@@ -73,6 +87,11 @@ def _of_split(tasks: tuple[Task, ...], split: str, config: TasksConfig) -> tuple
             f"{config.source}: no task is in split {split!r}; the splits are: {', '.join(known)}{did_you_mean(split, known)}"
         )
     return chosen
+
+
+def same_content(config: TasksConfig, task: Task) -> str:
+    """Equal for tasks that differ in their id and split only."""
+    return content_digest({k: v for k, v in task.row.items() if k not in (config.id_field, config.split_field)})
 
 
 def content_digest(row: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from rollbook.dashboard.run_metrics import Change, EvaluationPoint, RunSummary
 from rollbook.dashboard.terminal import duration, evaluation_text, percent, small_number
 from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory
+from rollbook.run.held_out import recorded_held_out
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome
 from rollbook.telemetry.metrics import read_metrics
 
@@ -190,6 +191,9 @@ def _held_out(report: TrainReport) -> str:
             f"; the evaluation of step {report.summary.steps} was skipped: it did not finish within "
             f"evaluation.final_wait_s = {settings.final_wait_s:g} s"
         )
+    recorded = recorded_held_out(report.directory)
+    if recorded and recorded[-1].trained_ids:
+        text += f"; {len(recorded[-1].trained_ids)} of {len(recorded[-1].ids)} held-out tasks were also trained"
     return text
 
 

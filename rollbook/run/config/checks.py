@@ -191,6 +191,15 @@ def _evaluation_has_a_policy(parts: Parts) -> Faults:
             yield "evaluation.policy", "engine = 'vllm' supports evaluation.policy = 'shared' only"
 
 
+def _the_split_field_is_read(parts: Parts) -> Faults:
+    match parts.get("tasks"), parts.get("evaluation"):
+        case TasksConfig(split=None, split_field=str(name)), EvaluationConfig(split=None) if name != "split":
+            yield (
+                "tasks.split_field",
+                "is read only when tasks.split or evaluation.split is set; set one or remove this",
+            )
+
+
 def _scripted_settings_are_read(parts: Parts) -> Faults:
     match parts.get("inference"):
         case InferenceConfig() as inference if (
@@ -301,6 +310,7 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _every_episode_has_an_environment,
     _the_run_ends,
     _scripted_settings_are_read,
+    _the_split_field_is_read,
     _atropos_source_needs_no_rollout,
     _policy_servers_are_internal_or_external,
     _adapters_can_be_published,

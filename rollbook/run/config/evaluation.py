@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from rollbook.tasks.config import HubConfig, TasksConfig
+from rollbook.tasks.config import HubConfig, TasksConfig, is_hub
 
 
 class EvaluationConfig(BaseModel, frozen=True, extra="forbid"):
@@ -21,7 +21,8 @@ class EvaluationConfig(BaseModel, frozen=True, extra="forbid"):
     """Keyword arguments of a source function. Unset: `tasks.args`, where the source is the same."""
 
     split: str | None = Field(default=None, min_length=1)
-    """Only rows of this split are played. Unset: all rows of the source."""
+    """Only rows of this split are played. Unset: all rows of the source. Where the source is that of the training tasks, rows of
+    this split are not trained."""
 
     max_tasks: int = Field(default=512, ge=1)
     """At most this many tasks, spread evenly over the source."""
@@ -48,6 +49,17 @@ class EvaluationConfig(BaseModel, frozen=True, extra="forbid"):
 
     final_wait_s: float = Field(default=120.0, ge=0)
     """How long the end of training waits for the last evaluation."""
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether held-out tasks were chosen, or are played during training."""
+        return any(value is not None for value in (self.every_steps, self.source, self.args, self.split))
+
+    def held_out_split(self, tasks: TasksConfig) -> str | None:
+        """The split of the training source whose rows are not trained."""
+        played = self.tasks_config(tasks)
+        is_same = played.source == tasks.source and played.args == tasks.args
+        return self.split if is_same and tasks.split is None and not is_hub(tasks.source) else None
 
     def tasks_config(self, tasks: TasksConfig) -> TasksConfig:
         """The config of the training tasks with the changes for evaluation."""

@@ -41,9 +41,10 @@ from rollbook.rollout.rewards.messages import RewardCase
 from rollbook.rollout.rewards.scorer import TO_BE_SCORED, case_of
 from rollbook.run.config.run import LoadedConfig, RunConfig
 from rollbook.run.episodes import begin_episode, call_reward, open_rollout
+from rollbook.run.held_out import held_out, training_tasks
 from rollbook.run.ledger_clients import external_token
 from rollbook.run.preflight.model_files import context_length, model_faults, tokenizer_of
-from rollbook.tasks.dataset import build_source, load_tasks
+from rollbook.tasks.dataset import build_source
 from rollbook.telemetry.events import EventLog
 
 CANNED_ANSWER = "42"
@@ -272,17 +273,18 @@ class Checks:
         return tokenizer
 
     def _tasks(self) -> Task | None:
-        first = None
+        tasks: tuple[Task, ...] = ()
         with self._findings.checking("tasks.source", "loading the tasks"):
-            tasks = load_tasks(self._config.tasks, base_dir=self._loaded.source_dir)
-            first = tasks[0]
+            tasks = training_tasks(self._config, self._loaded.source_dir)
             build_source(self._config.tasks, tasks)
         evaluation = self._config.evaluation
-        if evaluation.every_steps is not None:
+        if tasks and evaluation.is_configured:
             path = "evaluation.source" if evaluation.source is not None else "evaluation"
             with self._findings.checking(path, "loading the held-out tasks"):
-                load_tasks(evaluation.tasks_config(self._config.tasks), base_dir=self._loaded.source_dir)
-        return first
+                found = held_out(self._config, tasks, self._loaded.source_dir)
+                if found is not None and found.warning is not None:
+                    self._findings.warning(path, found.warning)
+        return tasks[0] if tasks else None
 
     async def _episode(self, task: Task, tokenizer: Tokenizer) -> RolloutSample | None:
         """The sample of an episode in which the policy always gives the canned answer."""

@@ -17,12 +17,12 @@ from rollbook.contracts.task import Task
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.rollout.evaluation import Evaluator, LabelResult, by_label, open_evaluator, share_of_publication
 from rollbook.run.config.run import RunConfig
+from rollbook.run.held_out import evaluation_tasks
 from rollbook.run.policy_clients import policy_urls
 from rollbook.run.processes.rollout_worker import worker_spec
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.run.supervision.host import ProcessStart
 from rollbook.run.supervision.process import SupervisedProcess
-from rollbook.tasks.dataset import load_tasks
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.weights import write_weights
 
@@ -54,7 +54,7 @@ class Measurement:
 
 def held_out_tasks(config: RunConfig, source_dir: Path) -> tuple[Task, ...]:
     """The tasks of an evaluation: all, or `max_tasks` of them spread evenly over the source."""
-    tasks = load_tasks(config.evaluation.tasks_config(config.tasks), base_dir=source_dir)
+    tasks = evaluation_tasks(config, source_dir)
     limit = config.evaluation.max_tasks
     if len(tasks) <= limit:
         return tasks

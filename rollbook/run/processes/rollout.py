@@ -8,16 +8,18 @@ from typing import Any
 from rollbook.contracts.admission import MemberRole
 from rollbook.contracts.errors import RollbookError, TransientError
 from rollbook.contracts.policy import NOT_SAMPLED
+from rollbook.contracts.task import Task
 from rollbook.inference.client.fleet import Fleet, Replica
 from rollbook.ledger.atropos.feed import AtroposFeed
 from rollbook.rollout.dispatch.dispatcher import Dispatcher
 from rollbook.rollout.metrics import rollout_metrics
+from rollbook.run.held_out import held_out, record_held_out, training_tasks
 from rollbook.run.ledger_clients import client_token, member_source, open_run_ledger
 from rollbook.run.policy_clients import open_policy, policy_urls
 from rollbook.run.processes.rollout_worker import worker_spec
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.run.supervision.membership import membership
-from rollbook.tasks.dataset import build_source, load_tasks
+from rollbook.tasks.dataset import DatasetError, build_source
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.waits import WAITS
 
@@ -31,9 +33,12 @@ async def main(context: RoleContext) -> str:
     config = context.loaded.config
     if config.tasks.is_posted:
         return await _fetch_posts(context)
+    trained = training_tasks(config, context.loaded.source_dir)
+    if not context.is_member:
+        _record_held_out(context, trained)
     tasks = build_source(
         config.tasks,
-        load_tasks(config.tasks, base_dir=context.loaded.source_dir),
+        trained,
         # Dispatchers that joined know the same outcomes; one log is enough.
         mastery_file=None if context.is_member else context.directory.mastery_file,
     )
@@ -71,6 +76,21 @@ async def main(context: RoleContext) -> str:
             return await _run_until_drained(dispatcher.run(), context, on_leave=dispatcher.leave)
         finally:
             reporting.cancel()
+
+
+def _record_held_out(context: RoleContext, trained: tuple[Task, ...]) -> None:
+    try:
+        found = held_out(context.loaded.config, trained, context.loaded.source_dir)
+    except DatasetError as error:
+        context.log.warning(
+            "tasks.held_out", warning=str(error)
+        )  # the evaluation reports it; training does not depend on it
+        return
+    if found is None:
+        return
+    record_held_out(context.directory, found)
+    if found.warning is not None:
+        context.log.warning("tasks.held_out", warning=found.warning)
 
 
 async def _until_served(fleet: Fleet) -> None:

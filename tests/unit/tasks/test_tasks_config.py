@@ -41,7 +41,6 @@ def test_a_source_is_endless_by_the_settings_of_its_order() -> None:
         ({"curriculum": {"decay": 0.5}}, 'read only with order = "curriculum"'),
         ({"order": "curriculum", "epochs": 2}, "epochs is read by the cursor only"),
         ({"order": "curriculum", "shuffle": False}, "shuffle is read by the cursor only"),
-        ({"split_field": "part"}, "read only when split is set"),
         ({"order": "random"}, "'cursor' or 'curriculum'"),
     ],
 )
