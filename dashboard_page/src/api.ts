@@ -10,10 +10,11 @@ export interface Runs { runs: RunRow[]; target: string; allow_actions: boolean; 
 export interface Trend { last: N; first_tenth: N; last_tenth: N }
 export interface Problem { severity: "error" | "warning" | "info"; kind: string; text: string; link: string | null }
 export interface Audit { at: number; ok: boolean; violations: number | string[]; opened?: number; steps?: number; max_lag?: N; seconds?: number }
+export interface Evaluation { step: number; tasks: number; reward: N; solved: N; low: N; high: N; reward_low: N; reward_high: N }
 export interface Overview {
   key: string; name: string; source: string; path: string; state: RunState; created: N; now: number; problem: string | null;
   progress: { step: N; total_steps: N; durable_step: N; version: N; seconds_per_step: N; eta_s: N; elapsed_s: N };
-  learning: { reward: Trend; solved: Trend; response_tokens: Trend; entropy: Trend; kl: Trend; has_reference_kl: boolean; evaluation: { step: number; tasks: number; reward: N; solved: N; low: N; high: N } | null };
+  learning: { reward: Trend; solved: Trend; response_tokens: Trend; entropy: Trend; kl: Trend; has_reference_kl: boolean; evaluation: Evaluation | null };
   flow: { trainer_utilisation: N; tokens_per_s: N; in_flight: N; queued: N; capacity: N; gate: string | null; waits: string | null; sentence: string | null };
   freshness: { bound: N; lag_max: N; lag_mean: N; policy: string | null };
   law: { opened: number; by_state: Record<string, number>; dropped: Record<string, number>; unusable: number; holds: boolean } | null;

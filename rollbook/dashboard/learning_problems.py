@@ -15,6 +15,9 @@ WINDOW = 10
 """Steps of a mean. Shorter means of small batches are too noisy, longer ones report too late."""
 SOLVED_SHARE = 0.9
 """From this solve rate on, low entropy is a success, and equal rewards mean that little is left to learn."""
+NEAR_BEST = 0.05
+"""Where it is not known whether samples are solved: a mean reward whose distance to the highest reward of any sample is this share
+of the distance at the start is as good as solved."""
 COLLAPSED_ENTROPY = 0.05
 """Share of the entropy at the start. Runs that learn well often end at a tenth (docs/results/staleness.md)."""
 FILTERED_SHARE = 0.9
@@ -59,6 +62,8 @@ class LearningMonitor:
         self._first: list[StepMetrics] = []
         self._recent: deque[StepMetrics] = deque(maxlen=WINDOW)
         self._best_reward: float | None = None
+        self._highest_reward: float | None = None
+        """Of one sample, so far."""
         self._problems: dict[ProblemKind, LearningProblem] = {}
 
     @property
@@ -72,6 +77,9 @@ class LearningMonitor:
         self._recent.append(step)
         if ProblemKind.MEMORY not in self._problems and (found := _memory(step)) is not None:
             self._problems[ProblemKind.MEMORY] = LearningProblem(ProblemKind.MEMORY, step.step, *found)
+        if step.highest_reward is not None:
+            highest = self._highest_reward
+            self._highest_reward = step.highest_reward if highest is None else max(highest, step.highest_reward)
         if len(self._recent) < WINDOW:
             return
         rules: tuple[tuple[ProblemKind, Callable[[], tuple[str, str] | None]], ...] = (
@@ -95,7 +103,14 @@ class LearningMonitor:
 
     @property
     def _is_solved(self) -> bool:
-        return (solved := self._solved) is not None and solved >= SOLVED_SHARE
+        """Whether little is left to learn: almost all samples are solved or, where that is not known, have the best reward."""
+        if (solved := self._solved) is not None:
+            return solved >= SOLVED_SHARE
+        first, now = (_mean(step.raw_reward for step in steps) for steps in (self._first, self._recent))
+        best = self._highest_reward
+        if first is None or now is None or best is None or best <= first:
+            return False
+        return best - now <= NEAR_BEST * (best - first)
 
     def _entropy(self) -> tuple[str, str] | None:
         before, now = (_mean(step.entropy for step in steps) for steps in (self._first, self._recent))
@@ -119,7 +134,10 @@ class LearningMonitor:
             else f"every reward is {self._recent[-1].reward:g}"
         )
         if self._is_solved:
-            return f"{seen}, because {self._solved:.0%} of the samples are solved", "End the run, or add harder tasks"
+            share = "nearly all samples have the best reward"
+            if self._solved is not None:
+                share = f"{self._solved:.0%} of the samples are solved"
+            return f"{seen}, because {share}", "End the run, or add harder tasks"
         return (
             f"{seen}, and groups of equal rewards teach nothing",
             'Too hard: warm-start with `rollbook sft`, set tasks.order = "curriculum", or raise rollout.completions_per_prompt. '

@@ -115,20 +115,26 @@ def draw_study(out: Path, name: str, measure: str, results: StudyResults) -> lis
 
 
 def _reward_and_solved(steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationPoint]) -> Figure:
-    figure, (axes,) = _canvas("Reward and solve rate", heights=(1.0,))
+    is_judged = any(step.solved is not None for step in steps)
+    figure, (axes,) = _canvas("Reward and solve rate" if is_judged else "Reward", heights=(1.0,))
     width = max(1, len(steps) // 25)
     for name, colour, values in (
         ("solve rate", SOLVED, [step.solved for step in steps]),
         ("reward", REWARD, [step.reward for step in steps]),
     ):
+        if colour == SOLVED and not is_judged:
+            continue
         numbers = [step.step for step in steps]
         axes.plot(numbers, _nan(values), color=colour, alpha=0.25, linewidth=1)
         label = name if width == 1 else f"{name}, mean of {width} steps"
         axes.plot(numbers, _nan(moving_average(values, width)), color=colour, linewidth=2, label=label)
-    measured = [(p.step, p.solved, p.low, p.high) for p in evaluations if p.solved is not None]
+    measured = [
+        (p.step, value, low, high) for p in evaluations for value, low, high in [p.headline] if value is not None
+    ]
     if measured:
         at = [step for step, *_ in measured]
         rates = [rate for _, rate, *_ in measured]
+        name = "reward" if all(p.solved is None for p in evaluations) else "solve rate"
         below = [rate - (rate if low is None else low) for _, rate, low, _ in measured]
         above = [(rate if high is None else high) - rate for _, rate, _, high in measured]
         axes.errorbar(
@@ -139,7 +145,7 @@ def _reward_and_solved(steps: Sequence[StepMetrics], evaluations: Sequence[Evalu
             marker="o",
             markersize=4,
             linewidth=1.2,
-            label="solve rate, held-out tasks",
+            label=f"{name}, held-out tasks",
         )
     axes.set_xlabel("step")
     known = [v for step in steps for v in (step.reward, step.solved) if v is not None]

@@ -233,6 +233,8 @@ def _step_metrics(row: Mapping[str, Any], measured: Mapping[str, float], played:
         unscorable=played.unscorable_share,
         filtered=played.filtered_share,
         raw_solved=played.solved_share,
+        raw_reward=played.mean_reward,
+        highest_reward=played.highest_reward,
     )
 
 
@@ -247,6 +249,8 @@ def _evaluation_point(row: Mapping[str, Any], measured: Mapping[str, float]) -> 
         solved=measured.get("eval/solved"),
         low=measured.get("eval/solved_low"),
         high=measured.get("eval/solved_high"),
+        reward_low=measured.get("eval/reward_low"),
+        reward_high=measured.get("eval/reward_high"),
     )
 
 

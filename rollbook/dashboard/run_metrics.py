@@ -60,6 +60,10 @@ class StepMetrics:
     """Share of the groups since the previous step that a filter dropped."""
     raw_solved: float | None = None
     """Solved share of the samples since the previous step, trained or not. `solved` is that of the trained ones."""
+    raw_reward: float | None = None
+    """Mean reward of the samples since the previous step, trained or not."""
+    highest_reward: float | None = None
+    """The highest reward of one of them."""
 
     @property
     def kl(self) -> float | None:
@@ -75,6 +79,10 @@ class RolloutTotals:
     judged: float = 0.0
     """Samples whose environment reports whether they are solved."""
     solved: float = 0.0
+    scored: float = 0.0
+    reward: float = 0.0
+    """Sum over the scored samples."""
+    highest_reward: float | None = None
     groups: float = 0.0
     filtered: float = 0.0
     failed: float = 0.0
@@ -84,12 +92,18 @@ class RolloutTotals:
     def plus(self, row: Mapping[str, float]) -> "RolloutTotals":
         """These totals and the values of one row of the dispatcher."""
         episodes, unscorable = row.get("rollout/episodes", 0.0), row.get("async/invalid_samples", 0.0)
-        judged = max(0.0, episodes - unscorable) if "rollout/raw_accuracy" in row else 0.0
+        scored = max(0.0, episodes - unscorable)
+        judged = scored if "rollout/raw_accuracy" in row else 0.0
+        rewarded = scored if "rollout/raw_reward" in row else 0.0
+        highest = [value for value in (self.highest_reward, row.get("rollout/raw_reward_max")) if value is not None]
         return RolloutTotals(
             episodes=self.episodes + episodes,
             unscorable=self.unscorable + unscorable,
             judged=self.judged + judged,
             solved=self.solved + judged * row.get("rollout/raw_accuracy", 0.0),
+            scored=self.scored + rewarded,
+            reward=self.reward + rewarded * row.get("rollout/raw_reward", 0.0),
+            highest_reward=max(highest, default=None),
             groups=self.groups + row.get("rollout/groups_finished", 0.0),
             filtered=self.filtered + row.get("async/filter_drops", 0.0),
             failed=self.failed + row.get("rollout/groups_failed", 0.0),
@@ -103,6 +117,10 @@ class RolloutTotals:
     @property
     def solved_share(self) -> float | None:
         return self.solved / self.judged if self.judged else None
+
+    @property
+    def mean_reward(self) -> float | None:
+        return self.reward / self.scored if self.scored else None
 
     @property
     def filtered_share(self) -> float | None:
@@ -124,6 +142,16 @@ class EvaluationPoint:
     low: float | None = None
     high: float | None = None
     """The 95 % interval of `solved`."""
+    reward_low: float | None = None
+    reward_high: float | None = None
+    """The 95 % interval of `reward`."""
+
+    @property
+    def headline(self) -> tuple[float | None, float | None, float | None]:
+        """The solve rate with its interval; the reward where it is not known whether tasks are solved."""
+        if self.solved is None:
+            return self.reward, self.reward_low, self.reward_high
+        return self.solved, self.low, self.high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

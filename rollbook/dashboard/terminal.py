@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rollbook.dashboard.run_metrics import EvaluationPoint, RunMetrics, Transcript
+from rollbook.dashboard.run_metrics import EvaluationPoint, RunMetrics, StepMetrics, Transcript
 
 STATE_STYLES = {"running": "green", "starting": "cyan", "restarting": "yellow", "failed": "bold red"}
 PLAIN_INTERVAL_S = 5.0
@@ -74,12 +74,12 @@ class ProgressRenderer:
         if metrics.last_step == 0 and processes:
             return f"{self.title}: {self._step(metrics)}  {startup(processes)}"
         line = (
-            f"{self.title}: {self._step(metrics)}  reward {number(last.reward)}  solved {percent(last.solved)}"
+            f"{self.title}: {self._step(metrics)}  reward {number(last.reward)}{_solved_text(last)}"
             f"  lag {number(last.lag_max, 0)}/{self.max_head_offpolicy_versions}"
             f"  trainer busy {percent(metrics.trainer_utilisation)}  {self._time_left(metrics)}"
         )
         if metrics.evaluation is not None:
-            line += f"  held out {percent(metrics.evaluation.solved)} at step {metrics.evaluation.step}"
+            line += f"  held out {headline(metrics.evaluation)} at step {metrics.evaluation.step}"
         if metrics.totals.worker_deaths:
             line += f"  worker deaths {metrics.totals.worker_deaths:.0f}"
         unusual = [f"{p.name} {p.state}" for p in processes if p.state != "running"]
@@ -99,12 +99,13 @@ class ProgressRenderer:
         last, bound, totals = metrics.latest, self.max_head_offpolicy_versions, metrics.totals
         grid = Table.grid(padding=(0, 2))
         grid.add_row("reward", number(last.reward), Text(sparkline([s.reward for s in metrics.steps]), "blue"))
-        grid.add_row("solved", percent(last.solved), Text(sparkline([s.solved for s in metrics.steps]), "green"))
+        if not metrics.steps or any(step.solved is not None for step in metrics.steps):
+            grid.add_row("solved", percent(last.solved), Text(sparkline([s.solved for s in metrics.steps]), "green"))
         held_out = metrics.evaluation
         if not self.has_evaluation:
             grid.add_row("held out", "-", "not evaluated: evaluation.every_steps is not set")
         else:
-            grid.add_row("held out", percent(None if held_out is None else held_out.solved), evaluation_text(held_out))
+            grid.add_row("held out", headline(held_out), evaluation_text(held_out))
         grid.add_row(
             "response",
             number(last.response_tokens, 0),
@@ -219,10 +220,25 @@ def startup(processes: Sequence[ProcessStatus]) -> str:
     return "; ".join(f"{', '.join(names)}: {text}" for text, names in by_text.items())
 
 
+def _solved_text(step: StepMetrics) -> str:
+    return "" if step.solved is None else f"  solved {percent(step.solved)}"
+
+
+def headline(point: EvaluationPoint | None) -> str:
+    """The solve rate of an evaluation; its reward where it is not known whether tasks are solved."""
+    if point is None:
+        return percent(None)
+    return number(point.reward) if point.solved is None else percent(point.solved)
+
+
 def evaluation_text(point: EvaluationPoint | None) -> str:
-    """What an evaluation measured, besides its solve rate."""
+    """What an evaluation measured, besides its headline."""
     if point is None:
         return "not evaluated yet"
+    if point.solved is None:
+        known = point.reward_low is not None and point.reward_high is not None
+        interval = f" [{number(point.reward_low)}–{number(point.reward_high)}]" if known else ""
+        return f"reward at step {point.step}{interval}, {point.tasks} tasks"
     interval = "" if point.low is None or point.high is None else f" [{point.low:.0%}–{point.high:.0%}]"
     return f"solved at step {point.step}{interval}, reward {number(point.reward)}, {point.tasks} tasks"
 

@@ -6,7 +6,12 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from rollbook.contracts.freshness import default_quorum
 from rollbook.contracts.policy import SamplingParams
-from rollbook.rollout.settings import EpisodeLimits, Missing, RewardFunction, RewardRules, rollout_name
+from rollbook.contracts.trajectory import RolloutSample
+from rollbook.contracts.user_errors import did_you_mean
+from rollbook.rollout.settings import EpisodeLimits, Missing, RewardFunction, RewardRules, rollout_name, score_key
+
+ROUNDING = 1e-9
+"""A sum of weighted scores may be this much below the number that it stands for."""
 
 
 class SamplingConfig(BaseModel, frozen=True, extra="forbid"):
@@ -76,6 +81,10 @@ class RewardsConfig(BaseModel, frozen=True, extra="forbid"):
     environment_weight: float = Field(default=0.0, allow_inf_nan=False)
     """Weight of the reward that the episode returned. 0: only the functions count."""
 
+    solved_by: str | None = Field(default=None, min_length=1)
+    """Name of the function that decides whether a sample is solved: its value is at least `rollout.solved_at`, or 1 if unset.
+    Its weight may be 0. Unset: the environment decides, or the reward."""
+
     missing: Missing = Missing.UNSCORABLE
     """If a function returns None or NaN: the sample is unscorable, or the other functions make the reward. It is never 0."""
 
@@ -99,6 +108,11 @@ class RewardsConfig(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(f"{', '.join(strays)}: no effect without reward functions; add some under functions")
         if self.functions and not self.environment_weight and not any(f.weight for f in self.functions.values()):
             raise ValueError("every weight is 0, so no sample would have a reward; set one of them")
+        if self.solved_by is not None and self.solved_by not in self.functions:
+            raise ValueError(
+                f"solved_by = {self.solved_by!r} is no function; the functions are: {', '.join(self.functions)}"
+                f"{did_you_mean(self.solved_by, list(self.functions))}"
+            )
         bad = [name for name in self.functions if not name.isidentifier() or name == "environment"]
         if bad:
             raise ValueError(
@@ -175,6 +189,10 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     """Time limit of one episode. After it the episode ends as truncated; a function that does not return is cancelled. Time in the
     engine's queue or waiting for a sandbox does not count."""
 
+    solved_at: float | None = Field(default=None, allow_inf_nan=False)
+    """A sample with at least this reward counts as solved, where the environment does not say whether it is. Unset: it is not
+    known, and reports show the reward instead."""
+
     rewards: RewardsConfig = RewardsConfig()
 
     sampling: SamplingConfig = SamplingConfig()
@@ -222,6 +240,18 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     @classmethod
     def _shorten(cls, function: str) -> str:
         return rollout_name(function)
+
+    def is_solved(self, sample: RolloutSample) -> bool | None:
+        """Whether a scored sample is solved; None: not known."""
+        if sample.reward is None:
+            return sample.solved
+        if self.rewards.solved_by is not None:
+            value = sample.metrics.get(score_key(self.rewards.solved_by))
+            limit = 1.0 if self.solved_at is None else self.solved_at
+            return value is not None and value >= limit - ROUNDING
+        if sample.solved is not None or self.solved_at is None:
+            return sample.solved
+        return sample.reward >= self.solved_at - ROUNDING
 
     @model_validator(mode="after")
     def _check_group_size(self) -> "RolloutConfig":

@@ -9,6 +9,7 @@ from rollbook.telemetry.metrics import Metric, MetricRecorder, Reduction
 
 ROLLOUT_METRICS: tuple[Metric, ...] = (
     Metric("rollout/raw_reward", "reward", "mean reward of all scorable samples, trained or not", Reduction.MEAN),
+    Metric("rollout/raw_reward_max", "reward", "highest reward of a sample, trained or not", Reduction.MAX),
     Metric(
         "rollout/raw_accuracy", "share", "solved samples, if the environment reports it, trained or not", Reduction.MEAN
     ),
@@ -100,6 +101,7 @@ def record_group(metrics: MetricRecorder, outcome: GroupOutcome) -> None:
 def record_samples(metrics: MetricRecorder, outcome: GroupOutcome, drop: DropReason | None) -> None:
     """Record the samples of a finished group or part. Means are weighted by the number of samples."""
     metrics.add("rollout/raw_reward", outcome.reward_mean, weight=outcome.num_scorable)
+    metrics.add("rollout/raw_reward_max", _highest_reward(outcome))
     metrics.add("rollout/raw_accuracy", outcome.solved_rate, weight=outcome.num_scorable)
     for name, value in (
         ("rollout/response_len", outcome.mean_response_tokens),
@@ -116,3 +118,8 @@ def record_samples(metrics: MetricRecorder, outcome: GroupOutcome, drop: DropRea
     if drop is not None:
         metrics.add("rollout/groups_failed", drop.kind is DropKind.INVALID)
         metrics.add("async/filter_drops", drop.kind is DropKind.FILTERED)
+
+
+def _highest_reward(outcome: GroupOutcome) -> float | None:
+    known = [sample.reward for sample in outcome.samples if sample.reward is not None]
+    return max(known, default=outcome.reward_mean)

@@ -1,6 +1,6 @@
 // Is it learning, how far is it, who waits for whom, is it fresh, is it complete, and what is wrong: on one screen.
 import { type Column, align } from "../align";
-import { type Overview, type Points, type Problem, type SeriesAnswer, type Trend, apiPath, useResource } from "../api";
+import { type Evaluation, type Overview, type Points, type Problem, type SeriesAnswer, type Trend, apiPath, useResource } from "../api";
 import { clock, count, dateTime, duration, number, percent, plural } from "../format";
 import { useTick } from "../live";
 import { Badge, Empty, Meter, Page, Panel, Spark, Stat, type Tone } from "../parts/basic";
@@ -8,7 +8,7 @@ import { Chart } from "../parts/chart";
 import { StateBar } from "../parts/state_bar";
 import { go, href, linkTo } from "../router";
 
-const LEARNING = "rollout/reward,rollout/accuracy,eval/solved,eval/solved_low,eval/solved_high";
+const LEARNING = "rollout/reward,rollout/accuracy,eval/solved,eval/solved_low,eval/solved_high,eval/reward,eval/reward_low,eval/reward_high";
 
 export function OverviewPage({ run }: { run: Overview }) {
   const series = useResource<SeriesAnswer>(apiPath("series", { metrics: LEARNING, points: 600 }), useTick(4000));
@@ -25,7 +25,7 @@ export function OverviewPage({ run }: { run: Overview }) {
           <Spark values={run.sparklines.solved} tone={2} />
         </Stat>
         {evaluation ? (
-          <Stat label="Held-out tasks" value={percent(evaluation.solved)} unit={`step ${evaluation.step}`} note={`95% interval ${percent(evaluation.low)} to ${percent(evaluation.high)}, ${plural(evaluation.tasks, "task")}`} />
+          <Stat label={evaluation.solved === null ? "Held-out reward" : "Held-out tasks"} unit={`step ${evaluation.step}`} {...headline(evaluation)} />
         ) : (
           <Stat label="Held-out tasks" value="–" note={<span title="Set evaluation.every_steps to evaluate held-out tasks during the run.">not evaluated</span>} />
         )}
@@ -93,9 +93,20 @@ function pace({ state, progress }: Overview): string {
   return progress.seconds_per_step === null ? time : `${time}, ${duration(progress.seconds_per_step)} a step`;
 }
 
+/** The solve rate; the reward where it is not known whether tasks are solved. */
+function headline({ solved, low, high, reward, reward_low, reward_high, tasks }: Evaluation): { value: string; note: string } {
+  const text = (value: number | null, from: number | null, to: number | null, write: (value: number | null) => string) => ({
+    value: write(value),
+    note: `95% interval ${write(from)} to ${write(to)}, ${plural(tasks, "task")}`,
+  });
+  return solved === null ? text(reward, reward_low, reward_high, (value) => number(value)) : text(solved, low, high, (value) => percent(value));
+}
+
 function Learning({ series }: { series: Record<string, Points> }) {
   const reward = series["rollout/reward"];
-  const { x, columns } = align([reward, series["rollout/accuracy"], series["eval/solved"], series["eval/solved_low"], series["eval/solved_high"]]);
+  const isJudged = (series["eval/solved"]?.y ?? []).some((value) => value !== null);
+  const heldOut = isJudged ? "eval/solved" : "eval/reward";
+  const { x, columns } = align([reward, series["rollout/accuracy"], series[heldOut], series[`${heldOut}_low`], series[`${heldOut}_high`]]);
   const [rewards, solved, held, low, high] = columns as [Column, Column, Column, Column, Column];
   const hasEvaluation = held.some((value) => value !== null);
   return (
@@ -106,7 +117,7 @@ function Learning({ series }: { series: Record<string, Points> }) {
       series={[
         { label: "reward", values: rewards, tone: 0 },
         { label: "solved", values: solved, tone: 1 },
-        ...(hasEvaluation ? [{ label: "solved, held-out tasks", values: held, tone: 4, points: true }] : []),
+        ...(hasEvaluation ? [{ label: isJudged ? "solved, held-out tasks" : "reward, held-out tasks", values: held, tone: 4, points: true }] : []),
       ]}
       band={hasEvaluation ? { of: 2, low, high } : undefined}
       onPick={(step) => go(href("steps", [step]))}

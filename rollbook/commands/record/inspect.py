@@ -54,7 +54,8 @@ def overview_lines(run: RecordedRun) -> Iterator[str]:
         yield "dropped     " + ", ".join(f"{count} {kind}" for kind, count in status.dropped.items())
     if figures.steps:
         yield f"reward      {_number(figures.reward.first)} → {_number(figures.reward.last)}"
-        yield f"solved      {_number(figures.solved.first)} → {_number(figures.solved.last)}"
+        if figures.solved.last is not None:
+            yield f"solved      {_number(figures.solved.first)} → {_number(figures.solved.last)}"
         bound = run.config.gate.max_head_offpolicy_versions
         yield f"lag         at most {figures.max_lag} of {bound} allowed{_oldest_tasks(run)}"
     yield "bias        " + _selection_bias(run)

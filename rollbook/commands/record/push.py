@@ -17,7 +17,7 @@ from rollbook.telemetry.metrics import read_metrics
 
 PREFIX = "hf:"
 CARD = "README.md"
-SHOWN_METRICS = ("rollout/raw_reward", "rollout/solved", "eval/solved", "eval/reward", "train/loss", "train/kl")
+SHOWN_METRICS = ("rollout/raw_reward", "rollout/raw_accuracy", "eval/solved", "eval/reward", "train/loss", "train/kl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

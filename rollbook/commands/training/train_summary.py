@@ -11,7 +11,7 @@ from rich.markup import escape
 from rollbook.contracts.admission import AuditReport
 from rollbook.contracts.user_errors import indented
 from rollbook.dashboard.run_metrics import Change, EvaluationPoint, RunSummary
-from rollbook.dashboard.terminal import duration, evaluation_text, percent, small_number
+from rollbook.dashboard.terminal import duration, evaluation_text, headline, percent, small_number
 from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory
 from rollbook.run.held_out import recorded_held_out
@@ -141,7 +141,7 @@ def _lines(report: TrainReport) -> list[tuple[str, str]]:
         divergence = "the initial policy" if figures.has_reference_kl else "the sampler"
         bound = report.config.gate.max_head_offpolicy_versions
         lines += [
-            ("reward", f"{_arrow(figures.reward)}    solved  {_arrow(figures.solved, as_percent=True)}"),
+            ("reward", f"{_arrow(figures.reward)}    {_solved(figures.solved)}"),
             ("held out", escape(_held_out(report))),
             (
                 "response",
@@ -183,9 +183,9 @@ def _held_out(report: TrainReport) -> str:
     last = _last_evaluation(report)
     if last is None:
         return f"no evaluation finished; see {report.directory.log_file('evaluation')}"
-    text = f"{percent(last.solved)} {evaluation_text(last)}"
+    text = f"{headline(last)} {evaluation_text(last)}"
     if len(points) > 1:
-        text = f"{percent(points[0].solved)} at step {points[0].step} → {text}"
+        text = f"{headline(points[0])} at step {points[0].step} → {text}"
     if report.outcome.end is RunEnd.FINISHED and last.step < report.summary.steps:
         text += (
             f"; the evaluation of step {report.summary.steps} was skipped: it did not finish within "
@@ -207,6 +207,12 @@ def law_text(report: AuditReport) -> str:
     reasons = ", ".join(f"{count} {kind}" for kind, count in report.dropped.items())
     share = f"{sum(report.dropped.values()) / report.opened:.0%}: " if report.opened else ""
     return f"{report.opened} opened = {' + '.join(parts)}" + (f" ({share}{reasons})" if reasons else "")
+
+
+def _solved(change: Change) -> str:
+    if change.last is None:
+        return "solved is not known: set rollout.solved_at or rollout.rewards.solved_by"
+    return f"solved  {_arrow(change, as_percent=True)}"
 
 
 def _rounded(value: float | None) -> float | None:

@@ -243,7 +243,7 @@ class GroupPlayer:
                 return None
             if self._score is not None:
                 sample = await self._score(task.row_copy(), sample)
-            sample = _with_times(sample, began)
+            sample = dataclasses.replace(_with_times(sample, began), solved=self._config.is_solved(sample))
             if self._score is not None and not sample.is_scorable:
                 return sample, UnscorableError(sample.invalid_cause)
         except asyncio.CancelledError:

@@ -18,6 +18,8 @@ from rollbook.trainer.checkpoints.checkpoints import Checkpoints
 
 EVALUATION_METRICS = (
     Metric("eval/reward", "", "mean reward over the held-out tasks"),
+    Metric("eval/reward_low", "", "lower end of its 95 % interval"),
+    Metric("eval/reward_high", "", "upper end of its 95 % interval"),
     Metric("eval/solved", "", "solved fraction of the held-out tasks"),
     Metric("eval/solved_low", "", "lower end of its 95 % interval"),
     Metric("eval/solved_high", "", "upper end of its 95 % interval"),
@@ -113,6 +115,8 @@ class _EvaluationSchedule:
         overall = measured.overall
         values: dict[str, float | None] = {
             "eval/reward": None if overall.reward is None else overall.reward.mean,
+            "eval/reward_low": None if overall.reward is None else overall.reward.low,
+            "eval/reward_high": None if overall.reward is None else overall.reward.high,
             "eval/solved": None if overall.solved is None else overall.solved.mean,
             "eval/solved_low": None if overall.solved is None else overall.solved.low,
             "eval/solved_high": None if overall.solved is None else overall.solved.high,

@@ -151,3 +151,27 @@ def test_the_terminal_prints_a_problem_once_and_the_summary_keeps_it(tmp_path: P
     panel = Console(file=io.StringIO(), width=200, color_system=None)
     panel.print(renderer.panel(state, []))
     assert "entropy collapse" in panel.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+
+
+def test_where_solved_is_unknown_the_best_reward_of_any_sample_says_whether_something_is_left_to_learn() -> None:
+    """A run that ends at 1.195 of 1.2 has learned; one that stays far below what it has seen has not."""
+
+    def ends_at(raw_reward: float, *, highest: float = 1.2, first: float = 0.3) -> set[ProblemKind]:
+        collapsed = run(entropy=0.02)
+        half = len(collapsed) // 2
+        steps = [
+            dataclasses.replace(
+                step,
+                solved=None,
+                reward=raw_reward if number >= half or first == raw_reward else first + number / 10_000,
+                raw_reward=first if number < half else raw_reward,
+                highest_reward=highest,
+            )
+            for number, step in enumerate(collapsed)
+        ]
+        return {problem.kind for problem in learning_problems(steps)}
+
+    assert ends_at(1.195) == set()
+    assert ProblemKind.ENTROPY in ends_at(0.5)
+    # Every sample of the run had the same reward: it has learned nothing.
+    assert {ProblemKind.ENTROPY, ProblemKind.VARIANCE} <= ends_at(0.2, highest=0.2, first=0.2)

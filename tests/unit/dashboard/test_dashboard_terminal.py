@@ -83,6 +83,10 @@ def test_the_view_says_whether_and_when_held_out_tasks_were_evaluated(metrics: R
     evaluated = dataclasses.replace(metrics, evaluation=point)
     assert "held out      64%    solved at step 30 [58%–70%], reward 0.610, 40 tasks" in panel_text(evaluated)
     assert "held out 64% at step 30" in renderer().line(evaluated, ())
+    rewarded = EvaluationPoint(step=30, tasks=40, reward=1.1, reward_low=1.05, reward_high=1.15)
+    by_reward = dataclasses.replace(metrics, evaluation=rewarded)
+    assert "held out      1.100  reward at step 30 [1.050–1.150], 40 tasks" in panel_text(by_reward)
+    assert "held out 1.100 at step 30" in renderer().line(by_reward, ())
     without = dataclasses.replace(renderer(), has_evaluation=False)
     console = Console(file=io.StringIO(), width=100)
     with console.capture() as captured:

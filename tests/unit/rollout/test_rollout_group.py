@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.errors import EpisodeError, RunError, WeightsAwaitedError, WorkerError
@@ -21,6 +22,7 @@ from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.groups.player import GroupOrder, GroupPlayer, Score
 from rollbook.rollout.groups.results import PlayedPart
 from rollbook.rollout.policy import EpisodeTimeUpError, RequestTimes, current_episode, pause_episode_time
+from rollbook.rollout.settings import score_key
 from rollbook.rollout.workers.messages import encode
 from tests.parts.rollout.guessing import completion
 
@@ -498,3 +500,39 @@ def test_reward_functions_of_the_config_need_a_scorer() -> None:
     config = RolloutConfig.model_validate({"rewards": {"functions": {"right": {"path": "m:f"}}}})
     with pytest.raises(ValueError, match="pass score="):
         GroupPlayer(rollout, config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({}, [None, None, None, None]), ({"solved_at": 1.0}, [False, True, False, True])],
+)
+async def test_a_reward_may_decide_whether_a_sample_is_solved(
+    settings: dict[str, Any], expected: list[bool | None]
+) -> None:
+    result = await play(scripted(*(sample(r) for r in (0.0, 1.0, 0.9, 1.5))), **settings)
+    assert result.group is not None
+    assert [one.solved for one in result.group.samples] == expected
+
+
+@pytest.mark.parametrize(
+    ("solved_at", "expected"), [(None, [False, True, False, True]), (0.5, [False, True, True, True])]
+)
+async def test_a_reward_function_may_decide_whether_a_sample_is_solved(
+    solved_at: float | None, expected: list[bool]
+) -> None:
+    values = iter((0.0, 1.0, 0.5, 1.0))
+
+    async def score(_: object, one: RolloutSample) -> RolloutSample:
+        return replace(one, metrics={**one.metrics, score_key("correct"): next(values)})
+
+    rewards = {"functions": {"correct": {"path": "rewards:correct", "weight": 0.1}}, "solved_by": "correct"}
+    played = scripted(*(sample(r) for r in (0.2, 0.3, 0.25, 0.3)))
+    result = await play(played, score=score, rewards=rewards, solved_at=solved_at)
+    assert result.group is not None
+    assert [one.solved for one in result.group.samples] == expected
+
+
+def test_the_function_that_decides_must_exist() -> None:
+    functions = {"correct": {"path": "rewards:correct"}}
+    with pytest.raises(ValidationError, match="solved_by = 'corect' is no function; the functions are: correct"):
+        RolloutConfig.model_validate({"rewards": {"functions": functions, "solved_by": "corect"}})

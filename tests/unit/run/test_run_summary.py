@@ -105,3 +105,22 @@ def test_a_run_whose_trainer_waited_names_the_command_that_recommends_settings(t
     waiting = replace(busy, summary=replace(busy.summary, trainer_utilisation=0.4))
     assert command in waiting.verdict
     assert command not in replace(busy, summary=replace(busy.summary, trainer_utilisation=0.9)).verdict
+
+
+def test_without_a_solve_rate_the_reward_is_the_headline(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=20)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        row.pop("rollout/accuracy", None)
+        row.pop("rollout/raw_accuracy", None)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
+    for step, reward in ((0, 0.2), (20, 1.1)):
+        measured = {"eval/reward": reward, "eval/reward_low": reward - 0.1, "eval/reward_high": reward + 0.1}
+        append_rows(
+            tmp_path / "metrics.jsonl",
+            {"process": "evaluation", "time": 1.0, "step": step, "eval/tasks": 40.0, **measured},
+        )
+    verdict = report(tmp_path, every_steps=10).verdict
+    assert "solved is not known: set rollout.solved_at or rollout.rewards.solved_by" in verdict
+    assert "0.200 at step 0 → 1.100 reward at step 20 [1.000–1.200], 40 tasks" in verdict
