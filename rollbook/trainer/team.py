@@ -2,22 +2,22 @@
 
 The other ranks are its children, or run on other machines as processes of the run (`rollbook.run.processes.rank`). Each holds its
 shard of the model and repeats each call that rank 0 makes; with a batch it gets its own share of the passes. Calls are sent as
-messages, not by a collective, because a trainer may wait for a batch far longer than a collective may.
+messages (`distributed.calls`), not by a collective, because a trainer may wait for a batch far longer than a collective may.
 """
 
 import os
-import pickle
 import sys
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,11 +25,20 @@ from torch import Tensor
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent
 from rollbook.concurrency.child_process.process import BlockingChild, ChildSpec
 from rollbook.contracts.batch import PassSplit, TrainingBatch
+from rollbook.contracts.decoding import convert
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.weights import AdapterKind
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import Minibatch, PlanSettings, TrainRow
+from rollbook.trainer.distributed.calls import (
+    InvalidCallError,
+    RankCall,
+    decode_call,
+    encode_call,
+    read_passes,
+    read_rows,
+)
 from rollbook.trainer.distributed.links import Invitation, Link, RankListener, connect, end_process, interface_of
 from rollbook.trainer.distributed.sharding import Ranks
 from rollbook.trainer.step import LearnerSnapshot, PassMemoryError, StepMemoryError, StepReport, TrainStep
@@ -59,8 +68,7 @@ class RemoteRanks:
     doing: Callable[[str], None] = lambda text: None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Welcome:
+class _Welcome(msgspec.Struct, frozen=True, kw_only=True):
     """What rank 0 sends to a rank first."""
 
     rank: int
@@ -68,8 +76,9 @@ class _Welcome:
     store: str
     """The file by which the ranks find each other."""
     device: str
-    checkpoints: Checkpoints
-    checkpoint: Checkpoint | None
+    checkpoints: dict[str, Any]
+    """`Checkpoints.to_wire`."""
+    checkpoint: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,10 +175,10 @@ class Team:
                 size=size,
                 store=str(place.store),
                 device=device,
-                checkpoints=checkpoints,
-                checkpoint=checkpoint,
+                checkpoints=checkpoints.to_wire(),
+                checkpoint=None if checkpoint is None else {**asdict(checkpoint), "path": str(checkpoint.path)},
             )
-            link.send(pickle.dumps(welcome))
+            link.send(encode_call("welcome", welcome))
         host = None if remote is None else remote.host
         _join(place.store, rank=0, size=size, device=device, gpu=0, host=host)
         checkpoints.use_group(_checkpoint_group())
@@ -245,7 +254,7 @@ class Team:
     def close(self) -> None:
         for link in self._links:
             with suppress(OSError):
-                link.send_last(pickle.dumps(("stop", None)))
+                link.send_last(encode_call("stop"))
         for child in self._children:
             child.join(STOP_S)
         for link in self._links:
@@ -261,7 +270,7 @@ class Team:
 
     def _send(self, rank: int, method: str, argument: Any = None) -> None:
         try:
-            self._links[rank - 1].send(pickle.dumps((method, argument)))
+            self._links[rank - 1].send(encode_call(method, argument))
         except OSError as error:
             raise ChildProcessError(f"trainer rank {rank} is lost ({error}); the trainer is restarted") from error
 
@@ -314,40 +323,43 @@ def follow(
 
     `host`: the address of this machine, if ranks are on several. `gpu`: the number of its GPU, among those that it sees.
     """
-    welcome: _Welcome = pickle.loads(link.receive())
+    welcome = convert(decode_call(link.receive()).arguments, _Welcome)
     on_welcome(welcome.rank)
     store = Path(welcome.store)
     _join(store, rank=welcome.rank, size=welcome.size, device=welcome.device, gpu=gpu, host=host)
-    checkpoints = welcome.checkpoints
+    checkpoints = Checkpoints.from_wire(welcome.checkpoints)
     checkpoints.use_group(_checkpoint_group())
-    learner = checkpoints.restore(welcome.checkpoint)
+    found = welcome.checkpoint
+    learner = checkpoints.restore(None if found is None else Checkpoint(**{**found, "path": Path(found["path"])}))
     writing = threading.Thread()
     while True:
-        match pickle.loads(link.receive()):
-            case ("train", (step, is_checkpointing, passes)):
+        match decode_call(link.receive()):
+            case RankCall("train", [step, is_checkpointing, passes]):
                 try:
-                    learner.train_passes(passes, step=step, is_checkpointing=is_checkpointing)
+                    learner.train_passes(read_passes(passes), step=step, is_checkpointing=is_checkpointing)
                 except PassMemoryError as error:
                     # Rank 0 records it and ends, which ends this process too.
                     link.send(f"{OPTIMIZER if error.is_optimizer else 'pass'}:{error}".encode())
                     link.wait_closed(COLLECTIVE_S)
                     raise
-            case ("mean_logprob", rows):
-                learner.mean_logprob(rows)
-            case ("snapshot", _):
+            case RankCall("mean_logprob", rows):
+                learner.mean_logprob(read_rows(rows))
+            case RankCall("snapshot"):
                 learner.model.send_weights()
-            case ("publish_adapters", _):
+            case RankCall("publish_adapters"):
                 learner.publish_adapters()
-            case ("state_snapshot", _):
+            case RankCall("state_snapshot"):
                 # Rank 0 writes one checkpoint at a time, so the one before is complete.
                 writing = threading.Thread(target=checkpoints.write_shard, args=[learner.state_snapshot({})])
                 writing.start()
-            case _:
+            case RankCall("stop"):
                 if writing.is_alive():
                     writing.join()
                 link.close()
                 dist.destroy_process_group()
                 return
+            case RankCall(method):
+                raise InvalidCallError(f"the other trainer rank sent an unknown call {method!r}")
 
 
 def join_team(invitation: Invitation) -> Link:

@@ -280,3 +280,33 @@ def test_a_public_class_name_is_defined_in_one_module() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 modules.setdefault(node.name, []).append(path.relative_to(PACKAGE).as_posix())
     assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}
+
+
+UNPICKLING = {
+    "rollout/workers/main.py": "the dispatcher, over a socket pair that the worker inherits",
+    "trainer/data/planner.py": "the trainer and its planning child, over a socket pair that the child inherits",
+    "run/preflight/checks.py": "the command, over the standard input of its child",
+    "run/user_objects.py": "the user's script, in `objects/` of the run directory",
+    "trainer/checkpoints/checkpoints.py": "the trainer, in a checkpoint; torch reads tensors only (`weights_only`)",
+}
+"""Modules that read pickles, and who writes them. docs/security.md has the same list. No socket that another process can open."""
+
+
+def test_only_the_listed_modules_read_pickles() -> None:
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"pickle\.loads?\(|torch\.load\(|joblib|shelve|multiprocessing", path.read_text(encoding="utf-8"))
+    }
+    assert found == set(UNPICKLING), "say in docs/security.md who can write what the module reads"
+
+
+def test_torch_load_reads_tensors_only() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        for call in re.findall(r"torch\.load\([^\n]*", path.read_text(encoding="utf-8")):
+            assert "weights_only=True" in call, path
+
+
+def test_the_security_page_lists_every_module_that_reads_pickles() -> None:
+    page = (PACKAGE.parent / "docs" / "security.md").read_text(encoding="utf-8")
+    assert [module for module in UNPICKLING if f"`rollbook/{module}`" not in page] == []

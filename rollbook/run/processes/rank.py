@@ -6,10 +6,12 @@ from typing import Any
 
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.run.supervision.membership import telemetry_shipped
+from rollbook.telemetry.waits import WAITS
 from rollbook.trainer.distributed.links import Invitation
 from rollbook.trainer.team import INVITATION, follow, join_team
 
 POLL_S = 0.5
+LEADER = "rank 0 of the trainer"
 
 
 async def main(context: RoleContext) -> str:
@@ -54,7 +56,9 @@ async def _follow(context: RoleContext, invitation: Invitation, stopped: "asynci
     def run() -> None:
         try:
             link = join_team(invitation)
-        except OSError:
+            WAITS.recovered(LEADER)
+        except OSError as error:
+            WAITS.failing(LEADER, str(error))
             loop.call_soon_threadsafe(finish, False, None)
             return
         try:

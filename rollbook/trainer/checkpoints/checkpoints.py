@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,11 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one run, in one directory."""
 
-    def __init__(self, directory: Path, *, model_dir: Path, config: TrainerConfig) -> None:
+    def __init__(self, directory: Path, *, model_dir: Path, config: TrainerConfig, token: str | None = None) -> None:
         self.directory = directory
         self._model_dir = model_dir
         self._config = config
-        self._token = uuid.uuid4().hex[:12]
+        self._token = token or uuid.uuid4().hex[:12]
         """Part of the names of shards, so that two trainers never write to the same folder."""
         self._group: Any = None
 
@@ -79,8 +80,23 @@ class Checkpoints:
         """The process group in which the ranks write their shards, next to the collectives of a step."""
         self._group = group
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_group": None}
+    def to_wire(self) -> dict[str, Any]:
+        """Plain values from which another rank makes the same checkpoints."""
+        return {
+            "directory": str(self.directory),
+            "model_dir": str(self._model_dir),
+            "config": self._config.model_dump(mode="json"),
+            "token": self._token,
+        }
+
+    @classmethod
+    def from_wire(cls, found: Mapping[str, Any]) -> "Checkpoints":
+        return cls(
+            Path(found["directory"]),
+            model_dir=Path(found["model_dir"]),
+            config=TrainerConfig.model_validate(found["config"]),
+            token=found["token"],
+        )
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first. Incomplete ones have no manifest and are left out."""

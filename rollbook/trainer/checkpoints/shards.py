@@ -29,7 +29,7 @@ OPTIMIZER = "optimizer."
 
 
 class ShardStorage(Protocol):
-    """Where shards are stored: `ShardDirectory`, or `S3Shards` for a bucket. Is sent to other ranks as a pickle."""
+    """Where shards are stored: `ShardDirectory`, or `S3Shards` for a bucket."""
 
     @property
     def location(self) -> str: ...

@@ -2,10 +2,15 @@
 
 A rank that is killed closes its connection at once; one whose machine or network is lost is silent. Both end the process that
 notices it, because a collective would wait for the lost rank for minutes. The run then resumes from its last checkpoint.
+
+Both ends prove that they know the token of the invitation before either accepts a frame: the file may outlive rank 0, and another
+program may then listen on its port. The token itself is never sent. A rank sends a nonce and its proof first, so a stranger that
+connects to rank 0 gets no byte.
 """
 
 import errno
 import fcntl
+import hashlib
 import hmac
 import json
 import os
@@ -34,6 +39,10 @@ ACCEPT_PAUSE_S = 0.1
 COLLECTIVE_FAILS_S = 3.0
 """A collective usually notices a killed rank itself, with a better message than this module has."""
 BEAT = b""
+NONCE_BYTES = 32
+PROOF_BYTES = hashlib.sha256().digest_size
+HELLO, LEADER, FOLLOWER = b"rollbook rank: hello", b"rollbook rank: leader", b"rollbook rank: follower"
+"""What each proof is about, so that none can be used as another."""
 SIOCGIFADDR = 0x8915
 
 
@@ -47,8 +56,9 @@ class Invitation:
 
     def write(self, path: Path) -> None:
         draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.touch(mode=0o600)
-        draft.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        draft.unlink(missing_ok=True)  # of another process with this number
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            json.dump(asdict(self), file)
         draft.replace(path)
 
     @classmethod
@@ -57,6 +67,10 @@ class Invitation:
         with suppress(OSError, ValueError, TypeError):
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         return None
+
+
+class FalsePeerError(ConnectionError):
+    """The other end does not know the token of the invitation."""
 
 
 class Link:
@@ -131,7 +145,7 @@ class Link:
 
 
 class RankListener:
-    """Accepts ranks that know the token of the invitation. Others get no response."""
+    """Accepts ranks that prove that they know the token of the invitation. Others get no response."""
 
     def __init__(self, host: str, invitation_file: Path) -> None:
         self._socket = listening_socket(host, 0)
@@ -169,27 +183,75 @@ class RankListener:
                 sock.close()
 
     def _greet(self, sock: socket.socket) -> None:
-        expected, until = self._token.encode(), time.monotonic() + HELLO_S
-        found = b""
-        with suppress(OSError, ValueError):  # ValueError: the time is over
-            while len(found) < len(expected):
-                sock.settimeout(until - time.monotonic())
-                part = sock.recv(len(expected) - len(found))
-                if not part:
-                    break
-                found += part
-        if hmac.compare_digest(found, expected):
+        try:
+            _prove_leader(sock, self._token)
             self._joined.put(sock)
-        else:
+        except OSError:
             sock.close()
-        self._unknown.release()
+        finally:
+            self._unknown.release()
 
 
 def connect(invitation: Invitation, on_lost: Callable[[str], None]) -> Link:
-    """Join the team of rank 0. Raises `OSError` if it cannot be reached."""
+    """Join the team of rank 0. Raises `OSError` if it cannot be reached, `FalsePeerError` if another program has its port."""
     sock = socket.create_connection((invitation.host, invitation.port), timeout=HELLO_S)
-    sock.sendall(invitation.token.encode())
+    try:
+        _prove_follower(sock, invitation.token)
+    except FalsePeerError as error:
+        sock.close()
+        raise FalsePeerError(
+            f"the program at {invitation.host}:{invitation.port} is not rank 0: {error}. It gets nothing"
+        ) from error
+    except BaseException:
+        sock.close()
+        raise
     return Link(sock, on_lost)
+
+
+def _proof(token: str, about: bytes, *nonces: bytes) -> bytes:
+    return hmac.digest(token.encode(), about + b"".join(nonces), "sha256")
+
+
+def _prove_follower(sock: socket.socket, token: str) -> None:
+    until, own = time.monotonic() + HELLO_S, secrets.token_bytes(NONCE_BYTES)
+    sock.sendall(own + _proof(token, HELLO, own))
+    theirs, proof = _receive_proof(sock, until, has_nonce=True)
+    _require(proof, _proof(token, LEADER, own, theirs))
+    sock.sendall(_proof(token, FOLLOWER, own, theirs))
+
+
+def _prove_leader(sock: socket.socket, token: str) -> None:
+    until, own = time.monotonic() + HELLO_S, secrets.token_bytes(NONCE_BYTES)
+    theirs, proof = _receive_proof(sock, until, has_nonce=True)
+    _require(proof, _proof(token, HELLO, theirs))
+    sock.sendall(own + _proof(token, LEADER, theirs, own))
+    _, proof = _receive_proof(sock, until, has_nonce=False)
+    # A new nonce in every greeting: a recorded one does not help.
+    _require(proof, _proof(token, FOLLOWER, theirs, own))
+
+
+def _require(found: bytes, expected: bytes) -> None:
+    if not hmac.compare_digest(found, expected):
+        raise FalsePeerError("it does not know the token of the invitation")
+
+
+def _receive_proof(sock: socket.socket, until: float, *, has_nonce: bool) -> tuple[bytes, bytes]:
+    """A nonce, if there is one, and a proof."""
+    split = NONCE_BYTES if has_nonce else 0
+    found = b""
+    while (missing := split + PROOF_BYTES - len(found)) > 0:
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            raise FalsePeerError(f"it sent no proof within {HELLO_S:g} s")
+        sock.settimeout(left_s)
+        try:
+            part = sock.recv(missing)
+        except TimeoutError as error:
+            raise FalsePeerError(f"it sent no proof within {HELLO_S:g} s") from error
+        if not part:
+            raise FalsePeerError("it closed the connection instead of a proof")
+        found += part
+    return found[:split], found[split:]
 
 
 def end_process(cause: str) -> None:
