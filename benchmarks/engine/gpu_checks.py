@@ -30,6 +30,7 @@ from benchmarks.report import Figure, machine, print_status
 from rollbook.contracts.policy import Completion, Publication, PublicationId, SamplingParams
 from rollbook.contracts.weights import Adapter, weights_digest
 from rollbook.inference.config import InferenceConfig
+from rollbook.inference.engine import BASE_MODEL
 from rollbook.inference.engines.embedded.engine import TransformersEngine
 from rollbook.inference.engines.embedded.scheduler import RoundResults
 from rollbook.inference.weights.safetensors import read_weights
@@ -115,7 +116,10 @@ async def adapters(setup: Setup) -> dict[str, Any]:
             found[f"adapter_{number}_float32_max"] = max(deviation(reference, prompt, one)[0] for one in completions)
             found["digest_ok"] = await engine.weights_digest() == engine.publication.digest  # type: ignore[union-attr]
     async with opened(setup.config(publish="adapter"), setup.model_dir, _published(setup, model)) as engine:
+        # The first adapter allocates the buffers, and the steps are captured.
+        await engine.load_weights(*_split(publish_adapter(setup, model, 9)), adapter=_adapter(9))
         found |= await _update_in_flight(setup, engine, model)
+        found["tokens_per_s"] = await _rates(setup, engine, model)
     return found
 
 
@@ -155,6 +159,33 @@ async def _update_in_flight(setup: Setup, engine: TransformersEngine, model: Any
         "pause_steps_at_the_swap": [round((sum(some) - len(some) * steady) / steady, 2) for some in around],
         "longest_step_while_staging": [round(max(some, default=0.0) / steady, 2) for some in staged],
     }
+
+
+async def _rates(setup: Setup, engine: TransformersEngine, model: Any) -> dict[str, list[int]]:
+    """Decoding speed with the base alone, with the policy's adapter, and with two adapters in each step."""
+    count, length = (16, 32) if setup.is_small else (512, 256)
+    jobs = requests(count, prompt=128, shortest=length, longest=length, vocab=setup.shape.vocab)
+    await engine.load_adapter(_adapter(20), read_weights(publish_adapter(setup, model, 20)[1]))
+    names: dict[str, list[str | None]] = {"base": [BASE_MODEL], "policy": [None], "two": [None, _adapter(20).name]}
+    rates: dict[str, list[int]] = {name: [] for name in names}
+    for number in range(3):
+        for kind, adapters_in_use in names.items():
+            started = time.perf_counter()
+            completions = await asyncio.gather(
+                *(
+                    engine.generate(
+                        job.prompt,
+                        SamplingParams(max_tokens=job.max_tokens),
+                        adapter=adapters_in_use[at % len(adapters_in_use)],
+                    )
+                    for at, job in enumerate(jobs)
+                )
+            )
+            tokens = sum(len(completion.token_ids) for completion in completions)
+            # The first round captures steps.
+            if number:
+                rates[kind].append(round(tokens / (time.perf_counter() - started)))
+    return rates
 
 
 async def prefixes(setup: Setup) -> dict[str, Any]:

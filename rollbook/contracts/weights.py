@@ -121,6 +121,8 @@ class Adapter:
     """The content of PEFT's `adapter_config.json`."""
     base_digest: str | None = None
     """Digest of the base weights it was trained with; None if unknown."""
+    base_dtype: str | None = "F32"
+    """Of all those weights; None if they differ. Only digests of equal dtypes can be compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,10 +131,11 @@ class AdapterKind:
 
     settings: Mapping[str, Any]
     base_digest: str
+    base_dtype: str | None = "F32"
 
     def published(self, publication: PublicationId) -> Adapter:
         name = adapter_name(publication)
-        return Adapter(name=name, settings=self.settings, base_digest=self.base_digest)
+        return Adapter(name=name, settings=self.settings, base_digest=self.base_digest, base_dtype=self.base_dtype)
 
 
 def adapter_name(publication: PublicationId) -> str:

@@ -19,13 +19,19 @@ class AdapterInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     name: str
     settings: dict[str, Any]
     base_digest: str | None = None
+    base_dtype: str | None = "F32"
 
     @classmethod
     def of(cls, adapter: Adapter) -> "AdapterInfo":
-        return cls(name=adapter.name, settings=dict(adapter.settings), base_digest=adapter.base_digest)
+        return cls(
+            name=adapter.name,
+            settings=dict(adapter.settings),
+            base_digest=adapter.base_digest,
+            base_dtype=adapter.base_dtype,
+        )
 
     def to_contract(self) -> Adapter:
-        return Adapter(name=self.name, settings=self.settings, base_digest=self.base_digest)
+        return Adapter(name=self.name, settings=self.settings, base_digest=self.base_digest, base_dtype=self.base_dtype)
 
 
 class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

@@ -6,7 +6,7 @@ publishes the adapters where the engines support them, else the merged weights u
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,27 @@ CONFIG_FILE = "adapter_config.json"
 
 
 def with_adapters(base: Any, settings: LoraSettings, *, base_dir: Path, seed: int, saved: Path | None) -> Any:
-    """The base with new adapters, which start as the identity, or with those of a checkpoint."""
+    """The base with new adapters, which start as the identity, or with those of a checkpoint. Adapters are float32."""
+    with _without_weights(base):
+        return _adapted(base, settings, base_dir=base_dir, seed=seed, saved=saved)
+
+
+@contextmanager
+def _without_weights(base: nn.Module) -> Iterator[None]:
+    """Within the context, the weights are float32 of the same shapes that take no memory: PEFT rounds new adapters to the dtype of
+    the base, which may be bfloat16."""
+    held = [(parameter, parameter.data) for parameter in base.parameters()]
+    for parameter, data in held:
+        if not data.is_meta:
+            parameter.data = torch.zeros(1).expand(data.shape)
+    try:
+        yield
+    finally:
+        for parameter, data in held:
+            parameter.data = data
+
+
+def _adapted(base: Any, settings: LoraSettings, *, base_dir: Path, seed: int, saved: Path | None) -> Any:
     if saved is not None:
         return PeftModel.from_pretrained(base, str(saved), adapter_name=NAME, is_trainable=True)
     config = LoraConfig(
@@ -66,7 +86,8 @@ class MergedWeights(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        weight, delta = gathered(self._weights[name]), self._deltas.get(name)
+        # The frozen base may be in bfloat16; the sum is published in float32.
+        weight, delta = gathered(self._weights[name]).float(), self._deltas.get(name)
         if delta is None:
             return weight
         # Whole matrices are multiplied, so the bits do not depend on the number of ranks.

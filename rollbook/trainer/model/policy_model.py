@@ -2,7 +2,8 @@
 
 Weights are always float32: updates of a small learning rate would be rounded away in bfloat16. With `compute_dtype = "bfloat16"`
 there are two copies: the float32 weights that the optimizer updates, and a bfloat16 shadow used for the passes. Casting once per
-step is cheaper than casting in every layer, and the shadow computes like a bfloat16 engine.
+step is cheaper than casting in every layer, and the shadow computes like a bfloat16 engine. With LoRA and one rank, the frozen base
+exists once, in the compute dtype: nothing updates it. Only the adapters have a shadow.
 """
 
 import copy
@@ -32,7 +33,7 @@ from rollbook.trainer.model.network import PolicyNetwork, fuse_norms, has_plain_
 from rollbook.trainer.model.packed_attention import NAME as PACKED_ATTENTION
 from rollbook.trainer.model.packed_attention import Packing, fastest_kernel
 from rollbook.trainer.model.skeleton import WeightFiles, fill, first_layers, skeleton, with_adapters
-from rollbook.trainer.model.weights import digest_of, named_weights, snapshot_of, to_ordinary_memory
+from rollbook.trainer.model.weights import NAMES, digest_of, named_weights, snapshot_of, to_ordinary_memory
 
 ADAPTER_FILE = "adapter_config.json"
 """Its presence marks a PEFT directory."""
@@ -56,7 +57,7 @@ class PolicyModel:
         self.publishes_adapters = False
         """Whether publications and digests cover the adapters only. Set by `publish_adapters`."""
         self.device = config.device
-        self.module: nn.Module = module if files is not None else _aligned(module, config.device)
+        self.module: nn.Module = module if files is not None else _aligned(module, config)
         _without_dropout(self.module)
         self._module: Any = self.module
         self.config: Any = module.config
@@ -79,11 +80,13 @@ class PolicyModel:
             fill(self._module, files, device=config.device)
 
     def _choose_passes(self, config: TrainerConfig, files: WeightFiles | None) -> tuple[bool, bool]:
-        """Whether the head is a plain linear layer, and whether sequences are packed. A skeleton is probed by its first layers."""
-        probed = self._module if files is None else first_layers(self._module, files, device=config.device)
+        """Whether the head is a plain linear layer, and whether sequences are packed. The probe needs float32: of a skeleton, or a
+        base in bfloat16, the first layers are probed."""
+        is_whole = files is None and _base_dtype(config) is torch.float32
+        probed = self._module if is_whole else first_layers(self._module, files, device=config.device)
         has_plain = has_plain_head(probed)
         is_packed = config.packing != "padded" and make_packable(probed)
-        if is_packed and files is not None:
+        if is_packed and not is_whole:
             self._module.set_attn_implementation(PACKED_ATTENTION)
         if config.packing == "packed" and not is_packed:
             raise RunError(
@@ -96,8 +99,10 @@ class PolicyModel:
         """The module that computes the passes, and each weight with its bfloat16 shadow. Sharding has its own mixed precision."""
         if config.compute_dtype != "bfloat16" or config.ranks > 1:
             return self._module, []
-        computing = copy.deepcopy(self._module)
-        shadows = list(zip(self.module.parameters(), computing.parameters(), strict=True))
+        shared = [p for p in self._module.parameters() if not p.requires_grad] if config.lora is not None else []
+        computing = copy.deepcopy(self._module, {id(parameter): parameter for parameter in shared})
+        pairs = zip(self.module.parameters(), computing.parameters(), strict=True)
+        shadows = [(master, shadow) for master, shadow in pairs if shadow is not master]
         _cast_to_bfloat16(shadows)
         return computing, shadows
 
@@ -112,7 +117,7 @@ class PolicyModel:
         # Progress bars would disturb the run's live view.
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         config = config or TrainerConfig()
-        module, files = _read_module(directory, is_sharded=config.ranks > 1)
+        module, files = _read_module(directory, config)
         if config.lora is not None:
             add = partial(
                 _adapters_module().with_adapters,
@@ -249,7 +254,8 @@ class PolicyModel:
         self.publishes_adapters = True
         return AdapterKind(
             settings=self._adapters.settings_of(self.module),
-            base_digest=digest_of(self._adapters.base_weights(self.module)),
+            base_digest=digest_of(base := self._adapters.base_weights(self.module)),
+            base_dtype=_common_dtype(base),
         )
 
     def has_digest(self, digest: str) -> bool:
@@ -310,30 +316,51 @@ def _adapters_module() -> Any:
     return load_on_demand("rollbook.trainer.model.lora")
 
 
-def _read_module(directory: Path, *, is_sharded: bool) -> tuple[Any, WeightFiles | None]:
+def _common_dtype(weights: Mapping[str, Tensor]) -> str | None:
+    """In safetensors' name; None if they differ."""
+    names = {NAMES[weight.dtype] for weight in weights.values()}
+    return names.pop() if len(names) == 1 else None
+
+
+def _base_dtype(config: TrainerConfig) -> torch.dtype:
+    """Of weights that are not trained. Sharding casts by itself."""
+    is_rounded = config.lora is not None and config.compute_dtype == "bfloat16" and config.ranks == 1
+    return torch.bfloat16 if is_rounded else torch.float32
+
+
+def _read_module(directory: Path, config: TrainerConfig) -> tuple[Any, WeightFiles | None]:
     """A skeleton with the files that fill it, if every rank can read its own shards; otherwise the whole model."""
-    files = WeightFiles.of(directory) if is_sharded else None
+    files = WeightFiles.of(directory) if config.ranks > 1 else None
     try:
         if files is not None and (module := skeleton(directory, files)) is not None:
             return module, files
-        return _whole(directory), None
+        return _whole(directory, _base_dtype(config)), None
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise RunError(f"cannot load a model from {directory}: {type(error).__name__}: {error}") from error
 
 
-def _whole(directory: Path) -> Any:
+def _whole(directory: Path, dtype: torch.dtype) -> Any:
     """All weights of a Hugging Face directory, or of a PEFT directory with its adapter merged into the base."""
     if (directory / ADAPTER_FILE).is_file():
         return _adapters_module().merged_module(directory)
-    return AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+    module = AutoModelForCausalLM.from_pretrained(str(directory), dtype=dtype)
+    if any(buffer.dtype is torch.bfloat16 for buffer in module.buffers()):
+        # Such as rotary frequencies: they are computed in float32. The weights are rounded later.
+        return AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+    return module
 
 
-def _aligned(module: Any, device: str) -> Any:
-    """The module in float32 on its device. Equal weights give equal bits: kernels choose their order of summation by memory
-    alignment, tensors read from a file may be unaligned, and a clone is aligned the same way in every process."""
-    moved = module.to(device=device, dtype=torch.float32)
+def _aligned(module: Any, config: TrainerConfig) -> Any:
+    """The module on its device; only one weight at a time is in memory twice. Equal weights give equal bits: kernels choose their
+    order of summation by memory alignment, tensors read from a file may be unaligned, and a copy is aligned the same way in every
+    process."""
+    moved = module.to(device=config.device)
     for parameter in moved.parameters():
-        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        dtype = torch.float32 if parameter.requires_grad else _base_dtype(config)
+        parameter.data = parameter.data.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    for buffer in moved.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.float()
     return moved
 
 

@@ -100,13 +100,17 @@ def with_adapters(module: Any, add: Callable[[Any], Any]) -> Any:
     return added
 
 
-def first_layers(module: Any, files: WeightFiles, *, device: str) -> Any:
-    """A copy of the skeleton with its first layers only, filled with their weights."""
-    small = copy.deepcopy(module)
+def first_layers(module: Any, files: WeightFiles | None, *, device: str) -> Any:
+    """A float32 copy of the first layers only. Those of a skeleton are filled with their weights."""
+
+    def weight(name: str, held: nn.Parameter) -> nn.Parameter:
+        is_missing = files is not None and held.device.type == META
+        return _like(held, files.whole(base_name(name)) if files and is_missing else held.detach().float())
+
+    # All weights are shared at first, so that the other layers are never copied.
+    small = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
     del layers_of(small)[PROBED_LAYERS:]
-    _replace_parameters(
-        small, lambda name, held: _like(held, files.whole(base_name(name))) if held.device.type == META else held
-    )
+    _replace_parameters(small, weight)
     return small.to(device)
 
 

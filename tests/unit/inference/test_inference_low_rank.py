@@ -88,11 +88,13 @@ async def test_full_weights_remove_an_adapter_and_become_the_new_base(tiny: Tiny
         assert await engine.base_digest() == await engine.weights_digest() == whole.digest
 
 
-async def test_an_adapter_of_another_base_is_refused(tiny: TinyModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_an_adapter_of_another_base_is_refused(tiny: TinyModel, tmp_path: Path, dtype: str) -> None:
     directory = make_adapter(tmp_path / "adapter", tiny.model_dir)
     offered, path, adapter = published_adapter(directory, 1)
-    base = digest_of(named_weights(build_model("llama", seed=0)))
-    async with open_engine(InferenceConfig(), tiny.model_dir) as engine:
+    base = digest_of(named_weights(build_model("llama", seed=0).to(getattr(torch, dtype))))
+    adapter = replace(adapter, base_dtype="F32" if dtype == "float32" else "BF16")
+    async with open_engine(InferenceConfig.model_validate({"dtype": dtype}), tiny.model_dir) as engine:
         with pytest.raises(WeightsError, match="was trained on weights with digest other"):
             await engine.load_weights(offered, path, adapter=replace(adapter, base_digest="other"))
         assert engine.publication is None

@@ -193,15 +193,18 @@ class AdapterBank:
         self, slot: int, loaded: LoadedAdapter | None, grown: Mapping[str, Factors] | None = None
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The new content of a slot, and the buffers it belongs into. Groups that the adapter does not change become zero."""
-        sources: list[Tensor] = []
-        targets: list[Tensor] = []
-        parts: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
-        for group, factors in (self._factors if grown is None else grown).items():
-            a_PRE, b_PRO = torch.zeros_like(factors.a_LPRE[slot]), torch.zeros_like(factors.b_LPRO[slot])
-            sources += [a_PRE, b_PRO]
-            targets += [factors.a_LPRE[slot], factors.b_LPRO[slot]]
-            parts |= {(group, part): (a_PRE[part], b_PRO[part]) for part in range(len(a_PRE))}
+        groups = self._factors if grown is None else grown
+        targets = [part for factors in groups.values() for part in (factors.a_LPRE[slot], factors.b_LPRO[slot])]
+        if not targets:
+            return [], []
+        # One block of memory for all of them: allocations would delay the steps that run meanwhile.
+        block = torch.zeros(sum(t.numel() for t in targets), dtype=targets[0].dtype, device=targets[0].device)
+        sources = [
+            part.view(t.shape)
+            for part, t in zip(block.split_with_sizes([t.numel() for t in targets]), targets, strict=True)
+        ]
         if loaded is not None:
+            parts = dict(zip(groups, zip(sources[::2], sources[1::2], strict=True), strict=True))
             _fill(parts, [(self._places[_layer(pair)], pair) for pair in loaded.pairs], loaded.factors)
         return sources, targets
 
@@ -264,7 +267,7 @@ class AdapterBank:
 
 
 def _fill(
-    parts: Mapping[tuple[str, int], tuple[Tensor, Tensor]],
+    groups: Mapping[str, tuple[Tensor, Tensor]],
     placed: Sequence[tuple[_Place, LowRankPair]],
     factors: Mapping[str, Tensor],
 ) -> None:
@@ -272,8 +275,8 @@ def _fill(
     scaled = torch._foreach_mul([factors[pair.b].float() for _, pair in placed], [pair.scale for _, pair in placed])
     targets: list[Tensor] = []
     for place, pair in placed:
-        a_RE, b_RO = parts[place.group, place.part]
-        targets += [a_RE[: pair.rank], b_RO[: pair.rank, place.columns]]
+        a_PRE, b_PRO = groups[place.group]
+        targets += [a_PRE[place.part, : pair.rank], b_PRO[place.part, : pair.rank, place.columns]]
     sources = [part for (_, pair), b_OR in zip(placed, scaled, strict=True) for part in (factors[pair.a], b_OR.t())]
     torch._foreach_copy_(targets, sources)
 

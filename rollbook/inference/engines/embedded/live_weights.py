@@ -209,8 +209,8 @@ class LiveWeights:
             )
 
     def _require_base(self, adapter: Adapter) -> None:
-        """The digest is of float32 weights; an engine with another dtype has other bytes and cannot compare."""
-        if adapter.base_digest is None or any(t.dtype is not torch.float32 for t in self._targets.values()):
+        """An engine with another dtype than the trainer's base has other bytes and cannot compare."""
+        if adapter.base_digest is None or {NAMES[t.dtype] for t in self._targets.values()} != {adapter.base_dtype}:
             return
         if (digest := self.base_digest()) != adapter.base_digest:
             raise WeightsError(

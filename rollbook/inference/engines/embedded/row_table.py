@@ -62,6 +62,11 @@ class RowTable:
         owned = np.flatnonzero(self._is_owned)
         return int(owned[-1]) + 1 if len(owned) else 0
 
+    @property
+    def owned_adapters(self) -> NDArray[np.int32]:
+        """The adapters of the rows that have an owner."""
+        return self.adapters[self._is_owned]
+
     def requests(self) -> list[GenerationRequest]:
         return list(self.owners[self._is_owned])
 

@@ -147,7 +147,7 @@ class PackedRunner:
         layout = layout_of(shape)
         block = torch.empty(layout.length, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         layout.fill(block.numpy(), table, decoding, pieces, changes=changes, chunk=chunk, query_tile=tile)
-        kind = self.model.adapters.kind(table.adapters)
+        kind = self.model.adapters.kind(table.owned_adapters)
         self._run(
             shape, block, is_truncated=table.is_truncated, has_tops=table.has_tops, kind=kind, masks=table.masks()
         )
