@@ -68,6 +68,10 @@ class RunDirectory:
     """The newest publications."""
     objects = Entry("objects")
     """Functions, classes and tasks that were passed to `rollbook.train` by value (`run.user_objects`)."""
+    modules = Entry("modules")
+    """Copies of the user's modules (`run.user_modules`)."""
+    modules_file = Entry("modules.json")
+    """Which copy is of which files."""
     vllm = Entry("vllm")
     """The guard that vLLM servers of the run import."""
 

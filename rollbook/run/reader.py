@@ -6,6 +6,7 @@ Both sources return the same rows (`dashboard/source.py`). The dashboard awaits 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from rollbook.contracts.admission import Action, AuditReport, LedgerStatus, RunI
 from rollbook.contracts.batch import BatchManifest, EncodedBatch, TrainingBatch
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import NotFoundError, RunError
-from rollbook.contracts.group import GroupId, GroupState, PromptGroup
+from rollbook.contracts.group import GroupId, GroupOutcome, GroupState, PromptGroup
 from rollbook.contracts.group_checks import TrainingLimits
 from rollbook.contracts.group_codec import decode_payload
 from rollbook.contracts.policy import Publication
@@ -344,6 +345,13 @@ async def open_source(
         yield HttpSource(client, directory=directory)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredEpisodes:
+    played: int
+    """Including unscorable and retried ones."""
+    unscorable: int
+
+
 class RecordedRun:
     """The record of one run directory, for code without `await`. Created by `open_run`."""
 
@@ -375,6 +383,17 @@ class RecordedRun:
                 break
             start = page[-1].sequence + 1
         return found
+
+    def episodes(self) -> StoredEpisodes:
+        """The episodes of all groups with an outcome, by the ledger. A process that is killed loses what it counted itself."""
+        played = unscorable = 0
+        for row in self.groups(limit=1 << 62):
+            if row.outcome_json is not None:
+                outcome = json_decoder(GroupOutcome).decode(row.outcome_json)
+                failed = sum(outcome.invalid_causes.values())
+                played += outcome.num_scorable + failed + outcome.declined_samples
+                unscorable += failed
+        return StoredEpisodes(played=played, unscorable=unscorable)
 
     def explain(self, group_id: GroupId) -> GroupTimeline:
         """A group, its state changes, and an explanation of them in sentences."""

@@ -77,7 +77,7 @@ def report_lines(report: PredictionReport) -> Iterator[str]:
     yield f"lag           mean {one.lag_mean:.2f} ({shares} of the groups; bound {rule.max_head_offpolicy_versions})"
     yield f"idle          trainer {one.trainer_idle:.0%}, engines {one.engine_idle:.0%} of the time"
     dropped = ", ".join(f"{share:.1%} {kind}" for kind, share in one.dropped.items()) or "nothing"
-    yield f"lost          {one.masked:.1%} of the tokens masked; dropped: {dropped}"
+    yield f"lost          {one.masked:.1%} of the tokens masked; dropped, as a rough estimate: {dropped}"
     yield f"bottleneck    {bottleneck(one, report.what_ifs)}"
     for gain in report.what_ifs:
         yield f"  what if     {gain.text}: {gain.gain:+.0%} trained tokens/s"

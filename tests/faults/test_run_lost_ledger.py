@@ -77,4 +77,9 @@ def test_a_run_survives_a_damaged_log_and_a_lost_database(tmp_path: Path) -> Non
     assert verified.returncode == 0, verified.stderr
     assert f"after step {STEPS} the run continued with other settings: trainer.lr 0.001 → 0.003" in verified.stderr
     assert f"{STEPS + 2} steps reproduced bit for bit" in verified.stderr
+    # It is evaluated with the modules that it was trained with.
+    (tmp_path / "number_guessing.py").write_text("raise RuntimeError('not the code of this run')\n", encoding="utf-8")
+    evaluated = rollbook("eval", str(run.directory))
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert "number_guessing.py changed since the run was trained" in evaluated.stderr
     shutil.rmtree(run.directory)

@@ -24,6 +24,7 @@ from rollbook.contracts.plugin import require_libraries
 from rollbook.rollout.evaluation import LabelResult
 from rollbook.run.config.evaluation import EvaluationRequest
 from rollbook.run.directory import RunDirectory, write_json
+from rollbook.run.user_modules import recorded_modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +108,10 @@ def evaluation_request(
     if (target / "run.json").is_file():
         directory = RunDirectory(target.resolve())
         model_dir, found = checkpoint_model(directory, step)
+        # A config of the caller is evaluated with the caller's code.
+        modules, note = recorded_modules(directory) if config is None else ([], None)
+        if note is not None:
+            say(f"{note}; name the config file with --config to use the present code")
         return EvaluationRequest(
             config=str(config or directory.config_file),
             source_dir=str(config.parent.resolve() if config else directory.source_dir),
@@ -114,6 +119,7 @@ def evaluation_request(
             model_dir=str(model_dir),
             step=found,
             overrides=list(overrides),
+            modules=list(map(str, modules)),
         )
     if not (target / "config.json").is_file():
         raise RunError(f"{target} is neither a run directory (run.json) nor a model directory (config.json)")

@@ -40,6 +40,8 @@ class ReplayReport:
     recorded_digest: str | None
     diverged_at: int | None
     """The first step whose weights differ from the recorded ones."""
+    note: str | None = None
+    """What else a reader must know: modules of the user that changed since."""
     changes: tuple[SettingsChange, ...] = ()
     """Settings of the trainer that changed when the run was resumed."""
 
@@ -65,6 +67,8 @@ class LossComparison:
     """One row per measure; for each training the mean over the first and over the last tenth of the steps."""
     picture: Path
     curves: Path
+    note: str | None = None
+    """What else a reader must know: modules of the user that changed since."""
 
     def row(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -163,6 +167,8 @@ def replay_command(
     report = replay(run, until=until, loss=loss, overrides=override or (), out=out)
     if as_json:
         result_json(report.row())
+    if report.note is not None:
+        say(report.note)
     if isinstance(report, LossComparison):
         _print_comparison(report.row())
         return 0

@@ -48,18 +48,21 @@ from rollbook.run.config.run import (
 from rollbook.run.config.source import ConfigSource, TaskRows, place, read_source, with_references
 from rollbook.run.directory import RunDirectory, write_atomically
 from rollbook.run.preflight.report import check_run, print_preflight
-from rollbook.run.reader import audit
+from rollbook.run.reader import StoredEpisodes, audit, open_run
 from rollbook.run.resources.automatic import free_disk_bytes, resolve
 from rollbook.run.resources.machine import this_machine
 from rollbook.run.supervision.plan import open_dashboard_socket
 from rollbook.run.supervision.process import ProcessState
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome, Supervisor, require_posix
+from rollbook.run.user_modules import copy_modules
 from rollbook.run.user_objects import user_search_path
 from rollbook.telemetry.events import EventLog
 
 VIEW_TICK_S = 0.25
 AUDIT_EVERY_S = 60.0
 # A process of a small run opens about 60 files; connections of workers and environments come on top.
+MAX_COUNTED = 50_000
+"""Groups whose episodes are counted at the end of a run: a second or two."""
 MIN_OPEN_FILES = 256
 # The ledger's record depends on these settings; a change would invalidate it.
 FROZEN = (
@@ -257,6 +260,7 @@ def write_or_check_config(loaded: LoadedConfig, directory: RunDirectory, console
         directory.record_resume(changed)
     write_atomically(directory.config_file, dump_toml(loaded.config))
     directory.write_manifest(name=loaded.config.run.name, source_dir=loaded.source_dir, search_path=loaded.search_path)
+    copy_modules(loaded, directory)
     if not is_resumed:
         console.print(f"run directory: {directory.path}", markup=False, soft_wrap=True)
     return is_resumed
@@ -375,7 +379,18 @@ def _report(config: RunConfig, directory: RunDirectory, outcome: RunOutcome, log
         audit=checked,
         summary=summary,
         plots=tuple(sorted(directory.plots.glob("*.png"))),
+        stored=_stored_episodes(directory, checked),
     )
+
+
+def _stored_episodes(directory: RunDirectory, checked: AuditReport | None) -> StoredEpisodes | None:
+    if checked is None or checked.opened > MAX_COUNTED:
+        return None
+    try:
+        with open_run(directory.path) as run:
+            return run.episodes()
+    except RunError:
+        return None
 
 
 def _audit(directory: RunDirectory, *, has_failed: bool) -> AuditReport | None:

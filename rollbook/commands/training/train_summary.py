@@ -15,6 +15,7 @@ from rollbook.dashboard.terminal import duration, evaluation_text, headline, per
 from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory
 from rollbook.run.held_out import recorded_held_out
+from rollbook.run.reader import StoredEpisodes
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome
 from rollbook.telemetry.metrics import read_metrics
 
@@ -39,6 +40,8 @@ class TrainReport:
     """Means of the first and the last steps, evaluations, shares of lost episodes and groups, the largest lag."""
     plots: tuple[Path, ...]
     """PNG files."""
+    stored: StoredEpisodes | None = None
+    """Episodes by the ledger; None: not counted, because the run is long or has no ledger that can be read."""
     steps_before: int = 0
     """Steps that earlier sessions of this run trained. The seconds of `outcome` are those of this session."""
 
@@ -146,7 +149,7 @@ def _lines(report: TrainReport) -> list[tuple[str, str]]:
             (
                 "response",
                 f"{_arrow(figures.response_tokens, digits=0)} tokens; truncated {percent(figures.truncated.last)} at the end; "
-                f"unscorable {percent(totals.unscorable_share)} of {totals.episodes:.0f} episodes",
+                f"unscorable {_unscorable(report)}",
             ),
             ("entropy", f"{_arrow(figures.entropy, digits=2)}    KL to {divergence} {small_number(figures.kl.last)}"),
             (
@@ -173,6 +176,14 @@ def _lines(report: TrainReport) -> list[tuple[str, str]]:
         verdict = f"[green]ok[/]: {escape(law_text(law))}" if law.ok else "[red]violated[/]:"
         lines.append(("audit", verdict))
     return lines
+
+
+def _unscorable(report: TrainReport) -> str:
+    """By the ledger where it has more: a killed dispatcher loses the episodes that it counted last."""
+    totals, stored = report.summary.totals, report.stored
+    if stored is not None and stored.played > totals.episodes:
+        return f"{percent(stored.unscorable / stored.played)} of {stored.played} episodes"
+    return f"{percent(totals.unscorable_share)} of {totals.episodes:.0f} episodes"
 
 
 def _held_out(report: TrainReport) -> str:

@@ -1,6 +1,6 @@
 """Settings of evaluation, during training and by `rollbook eval`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -86,3 +86,5 @@ class EvaluationRequest:
     model_dir: str
     step: int
     overrides: list[str]
+    modules: list[str] = field(default_factory=list)
+    """Directories with the run's copies of the user's modules. They are searched first."""

@@ -163,12 +163,22 @@ class LoadedConfig:
 
 
 def load_config(
-    path: Path, overrides: Sequence[str] = (), *, source_dir: Path | None = None, search_path: Sequence[Path] = ()
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    source_dir: Path | None = None,
+    search_path: Sequence[Path] = (),
+    modules: Sequence[Path] = (),
 ) -> LoadedConfig:
-    """Read, override, validate. Raises `ConfigError` with every fault. `search_path`: more directories of users' modules."""
+    """Read, override, validate. Raises `ConfigError` with every fault. `search_path`: more directories of users' modules.
+
+    `modules`: copies of users' modules, searched before the directory of the file.
+    """
     table, faults = read_table(path, overrides)
     home = (source_dir or path.parent).resolve()
-    return checked_config(table, faults, overrides, file=path, source_dir=home, search_path=search_path)
+    return checked_config(
+        table, faults, overrides, file=path, source_dir=home, search_path=search_path, modules=modules
+    )
 
 
 def checked_config(
@@ -179,9 +189,10 @@ def checked_config(
     file: Path | None,
     source_dir: Path,
     search_path: Sequence[Path],
+    modules: Sequence[Path] = (),
 ) -> LoadedConfig:
     """Validate a table to which the overrides were applied. Raises `ConfigError` with the given faults and all others."""
-    places = tuple(dict.fromkeys([source_dir, *search_path]))
+    places = tuple(dict.fromkeys([*modules, source_dir, *search_path]))
     config, more = validate_table(table, source_dir, places)
     if config is None or faults or more:
         raise ConfigError(name_of(file), [*faults, *located(more, file, overrides)])

@@ -24,7 +24,11 @@ from rollbook.telemetry.spans import SpanRecorder
 async def evaluate(request: EvaluationRequest) -> Measurement:
     search_path = [Path(path) for path in request.search_path]
     loaded = load_config(
-        Path(request.config), request.overrides, source_dir=Path(request.source_dir), search_path=search_path
+        Path(request.config),
+        request.overrides,
+        source_dir=Path(request.source_dir),
+        search_path=search_path,
+        modules=[Path(path) for path in request.modules],
     )
     extend_search_path(loaded.search_path)
     tasks = held_out_tasks(loaded.config, loaded.source_dir)

@@ -20,6 +20,7 @@ from rollbook.dashboard.plots import draw_comparison
 from rollbook.run.config.run import override_table
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.reader import open_run
+from rollbook.run.user_modules import recorded_modules
 from rollbook.trainer.checkpoints.settings_history import SettingsHistory
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.replay import CounterfactualStep, replay, replay_periods, retrain
@@ -162,7 +163,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     try:
-        extend_search_path([*RunDirectory(args.run.resolve()).search_path, Path.cwd()])
+        directory = RunDirectory(args.run.resolve())
+        modules, note = recorded_modules(directory)
+        extend_search_path([*modules, *directory.search_path, Path.cwd()])
         if args.out is None:
             report = asyncio.run(compare(args.run, args.until))
         else:
@@ -172,7 +175,7 @@ def main() -> int:
     except RunError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    sys.stdout.write(json.dumps(report) + "\n")
+    sys.stdout.write(json.dumps({**report, "note": note}) + "\n")
     return 0
 
 

@@ -12,7 +12,7 @@ from rollbook.commands.training.train import audits
 from rollbook.contracts.batch import BatchManifest
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.run.directory import RunDirectory
-from rollbook.run.reader import audit, open_run
+from rollbook.run.reader import StoredEpisodes, audit, open_run
 from rollbook.telemetry.events import EventLog, read_json_lines
 from rollbook.trainer.files.step_chain import StepChainWriter
 from tests.parts.dashboard.recorded_run import STEPS, record_run
@@ -101,6 +101,18 @@ async def test_a_missing_database_of_a_trained_run_is_a_violation_not_an_error(t
 def _manifest(directory: RunDirectory, step: int) -> BatchManifest:
     with open_run(directory.path) as run:
         return run.manifest(step)
+
+
+async def test_the_episodes_of_a_run_are_counted_by_its_ledger(tmp_path: Path) -> None:
+    directory = await record_run(tmp_path / "run")
+
+    def count() -> StoredEpisodes:
+        with open_run(directory.path) as run:
+            return run.episodes()
+
+    found = await asyncio.to_thread(count)
+    with_payload = 2 * STEPS
+    assert (found.played, found.unscorable) == (2 * with_payload, 0)
 
 
 async def test_a_run_is_audited_while_it_lasts_and_violations_are_logged(tmp_path: Path) -> None:

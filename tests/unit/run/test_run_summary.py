@@ -10,6 +10,7 @@ from rollbook.commands.training.train_summary import TrainReport, summary_row
 from rollbook.dashboard.run_files import summarise
 from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory
+from rollbook.run.reader import StoredEpisodes
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome
 from tests.parts.dashboard.run_dir import append_rows, write_run
 
@@ -124,3 +125,11 @@ def test_without_a_solve_rate_the_reward_is_the_headline(tmp_path: Path) -> None
     verdict = report(tmp_path, every_steps=10).verdict
     assert "solved is not known: set rollout.solved_at or rollout.rewards.solved_by" in verdict
     assert "0.200 at step 0 → 1.100 reward at step 20 [1.000–1.200], 40 tasks" in verdict
+
+
+def test_episodes_are_those_of_the_ledger_where_a_killed_process_lost_its_counts(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=20)
+    counted = report(tmp_path)
+    assert counted.summary.totals.episodes < 7680
+    stored = replace(counted, stored=StoredEpisodes(played=7680, unscorable=768))
+    assert "unscorable 10% of 7680 episodes" in stored.verdict
