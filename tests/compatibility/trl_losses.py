@@ -118,7 +118,7 @@ def ours(model_dir: Path, settings: dict[str, Any], rows: list[TrainRow], refere
         # Old logprobs are those that came with the tokens: what TRL is handed too.
         {"lr": 1e-9, "max_grad_norm": 1e9, "old_logprobs": "engine", "max_tokens_per_microbatch": 30, **settings}
     )
-    frozen = PolicyModel(copy.deepcopy(reference), config).frozen() if config.kl_coef else None
+    frozen = PolicyModel(copy.deepcopy(reference), config, is_reference=True) if config.kl_coef else None
     learner = TrainStep(PolicyModel.load(model_dir, config), config, reference=frozen)
     report = learner.train_rows(rows, step=1)
     means = {

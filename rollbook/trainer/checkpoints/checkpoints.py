@@ -295,7 +295,8 @@ def reference_model(model_dir: Path, config: TrainerConfig) -> PolicyModel | Non
     """The frozen initial policy for the KL term. Adapters need no copy: their base model does not change."""
     if config.kl_coef == 0 or config.lora is not None:
         return None
-    return _load(model_dir, config.model_copy(update={"gradient_checkpointing": False})).frozen()
+    torch.set_num_threads(config.threads)
+    return PolicyModel.load(model_dir, config.model_copy(update={"gradient_checkpointing": False}), is_reference=True)
 
 
 def _load(directory: Path, config: TrainerConfig, *, adapters: Path | None = None) -> PolicyModel:

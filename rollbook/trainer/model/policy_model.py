@@ -2,8 +2,8 @@
 
 Weights are always float32: updates of a small learning rate would be rounded away in bfloat16. With `compute_dtype = "bfloat16"`
 there are two copies: the float32 weights that the optimizer updates, and a bfloat16 shadow used for the passes. Casting once per
-step is cheaper than casting in every layer, and the shadow computes like a bfloat16 engine. With LoRA and one rank, the frozen base
-exists once, in the compute dtype: nothing updates it. Only the adapters have a shadow.
+step is cheaper than casting in every layer, and the shadow computes like a bfloat16 engine. With one rank, weights
+that are not trained (the base of adapters, a reference) exist once, in the compute dtype: nothing updates them.
 """
 
 import copy
@@ -48,9 +48,18 @@ MAX_TOKENS_PER_PASS = 131_072
 class PolicyModel:
     """A causal language model with float32 weights on one device."""
 
-    def __init__(self, module: Any, config: TrainerConfig | None = None, *, files: WeightFiles | None = None) -> None:
-        """`files`: set if the module is a skeleton. Each rank fills its shards from them."""
+    def __init__(
+        self,
+        module: Any,
+        config: TrainerConfig | None = None,
+        *,
+        files: WeightFiles | None = None,
+        is_reference: bool = False,
+    ) -> None:
+        """`files`: set if the module is a skeleton. Each rank fills its shards from them. `is_reference`: it is never trained."""
         config = config or TrainerConfig()
+        if is_reference:
+            module.requires_grad_(False)
         _check_process_group(config)
         _limit_memory(config)
         self._adapters = _adapters_module() if config.lora is not None else None
@@ -82,7 +91,7 @@ class PolicyModel:
     def _choose_passes(self, config: TrainerConfig, files: WeightFiles | None) -> tuple[bool, bool]:
         """Whether the head is a plain linear layer, and whether sequences are packed. The probe needs float32: of a skeleton, or a
         base in bfloat16, the first layers are probed."""
-        is_whole = files is None and _base_dtype(config) is torch.float32
+        is_whole = files is None and all(p.dtype is torch.float32 for p in self._module.parameters())
         probed = self._module if is_whole else first_layers(self._module, files, device=config.device)
         has_plain = has_plain_head(probed)
         is_packed = config.packing != "padded" and make_packable(probed)
@@ -99,16 +108,19 @@ class PolicyModel:
         """The module that computes the passes, and each weight with its bfloat16 shadow. Sharding has its own mixed precision."""
         if config.compute_dtype != "bfloat16" or config.ranks > 1:
             return self._module, []
-        shared = [p for p in self._module.parameters() if not p.requires_grad] if config.lora is not None else []
-        computing = copy.deepcopy(self._module, {id(parameter): parameter for parameter in shared})
-        pairs = zip(self.module.parameters(), computing.parameters(), strict=True)
-        shadows = [(master, shadow) for master, shadow in pairs if shadow is not master]
-        _cast_to_bfloat16(shadows)
-        return computing, shadows
+        # Deepcopy takes these instead of copies of the weights: no second copy in float32 is made.
+        chosen = {id(p): _shadow_of(p) if p.requires_grad else p for p in self._module.parameters()}
+        computing = copy.deepcopy(self._module, dict(chosen))
+        return computing, [(p, chosen[id(p)]) for p in self.module.parameters() if p.requires_grad]
 
     @classmethod
     def load(
-        cls, directory: Path, config: TrainerConfig | None = None, *, adapters: Path | None = None
+        cls,
+        directory: Path,
+        config: TrainerConfig | None = None,
+        *,
+        adapters: Path | None = None,
+        is_reference: bool = False,
     ) -> "PolicyModel":
         """Load a Hugging Face directory, or a PEFT directory with its adapter merged into the base.
 
@@ -117,7 +129,7 @@ class PolicyModel:
         # Progress bars would disturb the run's live view.
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         config = config or TrainerConfig()
-        module, files = _read_module(directory, config)
+        module, files = _read_module(directory, config, is_reference=is_reference)
         if config.lora is not None:
             add = partial(
                 _adapters_module().with_adapters,
@@ -127,7 +139,7 @@ class PolicyModel:
                 saved=adapters,
             )
             module = add(module) if files is None else with_adapters(module, add)
-        return cls(module, config, files=files)
+        return cls(module, config, files=files, is_reference=is_reference)
 
     def tokens_per_pass(self, config: TrainerConfig) -> int:
         """`max_tokens_per_microbatch`, or as many tokens as take a quarter of the GPU's memory.
@@ -281,12 +293,6 @@ class PolicyModel:
     def digest(self) -> str:
         return digest_of(self.weights())
 
-    def frozen(self) -> "PolicyModel":
-        """Disable gradients and return the model, for use as a reference."""
-        self.module.requires_grad_(False)
-        self.network.requires_grad_(False)
-        return self
-
     def save(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         """Write config and weights (its own, or a snapshot) as a Hugging Face directory, without the tokenizer."""
         plain = to_ordinary_memory(dict(self.checkpoint_weights(self.snapshot()) if weights is None else weights))
@@ -324,17 +330,17 @@ def _common_dtype(weights: Mapping[str, Tensor]) -> str | None:
 
 def _base_dtype(config: TrainerConfig) -> torch.dtype:
     """Of weights that are not trained. Sharding casts by itself."""
-    is_rounded = config.lora is not None and config.compute_dtype == "bfloat16" and config.ranks == 1
-    return torch.bfloat16 if is_rounded else torch.float32
+    return torch.bfloat16 if config.compute_dtype == "bfloat16" and config.ranks == 1 else torch.float32
 
 
-def _read_module(directory: Path, config: TrainerConfig) -> tuple[Any, WeightFiles | None]:
+def _read_module(directory: Path, config: TrainerConfig, *, is_reference: bool) -> tuple[Any, WeightFiles | None]:
     """A skeleton with the files that fill it, if every rank can read its own shards; otherwise the whole model."""
     files = WeightFiles.of(directory) if config.ranks > 1 else None
     try:
         if files is not None and (module := skeleton(directory, files)) is not None:
             return module, files
-        return _whole(directory, _base_dtype(config)), None
+        is_frozen = is_reference or config.lora is not None
+        return _whole(directory, _base_dtype(config) if is_frozen else torch.float32), None
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise RunError(f"cannot load a model from {directory}: {type(error).__name__}: {error}") from error
 
@@ -400,16 +406,14 @@ def _without_dropout(module: nn.Module) -> None:
             part.p = 0.0
 
 
-def _cast_to_bfloat16(shadows: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Cast the shadow parameters to bfloat16, and accumulate their gradients in float32 at the master weights.
+def _shadow_of(master: nn.Parameter) -> nn.Parameter:
+    """A bfloat16 copy, whose gradients are accumulated in float32 at the master weight.
 
     Buffers are not cast: rotary frequencies need float32 precision.
     """
-    for master, shadow in shadows:
-        shadow.data = shadow.data.to(torch.bfloat16)
-        if shadow.requires_grad:
-            hook = _accumulate_into(master)
-            shadow.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    shadow = nn.Parameter(master.detach().to(torch.bfloat16))
+    shadow.register_post_accumulate_grad_hook(_accumulate_into(master))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return shadow
 
 
 def _accumulate_into(master: nn.Parameter) -> Any:
