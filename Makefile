@@ -91,6 +91,9 @@ bench-loop: $(STAMP) ## the whole loop against the engine alone and the trainer 
 bench-episodes: $(STAMP) ## 1,000, 4,000 and 10,000 concurrent episodes with the scripted engine: turns, memory and loop lag of the workers
 	$(BIN)/python -m benchmarks.loop.episodes
 
+bench-hostile: $(STAMP) ## how long hostile requests block the event loop of each server; the bound is 50 ms
+	$(BIN)/python -m benchmarks.access.hostile
+
 bench-envs: $(STAMP) ## environments: parallel against serial, AWS commands against subprocesses, 256 sessions, pools
 	$(BIN)/python -m benchmarks.envs.all
 

@@ -1,5 +1,6 @@
 """Serves an HTTP application behind the guard. No other module starts an HTTP server (tests/architecture)."""
 
+import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,6 +10,7 @@ from aiohttp import web
 from rollbook.access.guard import REFUSE, AllowedClients, Problem, guard, is_loopback
 from rollbook.concurrency.sockets import BACKLOG, url_of
 
+_NAME = re.compile(r"\{(\w+)\}")
 DRAIN_S = 2.0
 """How long running requests may take when a server stops."""
 
@@ -42,6 +44,11 @@ async def serve_app(
         yield url_of(sock)
     finally:
         await runner.cleanup()
+
+
+def for_any_name(path: str) -> str:
+    """A path for aiohttp's router in which `{name}` also matches braces: ids of tasks and groups may have them."""
+    return _NAME.sub(r"{\1:[^/]+}", path)
 
 
 def _refuse(_: web.Request, problem: Problem, message: str) -> web.StreamResponse:

@@ -212,6 +212,28 @@ class IncrementalDecoder:
         return now[len(before) :]
 
 
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+MAX_MESSAGES = 4096
+MAX_TOOLS = 512
+"""Stop strings of a request and the length of each, messages and tools. Each sampled token is compared with all stop strings, and a
+chat template reads all messages and tools."""
+
+
+def checked_stops(stops: tuple[str, ...]) -> tuple[str, ...]:
+    """Raises `ValueError` for too many or too long stop strings."""
+    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
+        raise ValueError(f"stop: at most {MAX_STOPS} strings of {MAX_STOP_CHARS} characters are allowed")
+    return stops
+
+
+def check_chat_size(messages: Sequence[object] | None, tools: Sequence[object] | None) -> None:
+    """Raises `ValueError` for too many messages or tools."""
+    for name, items, most in (("messages", messages, MAX_MESSAGES), ("tools", tools, MAX_TOOLS)):
+        if items is not None and len(items) > most:
+            raise ValueError(f"{name}: {len(items)} are too many; at most {most} are allowed")
+
+
 class StopStrings:
     """Finds stop strings in text that arrives in parts, and returns the text before them.
 

@@ -29,8 +29,7 @@ from rollbook.envs.builtin.number_guessing import parse_guess
 from rollbook.envs.builtin.terminal.commands import run_line
 from rollbook.envs.builtin.terminal.environment import command_of
 from rollbook.envs.builtin.terminal.files import CommandError, FileTree
-from rollbook.inference.server.routes.chat import template_messages
-from rollbook.inference.server.text import ToolCallStream
+from rollbook.inference.server.text import ToolCallStream, template_messages
 from rollbook.rollout.agents.messages import digests, normalised
 from rollbook.rollout.agents.program import _result
 from rollbook.rollout.agents.streaming import unsent_text
@@ -191,7 +190,7 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {
     "envs/builtin/terminal/commands.py:uniq": partial(_terminal, "uniq f"),
     "envs/builtin/terminal/commands.py:wc": partial(_terminal, "wc f"),
     "envs/builtin/terminal/environment.py:command_of": command_of,
-    "inference/server/routes/chat.py:_template_call": lambda text: template_messages(
+    "inference/server/text.py:_template_call": lambda text: template_messages(
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]
     ),
     "inference/server/text.py:ToolCallStream": _stream,

@@ -2,7 +2,9 @@
 
 import asyncio
 import gc
+import io
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from yarl import URL
 
-from tests.parts.access.servers import SERVERS, TOKEN, Running, policy
+from rollbook.contracts.decoding import msgpack_decoder
+from rollbook.contracts.policy import SamplingParams
+from rollbook.inference.wire.token_stream import (
+    MAX_FRAME_ITEMS,
+    STREAM_PATH,
+    ClientFrame,
+    ServerFrame,
+    StreamedOutcome,
+    StreamedRequest,
+)
+from rollbook.rollout.chat.tokenizer import ModelTokenizer
+from tests.parts.access.servers import SERVERS, TOKEN, Running, byte_tokenizer, policy, policy_with_text
 
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
 DEPTH = 20_000
@@ -219,3 +232,113 @@ async def test_a_hostile_value_in_any_field_is_a_client_error(
             regular = msgspec.json.encode({"prompt": [1, 2], "max_tokens": 2})
             assert await status_of(session, server, "POST", "/v1/completions", regular) == 200
     assert wrong == {}
+
+
+def chat_of(**fields: Any) -> dict[str, Any]:
+    return {"max_tokens": 1, "messages": [{"role": "user", "content": "hello"}], **fields}
+
+
+MESSAGE = {"role": "user", "content": "a"}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+MANY_RULES = "\n".join(
+    ["start: " + " | ".join(f"r{n}" for n in range(3_000)), *(f"r{n}: /[a-z]+{n}/" for n in range(3_000))]
+)
+OVERSIZED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "stop strings": ("/v1/completions", {"prompt": "a", "stop": ["x"] * 65}, "stop"),
+    "a long stop string": ("/v1/chat/completions", chat_of(stop="x" * 1025), "stop"),
+    "stop tokens": ("/v1/completions", {"prompt": "a", "stop_token_ids": [1] * 1025}, "stop_token_ids"),
+    "messages": ("/v1/chat/completions", chat_of(messages=[MESSAGE] * 4097), "messages"),
+    "messages to tokenize": ("/tokenize", {"messages": [MESSAGE] * 4097}, "messages"),
+    "tools": ("/v1/chat/completions", chat_of(tools=[FUNCTION] * 513), "tools"),
+    "prompts": ("/v1/completions", {"prompt": ["a"] * 1025}, "n"),
+    "characters of a prompt": ("/v1/completions", {"prompt": "a" * 600_000}, "prompt"),
+    "characters of a chat": ("/v1/chat/completions", chat_of(messages=[{**MESSAGE, "content": "a" * 600_000}]), "messages"),
+    "tokens of a prompt": ("/tokenize", {"prompt": "a1" * 50_000}, "prompt"),
+    "tokens to decode": ("/detokenize", {"tokens": [5] * 40_000}, "tokens"),
+    "objects": ("/v1/chat/completions", chat_of(messages=[{}] * 17_000), ""),
+    "numbers": ("/v1/completions", {"prompt": [1] * 270_000}, ""),
+    "members": ("/v1/completions", {"prompt": "a", "logit_bias": {str(n): 1 for n in range(33_000)}}, ""),
+    "grammar": ("/v1/completions", {"prompt": "a", "structured_outputs": {"grammar": MANY_RULES}}, "structured_outputs"),
+}  # fmt: skip
+
+
+async def test_requests_above_the_limits_of_the_policy_server_are_refused_by_name(
+    session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    async with policy_with_text(tmp_path) as server:
+        for case, (path, body, field) in OVERSIZED.items():
+            async with session.post(server.url + path, json=body) as response:
+                error = (await response.json())["error"]
+                assert (response.status, error["param"] or "") == (400, field), (case, error)
+        blanks = io.BytesIO(b" " * 3_000_000)
+        async with session.post(server.url + "/v1/completions", data=blanks, headers=AUTHORIZED) as response:
+            assert response.status == 413
+        async with session.post(server.url + "/v1/completions", json={"prompt": "a", "max_tokens": 1}) as response:
+            assert response.status == 200
+
+
+async def test_long_texts_and_chats_are_encoded_outside_of_the_event_loop(
+    session: aiohttp.ClientSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: dict[str, bool] = {}
+    encode_long, render = ModelTokenizer._encode_long, ModelTokenizer.render
+
+    def watched(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            used[name] = threading.current_thread() is threading.main_thread()
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(ModelTokenizer, "_encode_long", watched("encode", encode_long))
+    monkeypatch.setattr(ModelTokenizer, "render", watched("render", render))
+    long = "hello world " * 1_000
+    many = ["hello " * 20] * 200
+    requests: list[tuple[str, dict[str, Any], set[str]]] = [
+        ("/v1/completions", {"prompt": long, "max_tokens": 1}, {"encode"}),
+        ("/v1/completions", {"prompt": many, "max_tokens": 1}, {"encode"}),
+        ("/tokenize", {"prompt": long}, {"encode"}),
+        ("/v1/chat/completions", chat_of(messages=[{**MESSAGE, "content": long}]), {"encode", "render"}),
+        ("/v1/chat/completions", chat_of(messages=[MESSAGE] * 300), {"render"}),
+        ("/v1/chat/completions", chat_of(tools=[FUNCTION] * 300), {"render"}),
+    ]
+    async with policy_with_text(tmp_path) as server:
+        for path, body, names in requests:
+            used.clear()
+            async with session.post(server.url + path, json=body) as response:
+                assert response.status == 200, await response.text()
+            assert names <= used.keys()
+            assert not any(used.values()), (path, used)
+
+
+async def test_a_repeated_id_of_the_token_stream_is_refused_and_the_first_request_ends(
+    session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    request = StreamedRequest.of(7, [1], SamplingParams(max_tokens=2), min_publication=0)
+    async with policy(tmp_path) as server, session.ws_connect(server.url + STREAM_PATH) as socket:
+        await socket.send_bytes(msgspec.msgpack.encode(ClientFrame([request, request], [])))
+        outcomes: list[StreamedOutcome] = []
+        while len(outcomes) < 2:
+            outcomes += msgpack_decoder(ServerFrame).decode((await socket.receive()).data).outcomes
+        assert sorted(outcome.error.status if outcome.error else 0 for outcome in outcomes) == [0, 400]
+        await socket.send_bytes(msgspec.msgpack.encode(ClientFrame([request] * (MAX_FRAME_ITEMS + 1), [])))
+        assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSE
+
+
+async def test_ids_with_braces_are_found(session: aiohttp.ClientSession, server: Running) -> None:
+    """A route that matches no braces would not be found at all."""
+    for method, path in server.routes():
+        if "/some" in path and method == "GET":
+            for name in ("a{b}", "{}", "a%7Bb%7D@0"):
+                url = URL(server.url + path.replace("some", name), encoded=True)
+                async with session.get(url, headers=AUTHORIZED) as response:
+                    assert "404: Not Found" not in await response.text(), url
+
+
+def test_only_the_beginning_of_a_text_that_is_too_long_is_encoded() -> None:
+    tokenizer = byte_tokenizer()
+    text = "".join(chr(97 + n % 26) + str(n % 10) for n in range(20_000))
+    whole = tokenizer.encode(text)
+    for limit in (1, 100, len(whole) - 1, len(whole), len(whole) + 1):
+        assert tokenizer.encode(text, max_tokens=limit) == whole[:limit]
+        assert tokenizer.encode_prompt(text, max_tokens=limit) == whole[:limit]

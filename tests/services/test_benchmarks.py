@@ -11,6 +11,7 @@ from tests.parts.run.small import REPOSITORY
 
 ATROPOS = REPOSITORY / ".venvs" / "atropos" / "bin" / "python"
 SMALLEST = {
+    "access.hostile": "--servers dashboard metrics --max-mb 0.1",
     "ledger.history": "--sizes 100 200",
     "ledger.atropos_comparison": "--groups 8 --peer-groups 8 --seconds 1 --rounds 1 --touch-gb 0",
     "engine.serving": "--processes 1 --requests 64 --in-flight 16 --repeats 1",

@@ -17,6 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from rollbook.access.guard import AllowedClients, Handler, is_loopback
+from rollbook.access.server import for_any_name
 from rollbook.access.tokens import Secret, bearer_token, read_or_create_token
 from rollbook.commands.arguments import AllowHost, AllowOrigin, Option, Port
 from rollbook.commands.output import say
@@ -90,7 +91,7 @@ class RecordingProxy(ProxyServer):
 
     def app(self) -> web.Application:
         app = super().app()
-        app.router.add_post("/s/{session}/end", self._end)
+        app.router.add_post(for_any_name("/s/{session}/end"), self._end)
         if self._secret is not None:
             app.middlewares.append(_require_token(self._secret))
         return app

@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from rollbook.access.guard import REFUSE, Problem
+from rollbook.access.server import for_any_name
 from rollbook.contracts.errors import NotFoundError, RollbookError, RunError, UsageError
 from rollbook.dashboard.run_view import RunView
 from rollbook.dashboard.server import actions, charts, fleet, groups, overview, steps, tasks
@@ -128,8 +129,8 @@ def build_app(runs: OpenRuns, access: DashboardAccess, *, static: Path = STATIC)
     app.router.add_post("/api/actions", act)
     app.router.add_get("/api/compare", on_all(charts.compare))
     app.router.add_get("/api/steps/{step}", on_run(steps.anatomy))
-    app.router.add_get("/api/groups/{group}/tokens", on_run(groups.tokens))
-    app.router.add_get("/api/groups/{group}", on_run(groups.show_group))
+    app.router.add_get(for_any_name("/api/groups/{group}/tokens"), on_run(groups.tokens))
+    app.router.add_get(for_any_name("/api/groups/{group}"), on_run(groups.show_group))
     app.router.add_get("/api/events", events.stream)
     app.router.add_route("*", "/api/{rest:.*}", _unknown)
     if static.is_dir():

@@ -127,7 +127,7 @@ def choice(request: web.Request, name: str, default: str, allowed: tuple[str, ..
 
 async def read_body(request: web.Request, kind: type[T]) -> T:
     try:
-        return json_decoder(kind).decode(await request.read())
+        return json_decoder(kind).decode_body(await request.read())
     except msgspec.MsgspecError as error:
         raise BadPageRequestError(f"the body cannot be read: {error}") from None
 

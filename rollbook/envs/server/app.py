@@ -268,7 +268,7 @@ class _Server:
 
     async def reserve(self, request: web.Request) -> web.Response:
         try:
-            wanted = json_decoder(ReservationRequest).decode(await request.read())
+            wanted = json_decoder(ReservationRequest).decode_body(await request.read())
         except msgspec.MsgspecError as error:
             raise WireError(
                 ErrorCode.VALIDATION_ERROR, f"a reservation request is {{sessions, wait_s}}: {error}"
@@ -398,6 +398,6 @@ async def _send(socket: web.WebSocketResponse, text: str) -> bool:
 async def _json_object(request: web.Request) -> Mapping[str, Any]:
     body = await request.read()
     try:
-        return json_decoder(dict[str, Any]).decode(body or b"{}")
+        return json_decoder(dict[str, Any]).decode_body(body or b"{}")
     except (msgspec.MsgspecError, RecursionError) as error:
         raise WireError(ErrorCode.VALIDATION_ERROR, f"the body must be a JSON object: {error}") from error

@@ -15,7 +15,7 @@ environment with its own message models has another one (`openenv.py`).
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -71,7 +71,6 @@ class _Message(msgspec.Struct):
     data: dict[str, Any] = {}
 
 
-_decode = json_decoder(_Message).decode
 # Facts may hold any object; an object without a JSON form is sent as text.
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
@@ -108,7 +107,7 @@ def encode_body(body: Mapping[str, Any]) -> str:
 
 
 def read_request(text: str | bytes) -> EnvRequest:
-    message = _read(text)
+    message = _read(text, json_decoder(_Message).decode_body)
     try:
         return EnvRequest(EnvVerb(message.type), message.data)
     except ValueError:
@@ -118,7 +117,7 @@ def read_request(text: str | bytes) -> EnvRequest:
 
 
 def read_reply(text: str | bytes) -> EnvReply:
-    message = _read(text)
+    message = _read(text, json_decoder(_Message).decode)
     try:
         return EnvReply(ReplyKind(message.type), message.data)
     except ValueError:
@@ -127,9 +126,9 @@ def read_reply(text: str | bytes) -> EnvReply:
         ) from None
 
 
-def _read(text: str | bytes) -> _Message:
+def _read(text: str | bytes, decode: Callable[[bytes], _Message]) -> _Message:
     try:
-        return _decode(text)
+        return decode(text.encode() if isinstance(text, str) else text)
     except msgspec.ValidationError as error:
         raise WireError(
             ErrorCode.VALIDATION_ERROR, f"a message is an object with a type and an object of data: {error}"

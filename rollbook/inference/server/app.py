@@ -26,8 +26,10 @@ from rollbook.inference.server.weight_updates import WeightUpdates
 from rollbook.inference.weights.ranges import DATA_ROUTE, MANIFEST_ROUTE, RangeRoutes
 from rollbook.inference.wire.token_stream import STREAM_PATH
 
-MAX_BODY_BYTES = 64 * 2**20
-"""Enough for a prompt of a million tokens."""
+BODY_BYTES = 2 * 2**20
+BODY_BYTES_PER_TOKEN = 8
+"""The body of a request may have `BODY_BYTES`, and this much for each token of the model's length: enough for the longest prompt as
+token ids or as text. A larger one could block the event loop while it is decoded."""
 OPEN_PATHS = frozenset({"/health", "/ping"})
 """Load balancers call them without a key. They contain no data."""
 
@@ -55,7 +57,8 @@ def build_app(
     middlewares: list[Middleware] = [error_middleware]
     if api_key is not None:
         middlewares.append(_require_key([Secret(api_key), *([] if steering is None else [steering])]))
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
+    max_body = BODY_BYTES + BODY_BYTES_PER_TOKEN * engine.max_model_len
+    app = web.Application(client_max_size=max_body, middlewares=middlewares)
     app[SERVICE], app[REFUSE] = service, _refuse
     completions, control, tokens = CompletionRoutes(service), EngineRoutes(service), TokenRoutes(service)
     streams = TokenStreamRoutes(service)
@@ -104,6 +107,7 @@ def build_app(
 
     async def close_updates(_app: web.Application) -> None:
         updates.close()
+        service.close()
 
     app.on_shutdown.append(streams.close)
     app.on_cleanup.append(close_updates)

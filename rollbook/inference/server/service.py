@@ -4,9 +4,11 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from rollbook.contracts.errors import RollbookError, TransientError
 from rollbook.contracts.plugin import MissingExtraError, load_on_demand
@@ -15,9 +17,21 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import BASE_MODEL, Engine, EngineQueueFullError, TokenConstraint
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.generation import Generation
-from rollbook.inference.server.text import TextTokenizer
+from rollbook.inference.server.text import TextTokenizer, template_messages
+
+T = TypeVar("T")
 
 MODEL_NAME = "policy"
+MAX_TOKEN_CHARS = 16
+"""A text with more characters for each token of the model's length is refused before it is encoded. Real texts have 3 to 6."""
+MIN_TEXT_CHARS = 1 << 16
+"""A shorter text is encoded whatever the model's length: small vocabularies have tokens for words of any length."""
+INLINE_CHARS = 4096
+INLINE_MESSAGES = 16
+"""Shorter texts and chats are rendered and encoded in the event loop: a thread would take longer."""
+SURPLUS_TOKENS = 4096
+"""Tokens beyond the model's length that are counted for the error message."""
+ENCODERS = 2
 RETRY_AFTER_S = 0.1
 """New weights arrive within a training step; earlier retries only add load."""
 
@@ -65,6 +79,11 @@ class PolicyService:
         self._by_request_id: dict[str, list[Generation]] = {}
         self._compiler: GrammarCompiler | None = None
         self._compiling = asyncio.Lock()
+        # Few threads, and not those of `asyncio.to_thread`: long texts must not delay weight updates.
+        self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="policy.encode")
+
+    def close(self) -> None:
+        self._encoders.shutdown(wait=False, cancel_futures=True)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -97,6 +116,72 @@ class PolicyService:
         if self.tokenizer is None:
             raise BadRequestError(f"{field}: this server has no tokenizer; send and request token ids", param=field)
         return self.tokenizer
+
+    async def encode_texts(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """The tokens of prompts. Raises `BadRequestError` for a text that cannot fit into the model's length."""
+        tokenizer = self.require_tokenizer("prompt")
+
+        def encode_all() -> list[list[int]]:
+            return [
+                self._encode(tokenizer, text, field="prompt", add_special_tokens=add_special_tokens) for text in texts
+            ]
+
+        return encode_all() if sum(map(len, texts)) <= INLINE_CHARS else await self._in_encoder(encode_all)
+
+    async def decode_tokens(self, tokens: Sequence[int]) -> str:
+        tokenizer = self.require_tokenizer("tokens")
+        return await self._in_encoder(partial(tokenizer.decode, tokens, skip_special_tokens=False))
+
+    async def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        add_special_tokens: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        template: Mapping[str, Any] | None,
+    ) -> list[int]:
+        """The tokens of a rendered chat. Raises `BadRequestError`."""
+        tokenizer = self.require_tokenizer("messages")
+
+        def render_and_encode() -> list[int]:
+            text = tokenizer.render(
+                template_messages(messages),
+                add_generation_prompt=add_generation_prompt,
+                tools=tools or None,
+                template=template,
+            )
+            return self._encode(tokenizer, text, field="messages", add_special_tokens=add_special_tokens)
+
+        contents = (message.get("content") for message in messages)
+        is_short = (
+            len(messages) <= INLINE_MESSAGES
+            and not tools
+            and sum(len(text) if isinstance(text, str) else INLINE_CHARS for text in contents if text) < INLINE_CHARS
+        )
+        return render_and_encode() if is_short else await self._in_encoder(render_and_encode)
+
+    def _encode(self, tokenizer: TextTokenizer, text: str, *, field: str, add_special_tokens: bool) -> list[int]:
+        longest = max(MIN_TEXT_CHARS, MAX_TOKEN_CHARS * self.engine.max_model_len)
+        if len(text) > longest:
+            raise BadRequestError(
+                f"{field}: the text has {len(text)} characters; at most {longest} can fit into the model's length of "
+                f"{self.engine.max_model_len} tokens (max_model_len)",
+                param=field,
+            )
+        encode = tokenizer.encode_prompt if add_special_tokens else tokenizer.encode
+        most = self.engine.max_model_len + SURPLUS_TOKENS
+        tokens = encode(text, max_tokens=most + 1)
+        if len(tokens) > most:
+            raise BadRequestError(
+                f"{field}: the text has more than {most} tokens; the model's length is {self.engine.max_model_len} "
+                "(max_model_len)",
+                param=field,
+            )
+        return tokens
+
+    async def _in_encoder(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, work)
 
     async def compile_grammar(self, grammar: tuple[str, str] | None) -> CompiledGrammar | None:
         """`grammar`: its text, and the field that requires it. Raises `BadRequestError`."""

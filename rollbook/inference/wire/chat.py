@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollbook.contracts.output_formats import forced_tools, response_format_grammar, tool_call_grammar
+from rollbook.contracts.output_formats import check_chat_size, forced_tools, response_format_grammar, tool_call_grammar
 from rollbook.inference.wire.completions import SamplingBody, Usage, VersionSpan, checked_top_logprobs
 
 
@@ -30,6 +30,9 @@ class ChatBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=True, kw_
     verbosity: str | None = None
     store: bool | None = None
     service_tier: str | None = None
+
+    def __post_init__(self) -> None:
+        check_chat_size(self.messages, self.tools)
 
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

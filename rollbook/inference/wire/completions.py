@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.contracts.decoding import json_decoder
-from rollbook.contracts.output_formats import choice_grammar, json_grammar
+from rollbook.contracts.output_formats import checked_stops, choice_grammar, json_grammar
 from rollbook.contracts.policy import MAX_TOP_LOGPROBS, Completion, FinishReason, SamplingParams, TopLogprobs
 
 STALE_WEIGHTS = "stale_weights"
@@ -25,6 +25,8 @@ OUTDATED_UPDATE = "outdated_update"
 MSGPACK = "application/msgpack"
 MAX_CHOICES = 1024
 """The maximum number of completions per request: prompts times n."""
+MAX_STOP_TOKENS = 1024
+"""Each sampled token is compared with all of them."""
 _MASK_63 = (1 << 63) - 1
 
 
@@ -130,11 +132,11 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
         return self.stream_options is not None and self.stream_options.include_usage
 
     def stops(self) -> tuple[str, ...]:
-        """Raises `ValueError` for an empty stop string, which would match everywhere."""
+        """Raises `ValueError` for an empty stop string, which would match everywhere, and for too many."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if not all(stops):
             raise ValueError("stop: an empty string would stop before the first token")
-        return stops
+        return checked_stops(stops)
 
     def samplings(
         self, seeds: Sequence[int | None], *, max_model_len: int, eos_token_ids: tuple[int, ...]
@@ -146,6 +148,8 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
         for name, values in self.neutral_values().items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}: not supported by this server; remove it")
+        if len(self.stop_token_ids or ()) > MAX_STOP_TOKENS:
+            raise ValueError(f"stop_token_ids: at most {MAX_STOP_TOKENS} are allowed")
         limit = self.token_limit()
         all_seeds = derived_seeds(seeds, self.count)
         # A completion that follows a grammar ends with an end token.

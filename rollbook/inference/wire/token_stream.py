@@ -7,7 +7,7 @@ cancels its requests.
 """
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Annotated, Self
 
 import msgspec
 import numpy as np
@@ -27,6 +27,9 @@ from rollbook.contracts.policy import (
 from rollbook.inference.wire.completions import TokenCompletion
 
 STREAM_PATH = "/inference/v1/stream"
+MAX_FRAME_ITEMS = 1 << 14
+MAX_STREAMED_STOPS = 64
+"""More requests in a frame, or stop tokens of a request, are refused: the server decodes a frame in its event loop."""
 
 
 class StreamedRequest(msgspec.Struct, array_like=True, frozen=True):
@@ -39,7 +42,7 @@ class StreamedRequest(msgspec.Struct, array_like=True, frozen=True):
     temperature: float
     top_p: float
     top_k: int
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_STREAMED_STOPS)]
     seed: int | None
     top_logprobs: int
     is_streamed: bool = False
@@ -86,8 +89,8 @@ class StreamedRequest(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ClientFrame(msgspec.Struct, array_like=True, frozen=True):
-    requests: list[StreamedRequest]
-    cancelled: list[int]
+    requests: Annotated[list[StreamedRequest], msgspec.Meta(max_length=MAX_FRAME_ITEMS)]
+    cancelled: Annotated[list[int], msgspec.Meta(max_length=MAX_FRAME_ITEMS)]
     """Earlier requests of this connection that are no longer needed."""
 
 

@@ -13,6 +13,7 @@ from isal import isal_zlib
 from pydantic import BaseModel, ValidationError
 
 from rollbook.access.guard import REFUSE, Problem, is_browser, is_own_page
+from rollbook.access.server import for_any_name
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.group_checks import TrainingLimits
 from rollbook.ledger.atropos.batches import deliver_batch
@@ -74,7 +75,7 @@ def atropos_dialect(config: AtroposConfig, *, trainable: TrainingLimits | None =
         service.app[REFUSE] = _refuse
         for prefix in ("", PREFIX):
             for method, path, handler in routes.table():
-                service.app.router.add_route(method, f"{prefix}{path}", handler)
+                service.app.router.add_route(method, for_any_name(f"{prefix}{path}"), handler)
 
     return add
 

@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from rollbook.access.guard import REFUSE, AllowedClients, Problem
-from rollbook.access.server import serve_app
+from rollbook.access.server import for_any_name, serve_app
 from rollbook.concurrency.clock import Clock
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.http.auth import Keys
@@ -84,7 +84,7 @@ def build_service(
     # aiohttp tries routes in order: `submit`, the most frequent request, goes first.
     for verb in sorted(VERBS, key=lambda verb: verb.name != "submit"):
         handler = handlers.handler(verb, keys)
-        app.router.add_route(verb.method, verb.path, handler)
+        app.router.add_route(verb.method, for_any_name(verb.path), handler)
         if verb.path == OPENAPI_PATH and not dialects:
             # A dialect has its own document at the root, where its clients look for it.
             app.router.add_route(verb.method, "/openapi.json", handler)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollbook.access.event_stream import DONE, json_event
+from rollbook.contracts.output_formats import checked_stops
 from rollbook.contracts.policy import MAX_TOP_LOGPROBS
 from rollbook.rollout.agents.messages import BadChatError
 from rollbook.rollout.agents.session import ChatRequest, ChatTurn, ProxySession
@@ -123,7 +124,10 @@ def _stops(stop: Any) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else None
     if stops is None or not all(isinstance(text, str) for text in stops):
         raise BadChatError("stop: a string or a list of strings is required", "stop")
-    return stops
+    try:
+        return checked_stops(stops)
+    except ValueError as error:
+        raise BadChatError(str(error), "stop") from error
 
 
 def _usage(turn: ChatTurn) -> dict[str, int]:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from rollbook.access.event_stream import EventStream, event
 from rollbook.access.guard import REFUSE, AllowedClients, Problem
-from rollbook.access.server import serve_app
+from rollbook.access.server import for_any_name, serve_app
 from rollbook.access.tokens import bearer_token
 from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.decoding import json_decoder
@@ -30,7 +30,7 @@ from rollbook.rollout.contract import OpenChatSession, Tokenizer
 from rollbook.rollout.policy import EpisodePolicy
 from rollbook.rollout.settings import EpisodeLimits
 
-MAX_BODY_BYTES = 64 * 2**20
+MAX_BODY_BYTES = 4 * 2**20
 SESSION_HEADER = "X-Rollbook-Session"
 
 
@@ -102,7 +102,7 @@ class ProxyServer:
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app[REFUSE] = _refuse
-        for prefix in ("", "/s/{session}"):
+        for prefix in ("", for_any_name("/s/{session}")):
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
             app.router.add_post(f"{prefix}/v1/responses", self._responses)
             app.router.add_get(f"{prefix}/v1/models", self._models)
@@ -131,7 +131,7 @@ class ProxyServer:
         try:
             name = self.name_of(request)
             session = self._sessions.get(name) or self.unknown_session(name)
-            body = json_decoder(Any).decode(await request.read())
+            body = json_decoder(Any).decode_body(await request.read())
             if not isinstance(body, dict):
                 raise BadChatError("the body must be a JSON object")
             reply = make_reply(body, session)

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from rollbook.contracts.errors import EpisodeError, RollbookError
 from rollbook.contracts.output_formats import (
     IncrementalDecoder,
     StopStrings,
+    check_chat_size,
     forced_tools,
     response_format_grammar,
     tool_call_grammar,
@@ -30,6 +32,9 @@ from rollbook.rollout.assemblers.tokens import TrajectoryAssembler, build_assemb
 from rollbook.rollout.contract import Message, Tokenizer
 from rollbook.rollout.policy import EpisodePolicy, EpisodeTimeUpError, current_episode, enter_episode
 from rollbook.rollout.settings import EpisodeLimits
+
+INLINE_CHARS = 1 << 14
+INLINE_MESSAGES = 64
 
 
 class EpisodeOverError(EpisodeError):
@@ -152,6 +157,10 @@ class ProxySession:
             raise EpisodeOverError(f"this episode is over: {self._end}")
         if self._episode is not None:
             enter_episode(self._episode)
+        try:
+            check_chat_size(request.messages, request.tools)
+        except ValueError as error:
+            raise BadChatError(str(error), str(error).partition(":")[0]) from error
         messages, grammar = normalised(request.messages), self._grammar(request)
         self._in_progress += 1
         self._is_idle.clear()
@@ -171,7 +180,11 @@ class ProxySession:
         self, request: ChatRequest, messages: Sequence[Message], grammar: str | None, on_part: OnPart | None
     ) -> ChatTurn:
         began = time.monotonic()
-        prompt = self._history.prompt(messages, request.tools, request.template)
+        # A long chat takes long to render and to encode: not in the event loop, which serves all episodes of the worker.
+        size = sum(len(message["content"]) for message in messages)
+        is_long = size > INLINE_CHARS or len(messages) > INLINE_MESSAGES
+        make_prompt = partial(self._history.prompt, messages, request.tools, request.template)
+        prompt = await asyncio.to_thread(make_prompt) if is_long else make_prompt()
         num_prompt = len(prompt.token_ids)
         if isinstance(self._assembler, TrajectoryAssembler):
             self._assembler.expect_prefix(prompt.token_ids)

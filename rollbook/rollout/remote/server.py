@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from rollbook.access.guard import AllowedClients, is_loopback
-from rollbook.access.server import serve_app
+from rollbook.access.server import for_any_name, serve_app
 from rollbook.access.tokens import Secret, bearer_token
 from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.decoding import json_decoder
@@ -36,7 +36,7 @@ from rollbook.rollout.remote.protocol import (
     require_same_tokenizer,
 )
 
-MAX_BODY_BYTES = 64 * 2**20
+MAX_BODY_BYTES = 4 * 2**20
 KEPT_S = 60.0
 """How long a reply is kept for a client that lost its connection."""
 
@@ -68,7 +68,7 @@ class _Handlers:
         self._service = service
         self._secret = None if token is None else Secret(token)
         self._episodes: dict[str, asyncio.Task[RolloutReply | None]] = {}
-        self._decode = json_decoder(RolloutRequest).decode
+        self._decode = json_decoder(RolloutRequest).decode_body
 
     async def post(self, request: web.Request) -> web.Response:
         if not self._is_authorized(request):
@@ -136,7 +136,7 @@ def rollout_app(service: RolloutService, *, token: str | None = None) -> web.App
     handlers = _Handlers(service, token)
     app = web.Application(client_max_size=MAX_BODY_BYTES)
     app.router.add_post("/rollouts", handlers.post)
-    app.router.add_delete("/rollouts/{id}", handlers.delete)
+    app.router.add_delete(for_any_name("/rollouts/{id}"), handlers.delete)
     app.router.add_get("/health", handlers.health)
     app.on_shutdown.append(handlers.close)
     return app

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aiohttp import web
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rollbook.access.guard import AllowedClients
 from rollbook.access.server import serve_app
@@ -20,7 +21,7 @@ from rollbook.dashboard.server.runs import open_runs
 from rollbook.envs.config import EnvConfig, EnvServerConfig
 from rollbook.envs.server.run import open_app
 from rollbook.inference.client.client import open_policy_client
-from rollbook.inference.config import InferenceConfig
+from rollbook.inference.config import InferenceConfig, ScriptedConfig
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import build_app
 from rollbook.inference.weights.transport import TransportOptions
@@ -32,6 +33,7 @@ from rollbook.ledger.http.auth import steering_keys
 from rollbook.ledger.serve import open_ledger_service
 from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.rollout.agents.server import ProxyServer
+from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.policy import EpisodePolicy
 from rollbook.rollout.remote.protocol import RolloutRequest
 from rollbook.rollout.remote.server import FunctionService, rollout_app
@@ -42,6 +44,7 @@ from tests.parts.dashboard.recorded_run import record_run
 from tests.parts.rollout.agents import word_tokenizer
 
 TOKEN = "the-token-of-this-run-000"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls | default('') }}\n{% endfor %}{{ tools or '' }}"
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,30 @@ async def policy(_: Path) -> AsyncIterator[Running]:
     async with open_engine(config, None) as engine:
         await adopt_directory_weights(engine)
         async with _serve(build_app(engine, config, steering_token=TOKEN)) as running:
+            yield running
+
+
+def byte_tokenizer() -> ModelTokenizer:
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<eos>"],
+        show_progress=False,
+    )
+    core.train_from_iterator(["hello world this is a text of some words and more of them"] * 50, trainer)
+    return ModelTokenizer(core, chat_template=TEMPLATE, special_tokens={"eos_token": "<eos>"}, eos_token_ids=(0,))
+
+
+@asynccontextmanager
+async def policy_with_text(_: Path) -> AsyncIterator[Running]:
+    """The policy server with a tokenizer and a context of 32,768 tokens."""
+    config = InferenceConfig(engine="scripted", scripted=ScriptedConfig(vocab_size=512, max_model_len=32_768))
+    async with open_engine(config, None) as engine:
+        await adopt_directory_weights(engine)
+        async with _serve(build_app(engine, config, tokenizer=byte_tokenizer(), steering_token=TOKEN)) as running:
             yield running
 
 

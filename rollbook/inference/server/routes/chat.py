@@ -1,17 +1,14 @@
 """POST /v1/chat/completions: the chat template makes the prompt, and tool calls are parsed from the sampled text."""
 
 import time
-from contextlib import suppress
-from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from rollbook.access.event_stream import EventStream, json_event
-from rollbook.contracts.decoding import json_decoder, load_json
+from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.output_formats import ToolCall, parse_tool_calls
 from rollbook.contracts.policy import Completion, TokenChunk
-from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.generation import Generation, GenerationChunk, GenerationResult
 from rollbook.inference.server.routes.responses import json_response
 from rollbook.inference.server.routes.streaming import possible_tokens, stream_completions
@@ -37,13 +34,19 @@ from rollbook.inference.wire.completions import Usage, version_spans
 class ChatRoutes:
     def __init__(self, service: PolicyService) -> None:
         self._service = service
-        self._decode = json_decoder(ChatBody).decode
+        self._decode = json_decoder(ChatBody).decode_body
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = self._decode(await request.read())
         model = self._service.resolve_model(body.model)
         tokenizer = self._service.require_tokenizer("messages")
-        prompt = _prompt(body, tokenizer)
+        prompt = await self._service.encode_chat(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            add_special_tokens=bool(body.add_special_tokens),
+            tools=body.rendered_tools(),
+            template=body.template_arguments(),
+        )
         samplings = body.samplings(
             [body.seed],
             max_model_len=self._service.engine.max_model_len,
@@ -76,56 +79,6 @@ class ChatRoutes:
         if any(len(choice.weight_versions) > 1 for choice in reply.choices):
             reply.kv_after_update = self._service.engine.stats().kv_after_update.value
         return json_response(reply)
-
-
-def _prompt(body: ChatBody, tokenizer: TextTokenizer) -> list[int]:
-    text = tokenizer.render(
-        template_messages(body.messages),
-        add_generation_prompt=body.add_generation_prompt,
-        tools=body.rendered_tools() or None,
-        template=body.template_arguments(),
-    )
-    return tokenizer.encode_prompt(text) if body.add_special_tokens else tokenizer.encode(text)
-
-
-def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates expect them. Raises `BadRequestError`."""
-    if not messages:
-        raise BadRequestError("messages: is empty; at least one message is required", param="messages")
-    return [_template_message(message, at) for at, message in enumerate(messages)]
-
-
-def _template_message(message: dict[str, Any], at: int) -> dict[str, Any]:
-    """A message as templates expect it: content as one text, tool call arguments as objects."""
-    if not isinstance(message.get("role"), str):
-        raise BadRequestError(f"messages: number {at} has no role", param="messages")
-    result = dict(message)
-    content = message.get("content")
-    if isinstance(content, list):
-        if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
-            raise BadRequestError(f"messages: number {at} has parts that are not text", param="messages")
-        result["content"] = "".join(str(part.get("text", "")) for part in content)
-    elif content is None:
-        result["content"] = ""
-    elif not isinstance(content, str):
-        raise BadRequestError(f"messages: the content of number {at} is not text", param="messages")
-    if calls := message.get("tool_calls"):
-        if not isinstance(calls, list):
-            raise BadRequestError(f"messages: the tool_calls of number {at} are not a list", param="messages")
-        result["tool_calls"] = [_template_call(call, at) for call in calls]
-    return result
-
-
-def _template_call(call: Any, at: int) -> dict[str, Any]:
-    try:
-        function = dict(call["function"])
-    except (TypeError, ValueError, KeyError) as error:
-        raise BadRequestError(f"messages: a tool call of number {at} has no function", param="messages") from error
-    if isinstance(function.get("arguments"), str):
-        # A policy may have written arguments that are not JSON. They stay text.
-        with suppress(ValueError):
-            function["arguments"] = load_json(function["arguments"] or "{}")
-    return {**call, "function": function}
 
 
 def _choice(index: int, result: GenerationResult, body: ChatBody, tokenizer: TextTokenizer) -> ChatChoice:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -10,7 +11,7 @@ from aiohttp import web
 from numpy.typing import NDArray
 
 from rollbook.access.event_stream import EventStream
-from rollbook.contracts.decoding import json_decoder
+from rollbook.contracts.decoding import MAX_VALUES, json_decoder
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TopLogprobs, joined_completion
 from rollbook.inference.engine import PromptScores
 from rollbook.inference.request import BadRequestError
@@ -52,15 +53,18 @@ class EchoedPrompt:
 class CompletionRoutes:
     def __init__(self, service: PolicyService) -> None:
         self._service = service
-        self._decode = json_decoder(CompletionBody).decode
-        self._decode_generate = json_decoder(GenerateBody).decode
+        # The longest prompt as token ids.
+        max_values = max(MAX_VALUES, service.engine.max_model_len + 1024)
+        self._decode = partial(json_decoder(CompletionBody).decode_body, max_values=max_values)
+        self._decode_generate = partial(json_decoder(GenerateBody).decode_body, max_values=max_values)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = self._decode(await request.read())
         model = self._service.resolve_model(body.model)
-        prompts = [self._encoded(prompt, body) if isinstance(prompt, str) else prompt for prompt in body.prompts()]
+        given = body.prompts()
         is_msgpack = request.headers.get("Accept") == MSGPACK
-        _require_supported(body, num_prompts=len(prompts), is_msgpack=is_msgpack)
+        _require_supported(body, num_prompts=len(given), is_msgpack=is_msgpack)
+        prompts = await self._encoded(given, body)
         samplings, stops = self._samplings(body, len(prompts)), self._stops(body)
         grammar = await self._service.compile_grammar(body.grammar())
         with self._service.generations(
@@ -130,9 +134,11 @@ class CompletionRoutes:
             usage_chunk=lambda usage: msgspec.structs.replace(head, usage=usage),
         )
 
-    def _encoded(self, prompt: str, body: CompletionBody) -> list[int]:
-        tokenizer = self._service.require_tokenizer("prompt")
-        return tokenizer.encode(prompt) if body.add_special_tokens is False else tokenizer.encode_prompt(prompt)
+    async def _encoded(self, given: list[str] | list[list[int]], body: CompletionBody) -> list[list[int]]:
+        texts = [prompt for prompt in given if isinstance(prompt, str)]
+        if not texts:
+            return [prompt for prompt in given if isinstance(prompt, list)]
+        return await self._service.encode_texts(texts, add_special_tokens=body.add_special_tokens is not False)
 
     def _names(self, body: CompletionBody) -> TokenName | None:
         """None: no text."""
@@ -221,7 +227,8 @@ class CompletionRoutes:
 
 
 def _require_supported(body: CompletionBody, *, num_prompts: int, is_msgpack: bool) -> None:
-    """Raises `BadRequestError` for fields that do not go together."""
+    """Raises `BadRequestError` for fields that do not go together, `ValueError` for too many completions."""
+    derived_seeds([None] * num_prompts, body.count)
     if body.seeds is not None and len(body.seeds) != num_prompts:
         raise BadRequestError(f"seeds: {len(body.seeds)} for {num_prompts} prompts", param="seeds")
     if body.echo and is_msgpack:

@@ -65,7 +65,7 @@ class EngineRoutes:
         return json_response({"is_paused": self._engine.is_paused})
 
     async def abort(self, request: web.Request) -> web.Response:
-        body = json_decoder(AbortBody).decode(await request.read())
+        body = json_decoder(AbortBody).decode_body(await request.read())
         return json_response({"status": "aborted", "aborted": self._service.abort(body.request_ids)})
 
     async def drain(self, _request: web.Request) -> web.Response:

@@ -9,6 +9,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 
 from rollbook.contracts.decoding import msgpack_decoder
 from rollbook.contracts.policy import Completion, TokenChunk
+from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.routes.responses import error_response, response_to
 from rollbook.inference.server.service import PolicyService
 from rollbook.inference.wire.token_stream import (
@@ -21,6 +22,10 @@ from rollbook.inference.wire.token_stream import (
 )
 
 MAX_FRAME_BYTES = 64 * 2**20
+MAX_SENT = 1024
+"""Outcomes, and parts of streams, in one frame. More are sent in several frames."""
+STARTED_AT_ONCE = 64
+"""Requests of a frame that are started before other connections get their turn."""
 HEARTBEAT_S = 30.0
 """A client that does not respond for half of this time is gone; its requests are cancelled."""
 FRAME_INTERVAL_S = 0.002
@@ -69,7 +74,7 @@ class StreamSession:
         sender = asyncio.create_task(self._send_outcomes(), name="policy.send_outcomes")
         try:
             async for message in self._socket:
-                if message.type is not WSMsgType.BINARY or not self._receive(message.data):
+                if message.type is not WSMsgType.BINARY or not await self._receive(message.data):
                     await self._socket.close(code=WSCloseCode.INVALID_TEXT, message=b"send MessagePack frames")
                     break
         finally:
@@ -82,20 +87,26 @@ class StreamSession:
             await self._send_ready()
             await self._socket.close(code=WSCloseCode.GOING_AWAY, message=b"the server stops")
 
-    def _receive(self, frame: bytes) -> bool:
+    async def _receive(self, frame: bytes) -> bool:
         """False: the frame is invalid."""
         try:
             received = self._decode(frame)
         except msgspec.MsgspecError:
             return False
-        for request in received.requests:
+        for number, request in enumerate(received.requests, start=1):
             self._start(request)
+            if number % STARTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
         for number in received.cancelled:
             if (future := self._running.get(number)) is not None:
                 future.cancel()
         return True
 
     def _start(self, request: StreamedRequest) -> None:
+        if request.id in self._running:
+            error = BadRequestError(f"the id {request.id} belongs to a request that still runs", param="id")
+            self._add(_failure(request.id, error))
+            return
         if request.is_streamed:
             self._num_streamed[request.id] = 0
         try:
@@ -149,11 +160,16 @@ class StreamSession:
                 await asyncio.sleep(FRAME_INTERVAL_S)
 
     async def _send_ready(self) -> None:
-        frame = ServerFrame(self._outcomes, self._tokens)
+        outcomes, tokens = self._outcomes, self._tokens
         self._outcomes, self._tokens = [], []
         self._has_messages.clear()
-        if frame.outcomes or frame.tokens:
-            await self._socket.send_bytes(self._encode(frame))
+        # In the order of their lists: the tokens of a request are sent before its outcome, or with it.
+        while outcomes or tokens:
+            sent = [] if len(tokens) > MAX_SENT else outcomes[:MAX_SENT]
+            await self._socket.send_bytes(self._encode(ServerFrame(sent, tokens[:MAX_SENT])))
+            outcomes, tokens = outcomes[len(sent) :], tokens[MAX_SENT:]
+            if outcomes or tokens:
+                await asyncio.sleep(0)
 
 
 def _failure(number: int, error: BaseException) -> StreamedOutcome:

@@ -49,7 +49,7 @@ class WeightRoutes:
         return json_response({"world_size": 1})
 
     async def init(self, request: web.Request) -> web.Response:
-        self._updates.init(json_decoder(InitBody).decode(await request.read()).init_info)
+        self._updates.init(json_decoder(InitBody).decode_body(await request.read()).init_info)
         return json_response({"message": "Weight transfer initialized"})
 
     async def leave(self, _request: web.Request) -> web.Response:
@@ -60,18 +60,18 @@ class WeightRoutes:
         return json_response({"message": "Weight update started"})
 
     async def update(self, request: web.Request) -> web.Response:
-        info = json_decoder(UpdateBody).decode(await request.read()).update_info
+        info = json_decoder(UpdateBody).decode_body(await request.read()).update_info
         await _uninterrupted(self._updates.apply(info))
         return json_response({"message": "Weights updated"})
 
     async def finish(self, request: web.Request) -> web.Response:
         raw = await request.read()
-        body = json_decoder(FinishBody).decode(raw) if raw else FinishBody()
+        body = json_decoder(FinishBody).decode_body(raw) if raw else FinishBody()
         self._require_current(body.weight_version)
         return json_response({"message": "Weight update finished"})
 
     async def rename(self, request: web.Request) -> web.Response:
-        version = json_decoder(NewVersionBody).decode(await request.read()).new_version
+        version = json_decoder(NewVersionBody).decode_body(await request.read()).new_version
         self._require_current(version)
         return json_response({"success": True, "new_version": version})
 
@@ -80,7 +80,7 @@ class WeightRoutes:
 
     async def check(self, request: web.Request) -> web.Response:
         raw = await request.read()
-        action = json_decoder(CheckBody).decode(raw).action if raw else "checksum"
+        action = json_decoder(CheckBody).decode_body(raw).action if raw else "checksum"
         if action != "checksum":
             raise BadRequestError(f"action: {action!r} is not supported; use checksum", param="action")
         publication = self._engine.publication
@@ -93,7 +93,7 @@ class WeightRoutes:
         return json_response(check)
 
     async def collective_rpc(self, request: web.Request) -> web.Response:
-        body = json_decoder(RpcBody).decode(await request.read())
+        body = json_decoder(RpcBody).decode_body(await request.read())
         if body.method != "reload_weights":
             raise BadRequestError(f"method: {body.method!r} is not supported; use reload_weights", param="method")
         path = body.kwargs.get("weights_path") or (body.args[0] if body.args else None)
@@ -123,7 +123,7 @@ class AdapterRoutes:
         self._lock = asyncio.Lock()
 
     async def load(self, request: web.Request) -> web.Response:
-        body = json_decoder(LoadAdapterBody).decode(await request.read())
+        body = json_decoder(LoadAdapterBody).decode_body(await request.read())
         name = body.lora_name
         if not name or not body.lora_path:
             return error_response(400, INVALID_INPUT, "Both 'lora_name' and 'lora_path' must be provided.")
@@ -149,7 +149,7 @@ class AdapterRoutes:
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, request: web.Request) -> web.Response:
-        name = json_decoder(UnloadAdapterBody).decode(await request.read()).lora_name
+        name = json_decoder(UnloadAdapterBody).decode_body(await request.read()).lora_name
         if not name:
             return error_response(400, INVALID_INPUT, "'lora_name' needs to be provided to unload a LoRA adapter.")
         async with self._lock:
