@@ -7,6 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
+from rollbook.contracts.user_errors import visible
+
 EXIT_FAILED = 1
 
 
@@ -16,15 +18,16 @@ def stderr_console() -> Console:
 
 def say(text: str) -> None:
     """Print a message without markup: messages contain paths and brackets."""
-    stderr_console().print(text, markup=False, soft_wrap=True)
+    stderr_console().print(visible(text, is_line=False), markup=False, soft_wrap=True)
 
 
 def print_error(message: str) -> None:
-    stderr_console().print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+    stderr_console().print(visible(f"error: {message}", is_line=False), style="red", markup=False, soft_wrap=True)
 
 
 def result(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
+    """Print a result. Control characters of ids and model text become escapes."""
+    sys.stdout.write(f"{visible(text, is_line=False)}\n")
     sys.stdout.flush()
 
 

@@ -66,3 +66,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     by_lower = {one.lower(): one for one in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.75)
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+_CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_VISIBLE = {code: ascii(chr(code))[1:-1] for code in _CONTROLS}
+_VISIBLE_TEXT = {code: shown for code, shown in _VISIBLE.items() if chr(code) not in "\n\t"}
+
+
+def visible(text: str, *, is_line: bool = True) -> str:
+    r"""The text with control characters as escapes (`\x1b`): ids and model text must not control a terminal.
+
+    `is_line`: escape line breaks and tabs too. Characters that change the direction of text count as control characters.
+    """
+    return text.translate(_VISIBLE if is_line else _VISIBLE_TEXT)

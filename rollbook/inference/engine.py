@@ -47,6 +47,10 @@ class GenerationError(EpisodeError):
     """The model failed on this request (NaN logits, a forward that raised). Other requests continue."""
 
 
+class GrammarError(GenerationError):
+    """The grammar of a request is too complex to follow. The request fails, and would fail again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Counters since the engine was opened, and its current load."""

@@ -17,6 +17,7 @@ from rollbook.contracts.freshness import lag
 from rollbook.contracts.group import GroupId, GroupState, PromptGroup
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
+from rollbook.contracts.user_errors import visible
 from rollbook.dashboard.run_files import summarise
 from rollbook.dashboard.source import GroupRow
 from rollbook.rollout.chat.provenance import Pieces, TokenSpan, spans_of
@@ -98,7 +99,7 @@ def _oldest_tasks(run: RecordedRun) -> str:
     oldest = sorted((task for task in means if means[task]), key=lambda task: (-means[task], task))[:MOST_TASKS]
     if not oldest:
         return ""
-    shown = ", ".join(f"{task} {means[task]:.1f}" for task in oldest)
+    shown = ", ".join(f"{visible(task)} {means[task]:.1f}" for task in oldest)
     return f"; largest means of the last {min(last, MASK_WINDOW_STEPS)} steps by task: {shown}"
 
 
@@ -151,8 +152,8 @@ def groups_lines(run: RecordedRun, *, state: str | None, limit: int, start: int)
         reward = None if group.outcome is None else group.outcome.reward_mean
         step = "" if group.step is None else str(group.step)
         yield (
-            f"{group.sequence:>8}  {group.group_id:<28} {group.state:<10} {step:>5} {group.attempt:>5}  "
-            f"{_number(reward):>7}  {group.drop_reason or ''}"
+            f"{group.sequence:>8}  {visible(group.group_id):<28} {group.state:<10} {step:>5} {group.attempt:>5}  "
+            f"{_number(reward):>7}  {visible(group.drop_reason or '')}"
         )
 
 
@@ -162,7 +163,7 @@ def group_lines(run: RecordedRun, group_id: str) -> Iterator[str]:
     yield from _life(row)
     for move in explained.moves:
         when = time.strftime("%H:%M:%S", time.localtime(move.at))
-        yield f"  {when}  {move.from_state or '–'} → {move.to_state}  {move.note}  (by {move.by})"
+        yield f"  {when}  {move.from_state or '–'} → {move.to_state}  {visible(move.note)}  (by {visible(move.by)})"
     if group is None:
         yield "its payload was deleted" if row.payload_bytes else "it was never submitted"
         return
@@ -173,7 +174,8 @@ def group_lines(run: RecordedRun, group_id: str) -> Iterator[str]:
 
 
 def _life(row: GroupRow) -> Iterator[str]:
-    yield f"group {row.group_id}: task {row.task_id}, draw {row.draw}, {row.origin}, now {row.state}"
+    ids = f"group {visible(row.group_id)}: task {visible(row.task_id)}"
+    yield f"{ids}, draw {row.draw}, {row.origin}, now {row.state}"
     if row.drop_reason:
         yield f"  dropped: {row.drop_reason}"
     yield (

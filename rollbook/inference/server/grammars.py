@@ -6,13 +6,14 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.inference.engine import GenerationError
+from rollbook.inference.engine import GrammarError
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.text import TextTokenizer
 
 CACHED_GRAMMARS = 256
 MAX_GRAMMAR_CHARS = 1 << 17
 """A grammar is compiled on the event loop: one of two million characters would stop all requests for seconds."""
+MAX_ERROR_CHARS = 300
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
 """The policy chooses the tokens of a text that the grammar fixes. Otherwise llguidance would force the tokenizer's choice."""
 
@@ -37,8 +38,14 @@ class LlguidanceCompiler:
             )
         matcher = self._start(grammar)
         if matcher.is_error():
-            raise BadRequestError(f"{field}: the grammar is not supported: {matcher.get_error()}", param=field)
-        return GrammarConstraint(matcher)
+            raise BadRequestError(f"{field}: the grammar is not supported: {_first_line(matcher)}", param=field)
+        constraint = GrammarConstraint(matcher)
+        try:
+            # Limits of llguidance on the size of a grammar may take effect with the first token only.
+            constraint.copy().allowed()
+        except GrammarError as error:
+            raise BadRequestError(f"{field}: {error}", param=field) from error
+        return constraint
 
     def _compiled(self, grammar: str) -> llguidance.LLMatcher:
         lark = llguidance.LLMatcher.grammar_from_lark(grammar if "%llguidance" in grammar else NO_FORCING + grammar)
@@ -52,15 +59,21 @@ class GrammarConstraint:
         self._matcher = matcher
 
     def allowed(self) -> NDArray[np.uint8]:
+        allowed = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise GenerationError(f"the grammar cannot be followed: {self._matcher.get_error()}")
-        return np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            raise GrammarError(f"the grammar cannot be followed: {_first_line(self._matcher)}")
+        return np.frombuffer(allowed, dtype=np.uint8)
 
     def accept(self, token_id: int) -> None:
         self._matcher.consume_token(token_id)
 
     def copy(self) -> "GrammarConstraint":
         return GrammarConstraint(self._matcher.deep_copy())
+
+
+def _first_line(matcher: llguidance.LLMatcher) -> str:
+    """The error of a matcher, without the state that llguidance prints after it."""
+    return str(matcher.get_error()).partition("\n")[0][:MAX_ERROR_CHARS]
 
 
 class _Vocabulary:

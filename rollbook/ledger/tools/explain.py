@@ -13,7 +13,7 @@ from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome
 from rollbook.contracts.group import group_id as draw_id
 from rollbook.contracts.group_codec import decode_payload
 from rollbook.contracts.policy import NOT_SAMPLED, PublicationId
-from rollbook.contracts.user_errors import indented
+from rollbook.contracts.user_errors import indented, visible
 from rollbook.ledger.records import GroupRecord, MoveRecord, Origin, RunRecord
 from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.store import Reader, Transaction
@@ -46,7 +46,7 @@ def explain_group(tx: Transaction, run_id: RunId, group_id: GroupId) -> list[str
     group = tx.groups.get(run_id, group_id)
     if group is None:
         raise UnknownGroupError(
-            f"run {run_id}: there is no group {group_id}; it was never opened, or its submission was refused"
+            f"run {run_id}: there is no group {visible(group_id)}; it was never opened, or its submission was refused"
         )
     sentences = [_opening(group)]
     sentences += _parts(tx, run, group)
@@ -60,9 +60,9 @@ def explain_group(tx: Transaction, run_id: RunId, group_id: GroupId) -> list[str
 
 def _opening(group: GroupRecord) -> str:
     part = f"part {group.part} of " if group.part > 1 else ""
-    subject = f"Group {group.group_id} is {part}draw {group.draw} of task {group.task_id}"
+    subject = f"Group {visible(group.group_id)} is {part}draw {group.draw} of task {visible(group.task_id)}"
     if group.origin is Origin.EXTERNAL:
-        sender = f"the producer {group.producer}" if group.producer else "an unregistered producer"
+        sender = f"the producer {visible(group.producer)}" if group.producer else "an unregistered producer"
         return f"{subject}; {sender} submitted it without a grant, which opened it."
     return f"{subject}, at position {group.position} of the cursor; the gate admitted it as number {group.sequence}."
 
@@ -82,7 +82,9 @@ def _parts(tx: Transaction, run: RunRecord, group: GroupRecord) -> list[str]:
             f"Its advantages are computed from the rewards of the quorum, the first {len(group.baseline)} scored samples of the "
             f"group: {rewards or 'none'}."
         )
-    others = [f"{part.group_id} ({part.state}, {_num_samples(part)})" for part in parts if part.part != group.part]
+    others = [
+        f"{visible(part.group_id)} ({part.state}, {_num_samples(part)})" for part in parts if part.part != group.part
+    ]
     if others:
         sentences.append(f"The other parts of the group are {', '.join(others)}.")
     return sentences
@@ -138,10 +140,10 @@ def _move(move: MoveRecord) -> str:
     when = datetime.fromtimestamp(move.at, UTC).strftime("%Y-%m-%d %H:%M:%S")
     if move.from_state is None:
         queued = " and queued at once" if move.to_state is GroupState.QUEUED else ""
-        return f"{when}: opened by {move.by}{queued} ({move.note})."
+        return f"{when}: opened by {visible(move.by)}{queued} ({move.note})."
     if move.from_state is move.to_state:
-        return f"{when}: still {move.to_state} ({move.note}), by {move.by}."
-    return f"{when}: {move.from_state} became {move.to_state} ({move.note}), by {move.by}."
+        return f"{when}: still {move.to_state} ({move.note}), by {visible(move.by)}."
+    return f"{when}: {move.from_state} became {move.to_state} ({move.note}), by {visible(move.by)}."
 
 
 def _versions(tx: Transaction, run: RunRecord, group: GroupRecord) -> list[str]:
@@ -179,7 +181,7 @@ def _current_state(tx: Transaction, run: RunRecord, group: GroupRecord) -> str:
     if group.state is GroupState.DISPATCHED:
         if group.owner is None:
             return "It waits for another attempt."
-        return f"{group.owner} is playing attempt {group.attempt}."
+        return f"{visible(group.owner)} is playing attempt {group.attempt}."
     if group.state is GroupState.QUEUED:
         return f"It waits in the queue for batch {run.last_decided + 1} or a later one."
     if group.state is GroupState.DROPPED:
@@ -195,7 +197,7 @@ def _batched(tx: Transaction, run: RunRecord, group: GroupRecord) -> str:
     entry = None if batch is None else next((e for e in batch.manifest.entries if e.group_id == group.group_id), None)
     rule = run.settings.rule
     if group.producer is not None:
-        order = f"it was the first group of the producer {group.producer}, which had a place"
+        order = f"it was the first group of the producer {visible(group.producer)}, which had a place"
     elif group.origin is Origin.EXTERNAL:
         order = "granted groups left a place, and it was the first of the groups without a grant"
     elif rule.policy is not BatchPolicy.DROP:

@@ -8,7 +8,7 @@ import pytest
 
 from rollbook.contracts.errors import EpisodeError, fenced
 from rollbook.contracts.plugin import PluginError, extend_search_path, load_plugin
-from rollbook.contracts.user_errors import describe_error, did_you_mean
+from rollbook.contracts.user_errors import describe_error, did_you_mean, visible
 
 
 def fails(row: dict[str, Any]) -> Any:
@@ -70,3 +70,9 @@ def test_a_suggestion_is_made_for_similar_names_only() -> None:
     assert did_you_mean("max_stps", ["max_steps", "lr"]) == "; did you mean 'max_steps'?"
     assert did_you_mean("Reward", ["reward"]) == "; did you mean 'reward'?"
     assert did_you_mean("zzz", ["max_steps"]) == ""
+
+
+def test_control_characters_of_ids_and_model_text_are_shown_as_escapes() -> None:
+    hostile = "a\x1b[2J\x9b\u202eb\x7f\r\n\tc é 😀"
+    assert visible(hostile) == "a\\x1b[2J\\x9b\\u202eb\\x7f\\r\\n\\tc é 😀"
+    assert visible(hostile, is_line=False) == "a\\x1b[2J\\x9b\\u202eb\\x7f\\r\n\tc é 😀"

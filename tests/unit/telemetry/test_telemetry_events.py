@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollbook.telemetry.events import EventLog, LineFile, read_json_lines
+from rollbook.telemetry.json_tail import JsonTail
 
 
 def test_an_event_is_a_line_with_its_name_level_process_and_fields(tmp_path: Path) -> None:
@@ -107,3 +108,14 @@ def test_a_file_that_cannot_be_renamed_is_continued(tmp_path: Path, monkeypatch:
     log.close()
     rows = read_json_lines(tmp_path / "ledger.jsonl.1") + read_json_lines(tmp_path / "ledger.jsonl")
     assert [row["number"] for row in rows] == list(range(14))
+
+
+@pytest.mark.parametrize("levels", [65, 5_000, 100_000])
+def test_a_deeply_nested_line_is_skipped_like_a_damaged_one(tmp_path: Path, levels: int) -> None:
+    file = tmp_path / "metrics.jsonl"
+    deep = '{"step": 2, "x": ' + "[" * levels + "]" * levels + ', "nan": NaN}'
+    file.write_text(f'{{"step": 1}}\n{deep}\n{deep.replace("NaN", "1")}\n{{"step": 3}}\n')
+    tail = JsonTail(file)
+    assert [row["step"] for row in tail.poll()] == [1, 3]
+    assert tail.skipped == 2
+    assert [row["step"] for row in read_json_lines(file)] == [1, 3]

@@ -9,7 +9,13 @@ from aiohttp import web
 
 from rollbook.contracts.errors import EpisodeError, TransientError
 from rollbook.contracts.weights import WeightsError
-from rollbook.inference.engine import EngineQueueFullError, GenerationError, UnknownAdapterError, UnpublishedError
+from rollbook.inference.engine import (
+    EngineQueueFullError,
+    GenerationError,
+    GrammarError,
+    UnknownAdapterError,
+    UnpublishedError,
+)
 from rollbook.inference.pause import OutdatedUpdateError
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.service import RETRY_AFTER_S, StaleWeightsError, UnknownModelError
@@ -57,6 +63,8 @@ def response_to(error: Exception) -> web.Response | None:
             return error_response(409, OUTDATED_UPDATE, message)
         case UnpublishedError() | StaleWeightsError():
             return error_response(503, STALE_WEIGHTS, message, retry_after_s=RETRY_AFTER_S)
+        case GrammarError():
+            return error_response(400, "BadRequestError", message, param="structured_outputs")
         case GenerationError():
             return error_response(500, GENERATION_FAILED, message)
         case TransientError():
