@@ -1,11 +1,14 @@
 """TRL's AsyncGRPOTrainer on Rollbook's workers, gate and ledger. Run it again after a crash: it resumes without losing groups.
 
 .venvs/trl/bin/python examples/06_trl/train.py --run-dir runs/trl
+.venvs/trl/bin/accelerate launch --num_processes 2 examples/06_trl/train.py --run-dir runs/trl     (two GPUs)
+.venvs/trl/bin/torchrun --nproc-per-node 2 examples/06_trl/train.py --run-dir runs/trl              (two processes on a CPU)
 """
 
 import argparse
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,8 @@ class PrintSteps(TrainerCallback):
         time.sleep(self._step_s)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if not state.is_world_process_zero:
+            return
         shown = {key: logs[key] for key in ("ratio", "reward", "sample/staleness_max") if logs and key in logs}
         if shown:
             dropped = (logs or {}).get("sample/dropped_stale_total") or 0
@@ -47,12 +52,14 @@ def main() -> None:
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
         use_cpu()
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
     overrides = [f"trainer.max_steps={given.steps}", *given.set]
     with open_host(HERE / "run.toml", run_dir=given.run_dir, overrides=overrides) as run:
         args = AsyncGRPOConfig(
             output_dir=str(Path(given.run_dir) / "trl"),
             max_steps=given.steps,
-            per_device_train_batch_size=run.info.rows_per_step,
+            # With `accelerate launch`, the rows of a batch are divided among the processes.
+            per_device_train_batch_size=run.info.rows_per_step // processes,
             token_budget=0,  # a step has a fixed number of rows, not of tokens
             num_generations=run.info.completions_per_prompt,
             max_staleness=run.info.max_head_offpolicy_versions,
@@ -63,6 +70,7 @@ def main() -> None:
             report_to=[],
             dtype="float32",
             use_cpu=not torch.cuda.is_available(),
+            ddp_backend="gloo" if processes > 1 and not torch.cuda.is_available() else None,
             bf16=torch.cuda.is_available(),
             gradient_checkpointing=False,
             disable_tqdm=True,
@@ -78,8 +86,11 @@ def main() -> None:
         )
         checkpoint = run.last_checkpoint(args.output_dir)
         before = run.status()
-        print(json.dumps({"resumed_from": checkpoint, "groups": dict(before.by_state)}), flush=True)
+        if run.is_leader:
+            print(json.dumps({"resumed_from": checkpoint, "groups": dict(before.by_state)}), flush=True)
         trainer.train(resume_from_checkpoint=checkpoint)
+        if not run.is_leader:
+            return
         after = run.status()
         print(
             json.dumps(

@@ -39,16 +39,18 @@ class RollbookWeightTransfer:
         self._run.check_host()
 
     def pause(self) -> None:
-        """Not needed: the policy server applies weights between two forwards, and each token has its version."""
+        """Suspend generation while weights are sent. Running requests continue after `resume`; each token has its version."""
+        self._run.pause()
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
         self._run.publish({name: tensor.detach().cpu().clone() for name, tensor in iterator})
 
     def resume(self) -> None:
-        """Not needed."""
+        self._run.resume()
 
     def destroy(self) -> None:
-        """Not needed: `open_host` closes the run."""
+        """Resume the policy servers and disconnect from them. The ledger stays connected: `open_host` closes the run."""
+        self._run.disconnect()
 
 
 class RollbookCallback(TrainerCallback):
@@ -58,11 +60,6 @@ class RollbookCallback(TrainerCallback):
         self._run = run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
-        if args.world_size > 1:
-            raise RunError(
-                f"TRL runs {args.world_size} training processes, and this integration supports one: start it with `python`, "
-                "without `accelerate launch` or `torchrun`. `rollbook train` trains with several (trainer.ranks)"
-            )
         if isinstance(context["train_dataloader"], DataLoaderDispatcher | DataLoaderShard):
             raise RunError(
                 "the trainer fetches a batch ahead of the one it trains; use "
@@ -84,11 +81,12 @@ class RollbookCallback(TrainerCallback):
 
 def setting_problems(args: Any, info: HostInfo) -> list[str]:
     """Settings that break the mapping of one step to one batch, or that train on other logprobs than those sampled."""
-    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     problems = []
     if rows != info.rows_per_step:
+        processes = f" × {args.world_size} processes" if args.world_size > 1 else ""
         problems.append(
-            f"per_device_train_batch_size × gradient_accumulation_steps is {rows}, a batch of the run has "
+            f"per_device_train_batch_size × gradient_accumulation_steps{processes} is {rows}, a batch of the run has "
             f"{info.rows_per_step} rows ({info.groups_per_step} groups of {info.completions_per_prompt}, batch policy "
             f"{info.batch_policy})"
         )

@@ -84,17 +84,26 @@ class HostInfo:
 
 
 class RollbookRun:
-    """Made by `open_host`. Methods may be called from any thread."""
+    """Made by `open_host`. Methods may be called from any thread.
 
-    def __init__(self, info: HostInfo, directory: Path, process: subprocess.Popen[bytes] | None) -> None:
+    With several training processes, that of rank 0 is the leader: it takes the trainer role, gets the rows and publishes. The
+    others only read; `begin`, `checkpointed` and `finish` do nothing there.
+    """
+
+    def __init__(
+        self, info: HostInfo, directory: Path, process: subprocess.Popen[bytes] | None, *, is_leader: bool = True
+    ) -> None:
         self.info = info
         self.directory = directory
+        self.is_leader = is_leader
         self._process = process
-        self._log = EventLog("trl", directory / "logs" / "trl.jsonl")
-        self._spans = SpanRecorder("trl", directory / "spans" / "trl.jsonl")
+        name = "trl" if is_leader else f"trl-{os.environ['RANK']}"
+        self._log = EventLog(name, directory / "logs" / f"{name}.jsonl")
+        self._spans = SpanRecorder(name, directory / "spans" / f"{name}.jsonl")
         self._loop = LoopThread("rollbook.trl")
         self._ledger: LedgerClient
         self._publisher: Publisher
+        self._receiver: WeightTransferClient
         self._watch: asyncio.Task[None] | None = None
         self._role: TrainerRole | None = None
         self._trained = threading.Condition()
@@ -126,6 +135,8 @@ class RollbookRun:
 
     def begin(self, restored_step: int) -> None:
         """Take the trainer role with the weights of `restored_step`."""
+        if not self.is_leader:
+            return
         self._role = self._loop.run(self._ledger.take_role(restored_step=restored_step))
         self._step = restored_step
         self._log.info(
@@ -164,6 +175,22 @@ class RollbookRun:
         with self._trained:
             self._trained.notify_all()
 
+    def pause(self) -> None:
+        """Suspend generation at all policy servers, until `resume`."""
+        self._loop.run(self._receiver.pause())
+
+    def resume(self) -> None:
+        self._loop.run(self._receiver.resume())
+
+    def disconnect(self) -> None:
+        """Resume the policy servers and close the connections to them: nothing can be published any more."""
+        self._loop.run(self._disconnect())
+
+    async def _disconnect(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        await self._receiver.destroy()
+
     def _acknowledge(self, step: int, digest: str) -> None:
         receipt = self._loop.run(self._ledger.acknowledge(step, digest, unusable=self._unusable.pop(step, None)))
         if receipt is AckReceipt.DIVERGED:
@@ -173,10 +200,14 @@ class RollbookRun:
             self._step = step
 
     def checkpointed(self, step: int, *, oldest_kept: int) -> None:
+        if not self.is_leader:
+            return
         self._loop.run(self._ledger.checkpointed(step, oldest_kept=oldest_kept))
 
     def finish(self) -> None:
         """End the run: open groups are dropped and the rollout processes stop."""
+        if not self.is_leader:
+            return
         self._loop.run(self._ledger.finish(EndOfRun.MAX_STEPS))
 
     def last_checkpoint(self, output_dir: str | Path) -> str | None:
@@ -209,6 +240,7 @@ class RollbookRun:
             ) as self._ledger,
             WeightTransferClient(info.policy_urls, request_s=info.request_s, api_key=token, log=self._log) as receiver,
         ):
+            self._receiver = receiver
             self._publisher = Publisher(
                 source=self._ledger,
                 receiver=receiver,
@@ -218,6 +250,9 @@ class RollbookRun:
                 log=self._log,
                 spans=self._spans,
             )
+            if not self.is_leader:
+                yield
+                return
             self._watch = asyncio.create_task(self._publisher.run(), name="trl.watch_replicas")
             try:
                 yield
@@ -240,9 +275,14 @@ def open_host(
 ) -> Iterator[RollbookRun]:
     """Start `rollbook host` and connect to it. Call it again to resume. The host ends with this process, even when it is killed.
 
-    `python` runs the host; None: the interpreter of this process.
+    With several training processes on one machine (`accelerate launch`, `torchrun`) every process calls it: rank 0 starts the host,
+    and the others get a run that only reads. `python` runs the host; None: the interpreter of this process.
     """
     directory = Path(run_dir).resolve()
+    if int(os.environ.get("RANK", "0")) > 0:
+        with _open_follower(directory) as follower:
+            yield follower
+        return
     parent_read, parent_write = os.pipe()
     command = [python or sys.executable, "-P", "-m", "rollbook", "host", str(config), "--run-dir", str(directory)]
     command += ["--parent-fd", str(parent_read), *(part for text in overrides for part in ("--set", text))]
@@ -264,17 +304,40 @@ def open_host(
         os.close(parent_write)
 
 
-def _host_info(directory: Path, process: subprocess.Popen[bytes]) -> HostInfo:
+@contextmanager
+def _open_follower(directory: Path) -> Iterator[RollbookRun]:
+    """The run of a training process other than rank 0."""
+    run = RollbookRun(_host_info(directory, None), directory, None, is_leader=False)
+    try:
+        run.open()
+        yield run
+    finally:
+        run.close()
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _host_info(directory: Path, process: subprocess.Popen[bytes] | None) -> HostInfo:
+    """`process`: the host that was started; None: any that is running, which rank 0 started."""
     until = time.monotonic() + READY_S
     while time.monotonic() < until:
-        if (code := process.poll()) is not None:
+        if process is not None and (code := process.poll()) is not None:
             raise RunError(
                 f"`rollbook host` ended with code {code} before it was ready: its error is printed above, its log is in "
                 f"{directory / 'logs'}"
             )
         with suppress(OSError, ValueError):
             info = json_decoder(HostInfo).decode((directory / "host.json").read_bytes())
-            if info.pid == process.pid:
+            # The file of a host that was killed has the id of a process that has ended.
+            if info.pid == process.pid if process is not None else _is_running(info.pid):
                 return info
         time.sleep(0.05)
     raise RunError(f"`rollbook host` was not ready within {READY_S:g} s; see {directory / 'logs'}")

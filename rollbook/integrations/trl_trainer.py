@@ -1,11 +1,13 @@
 """TRL's `AsyncGRPOTrainer` for batches of the ledger, and what it needs to run on a CPU."""
 
 import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from accelerate.utils import broadcast_object_list, slice_tensors
+from torch.utils.data import DataLoader, IterableDataset
 from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer, packing
 
 
@@ -13,12 +15,32 @@ class RollbookGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]  # TRL is not
     """`AsyncGRPOTrainer` that requests a batch only when the batch before it was trained.
 
     The loader of accelerate fetches one batch ahead. That adds a version of lag, and after a crash it waits for a batch that is
-    formed only after the current one was trained. PyTorch's own loader does not fetch ahead.
+    formed only after the current one was trained. PyTorch's own loader does not fetch ahead. With several processes, rank 0 gets
+    the batch and sends each rank its row.
     """
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         loader: DataLoader[Any] = super().get_train_dataloader().base_dataloader
-        return loader
+        if self.accelerator.num_processes == 1:
+            return loader
+        return DataLoader(_RowOfRank(loader, self.accelerator), batch_size=None)
+
+
+class _RowOfRank(IterableDataset[Any]):
+    """Batches of rank 0, reduced to the row of this process. All ranks iterate in step."""
+
+    def __init__(self, loader: DataLoader[Any], accelerator: Any) -> None:
+        self._loader = loader
+        self._accelerator = accelerator
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, is_main = self._accelerator.process_index, self._accelerator.is_main_process
+        batches = iter(self._loader) if is_main else iter(())
+        while True:
+            sent = broadcast_object_list([next(batches, None) if is_main else None], from_process=0)[0]
+            if sent is None:
+                return
+            yield slice_tensors(sent, slice(rank, rank + 1))
 
 
 def use_cpu() -> None:

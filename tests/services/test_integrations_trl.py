@@ -81,6 +81,20 @@ def test_trl_on_our_workers_has_ratio_one_and_drops_no_sample_while_its_own_work
     assert dropped > kept, "TRL alone drops most samples; if that changes, update docs/agents.md"
 
 
+def test_two_training_processes_train_each_batch_of_the_ledger_together(tmp_path: Path) -> None:
+    """`torchrun`, which `accelerate launch` uses too, with gloo on a CPU."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    process = start(*launcher, "examples/06_trl/train.py", "--run-dir", str(tmp_path / "run"), "--steps", str(STEPS))
+    lines = list(printed_by(process))
+    assert process.wait(60) == 0
+    steps = [line for line in lines if "ratio" in line]
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    assert steps[0]["ratio"] == pytest.approx(1.0, abs=5e-4)
+    assert sum(line["dropped_stale"] for line in steps) == 0
+    assert (lines[-1]["done"], lines[-1]["divergences"]) == (STEPS, 0)
+    assert_all_groups_were_trained_once(tmp_path / "run")
+
+
 def test_a_killed_trl_run_resumes_and_delivers_the_groups_that_were_queued_or_in_flight(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     # Slow environments, so that groups are in flight at the kill.

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from aiohttp import web
+from aiohttp import ClientSession, web
 from aiohttp.typedefs import Handler
 
 from rollbook.concurrency.sockets import listening_socket
-from rollbook.contracts.errors import TransientError
+from rollbook.contracts.errors import RunError, TransientError
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import build_app, serve
+from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.integrations.weight_sync import SyncWeightTransferClient
 
 
@@ -54,6 +55,30 @@ def test_a_client_that_cannot_connect_leaves_nothing_behind(tmp_path: Path, monk
     with pytest.raises(TransientError):
         client.init()
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_pause_resume_and_destroy_do_what_their_names_say() -> None:
+    """A paused server reports it. A destroyed client has resumed what it paused, and refuses further work."""
+    config = InferenceConfig(engine="scripted")
+
+    async def is_paused(http: ClientSession, url: str) -> bool:
+        async with http.get(f"{url}/is_paused") as answer:
+            return bool((await answer.json())["is_paused"])
+
+    async with (
+        open_engine(config, Path()) as engine,
+        serve(build_app(engine, config)) as url,
+        ClientSession() as http,
+        WeightTransferClient([url], request_s=5.0) as client,
+    ):
+        seen = [await is_paused(http, url)]
+        for act in (client.pause, client.resume, client.pause, client.destroy, client.destroy):
+            await act()
+            seen.append(await is_paused(http, url))
+        assert seen == [False, True, False, True, False, False]
+        for act in (client.pause, client.resume):
+            with pytest.raises(RunError, match="was destroyed"):
+                await act()
 
 
 async def test_a_trainer_of_another_project_pushes_to_servers_without_a_shared_disk() -> None:

@@ -141,6 +141,9 @@ class WeightTransferClient:
         self._has_warned = False
         self._responded: set[int] = set()
         """Replicas at which a request succeeded."""
+        self._paused: set[int] = set()
+        """Replicas that `pause` has paused."""
+        self._is_destroyed = False
 
     async def __aenter__(self) -> "WeightTransferClient":
         for url in self._urls:
@@ -152,6 +155,22 @@ class WeightTransferClient:
         self._replicas.append(await self._stack.enter_async_context(opened))
 
     async def __aexit__(self, *error: object) -> None:
+        await self.destroy()
+
+    async def destroy(self) -> None:
+        """Dissolve process groups and disconnect. The servers keep the last weights. A second call does nothing.
+
+        Replicas that this client has paused are resumed first, because nobody else would.
+        """
+        is_destroyed, self._is_destroyed = self._is_destroyed, True
+        if is_destroyed:
+            return
+
+        async def resume_paused() -> None:
+            await asyncio.gather(*map(self._resume_one, sorted(self._paused)), return_exceptions=True)
+
+        if self._paused:
+            await finish(resume_paused(), within_s=self._confirm_s, name="resume before the end")
         if self._group is not None:
             await self._group.dissolve()
         if self._transport is not None:
@@ -191,6 +210,7 @@ class WeightTransferClient:
 
         `within_s`: how long to retry while no replica is in service or accepts them (default: `confirm_s`).
         """
+        self._require_open()
         self._has_warned = False
         deadline = Deadline(self._confirm_s if within_s is None else within_s, f"publication {publication.id}")
         serving = await retry(self._in_service, on=TransientError, deadline=deadline, on_retry=self._log_retry)
@@ -224,18 +244,27 @@ class WeightTransferClient:
         return [one for index, one in zip(serving, found, strict=True) if index not in self._gone]
 
     async def pause(self, mode: str = "keep") -> None:
-        """`keep` suspends running requests, `wait` lets them finish, `abort` ends them."""
+        """`keep` suspends running requests, `wait` lets them finish, `abort` ends them. Until `resume`, new requests wait."""
+        self._require_open()
 
         async def pause(index: int) -> None:
+            self._paused.add(index)  # even if the response is lost
             await self._server_api.pause(self._replicas[index], mode)
 
         await self._at_all(self._serving(), pause, f"pause ({mode})")
 
     async def resume(self) -> None:
-        await self._at_all(self._serving(), self._resume_one, "resume")
+        """Resume all replicas, the paused ones that are quarantined by now too."""
+        self._require_open()
+        await self._at_all(sorted({*self._serving(), *self._paused} - self._gone), self._resume_one, "resume")
 
     async def _resume_one(self, index: int) -> None:
         await self._server_api.resume(self._replicas[index])
+        self._paused.discard(index)
+
+    def _require_open(self) -> None:
+        if self._is_destroyed:
+            raise RunError("this weight client was destroyed; make a new one")
 
     async def _in_service(self) -> list[int]:
         """The replicas in service now. Raises `TransientError` if there are none."""

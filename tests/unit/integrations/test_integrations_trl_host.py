@@ -1,6 +1,8 @@
 """`rollbook host` writes `host.json` as the TRL integration reads it."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +14,8 @@ from rich.console import Console
 
 from rollbook.commands.training.host import host, host_info
 from rollbook.contracts.errors import RunError
-from rollbook.integrations.trl import RollbookCallback
-from rollbook.integrations.trl_run import HostInfo
+from rollbook.integrations.trl import RollbookCallback, setting_problems
+from rollbook.integrations.trl_run import HostInfo, open_host
 from rollbook.run.config.run import load_config
 from rollbook.run.directory import RunDirectory
 
@@ -48,18 +50,47 @@ def test_a_run_with_vllm_engines_is_refused_before_anything_starts(tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("world_size", "loader", "message"),
-    [
-        (2, None, "TRL runs 2 training processes, and this integration supports one"),
-        (1, DataLoaderDispatcher([1, 2]), "fetches a batch ahead of the one it trains; use `.*RollbookGRPOTrainer`"),
-    ],
-)
-def test_a_trainer_that_would_train_other_batches_than_the_ledger_decided_is_refused(
-    world_size: int, loader: Any, message: str
-) -> None:
-    run: Any = None  # not used before these checks
+def test_a_trainer_that_would_train_other_batches_than_the_ledger_decided_is_refused() -> None:
+    run: Any = None  # not used before this check
+    message = "fetches a batch ahead of the one it trains; use `.*RollbookGRPOTrainer`"
     with pytest.raises(RunError, match=message):
         RollbookCallback(run).on_train_begin(
-            SimpleNamespace(world_size=world_size), None, None, train_dataloader=loader
+            SimpleNamespace(world_size=1), None, None, train_dataloader=DataLoaderDispatcher([1, 2])
         )
+
+
+def test_the_rows_of_a_batch_are_divided_among_the_training_processes(tmp_path: Path) -> None:
+    loaded, directory = load_config(EXAMPLE), RunDirectory(tmp_path)
+    directory.record_model(tmp_path / "model")
+    written = host_info({"ledger": "http://a:1", "policy": "http://b:2"}, loaded, directory)
+    info = msgspec.json.decode(json.dumps(written), type=HostInfo)
+    args = SimpleNamespace(
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=1,
+        world_size=2,
+        token_budget=0,
+        weight_sync_steps=1,
+        temperature=1.0,
+        max_staleness=2,
+        max_steps=12,
+    )
+    assert setting_problems(args, info) == []
+    args.world_size = 4
+    (problem,) = setting_problems(args, info)
+    assert "× 4 processes is 32, a batch of the run has 16 rows" in problem
+
+
+def test_a_process_of_another_rank_waits_for_the_host_of_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts no host of its own; the file of a host that was killed does not count."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("rollbook.integrations.trl_run.READY_S", 0.2)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    loaded, directory = load_config(EXAMPLE), RunDirectory(tmp_path)
+    directory.record_model(tmp_path / "model")
+    written = host_info({"ledger": "http://a:1", "policy": "http://b:2"}, loaded, directory)
+    (tmp_path / "host.json").write_text(json.dumps({**written, "pid": ended.pid}), encoding="utf-8")
+    with pytest.raises(RunError, match="was not ready"), open_host(EXAMPLE, run_dir=tmp_path):
+        pass

@@ -100,6 +100,7 @@ def test_all_settings_that_break_the_mapping_are_reported() -> None:
         per_device_train_batch_size=8,
         gradient_accumulation_steps=1,
         token_budget=512,
+        world_size=1,
         weight_sync_steps=2,
         temperature=0.7,
         max_staleness=1,
