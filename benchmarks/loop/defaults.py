@@ -8,7 +8,8 @@
 Every run is `rollbook init --template single_turn --model DIR` with 16 groups of 8 answers a step and a staleness bound of 2. Only
 the lengths of answers are set: 64 to 512 tokens, the same for all answers to a question. Models have random weights.
 `defaults_CASE`: seconds a step with the best settings by hand over those without a setting. `memory_CASE`: measured peak of
-the GPU over the planned one. Each run prints a line of JSON as soon as it ends; `--save` appends it to a file.
+the GPU over the planned one, of the trainer without what its allocator keeps unused. Each run prints a line of JSON as soon as it
+ends; `--save` appends it to a file.
 """
 
 import argparse
@@ -40,7 +41,7 @@ from rollbook.commands.training.init import init_project
 from rollbook.run.config.run import load_config
 from rollbook.run.resources.automatic import Resolution, resolve
 from rollbook.run.resources.machine import GB, driver_gpus, this_machine
-from rollbook.run.resources.memory_plan import gpu
+from rollbook.run.resources.memory_plan import CONTEXT_BYTES, gpu
 from rollbook.trainer.model.model_directory import build_tokenizer
 from rollbook.trainer.model_config import ModelBuildConfig
 
@@ -185,6 +186,13 @@ class Measured:
     def planned_bytes(self) -> int:
         return 0 if self.found.plan is None else self.found.plan.total(gpu(0))
 
+    @property
+    def needed_bytes(self) -> int:
+        """Processes of the GPU; of the trainer its tensors, because its allocator keeps what other processes do not need."""
+        others = sum(used for name, used in self.memory.by_process.items() if name != "trainer")
+        tensors = float(max(row["perf/memory_gb"] for row in self.run.steps)) * GB
+        return round(others + tensors + CONTEXT_BYTES)
+
     def row(self) -> dict[str, Any]:
         steady = self.run.steps[WARM_UP_STEPS:]
         plan = self.found.plan
@@ -249,8 +257,8 @@ def figures_of(name: str, ours: Measured, hand: Measured | None) -> list[Figure]
         figures.append(
             Figure(name=f"defaults_{name}", ours=step_s, peer=peer, unit="s a step", ratio=peer / step_s, floor=FLOOR)
         )
-    if ours.planned_bytes and ours.memory.total:
-        used, planned = ours.memory.total / GB, ours.planned_bytes / GB
+    if ours.planned_bytes and ours.memory.by_process:
+        used, planned = ours.needed_bytes / GB, ours.planned_bytes / GB
         figures.append(Figure(name=f"memory_{name}", ours=used, peer=planned, unit="GB", ratio=used / planned))
     return figures
 

@@ -21,6 +21,7 @@ from rollbook.run.resources.memory_plan import (
     DISK,
     HEADROOM_SHARE,
     MAIN_MEMORY,
+    PUBLISHED_COPIES,
     MemoryPlan,
     Sizes,
     gpu,
@@ -141,6 +142,8 @@ def resolve(
     facts = facts if has_trainer else None
     if recorded is None and facts is not None and draft.uses_gpu and has_all:
         sizes = draft.choose_memory(facts, sizes, capacity, machine)
+    elif facts is not None and has_all:
+        sizes = choose_sizes(facts, sizes, frozenset(), capacity, demand_of(draft.config, facts, sizes))
     plan = None if facts is None else memory_plan(facts, sizes)
     capacity = {**capacity, MAIN_MEMORY: machine.memory_bytes}
     if disk_bytes is not None:
@@ -376,6 +379,7 @@ def sizes_of(config: RunConfig, machine: Machine) -> Sizes:
         is_checkpointing=trainer.gradient_checkpointing,
         logits_bytes=trainer.logits_bytes,
         keep_checkpoints=trainer.keep_checkpoints,
+        gpu_copies=PUBLISHED_COPIES if trainer.device == "cuda" and trainer.ranks == 1 else 0,
         trainer_gpus=resources.trainer_gpus or ranks,
         engine=engine,
         policy_device=inference.device,

@@ -98,7 +98,9 @@ def best_division(
 def with_division(sizes: Sizes, division: Division) -> Sizes:
     each = len(division.policy_gpus) // division.replicas
     policy = tuple(division.policy_gpus[n * each : (n + 1) * each] for n in range(division.replicas))
-    return replace(sizes, trainer_gpus=division.trainer_gpus, policy_gpus=policy)
+    # Weights of several ranks are gathered in main memory.
+    copies = sizes.gpu_copies if len(division.trainer_gpus) == 1 else 0
+    return replace(sizes, trainer_gpus=division.trainer_gpus, policy_gpus=policy, gpu_copies=copies)
 
 
 def estimated_step_s(model: ModelFacts, config: RunConfig, division: Division) -> float:

@@ -18,8 +18,12 @@ MB = 10**6
 # Measured on an H200 with torch 2.11.
 CONTEXT_BYTES = 700 * MB
 """Of a process that uses a GPU: driver context, loaded kernels, cuBLAS workspace."""
-ALLOCATOR_SHARE = 1.06
-"""Memory that torch's allocator reserves, relative to the tensors of a pass: blocks of different sizes leave gaps."""
+ALLOCATOR_SHARE = 1.03
+"""Tensors of a pass, relative to those that the backward pass needs: gradients of activations and workspaces. The allocator may
+reserve more than that from a GPU with free memory; it returns what it does not use when the memory is needed."""
+PUBLISHED_COPIES = 3
+"""Float32 copies of the trained weights on the GPU: the next version, the one that servers load, and one they still map. Copies
+that do not fit are made in main memory."""
 GRAPH_BYTES_PER_LAYER = 12 * MB
 """Captured graphs of the engine, all shapes together."""
 LOGITS_COPIES = 1.75
@@ -66,6 +70,8 @@ class Sizes:
     is_checkpointing: bool = False
     logits_bytes: int = 256 << 20
     keep_checkpoints: int = 2
+    gpu_copies: int = 0
+    """Copies of the trained weights on the trainer's GPU, for publications."""
     trainer_gpus: tuple[int, ...] = (0,)
     """One for each rank. Read if the device is a GPU."""
     engine: Engine = "embedded"
@@ -188,6 +194,7 @@ def _trainer_parts(model: ModelFacts, sizes: Sizes) -> Iterator[Part]:
         "master weights": MASTER * trained,
         "gradients": GRADIENT * trained,
         "optimizer": ADAM * trained,
+        "published copies": sizes.gpu_copies * MASTER * trained if is_gpu else 0,
         "reference": compute * model.parameters if sizes.has_reference and sizes.lora is None else 0,
     }
     for rank in range(ranks):

@@ -41,17 +41,18 @@ def choose_sizes(
 ) -> Sizes:
     """Chooses the sizes named in `free`: `tokens_per_pass`, `is_checkpointing`, `logits_bytes`, `kv_bytes`.
 
-    What costs least speed is reduced first: cache and passes, then chunks of logits; then activations are recomputed. If nothing
-    fits, the smallest sizes are returned.
+    What costs least speed is reduced first: cache and passes, then chunks of logits; then published copies are made in main memory,
+    and activations are recomputed. If nothing fits, the smallest sizes are returned.
     """
     candidates = [
         _filled(
             model,
-            replace(sizes, is_checkpointing=is_checkpointing, logits_bytes=logits_bytes),
+            replace(sizes, is_checkpointing=is_checkpointing, logits_bytes=logits_bytes, gpu_copies=gpu_copies),
             free,
             capacity,
             demand,
         )
+        for gpu_copies in dict.fromkeys((sizes.gpu_copies, 0))
         for is_checkpointing in ((False, True) if "is_checkpointing" in free else (sizes.is_checkpointing,))
         for logits_bytes in (
             [megabytes << 20 for megabytes in LOGITS_MB] if "logits_bytes" in free else [sizes.logits_bytes]
