@@ -56,22 +56,7 @@ class JsonDecoder(Generic[T]):
 
     def decode_body(self, raw: bytes, *, max_values: int = MAX_VALUES) -> T:
         """The body of a request, with limits on the number of its values."""
-        brackets = raw.count(b"[") + raw.count(b"{")
-        if brackets > MAX_DEPTH or raw.count(b",") >= max_values or raw.count(b":") > MAX_MEMBERS:
-            # Most bodies that are refused are refused by their beginning.
-            for part in (raw[:SCANNED_FIRST], raw) if len(raw) > SCANNED_FIRST else (raw,):
-                steps, num_commas, num_members = _structure(part)
-                if (
-                    np.count_nonzero(steps > 0) > MAX_CONTAINERS
-                    or num_commas >= max_values
-                    or num_members > MAX_MEMBERS
-                ):
-                    raise msgspec.DecodeError(
-                        f"the body has too many values: at most {max_values} values, {MAX_MEMBERS} members of objects and "
-                        f"{MAX_CONTAINERS} lists and objects are accepted in one request; split it"
-                    )
-                if _is_deep(steps):
-                    raise msgspec.DecodeError(f"the JSON cannot be decoded: {TOO_DEEP}")
+        check_body(raw, max_values=max_values)
         return self._decode(raw)
 
 
@@ -97,6 +82,22 @@ def convert(value: Any, kind: type[T], *, strict: bool = True, dec_hook: Callabl
     """`msgspec.convert`, for a type that may be used here for the first time."""
     json_decoder(kind)
     return msgspec.convert(value, kind, strict=strict, dec_hook=dec_hook)
+
+
+def check_body(raw: bytes, *, max_values: int = MAX_VALUES) -> None:
+    """Raises `msgspec.DecodeError` for JSON that is nested too deeply or has too many values for an event loop."""
+    brackets = raw.count(b"[") + raw.count(b"{")
+    if brackets > MAX_DEPTH or raw.count(b",") >= max_values or raw.count(b":") > MAX_MEMBERS:
+        # Most bodies that are refused are refused by their beginning.
+        for part in (raw[:SCANNED_FIRST], raw) if len(raw) > SCANNED_FIRST else (raw,):
+            steps, num_commas, num_members = _structure(part)
+            if np.count_nonzero(steps > 0) > MAX_CONTAINERS or num_commas >= max_values or num_members > MAX_MEMBERS:
+                raise msgspec.DecodeError(
+                    f"the body has too many values: at most {max_values} values, {MAX_MEMBERS} members of objects and "
+                    f"{MAX_CONTAINERS} lists and objects are accepted in one request; split it"
+                )
+            if _is_deep(steps):
+                raise msgspec.DecodeError(f"the JSON cannot be decoded: {TOO_DEEP}")
 
 
 def load_json(text: str) -> Any:

@@ -342,3 +342,20 @@ def test_only_the_beginning_of_a_text_that_is_too_long_is_encoded() -> None:
     for limit in (1, 100, len(whole) - 1, len(whole), len(whole) + 1):
         assert tokenizer.encode(text, max_tokens=limit) == whole[:limit]
         assert tokenizer.encode_prompt(text, max_tokens=limit) == whole[:limit]
+
+
+async def test_the_mistakes_of_a_hostile_post_are_counted_and_not_listed(
+    session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    async with SERVERS["ledger"](tmp_path) as server:
+        posts = {
+            "/register": {str(n): 1 for n in range(40_000)},
+            "/register-env": [{}] * 20_000,
+            "/scored_data": {"tokens": [], "masks": [], "scores": [], "messages": [{"a": 1}] * 5_000},
+        }
+        for path, body in posts.items():
+            data = io.BytesIO(json.dumps(body).encode())
+            async with session.post(server.url + path, data=data, headers=AUTHORIZED) as response:
+                reply = await response.json()
+                assert (response.status, len(reply["detail"])) == (422, 1), path
+                assert "too many values" in reply["detail"][0]["msg"] or "invalid values" in reply["detail"][0]["msg"]

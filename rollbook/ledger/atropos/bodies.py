@@ -20,6 +20,8 @@ GZIP_LEVEL = 2
 """This level is as fast as level 1 with this library, and compresses a little better."""
 MIN_COMPRESSED_BYTES = 1000
 FLUSH_POLL_S = 0.005
+MAX_DETAILS = 100
+"""Mistakes of a body that are reported. A hostile body can have one for each of its values."""
 
 
 class BrowserRefusedError(RunError):
@@ -87,7 +89,8 @@ def bytes_response(
 def error_response(request: web.Request, error: Exception) -> web.Response:
     """One of `KNOWN_ERRORS` in the form that Atropos clients expect."""
     if isinstance(error, InvalidBodyError):
-        details = [{**detail, "input": _shortened(detail.get("input"))} for detail in error.details]
+        shown = error.details[:MAX_DETAILS]
+        details = [{**detail, "input": _shortened(detail.get("input"))} for detail in shown]
         return json_response(request, {"detail": details}, status=HTTPStatus.UNPROCESSABLE_ENTITY)
     if isinstance(error, IncompleteBodyError):
         return web.Response(body=b"Invalid gzip payload", content_type="text/plain", status=HTTPStatus.BAD_REQUEST)
@@ -101,6 +104,8 @@ def error_response(request: web.Request, error: Exception) -> web.Response:
 
 def _shortened(value: Any) -> Any:
     """The invalid value, unless it is long or cannot be sent as JSON."""
+    if isinstance(value, str | list | dict) and len(value) > MIN_COMPRESSED_BYTES:
+        return f"a {type(value).__name__} of {len(value)} items"
     try:
         text = json.dumps(value, allow_nan=False)
     except (ValueError, TypeError, RecursionError):

@@ -82,7 +82,7 @@ class InvalidBodyError(Exception):
     """The body of a request is invalid. The details are those of a 422 response: type, location, message, input."""
 
     def __init__(self, *details: dict[str, Any]) -> None:
-        super().__init__("; ".join(str(detail["msg"]) for detail in details))
+        super().__init__("; ".join(str(detail["msg"]) for detail in details[:20]))
         self.details = details
 
 

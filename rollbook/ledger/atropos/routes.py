@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 from isal import isal_zlib
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from rollbook.access.guard import REFUSE, Problem, is_browser, is_own_page
 from rollbook.access.server import for_any_name
 from rollbook.contracts.admission import RunId
+from rollbook.contracts.decoding import check_body
 from rollbook.contracts.group_checks import TrainingLimits
 from rollbook.ledger.atropos.batches import deliver_batch
 from rollbook.ledger.atropos.bodies import (
@@ -244,7 +246,12 @@ class _Routes:
         return await read_body(request, self._service.bodies, timeout_s=self._config.body_s)
 
     async def _message(self, request: web.Request, expected: type[M]) -> M:
-        return self._parse(read_json(await self._body(request)), expected)
+        body = await self._body(request)
+        try:
+            check_body(body)
+        except msgspec.DecodeError as error:
+            raise invalid_body("json_invalid", (), f"JSON decode error: {error}", {}) from None
+        return self._parse(read_json(body), expected)
 
     def _parse(self, found: Any, expected: type[M]) -> M:
         try:

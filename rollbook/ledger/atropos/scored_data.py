@@ -20,6 +20,7 @@ from rollbook.ledger.atropos.codec import NOT_TRAINED
 from rollbook.ledger.atropos.models import FIELDS, InvalidBodyError, ScoredData, check_group, invalid_body
 
 LARGEST_INT = 2**63 - 1
+MAX_ERRORS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +136,9 @@ def _read_lax(found: Any, where: tuple[str | int, ...]) -> PostedGroup:
 
 def invalid_fields(error: ValidationError, where: tuple[str | int, ...] = ()) -> InvalidBodyError:
     """A validation error of pydantic in the form that clients of the original server expect."""
+    if error.error_count() > MAX_ERRORS:
+        # A hostile body can have one for each of its values; the list of all would take seconds.
+        return invalid_body("too_many_errors", where, f"the body has {error.error_count()} invalid values")
     return InvalidBodyError(
         *(
             {

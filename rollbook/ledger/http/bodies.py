@@ -72,7 +72,9 @@ class BodyReader:
                 f"the body has the encoding {encoding}; send it uncompressed, or compressed with zstd or gzip"
             )
         body = await self.read_bytes(request, timeout_s=self._body_s)
-        return (json_decoder if content_type == wire.JSON_CONTENT_TYPE else msgpack_decoder)(expected).decode(body)
+        if content_type == wire.JSON_CONTENT_TYPE:
+            return json_decoder(expected).decode_body(body)
+        return msgpack_decoder(expected).decode(body)
 
     async def read_bytes(self, request: web.Request, *, timeout_s: float) -> bytes:
         """The decompressed body."""
