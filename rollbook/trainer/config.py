@@ -16,7 +16,7 @@ LOSS_DEFAULTS: dict[str, dict[str, Any]] = {
     "grpo": {**CLIPPED, **TO_SAMPLER},
     "dr_grpo": {**CLIPPED, **TO_SAMPLER, "advantage": "dr_grpo", "reduction": "fixed_length"},
     "dapo": {**CLIPPED, **TO_SAMPLER, "clip_high": 0.28, "dual_clip": 3.0},
-    "gspo": {**CLIPPED, **TO_SAMPLER, "clip_low": 3e-4, "clip_high": 4e-4, "reduction": "sequence_mean"},
+    "gspo": {**CLIPPED, **TO_SAMPLER, "clip_low": 0.03, "clip_high": 0.04, "reduction": "sequence_mean"},
     "cispo": {**TO_SAMPLER, "clip_low": 1.0, "clip_high": 4.0},
     "importance_sampling": TO_SAMPLER,
     "reinforce": {},
@@ -105,7 +105,7 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     eps: float = Field(default=1e-8, gt=0)
     """AdamW: added to the denominator."""
 
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0)
     """AdamW: decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
 
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -117,7 +117,7 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after warm-up: constant, or decaying to 0 at `max_steps`."""
 
-    loss: str = "grpo"
+    loss: str = "dapo"
     """A built-in loss (grpo, dr_grpo, dapo, gspo, cispo, importance_sampling, reinforce, decoupled, dro), or your own as
     `package.module:function`."""
 
@@ -130,10 +130,10 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     batch only. None: snapshot with a correction and for decoupled, dro, reinforce and your own loss; otherwise engine."""
 
     clip_low: float | None = Field(default=None, ge=0, le=1)
-    """Lower clip of the ratio, 1 - clip_low. None: the loss's default (.2; gspo .0003; cispo 1, no lower clip)."""
+    """Lower clip of the ratio, 1 - clip_low. None: the loss's default (.2; gspo .03; cispo 1, no lower clip)."""
 
     clip_high: float | None = Field(default=None, ge=0)
-    """Upper clip of the ratio, 1 + clip_high. None: the loss's default (.2; dapo .28; gspo .0004; cispo 4)."""
+    """Upper clip of the ratio, 1 + clip_high. None: the loss's default (.2; dapo .28; gspo .04; cispo 4)."""
 
     dual_clip: float | None = Field(default=None, gt=1)
     """Cap of the loss where the advantage is negative, as a multiple of it. None: the loss's default (dapo 3, others no cap)."""

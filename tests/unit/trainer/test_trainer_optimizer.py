@@ -27,7 +27,7 @@ def test_repeated_bad_gradients_stop_the_run_with_the_cause(model_dir: Path, mon
             loss_N=inputs.current_N * math.inf, is_clipped_N=torch.zeros_like(inputs.old_N, dtype=torch.bool)
         )
 
-    monkeypatch.setitem(LOSSES, "grpo", broken)
+    monkeypatch.setitem(LOSSES, "dapo", broken)
     learner = initial_learner(model_dir, quick(max_skipped_steps=3))
     assert [learner.run(recorded_batch(step)).skipped_steps for step in (1, 2)] == [1, 1]
     with pytest.raises(RunError, match=r"batch 3: the loss is .* 3 minibatches in a row"):

@@ -7,8 +7,6 @@ import pytest
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import extend_search_path
-from rollbook.trainer.config import ADVANTAGES
-from rollbook.trainer.data.advantages import BASELINES
 from rollbook.trainer.data.minibatches import credit, flatten
 from tests.parts.trainer.batches import batch_of, quick, row, sample
 
@@ -76,7 +74,3 @@ def test_a_wrong_result_stops_the_run_and_says_what_is_wrong(name: str, message:
     batch = batch_of(1, [[sample(reward=1.0), sample(reward=0.0)]])
     with pytest.raises(RunError, match=message):
         flatten(batch, quick(advantage=f"own_advantages:{name}"))
-
-
-def test_the_settings_list_the_built_in_advantages() -> None:
-    assert set(BASELINES) == set(ADVANTAGES)

@@ -161,10 +161,10 @@ def test_later_minibatches_are_compared_with_the_start_of_the_step(
 
     def recording_loss(inputs: LossInputs, settings: LossSettings) -> LossTerms:
         seen.append(inputs.old_N)
-        return grpo(inputs, settings)
+        return dapo(inputs, settings)
 
-    grpo = LOSSES["grpo"]
-    monkeypatch.setitem(LOSSES, "grpo", recording_loss)
+    dapo = LOSSES["dapo"]
+    monkeypatch.setitem(LOSSES, "dapo", recording_loss)
     # With a tiny learning rate every minibatch is computed with the initial weights.
     initial_learner(model_dir, quick(lr=1e-9, ppo_n_minibatches=3)).run(recorded_batch(1))
     start, seen = seen, []
@@ -258,7 +258,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_reported(
     learner = initial_learner(model_dir, quick())
     before = learner.model.digest()
     with monkeypatch.context() as patched:
-        patched.setitem(LOSSES, "grpo", broken)
+        patched.setitem(LOSSES, "dapo", broken)
         report = TrainStep(learner.model, quick()).run(recorded_batch(1))
     assert (report.optimizer_steps, report.skipped_steps) == (0, 1)
     assert learner.model.digest() == before
