@@ -328,6 +328,27 @@ async def test_an_invalid_frame_closes_the_connection_and_its_requests_are_cance
         await until(lambda: engine.stats().running == 0)
 
 
+async def test_the_requests_of_a_client_that_does_not_answer_a_close_or_breaks_off_are_cancelled(
+    tiny: TinyModel,
+) -> None:
+    async with (
+        opened(tiny, scripted=ScriptedConfig(token_s=0.05)) as (_, engine, url),
+        aiohttp.ClientSession() as session,
+    ):
+        requests = [StreamedRequest.of(number, [1], LONG, min_publication=0) for number in range(3)]
+        frame = msgspec.msgpack.encode(ClientFrame(requests, []))
+        silent = await session.ws_connect(url + STREAM_PATH, autoclose=False)
+        await silent.send_bytes(frame)
+        await until(lambda: engine.stats().running == len(requests))
+        await silent.send_bytes(b"\xc1")
+        await until(lambda: engine.stats().running == 0)
+        broken = await session.ws_connect(url + STREAM_PATH)
+        await broken.send_bytes(frame)
+        await until(lambda: engine.stats().running == len(requests))
+        broken.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+        await until(lambda: engine.stats().running == 0)
+
+
 async def test_completions_that_end_shortly_after_each_other_share_frames(tiny: TinyModel) -> None:
     count = 60
     async with (

@@ -360,7 +360,7 @@ class Join(Verb[wire.JoinReply], frozen=True, kw_only=True):
     """The same in every retry of one request."""
 
 
-@verb("POST /v1/runs/{run}/open", PRODUCER)
+@verb("POST /v1/runs/{run}/open", PRODUCER, is_steering=True)
 class Open(Verb[OpenReply], frozen=True, kw_only=True):
     """Request groups to play from the gate; with `wait_s`, wait until there are some."""
 
@@ -376,7 +376,7 @@ class Open(Verb[OpenReply], frozen=True, kw_only=True):
             reject_unstorable("draw", draw.task_id, draw.number, draw.position)
 
 
-@verb("POST /v1/runs/{run}/heartbeat", PRODUCER)
+@verb("POST /v1/runs/{run}/heartbeat", PRODUCER, is_steering=True)
 class Heartbeat(Verb[None], frozen=True):
     """Report that a dispatcher is alive."""
 
@@ -405,7 +405,7 @@ class Submit(Verb[wire.SubmitReply], frozen=True):
             reject_unstorable_outcome(group.outcome)
 
 
-@verb("POST /v1/runs/{run}/close", PRODUCER)
+@verb("POST /v1/runs/{run}/close", PRODUCER, is_steering=True)
 class Close(Verb[wire.ReceiptReply], frozen=True, kw_only=True):
     """Settle a group that will not be submitted."""
 
@@ -419,7 +419,7 @@ class Close(Verb[wire.ReceiptReply], frozen=True, kw_only=True):
             reject_unstorable_outcome(self.outcome)
 
 
-@verb("POST /v1/runs/{run}/release", PRODUCER)
+@verb("POST /v1/runs/{run}/release", PRODUCER, is_steering=True)
 class Release(Verb[None], frozen=True):
     """Return a group for another attempt."""
 

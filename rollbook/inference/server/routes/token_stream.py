@@ -75,12 +75,17 @@ class StreamSession:
         try:
             async for message in self._socket:
                 if message.type is not WSMsgType.BINARY or not await self._receive(message.data):
+                    # Before the close, which waits for the client.
+                    self._cancel_requests()
                     await self._socket.close(code=WSCloseCode.INVALID_TEXT, message=b"send MessagePack frames")
                     break
         finally:
             sender.cancel()
-            for future in list(self._running.values()):
-                future.cancel()
+            self._cancel_requests()
+
+    def _cancel_requests(self) -> None:
+        for future in list(self._running.values()):
+            future.cancel()
 
     async def close(self) -> None:
         with suppress(ConnectionError):
