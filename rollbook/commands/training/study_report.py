@@ -84,22 +84,31 @@ def write_report(
     plan: Study, directory: Path, cells: Mapping[Cell, tuple[Path, Mapping[str, Any] | None]]
 ) -> StudyReport:
     """`cells`: the run directory of each cell, and how its run ended."""
+    results = _results(cells, plan.measure)
+    if plan.measure == "held_out_solved" and not any(run.curve for run in results.runs):
+        # The rewards of these tasks do not say which are solved.
+        results = _results(cells, "held_out_reward")
+    out = directory / "report"
+    out.mkdir(parents=True, exist_ok=True)
+    report = StudyReport(directory=directory, results=results, files=())
+    write_json(out / "results.json", {**report.row(), "runs": [asdict(run) for run in results.runs]})
+    drawn: list[Path] = []
+    if importlib.util.find_spec("matplotlib") is not None:
+        # matplotlib is optional, and slow to import.
+        drawn = load_on_demand("rollbook.dashboard.plots").draw_study(
+            out, plan.name, MEASURES[results.measure], results
+        )
+    (out / "report.md").write_text(_page(plan, results, drawn), encoding="utf-8")
+    return dataclasses.replace(report, files=(out / "report.md", out / "results.json", *drawn))
+
+
+def _results(cells: Mapping[Cell, tuple[Path, Mapping[str, Any] | None]], measure: str) -> StudyResults:
     runs = []
     for cell, (run_dir, result) in cells.items():
         end = str(result["end"]) if result is not None else "started" if run_dir.exists() else "missing"
         run = StudyRun(cell=cell.name, labels=cell.labels, seed=cell.seed, end=end)
-        runs.append(read_run(run_dir, run, measure=plan.measure))
-    results = compare(runs, measure=plan.measure)
-    out = directory / "report"
-    out.mkdir(parents=True, exist_ok=True)
-    report = StudyReport(directory=directory, results=results, files=())
-    write_json(out / "results.json", {**report.row(), "runs": [asdict(run) for run in runs]})
-    drawn: list[Path] = []
-    if importlib.util.find_spec("matplotlib") is not None:
-        # matplotlib is optional, and slow to import.
-        drawn = load_on_demand("rollbook.dashboard.plots").draw_study(out, plan.name, MEASURES[plan.measure], results)
-    (out / "report.md").write_text(_page(plan, results, drawn), encoding="utf-8")
-    return dataclasses.replace(report, files=(out / "report.md", out / "results.json", *drawn))
+        runs.append(read_run(run_dir, run, measure=measure))
+    return compare(runs, measure=measure)
 
 
 def table(results: StudyResults) -> list[tuple[str, ...]]:
@@ -128,7 +137,7 @@ def _page(plan: Study, results: StudyResults, drawn: list[Path]) -> str:
     lines = [f"# {plan.name}", ""]
     if results.samples is not None and results.seconds is not None:
         lines += [
-            f"Compared: {MEASURES[plan.measure]}, after {results.samples:,.0f} trained samples and after "
+            f"Compared: {MEASURES[results.measure]}, after {results.samples:,.0f} trained samples and after "
             f"{results.seconds:,.0f} s of training. Means over seeds with 95 % bootstrap intervals. ESS: the lowest effective "
             "sample size of the weights old / sampled.",
             "",

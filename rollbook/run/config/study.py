@@ -40,7 +40,8 @@ class StudySection(BaseModel, frozen=True, extra="forbid"):
     """Each cell is trained once with each of these as `run.seed`."""
 
     measure: Measure = "held_out_solved"
-    """What is compared: the solve rate or the reward of held-out tasks, or the reward of the trained batches."""
+    """What is compared: the solve rate or the reward of held-out tasks, or the reward of the trained batches. Where
+    no evaluation knows which tasks are solved, the reward takes the place of the solve rate."""
 
     @field_validator("seeds")
     @classmethod

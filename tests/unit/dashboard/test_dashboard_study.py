@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollbook.commands.training.study_report import write_report
 from rollbook.dashboard.plots import draw_study
 from rollbook.dashboard.run_metrics import StepMetrics
 from rollbook.dashboard.study import (
@@ -19,6 +20,7 @@ from rollbook.dashboard.study import (
     step_seconds,
     value_at,
 )
+from rollbook.run.config.study import Cell, Study
 
 
 def run(cell: str, seed: int, values: list[float], *, end: str = "finished", seconds: float = 1.0) -> StudyRun:
@@ -122,3 +124,18 @@ def test_the_pictures_are_drawn_and_a_study_without_results_has_none(tmp_path: P
     assert [path.name for path in drawn] == ["curves.svg", "cells.svg"]
     assert all(path.read_text(encoding="utf-8").count("<path") > 10 for path in drawn)
     assert draw_study(tmp_path, "study", "solved", compare([], measure="held_out_solved")) == []
+
+
+def test_where_no_evaluation_knows_what_is_solved_the_held_out_reward_is_compared(tmp_path: Path) -> None:
+    cell = Cell(name="a", seed=0, labels={}, overrides=())
+    run_dir = tmp_path / "a"
+    run_dir.mkdir()
+    rows: list[dict[str, object]] = [{"process": "evaluation", "step": 0, "eval/reward": 0.25}]
+    rows += [{"process": "trainer", "time": 101.0, "step": 1, "rollout/samples": 8, "perf/step_time": 1.0}]
+    rows += [{"process": "evaluation", "step": 1, "eval/reward": 0.75}]
+    (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    plan = Study(name="s", file=tmp_path, config=tmp_path, sft=None, measure="held_out_solved", axes=(), cells=(cell,))
+    report = write_report(plan, tmp_path, {cell: (run_dir, {"end": "finished"})})
+    assert report.results.measure == "held_out_reward"
+    assert [point.value for point in report.results.runs[0].curve] == [0.25, 0.75]
+    assert "reward of held-out tasks" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
