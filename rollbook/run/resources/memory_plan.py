@@ -22,7 +22,7 @@ ALLOCATOR_SHARE = 1.03
 """Tensors of a pass, relative to those that the backward pass needs: gradients of activations and workspaces. The allocator may
 reserve more than that from a GPU with free memory; it returns what it does not use when the memory is needed."""
 PUBLISHED_COPIES = 3
-"""Float32 copies of the trained weights on the GPU: the next version, the one that servers load, and one they still map. Copies
+"""Copies of the trained weights on the GPU, in the dtype of the passes: the next version, the one that servers load, and one they still map. Copies
 that do not fit are made in main memory."""
 GRAPH_BYTES_PER_LAYER = 12 * MB
 """Captured graphs of the engine, all shapes together."""
@@ -194,7 +194,7 @@ def _trainer_parts(model: ModelFacts, sizes: Sizes) -> Iterator[Part]:
         "master weights": MASTER * trained,
         "gradients": GRADIENT * trained,
         "optimizer": ADAM * trained,
-        "published copies": sizes.gpu_copies * MASTER * trained if is_gpu else 0,
+        "published copies": sizes.gpu_copies * (compute if sizes.lora is None else MASTER) * trained if is_gpu else 0,
         "reference": compute * model.parameters if sizes.has_reference and sizes.lora is None else 0,
     }
     for rank in range(ranks):

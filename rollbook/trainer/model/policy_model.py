@@ -234,7 +234,7 @@ class PolicyModel:
             torch._foreach_copy_(shadows, masters)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The live weights that publications and digests cover, by name; tied weights once.
+        """The live weights that publications and digests cover, by name; tied weights once: those that the passes compute with.
 
         With LoRA: the adapters only, or the merged weights, see `publishes_adapters`.
         """
@@ -244,7 +244,7 @@ class PolicyModel:
         if self._adapters is not None:
             merged: Mapping[str, Tensor] = self._adapters.MergedWeights(self.module)
             return merged
-        return named_weights(self.module)
+        return named_weights(self.module, dict(self._shadows))
 
     def checkpointed_weights(self) -> dict[str, Tensor]:
         """The live weights that a checkpoint holds: the adapters only with LoRA."""
@@ -254,8 +254,8 @@ class PolicyModel:
         return adapters
 
     def checkpoint_weights(self, published: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The weights for a checkpoint: the copy made for publication, or with merged LoRA a copy of the adapters."""
-        if self._adapters is None or self.publishes_adapters:
+        """The weights for a checkpoint: the copy made for publication, unless that was cast to bfloat16 or merged with adapters."""
+        if self.publishes_adapters or (self._adapters is None and not self._shadows):
             return published
         return snapshot_of(self.checkpointed_weights())
 
@@ -275,7 +275,7 @@ class PolicyModel:
         if digest == self.digest():
             return True
         if self._adapters is None:
-            return False
+            return bool(self._shadows) and digest == digest_of(self.checkpointed_weights())
         return digest in (
             digest_of(self._adapters.adapter_weights(self.module)),
             digest_of(self._adapters.MergedWeights(self.module)),

@@ -33,10 +33,14 @@ class _Bytes:
     data: memoryview
 
 
-def named_weights(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of `state_dict`, each once: tied weights appear under their first name, and receivers tie them again."""
+def named_weights(module: nn.Module, replaced: Mapping[nn.Parameter, Tensor] | None = None) -> dict[str, Tensor]:
+    """The tensors of `state_dict`, each once: tied weights appear under their first name, and receivers tie them again.
+
+    `replaced`: tensors that take the place of parameters.
+    """
     first_names = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
-    return {name: tensor.detach() for name, tensor in module.state_dict().items() if name in first_names}
+    held = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name in first_names}
+    return {name: (replaced or {}).get(tensor, tensor).detach() for name, tensor in held.items()}
 
 
 def base_name(name: str) -> str:

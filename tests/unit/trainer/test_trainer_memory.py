@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollbook.trainer.checkpoints.checkpoints import initial_learner, reference_model
+from rollbook.trainer.checkpoints.checkpoints import Checkpoints, initial_learner, reference_model
 from rollbook.trainer.model.policy_model import PolicyModel
+from rollbook.trainer.model.weights import digest_of
 from rollbook.trainer.step import TrainStep
 from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
 
@@ -48,6 +49,27 @@ def test_a_trained_parameter_costs_18_bytes_in_bfloat16(model_dir: Path, monkeyp
     for number in (1, 2):
         learner.run(recorded_batch(number))
     assert counted == [18 * learner.num_parameters] * 2, "master 4, bfloat16 2, gradient 4, AdamW 8"
+
+
+def test_the_bfloat16_weights_are_published_and_the_float32_ones_are_kept_in_checkpoints(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    learner = initial_learner(model_dir, BFLOAT16)
+    learner.run(recorded_batch(1))
+    published, masters = learner.snapshot(), learner.model.checkpointed_weights()
+    assert published.keys() == masters.keys()
+    assert num_bytes(iter(published.values())) == 2 * learner.num_parameters
+    assert all(torch.equal(published[name], masters[name].bfloat16()) for name in masters)
+    store = Checkpoints(tmp_path, model_dir=model_dir, config=BFLOAT16)
+    saved = store.write(learner.state_snapshot(published), weights_digest=digest_of(published))
+    restored = store.restore(saved)
+    assert digest_of(restored.model.checkpointed_weights()) == digest_of(masters)
+    assert restored.model.digest() == digest_of(published)
+    # Earlier releases published in float32.
+    assert restored.model.has_digest(digest_of(masters))
+    learner.run(recorded_batch(2))
+    restored.run(recorded_batch(2))
+    assert digest_of(restored.model.checkpointed_weights()) == digest_of(learner.model.checkpointed_weights())
 
 
 def test_a_reference_costs_2_bytes_a_parameter_and_computes_like_the_trained_model(model_dir: Path) -> None:

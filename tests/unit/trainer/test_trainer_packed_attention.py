@@ -178,11 +178,11 @@ def test_passes_use_a_bfloat16_copy_and_updates_use_float32_weights(tmp_path: Pa
     directory = tiny_model_dir(tmp_path / "model")
     config = TrainerConfig(compute_dtype="bfloat16", lr=1e-5, max_tokens_per_microbatch=60)
     learner, exact = initial_learner(directory, config), initial_learner(directory, TrainerConfig(lr=1e-5))
-    start = learner.model.weights()["model.norm.weight"].clone()
+    start = learner.model.checkpointed_weights()["model.norm.weight"].clone()
     for step in (1, 2):
         report, expected = learner.run(recorded_batch(step)), exact.run(recorded_batch(step))
         assert report.metrics["train/grad_norm"] == pytest.approx(expected.metrics["train/grad_norm"], rel=0.05)
-    weight = learner.model.weights()["model.norm.weight"]
+    weight = learner.model.checkpointed_weights()["model.norm.weight"]
     assert weight.dtype == torch.float32
     assert not torch.equal(weight, start), "1 + 1e-5 is 1 in bfloat16, but not in float32"
     shadow = dict(learner.model.network.language_model.named_parameters())["model.norm.weight"]
