@@ -22,8 +22,8 @@ ALLOCATOR_SHARE = 1.03
 """Tensors of a pass, relative to those that the backward pass needs: gradients of activations and workspaces. The allocator may
 reserve more than that from a GPU with free memory; it returns what it does not use when the memory is needed."""
 PUBLISHED_COPIES = 3
-"""Copies of the trained weights on the GPU, in the dtype of the passes: the next version, the one that servers load, and one they still map. Copies
-that do not fit are made in main memory."""
+"""Copies of the trained weights on the GPU, in the dtype of the passes: the next version, the one that servers load, and one they
+still map. Copies that do not fit are made in main memory."""
 GRAPH_BYTES_PER_LAYER = 12 * MB
 """Captured graphs of the engine, all shapes together."""
 LOGITS_COPIES = 1.75
