@@ -70,7 +70,7 @@ export interface Groups {
 }
 
 export interface Message { role: string; content: string; reasoning: string | null; tool_calls: { id: string | null; name: string; arguments: string }[]; tool_call_id: string | null; name: string | null }
-export interface Turn { sequence: number; start: number; end: number; seconds: N; queue_s: N; generate_s: N; act_s: N }
+export interface Turn { sequence: number; start: number; end: number; seconds: N; queue_s: N; generate_s: N; act_s: N; reward: N }
 export interface Sample {
   sample: number; reward: N; solved: boolean | null; end: string; invalid_cause: string | null; num_tokens: number; num_trained: number; metrics: Record<string, N>; rewards: Record<string, N>; facts: Record<string, unknown>; advantage: N;
   messages: Message[] | null; sequences: number; turns: Turn[]; score_s: N;

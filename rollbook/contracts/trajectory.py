@@ -5,12 +5,13 @@ check them again.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from rollbook.contracts.policy import NOT_SAMPLED, SamplingParams
@@ -21,6 +22,8 @@ MIN_LOGPROB = -1e4
 """Some engines report -9999 for a token that they excluded. Lower values are not logprobs."""
 MAX_REWARD = 1e6
 """With larger rewards, gradients overflow."""
+SCORE_PREFIX = "reward/"
+"""Prefix of the metrics of a sample that hold the value of one reward function each."""
 
 
 class Extent(StrEnum):
@@ -84,6 +87,8 @@ COLUMNS: dict[str, Column] = {
     "weights": Column(lowest=0.0),
     "advantages": Column(),
     "reference_logprobs": Column(lowest=MIN_LOGPROB, highest=LOGPROB_SLACK, may_be_unknown=True),
+    "turn_rewards": Column(dtype="float64", extent=Extent.TURN),
+    "turn_states": Column(dtype="int64", extent=Extent.TURN, lowest=-math.inf, highest=math.inf),
 }
 """The optional columns; a new one is one line here. Producer, ledger and trainer check them with `check_columns`. Names that are
 not in the table are refused, so a column is never ignored."""
@@ -386,9 +391,60 @@ class RolloutSample:
         return self.reward is not None
 
     @property
+    def scores(self) -> dict[str, float]:
+        """The value of each reward function that scored the sample, by name; `environment` is the reward of the episode."""
+        return {
+            name.removeprefix(SCORE_PREFIX): float(value)
+            for name, value in self.metrics.items()
+            if name.startswith(SCORE_PREFIX)
+        }
+
+    def with_turns(self, *, rewards: ArrayLike | None = None, states: Sequence[str] | None = None) -> "RolloutSample":
+        """A copy with a reward for each turn, and a key of the state in which each turn was sampled, in the order of `turns`.
+
+        Turns with equal keys were sampled in the same state (`trainer.advantage = "gigpo"`). The rewards of the turns need not
+        add up to the sample's reward: the rest counts for the last turn.
+        """
+        given = {
+            "turn_rewards": rewards,
+            "turn_states": None if states is None else [_state_number(state) for state in states],
+        }
+        found = {name: column(name).array(values) for name, values in given.items() if values is not None}
+        for name, values in found.items():
+            if values.shape != (len(self.turns),):
+                raise ValueError(f"{name} has shape {values.shape}; the sample has {len(self.turns)} turns")
+        at = np.array([turn.sequence for turn in self.turns], dtype=np.int64)
+        rows = [
+            row.with_columns(**{name: values[at == number] for name, values in found.items()})
+            for number, row in enumerate(self.sequences)
+        ]
+        return replace(self, sequences=tuple(rows))
+
+    @property
+    def turn_rewards(self) -> NDArray[np.float64] | None:
+        """The reward of each turn, in the order of `turns`; None: not recorded."""
+        return self._by_turn("turn_rewards")
+
+    @property
+    def turn_states(self) -> NDArray[np.int64] | None:
+        """A number for the state in which each turn was sampled, equal for equal states; None: not recorded."""
+        return self._by_turn("turn_states")
+
+    def _by_turn(self, name: str) -> NDArray[Any] | None:
+        if not self.turns or any(name not in row.columns for row in self.sequences):
+            return None
+        in_order = [iter(row.columns[name].tolist()) for row in self.sequences]
+        return column(name).array([next(in_order[turn.sequence]) for turn in self.turns])
+
+    @property
     def num_tokens(self) -> int:
         return sum(len(row) for row in self.sequences)
 
     @property
     def num_trained(self) -> int:
         return sum(row.num_trained for row in self.sequences)
+
+
+def _state_number(state: str) -> int:
+    # int64 has one bit less than the digest.
+    return xxhash.xxh3_64_intdigest(state.encode("utf-8", "surrogatepass")) >> 1

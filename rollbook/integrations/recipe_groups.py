@@ -13,7 +13,7 @@ import numpy as np
 from rollbook.contracts.group import PromptGroup, group_id
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.trainer.data.advantages import group_relative
+from rollbook.trainer.advantages.episodes import group_relative
 
 AdvantageFn: TypeAlias = Callable[[list[float]], Sequence[float]]
 """Takes the rewards of a group; returns one advantage for each."""

@@ -17,8 +17,8 @@ from rollbook.contracts.batch import BatchEntry, TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import PromptGroup
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
-from rollbook.trainer.data.advantages import advantages
-from rollbook.trainer.data.minibatches import compared_rewards
+from rollbook.trainer.advantages.episodes import advantages
+from rollbook.trainer.advantages.registry import compared_rewards
 
 FILLER = "rollbook/filler"
 
@@ -62,7 +62,7 @@ def _advantages(batch: TrainingBatch) -> list[float]:
     samples = [(number, sample.reward) for number, group in enumerate(batch.groups) for sample in group.samples]
     rewards = np.array([math.nan if reward is None else reward for _, reward in samples], dtype=np.float64)
     group_of = np.array([number for number, _ in samples], dtype=np.int64)
-    found: list[float] = advantages(rewards, group_of, kind="group", compared=compared_rewards(batch)).tolist()
+    found: list[float] = advantages(rewards, group_of, kind="group", compared=compared_rewards(batch.groups)).tolist()
     return found
 
 

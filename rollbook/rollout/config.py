@@ -51,6 +51,10 @@ class EpisodeSettings(BaseModel, frozen=True, extra="forbid"):
     reward: Literal["sum", "last"] = "sum"
     """The reward of an episode: the sum over its steps, or that of its last step."""
 
+    state_fact: str | None = None
+    """Name of the observation's fact that identifies the state of the environment, for `trainer.advantage = "gigpo"`. None: the
+    text of the observation."""
+
     on_rewrite: Literal["error", "fork"] = "fork"
     """If the chat template rewrites earlier turns (some remove their reasoning): continue in a new sequence of the same sample, or
     fail the episode."""
@@ -175,6 +179,9 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     drop_constant_reward: bool = True
     """Drop groups whose scorable samples all have the same reward: their advantages are zero. Groups with token advantages of the
     producer are kept."""
+
+    turn_credit: bool | None = None
+    """Keep groups with equal rewards if the rewards of their turns differ. None: if `trainer.advantage` compares turns."""
 
     filter: str | None = None
     """`module:function` of your filter. Takes the group; returns the reason to drop it, or None."""

@@ -1,10 +1,10 @@
 """Plain values that worker code reads: built-in rollout functions, the limits of an episode, how rewards are combined."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rollbook.contracts.trajectory import EndReason
+from rollbook.contracts.trajectory import SCORE_PREFIX, EndReason
 
 ROLLOUTS = {
     "agent": "rollbook.rollout.agents.rollout",
@@ -30,7 +30,7 @@ SECONDS_KEY = "reward_seconds"
 
 def score_key(name: str) -> str:
     """Metric of a sample and of the run: the value of one reward function; absent if it could not score."""
-    return f"reward/{name}"
+    return f"{SCORE_PREFIX}{name}"
 
 
 def rollout_name(function: str) -> str:
@@ -106,6 +106,8 @@ class Score:
     value: float | None = None
     cause: str | None = None
     seconds: float = 0.0
+    turns: tuple[float, ...] | None = None
+    """The value of each turn, of a function that scores turns; `value` is their sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +139,13 @@ def combine(rules: RewardRules, scores: Mapping[str, Score], *, environment: flo
         elif rules.missing is Missing.UNSCORABLE:
             return CombinedReward(None, f"reward {function.name} could not score it (None or NaN)")
     return CombinedReward(total) if counted else CombinedReward(None, "no reward function could score it (None or NaN)")
+
+
+def combine_turns(
+    rules: RewardRules, scores: Mapping[str, Score], *, environment: Sequence[float] | None
+) -> list[float] | None:
+    """The weighted sum of the rewards of each turn; None if neither the environment nor a function that counts scored turns."""
+    weighted = [(rules.environment_weight, environment)]
+    weighted += [(function.weight, scores[function.name].turns) for function in rules.functions]
+    found = [[weight * value for value in turns] for weight, turns in weighted if weight and turns is not None]
+    return [sum(values) for values in zip(*found, strict=True)] if found else None

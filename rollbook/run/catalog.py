@@ -41,9 +41,9 @@ from rollbook.run.config.field_docs import field_docs
 from rollbook.run.config.run import LoadedConfig, RunConfig, dump_toml, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.reader import QUERY_S, HttpSource, StoreSource, last_audit, open_source
+from rollbook.trainer.advantages.episodes import BATCH_NORMALISED
+from rollbook.trainer.advantages.registry import credit
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.advantages import BATCH_NORMALISED
-from rollbook.trainer.data.minibatches import credit
 from rollbook.trainer.metrics import TRAINER_METRICS
 
 DEPTH = 5
@@ -281,7 +281,10 @@ def _advantages(group: PromptGroup, config: TrainerConfig) -> list[float] | None
         return None
     entry = BatchEntry(group_id=group.id, sequence=0, payload_digest="", oldest_version=None)
     batch = TrainingBatch(manifest=BatchManifest(step=1, entries=(entry,), digest=""), groups=(group,))
-    found: list[float] = credit(batch, config).by_sample.tolist()
+    try:
+        found: list[float] = credit(batch, config).by_sample.tolist()
+    except RunError:  # the estimator needs what this group does not have
+        return None
     return found
 
 

@@ -25,7 +25,24 @@ LOSS_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """Name of a loss to the settings it reads, with their defaults (None: off). Settings not listed here are rejected."""
 
-ADVANTAGES = ("group", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl")
+ADVANTAGE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "group": {},
+    "dr_grpo": {},
+    "rloo": {},
+    "reinforce_pp": {},
+    "reinforce_pp_baseline": {},
+    "maxrl": {},
+    "gdpo": {"reward_weights": None},
+    "turn_group": {"turn_discount": 1.0},
+    "turn_rloo": {"turn_discount": 1.0},
+    "gigpo": {"turn_discount": 0.95, "gigpo_weight": 1.0},
+    "producer": {},
+}
+"""Name of an advantage to the settings it reads, with their defaults. Settings not listed here are rejected."""
+OF_WHOLE_GROUPS = frozenset({"gdpo", "turn_group", "gigpo"})
+"""Advantages that compare all samples of a group, and not those of a part with the rewards of its quorum."""
+TURN_ADVANTAGES = frozenset(name for name, reads in ADVANTAGE_DEFAULTS.items() if "turn_discount" in reads)
+"""Advantages that differ between the turns of a sample."""
 
 # Settings that do not change the numbers of a step. Every other field is compared on resume, including fields added later.
 NOT_NUMERIC = frozenset(
@@ -59,6 +76,8 @@ class Recipe:
     behaviour_cap: float | None
     loss_options: Mapping[str, float]
     advantage: str
+    turn_discount: float | None
+    gigpo_weight: float | None
     reduction: str
     correction_level: str
     correction_bound: float
@@ -174,8 +193,20 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     advantage: str | None = None
     """Baseline of a sample. `group`: mean and std of its group; `dr_grpo`: mean only; `rloo`: mean of the others;
     `reinforce_pp`: mean and std over the tokens of the batch; `reinforce_pp_baseline`: mean of its group, then the same; `maxrl`:
-    mean, divided by the mean. 1e-4 is added to a std. Or your own function as package.module:function, see
-    docs/writing-a-loss.md. None: the loss's default (dr_grpo for dr_grpo, others group)."""
+    mean, divided by the mean; `gdpo`: mean and std of each reward function in its group, then over the batch. Of a turn:
+    `turn_group`, `turn_rloo`, `gigpo` (docs/credit.md). Of a token: `producer`, as the rollout function computed it. 1e-4 is
+    added to a std. Or your own function as package.module:function, see docs/writing-a-loss.md. None: the loss's default (dr_grpo
+    for dr_grpo, others group)."""
+
+    turn_discount: float | None = Field(default=None, gt=0, le=1)
+    """Discount of a reward for each turn between an action and the reward, in `turn_group`, `turn_rloo` (None: 1) and `gigpo`
+    (None: .95)."""
+
+    gigpo_weight: float | None = Field(default=None, ge=0)
+    """Weight of the comparison at equal states in `gigpo`, next to that of the episodes. None: 1."""
+
+    reward_weights: dict[str, float] | None = None
+    """Weight of each reward function in `gdpo`, by name. None: the weights of `rollout.rewards`."""
 
     overlong_tokens: int | None = Field(default=None, ge=1)
     """Trained tokens from which a sample's reward is reduced by the full `overlong_penalty`. None: no length penalty."""
@@ -300,11 +331,17 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
         return self
 
     def _check_advantage(self) -> None:
-        if self.advantage is not None and ":" not in self.advantage and self.advantage not in ADVANTAGES:
+        if self.advantage is not None and ":" not in self.advantage and self.advantage not in ADVANTAGE_DEFAULTS:
             raise ValueError(
-                f"unknown advantage {self.advantage!r}: use one of {', '.join(ADVANTAGES)}, or your own as "
-                f"package.module:function{did_you_mean(self.advantage, ADVANTAGES)}"
+                f"unknown advantage {self.advantage!r}: use one of {', '.join(ADVANTAGE_DEFAULTS)}, or your own as "
+                f"package.module:function{did_you_mean(self.advantage, ADVANTAGE_DEFAULTS)}"
             )
+        found = self.recipe.advantage
+        read = ADVANTAGE_DEFAULTS.get(found, {})
+        settings = sorted({name for reads in ADVANTAGE_DEFAULTS.values() for name in reads})
+        unread = [name for name in settings if getattr(self, name) is not None and name not in read]
+        if unread:
+            raise ValueError(f"advantage {found!r} does not read {', '.join(unread)}: remove it")
 
     def _check_loss(self) -> None:
         if ":" in self.loss:
@@ -353,6 +390,8 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     def recipe(self) -> Recipe:
         """The effective settings: defaults of the loss where nothing else was set."""
         defaults: dict[str, Any] = LOSS_DEFAULTS.get(self.loss, {})
+        advantage = self.advantage or defaults.get("advantage", "group")
+        of_advantage = ADVANTAGE_DEFAULTS.get(advantage, {})
         return Recipe(
             loss=self.loss,
             old_logprobs=self.old_logprobs or self._default_old_logprobs(),
@@ -362,7 +401,9 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
             dro_beta=self.dro_beta if self.dro_beta is not None else defaults.get("dro_beta"),
             behaviour_cap=self.behaviour_cap if self.behaviour_cap is not None else defaults.get("behaviour_cap"),
             loss_options=self.loss_options,
-            advantage=self.advantage or defaults.get("advantage", "group"),
+            advantage=advantage,
+            turn_discount=self.turn_discount or of_advantage.get("turn_discount"),
+            gigpo_weight=self.gigpo_weight if self.gigpo_weight is not None else of_advantage.get("gigpo_weight"),
             reduction=self.reduction or defaults.get("reduction", "token_mean"),
             correction_level="sequence_mean"
             if self.correction_level == "sequence"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.trainer.data.advantages import advantages
+from rollbook.trainer.advantages.episodes import advantages
 
 REWARDS = st.lists(
     st.tuples(st.integers(0, 4), st.one_of(st.none(), st.sampled_from([0.0, 0.25, 1.0]), st.floats(-100, 100))),

@@ -14,9 +14,10 @@ from rollbook.contracts.group import PromptGroup, group_id, part_id
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample, TokenRow, TurnMark
 from rollbook.rollout.groups.filters import constant_reward, one_sample
+from rollbook.trainer.advantages.episodes import PRIOR_SAMPLES, QUORUM_SCALES, advantages
+from rollbook.trainer.advantages.registry import credit
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
-from rollbook.trainer.data.advantages import PRIOR_SAMPLES, QUORUM_SCALES, advantages
-from rollbook.trainer.data.minibatches import credit, flatten
+from rollbook.trainer.data.minibatches import flatten
 from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.metrics import MaskReport
 from tests.parts.trainer.batches import batch_of, quick, recorded_batch, row, sample, tiny_model_dir

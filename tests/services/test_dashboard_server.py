@@ -135,6 +135,7 @@ async def test_a_group_shows_its_samples_their_times_and_its_fate(client: Dashbo
     assert sample["messages"][0]["content"] == HOSTILE
     assert (sample["turns"][0]["queue_s"], sample["turns"][0]["act_s"]) == (0.1, 0.2)
     assert sample["turns"][0]["generate_s"] == pytest.approx(0.4)
+    assert sample["turns"][0]["reward"] == sample["reward"]
     assert found["group"]["samples"][1] == {
         "reward": 1.0,
         "solved": True,

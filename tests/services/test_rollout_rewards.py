@@ -9,14 +9,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
+from rollbook.contracts.trajectory import RolloutSample, TurnMark
+from rollbook.rollout.rewards import scorer
 from rollbook.rollout.rewards.messages import RewardCase
 from rollbook.rollout.rewards.pool import RewardPool, open_reward_pool
-from rollbook.rollout.settings import RewardFunction, RewardRules
+from rollbook.rollout.settings import RewardFunction, RewardRules, Score
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import read_metrics
 from tests.parts.concurrency.processes import descendants_running, require_end_of_child
@@ -89,7 +92,7 @@ async def test_what_is_no_number_is_never_zero() -> None:
         "nan": (None, None),
         "inf": (None, "returned inf"),
         "text": (None, "returned a str"),
-        "list": (None, "returned a list"),
+        "list": (None, "returned 1 numbers for an episode of 0 turns"),
         "raise": (None, "raised ValueError: no such score"),
         "true": (1.0, None),
         "int": (2.0, None),
@@ -230,3 +233,25 @@ async def test_samples_that_cannot_be_scored_are_kept_counted_and_not_played_aga
     assert [sample.reward for sample in submitted.group.samples] == [None] * 4
     assert submitted.outcome.retried_samples == 0
     assert sum(row["reward/endless_unscored"] for row in read_metrics(tmp_path / "metrics.jsonl")) == 4
+
+
+async def test_a_function_may_score_each_turn_and_the_turns_keep_their_share_of_the_reward() -> None:
+    scored = RewardCase(row={"turns": [0.5, -1.0]}, num_turns=2)
+    async with pool_of("by_turn") as pool:
+        found = await pool.score("by_turn", scored)
+        short = await pool.score("by_turn", RewardCase(row={"turns": [0.5]}, num_turns=2))
+        unknown = await pool.score("by_turn", RewardCase(row={"turns": [0.5, None]}, num_turns=2))
+    assert (found.value, found.turns) == (-0.5, (0.5, -1.0))
+    assert "1 numbers for an episode of 2 turns" in str(short.cause)
+    assert (unknown.value, unknown.cause, unknown.turns) == (None, None, None)
+    marks = tuple(TurnMark(sequence=0, start=at, end=at + 1) for at in (1, 2))
+    played = RolloutSample([1, 2, 3], [0, -1, -1], [0, 1, 1], 3.0, turns=marks).with_turns(rewards=[1.0, 2.0])
+    both = RewardRules(functions=(RewardFunction(name="by_turn", path="", weight=2.0),), environment_weight=0.1)
+    sample = scorer.scored(played, both, {"by_turn": found})
+    assert sample.turn_rewards is not None
+    np.testing.assert_allclose(sample.turn_rewards, [1.1, -1.8])
+    assert sample.reward == pytest.approx(sample.turn_rewards.sum())
+    whole = RewardRules(functions=(RewardFunction(name="whole", path=""),))
+    sample = scorer.scored(played, whole, {"whole": Score(value=1.0)})
+    assert sample.turn_rewards is not None
+    assert sample.turn_rewards.tolist() == [0.0, 0.0], "what the environment paid does not count"

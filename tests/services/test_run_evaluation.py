@@ -51,8 +51,14 @@ def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_a
     assert (result.overall.tasks, result.overall.episodes) == (8, 24)
     assert table({"results": [result.overall.row()]})[0][:3] == ("all", "8", "24")
 
-    report = asyncio.run(compare_losses(run.directory, None, loss="reinforce", overrides=[], out=tmp_path / "replay"))
+    report = asyncio.run(
+        compare_losses(
+            run.directory, None, loss="reinforce", advantage="turn_rloo", overrides=[], out=tmp_path / "replay"
+        )
+    )
     assert report["changed"]["loss"] == ["grpo", "reinforce"]
+    assert report["changed"]["advantage"] == ["group", "turn_rloo"]
+    assert list(report["digests"]) == ["grpo, group, as recorded", "reinforce, turn_rloo, replayed"]
     recorded, other = report["digests"].values()
     with open_run(run.directory) as record:
         assert recorded == record.steps()[-1].digest

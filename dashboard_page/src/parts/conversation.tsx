@@ -1,6 +1,6 @@
 // The messages of a rollout: text, reasoning, tool calls and their results.
 import type { Message, Turn } from "../api";
-import { duration, plural } from "../format";
+import { duration, number, plural } from "../format";
 import { visible } from "../text";
 import { Badge, LongText } from "./basic";
 
@@ -49,7 +49,8 @@ export function MessageBox({ message, turn, timing, isDivergence }: { message: M
 function timingText(turn: Turn): string {
   const parts = ([["queued", turn.queue_s], ["generated", turn.generate_s], ["acted", turn.act_s]] as const).filter(([, seconds]) => seconds !== null && seconds !== undefined);
   const details = parts.map(([name, seconds]) => `${name} ${duration(seconds)}`).join(", ");
-  return `${plural(turn.end - turn.start, "token")}${details ? `, ${details}` : turn.seconds ? `, ${duration(turn.seconds)}` : ""}`;
+  const reward = turn.reward === null || turn.reward === undefined ? "" : `, reward ${number(turn.reward)}`;
+  return `${plural(turn.end - turn.start, "token")}${reward}${details ? `, ${details}` : turn.seconds ? `, ${duration(turn.seconds)}` : ""}`;
 }
 
 /** Arguments of a tool call are JSON as a rule, but the model may write anything. */

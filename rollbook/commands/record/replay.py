@@ -85,6 +85,7 @@ def replay(
     *,
     until: int | None = None,
     loss: Callable[..., Any] | str,
+    advantage: Callable[..., Any] | str | None = None,
     overrides: Sequence[str] = (),
     out: str | Path | None = None,
 ) -> LossComparison: ...
@@ -96,6 +97,7 @@ def replay(
     *,
     until: int | None = None,
     loss: Callable[..., Any] | str | None = None,
+    advantage: Callable[..., Any] | str | None = None,
     overrides: Sequence[str] = (),
     out: str | Path | None = None,
 ) -> ReplayReport | LossComparison: ...
@@ -106,25 +108,32 @@ def replay(
     *,
     until: int | None = None,
     loss: Callable[..., Any] | str | None = None,
+    advantage: Callable[..., Any] | str | None = None,
     overrides: Sequence[str] = (),
     out: str | Path | None = None,
 ) -> ReplayReport | LossComparison:
     """Train the recorded batches of a run again from the initial weights, without generation.
 
-    Without `loss` and `overrides` the digests of all steps are compared with the recorded ones. With another loss (a name or a
-    function) or other settings (`"trainer.lr=1e-4"`), both trainings are compared, and their curves are drawn into `out`.
+    Without `loss`, `advantage` and `overrides` the digests of all steps are compared with the recorded ones. With another loss or
+    advantage (a name or a function) or other settings (`"trainer.lr=1e-4"`), both trainings are compared, and their curves are
+    drawn into `out`.
     """
     path = Path(run)
     directory = RunDirectory(path.resolve())
     directory.read_manifest()
     arguments = [] if until is None else ["--until", str(until)]
-    if loss is None and not overrides:
+    if loss is None and advantage is None and not overrides:
         return convert(_run_replay(path, arguments), ReplayReport, dec_hook=_path)
     if callable(loss):
         loss = reference_to(loss, setting="loss", directory=directory.objects)
+    if callable(advantage):
+        advantage = reference_to(advantage, setting="advantage", directory=directory.objects)
     arguments += [] if loss is None else ["--loss", loss]
+    arguments += [] if advantage is None else ["--advantage", advantage]
     arguments += [part for text in overrides for part in ("--set", text)]
-    folder = out or path / "replays" / re.sub(r"[^A-Za-z0-9_.-]+", "-", loss or "settings")
+    folder = out or path / "replays" / re.sub(
+        r"[^A-Za-z0-9_.-]+", "-", "-".join(filter(None, (loss, advantage))) or "settings"
+    )
     return convert(_run_replay(path, [*arguments, "--out", str(folder)]), LossComparison, dec_hook=_path)
 
 
@@ -154,6 +163,13 @@ def replay_command(
         str | None,
         Option("--loss", help="Train with another loss on the same batches and compare it with the recorded one."),
     ] = None,
+    advantage: Annotated[
+        str | None,
+        Option(
+            "--advantage",
+            help="Train with other advantages on the same batches and compare them with the recorded ones.",
+        ),
+    ] = None,
     override: Annotated[
         list[str] | None,
         Option("--set", metavar="trainer.FIELD=VALUE", help="Override a trainer setting; may be repeated."),
@@ -162,9 +178,9 @@ def replay_command(
     as_json: AsJson = False,
 ) -> int:
     """Train the recorded batches again from the initial weights, without generation. The record is only read."""
-    if verify and (loss is not None or override):
-        raise UsageError("--verify cannot be combined with --loss or --set")
-    report = replay(run, until=until, loss=loss, overrides=override or (), out=out)
+    if verify and (loss is not None or advantage is not None or override):
+        raise UsageError("--verify cannot be combined with --loss, --advantage or --set")
+    report = replay(run, until=until, loss=loss, advantage=advantage, overrides=override or (), out=out)
     if as_json:
         result_json(report.row())
     if report.note is not None:

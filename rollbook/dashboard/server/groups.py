@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rollbook.contracts.errors import NotFoundError, RollbookError
 from rollbook.contracts.group import GroupId, PromptGroup
 from rollbook.contracts.group_codec import decode_payload
-from rollbook.contracts.trajectory import RolloutSample
+from rollbook.contracts.trajectory import SCORE_PREFIX, RolloutSample
 from rollbook.dashboard.index.filters import GroupFilter
 from rollbook.dashboard.index.follower import FollowedIndex
 from rollbook.dashboard.index.index import ViewIndex
@@ -30,7 +30,6 @@ SEARCHED_BYTES = 64 << 20
 MAX_TOKENS = 1 << 20
 MAX_CHARS = 10 << 20
 """Text of one message. A longer one is cut, with a note."""
-SCORE_PREFIX = "reward/"
 
 
 async def list_groups(view: RunView, request: web.Request) -> dict[str, Any]:
@@ -220,8 +219,9 @@ def _samples(view: RunView, group: PromptGroup) -> list[dict[str, Any]]:
                     "queue_s": turn.queue_s,
                     "generate_s": max(0.0, turn.seconds - turn.queue_s),
                     "act_s": turn.act_s,
+                    "reward": reward,
                 }
-                for turn in sample.turns
+                for turn, reward in zip(sample.turns, _turn_rewards(sample), strict=True)
             ],
             "score_s": sample.metrics.get("reward_seconds"),
             "started_at": sample.started_at,
@@ -229,6 +229,11 @@ def _samples(view: RunView, group: PromptGroup) -> list[dict[str, Any]]:
         }
         for number, sample in enumerate(group.samples)
     ]
+
+
+def _turn_rewards(sample: RolloutSample) -> Sequence[float | None]:
+    found = sample.turn_rewards
+    return [None] * len(sample.turns) if found is None else found.tolist()
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class _Episode:
         )
         self._turns = ChatTurns(setup, self._chat)
         self._rewards: list[float] = []
+        self._states: list[str] = []
 
     async def play(self, row: dict[str, Any]) -> RolloutSample:
         observation = await self._env.reset(row)
@@ -52,6 +53,7 @@ class _Episode:
             turn = await self._turns.next()
             if isinstance(turn, EndReason):
                 return self._sample(turn, observation)
+            self._states.append(self._state(observation))
             observation = await self._env.step(turn)
             self._rewards.append(observation.reward)
             if observation.done:
@@ -60,10 +62,18 @@ class _Episode:
     def _sample(self, end: EndReason | None, observation: Observation) -> RolloutSample:
         """`end`: the limit that ended the episode; None: the environment did."""
         reward = sum(self._rewards) if self._settings.reward == "sum" else self._rewards[-1]
-        return self._chat.build(
+        sample = self._chat.build(
             reward=float(reward),
             finish_reason=end,
             solved=observation.solved,
             metrics=self._turns.metrics(),
             facts=observation.facts,
         )
+        if len(self._rewards) == 1:
+            return sample
+        return sample.with_turns(rewards=self._rewards if self._settings.reward == "sum" else None, states=self._states)
+
+    def _state(self, observation: Observation) -> str:
+        """The key of the state in which a turn is sampled."""
+        fact = self._settings.state_fact
+        return observation.text if fact is None else str(observation.facts.get(fact))

@@ -48,6 +48,13 @@ def constant_reward(group: PromptGroup) -> str | None:
     return "constant_reward" if is_constant and not has_own_advantages(group) else None
 
 
+def constant_turns(group: PromptGroup) -> str | None:
+    """Like `constant_reward`, if the rewards of the turns are equal too: for advantages that compare turns."""
+    found = [sample.turn_rewards for sample in group.scorable]
+    turns = {None if rewards is None else tuple(rewards.tolist()) for rewards in found}
+    return constant_reward(group) if len(turns) < 2 else None
+
+
 def load_filters(config: RolloutConfig) -> list[GroupFilter]:
     """The filters of a run in the order of their calls: the built-in ones first, then the user's.
 
@@ -57,7 +64,7 @@ def load_filters(config: RolloutConfig) -> list[GroupFilter]:
     if config.completions_per_prompt > 1:
         filters.append(one_sample)
         if config.drop_constant_reward:
-            filters.append(constant_reward)
+            filters.append(constant_turns if config.turn_credit else constant_reward)
     if config.filter is not None:
         filters.append(load_own_filter(config.filter))
     return filters

@@ -27,6 +27,7 @@ from rollbook.rollout.rewards.messages import (
     Load,
     Loaded,
     LoadFailed,
+    RewardCase,
     encode,
     to_child,
 )
@@ -67,16 +68,16 @@ class RewardLoop:
 
     async def _run(self, call: Call) -> None:
         started = time.monotonic()
-        value, cause = None, None
+        value, cause, turns = None, None, None
         try:
             result = self._functions[call.function](call.case)
-            value, cause = checked(await result if inspect.isawaitable(result) else result)
+            value, cause, turns = checked_turns(await result if inspect.isawaitable(result) else result, call.case)
         except asyncio.CancelledError:
             cause = "was cancelled"
         except Exception as error:
             cause = f"raised {describe_error(error)}"
         seconds = time.monotonic() - started
-        await self._send(CallResult(number=call.number, value=value, cause=cause, seconds=seconds))
+        await self._send(CallResult(number=call.number, value=value, cause=cause, seconds=seconds, turns=turns))
 
     def _forget(self, number: int, _: asyncio.Task[None]) -> None:
         self._running.pop(number, None)
@@ -105,6 +106,24 @@ def checked(value: object) -> tuple[float | None, str | None]:
     if math.isinf(number):
         return None, f"returned {number}; a reward must be finite"
     return number, None
+
+
+def checked_turns(value: object, case: RewardCase) -> tuple[float | None, str | None, tuple[float, ...] | None]:
+    """Like `checked`, and the reward of each turn if the value is a list with one number for each turn."""
+    if not isinstance(value, list | tuple):
+        return *checked(value), None
+    if len(value) != case.num_turns:
+        return (
+            None,
+            f"returned {len(value)} numbers for an episode of {case.num_turns} turns; return one for each",
+            None,
+        )
+    found = [checked(item) for item in value]
+    cause = next((cause for _, cause in found if cause is not None), None)
+    turns = [number for number, _ in found if number is not None]
+    if cause is not None or len(turns) < len(found):
+        return None, cause, None
+    return math.fsum(turns), None, tuple(turns)
 
 
 async def work(sock: socket.socket) -> None:

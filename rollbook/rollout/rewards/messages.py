@@ -28,6 +28,10 @@ class RewardCase:
     """Number of tokens that the policy sampled."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    num_turns: int = 0
+    """Turns that the policy played. A function may return a list with one number for each."""
+    turn_rewards: tuple[float, ...] | None = None
+    """The environment's reward of each turn."""
 
 
 class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
@@ -61,6 +65,7 @@ class CallResult(msgspec.Struct, tag="result", array_like=True, frozen=True):
     value: float | None
     cause: str | None
     seconds: float
+    turns: tuple[float, ...] | None = None
 
 
 ToChild: TypeAlias = Load | Call | CancelCall

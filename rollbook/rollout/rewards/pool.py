@@ -255,7 +255,7 @@ class RewardPool:
             self._settle(request, Score(cause=f"its process {ended}"))
             return False
         found = result.result()
-        self._settle(request, Score(value=found.value, cause=found.cause, seconds=found.seconds))
+        self._settle(request, Score(value=found.value, cause=found.cause, seconds=found.seconds, turns=found.turns))
         return True
 
     def _count_kill(self, process: _RewardProcess, request: _Request) -> None:

@@ -16,7 +16,7 @@ import msgspec
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.rewards.messages import RewardCase
 from rollbook.rollout.rewards.pool import RewardPool, open_reward_pool
-from rollbook.rollout.settings import SECONDS_KEY, TO_BE_SCORED, RewardRules, Score, combine, score_key
+from rollbook.rollout.settings import SECONDS_KEY, TO_BE_SCORED, RewardRules, Score, combine, combine_turns, score_key
 from rollbook.telemetry.events import EventLog
 
 __all__ = ["TO_BE_SCORED", "RewardCase", "Scorer", "open_scorer"]
@@ -59,7 +59,15 @@ def scored(sample: RolloutSample, rules: RewardRules, scores: Mapping[str, Score
         metrics[score_key("environment")] = float(sample.reward)
     faults = {name: score.cause for name, score in scores.items() if score.cause is not None}
     facts = {**sample.facts, **({"reward_faults": faults} if faults else {})}
-    return dataclasses.replace(sample, reward=verdict.reward, invalid_cause=verdict.cause, metrics=metrics, facts=facts)
+    found = dataclasses.replace(
+        sample, reward=verdict.reward, invalid_cause=verdict.cause, metrics=metrics, facts=facts
+    )
+    earned = sample.turn_rewards
+    turns = combine_turns(rules, scores, environment=None if earned is None else earned.tolist())
+    # Rewards of turns that do not count are removed: the sum of the turns is what the reward is made of.
+    if turns is None and earned is not None:
+        turns = [0.0] * len(sample.turns)
+    return found if turns is None or not found.is_scorable else found.with_turns(rewards=turns)
 
 
 def case_of(row: Mapping[str, Any], sample: RolloutSample, *, decode: Callable[[Sequence[int]], str]) -> RewardCase:
@@ -79,4 +87,6 @@ def case_of(row: Mapping[str, Any], sample: RolloutSample, *, decode: Callable[[
         num_sampled=sample.num_trained,
         metrics=dict(sample.metrics),
         facts=dict(sample.facts),
+        num_turns=len(sample.turns),
+        turn_rewards=None if (earned := sample.turn_rewards) is None else tuple(earned.tolist()),
     )

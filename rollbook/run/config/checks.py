@@ -19,7 +19,7 @@ from rollbook.run.config.cluster import ClusterConfig, ResourcesConfig
 from rollbook.run.config.evaluation import EvaluationConfig
 from rollbook.tasks.config import TasksConfig, is_file, is_hub
 from rollbook.telemetry.config import TelemetryConfig
-from rollbook.trainer.config import LoraSettings, TrainerConfig
+from rollbook.trainer.config import OF_WHOLE_GROUPS, TURN_ADVANTAGES, LoraSettings, TrainerConfig
 
 Parts = Mapping[str, BaseModel]
 Faults = Iterator[tuple[str, str]]
@@ -87,6 +87,35 @@ def _parts_have_a_quorum(parts: Parts) -> Faults:
                 "rollout.quorum",
                 f"is read with gate.batch_policy = 'parts' only; this run uses '{gate.batch_policy}'",
             )
+
+
+def _parts_can_be_compared(parts: Parts) -> Faults:
+    match parts.get("trainer"), parts.get("gate"):
+        case TrainerConfig() as trainer, GateConfig(batch_policy=BatchPolicy.PARTS):
+            if trainer.recipe.advantage in OF_WHOLE_GROUPS:
+                yield (
+                    "trainer.advantage",
+                    f"{trainer.recipe.advantage!r} compares the samples of whole groups, and gate.batch_policy = 'parts' trains "
+                    "samples before their group is complete; use 'wait' or 'trim', or another advantage",
+                )
+
+
+def resolved_turn_credit(parts: Parts) -> bool | None:
+    """Whether groups with equal rewards are kept if their turns differ, in a run that does not set it."""
+    match parts.get("rollout"), parts.get("trainer"):
+        case RolloutConfig(turn_credit=None), TrainerConfig() as trainer:
+            return trainer.recipe.advantage in TURN_ADVANTAGES or None
+    return None
+
+
+def resolved_reward_weights(parts: Parts) -> dict[str, float] | None:
+    """The weights of the reward functions, for an advantage that reads them and a run that does not set them."""
+    match parts.get("rollout"), parts.get("trainer"):
+        case RolloutConfig(rewards=rewards), TrainerConfig(reward_weights=None) as trainer:
+            if trainer.recipe.advantage == "gdpo" and rewards.functions:
+                named = {name: function.weight for name, function in rewards.functions.items()}
+                return {**named, "environment": rewards.environment_weight}
+    return None
 
 
 def resolved_max_queued(parts: Parts) -> int | None:
@@ -305,6 +334,7 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _tokens_fit_the_context,
     _minibatches_are_not_empty,
     _parts_have_a_quorum,
+    _parts_can_be_compared,
     _single_samples_have_a_baseline,
     _the_engine_can_queue_all_episodes,
     _every_episode_has_an_environment,

@@ -26,14 +26,21 @@ from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig
 from rollbook.ledger.config import GateConfig, RunLedgerConfig
 from rollbook.rollout.config import RolloutConfig
-from rollbook.run.config.checks import CROSS_CHECKS, missing_files, resolved_max_queued, resolved_publish
+from rollbook.run.config.checks import (
+    CROSS_CHECKS,
+    missing_files,
+    resolved_max_queued,
+    resolved_publish,
+    resolved_reward_weights,
+    resolved_turn_credit,
+)
 from rollbook.run.config.cluster import ClusterConfig, ResourcesConfig
 from rollbook.run.config.evaluation import EvaluationConfig
 from rollbook.run.config.toml_lines import key_lines, line_of
 from rollbook.run.directory import RunDirectory
 from rollbook.tasks.config import ATROPOS, TasksConfig
 from rollbook.telemetry.config import TelemetryConfig
-from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.config import OF_WHOLE_GROUPS, TrainerConfig
 from rollbook.trainer.model_config import ModelConfig
 
 
@@ -279,9 +286,14 @@ def validate_table(
     )
     if faults:
         return None, faults
-    resolved = {"publish": resolved_publish(parts), "max_queued": resolved_max_queued(parts)}
-    settled = {name: value for name, value in resolved.items() if value is not None}
-    parts["inference"] = parts["inference"].model_copy(update=settled)
+    resolved: dict[str, dict[str, Any]] = {
+        "inference": {"publish": resolved_publish(parts), "max_queued": resolved_max_queued(parts)},
+        "rollout": {"turn_credit": resolved_turn_credit(parts)},
+        "trainer": {"reward_weights": resolved_reward_weights(parts)},
+    }
+    for section, values in resolved.items():
+        settled = {name: value for name, value in values.items() if value is not None}
+        parts[section] = parts[section].model_copy(update=settled)
     # The sections are instances, which pydantic does not validate again.
     return RunConfig.model_validate(parts), []
 
@@ -308,13 +320,15 @@ def _with_seeds(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_batch_policy(table: dict[str, Any]) -> dict[str, Any]:
-    """Where groups arrive whole, `wait` is the default."""
-    tasks, rollout, gate = (table.get(name, {}) for name in ("tasks", "rollout", "gate"))
-    if not all(isinstance(section, Mapping) for section in (tasks, rollout, gate)):
+    """Where groups arrive whole, `wait` is the default; where whole groups are compared, `trim`."""
+    tasks, rollout, gate, trainer = (table.get(name, {}) for name in ("tasks", "rollout", "gate", "trainer"))
+    if not all(isinstance(section, Mapping) for section in (tasks, rollout, gate, trainer)):
         return table
-    if tasks.get("source") != ATROPOS and not rollout.get("oversample"):
-        return table
-    return {**table, "gate": {"batch_policy": str(BatchPolicy.WAIT), **gate}}
+    if tasks.get("source") == ATROPOS or rollout.get("oversample"):
+        return {**table, "gate": {"batch_policy": str(BatchPolicy.WAIT), **gate}}
+    if trainer.get("advantage") in OF_WHOLE_GROUPS:
+        return {**table, "gate": {"batch_policy": str(BatchPolicy.TRIM), **gate}}
+    return table
 
 
 def _with_environment(table: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import extend_search_path
 from rollbook.dashboard.plots import draw_comparison
+from rollbook.run.config.checks import resolved_reward_weights
 from rollbook.run.config.run import override_table
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.reader import open_run
@@ -25,6 +26,7 @@ from rollbook.trainer.checkpoints.settings_history import SettingsHistory
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.replay import CounterfactualStep, replay, replay_periods, retrain
 
+ADVANTAGE_SETTINGS = ("turn_discount", "gigpo_weight", "reward_weights")
 LOSS_SETTINGS = (
     "clip_low",
     "clip_high",
@@ -33,6 +35,7 @@ LOSS_SETTINGS = (
     "behaviour_cap",
     "loss_options",
     "advantage",
+    *ADVANTAGE_SETTINGS,
     "reduction",
 )
 """Settings of a loss. Another loss starts with its own defaults, not with the recorded values."""
@@ -73,7 +76,7 @@ async def compare(path: Path, until: int | None) -> dict[str, Any]:
 
 
 async def compare_losses(
-    path: Path, until: int | None, *, loss: str | None, overrides: list[str], out: Path
+    path: Path, until: int | None, *, loss: str | None, advantage: str | None, overrides: list[str], out: Path
 ) -> dict[str, Any]:
     """Train the recorded stream twice, with the recorded settings and with others, and compare both."""
     with open_run(path) as run:
@@ -82,10 +85,18 @@ async def compare_losses(
         last = min(until or num_steps, num_steps)
         periods = replay_periods(SettingsHistory.read(run.directory.trainer_state_file), run.config.trainer, until=last)
         recorded = periods[-1].config
-        other = changed_settings(recorded, loss, overrides)
-        others = [replace(period, config=changed_settings(period.config, loss, overrides)) for period in periods]
+        other = changed_settings(recorded, loss, overrides, advantage=advantage)
+        others = [
+            replace(period, config=changed_settings(period.config, loss, overrides, advantage=advantage))
+            for period in periods
+        ]
+        if (weights := resolved_reward_weights({"rollout": run.config.rollout, "trainer": other})) is not None:
+            others = [
+                replace(period, config=period.config.model_copy(update={"reward_weights": weights}))
+                for period in others
+            ]
         model_dir = run.directory.initial_model
-        names = (f"{recorded.loss}, as recorded", f"{other.loss}, replayed")
+        names = (f"{described(recorded, other)}, as recorded", f"{described(other, recorded)}, replayed")
         both: dict[str, dict[str, list[float | None]]] = {}
         digests = {}
         for name, config in zip(names, (periods, others), strict=True):
@@ -111,8 +122,16 @@ async def compare_losses(
     return report
 
 
-def changed_settings(recorded: TrainerConfig, loss: str | None, overrides: Sequence[str]) -> TrainerConfig:
-    """The recorded settings with another loss and `trainer.…` overrides. Raises `RunError` with every fault."""
+def described(config: TrainerConfig, other: TrainerConfig) -> str:
+    """The loss, with the advantage if that of the other training differs."""
+    advantage = config.recipe.advantage
+    return config.loss if advantage == other.recipe.advantage else f"{config.loss}, {advantage}"
+
+
+def changed_settings(
+    recorded: TrainerConfig, loss: str | None, overrides: Sequence[str], *, advantage: str | None = None
+) -> TrainerConfig:
+    """The recorded settings with another loss, advantage and `trainer.…` overrides. Raises `RunError` with every fault."""
     table: dict[str, Any] = {"trainer": recorded.model_dump(mode="json", exclude_none=True)}
     if loss is not None and loss != recorded.loss:
         for name in (*LOSS_SETTINGS, "reduction_length"):
@@ -120,6 +139,10 @@ def changed_settings(recorded: TrainerConfig, loss: str | None, overrides: Seque
         table["trainer"]["loss"] = loss
         if loss == "decoupled":
             table["trainer"].pop("correction", None)
+    if advantage is not None and advantage != recorded.advantage:
+        for name in ADVANTAGE_SETTINGS:
+            table["trainer"].pop(name, None)
+        table["trainer"]["advantage"] = advantage
     faults = [str(fault) for text in overrides if (fault := override_table(table, text)) is not None]
     strays = sorted(table.keys() - {"trainer"})
     faults += [f"{name}: only settings of [trainer] can be changed in a replay" for name in strays]
@@ -159,6 +182,7 @@ def main() -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--until", type=int)
     parser.add_argument("--loss")
+    parser.add_argument("--advantage")
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -170,7 +194,14 @@ def main() -> int:
             report = asyncio.run(compare(args.run, args.until))
         else:
             report = asyncio.run(
-                compare_losses(args.run, args.until, loss=args.loss, overrides=args.overrides, out=args.out)
+                compare_losses(
+                    args.run,
+                    args.until,
+                    loss=args.loss,
+                    advantage=args.advantage,
+                    overrides=args.overrides,
+                    out=args.out,
+                )
             )
     except RunError as error:
         sys.stderr.write(f"{error}\n")

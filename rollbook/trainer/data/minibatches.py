@@ -19,8 +19,8 @@ from rollbook.contracts.batch import PassSplit, TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import lag
 from rollbook.contracts.group import GroupId
+from rollbook.trainer.advantages.registry import credit
 from rollbook.trainer.config import SPLIT_SETTINGS, TrainerConfig
-from rollbook.trainer.data.advantages import advantages, overlong_penalties, own_advantages
 from rollbook.trainer.data.prefixes import PackedSequences, packed_passes, prefix_order, prefix_tree
 from rollbook.trainer.metrics import MOST_LAG, publication_lags, token_lags
 
@@ -133,59 +133,6 @@ class PlanSettings:
             return self
         changes = dict(zip(SPLIT_SETTINGS, (split.max_tokens, split.gradient_checkpointing), strict=True))
         return replace(self, config=self.config.model_copy(update=changes))
-
-
-@dataclass(frozen=True, slots=True)
-class Credit:
-    """The advantages of a batch."""
-
-    by_sample: NDArray[np.float64]
-    """In the order of the batch; 0 for unscorable samples."""
-    by_token: Mapping[tuple[int, int], NDArray[np.float32]]
-    """Of a user's function that distinguishes tokens, by number of the sample in the batch and of the sequence in the sample."""
-
-
-def credit(batch: TrainingBatch, config: TrainerConfig) -> Credit:
-    """The advantages of the batch. Length penalties apply before the baseline.
-
-    The baseline of a group in parts holds rewards without penalties: it is the same for all parts, and the lengths of the quorum
-    are not known to later ones.
-    """
-    samples = [sample for group in batch.groups for sample in group.samples]
-    rewards = np.array([s.reward if s.reward is not None else np.nan for s in samples], dtype=np.float64)
-    group_of = np.array([number for number, group in enumerate(batch.groups) for _ in group.samples], dtype=np.int64)
-    num_tokens = np.array([s.num_trained for s in samples], dtype=np.int64)
-    recipe = config.recipe
-    if config.overlong_tokens is not None:
-        rewards -= overlong_penalties(
-            num_tokens,
-            max_tokens=config.overlong_tokens,
-            buffer=recipe.overlong_buffer,
-            penalty=recipe.overlong_penalty,
-        )
-    if recipe.has_own_advantage:
-        return _own_credit(batch, rewards, recipe.advantage)
-    return Credit(
-        advantages(rewards, group_of, kind=recipe.advantage, compared=compared_rewards(batch), num_tokens=num_tokens),
-        {},
-    )
-
-
-def _own_credit(batch: TrainingBatch, rewards: NDArray[np.float64], name: str) -> Credit:
-    by_sample: list[float] = []
-    by_token: dict[tuple[int, int], NDArray[np.float32]] = {}
-    for group in batch.groups:
-        start = len(by_sample)
-        samples, tokens = own_advantages(group, rewards[start : start + len(group.samples)], name=name)
-        by_sample += samples
-        by_token |= {(start + number, sequence): values for (number, sequence), values in tokens.items()}
-    return Credit(np.array(by_sample, dtype=np.float64), by_token)
-
-
-def compared_rewards(batch: TrainingBatch) -> dict[int, list[tuple[float, ...]]]:
-    """The rewards that the samples of a group in parts are compared with, by number of the group in the batch."""
-    found = {number: group.compared_rewards() for number, group in enumerate(batch.groups)}
-    return {number: others for number, others in found.items() if others is not None}
 
 
 def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:

@@ -11,8 +11,9 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample
+from rollbook.trainer.advantages.registry import credit
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import Minibatch, PlanSettings, credit, flatten, plan_rows
+from rollbook.trainer.data.minibatches import Minibatch, PlanSettings, flatten, plan_rows
 from rollbook.trainer.metrics import MaskReport, batch_metrics
 
 

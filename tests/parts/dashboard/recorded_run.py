@@ -48,7 +48,7 @@ def played(task: str, publication: int, more_messages: Sequence[Mapping[str, Any
             turns=(TurnMark(sequence=0, start=2, end=3, seconds=0.5, queue_s=0.1, act_s=0.2),),
             started_at=1000.0 + number,
             ended_at=1002.0 + number,
-        )
+        ).with_turns(rewards=[sample.reward or 0.0])
         for number, sample in enumerate(group.samples)
     )
     return replace(group, samples=samples)

@@ -68,3 +68,7 @@ async def judge(case: RewardCase) -> float | None:
 
 def pid(case: RewardCase) -> float:
     return float(os.getpid())
+
+
+def by_turn(case: RewardCase) -> Any:
+    return case.row["turns"]

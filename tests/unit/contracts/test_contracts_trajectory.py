@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollbook.contracts.group import GroupId, PromptGroup
+from rollbook.contracts.group_codec import decode_group, encode_group
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
 
 
@@ -189,3 +192,27 @@ def test_the_numbers_of_a_flat_loss_mask_are_weights() -> None:
     assert only.loss_mask.tolist() == [False, True, True, False]
     assert only.weights is not None
     assert only.weights.tolist() == [0, 0.25, 1, 0]
+
+
+def test_rewards_and_states_of_turns_survive_a_rewritten_history_and_the_frame() -> None:
+    rows = tuple(
+        TokenRow.of(token_ids=[1, 2, 3, 4], logprobs=[0, -1, 0, -1], loss_mask=[0, 1, 0, 1], versions=[-1, 0, -1, 0])
+        for _ in range(2)
+    )
+    # Turns of a branching history alternate between its sequences.
+    marks = tuple(TurnMark(sequence=s, start=at, end=at + 1) for s, at in ((0, 1), (1, 1), (0, 3), (1, 3)))
+    plain = RolloutSample(sequences=rows, reward=1.0, turns=marks)
+    assert (plain.turn_rewards, plain.turn_states) == (None, None)
+    sample = plain.with_turns(rewards=[0.1, 0.2, 0.3, 0.4], states=["a", "b", "a", "c"])
+    group = PromptGroup(id=GroupId("t@0"), task_id=TaskId("t"), draw=0, samples=(sample,))
+    (decoded,) = decode_group(encode_group(group).payload).samples
+    assert decoded.turn_rewards is not None
+    assert decoded.turn_states is not None
+    assert decoded.turn_rewards.tolist() == [0.1, 0.2, 0.3, 0.4]
+    first, second, third, fourth = decoded.turn_states.tolist()
+    assert first == third
+    assert len({first, second, fourth}) == 3
+    with pytest.raises(ValueError, match="turn_rewards has shape \\(3,\\); the sample has 4 turns"):
+        plain.with_turns(rewards=[1, 2, 3])
+    with pytest.raises(ValueError, match="turn_rewards has nan at position 1"):
+        plain.with_turns(rewards=[1, 1, math.nan, 1])

@@ -84,6 +84,21 @@ async def test_the_turn_limit_ends_an_episode_as_truncated_with_its_reward() -> 
     assert (sample.reward, len(sample.turns), sample.solved) == (6.0, 3, False)
 
 
+async def test_a_turn_keeps_its_reward_and_the_state_in_which_it_was_sampled() -> None:
+    sample = await played(limits=EpisodeLimits(max_turns=3))
+    assert sample.turn_rewards is not None
+    assert sample.turn_states is not None
+    assert sample.turn_rewards.tolist() == [1.0, 2.0, 3.0]
+    first, second, third = sample.turn_states.tolist()
+    assert first != second == third, "the environment showed the same text before the second and the third turn"
+    by_fact = (await played({"state_fact": "paid"}, EpisodeLimits(max_turns=3))).turn_states
+    assert by_fact is not None
+    assert len(set(by_fact.tolist())) == 3
+    last = await played({"reward": "last"}, EpisodeLimits(max_turns=3))
+    assert (last.reward, last.turn_rewards) == (3.0, None), "the rewards of the turns are not what it is made of"
+    assert (await played(limits=EpisodeLimits(max_turns=1))).turn_rewards is None, "its reward says the same"
+
+
 async def test_the_token_limit_is_never_exceeded_and_ends_as_truncated() -> None:
     sample = await played(limits=EpisodeLimits(max_turns=50, max_total_tokens=100))
     assert sample.finish_reason is EndReason.MAX_TOKENS

@@ -16,7 +16,7 @@ from rollbook.contracts.errors import EpisodeError, RunError, WeightsAwaitedErro
 from rollbook.contracts.group import DropKind, GroupId
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
-from rollbook.contracts.trajectory import RolloutSample
+from rollbook.contracts.trajectory import RolloutSample, TurnMark
 from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.groups.player import GroupOrder, GroupPlayer, Score
@@ -195,6 +195,14 @@ async def test_a_group_with_constant_rewards_is_dropped_as_filtered_with_its_out
     assert result.group is not None
     kept = await play(scripted(*(sample(0.5) for _ in range(4))), drop_constant_reward=False)
     assert kept.drop is None
+
+
+async def test_a_run_with_turn_credit_keeps_equal_rewards_that_were_earned_in_other_turns() -> None:
+    marks = tuple(TurnMark(sequence=0, start=1, end=2) for _ in range(2))
+    early, late = (replace(sample(0.5), turns=marks).with_turns(rewards=turns) for turns in ([0.5, 0], [0, 0.5]))
+    assert (await play(scripted(early, late, late, late), turn_credit=True)).drop is None
+    assert str((await play(scripted(*[late] * 4), turn_credit=True)).drop) == "filtered: constant_reward"
+    assert str((await play(scripted(early, late, late, late))).drop) == "filtered: constant_reward"
 
 
 async def test_a_group_with_token_advantages_of_its_producer_is_kept_whatever_its_rewards_are() -> None:

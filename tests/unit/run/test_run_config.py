@@ -370,3 +370,21 @@ def test_settings_that_the_gate_counts_with_cannot_change_on_resume(tmp_path: Pa
     whole = load_config(write_config(tmp_path, GOOD), [*parts, "gate.admission_share=whole"]).config
     with pytest.raises(ConfigError, match=r"gate\.admission_share"):
         check_resume(old, whole, source="run")
+
+
+def test_other_sections_follow_the_advantage_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "my_rewards.py").write_text("def right(case):\n    return 1.0\n", encoding="utf-8")
+    path = write_config(tmp_path, GOOD)
+    function = 'rollout.rewards.functions.right={path = "my_rewards:right", weight = 0.5}'
+    gdpo = load_config(path, (function, "trainer.advantage=gdpo")).config
+    assert gdpo.trainer.reward_weights == {"right": 0.5, "environment": 0.0}
+    assert (gdpo.gate.batch_policy, gdpo.rollout.turn_credit) == (BatchPolicy.TRIM, None)
+    own = load_config(path, (function, "trainer.advantage=gdpo", "trainer.reward_weights={right = 2.0}")).config
+    assert own.trainer.reward_weights == {"right": 2.0}
+    turns = load_config(path, ("trainer.advantage=turn_rloo",)).config
+    assert (turns.gate.batch_policy, turns.rollout.turn_credit) == (BatchPolicy.PARTS, True)
+    assert load_config(path).config.rollout.turn_credit is None
+    faults = faults_of(tmp_path, GOOD, ("trainer.advantage=gigpo", "gate.batch_policy=parts"))
+    assert "compares the samples of whole groups" in faults["trainer.advantage"]
+    faults = faults_of(tmp_path, GOOD, ("trainer.turn_discount=0.9",))
+    assert "'group' does not read turn_discount" in faults["trainer"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rollbook.contracts.trajectory import EndReason
-from rollbook.trainer.data.advantages import advantages, overlong_penalties
+from rollbook.trainer.advantages.episodes import advantages, overlong_penalties
 from rollbook.trainer.data.minibatches import flatten, plan_minibatch
 from tests.parts.trainer.batches import batch_of, quick, row, sample
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rollbook.trainer.config import ADVANTAGES, LOSS_DEFAULTS, NOT_NUMERIC, TrainerConfig
-from rollbook.trainer.data.advantages import BASELINES
+from rollbook.trainer.advantages.registry import ADVANTAGES
+from rollbook.trainer.config import ADVANTAGE_DEFAULTS, LOSS_DEFAULTS, NOT_NUMERIC, TrainerConfig
 from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
 
@@ -71,7 +71,7 @@ def test_exactly_one_of_path_and_build_must_be_set() -> None:
 
 
 def test_every_choice_of_a_setting_is_implemented() -> None:
-    assert BASELINES.keys() == set(ADVANTAGES)
+    assert ADVANTAGE_DEFAULTS.keys() == ADVANTAGES.keys()
     assert LOSS_DEFAULTS.keys() == LOSSES.keys()
 
 

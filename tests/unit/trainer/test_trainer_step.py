@@ -11,8 +11,9 @@ import torch
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.trajectory import RolloutSample
+from rollbook.trainer.advantages.registry import credit
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
-from rollbook.trainer.data.minibatches import credit, flatten, plan, with_lags
+from rollbook.trainer.data.minibatches import flatten, plan, with_lags
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
 from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.model.policy_model import PolicyModel

@@ -1,4 +1,4 @@
-"""Advantages: how much better a sample was than the rest of its group or batch.
+"""Episode credit: how much better a sample was than the rest of its group or batch. All its tokens have this advantage.
 
 Groups are identified by an explicit id, not by reshaping, so groups of different sizes can be mixed. Statistics use scorable
 samples only; an unscorable sample (reward NaN) has advantage 0 and does not affect any baseline.
@@ -10,18 +10,13 @@ subtracted, see `centre`. For the same reason `group` divides by the spread over
 than those of the group.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.group import PromptGroup
-from rollbook.contracts.plugin import load_plugin
-from rollbook.contracts.user_errors import describe_error
+from rollbook.trainer.advantages.credit import Credit, RewardedBatch
 
 CONSTANT = 1e-8
 """A standard deviation below this is rounding error: all rewards are equal, so all advantages are 0."""
@@ -30,9 +25,6 @@ EPSILON = 1e-4
 """Added to standard deviations: tiny differences between rewards do not become advantages of 1."""
 
 Baseline = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-OwnAdvantage: TypeAlias = Callable[[PromptGroup, NDArray[np.float64]], Sequence[float | Sequence[ArrayLike]]]
-"""A user's function: a group, and the reward of each sample (NaN: unscorable). For each sample it returns a number, or an array for
-each of its sequences with one value for each token."""
 
 
 def group_relative(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -80,7 +72,7 @@ BASELINES: dict[str, Baseline] = {
     "reinforce_pp": lambda rewards: rewards,
     "reinforce_pp_baseline": centred_only,
 }
-BATCH_NORMALISED = frozenset({"reinforce_pp", "reinforce_pp_baseline"})
+BATCH_NORMALISED = frozenset({"reinforce_pp", "reinforce_pp_baseline", "gdpo"})
 """Normalised over the tokens of the batch's scorable samples, after the group's baseline."""
 
 PRIOR_SAMPLES = 16
@@ -181,59 +173,30 @@ def overlong_penalties(
     return penalty * np.clip(buffer_fraction, 0.0, 1.0)
 
 
-@cache
-def own_advantage(name: str) -> OwnAdvantage:
-    """The user's function `package.module:function`."""
-    found: OwnAdvantage = load_plugin(name, setting="trainer.advantage")
-    return found
+def gdpo(batch: RewardedBatch) -> Credit:
+    """Each reward function is normalised over its group alone; the weighted sum is normalised over the batch.
 
-
-def own_advantages(
-    group: PromptGroup, rewards: NDArray[np.float64], *, name: str
-) -> tuple[list[float], dict[tuple[int, int], NDArray[np.float32]]]:
-    """The advantage of each sample of a group by a user's function, and of each token by number of sample and sequence.
-
-    A sample with advantages by token has their mean as its own. An unscorable sample has 0. Raises `RunError`: another attempt
-    would fail in the same way.
+    A sum of rewards loses what the functions say apart: samples with scores (1, 0) and (0, 1) look equal. A function that did not
+    score a sample adds nothing to it. A group without scores of functions is normalised by its reward.
     """
-    try:
-        found = list(own_advantage(name)(group, rewards.copy()))
-    except Exception as error:  # User code can raise anything.
-        raise RunError(f"trainer.advantage = {name!r} raised {describe_error(error)}") from error
-    if len(found) != len(group.samples):
-        raise RunError(
-            f"trainer.advantage = {name!r} returned {len(found)} values for the {len(group.samples)} samples of {group.id}"
-        )
-    by_sample: list[float] = []
-    by_token: dict[tuple[int, int], NDArray[np.float32]] = {}
-    for number, (sample, value) in enumerate(zip(group.samples, found, strict=True)):
-        if not sample.is_scorable:
-            by_sample.append(0.0)
-            continue
-        if isinstance(value, int | float | np.number):
-            by_sample.append(_finite(float(value), name, group, number))
-            continue
-        if len(value) != len(sample.sequences):
+    total = np.zeros(len(batch.rewards))
+    for start, group, rewards in batch.by_group():
+        if group.baseline is not None:
             raise RunError(
-                f"trainer.advantage = {name!r} returned {len(value)} arrays for sample {number} of {group.id}, which has "
-                f"{len(sample.sequences)} sequences"
+                f"trainer.advantage = 'gdpo' normalises whole groups, and {group.id} arrived in parts; "
+                "use another gate.batch_policy"
             )
-        trained = []
-        for sequence, (row, given) in enumerate(zip(sample.sequences, value, strict=True)):
-            tokens = np.asarray(given, dtype=np.float32)
-            if tokens.shape != (len(row),):
-                raise RunError(
-                    f"trainer.advantage = {name!r} returned an array of shape {tokens.shape} for sequence {sequence} of sample "
-                    f"{number} of {group.id}, which has {len(row)} tokens"
-                )
-            by_token[number, sequence] = tokens
-            trained.append(tokens[row.loss_mask])
-        values = np.concatenate(trained)
-        by_sample.append(_finite(float(values.mean()) if len(values) else 0.0, name, group, number))
-    return by_sample, by_token
-
-
-def _finite(value: float, name: str, group: PromptGroup, number: int) -> float:
-    if not math.isfinite(value):
-        raise RunError(f"trainer.advantage = {name!r} returned {value} for sample {number} of {group.id}")
-    return value
+        scorable = np.flatnonzero(~np.isnan(rewards))
+        scores = [group.samples[number].scores for number in scorable]
+        names = sorted({name for score in scores for name in score})
+        weights = {name: batch.settings.reward_weights.get(name, 1.0) for name in names}
+        columns = [(weights[name], [score.get(name, np.nan) for score in scores]) for name in names if weights[name]]
+        for weight, column in columns or [(1.0, rewards[scorable].tolist())]:
+            values = np.array(column, dtype=np.float64)
+            known = np.flatnonzero(~np.isnan(values))
+            if len(known) > 1:
+                total[start + scorable[known]] += weight * group_relative(values[known])
+    scored = np.flatnonzero(~np.isnan(batch.rewards))
+    if len(scored) > 1:
+        total[scored] = whitened(total[scored], np.ones(len(scored), dtype=np.int64))
+    return Credit(total, {})
