@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "rollbook"
-GROUND = {"contracts", "concurrency", "telemetry", "access"}
+GROUND = {"contracts", "concurrency", "telemetry", "access", "sandbox"}
 ROOMS = {"tasks", "envs", "inference", "rollout", "ledger", "trainer"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contracts": set(),
     "concurrency": set(),
     "telemetry": {"contracts", "concurrency", "access"},
     "access": {"contracts", "concurrency"},
+    "sandbox": {"contracts", "concurrency"},
     **dict.fromkeys(ROOMS, GROUND),
     "dashboard": GROUND,
     "simulation": GROUND,

@@ -1,0 +1,43 @@
+"""bubblewrap for tests: installed if it is missing, otherwise the tests that need it are skipped with the reason."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+from functools import cache
+
+import pytest
+
+from rollbook.sandbox.bubblewrap import open_sandbox
+from rollbook.sandbox.sandbox import SandboxUnavailableError
+
+INSTALL_S = 300
+
+
+def require_bubblewrap() -> None:
+    """Skip the test if no sandbox can run here."""
+    reason = _why_not()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@cache
+def _why_not() -> str | None:
+    if shutil.which("bwrap") is None and os.getuid() == 0 and shutil.which("apt-get") is not None:
+        for arguments in (["update"], ["install", "-y", "--no-install-recommends", "bubblewrap"]):
+            subprocess.run(
+                ["apt-get", "-qq", *arguments],
+                check=False,
+                timeout=INSTALL_S,
+                env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+            )
+    try:
+        asyncio.run(_start_one())
+    except SandboxUnavailableError as error:
+        return str(error)
+    return None
+
+
+async def _start_one() -> None:
+    async with open_sandbox():
+        pass
