@@ -17,7 +17,7 @@ from rollbook.contracts.errors import EpisodeError
 from rollbook.envs.builtin.awscli.cloud.simulator import KEEP_ALIVE_S
 from rollbook.envs.builtin.awscli.cloud.worker import ApiCall
 from rollbook.envs.sandboxes.process import DIRECTORY_PREFIX, sweep_orphans
-from rollbook.envs.sandboxes.sandbox import SandboxDiedError
+from rollbook.sandbox.sandbox import SandboxDiedError
 from rollbook.telemetry.events import read_json_lines
 from tests.parts.envs.aws import LONG_S, aws_pool, bucket_task, ministack_pool, one_environment, play
 from tests.parts.envs.environments import until

@@ -18,10 +18,10 @@ from rollbook.concurrency.retry import backoff
 from rollbook.concurrency.tasks import first_error
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.envs.sandboxes.process import sweep_orphans
-from rollbook.envs.sandboxes.sandbox import Sandbox, SandboxStartError
+from rollbook.envs.sandboxes.sandbox import PoolSlot, SandboxStartError
 from rollbook.telemetry.events import EventLog
 
-S = TypeVar("S", bound=Sandbox)
+S = TypeVar("S", bound=PoolSlot)
 
 REMOVE_WITHIN_S = 20.0
 CLEAN_WITHIN_S = 20.0

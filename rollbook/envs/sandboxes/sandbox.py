@@ -1,22 +1,18 @@
-"""The protocol of a sandbox: what a pool needs of it.
+"""The protocol of a slot: what a pool needs of it.
 
-A sandbox is anything that serves one session at a time and is expensive to start: a simulator process, a container, a machine.
+A slot is anything that serves one session at a time and is expensive to start: a simulator process, a container, a machine.
 """
 
 from typing import Protocol
 
-from rollbook.contracts.errors import EpisodeError, TransientError
-
-
-class SandboxDiedError(EpisodeError):
-    """The sandbox of a running episode is gone. The agent did not cause it: the episode is dropped and not scored."""
+from rollbook.contracts.errors import TransientError
 
 
 class SandboxStartError(TransientError):
     """A sandbox could not be started. The pool tries again, with growing waits."""
 
 
-class Sandbox(Protocol):
+class PoolSlot(Protocol):
     @property
     def name(self) -> str:
         """For logs and errors: `ministack:4566`."""

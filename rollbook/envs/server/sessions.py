@@ -18,9 +18,9 @@ from rollbook.contracts.ports import Environment
 from rollbook.contracts.task import Observation
 from rollbook.envs.config import EnvServerConfig
 from rollbook.envs.environment import EnvironmentPool, EnvironmentsExhaustedError
-from rollbook.envs.sandboxes.sandbox import SandboxDiedError
 from rollbook.envs.server.protocol import EpisodeState
 from rollbook.envs.server.reservations import CapacityReachedError, ReservationId, Reservations, SessionSlot
+from rollbook.sandbox.sandbox import SandboxDiedError
 from rollbook.telemetry.events import EventLog
 
 # For pools without a limit: the environments are cheap, but each session still holds a connection.

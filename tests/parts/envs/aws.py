@@ -14,7 +14,8 @@ from rollbook.envs.builtin.awscli.cloud.backend import CloudPool, open_cloud_poo
 from rollbook.envs.builtin.awscli.config import AwsCliConfig
 from rollbook.envs.builtin.awscli.environment import AwsCliEnvironment, AwsCliPool
 from rollbook.envs.builtin.awscli.solution import ReferencePolicy
-from rollbook.envs.sandboxes.sandbox import SandboxDiedError, SandboxStartError
+from rollbook.envs.sandboxes.sandbox import SandboxStartError
+from rollbook.sandbox.sandbox import SandboxDiedError
 from rollbook.telemetry.events import EventLog
 
 LONG_S = 120.0

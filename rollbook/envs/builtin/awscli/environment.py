@@ -26,7 +26,7 @@ from rollbook.envs.builtin.awscli.tasks.setup import Chaos, ChaosFault, FaultKin
 from rollbook.envs.builtin.awscli.tasks.task_bank import NUM_HINTS, AwsTask, TaskTier, aws_tasks, find_task, task_bank
 from rollbook.envs.environment import EnvironmentAdapter, EnvironmentPool, EnvironmentsExhaustedError, PoolHealth
 from rollbook.envs.sandboxes.pool import PoolExhaustedError
-from rollbook.envs.sandboxes.sandbox import SandboxDiedError
+from rollbook.sandbox.sandbox import SandboxDiedError
 from rollbook.telemetry.events import EventLog
 
 # A question has one goal: the right answer.

@@ -18,7 +18,7 @@ from rollbook.envs.builtin.awscli.cloud.removal import KINDS, PAGES, SERVICES, P
 from rollbook.envs.builtin.awscli.cloud.worker import ApiAnswer, ApiCall, AwsWorker, CommandResult
 from rollbook.envs.builtin.awscli.commands import GLOBAL_OPTIONS, Command, CommandVerb, matching_options, positionals
 from rollbook.envs.builtin.awscli.config import AwsCliConfig
-from rollbook.envs.sandboxes.sandbox import SandboxDiedError
+from rollbook.sandbox.sandbox import SandboxDiedError
 from rollbook.telemetry.events import EventLog
 
 SANDBOX_MARK = "/rollbook/sandbox"

@@ -19,7 +19,7 @@ from rollbook.envs.builtin.awscli.cloud.simulator import Simulator
 from rollbook.envs.builtin.awscli.cloud.worker import ApiAnswer, ApiCall, AwsWorker, CommandResult, WorkerSettings
 from rollbook.envs.builtin.awscli.config import AwsCliConfig
 from rollbook.envs.sandboxes.pool import PoolLimits, SandboxPool
-from rollbook.envs.sandboxes.sandbox import SandboxDiedError
+from rollbook.sandbox.sandbox import SandboxDiedError
 from rollbook.telemetry.events import EventLog
 
 # The CLI must use no configuration, credentials or instance metadata except these, and must not retry.
@@ -54,7 +54,7 @@ class Backend(Protocol):
 
 
 class SimulatedCloud:
-    """One MiniStack and one warm command line: a slot of the pool. Satisfies `Backend` and `Sandbox`."""
+    """One MiniStack and one warm command line: a slot of the pool. Satisfies `Backend` and `PoolSlot`."""
 
     def __init__(self, simulator: Simulator, worker: AwsWorker) -> None:
         self._simulator = simulator

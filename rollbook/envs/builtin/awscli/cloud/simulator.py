@@ -14,7 +14,8 @@ from rollbook.concurrency.tasks import first_error
 from rollbook.contracts.plugin import install_command
 from rollbook.envs.builtin.awscli.cloud.simulator_guard import HEADER, TOKEN_VARIABLE
 from rollbook.envs.sandboxes.process import private_directory, remove_directory, start_sandbox_process
-from rollbook.envs.sandboxes.sandbox import SandboxDiedError, SandboxStartError
+from rollbook.envs.sandboxes.sandbox import SandboxStartError
+from rollbook.sandbox.sandbox import SandboxDiedError
 
 MODULE = "rollbook.envs.builtin.awscli.cloud.simulator_process"
 HOST = "127.0.0.1"

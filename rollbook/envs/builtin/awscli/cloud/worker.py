@@ -12,7 +12,8 @@ from rollbook.concurrency.child_process.process import ChildEndedError, ChildPro
 from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
 from rollbook.contracts.plugin import install_command
 from rollbook.envs.sandboxes.process import private_directory, remove_directory, start_sandbox_process
-from rollbook.envs.sandboxes.sandbox import SandboxDiedError, SandboxStartError
+from rollbook.envs.sandboxes.sandbox import SandboxStartError
+from rollbook.sandbox.sandbox import SandboxDiedError
 
 MODULE = "rollbook.envs.builtin.awscli.cloud.worker_process"
 # A command that hit its limit is reported with the code that `timeout` uses.
