@@ -22,8 +22,25 @@ LOSS_DEFAULTS: dict[str, dict[str, Any]] = {
     "reinforce": {},
     "decoupled": {**CLIPPED, "behaviour_cap": None},
     "dro": {"dro_beta": 0.1},
+    "gspo_token": {**CLIPPED, **TO_SAMPLER, "clip_low": 0.03, "clip_high": 0.04, "reduction": "sequence_mean"},
+    "sapo": {**TO_SAMPLER, "sapo_tau": 1.0, "sapo_tau_negative": 1.05},
+    "dppo": {**TO_SAMPLER, "divergence_bound": 0.15},
+    "m2po": {**TO_SAMPLER, "m2_bound": 0.04},
 }
 """Name of a loss to the settings it reads, with their defaults (None: off). Settings not listed here are rejected."""
+
+LOSS_NUMBERS = (
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "dro_beta",
+    "behaviour_cap",
+    "sapo_tau",
+    "sapo_tau_negative",
+    "divergence_bound",
+    "m2_bound",
+)
+"""Settings that only some losses read."""
 
 ADVANTAGE_DEFAULTS: dict[str, dict[str, Any]] = {
     "group": {},
@@ -74,6 +91,10 @@ class Recipe:
     dual_clip: float | None
     dro_beta: float | None
     behaviour_cap: float | None
+    sapo_tau: float | None
+    sapo_tau_negative: float | None
+    divergence_bound: float | None
+    m2_bound: float | None
     loss_options: Mapping[str, float]
     advantage: str
     turn_discount: float | None
@@ -118,6 +139,10 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     """Learning rate after warm-up. Unset: from the width of the model, 1e-6 × (4096 / width)^1.5, at least 1e-6; ten times as much
     with LoRA. That is 5e-4 for a width of 64, 1.9e-5 for 576 (SmolLM2-135M), 4e-6 for 1536 and 1e-6 from 4096 on."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon` trains the matrices of hidden layers with Muon, scaled to the update size of AdamW so that `lr` means the same, and
+    embeddings, output and vectors with AdamW. With one rank only."""
+
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW: decay of the running mean of the gradient and of its square."""
 
@@ -137,8 +162,8 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     """Learning rate after warm-up: constant, or decaying to 0 at `max_steps`."""
 
     loss: str = "dapo"
-    """A built-in loss (grpo, dr_grpo, dapo, gspo, cispo, importance_sampling, reinforce, decoupled, dro), or your own as
-    `package.module:function`."""
+    """A built-in loss (grpo, dr_grpo, dapo, gspo, gspo_token, cispo, sapo, dppo, m2po, importance_sampling, reinforce, decoupled,
+    dro), or your own as `package.module:function`."""
 
     loss_options: dict[str, float] = Field(default_factory=dict)
     """Numbers for your own loss; built-in losses read none."""
@@ -162,6 +187,26 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
 
     behaviour_cap: float | None = Field(default=None, gt=0)
     """`decoupled` masks tokens whose weight old / sampled is above this. None: masks none."""
+
+    sapo_tau: float | None = Field(default=None, gt=0)
+    """`sapo`: steepness of the sigmoid where the advantage is positive. None: 1."""
+
+    sapo_tau_negative: float | None = Field(default=None, gt=0)
+    """`sapo`: steepness of the sigmoid where the advantage is negative. None: 1.05."""
+
+    divergence_bound: float | None = Field(default=None, gt=0, le=1)
+    """`dppo` masks tokens whose probability moved by more than this in the direction of their advantage. None: .15."""
+
+    m2_bound: float | None = Field(default=None, gt=0)
+    """`m2po` masks the tokens with the largest (log ratio)² of a pass, until the mean of the others is at most this. None: .04."""
+
+    off_policy_mask: float | None = Field(default=None, gt=0)
+    """Mask sequences with a negative advantage whose mean of log sampled − log current is above this, with any loss (off-policy
+    sequence masking of DeepSeek-V3.2). None: mask none."""
+
+    observation_coef: float = Field(default=0.0, ge=0)
+    """Weight of the cross-entropy of the environment's tokens between the turns: the policy also learns to predict what its
+    actions lead to (ECHO). 0: they are not trained."""
 
     correction: Literal["none", "tis", "icepop", "mis"] = "none"
     """Importance weight of each token's policy loss that corrects for numerical differences between engine and trainer, with
@@ -230,7 +275,10 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     """Tokens per sample in the denominator of `fixed_length`."""
 
     ppo_n_minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps per batch."""
+    """Optimizer steps per batch and epoch."""
+
+    ppo_epochs: int = Field(default=1, ge=1)
+    """How often each batch is trained, in minibatches that are shuffled anew."""
 
     max_tokens_per_microbatch: int | None = Field(default=None, ge=1)
     """Computed tokens per forward pass, padding included; a longer sequence gets its own pass. On a GPU, the memory plan chooses at
@@ -312,6 +360,10 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(f"warmup_steps {self.warmup_steps} must be below max_steps {self.max_steps}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas {self.betas} must be in [0, 1)")
+        if self.optimizer == "muon" and self.ranks > 1:
+            raise ValueError(
+                "optimizer 'muon' needs whole matrices, and several ranks shard them: use adamw, or one rank"
+            )
         self._check_loss()
         self._check_advantage()
         self._check_correction()
@@ -365,8 +417,7 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
 
     def _loss_settings(self) -> set[str]:
         """The loss-specific settings that were set."""
-        names = ("clip_low", "clip_high", "dual_clip", "dro_beta", "behaviour_cap")
-        return {name for name in names if getattr(self, name) is not None} | (
+        return {name for name in LOSS_NUMBERS if getattr(self, name) is not None} | (
             {"loss_options"} if self.loss_options else set()
         )
 
@@ -395,11 +446,7 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
         return Recipe(
             loss=self.loss,
             old_logprobs=self.old_logprobs or self._default_old_logprobs(),
-            clip_low=self.clip_low if self.clip_low is not None else defaults.get("clip_low"),
-            clip_high=self.clip_high if self.clip_high is not None else defaults.get("clip_high"),
-            dual_clip=self.dual_clip if self.dual_clip is not None else defaults.get("dual_clip"),
-            dro_beta=self.dro_beta if self.dro_beta is not None else defaults.get("dro_beta"),
-            behaviour_cap=self.behaviour_cap if self.behaviour_cap is not None else defaults.get("behaviour_cap"),
+            **{name: defaults.get(name) if (own := getattr(self, name)) is None else own for name in LOSS_NUMBERS},
             loss_options=self.loss_options,
             advantage=advantage,
             turn_discount=self.turn_discount or of_advantage.get("turn_discount"),

@@ -60,6 +60,9 @@ TRAINER_METRICS: tuple[Metric, ...] = (
         "train/correction_ess", "", "effective sample size of the correction's weights, as a fraction of the tokens"
     ),
     Metric("train/reference_kl", "nats", "divergence from the initial policy, mean over trained tokens"),
+    Metric(
+        "train/observation_loss", "nats", "cross-entropy of the environment's tokens, with trainer.observation_coef"
+    ),
     Metric("train/unknown_logprob_tokens", "tokens", "trained tokens without a sampling logprob", Reduction.SUM),
     Metric("train/tokens", "tokens", "trained tokens", Reduction.SUM),
     Metric("train/sequences", "sequences", "trained sequences", Reduction.SUM),

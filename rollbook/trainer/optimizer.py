@@ -1,10 +1,11 @@
-"""The learning rate schedule, and the check that keeps bad gradients away from the weights."""
+"""The optimizer, its learning rate, and the check that keeps bad gradients away from the weights."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.config import TrainerConfig
@@ -37,6 +38,66 @@ def learning_rate(config: TrainerConfig, step: int, *, peak: float) -> float:
     if config.schedule == "linear":
         return peak * (1.0 - progress)
     return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+STATE_OF_ADAMW = ("exp_avg", "exp_avg_sq")
+STATE_OF_MUON = ("momentum_buffer",)
+
+
+def build_optimizer(module: nn.Module, config: TrainerConfig, *, rate: float) -> torch.optim.Optimizer:
+    """AdamW for all trained weights, or Muon for the matrices of hidden layers. Vectors are not decayed."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+    of_adamw: dict[str, Any] = {"lr": rate, "betas": config.betas, "eps": config.eps, "fused": True}
+    if config.optimizer == "adamw":
+        decayed = {"params": matrices, "weight_decay": config.weight_decay}
+        return torch.optim.AdamW([decayed, {"params": vectors, "weight_decay": 0.0}], **of_adamw)
+    # Muon is for maps between hidden states. Rows of an embedding are independent vectors; the output layer is one too.
+    vocabulary = {id(p) for part in module.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
+    vocabulary |= {id(p) for name, p in module.named_parameters() if "lm_head" in name}
+    hidden = [p for p in matrices if p.ndim == 2 and id(p) not in vocabulary]
+    chosen = {id(p) for p in hidden}
+    return MuonWithAdamW(
+        hidden,
+        [
+            {"params": [p for p in matrices if id(p) not in chosen], "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        weight_decay=config.weight_decay,
+        rate=rate,
+        of_adamw=of_adamw,
+    )
+
+
+def is_muon(group: Mapping[str, Any]) -> bool:
+    """Whether Muon trains a parameter group."""
+    return "momentum" in group
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """One optimizer with the groups and the state of both, so that a checkpoint holds them as it holds those of AdamW."""
+
+    def __init__(
+        self,
+        hidden: Sequence[nn.Parameter],
+        others: Sequence[dict[str, Any]],
+        *,
+        weight_decay: float,
+        rate: float,
+        of_adamw: Mapping[str, Any],
+    ) -> None:
+        # Scaled to the update size of AdamW, so that one learning rate suits both.
+        self._muon = torch.optim.Muon(hidden, lr=rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        self._adamw = torch.optim.AdamW([dict(group) for group in others], **of_adamw)
+        super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # the trainer has no closure
+        # Loading a state replaces groups and state.
+        self._muon.param_groups, self._adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
+        self._muon.state = self._adamw.state = self.state
+        self._muon.step()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._adamw.step()
 
 
 def clip_large_gradient(gradients: Sequence[Tensor], max_norm: float) -> float:

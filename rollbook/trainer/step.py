@@ -12,7 +12,7 @@ import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from rollbook.contracts.batch import PassSplit, TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.weights import AdapterKind
 from rollbook.telemetry.token_records import Key, TokenArrays
-from rollbook.trainer.config import Recipe, TrainerConfig
+from rollbook.trainer.config import LOSS_NUMBERS, Recipe, TrainerConfig
 from rollbook.trainer.data.minibatches import (
     Microbatch,
     Minibatch,
@@ -38,13 +38,22 @@ from rollbook.trainer.data.minibatches import (
 from rollbook.trainer.distributed.sharding import Passes, Ranks, cpu_mesh, gathered, own_shards, shard_state
 from rollbook.trainer.files.random_states import random_states, set_random_states
 from rollbook.trainer.flops import training_flops
-from rollbook.trainer.losses.corrections import correction, k3_divergence, kl_penalty
+from rollbook.trainer.losses.corrections import correction, k3_divergence, kl_penalty, off_policy_mask
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings
 from rollbook.trainer.losses.registry import loss_named
 from rollbook.trainer.losses.statistics import TokenStatistics
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.weights import snapshot_of
-from rollbook.trainer.optimizer import GradientGuard, clip_large_gradient, learning_rate, peak_rate
+from rollbook.trainer.optimizer import (
+    STATE_OF_ADAMW,
+    STATE_OF_MUON,
+    GradientGuard,
+    build_optimizer,
+    clip_large_gradient,
+    is_muon,
+    learning_rate,
+    peak_rate,
+)
 
 MIN_SAMPLED_LOGPROB = -20.0
 """Less likely tokens are sampled about once in 500 million."""
@@ -142,24 +151,15 @@ class TrainStep:
         self._reference = reference
         self._loss = loss_named(config.loss)
         self._settings = loss_settings(self._recipe)
-        matrices = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
-        vectors = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
-        self.trained = matrices + vectors
+        self.optimizer = build_optimizer(model.module, config, rate=self._peak_rate)
+        self.trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         """In the order of the optimizer's state."""
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": config.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=self._peak_rate,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-        )
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
         """Load the running means of a checkpoint. Rates and decays stay those of the settings, which may have changed since."""
-        ours = [{key: group[key] for key in OPTIMIZER_SETTINGS} for group in self.optimizer.param_groups]
+        ours = [
+            {key: group[key] for key in OPTIMIZER_SETTINGS if key in group} for group in self.optimizer.param_groups
+        ]
         spread = shard_state(state["state"], [p for group in self.optimizer.param_groups for p in group["params"]])
         self.optimizer.load_state_dict({**state, "state": spread})
         for group, settings in zip(self.optimizer.param_groups, ours, strict=True):
@@ -308,21 +308,28 @@ class TrainStep:
 
     @property
     def _optimizer_bytes(self) -> int:
-        return sum(2 * parameter.numel() * parameter.element_size() for parameter in self.trained)
+        return sum(
+            len(STATE_OF_MUON if is_muon(group) else STATE_OF_ADAMW) * parameter.numel() * parameter.element_size()
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        )
 
     def _allocate_optimizer(self) -> None:
-        """Allocate the running means, as AdamW does in its first step. Before the first pass: what fits then, fits later; and a
-        failure leaves no weight updated."""
+        """Allocate the running means, as the optimizer does in its first step.
+
+        Before the first pass: what fits then, fits later; and a failure leaves no weight updated.
+        """
         if self.optimizer.state:
             return
 
         def allocate() -> None:
-            for parameter in self.trained:
-                self.optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                }
+            for group in self.optimizer.param_groups:
+                names = STATE_OF_MUON if is_muon(group) else STATE_OF_ADAMW
+                for parameter in group["params"]:
+                    held = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in names}
+                    if not is_muon(group):
+                        held["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                    self.optimizer.state[parameter] = held
 
         detail = self._failure_of(allocate)
         if detail is not None:
@@ -424,9 +431,17 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         losses: list[Tensor] = []
         for number, (micro, counts) in enumerate(passes):
-            current, entropy = self.model.token_logprobs(micro, is_entropy_trained=self._config.entropy_bonus > 0)
+            current, entropy = self.model.token_logprobs(
+                micro.with_observed(), is_entropy_trained=self._config.entropy_bonus > 0
+            )
+            current, observed = current[: micro.num_trained], current[micro.num_trained :]
+            entropy = entropy[: micro.num_trained]
             starting = current.detach() if old is None else old[number] if number < len(old) else None
             reduced = self._loss_of(micro, current, starting, entropy, tally if counts else None)
+            if micro.observed_O is not None:
+                reduced = reduced - self._config.observation_coef * micro.observed_weight * observed.sum()
+                if counts:
+                    tally.statistics.add_observed(observed)
             # Gradients are averaged over ranks, but the token weights are already fractions of the whole minibatch.
             (reduced * self.ranks.size).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             losses.append(reduced.detach().double())
@@ -472,6 +487,10 @@ class TrainStep:
                 low=self._recipe.correction_low or 0.0,
             )
             loss_N = loss_N * corrected.weights_N
+        if self._config.off_policy_mask is not None:
+            is_masked_N = off_policy_mask(inputs, bound=self._config.off_policy_mask)
+            loss_N = loss_N.masked_fill(is_masked_N, 0.0)
+            terms = replace(terms, is_clipped_N=terms.is_clipped_N | is_masked_N)
         if self._config.kl_coef > 0:
             reference = self._reference_logprobs(micro)
             penalty_N = kl_penalty(inputs, reference, estimator=self._recipe.kl_estimator or "k2")
@@ -523,7 +542,9 @@ class TrainStep:
 
     def _report(self, step: int, minibatches: Sequence[Minibatch], tally: _Tally) -> StepReport:
         taken = len(tally.grad_norms)
-        num_tokens = sum(minibatch.num_trained for minibatch in minibatches)
+        # A batch that is trained several times counts once.
+        epochs = self._config.ppo_epochs
+        num_tokens = sum(minibatch.num_trained for minibatch in minibatches) // epochs
         passes = [micro for minibatch in minibatches for micro in minibatch.microbatches]
         computed = sum(micro.inputs_BT.size for micro in passes)
         padding = sum(micro.num_padding for micro in passes)
@@ -536,7 +557,7 @@ class TrainStep:
             "train/optimizer_steps": taken,
             "train/skipped_steps": tally.skipped,
             "train/tokens": num_tokens,
-            "train/sequences": sum(minibatch.num_rows for minibatch in minibatches),
+            "train/sequences": sum(minibatch.num_rows for minibatch in minibatches) // epochs,
             "train/passes": len(passes),
             "train/computed_tokens": computed,
             "train/padding_share": padding / computed if computed else None,
@@ -554,13 +575,7 @@ class TrainStep:
 
 def loss_settings(recipe: Recipe) -> LossSettings:
     """The loss's settings as numbers; unset bounds keep the infinite defaults of `LossSettings`."""
-    named = {
-        "clip_low": recipe.clip_low,
-        "clip_high": recipe.clip_high,
-        "dual_clip": recipe.dual_clip,
-        "dro_beta": recipe.dro_beta,
-        "behaviour_cap": recipe.behaviour_cap,
-    }
+    named = {name: getattr(recipe, name) for name in LOSS_NUMBERS}
     return LossSettings(
         options=dict(recipe.loss_options), **{name: value for name, value in named.items() if value is not None}
     )

@@ -23,16 +23,12 @@ from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.reader import open_run
 from rollbook.run.user_modules import recorded_modules
 from rollbook.trainer.checkpoints.settings_history import SettingsHistory
-from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.config import LOSS_NUMBERS, TrainerConfig
 from rollbook.trainer.replay import CounterfactualStep, replay, replay_periods, retrain
 
 ADVANTAGE_SETTINGS = ("turn_discount", "gigpo_weight", "reward_weights")
 LOSS_SETTINGS = (
-    "clip_low",
-    "clip_high",
-    "dual_clip",
-    "dro_beta",
-    "behaviour_cap",
+    *LOSS_NUMBERS,
     "loss_options",
     "advantage",
     *ADVANTAGE_SETTINGS,

@@ -17,6 +17,8 @@ from rollbook.contracts.errors import RunError
 from rollbook.trainer.config import SPLIT_SETTINGS
 from rollbook.trainer.files.atomic_files import write_text_atomically
 
+LATER_SETTINGS = {"optimizer": "adamw", "ppo_epochs": 1, "observation_coef": 0.0}
+"""Numeric settings that earlier versions did not record, with the values that they trained with."""
 SMALLER_STEPS = 50
 """For this many steps smaller passes are kept, then the settings are tried again: a batch may have been unusually long."""
 
@@ -66,7 +68,8 @@ class SettingsHistory:
             periods = tuple(
                 SettingsPeriod(
                     after_step=int(p["after_step"]),
-                    settings=dict(p["settings"]),
+                    # A run of an earlier version was trained as the defaults of later settings say.
+                    settings={**LATER_SETTINGS, **p["settings"]},
                     changes_bits=list(p.get("changes_bits", ())),
                 )
                 for p in found["periods"]

@@ -19,6 +19,7 @@ from rollbook.contracts.batch import PassSplit, TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import lag
 from rollbook.contracts.group import GroupId
+from rollbook.contracts.policy import NOT_SAMPLED
 from rollbook.trainer.advantages.registry import credit
 from rollbook.trainer.config import SPLIT_SETTINGS, TrainerConfig
 from rollbook.trainer.data.prefixes import PackedSequences, packed_passes, prefix_order, prefix_tree
@@ -56,6 +57,10 @@ class TrainRow:
     """For each target: the publication that sampled it, -1 where unknown. None: all unknown."""
     lags: NDArray[np.int8] | None = None
     """For each target: `token_lags`. None: unknown."""
+    observed_at: NDArray[np.int64] | None = None
+    """Input positions that predict the environment's tokens between the turns, if they are trained."""
+    observed: NDArray[np.int32] | None = None
+    """These tokens."""
     trained_share: float = 1.0
     """Fraction of the batch's scorable samples that have a row: the others are masked or have no trained token."""
 
@@ -65,6 +70,10 @@ class TrainRow:
     @property
     def num_trained(self) -> int:
         return len(self.targets)
+
+    @property
+    def num_observed(self) -> int:
+        return 0 if self.observed is None else len(self.observed)
 
 
 # B rows of inputs, T their length, N trained tokens. Packed: B is 1, and T counts the computed tokens of all sequences.
@@ -96,10 +105,28 @@ class Microbatch:
     """Lag of each token, for metrics; -1 where unknown. None: all unknown."""
     publications_N: NDArray[np.int32] | None = None
     """The publication that sampled each token; -1 where unknown. None: all unknown."""
+    observed_at_O: NDArray[np.int64] | None = None
+    """Flat positions that predict tokens of the environment, if they are trained."""
+    observed_O: NDArray[np.int64] | None = None
+    """These tokens."""
+    observed_weight: float = 0.0
+    """Weight of the cross-entropy of each: 1 / their number in the minibatch."""
 
     @property
     def num_trained(self) -> int:
         return len(self.targets_N)
+
+    def with_observed(self) -> "Microbatch":
+        """The pass with the tokens of the environment after its own targets."""
+        if self.observed_at_O is None or self.observed_O is None:
+            return self
+        plain = np.ones(len(self.observed_O), dtype=np.float32)
+        return replace(
+            self,
+            predicted_at_N=np.concatenate([self.predicted_at_N, self.observed_at_O]),
+            targets_N=np.concatenate([self.targets_N, self.observed_O]),
+            temperatures_N=np.concatenate([self.temperatures_N, plain]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -151,6 +178,10 @@ def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
                 trained = np.flatnonzero(row.loss_mask & ~entry.is_masked(row))
                 if len(trained) == 0:
                     continue
+                observed = None
+                if config.observation_coef:
+                    between = slice(trained[0] + 1, trained[-1])
+                    observed = trained[0] + 1 + np.flatnonzero(row.versions[between] == NOT_SAMPLED)
                 by_token = found.by_token.get((number, sequence), row.advantages)
                 rows.append(
                     TrainRow(
@@ -169,6 +200,8 @@ def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
                         token_advantages=None if by_token is None else by_token[trained],
                         token_weights=None if row.weights is None else row.weights[trained],
                         reference_logprobs=None if row.reference_logprobs is None else row.reference_logprobs[trained],
+                        observed_at=None if observed is None else observed - 1,
+                        observed=None if observed is None else row.token_ids[observed],
                     )
                 )
     num_samples = len({row.sample for row in rows})
@@ -177,10 +210,10 @@ def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
     return [replace(row, trained_share=num_samples / num_scorable) for row in rows]
 
 
-def split(rows: Sequence[TrainRow], count: int, *, seed: int, step: int) -> list[list[TrainRow]]:
+def split(rows: Sequence[TrainRow], count: int, *, seed: int, step: int, epoch: int = 0) -> list[list[TrainRow]]:
     """Up to `count` non-empty minibatches of about equally many tokens. A sample's sequences stay together.
 
-    Samples are assigned in an order shuffled by (seed, step), each to the minibatch with the fewest tokens so far.
+    Samples are assigned in an order shuffled by (seed, step, epoch), each to the minibatch with the fewest tokens so far.
     """
     if count == 1:
         return [list(rows)] if rows else []
@@ -190,7 +223,7 @@ def split(rows: Sequence[TrainRow], count: int, *, seed: int, step: int) -> list
     numbers = np.array(sorted(samples), dtype=np.int64)
     minibatches: list[list[TrainRow]] = [[] for _ in range(min(count, len(samples)))]
     num_tokens = [0] * len(minibatches)
-    for number in np.random.default_rng((seed, step)).permutation(numbers):
+    for number in np.random.default_rng((seed, step, epoch) if epoch else (seed, step)).permutation(numbers):
         smallest = num_tokens.index(min(num_tokens))
         minibatches[smallest].extend(samples[int(number)])
         num_tokens[smallest] += sum(len(row) for row in samples[int(number)])
@@ -271,8 +304,8 @@ def pad(rows: Sequence[TrainRow], bundles: Sequence[Sequence[int]], weights: Seq
         inputs_BT=inputs,
         sequences=None,
         num_padding=inputs.size - sum(len(rows[bundle[0]]) for bundle in bundles),
-        predicted_at=[
-            rows[number].predicted_at + line * width for line, bundle in enumerate(bundles) for number in bundle
+        positions=[
+            np.arange(len(rows[number])) + line * width for line, bundle in enumerate(bundles) for number in bundle
         ],
     )
 
@@ -292,7 +325,7 @@ def pack(
         inputs_BT=inputs[np.newaxis],
         sequences=sequences,
         num_padding=0,
-        predicted_at=[index[rows[number].predicted_at] for number, index in zip(members, indices, strict=True)],
+        positions=indices,
     )
 
 
@@ -304,16 +337,19 @@ def _microbatch(
     inputs_BT: NDArray[np.int64],
     sequences: PackedSequences | None,
     num_padding: int,
-    predicted_at: Sequence[NDArray[np.int64]],
+    positions: Sequence[NDArray[np.int64]],
 ) -> Microbatch:
+    """`positions`: for each member, the flat position of each of its input tokens."""
     chosen = [rows[number] for number in members]
+    placed = list(zip(chosen, positions, strict=True))
+    observing = [(row, at) for row, at in placed if row.num_observed]
     counts = np.array([row.num_trained for row in chosen])
     return Microbatch(
         inputs_BT=inputs_BT,
         sequences=sequences,
         num_padding=num_padding,
         num_shared=sum(len(row) for row in chosen) - (inputs_BT.size - num_padding),
-        predicted_at_N=np.concatenate(predicted_at),
+        predicted_at_N=np.concatenate([at[row.predicted_at] for row, at in placed]),
         targets_N=np.concatenate([row.targets for row in chosen]).astype(np.int64),
         sampled_logprobs_N=np.concatenate([row.sampled_logprobs for row in chosen]),
         advantages_N=_per_token(
@@ -341,6 +377,10 @@ def _microbatch(
         publications_N=np.concatenate(
             [np.full(row.num_trained, -1, np.int32) if row.publications is None else row.publications for row in chosen]
         ),
+        observed_at_O=np.concatenate([at[row.observed_at] for row, at in observing]) if observing else None,
+        observed_O=np.concatenate([row.observed for row, _ in observing if row.observed is not None]).astype(np.int64)
+        if observing
+        else None,
     )
 
 
@@ -355,9 +395,11 @@ def _per_token(values: Sequence[tuple[ArrayLike, TrainRow]]) -> NDArray[np.float
 def plan_minibatch(rows: Sequence[TrainRow], config: TrainerConfig, *, is_packed: bool) -> Minibatch:
     """Split one minibatch into passes."""
     weights = token_weights(rows, reduction=config.recipe.reduction, fixed_length=config.reduction_length)
-    passes = _packed if is_packed else _padded
+    passes = list((_packed if is_packed else _padded)(rows, weights, config))
+    if num_observed := sum(row.num_observed for row in rows):
+        passes = [replace(micro, observed_weight=1.0 / num_observed) for micro in passes]
     return Minibatch(
-        microbatches=tuple(passes(rows, weights, config)),
+        microbatches=tuple(passes),
         num_rows=len(rows),
         num_trained=sum(row.num_trained for row in rows),
         longest=max(map(len, rows), default=0),
@@ -436,6 +478,10 @@ def check_vocabulary(rows: Sequence[TrainRow], size: int, *, step: int) -> None:
 
 
 def plan(rows: Sequence[TrainRow], config: TrainerConfig, *, step: int, is_packed: bool) -> list[Minibatch]:
-    """The whole batch: at most `ppo_n_minibatches` optimizer steps, each split into passes."""
-    parts = split(rows, config.ppo_n_minibatches, seed=config.seed, step=step)
+    """The whole batch: in each epoch at most `ppo_n_minibatches` optimizer steps, each split into passes."""
+    parts = [
+        part
+        for epoch in range(config.ppo_epochs)
+        for part in split(rows, config.ppo_n_minibatches, seed=config.seed, step=step, epoch=epoch)
+    ]
     return [plan_minibatch(part, config, is_packed=is_packed) for part in parts]

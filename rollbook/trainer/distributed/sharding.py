@@ -40,7 +40,7 @@ class Ranks:
         own = [(micro, True) for micro in microbatches[self.rank :: self.size]]
         rounds = -(-len(microbatches) // self.size)
         if len(own) < rounds:
-            idle = replace(microbatches[-1], weights_N=np.zeros_like(microbatches[-1].weights_N))
+            idle = replace(microbatches[-1], weights_N=np.zeros_like(microbatches[-1].weights_N), observed_weight=0.0)
             own.append((idle, False))
         return own
 

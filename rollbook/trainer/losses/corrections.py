@@ -44,6 +44,16 @@ def correction(
     return Correction(weights_N=weights_N.masked_fill(is_outside_N, 0.0), is_bounded_N=is_outside_N)
 
 
+def off_policy_mask(inputs: LossInputs, *, bound: float) -> Tensor:
+    """True for tokens whose loss is 0: their advantage is negative, and their sequence became much less likely than it was sampled.
+
+    The distance is the mean of log sampled - log current over the sequence. Punishing such a sequence further moves the policy by
+    what it would hardly sample (DeepSeek-V3.2).
+    """
+    distance_N = inputs.sequence_mean_N((inputs.sampled_N - inputs.current_N).detach())
+    return (inputs.advantages_N < 0) & (distance_N > bound)
+
+
 def kl_penalty(inputs: LossInputs, reference_N: Tensor, *, estimator: str) -> Tensor:
     """The penalty of each token for its distance to the reference policy. The gradient flows through `current_N`.
 

@@ -66,6 +66,14 @@ class LossSettings:
     """Weight of the squared distance to the old policy."""
     behaviour_cap: float = math.inf
     """Tokens whose weight old / sampled is above this are masked."""
+    sapo_tau: float = math.nan
+    """Steepness of the sigmoid where the advantage is positive."""
+    sapo_tau_negative: float = math.nan
+    """Steepness of the sigmoid where the advantage is negative."""
+    divergence_bound: float = math.inf
+    """Tokens whose probability moved by more than this are masked."""
+    m2_bound: float = math.inf
+    """Bound of the mean of (log ratio)² of the tokens that are not masked."""
     options: Mapping[str, float] = field(default_factory=dict)
     """`trainer.loss_options`, for a user's own loss."""
 

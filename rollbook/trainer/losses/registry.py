@@ -29,6 +29,51 @@ def clipped_sequence_ratio(inputs: LossInputs, settings: LossSettings) -> LossTe
     return _clipped_terms(ratio_N, inputs.advantages_N, settings)
 
 
+def clipped_token_of_sequence(inputs: LossInputs, settings: LossSettings) -> LossTerms:
+    """GSPO-token: the value of `clipped_sequence_ratio`, but the gradient of a token is that of its own log-probability.
+
+    The same gradient if all tokens of a sequence have one advantage; with advantages of turns or tokens, each keeps its own.
+    """
+    ratio_N = torch.exp(inputs.sequence_mean_N(inputs.current_N - inputs.old_N).clamp(max=MAX_LOG_RATIO)).detach()
+    own_N = torch.exp(inputs.current_N - inputs.current_N.detach())
+    return _clipped_terms(ratio_N * own_N, inputs.advantages_N, settings)
+
+
+def soft_gate(inputs: LossInputs, settings: LossSettings) -> LossTerms:
+    """-4/tau*sigmoid(tau*(r - 1))*A, as in SAPO: the gradient fades smoothly where the ratio leaves 1. No token is clipped."""
+    advantages_N = inputs.advantages_N
+    low_N = torch.full_like(advantages_N, settings.sapo_tau_negative)
+    tau_N = torch.where(advantages_N > 0, torch.full_like(advantages_N, settings.sapo_tau), low_N)
+    loss_N = -4.0 / tau_N * torch.sigmoid(tau_N * (inputs.ratio_N - 1.0)) * advantages_N
+    return LossTerms(loss_N=loss_N, is_clipped_N=torch.zeros_like(advantages_N, dtype=torch.bool))
+
+
+def divergence_mask(inputs: LossInputs, settings: LossSettings) -> LossTerms:
+    """-r*A, and 0 where the probability moved by more than the bound in the direction of the advantage, as in DPPO (binary TV).
+
+    A ratio says little about rare tokens: from 1e-5 to 1e-4 it is 10, and the distribution is the same.
+    """
+    ratio_N, advantages_N = inputs.ratio_N, inputs.advantages_N
+    moved_N = (inputs.current_N.exp() - inputs.old_N.exp()).detach()
+    is_beyond_N = moved_N * torch.sign(advantages_N) > settings.divergence_bound
+    return LossTerms(loss_N=(-ratio_N * advantages_N).masked_fill(is_beyond_N, 0.0), is_clipped_N=is_beyond_N)
+
+
+def second_moment(inputs: LossInputs, settings: LossSettings) -> LossTerms:
+    """-r*A without the tokens with the largest (log r)^2: those that are left have a mean of at most the bound, as in M2PO.
+
+    The mean is taken over the tokens of the pass, not of the whole batch.
+    """
+    squared_N = (inputs.current_N - inputs.old_N).detach().square()
+    sorted_N, order_N = torch.sort(squared_N)
+    counts_N = torch.arange(1, len(sorted_N) + 1, device=sorted_N.device, dtype=sorted_N.dtype)
+    # Means of the smallest ones never fall, so the tokens that are kept come first.
+    is_beyond_N = torch.zeros_like(squared_N, dtype=torch.bool)
+    is_beyond_N[order_N] = sorted_N.cumsum(0) / counts_N > settings.m2_bound
+    loss_N = (-inputs.ratio_N * inputs.advantages_N).masked_fill(is_beyond_N, 0.0)
+    return LossTerms(loss_N=loss_N, is_clipped_N=is_beyond_N)
+
+
 def clipped_importance(inputs: LossInputs, settings: LossSettings) -> LossTerms:
     """-sg(clip(r))*A*log current, as in CISPO. A clipped token keeps a gradient; its weight is bounded."""
     ratio_N = inputs.ratio_N.detach()
@@ -93,6 +138,10 @@ LOSSES: dict[str, Loss] = {
     "reinforce": reinforce,
     "decoupled": decoupled_clip,
     "dro": direct_reward,
+    "gspo_token": clipped_token_of_sequence,
+    "sapo": soft_gate,
+    "dppo": divergence_mask,
+    "m2po": second_moment,
 }
 
 

@@ -32,6 +32,8 @@ NAMES = (
     "bounded",
     "referred",
     "reference_kl",
+    "observed",
+    "observed_logprob",
     *(f"{name}_{lag}" for name in ("at_lag", "lag_kl") for lag in LAGS),
 )
 
@@ -92,11 +94,21 @@ class TokenStatistics:
             none if correction is None else correction.is_bounded_N.double(),
             none if reference_kl_N is None else one,
             none if reference_kl_N is None else reference_kl_N.detach().double(),
+            none,
+            none,
             *at_lag,
             *(mismatch_kl * at for at in at_lag),
         ]
         sums = torch.stack([column.sum() for column in columns])
         self.sums = sums if self.sums is None else self.sums + sums
+
+    @torch.no_grad()
+    def add_observed(self, logprobs_O: Tensor) -> None:
+        """Add the tokens of the environment in one pass, after `add`."""
+        assert self.sums is not None
+        at = NAMES.index("observed")
+        self.sums[at] += len(logprobs_O)
+        self.sums[at + 1] += logprobs_O.detach().double().sum()
 
     def sum_over(self, ranks: Ranks, device: str) -> None:
         """Sum over all ranks. Every rank must call this, even one without tokens."""
@@ -123,6 +135,7 @@ class TokenStatistics:
             "train/correction_clip_frac": _mean(s["bounded"], s["corrected"]),
             "train/correction_ess": _effective(s["correction"], s["correction_squared"], s["corrected"]),
             "train/reference_kl": _mean(s["reference_kl"], s["referred"]),
+            "train/observation_loss": _mean(-s["observed_logprob"], s["observed"]),
         }
 
 

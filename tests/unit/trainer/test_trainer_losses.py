@@ -73,3 +73,35 @@ def test_a_correction_is_measured_and_changes_the_update(model_dir: Path, level:
     assert metrics["train/correction_ess"] == pytest.approx(9 / 10, rel=1e-4)
     exact.run(batch)
     assert exact.model.digest() != learner.model.digest()
+
+
+def test_tokens_of_the_environment_between_turns_can_be_trained_by_cross_entropy(model_dir: Path) -> None:
+    played = sample(row([1, 5, 6, 7, 8, 9, 10], [2, 5]), reward=1.0)
+    other = sample(row([1, 5, 6], [2]), reward=0.0)
+    batch = batch_of(1, [[played, other]])
+    for packing in ("packed", "padded"):
+        learner = initial_learner(model_dir, quick(observation_coef=0.5, packing=packing))
+        (alone,) = (micro for part in learner.plan_batch(batch) for micro in part.microbatches)
+        assert alone.observed_O is not None
+        assert alone.observed_O.tolist() == [7, 8], "after the first turn, before the last; not the prompt"
+        with torch.no_grad():
+            logprobs = learner.model.token_logprobs(alone.with_observed())[0][alone.num_trained :]
+        policy = initial_learner(model_dir, quick(packing=packing)).run(batch)
+        report = learner.run(batch)
+        cross_entropy = -float(logprobs.mean())
+        assert report.metrics["train/observation_loss"] == pytest.approx(cross_entropy, rel=1e-5)
+        assert report.metrics["train/loss"] == pytest.approx(
+            (policy.metrics["train/loss"] or 0) + 0.5 * cross_entropy, rel=1e-5
+        )
+        assert policy.metrics["train/observation_loss"] is None
+
+
+def test_a_masked_sequence_has_no_loss_and_counts_as_clipped(model_dir: Path) -> None:
+    # Sampled with probability 1, and unlikely now.
+    bad, good = sample(row([1, 5, 6], [2], logprob=0.0), reward=0.0), sample(row([1, 5, 7], [2]), reward=1.0)
+    batch = batch_of(1, [[bad, good]])
+    masked = initial_learner(model_dir, quick(off_policy_mask=0.5, loss="reinforce")).run(batch).metrics
+    assert masked["train/ppo_clip_frac"] == 0.5
+    plain = initial_learner(model_dir, quick(loss="reinforce")).run(batch).metrics
+    assert plain["train/ppo_clip_frac"] == 0.0
+    assert masked["train/loss"] != pytest.approx(plain["train/loss"])

@@ -76,3 +76,41 @@ def test_without_lr_the_rate_follows_the_width_of_the_model() -> None:
     with_lora = TrainerConfig.model_validate({"lora": {"rank": 4}})
     assert peak_rate(with_lora, width=4096) == pytest.approx(1e-5)
     assert peak_rate(TrainerConfig(lr=3e-5), width=64) == 3e-5
+
+
+def test_muon_trains_hidden_matrices_and_a_restored_learner_continues_with_the_same_bits(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    config = quick(optimizer="muon")
+    learner = initial_learner(model_dir, config)
+    hidden, *others = learner.optimizer.param_groups
+    assert all(parameter.ndim == 2 for parameter in hidden["params"])
+    names = {id(parameter): name for name, parameter in learner.model.module.named_parameters()}
+    assert not [names[id(parameter)] for parameter in hidden["params"] if "embed" in names[id(parameter)]]
+    assert sum(len(group["params"]) for group in (hidden, *others)) == len(list(learner.model.parameters()))
+    learner.run(recorded_batch(1))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", model_dir=model_dir, config=config)
+    restored = checkpoints.restore(checkpoints.save(learner, weights_digest=learner.model.digest()))
+    for one in (learner, restored):
+        one.run(recorded_batch(2))
+    assert restored.model.digest() == learner.model.digest()
+    adamw = initial_learner(model_dir, quick())
+    for step in (1, 2):
+        adamw.run(recorded_batch(step))
+    assert adamw.model.digest() != learner.model.digest()
+    with pytest.raises(ValueError, match="needs whole matrices"):
+        quick(optimizer="muon", ranks=2)
+
+
+def test_epochs_train_every_token_again_in_other_minibatches(model_dir: Path) -> None:
+    learner = initial_learner(model_dir, quick(ppo_epochs=3, ppo_n_minibatches=2))
+    batch = recorded_batch(1)
+    parts = learner.plan_batch(batch)
+    assert len(parts) == 6
+    targets = [sorted(int(target) for micro in part.microbatches for target in micro.targets_N) for part in parts]
+    assert sorted(targets[0] + targets[1]) == sorted(targets[2] + targets[3])
+    assert len({tuple(found) for found in targets}) > 2, "each epoch is shuffled anew"
+    report = learner.run(batch)
+    once = initial_learner(model_dir, quick()).run(batch)
+    assert (report.optimizer_steps, report.num_tokens) == (6, once.num_tokens)
+    assert (report.metrics["train/ppo_kl"] or 0) > 0, "the last minibatch is trained by weights that moved"

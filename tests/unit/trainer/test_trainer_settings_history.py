@@ -1,8 +1,11 @@
 """The history of numeric settings, which a resume compares with the current ones."""
 
+from pathlib import Path
+
 import pytest
 
-from rollbook.trainer.checkpoints.settings_history import SettingsHistory, SettingsPeriod
+from rollbook.trainer.checkpoints.settings_history import LATER_SETTINGS, SettingsHistory, SettingsPeriod
+from rollbook.trainer.config import TrainerConfig
 
 
 @pytest.mark.parametrize(
@@ -25,3 +28,16 @@ def test_new_settings_start_a_period_at_the_acknowledged_step() -> None:
     assert [period.after_step for period in second.periods] == [0, 5]
     third = second.resumed({"lr": 3}, acknowledged_step=5)
     assert [(period.after_step, period.settings["lr"]) for period in third.periods] == [(0, 1), (5, 3)]
+
+
+def test_a_run_of_a_version_without_a_setting_resumes_with_the_value_that_it_was_trained_with(tmp_path: Path) -> None:
+    path = tmp_path / "trainer_state.json"
+    now = TrainerConfig().numeric_settings()
+    before = {name: value for name, value in now.items() if name not in LATER_SETTINGS}
+    SettingsHistory(periods=(SettingsPeriod(after_step=0, settings=before),)).write(path)
+    history = SettingsHistory.read(path)
+    assert history.changed(now, restored_step=0, acknowledged_step=3) == []
+    assert history.resumed(now, acknowledged_step=3).periods == history.periods
+    twice = TrainerConfig(ppo_epochs=2).numeric_settings()
+    assert history.changed(twice, restored_step=0, acknowledged_step=3) == ["ppo_epochs"]
+    assert LATER_SETTINGS.items() <= now.items()
