@@ -141,6 +141,7 @@ async def test_an_invalid_value_in_any_field_of_a_native_message_never_causes_a_
         "owner_name": "w",
         "epoch": 0,
         "step": 1,
+        "split": {"max_tokens": 1, "gradient_checkpointing": False},
         "settings": {},
         "publication": {},
         "unusable": {},

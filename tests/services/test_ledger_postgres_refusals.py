@@ -29,7 +29,7 @@ async def test_a_database_of_a_newer_release_is_refused(url: str) -> None:
         pass
     with psycopg.connect(url, autocommit=True) as db:
         db.execute("UPDATE schema_versions SET version = 999")
-    with pytest.raises(RunError, match="have schema 999, this release needs 6"):
+    with pytest.raises(RunError, match="have schema 999, this release needs 7"):
         async with open_postgres_store(url):
             pass
     with pytest.raises(RunError, match="have schema 999"), open_reader(url):

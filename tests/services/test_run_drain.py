@@ -230,7 +230,10 @@ async def test_a_process_that_keeps_crashing_is_reported_and_stops_the_run(
         outcome = await running
     assert said == ["policy exited with status 1: OutOfMemoryError: too large; it is started again"]
     assert outcome.end is RunEnd.FAILED
-    assert "policy exited with status 1; it died 2 times in a row within 15 s of being ready" in outcome.message
+    assert (
+        "policy exited with status 1: OutOfMemoryError: too large; it died 2 times in a row within 15 s of being ready"
+        in outcome.message
+    )
     (policy,) = (process for process in supervisor.processes if process.role == "policy")
     assert len(policy.lifetimes_s) == 2
 

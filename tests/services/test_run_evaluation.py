@@ -56,9 +56,9 @@ def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_a
             run.directory, None, loss="reinforce", advantage="turn_rloo", overrides=[], out=tmp_path / "replay"
         )
     )
-    assert report["changed"]["loss"] == ["grpo", "reinforce"]
+    assert report["changed"]["loss"] == ["dapo", "reinforce"]
     assert report["changed"]["advantage"] == ["group", "turn_rloo"]
-    assert list(report["digests"]) == ["grpo, group, as recorded", "reinforce, turn_rloo, replayed"]
+    assert list(report["digests"]) == ["dapo, group, as recorded", "reinforce, turn_rloo, replayed"]
     recorded, other = report["digests"].values()
     with open_run(run.directory) as record:
         assert recorded == record.steps()[-1].digest

@@ -5,6 +5,7 @@ B A times alpha / rank is added to the layer's matrix. Settings with another mea
 """
 
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -114,7 +115,8 @@ def low_rank_pairs(settings: AdapterSettings, names: Iterable[str]) -> list[LowR
 
 def read_adapter(directory: Path) -> tuple[dict[str, Any], Mapping[str, FileTensor]]:
     """Settings and tensors of a PEFT directory. Raises `FileNotFoundError` if there is none, `WeightsError` if it is invalid."""
-    if not (directory / CONFIG_FILE).is_file() or not (directory / TENSOR_FILE).is_file():
+    # Not `Path.is_file`, which raises for a name that is too long.
+    if not all(os.path.isfile(directory / name) for name in (CONFIG_FILE, TENSOR_FILE)):  # noqa: PTH113
         raise FileNotFoundError(f"{directory} does not hold {CONFIG_FILE} and {TENSOR_FILE}")
     return read_settings(directory), read_weights(directory / TENSOR_FILE)
 

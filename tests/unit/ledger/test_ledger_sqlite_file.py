@@ -35,7 +35,7 @@ async def test_a_file_from_a_newer_release_is_refused(tmp_path: Path) -> None:
     with db:
         db.execute("UPDATE schema_versions SET version = 999")
     db.close()
-    with pytest.raises(RunError, match="have schema 999, this release needs 6"):
+    with pytest.raises(RunError, match="have schema 999, this release needs 7"):
         async with open_sqlite_store(tmp_path):
             pass
 

@@ -310,6 +310,7 @@ async def test_metrics_and_spans_are_recorded_for_each_step(ledger: TrainerLedge
     not_configured = {
         "perf/mfu",
         "perf/failed_pass_tokens",
+        "async/masked_first_turns",
         "train/correction_mean",
         "train/correction_clip_frac",
         "train/correction_ess",
