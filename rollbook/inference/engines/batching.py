@@ -11,15 +11,18 @@ LENGTH_STEP = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotBudget:
-    """Limits the number and length of the slots. All slots are equally long: rows times length never exceeds `max_tokens`."""
+    """Limits the number and length of the slots. All slots are equally long: rows times length, and what each takes whatever its
+    length, never exceed `max_tokens`."""
 
     max_rows: int
     max_length: int
     max_tokens: int
     """Positions in all slots. At least one slot of full length must fit."""
+    row_tokens: int = 0
+    """What a row takes whatever its length (windows, recurrent states), in positions."""
 
     def __post_init__(self) -> None:
-        if min(self.max_rows, self.max_length) < 1 or self.max_tokens < self.max_length:
+        if min(self.max_rows, self.max_length) < 1 or self.max_tokens < self.max_length + self.row_tokens:
             raise ValueError(
                 f"a cache of {self.max_tokens} positions does not hold one sequence of {self.max_length}; "
                 "use more memory or shorter sequences"
@@ -31,7 +34,7 @@ class SlotBudget:
 
     def rows_for(self, needed: int) -> int:
         """The maximum number of slots if the longest row needs `needed` positions. At least one."""
-        return min(self.max_rows, self.max_tokens // self.length_for(needed))
+        return min(self.max_rows, self.max_tokens // (self.length_for(needed) + self.row_tokens))
 
 
 def joinable(

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Con
 from rollbook.contracts.policy import Publication, PublicationId
 from rollbook.contracts.weights import weights_digest
 from rollbook.inference.weights.safetensors import read_weights
+from tests.models.families import family
 
 VOCAB = 32
 MAX_LEN = 256
@@ -31,7 +32,10 @@ CONFIGS: dict[str, Any] = {
 
 
 def build_model(kind: str = "llama", *, seed: int = 0) -> Any:
-    """A model with weights large enough that its distributions are far from uniform."""
+    """A model with weights large enough that its distributions are far from uniform. `kind`: one of `CONFIGS`, or a model type of
+    `FAMILIES`."""
+    if kind not in CONFIGS:
+        return family(kind).model(seed)
     torch.manual_seed(seed)
     config = CONFIGS[kind]()
     model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # transformers leaves it untyped

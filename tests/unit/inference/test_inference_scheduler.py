@@ -18,6 +18,7 @@ from rollbook.inference.engines.embedded.build import BLOCK_SIZE
 from rollbook.inference.engines.embedded.paged.batch import PagedBatch
 from rollbook.inference.engines.embedded.paged.runner import PackedRunner
 from rollbook.inference.engines.embedded.runner import Runner
+from rollbook.inference.engines.embedded.slot_cache import SlotCache
 from rollbook.inference.pause import PauseMode
 from rollbook.inference.request import BadRequestError
 from tests.parts.inference.engines import (
@@ -114,6 +115,7 @@ async def test_the_cache_never_exceeds_its_memory(root: Path) -> None:
         runner = engine.parts.runner
         assert isinstance(runner, Runner)
         slots = runner.slots
+        assert isinstance(slots, SlotCache)
         futures = [engine.submit(p, SamplingParams(max_tokens=90)) for p in some_prompts(20, 1, 120)]
         most = 0
         while not all(future.done() for future in futures):

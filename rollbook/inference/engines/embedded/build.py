@@ -4,10 +4,12 @@ Every fast implementation has a slower fallback; `EngineParts.choices` says whic
 """
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,12 @@ from rollbook.inference.engines.embedded.live_weights import LiveWeights
 from rollbook.inference.engines.embedded.model.forward import SlotModel
 from rollbook.inference.engines.embedded.model.kernels import KernelOps, kernels_missing, sample_with_kernels
 from rollbook.inference.engines.embedded.model.llama import LlamaForward, relative_error, unsupported_reason
-from rollbook.inference.engines.embedded.model.module import ModuleForward, load_module
+from rollbook.inference.engines.embedded.model.module import (
+    ModuleForward,
+    StateForward,
+    has_full_attention,
+    load_module,
+)
 from rollbook.inference.engines.embedded.paged.batch import PagedBatch
 from rollbook.inference.engines.embedded.paged.block_cache import BlockCache
 from rollbook.inference.engines.embedded.paged.block_pool import BlockPool
@@ -30,7 +37,6 @@ from rollbook.inference.engines.embedded.runner import Runner
 from rollbook.inference.engines.embedded.sampling import sample
 from rollbook.inference.engines.embedded.scheduler import Scheduler
 from rollbook.inference.engines.embedded.slot_batch import SlotBatch
-from rollbook.inference.engines.embedded.slot_cache import SlotCache
 from rollbook.inference.weights.lora import CONFIG_FILE, read_adapter
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
@@ -91,7 +97,9 @@ def build_parts(config: InferenceConfig, model_dir: Path, *, capture: Capture | 
         choices.append("cache: blocks, prompts and decoding rows in one captured forward")
     else:
         batch, runner = _slot_batch(config, model)
-        choices.append("cache: slots, steps called directly")
+        choices.append(
+            "cache: slots, steps called directly" if model.is_dense else "cache: states, steps called directly"
+        )
     ahead = config.steps_ahead if config.steps_ahead is not None else (GPU_AHEAD if is_gpu else 0)
     return EngineParts(
         scheduler=Scheduler(batch, max_length=max_model_len, ahead=ahead),
@@ -113,7 +121,8 @@ def _apply_adapter(weights: LiveWeights, directory: Path) -> None:
 
 
 def _model(module: Any, max_model_len: int, config: InferenceConfig) -> tuple[SlotModel, list[str]]:
-    reason = "the config requires it" if config.forward == "module" else unsupported_reason(module)
+    required = config.forward == "module"
+    reason = "the config requires it" if required else unsupported_reason(module, max_model_len=max_model_len)
     if reason is None:
         llama = LlamaForward(module, max_model_len=max_model_len)
         error = relative_error(llama, module)
@@ -122,7 +131,38 @@ def _model(module: Any, max_model_len: int, config: InferenceConfig) -> tuple[Sl
             return llama, [f"forward: llama (relative error {error:.1e})"]
         reason = f"the llama forward has a relative error of {error:.2g}"
         log.warning("the model runs through its Hugging Face module: %s", reason)
-    return ModuleForward(module, max_model_len=max_model_len), [f"forward: Hugging Face module, because {reason}"]
+    return _module_forward(module, max_model_len, reason)
+
+
+def _module_forward(module: Any, max_model_len: int, reason: str) -> tuple[SlotModel, list[str]]:
+    """The fastest way of calling the module whose logits are those of a plain forward."""
+    choice = f"forward: Hugging Face module, because {reason}"
+    if has_full_attention(module.config, max_model_len):
+        slots = ModuleForward(module, max_model_len=max_model_len)
+        if _error_of(slots, module) <= TOLERANCE[slots.dtype]:
+            return slots, [choice]
+        slots.discard()
+    errors = []
+    for is_merged, is_chunked in product((True, False), repeat=2):
+        states = StateForward(module, max_model_len=max_model_len, is_merged=is_merged, is_chunked=is_chunked)
+        if is_merged and not states.new_memory().is_mergeable:
+            continue
+        errors.append(_error_of(states, module))
+        if errors[-1] <= TOLERANCE[states.dtype]:
+            return states, [choice, f"state: caches of transformers, {states.how}"]
+    raise RunError(
+        f"a model of type {module.config.model_type!r} computes other logits with its cache than without (relative error "
+        f"{min(errors):.2g}), so sampled logprobs would be wrong. Serve it with vLLM"
+    )
+
+
+def _error_of(forward: SlotModel, module: Any) -> float:
+    """Infinite where the module does not accept this way of calling it."""
+    try:
+        return relative_error(forward, module)
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+        log.info("the module cannot be run as %s: %s", type(forward).__name__, error)
+        return math.inf
 
 
 def _has_kernels(llama: LlamaForward, module: Any, choices: list[str]) -> bool:
@@ -151,8 +191,7 @@ def _plain_call(operation: Callable[[], None]) -> Callable[[], None]:
 def _slot_batch(config: InferenceConfig, model: SlotModel) -> tuple[SlotBatch, Runner]:
     min_prefix = config.prefix_cache_least or CPU_MIN_PREFIX
     budget, prefix_tokens = _budget(config, model, model.device, min_prefix=min_prefix)
-    slots = SlotCache(model.shapes, dtype=model.dtype, device=model.device)
-    runner = Runner(model, slots, max_rows=budget.max_rows)
+    runner = Runner(model, model.new_memory(), max_rows=budget.max_rows)
     batch = SlotBatch(
         runner,
         budget=budget,
@@ -216,18 +255,27 @@ def _budget(
     config: InferenceConfig, model: SlotModel, device: torch.device, *, min_prefix: int
 ) -> tuple[SlotBudget, int]:
     """The budget of running requests, and the number of positions for the prefix cache: a share of the same memory."""
-    per_token = SlotCache.bytes_per_token(model.shapes, model.dtype)
+    per_token, fixed = model.bytes_per_row()
+    # A model with recurrent states only takes nothing for a position: then a position is a byte of the fixed part.
+    per_token = max(1, per_token)
+    row_tokens = -(-fixed // per_token)
+    whole_row = model.max_model_len + row_tokens
     max_bytes = _cache_bytes(device, config.kv_memory_mb)
     # The cache has one extra slot as scratch space.
-    tokens = max_bytes // per_token - model.max_model_len
-    if tokens < model.max_model_len:
+    tokens = max_bytes // per_token - whole_row
+    if tokens < whole_row:
         raise RunError(
             f"the cache may use {max_bytes / 1e6:.0f} MB, but one sequence of {model.max_model_len} tokens and a scratch slot need "
-            f"{2 * model.max_model_len * per_token / 1e6:.0f}; raise inference.kv_memory_mb or lower inference.max_model_len"
+            f"{2 * whole_row * per_token / 1e6:.0f}; raise inference.kv_memory_mb or lower inference.max_model_len"
         )
     share = int(tokens * config.prefix_cache_share) if min_prefix < model.max_model_len else 0
-    prefix_tokens = min(share, tokens - model.max_model_len)
-    budget = SlotBudget(max_rows=config.max_running, max_length=model.max_model_len, max_tokens=tokens - prefix_tokens)
+    prefix_tokens = min(share, tokens - whole_row)
+    budget = SlotBudget(
+        max_rows=config.max_running,
+        max_length=model.max_model_len,
+        max_tokens=tokens - prefix_tokens,
+        row_tokens=row_tokens,
+    )
     return budget, prefix_tokens
 
 

@@ -7,10 +7,11 @@ and captured graphs are not affected. Both caches are cleared when the weights c
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from rollbook.inference.engines.embedded.slot_cache import SlotCache
+from rollbook.inference.engines.embedded.slot_cache import RowMemory
 
 BLOCK = 16
 """Prefixes are looked up at multiples of this many tokens, and then extended token by token."""
@@ -20,11 +21,11 @@ NOT_REUSABLE = -1
 
 @dataclass(eq=False, slots=True)
 class Prefix:
-    """The tokens of a finished row, and their keys and values: one or two tensors for each layer."""
+    """The tokens of a finished row, and the copy of its memory."""
 
     tokens: list[int]
     adapter: int
-    cached_kv: Sequence[Tensor]
+    cached_kv: Any
     blocks: tuple[int, ...]
 
 
@@ -37,10 +38,11 @@ class PrefixHit:
 class PrefixCache:
     """Holds at most `max_tokens` positions (0: none) and evicts the least recently used. Used by one thread."""
 
-    def __init__(self, slots: SlotCache, *, max_tokens: int, min_length: int) -> None:
+    def __init__(self, slots: RowMemory, *, max_tokens: int, min_length: int, row_tokens: int = 0) -> None:
+        """`row_tokens`: what a row takes whatever its length, in positions."""
         self._slots = slots
         self._max_tokens = max_tokens
-        self._min_length = min_length
+        self._min_length, self._row_tokens = min_length, row_tokens
         self.weights_generation = 0
         """Changes with the weights. A row can be cached only if all of it was computed since the last change."""
         self.hits = self.cached_tokens = self.num_tokens = 0
@@ -56,13 +58,14 @@ class PrefixCache:
         self._by_block.clear()
         self.num_tokens = 0
 
-    def copy_out(self, row: int, length: int, *, weights_generation: int) -> Sequence[Tensor] | None:
+    def copy_out(self, row: int, length: int, *, weights_generation: int) -> Any | None:
         """A copy of the first `length` positions of a row; None if it is stale, too short or too long to be cached."""
-        if weights_generation != self.weights_generation or not self._min_length <= length <= self._max_tokens:
+        longest = self._max_tokens - self._row_tokens
+        if weights_generation != self.weights_generation or not self._min_length <= length <= longest:
             return None
         return self._slots.copy_out(row, length)
 
-    def add(self, tokens: list[int], cached_kv: Sequence[Tensor], *, weights_generation: int, adapter: int = 0) -> None:
+    def add(self, tokens: list[int], cached_kv: Any, *, weights_generation: int, adapter: int = 0) -> None:
         """`cached_kv` covers at least these tokens. Ignored if the weights have changed since it was copied."""
         if weights_generation != self.weights_generation or len(tokens) < self._min_length:
             return
@@ -74,12 +77,14 @@ class PrefixCache:
         prefix = Prefix(tokens, adapter, cached_kv, blocks)
         self._prefixes[id(prefix)] = prefix
         self._by_block.update(dict.fromkeys(blocks, prefix))
-        self.num_tokens += len(tokens)
+        self.num_tokens += len(tokens) + self._row_tokens
         while self.num_tokens > self._max_tokens:
             self._evict(next(iter(self._prefixes.values())))
 
     def find(self, tokens: Sequence[int], *, adapter: int = 0) -> PrefixHit | None:
         """The longest cached prefix, without the last token: its logits must be computed."""
+        if not self._slots.is_croppable:
+            return self._find_whole(tokens, adapter)
         if not self._prefixes:
             return None
         for number, block in reversed(list(enumerate(_block_hashes(tokens, adapter), start=1))):
@@ -93,6 +98,20 @@ class PrefixCache:
             return PrefixHit(prefix, length)
         return None
 
+    def _find_whole(self, tokens: Sequence[int], adapter: int) -> PrefixHit | None:
+        """The longest cached row that the tokens continue: windows and recurrent states exist only for its end."""
+        wanted = list(tokens)
+        found: Prefix | None = None
+        for prefix in self._prefixes.values():
+            length = len(prefix.tokens)
+            is_longer = length < len(wanted) and (found is None or length > len(found.tokens))
+            if is_longer and prefix.adapter == adapter and wanted[:length] == prefix.tokens:
+                found = prefix
+        if found is None:
+            return None
+        self._prefixes[id(found)] = self._prefixes.pop(id(found))
+        return PrefixHit(found, len(found.tokens))
+
     def copy_in(self, hit: PrefixHit, row: int) -> None:
         self._slots.copy_in(row, hit.prefix.cached_kv, hit.length)
         self.hits += 1
@@ -100,7 +119,7 @@ class PrefixCache:
 
     def _evict(self, prefix: Prefix) -> None:
         del self._prefixes[id(prefix)]
-        self.num_tokens -= len(prefix.tokens)
+        self.num_tokens -= len(prefix.tokens) + self._row_tokens
         for block in prefix.blocks:
             if self._by_block.get(block) is prefix:
                 del self._by_block[block]

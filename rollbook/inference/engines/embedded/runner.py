@@ -20,7 +20,7 @@ from rollbook.inference.engines.embedded.adapters import AdapterRows
 from rollbook.inference.engines.embedded.model.forward import PrefillInput, SlotModel
 from rollbook.inference.engines.embedded.row_table import RowTable, Tops
 from rollbook.inference.engines.embedded.sampling import RowSampling, constrained, most_likely, sample
-from rollbook.inference.engines.embedded.slot_cache import SlotCache, to_device
+from rollbook.inference.engines.embedded.slot_cache import RowMemory, to_device
 
 Sampler = Callable[[Tensor, RowSampling], tuple[Tensor, Tensor]]
 
@@ -52,7 +52,7 @@ class Runner:
 
     forward_cost_tokens = 64
 
-    def __init__(self, model: SlotModel, slots: SlotCache, *, max_rows: int, sampler: Sampler = sample) -> None:
+    def __init__(self, model: SlotModel, slots: RowMemory, *, max_rows: int, sampler: Sampler = sample) -> None:
         self.model = model
         self.slots = slots
         self.forwards = 0
@@ -74,21 +74,34 @@ class Runner:
 
     def is_smaller(self, fewer: int, rows: int) -> bool:
         """Whether a step over fewer rows costs less."""
-        return fewer < rows
+        return self.model.is_dense and fewer < rows
 
     def decode(self, table: RowTable, count: int, *, length: int) -> None:
-        """Sample one token in each of the first `count` rows. `length`: the number of positions attention reads."""
+        """Sample one token in each of the first `count` rows, or in those that decode. `length`: the number of positions attention
+        reads."""
         state = self._state(table)
-        positions_N = state.positions_S[:count].long()
-        adapters = self.model.adapters.rows(table.adapters[:count])
-        logits_NV = self.model.decode(self._tokens_S[:count], positions_N, self.slots, length=length, adapters=adapters)
-        logits_NV = constrained(logits_NV, {row: mask for row, mask in self.masks.items() if row < count})
-        sampling = state.sampling(table, slice(0, count))
+        rows: Sequence[int] = range(count)
+        index: slice | Tensor = slice(0, count)
+        adapters = table.adapters[:count]
+        if not self.model.is_dense:
+            decoding = np.flatnonzero(table.is_active[:count])
+            rows, adapters = decoding.tolist(), adapters[decoding]
+            index = to_device(torch.from_numpy(decoding), self._device)
+        logits_NV = self.model.decode(
+            self._tokens_S[index],
+            state.positions_S[index].long(),
+            self.slots,
+            rows=rows,
+            length=length,
+            adapters=self.model.adapters.rows(adapters),
+        )
+        logits_NV = constrained(logits_NV, {i: self.masks[row] for i, row in enumerate(rows) if row in self.masks})
+        sampling = state.sampling(table, index)
         tokens_N, logprobs_N = self._sampled(logits_NV, sampling)
-        self._tokens_S[:count] = tokens_N
-        self._logprobs_S[:count] = logprobs_N
+        self._tokens_S[index] = tokens_N
+        self._logprobs_S[index] = logprobs_N
         if table.has_tops:
-            self._store_tops(slice(0, count), logits_NV, sampling)
+            self._store_tops(index, logits_NV, sampling)
         self.forwards += 1
 
     def prefill(

@@ -33,7 +33,9 @@ class SlotBatch:
     ) -> None:
         """`round_tokens`: maximum number of prompt tokens prefilled in a round. `forward_tokens`: of one forward, with padding."""
         self.table = RowTable(budget.max_rows)
-        self.prefixes = PrefixCache(runner.slots, max_tokens=prefix_tokens, min_length=min_prefix)
+        self.prefixes = PrefixCache(
+            runner.slots, max_tokens=prefix_tokens, min_length=min_prefix, row_tokens=budget.row_tokens
+        )
         self._runner = runner
         self._budget = budget
         self._round_tokens = round_tokens
@@ -91,6 +93,7 @@ class SlotBatch:
         request.cached_kv = self.prefixes.copy_out(
             row, int(self.table.positions[row]), weights_generation=request.weights_generation
         )
+        self._runner.slots.release(row)
 
     def keep(self, request: GenerationRequest) -> None:
         generation = request.weights_generation
@@ -104,6 +107,8 @@ class SlotBatch:
     def remove(self, request: GenerationRequest) -> None:
         request.cached_kv = None
         self._prefiller.remove(request)
+        if request.row >= 0 and self.table.owners[request.row] is request:
+            self._runner.slots.release(request.row)
 
     def clean(self, row: int) -> None:
         self._runner.slots.zero_rows([row])

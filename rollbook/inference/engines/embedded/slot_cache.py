@@ -8,6 +8,7 @@ bucketed forwards is written. `generation` changes whenever the memory moves, so
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,7 +39,39 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     return host if device.type == "cpu" else host.to(device)
 
 
+class RowMemory(Protocol):
+    """What rows keep between forwards: `SlotCache`, or `RowStates` for models with other layers than full attention."""
+
+    rows: int
+    length: int
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether the first positions of a copied row can be used without the rest."""
+
+    @property
+    def scratch_row(self) -> int: ...
+
+    def resize(self, rows: int, length: int) -> None: ...
+
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], *, length: int) -> None:
+        """Copy the first `length` positions from row to row. No target may be a source."""
+
+    def copy_out(self, row: int, length: int) -> Any | None:
+        """A copy of the first `length` positions of a row; None if the row cannot give it."""
+
+    def copy_in(self, row: int, copied: Any, length: int) -> None:
+        """Write the first `length` positions of a copy by `copy_out` into a row."""
+
+    def release(self, row: int) -> None:
+        """The row has no owner any more."""
+
+    def zero_rows(self, rows: Sequence[int]) -> None: ...
+
+
 class SlotCache:
+    is_croppable = True
+
     def __init__(self, shapes: Sequence[LayerShape], *, dtype: torch.dtype, device: torch.device) -> None:
         self._shapes = list(shapes)
         self._dtype, self._device = dtype, device
@@ -112,6 +145,9 @@ class SlotCache:
         slots = (slots_SHTD for pair in self.pairs for slots_SHTD in pair)
         for slots_SHTD, layer in zip(slots, copied, strict=True):
             slots_SHTD[row, :, :length] = layer[:, :length]
+
+    def release(self, row: int) -> None:
+        """Nothing to do: the next owner overwrites what it reads."""
 
     def zero_rows(self, rows: Sequence[int]) -> None:
         rows_N = to_device(torch.tensor(rows), self._device)

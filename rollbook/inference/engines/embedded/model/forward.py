@@ -4,13 +4,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rollbook.inference.engines.embedded.adapters import AdapterBank, AdapterRows
-from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache
+from rollbook.inference.engines.embedded.slot_cache import RowMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,10 @@ class PrefillPositions:
 
 
 class SlotModel(Protocol):
-    """A model that reads and writes slots. Used by one thread."""
+    """A model that reads and writes the memory that it made. Used by one thread."""
+
+    is_dense: bool
+    """Whether a decode step computes all of the first N rows; otherwise only those that decode."""
 
     vocab_size: int
     max_model_len: int
@@ -70,19 +73,25 @@ class SlotModel(Protocol):
     dtype: torch.dtype
     adapters: AdapterBank
 
-    @property
-    def shapes(self) -> Sequence[LayerShape]: ...
+    def new_memory(self) -> RowMemory: ...
 
-    def prefill(self, inputs: PrefillInput, slots: SlotCache) -> Tensor:
-        """Logits (N, V) after the last real token of each row. Writes all keys and values to the slots."""
+    def bytes_per_row(self) -> tuple[int, int]:
+        """What a row takes for each position, and whatever its length."""
+
+    def prefill(self, inputs: PrefillInput, slots: Any) -> Tensor:
+        """Logits (N, V) after the last real token of each row. Writes all keys, values and states to the memory."""
 
     def decode(
         self,
         tokens_N: Tensor,
         positions_N: Tensor,
-        slots: SlotCache,
+        slots: Any,
         *,
+        rows: Sequence[int],
         length: int,
         adapters: AdapterRows | None = None,
     ) -> Tensor:
-        """Logits (N, V) after one more token in each of the first N slots. `length`: the number of positions attention reads."""
+        """Logits (N, V) after one more token in each of these rows: the first N where the model is dense.
+
+        `length`: the number of positions attention reads.
+        """

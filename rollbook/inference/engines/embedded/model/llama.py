@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rollbook.inference.engines.embedded.adapters import AdapterBank, AdapterRows
-from rollbook.inference.engines.embedded.model.forward import PrefillInput, PrefillPositions
+from rollbook.inference.engines.embedded.model.forward import PrefillInput, PrefillPositions, SlotModel
 from rollbook.inference.engines.embedded.model.packed import PackedOps, PackedStep, PackedTorchOps
 from rollbook.inference.engines.embedded.model.torch_ops import HeadNorms, HeadShape, TorchOps
 from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache
@@ -54,7 +54,7 @@ class _Layer:
         return f"{self.name}.mlp.down_proj"
 
 
-def unsupported_reason(model: Any) -> str | None:
+def unsupported_reason(model: Any, *, max_model_len: int) -> str | None:
     """Why this forward does not support a module; None if it does."""
     config = model.config
     if config.model_type not in SUPPORTED_TYPES:
@@ -66,6 +66,10 @@ def unsupported_reason(model: Any) -> str | None:
         return f"its rotary embedding ({rope['rope_type']}) depends on the length"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         return "its rotary embedding covers only a part of each head"
+    if (window := getattr(config, "sliding_window", None)) is not None and window < max_model_len:
+        kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+        if kinds != {"full_attention"}:
+            return f"its attention has a window of {window} tokens"
     attention = model.model.layers[0].self_attn
     if attention.o_proj.bias is not None or model.model.layers[0].mlp.down_proj.bias is not None:
         return "its output projections have biases"
@@ -74,6 +78,8 @@ def unsupported_reason(model: Any) -> str | None:
 
 class LlamaForward:
     """Not thread-safe."""
+
+    is_dense = True
 
     def __init__(self, model: Any, *, max_model_len: int) -> None:
         config = model.config
@@ -101,6 +107,12 @@ class LlamaForward:
             cosines_1TD, sines_1TD = model.model.rotary_emb(self._embedding_VE[:1], positions_1T)
         return {"cosines_TD": cosines_1TD[0].contiguous(), "sines_TD": sines_1TD[0].contiguous()}
 
+    def new_memory(self) -> SlotCache:
+        return SlotCache(self.shapes, dtype=self.dtype, device=self.device)
+
+    def bytes_per_row(self) -> tuple[int, int]:
+        return SlotCache.bytes_per_token(self.shapes, self.dtype), 0
+
     def prefill(self, inputs: PrefillInput, slots: SlotCache) -> Tensor:
         positions = PrefillPositions.of(inputs, scratch_row=slots.scratch_row, max_model_len=self.max_model_len)
         step = self.ops.prefill_step(positions, slots)
@@ -123,6 +135,7 @@ class LlamaForward:
         positions_N: Tensor,
         slots: SlotCache,
         *,
+        rows: Sequence[int],
         length: int,
         adapters: AdapterRows | None = None,
     ) -> Tensor:
@@ -188,34 +201,36 @@ def float32_logits(hidden_NE: Tensor, head_VE: Tensor) -> Tensor:
     return F.linear(hidden_NE, head_VE)
 
 
-def relative_error(llama: LlamaForward, model: nn.Module) -> float:
-    """The largest error of prefill, continued prefill and decode: root mean square difference from the module's logits, divided
-    by their standard deviation."""
+def relative_error(forward: SlotModel, model: nn.Module) -> float:
+    """The largest error of prefill, continued prefill and a decode step of two rows of different lengths: root mean square
+    difference from the module's logits, divided by their standard deviation."""
     generator = torch.Generator().manual_seed(0)
-    count = min(12, llama.max_model_len - 1)
-    tokens_1T = torch.randint(0, llama.vocab_size, (1, count + 1), generator=generator).to(llama.device)
+    count = min(12, forward.max_model_len - 1)
+    tokens_1T = torch.randint(0, forward.vocab_size, (1, count + 1), generator=generator).to(forward.device)
     first = max(1, count // 2)
-    slots = SlotCache(llama.shapes, dtype=llama.dtype, device=llama.device)
-    slots.resize(1, llama.max_model_len if llama.max_model_len < 64 else 64)
-    row_1 = torch.zeros(1, dtype=torch.long, device=llama.device)
+    slots = forward.new_memory()
+    slots.resize(2, forward.max_model_len if forward.max_model_len < 64 else 64)
+    row_1 = torch.zeros(1, dtype=torch.long, device=forward.device)
     errors: list[Tensor] = []
     with torch.inference_mode():
         expected_TV = model(input_ids=tokens_1T, use_cache=False).logits[0].float()
         deviation = float(expected_TV.std()) + 1e-6
-        for start, end in ((0, first), (first, count)):
+        # Row 0 in two pieces, then row 1.
+        for row, start, end in ((0, 0, first), (0, first, count), (1, 0, first)):
             if start < end:
                 inputs = PrefillInput(
                     tokens_NC=tokens_1T[:, start:end],
-                    rows_N=row_1,
+                    rows_N=row_1 + row,
                     starts_N=row_1 + start,
                     lasts_N=row_1 + (end - start - 1),
                     attention_length=end,
                     is_fresh=start == 0,
                 )
-                logits_V = llama.prefill(inputs, slots)[0].float()
+                logits_V = forward.prefill(inputs, slots)[0].float()
                 errors.append((logits_V - expected_TV[end - 1]).square().mean().sqrt())
-        logits_V = llama.decode(tokens_1T[0, count:], row_1 + count, slots, length=count + 1)[0].float()
-        errors.append((logits_V - expected_TV[count]).square().mean().sqrt())
+        positions_2 = torch.tensor([count, first], device=forward.device)
+        logits_2V = forward.decode(tokens_1T[0, positions_2], positions_2, slots, rows=[0, 1], length=count + 1).float()
+        errors += list((logits_2V - expected_TV[positions_2]).square().mean(dim=-1).sqrt())
         # torch's maximum, not Python's, because it returns NaN if any error is NaN.
         return float(torch.stack(errors).amax()) / deviation
 

@@ -1,11 +1,15 @@
-"""Loads a Hugging Face causal language model, and runs its module over the slots.
+"""Loads a Hugging Face causal language model, and runs its module.
 
-Prompts are padded on the right: under causal attention a real token never attends to padding, so a fresh prefill needs no mask and
-can use the fastest attention kernel. Only the last real position of each row passes through the output head.
+`ModuleForward` is for full attention in all layers, over slots. Prompts are padded on the right: under causal attention a token
+never attends to padding, so a fresh prefill needs no mask and can use the fastest attention kernel. `StateForward` is for all other
+layers, over the caches of transformers. Only the last real position of each row passes through the output head.
 """
 
 # N rows, C tokens a row or a forward, T positions, V vocabulary, E hidden size, K most likely tokens
 
+import inspect
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
 from rollbook.contracts.errors import RunError
@@ -23,6 +28,7 @@ from rollbook.inference.engine import PromptScores
 from rollbook.inference.engines.embedded.adapters import AdapterBank, AdapterRows
 from rollbook.inference.engines.embedded.model.forward import PrefillInput, PrefillPositions
 from rollbook.inference.engines.embedded.model.hf_cache import DecodeCache, PrefillCache, ProbeCache
+from rollbook.inference.engines.embedded.model.row_states import RowStates, bytes_of_layers, cache_of, new_layers
 from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache
 from rollbook.inference.weights.lora import CONFIG_FILE, read_settings
 
@@ -38,18 +44,20 @@ def load_module(directory: Path, *, device: str, dtype: str, max_model_len: int 
         model: Any = AutoModelForCausalLM.from_pretrained(
             read_settings(directory)["base_model_name_or_path"] if is_adapter else directory,
             dtype=getattr(torch, dtype),
-            attn_implementation="sdpa",
             local_files_only=True,
         )
     except (OSError, ValueError, KeyError, WeightsError) as error:
         raise RunError(f"no causal language model could be loaded from {directory}: {error}") from error
-    built_for = int(getattr(model.config, "max_position_embeddings", 0) or 0)
+    built_for = positions_of(model.config)
     length = max_model_len or built_for
+    if length == 0:
+        raise RunError(
+            f"the model in {directory} has no limit of its length; set inference.max_model_len to the length you need"
+        )
     if length < 2 or (built_for and length > built_for):
         raise RunError(
             f"max_model_len {max_model_len} does not fit the model in {directory}, which supports {built_for} positions"
         )
-    _require_full_attention(model.config, length)
     try:
         return model.to(device).eval().requires_grad_(False), length
     except (RuntimeError, AssertionError) as error:  # torch raises either
@@ -57,7 +65,9 @@ def load_module(directory: Path, *, device: str, dtype: str, max_model_len: int 
 
 
 class ModuleForward:
-    """Runs any architecture through its Hugging Face module. Not thread-safe."""
+    """Runs an architecture with full attention through its Hugging Face module. Not thread-safe."""
+
+    is_dense = True
 
     def __init__(self, model: Any, *, max_model_len: int) -> None:
         self._model = model
@@ -68,8 +78,18 @@ class ModuleForward:
         self._last_N: Tensor | None = None
         self.adapters = AdapterBank(model)
         head: nn.Module = model.get_output_embeddings()
-        head.register_forward_pre_hook(self._keep_last_positions)
+        self._hook = head.register_forward_pre_hook(self._keep_last_positions)
         self.shapes = self._probed_shapes(int(model.config.num_hidden_layers))
+
+    def discard(self) -> None:
+        """Another forward will use the module."""
+        self._hook.remove()
+
+    def new_memory(self) -> SlotCache:
+        return SlotCache(self.shapes, dtype=self.dtype, device=self.device)
+
+    def bytes_per_row(self) -> tuple[int, int]:
+        return SlotCache.bytes_per_token(self.shapes, self.dtype), 0
 
     def prefill(self, inputs: PrefillInput, slots: SlotCache) -> Tensor:
         positions = PrefillPositions.of(inputs, scratch_row=slots.scratch_row, max_model_len=self.max_model_len)
@@ -92,6 +112,7 @@ class ModuleForward:
         positions_N: Tensor,
         slots: SlotCache,
         *,
+        rows: Sequence[int],
         length: int,
         adapters: AdapterRows | None = None,
     ) -> Tensor:
@@ -128,14 +149,119 @@ class ModuleForward:
         return (hidden_NCE[rows_N, self._last_N][:, None], *args[1:])
 
 
-def _require_full_attention(config: Any, length: int) -> None:
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
-    if kinds and not (kinds == {"sliding_attention"} and window and window >= length):
-        raise RunError(
-            f"this engine supports full attention only; the model has layers of type {', '.join(sorted(kinds))}. "
-            f"Set max_model_len to at most its window ({window}), or serve it with vLLM"
-        )
+class StateForward:
+    """Runs any architecture through its Hugging Face module, with the state of each row in the caches of transformers: windows,
+    recurrent states, sparse attention. Not thread-safe."""
+
+    is_dense = False
+
+    def __init__(self, model: Any, *, max_model_len: int, is_merged: bool = True, is_chunked: bool = True) -> None:
+        """`is_merged`: rows of different lengths decode in one forward; otherwise each in its own. `is_chunked`: a row is continued
+        with several tokens in a forward; otherwise with one."""
+        self._is_chunked = is_chunked
+        self._model = model
+        self._config = model.config.get_text_config()
+        self._is_merged = is_merged
+        self.vocab_size: int = self._config.vocab_size
+        self.max_model_len = max_model_len
+        parameter: Tensor = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self.adapters = AdapterBank(model)
+        known = inspect.signature(model.forward).parameters
+        self._cache_name = "past_key_values" if "past_key_values" in known else "cache_params"
+        self._has_positions = "position_ids" in known
+
+    @property
+    def how(self) -> str:
+        decoding = "rows merged for a decode step" if self._is_merged else "one forward for each row"
+        return decoding if self._is_chunked else f"{decoding}, prompts continued token by token"
+
+    def new_memory(self) -> RowStates:
+        return RowStates(self._config, is_mergeable=self._is_merged)
+
+    def bytes_per_row(self) -> tuple[int, int]:
+        layers = new_layers(self._config)
+        ids_11 = torch.ones((1, 1), dtype=torch.long, device=self.device)
+        with torch.inference_mode():
+            self._logits(ids_11, layers, lengths=[0])
+        return bytes_of_layers(layers, max_length=self.max_model_len)
+
+    def prefill(self, inputs: PrefillInput, slots: RowStates) -> Tensor:
+        """Rows at equal positions share a forward, so nothing is padded: a recurrent state would see the padding."""
+        rows, starts, lasts = (values.tolist() for values in (inputs.rows_N, inputs.starts_N, inputs.lasts_N))
+        logits: dict[int, Tensor] = {}
+        lines = sorted(range(len(rows)), key=lambda line: (starts[line], lasts[line]))
+        for _, same in groupby(lines, key=lambda line: (starts[line], lasts[line] if slots.is_mergeable else line)):
+            group = list(same)
+            start, last = starts[group[0]], lasts[group[0]]
+            layers = slots.fresh() if start == 0 else slots.joined([rows[line] for line in group])
+            adapters = inputs.adapters.of_tokens(torch.tensor(group)) if inputs.adapters is not None else None
+            tokens_MC = inputs.tokens_NC[group, : last + 1]
+            width = last + 1 if start == 0 or self._is_chunked else 1
+            with self.adapters.in_module(adapters):
+                for done in range(0, last + 1, width):
+                    lengths = [start + done] * len(group)
+                    logits_MV = self._logits(tokens_MC[:, done : done + width], layers, lengths=lengths)
+            slots.put([rows[line] for line in group], layers, start + last + 1)
+            logits |= dict(zip(group, logits_MV, strict=True))
+        return torch.stack([logits[line] for line in range(len(rows))])
+
+    def decode(
+        self,
+        tokens_N: Tensor,
+        positions_N: Tensor,
+        slots: RowStates,
+        *,
+        rows: Sequence[int],
+        length: int,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
+        if slots.is_mergeable:
+            layers, lengths = slots.merged(rows)
+            with self.adapters.in_module(adapters):
+                logits_NV = self._logits(tokens_N[:, None], layers, lengths=lengths)
+            slots.advanced()
+            return logits_NV
+        logits = []
+        for line, row in enumerate(rows):
+            state = slots.take(row)
+            own = None if adapters is None else adapters.of_tokens(torch.tensor([line]))
+            with self.adapters.in_module(own):
+                logits.append(self._logits(tokens_N[line : line + 1, None], state.layers, lengths=[state.length]))
+            slots.put([row], state.layers, state.length + 1)
+        return torch.cat(logits)
+
+    def _logits(self, tokens_NC: Tensor, layers: Sequence[Any], *, lengths: Sequence[int]) -> Tensor:
+        """Logits (N, V) after the last token. Row i continues after `lengths[i]` tokens, which end together."""
+        longest, count = max(lengths), tokens_NC.shape[1]
+        inputs: dict[str, Any] = {"input_ids": tokens_NC, self._cache_name: cache_of(layers), "use_cache": True}
+        lengths_N1 = torch.tensor(lengths, device=self.device)[:, None]
+        if self._has_positions:
+            inputs["position_ids"] = lengths_N1 + torch.arange(count, device=self.device)
+        if min(lengths) < longest:
+            is_token_NT = torch.arange(longest + count, device=self.device) >= longest - lengths_N1
+            inputs["attention_mask"] = is_token_NT.long()
+        logits_N1V: Tensor = self._model(**inputs, logits_to_keep=1).logits
+        return logits_N1V[:, -1]
+
+
+def has_full_attention(config: Any, length: int) -> bool:
+    """Whether every layer attends to all of `length` positions, and keeps nothing but their keys and values."""
+    text = config.get_text_config()
+    layers = new_layers(text)
+    return len(layers) == text.num_hidden_layers and all(
+        type(layer) is DynamicLayer or (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= length)
+        for layer in layers
+    )
+
+
+def positions_of(config: Any) -> int:
+    """The length that a model was built for; 0 if it has no limit."""
+    text = config.get_text_config()
+    for name in ("max_position_embeddings", "model_max_length", "seq_length"):
+        if value := getattr(text, name, None):
+            return int(value)
+    return 0
 
 
 def score_prompt(module: Any, prompt: NDArray[np.int32], top_logprobs: int) -> PromptScores:
