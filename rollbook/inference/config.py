@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
+DEVICES = ("cpu", "cuda", "mps", "xpu")
+
 
 class KvAfterUpdate(StrEnum):
     KEEP = "keep"
@@ -197,6 +199,16 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
 
     scripted: ScriptedConfig = ScriptedConfig()
     """Settings of the scripted engine."""
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, device: str) -> str:
+        name, colon, number = device.partition(":")
+        if name not in DEVICES or (colon and not number.isdigit()):
+            raise ValueError(
+                f"{device!r} is no device: use cpu, cuda, cuda:NUMBER or mps, or leave it out: a GPU is used if there is one"
+            )
+        return device
 
     @field_validator("transfer", mode="before")
     @classmethod

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from rollbook.contracts.errors import EpisodeError, RollbookError, RunError
 from rollbook.contracts.plugin import PluginError, load_plugin
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.ports import Environment
 from rollbook.contracts.trajectory import EndReason, RolloutSample
-from rollbook.contracts.user_errors import describe_error
+from rollbook.contracts.user_errors import describe_error, did_you_mean
 from rollbook.rollout.policy import EpisodePolicy
 from rollbook.rollout.settings import ROLLOUTS, EpisodeLimits, rollout_name
 from rollbook.telemetry.events import EventLog
@@ -142,8 +143,16 @@ class RolloutSetup:
         try:
             return model.model_validate(dict(self.settings))
         except ValidationError as error:
-            faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {_message(e, model)}" for e in error.errors())
             raise RunError(f"rollout.settings: {faults}") from error
+
+
+def _message(error: ErrorDetails, model: type[BaseModel]) -> str:
+    if error["type"] != "extra_forbidden" or len(error["loc"]) != 1:
+        return error["msg"].removeprefix("Value error, ")
+    fields = model.model_fields
+    known = f"; the fields are {', '.join(fields)}"
+    return f"unknown field{did_you_mean(str(error['loc'][0]), fields) or known}"
 
 
 MakeRollout: TypeAlias = Callable[[RolloutSetup], RolloutFn]
@@ -195,8 +204,8 @@ def build_rollout(make: MakeRollout, setup: RolloutSetup, *, path: str) -> Rollo
     """Call `make_rollout` and check its return value."""
     try:
         rollout = make(setup)
-    except PluginError:
-        raise
+    except RunError:
+        raise  # the message names the setting
     except Exception as error:
         raise PluginError(f"rollout.function = {path!r}: make_rollout raised {describe_error(error)}") from error
     if not _is_async(rollout):

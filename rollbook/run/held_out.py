@@ -34,9 +34,16 @@ class HeldOut:
         if not self.trained_ids:
             return None
         shown = ", ".join(self.trained_ids[:SHOWN]) + (", …" if len(self.trained_ids) > SHOWN else "")
+        is_all = self.split is None and len(self.trained_ids) == len(self.ids)
+        held_out = self.source if self.split is None else f"split {self.split!r} of {self.source}"
+        remedy = (
+            "Set evaluation.split to a part of the tasks, or evaluation.source to others"
+            if is_all
+            else f"Remove them from {held_out}, or from the training tasks"
+        )
         return (
             f"{len(self.trained_ids)} of {len(self.ids)} held-out tasks are also trained ({shown}): results on them say "
-            "nothing about new tasks. Remove them from one of the sources, or set evaluation.split or evaluation.source"
+            f"nothing about new tasks. {remedy}"
         )
 
 

@@ -43,7 +43,7 @@ def load_tasks(
     if config.is_function:
         rows = _rows_of_function(config.source, config.args, base_dir)
     elif is_hub(config.source):
-        rows = _rows_of_hub(config, base_dir)
+        rows = _rows_of_hub(config, base_dir, setting)
     else:
         rows = _rows_of_file(base_dir / config.source)
     chosen = ((where, _with_columns(row, config.columns, where)) for where, row in islice(rows, config.limit))
@@ -153,18 +153,20 @@ def _with_columns(row: dict[str, Any], columns: Mapping[str, str], where: str) -
     return {field: row[column] for field, column in columns.items()}
 
 
-def _rows_of_hub(config: TasksConfig, base_dir: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows_of_hub(config: TasksConfig, base_dir: Path, setting: str) -> Iterator[tuple[str, dict[str, Any]]]:
     name = config.source.removeprefix(HUB_PREFIX)
     hub = load_on_demand("rollbook.tasks.hub")
     split = config.split or hub.DEFAULT_SPLIT
     try:
-        for number, row in enumerate(hub.rows(name, split=config.split, hub=config.hub, base_dir=base_dir)):
+        for number, row in enumerate(
+            hub.rows(name, split=config.split, hub=config.hub, base_dir=base_dir, setting=setting)
+        ):
             where = f"{config.source}, split {split}, row {number}"
             yield where, _plain(row, where)
     except DatasetError:
         raise
     except Exception as error:  # The library raises errors of the network, of files and of formats.
-        raise DatasetError(f"tasks: {config.source} (split {split}) cannot be read: {describe_error(error)}") from error
+        raise DatasetError(f"{config.source} (split {split}) cannot be read: {describe_error(error)}") from error
 
 
 def _rows_of_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

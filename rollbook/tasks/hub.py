@@ -11,8 +11,11 @@ from rollbook.tasks.config import HubConfig
 DEFAULT_SPLIT = "train"
 
 
-def rows(name: str, *, split: str | None, hub: HubConfig, base_dir: Path) -> Iterator[dict[str, Any]]:
-    """`name` is a dataset of the hub, or a directory (relative to `base_dir`). `split` None: `train`."""
+def rows(name: str, *, split: str | None, hub: HubConfig, base_dir: Path, setting: str) -> Iterator[dict[str, Any]]:
+    """`name` is a dataset of the hub, or a directory (relative to `base_dir`). `split` None: `train`.
+
+    `setting`: the name of the split's setting, for errors.
+    """
     local = base_dir / name
     if (local / "dataset_info.json").is_file() or (local / "dataset_dict.json").is_file():
         # Written by `save_to_disk`.
@@ -21,7 +24,7 @@ def rows(name: str, *, split: str | None, hub: HubConfig, base_dir: Path) -> Ite
             saved = saved[split or DEFAULT_SPLIT]
         elif split is not None and saved.split != split:
             held = "one split without a name" if saved.split is None else f"the split '{saved.split}'"
-            raise ValueError(f"it holds {held}; remove tasks.split, or save a DatasetDict with all splits")
+            raise ValueError(f"it holds {held}; remove {setting}, or save a DatasetDict with all splits")
         yield from saved
         return
     datasets.disable_progress_bars()

@@ -413,7 +413,19 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
                     "loss 'decoupled' weights by old / sampled, which is always 1 with old_logprobs = 'engine': use 'snapshot'"
                 )
         if (self.recipe.reduction == "fixed_length") != (self.reduction_length is not None):
-            raise ValueError("reduction_length must be set with reduction 'fixed_length', and only then")
+            if self.reduction_length is not None:
+                raise ValueError(
+                    f"reduction_length is read by reduction 'fixed_length' only: {self._reduction()}; remove it"
+                )
+            raise ValueError(
+                f"reduction_length is missing: {self._reduction()}, which divides by it; set it to a number of tokens"
+            )
+
+    def _reduction(self) -> str:
+        """The reduction and where it comes from, for errors."""
+        if self.reduction is not None:
+            return f"reduction is {self.reduction!r}"
+        return f"loss {self.loss!r} has reduction {self.recipe.reduction!r} by default"
 
     def _loss_settings(self) -> set[str]:
         """The loss-specific settings that were set."""

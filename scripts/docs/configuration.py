@@ -12,8 +12,8 @@ from rollbook.run.config.run import AUTO_SETTINGS, RunConfig
 
 HEAD = """# Configuration
 
-One TOML file describes a run. `rollbook config check run.toml` reports every fault at once and prints the resolved result. This
-page is generated from the config classes (`make docs`).
+One TOML file describes a run. `rollbook config check run.toml` reports every fault at once and prints what differs from the
+defaults (`--full`: every setting). This page is generated from the config classes (`make docs`).
 
 Settings with the default `auto` are chosen at the start of a run, from its machine and its model, if they are left out or set to
 "auto". The run prints and records them, so that a resumed run has the same ones. [GPUs](gpu.md) explains how they are chosen.

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from rollbook.commands.checks.config import check_command
 from rollbook.run.config.run import ConfigError, load_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.preflight.report import check_run
@@ -71,6 +72,16 @@ class Coin:
 
 def right(case):
     return float(case.response == case.row["side"])
+"""
+
+AGENT = """
+
+def solve(row, base_url):
+    import json, urllib.request
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": row["side"]}]}).encode()
+    request = urllib.request.Request(base_url + "/chat/completions", body, {"Content-Type": "application/json"})
+    reply = json.load(urllib.request.urlopen(request))
+    return float(reply["choices"][0]["text"] == row["side"])
 """
 
 ROLLOUT = """
@@ -162,6 +173,23 @@ MISTAKES = {
         code=(CODE, CODE + ROLLOUT),
         expected=(r"run\.toml:18: rollout\.function: rollout returned a dict; it must return a RolloutSample or None",),
     ),
+    "agent that raises": Mistake(
+        config=("[rollout]\n", '[rollout]\nfunction = "agent"\nsettings = { agent = "mine:solve" }\n'),
+        code=(CODE, CODE + AGENT),
+        expected=(
+            r"run\.toml:19: rollout\.settings\.agent: the agent raised KeyError: 'text'",
+            r'File ".*mine\.py", line \d+, in solve',
+            r"--no-preflight skips this check",
+        ),
+    ),
+    "misspelt setting of a rollout": Mistake(
+        config=(
+            "[rollout]\n",
+            '[rollout]\nfunction = "agent"\nsettings = { agent = "mine:solve", rewrad = "mine:right" }\n',
+        ),
+        code=(CODE, CODE + AGENT),
+        expected=(r"run\.toml:19: rollout\.settings: rewrad: unknown field; did you mean 'reward'\?",),
+    ),
     "too small token limit": Mistake(
         config=("max_total_tokens = 200", "max_total_tokens = 20"),
         expected=(r"run\.toml:18: rollout\.max_total_tokens: .*first prompt has \d+ tokens.*20 leaves none to sample",),
@@ -218,6 +246,55 @@ def test_train_prints_the_faults_and_creates_no_run_directory(tmp_path: Path) ->
     assert code == 2
     assert "tasks.source" in message
     assert not (tmp_path / "run").exists()
+
+
+def test_config_check_reports_faults_of_the_file_and_of_the_code_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mistake = Mistake(
+        config=("max_steps = 2", 'learning_rate = 1e-3\nmax_stps = 2\nwarmup_steps = 2\ndevice = "gpu"'),
+        code=("float(case.response ==", "float(case.respnse =="),
+        expected=(),
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_command(write(mistake, tmp_path))
+    faults = [(fault.place.rpartition(":")[2], fault.path) for fault in caught.value.faults]
+    assert faults == [
+        ("25", "trainer.learning_rate"),
+        ("26", "trainer.max_stps"),
+        ("28", "trainer.device"),
+        ("27", "trainer.warmup_steps"),
+        ("22", "rollout.rewards.functions.right.path"),
+    ]
+    assert not capsys.readouterr().out
+
+
+def test_config_check_says_that_code_was_not_run_where_it_depends_on_a_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mistake = Mistake(
+        config=("max_total_tokens = 200", 'max_total_tokens = "many"'),
+        code=("float(case.response ==", "float(case.respnse =="),
+        expected=(),
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_command(write(mistake, tmp_path))
+    assert [fault.path for fault in caught.value.faults] == ["rollout.max_total_tokens"]
+    assert "your code, because rollout.max_total_tokens must be corrected first" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_config_check_prints_what_differs_from_the_defaults_and_in_full_every_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(Mistake(expected=()), tmp_path)
+    check_command(file)
+    short = capsys.readouterr().out
+    check_command(file, preflight=False, full=True)
+    assert "max_steps = 2" in short
+    assert "checkpoint_every" not in short
+    assert "checkpoint_every = 20" in capsys.readouterr().out
 
 
 def train(mistake: Mistake, directory: Path) -> tuple[int, str, float]:

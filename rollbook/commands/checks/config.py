@@ -1,33 +1,66 @@
-"""`rollbook config check`: validates a config file and runs the user's code once. Needs no GPU library."""
+"""`rollbook config check`: validates a config file, looks at the machine, and runs the user's code once. Needs no GPU library."""
 
 from pathlib import Path
 from typing import Annotated
 
-from rollbook.commands.arguments import Argument, Overrides, UsePreflight
+from rollbook.commands.arguments import Argument, Option, Overrides, UsePreflight
 from rollbook.commands.output import result, stderr_console
-from rollbook.run.config.run import ConfigError, dump_toml, load_config, located
-from rollbook.run.preflight.report import check_run, print_preflight
+from rollbook.run.config.run import ConfigError, ConfigFault, dump_toml, examine_config, located
+from rollbook.run.preflight.report import print_warnings, run_preflight
 from rollbook.run.resources.automatic import resolve
 from rollbook.run.resources.machine import this_machine
+
+PLAYED_SECTIONS = ("model", "tasks", "env", "rollout")
+"""The pre-flight plays an episode with these. Where a setting of them is wrong, it would report its consequences."""
 
 
 def check_command(
     config: Annotated[Path, Argument(help="The run's TOML file.")],
     override: Overrides = None,
     preflight: UsePreflight = True,
+    full: Annotated[
+        bool, Option("--full", help="Print every setting, not only those that differ from the default.")
+    ] = False,
 ) -> None:
-    """Report every fault at once with its line in the file, or print the configuration as it is resolved on this machine."""
-    found = resolve(load_config(config, override or ()), this_machine())
-    loaded = found.loaded
-    if faults := found.faults(needs_gpus=False):
-        raise ConfigError(str(config), located(faults, config, override or ()))
-    for warning in found.missing_gpu:
-        stderr_console().print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
-    if preflight:
-        print_preflight(check_run(loaded, override or ()), stderr_console())
-    result(dump_toml(loaded.config, masks_secrets=True).rstrip())
-    # Last: the configuration has hundreds of lines, and the verdict would scroll away.
-    stderr_console().print(f"{config}: ok", markup=False, style="green")
+    """Report every fault at once with its line in the file, or print what differs from the defaults, as resolved on this machine.
+
+    What this machine lacks (a GPU, the interpreter of vLLM) is a warning here, because a run may be checked on one machine and
+    started on another. `rollbook train` refuses it.
+    """
+    overrides, console = override or (), stderr_console()
+    examined = examine_config(config, overrides)
+    faults, warnings = list(examined.faults), list[ConfigFault]()
+    if examined.loaded is None:
+        raise ConfigError(str(config), faults)
+    found = resolve(examined.loaded, this_machine())
+    more = found.faults(needs_machine=False)
+    warnings += found.missing
+    seconds = None
+    unplayable = [path for path in sorted(examined.repairs.left_out) if path.partition(".")[0] in PLAYED_SECTIONS]
+    if preflight and not unplayable:
+        report = run_preflight(found.loaded)
+        more += report.faults
+        warnings += report.warnings
+        seconds = report.seconds
+    known = {fault.path for fault in faults}
+    # The file of a plug-in that does not exist is reported by both checks.
+    faults += [
+        fault
+        for fault in located(more, config, overrides)
+        if fault.path not in known and not examined.repairs.is_consequence(fault.path, fault.message)
+    ]
+    print_warnings(located(warnings, config, overrides), console)
+    if faults:
+        if preflight and unplayable:
+            console.print(f"not checked yet: your code, because {', '.join(unplayable)} must be corrected first")
+        raise ConfigError(str(config), faults)
+    if seconds is not None:
+        console.print(f"pre-flight: ok ({seconds:.1f} s)", markup=False)
+    result(dump_toml(found.loaded.config, masks_secrets=True, is_full=full).rstrip())
+    # Last: the configuration may have hundreds of lines, and the verdict would scroll away.
+    console.print(f"{config}: ok", markup=False, style="green")
+    if not full:
+        console.print("Only what differs from the defaults is shown; --full shows every setting.", markup=False)
 
 
 COMMANDS = {"check": check_command}

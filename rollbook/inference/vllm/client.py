@@ -186,7 +186,7 @@ class VllmServerApi:
 def _directory(info: UpdateInfo) -> str:
     """vLLM reads directories; the file of a publication is alone in one."""
     if info.path is None:
-        raise ValueError("path: vLLM reloads from a directory; use transfer = 'directory' or 'shared_memory'")
+        raise ValueError("path: vLLM reloads from a directory; remove inference.transfer, or set it to 'auto'")
     return info.path.rpartition("/")[0]
 
 

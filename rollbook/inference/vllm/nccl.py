@@ -27,7 +27,9 @@ PROCESS_GROUP = "vllm.distributed.utils:StatelessProcessGroup"
 
 def open_transport(_name: str, options: TransportOptions) -> "NcclTransport":
     if not torch.cuda.is_available():
-        raise RunError("transfer = 'nccl' needs a CUDA GPU in the trainer; use 'directory'")
+        raise RunError(
+            "transfer = 'nccl' needs a CUDA GPU in the trainer; remove inference.transfer, or set it to 'auto'"
+        )
     try:
         communicator, group = load_on_demand(COMMUNICATOR), load_on_demand(PROCESS_GROUP)
     except ImportError as error:

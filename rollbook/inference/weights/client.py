@@ -517,5 +517,5 @@ def _weight_group(transport: WeightTransport | None, server_api: WeightServerApi
     if not isinstance(transport, GroupTransport):
         return None
     if not isinstance(server_api, GroupServerApi):
-        raise RunError("these policy servers join no process group; use transfer = 'pull'")
+        raise RunError("these policy servers join no process group; remove inference.transfer, or set it to 'auto'")
     return WeightGroup(transport, server_api)

@@ -21,16 +21,24 @@ from rollbook.tasks.config import TasksConfig, is_file, is_hub
 from rollbook.telemetry.config import TelemetryConfig
 from rollbook.trainer.config import OF_WHOLE_GROUPS, TURN_ADVANTAGES, LoraSettings, TrainerConfig
 
+AUTO_TRANSFER = "remove inference.transfer: the transport is then chosen by engine, devices and machines"
+
 Parts = Mapping[str, BaseModel]
 Faults = Iterator[tuple[str, str]]
+
+
+def _written(parts: Parts, *paths: str) -> str:
+    """The first of these settings that the user wrote, so that a fault is located there."""
+    fields = [(path, *path.split(".")) for path in paths]
+    return next((path for path, section, name in fields if name in parts[section].model_fields_set), paths[0])
 
 
 def _episodes_fit_the_lease(parts: Parts) -> Faults:
     match parts.get("rollout"), parts.get("gate"):
         case RolloutConfig() as rollout, GateConfig() as gate if rollout.max_seconds >= gate.group_deadline_s:
             yield (
-                "rollout.max_seconds",
-                f"an episode may take {rollout.max_seconds:g} s, but the lease of its group expires after "
+                _written(parts, "rollout.max_seconds", "gate.group_deadline_s"),
+                f"an episode may take rollout.max_seconds = {rollout.max_seconds:g} s, but the lease of its group expires after "
                 f"gate.group_deadline_s = {gate.group_deadline_s:g} s; make the lease longer",
             )
 
@@ -39,8 +47,9 @@ def _tokens_fit_the_context(parts: Parts) -> Faults:
     match parts.get("rollout"), parts.get("inference"):
         case RolloutConfig() as rollout, InferenceConfig(max_model_len=int(most)) if rollout.max_total_tokens > most:
             yield (
-                "rollout.max_total_tokens",
-                f"{rollout.max_total_tokens} tokens do not fit inference.max_model_len = {most}",
+                _written(parts, "rollout.max_total_tokens", "inference.max_model_len"),
+                f"rollout.max_total_tokens = {rollout.max_total_tokens} tokens do not fit inference.max_model_len = {most}; lower "
+                "the first or raise the second",
             )
 
 
@@ -82,10 +91,11 @@ def _parts_have_a_quorum(parts: Parts) -> Faults:
                     f"is {rollout.min_samples}, but the first part of a group is submitted with rollout.quorum = "
                     f"{rollout.quorum_size} samples; lower it or raise the quorum",
                 )
-        case RolloutConfig(quorum=int()), GateConfig() as gate:
+        case RolloutConfig(quorum=int()) as rollout, GateConfig() as gate:
+            why = " (the default with rollout.oversample)" if rollout.oversample else ""
             yield (
                 "rollout.quorum",
-                f"is read with gate.batch_policy = 'parts' only; this run uses '{gate.batch_policy}'",
+                f"is read with gate.batch_policy = 'parts' only; this run uses '{gate.batch_policy}'{why}; remove rollout.quorum",
             )
 
 
@@ -136,7 +146,7 @@ def _the_engine_can_queue_all_episodes(parts: Parts) -> Faults:
                 yield (
                     "inference.max_queued",
                     f"{episodes} episodes may be in flight (gate.max_groups_in_flight × episodes per group), "
-                    f"but the policy server accepts at most {capacity} requests",
+                    f"but the policy server accepts at most {capacity} requests; remove inference.max_queued, or raise it",
                 )
 
 
@@ -174,7 +184,7 @@ def _policy_servers_are_internal_or_external(parts: Parts) -> Faults:
             elif inference.transfer == "nccl":
                 yield (
                     "inference.transfer",
-                    "'nccl' works with engine = 'vllm' only; use shared_memory, directory or pull",
+                    f"'nccl' works with engine = 'vllm' only; this run uses '{inference.engine}'; {AUTO_TRANSFER}",
                 )
             elif inference.vllm != VllmConfig():
                 yield "inference.vllm", f"is read by engine = 'vllm' only; this run uses '{inference.engine}'"
@@ -189,7 +199,7 @@ def _vllm_faults(inference: InferenceConfig) -> Faults:
     if inference.transfer in ("cuda_ipc", "pull"):
         yield (
             "inference.transfer",
-            f"vLLM does not support '{inference.transfer}'; use directory, shared_memory or nccl",
+            f"vLLM does not support '{inference.transfer}'; {AUTO_TRANSFER}",
         )
 
 
@@ -217,7 +227,10 @@ def _adapters_can_be_published(parts: Parts) -> Faults:
 def _evaluation_has_a_policy(parts: Parts) -> Faults:
     match parts.get("evaluation"), parts.get("inference"):
         case EvaluationConfig(every_steps=int(), policy="own"), InferenceConfig(engine="vllm"):
-            yield "evaluation.policy", "engine = 'vllm' supports evaluation.policy = 'shared' only"
+            yield (
+                "evaluation.policy",
+                "engine = 'vllm' evaluates with the run's own servers: set evaluation.policy = 'shared'",
+            )
 
 
 def _the_split_field_is_read(parts: Parts) -> Faults:
@@ -316,7 +329,8 @@ def _gpus_fit_replicas_and_ranks(parts: Parts) -> Faults:
             if resources.are_separate and inference.transfer == "cuda_ipc":
                 yield (
                     "inference.transfer",
-                    "'cuda_ipc' needs the trainer and the policy on one GPU, and [resources] separates them; use 'auto'",
+                    "'cuda_ipc' needs the trainer and the policy on one GPU, and [resources] separates them; "
+                    + AUTO_TRANSFER,
                 )
 
 

@@ -1,12 +1,12 @@
 """The configuration of a run: one TOML file with a section per room, validated as a whole before anything starts.
 
-All faults are reported at once, each with its path in the file. Sections are validated separately, so that a mistake in one does
-not hide those in another; then checks across sections follow. Unknown fields are rejected, and so are fields that the chosen
-settings would never read.
+All faults are reported at once, each with its path in the file. Sections are validated separately, and again without the settings
+that were wrong, so that a mistake does not hide others; checks across sections follow. Unknown fields are rejected, and so are
+fields that the chosen settings would never read.
 """
 
+import copy
 import dataclasses
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from rollbook.contracts.admission import RunSettings
 from rollbook.contracts.errors import UsageError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group_checks import TrainingLimits
-from rollbook.contracts.user_errors import did_you_mean, indented
+from rollbook.contracts.user_errors import indented
 from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig
 from rollbook.ledger.config import GateConfig, RunLedgerConfig
@@ -36,6 +36,8 @@ from rollbook.run.config.checks import (
 )
 from rollbook.run.config.cluster import ClusterConfig, ResourcesConfig
 from rollbook.run.config.evaluation import EvaluationConfig
+from rollbook.run.config.repair import Repairs
+from rollbook.run.config.suggestions import plain_message
 from rollbook.run.config.toml_lines import key_lines, line_of
 from rollbook.run.directory import RunDirectory
 from rollbook.tasks.config import ATROPOS, TasksConfig
@@ -125,6 +127,12 @@ AUTO_SETTINGS = (
 """Settings that are chosen at the start of a run from its machine and its model, if the run file leaves them out or sets "auto".
 The defaults of their config classes are those without a GPU."""
 
+SECTIONS: dict[str, type[BaseModel]] = {
+    name: field.annotation
+    for name, field in RunConfig.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+}
+
 SEEDED = ("tasks", "inference", "trainer")
 """Sections that have a seed."""
 
@@ -169,6 +177,21 @@ class LoadedConfig:
         return dataclasses.replace(self, search_path=tuple(places))
 
 
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A configuration and its faults."""
+
+    loaded: LoadedConfig | None
+    """With the faulty settings corrected or left out, for further checks. None if that is not possible."""
+    faults: list[ConfigFault]
+    repairs: Repairs
+
+    def require(self, file: Path | None) -> LoadedConfig:
+        if self.loaded is None or self.faults:
+            raise ConfigError(name_of(file), self.faults)
+        return self.loaded
+
+
 def load_config(
     path: Path,
     overrides: Sequence[str] = (),
@@ -181,11 +204,17 @@ def load_config(
 
     `modules`: copies of users' modules, searched before the directory of the file.
     """
-    table, faults = read_table(path, overrides)
     home = (source_dir or path.parent).resolve()
-    return checked_config(
-        table, faults, overrides, file=path, source_dir=home, search_path=search_path, modules=modules
-    )
+    return examine_config(path, overrides, places=[*modules, home, *search_path], source_dir=home).require(path)
+
+
+def examine_config(
+    path: Path, overrides: Sequence[str], *, places: Sequence[Path] = (), source_dir: Path | None = None
+) -> Examined:
+    """Like `load_config`, but returns the faults. `places`: directories of users' modules; empty: that of the file."""
+    table, faults = read_table(path, overrides)
+    home = source_dir or path.parent.resolve()
+    return examine_table(table, faults, overrides, file=path, source_dir=home, places=places or [home])
 
 
 def checked_config(
@@ -196,14 +225,26 @@ def checked_config(
     file: Path | None,
     source_dir: Path,
     search_path: Sequence[Path],
-    modules: Sequence[Path] = (),
 ) -> LoadedConfig:
     """Validate a table to which the overrides were applied. Raises `ConfigError` with the given faults and all others."""
-    places = tuple(dict.fromkeys([*modules, source_dir, *search_path]))
-    config, more = validate_table(table, source_dir, places)
-    if config is None or faults or more:
-        raise ConfigError(name_of(file), [*faults, *located(more, file, overrides)])
-    return LoadedConfig(config, source_dir, places, file)
+    places = [source_dir, *search_path]
+    return examine_table(table, faults, overrides, file=file, source_dir=source_dir, places=places).require(file)
+
+
+def examine_table(
+    table: Mapping[str, Any],
+    faults: Sequence[ConfigFault],
+    overrides: Sequence[str],
+    *,
+    file: Path | None,
+    source_dir: Path,
+    places: Sequence[Path],
+) -> Examined:
+    places = tuple(dict.fromkeys(places))
+    repairs = Repairs(table, RunConfig)
+    config, more = validate_table(repairs, source_dir, places)
+    loaded = None if config is None else LoadedConfig(config, source_dir, places, file)
+    return Examined(loaded, [*faults, *located(more, file, overrides)], repairs)
 
 
 def name_of(file: Path | None) -> str:
@@ -235,7 +276,7 @@ def load_resolved_config(directory: RunDirectory) -> LoadedConfig:
         faults = [
             ConfigFault(
                 ".".join(map(str, e["loc"])),
-                f"{plain_message(e, RunConfig)} (was this run made by another version of Rollbook?)",
+                f"{plain_message(e, e['loc'], RunConfig)} (was this run made by another version of Rollbook?)",
             )
             for e in error.errors()
         ]
@@ -254,37 +295,34 @@ def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], li
 
 
 def validate_table(
-    table: Mapping[str, Any], source_dir: Path, search_path: Sequence[Path]
+    repairs: Repairs, source_dir: Path, search_path: Sequence[Path]
 ) -> tuple[RunConfig | None, list[ConfigFault]]:
-    """Validate every section separately, then check them together."""
-    faults: list[ConfigFault] = []
-    parts: dict[str, BaseModel] = {}
-    table = _with_environment(_with_batch_policy(_with_seeds(without_auto(table))))
-    for name in table.keys() - RunConfig.model_fields.keys():
-        known = RunConfig.model_fields
-        advice = did_you_mean(name, known) or f"; known are {', '.join(known)}"
-        faults.append(ConfigFault(name, f"unknown section{advice}"))
-    for name, field in RunConfig.model_fields.items():
-        kind = field.annotation
-        assert isinstance(kind, type)
-        assert issubclass(kind, BaseModel)
-        if name not in table and field.is_required():
-            faults.append(ConfigFault(name, "this section is missing"))
-            continue
-        try:
-            parts[name] = kind.model_validate(table.get(name, {}))
-        except ValidationError as error:
-            faults += [
-                ConfigFault(".".join([name, *map(str, e["loc"])]), plain_message(e, kind)) for e in error.errors()
-            ]
-    faults += [ConfigFault(path, message) for check in CROSS_CHECKS for path, message in check(parts)]
-    faults += [ConfigFault(path, message) for path, message in missing_files(parts, source_dir, search_path)]
-    faults.sort(
-        key=lambda fault: (
-            list(RunConfig.model_fields).index(s) if (s := fault.path.split(".")[0]) in RunConfig.model_fields else 99
-        )
-    )
-    if faults:
+    """Validate every section separately, then check them together; repeat without the settings that were wrong."""
+    faults = [ConfigFault(path, message) for path, message in repairs.unknown_sections()]
+    while True:
+        parts, errors = _sections(_with_environment(_with_batch_policy(_with_seeds(without_auto(repairs.table)))))
+        more = [fault for check in CROSS_CHECKS for fault in check(parts)]
+        more += missing_files(parts, source_dir, search_path)
+        more += [
+            (name, "this section is missing")
+            for name in RunConfig.model_fields
+            if not (name in parts or name in errors)
+        ]
+        known = {(fault.path, fault.message) for fault in faults}
+        faults += [
+            ConfigFault(repairs.written(path), message)
+            for path, message in more
+            if (repairs.written(path), message) not in known and not repairs.is_consequence(path, message)
+        ]
+        if not errors:
+            break
+        before = copy.deepcopy(repairs.table)
+        faults += [ConfigFault(path, message) for path, message in repairs.sections(errors)]
+        if repairs.table == before:
+            break
+    order = list(RunConfig.model_fields)
+    faults.sort(key=lambda fault: order.index(name) if (name := fault.path.partition(".")[0]) in order else len(order))
+    if len(parts) < len(order):
         return None, faults
     resolved: dict[str, dict[str, Any]] = {
         "inference": {"publish": resolved_publish(parts), "max_queued": resolved_max_queued(parts)},
@@ -295,7 +333,21 @@ def validate_table(
         settled = {name: value for name, value in values.items() if value is not None}
         parts[section] = parts[section].model_copy(update=settled)
     # The sections are instances, which pydantic does not validate again.
-    return RunConfig.model_validate(parts), []
+    return RunConfig.model_validate(parts), faults
+
+
+def _sections(table: Mapping[str, Any]) -> tuple[dict[str, BaseModel], dict[str, list[ErrorDetails]]]:
+    """The valid sections, and the errors of the others. A required section that is absent is in neither."""
+    parts: dict[str, BaseModel] = {}
+    errors: dict[str, list[ErrorDetails]] = {}
+    for name, kind in SECTIONS.items():
+        if name not in table and RunConfig.model_fields[name].is_required():
+            continue
+        try:
+            parts[name] = kind.model_validate(table.get(name, {}))
+        except ValidationError as error:
+            errors[name] = error.errors()
+    return parts, errors
 
 
 def without_auto(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -343,12 +395,12 @@ def _with_environment(table: dict[str, Any]) -> dict[str, Any]:
     return {**table, "env": {"name": "question", **env}}
 
 
-def dump_toml(config: RunConfig, *, masks_secrets: bool = False) -> str:
-    """The resolved configuration. Fields that are None are left out: TOML has no null.
+def dump_toml(config: RunConfig, *, masks_secrets: bool = False, is_full: bool = True) -> str:
+    """The resolved configuration. Fields that are None are left out: TOML has no null. Not `is_full`: without default values.
 
     The processes of the run read it, so it contains secrets; the run directory is private. For display they are masked.
     """
-    table = config.model_dump(mode="json", exclude_none=True)
+    table = config.model_dump(mode="json", exclude_none=True, exclude_defaults=not is_full)
     # With the URL of an external server, settings of the run's own environments are rejected, even with default values.
     if config.env.url is not None:
         table["env"] = config.env.model_dump(mode="json", exclude_unset=True, exclude_none=True)
@@ -381,32 +433,6 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
     for key, inner in value.items():
         flat |= _flat(inner, f"{path}.{key}" if path else str(key))
     return flat
-
-
-def plain_message(error: ErrorDetails, model: type[BaseModel]) -> str:
-    """The message of a fault, with the known name or value that is most similar to a wrong one."""
-    if error["type"] == "extra_forbidden":
-        name = str(error["loc"][-1])
-        homes = [s for s, f in RunConfig.model_fields.items() if name in getattr(f.annotation, "model_fields", {})]
-        if homes:
-            return f"unknown field; did you mean '{homes[0]}.{name}'?"
-        return f"unknown field{did_you_mean(name, _fields_at(model, error['loc'][:-1]))}"
-    if error["type"] in ("literal_error", "enum"):
-        known = re.findall(r"'([^']*)'", error["ctx"]["expected"])
-        return f"{error['msg']}, not {error['input']!r}{did_you_mean(str(error['input']), known)}"
-    return error["msg"].removeprefix("Value error, ")
-
-
-def _fields_at(model: type[BaseModel], path: Sequence[int | str]) -> list[str]:
-    """The fields of the table at `path` inside a section."""
-    kind: Any = model
-    for key in path:
-        # A list, a dictionary or an optional table: its items are models.
-        inner = (
-            kind.model_fields[key].annotation if hasattr(kind, "model_fields") and key in kind.model_fields else kind
-        )
-        kind = next((a for a in (inner, *getattr(inner, "__args__", ())) if hasattr(a, "model_fields")), inner)
-    return list(getattr(kind, "model_fields", ()))
 
 
 def override_table(table: dict[str, Any], text: str) -> ConfigFault | None:

@@ -13,10 +13,10 @@ from rollbook.run.config.run import (
     ConfigFault,
     RunSection,
     located,
-    plain_message,
     read_table,
     without_auto,
 )
+from rollbook.run.config.suggestions import plain_message
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.model_config import ModelConfig
 from rollbook.trainer.sft_config import SftConfig, unread_settings
@@ -78,7 +78,9 @@ def load_sft_config(path: Path, overrides: Sequence[str] = (), *, source_dir: Pa
     try:
         config = SftRunConfig.model_validate(checked)
     except ValidationError as error:
-        faults += [ConfigFault(".".join(map(str, e["loc"])), plain_message(e, SftRunConfig)) for e in error.errors()]
+        faults += [
+            ConfigFault(".".join(map(str, e["loc"])), plain_message(e, e["loc"], SftRunConfig)) for e in error.errors()
+        ]
         raise ConfigError(str(path), located(faults, path, overrides)) from error
     for name, file in (("data", config.sft.data), ("validation", config.sft.validation)):
         if file is not None and not (home / file).is_file():

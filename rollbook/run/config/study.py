@@ -17,9 +17,9 @@ from rollbook.run.config.run import (
     RunConfig,
     load_config,
     located,
-    plain_message,
     read_table,
 )
+from rollbook.run.config.suggestions import plain_message
 
 Measure = Literal["held_out_solved", "held_out_reward", "reward"]
 UNSAFE = re.compile(r"[^A-Za-z0-9_.=+-]+")
@@ -94,7 +94,9 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
     try:
         file = StudyFile.model_validate(table)
     except ValidationError as error:
-        faults = [ConfigFault(".".join(map(str, e["loc"])), plain_message(e, StudyFile)) for e in error.errors()]
+        faults = [
+            ConfigFault(".".join(map(str, e["loc"])), plain_message(e, e["loc"], StudyFile)) for e in error.errors()
+        ]
         raise ConfigError(str(path), located(faults, path, ())) from error
     home = path.parent.resolve()
     faults = [

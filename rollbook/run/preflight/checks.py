@@ -321,16 +321,23 @@ class Checks:
         return None
 
     def _add_episode_error(self, error: Exception, watch: EnvironmentWatch, task: Task) -> None:
-        path = watch.path if error is watch.failure else "rollout.function"
+        path = watch.path if error is watch.failure else self._played_setting(error)
         message = str(error) if isinstance(error, EpisodeError | TransientError) else f"raised {describe_error(error)}"
-        # User code that raises an EpisodeError, and an agent that raises anything, may reject the canned answer on purpose.
-        frames = traceback.extract_tb(error.__traceback__)
-        is_deliberate = isinstance(error, EpisodeError) and (
-            is_user_file(frames[-1].filename) or isinstance(error, AgentError | EnvironmentTimeoutError)
+        # User code that raises an EpisodeError may reject the canned answer on purpose.
+        raised = error.__cause__ if isinstance(error, AgentError) and error.__cause__ is not None else error
+        frames = traceback.extract_tb(raised.__traceback__)
+        is_deliberate = isinstance(raised, EpisodeError) and (
+            is_user_file(frames[-1].filename) or isinstance(raised, EnvironmentTimeoutError)
         )
         add = self._findings.warning if is_deliberate else self._findings.fault
         where = f"in an episode of task {task.id!r} with the canned answer {CANNED_ANSWER!r}"
         add(path, f"{message}\n({where}; --no-preflight skips this check)")
+
+    def _played_setting(self, error: Exception) -> str:
+        """The setting that names the code which raised."""
+        if not isinstance(error, AgentError):
+            return "rollout.function"
+        return "rollout.settings.agent" if "agent" in self._config.rollout.settings else "rollout.settings.command"
 
     def _check_sample(self, sample: RolloutSample | None, task: Task) -> None:
         if sample is None:

@@ -49,9 +49,13 @@ def check_run(
     )
 
 
-def print_preflight(found: PreflightReport, console: Console) -> None:
-    for warning in found.warnings:
+def print_warnings(warnings: Sequence[ConfigFault], console: Console) -> None:
+    for warning in warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+
+
+def print_preflight(found: PreflightReport, console: Console) -> None:
+    print_warnings(found.warnings, console)
     console.print(f"pre-flight: ok ({found.seconds:.1f} s)", markup=False)
 
 

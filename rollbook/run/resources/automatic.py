@@ -5,6 +5,7 @@ Without a GPU they are the defaults of the config classes.
 """
 
 import shutil
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -58,11 +59,13 @@ class Resolution:
     """None if the dimensions of the model are unknown."""
     capacity: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    missing_gpu: tuple[ConfigFault, ...] = ()
+    missing: tuple[ConfigFault, ...] = ()
+    """Devices and programs of the configuration that this machine does not have."""
 
-    def faults(self, *, needs_gpus: bool = True) -> list[ConfigFault]:
-        """Why the run cannot start on this machine. `needs_gpus`: False if it may be started on another one."""
-        faults = list(self.missing_gpu) if needs_gpus else []
+    def faults(self, *, needs_machine: bool = True) -> list[ConfigFault]:
+        """Why the run cannot start on this machine. `needs_machine`: False if it may be started on another one, with
+        other devices and programs."""
+        faults = list(self.missing) if needs_machine else []
         if self.plan is None or self.model is None:
             return faults
         for place, missing in self.plan.overfull(self.capacity).items():
@@ -158,7 +161,7 @@ def resolve(
         plan=plan,
         capacity=capacity,
         notes=(*draft.notes, *_notes(config, machine, facts)),
-        missing_gpu=tuple(_missing_gpus(config, machine, is_resumed=recorded is not None)),
+        missing=tuple(_missing(config, machine, is_resumed=recorded is not None)),
     )
 
 
@@ -450,10 +453,25 @@ def _notes(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Seq
     return [f"{'; '.join(map(str, unused))}: not used: {reason}"]
 
 
-def _missing_gpus(config: RunConfig, machine: Machine, *, is_resumed: bool) -> Sequence[ConfigFault]:
-    """Devices of the configuration that this machine does not have."""
+def _missing(config: RunConfig, machine: Machine, *, is_resumed: bool) -> Sequence[ConfigFault]:
+    """Devices and programs of the configuration that this machine does not have."""
     if config.cluster.ray.address is not None:
         return []
+    return [*_missing_programs(config.inference), *_missing_devices(config, machine, is_resumed=is_resumed)]
+
+
+def _missing_programs(inference: InferenceConfig) -> Sequence[ConfigFault]:
+    python = inference.vllm.python
+    if inference.engine != "vllm" or inference.urls or python is None or shutil.which(python) is not None:
+        return []
+    what = "is not executable" if Path(python).exists() else "does not exist"
+    advice = "Set it to the Python interpreter of an environment in which vLLM is installed, as an absolute path."
+    return [ConfigFault("inference.vllm.python", f"{python} {what}. {advice}")]
+
+
+def _missing_devices(config: RunConfig, machine: Machine, *, is_resumed: bool) -> Sequence[ConfigFault]:
+    if config.inference.device == "mps" and sys.platform != "darwin" and _engine(config.inference) == "embedded":
+        return [ConfigFault("inference.device", "is 'mps', but this machine is no Mac. Use 'cpu', 'cuda' or 'auto'.")]
     if machine.gpus:
         missing = sorted(gpus_of(config) - {device.number for device in machine.gpus})
         have = f"this machine has {len(machine.gpus)}"

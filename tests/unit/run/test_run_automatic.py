@@ -138,6 +138,15 @@ def test_a_device_that_the_machine_does_not_have_is_refused(tmp_path: Path) -> N
     assert "no NVIDIA GPU" in faults[0].message
 
 
+def test_an_interpreter_of_vllm_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    vllm = ("inference.engine=vllm", f"inference.vllm.python={tmp_path}/bin/python")
+    faults = resolved(project(tmp_path, "135m"), *vllm).faults()
+    assert [str(fault).partition(". ")[0] for fault in faults] == [
+        f"inference.vllm.python: {tmp_path}/bin/python does not exist"
+    ]
+    assert not resolved(tmp_path / "run-135m" / "run.toml", vllm[0], "inference.vllm.python=python3").faults()
+
+
 def test_config_check_accepts_a_run_file_for_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,7 +268,7 @@ def several(count: int, size_gb: int = 85) -> Machine:
     return Machine(gpus=gpus, cores=64, memory_bytes=1000 * GB)
 
 
-VLLM = ["inference.engine=vllm", "inference.vllm.python=/opt/vllm/bin/python"]
+VLLM = ["inference.engine=vllm", "inference.vllm.python=python3"]
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])

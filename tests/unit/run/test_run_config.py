@@ -110,8 +110,11 @@ def test_an_override_replaces_a_field_and_a_bad_one_is_a_fault(tmp_path: Path) -
 
 def test_settings_that_can_never_work_are_rejected(tmp_path: Path) -> None:
     assert "never end" in faults_of(tmp_path, GOOD.replace("max_steps = 3", ""))["trainer.max_steps"]
-    assert "lease" in faults_of(tmp_path, GOOD, ("gate.group_deadline_s=1",))["rollout.max_seconds"]
-    assert "rollout.max_total_tokens" in faults_of(tmp_path, GOOD, ("inference.max_model_len=16",))
+    assert "lease" in faults_of(tmp_path, GOOD, ("gate.group_deadline_s=1",))["gate.group_deadline_s"]
+    assert (
+        "rollout.max_total_tokens"
+        in faults_of(tmp_path, GOOD, ("inference.max_model_len=16",))["inference.max_model_len"]
+    )
     assert "trainer.ppo_n_minibatches" in faults_of(tmp_path, GOOD, ("trainer.ppo_n_minibatches=100000",))
 
 
@@ -145,7 +148,7 @@ def test_a_field_that_would_not_be_read_is_rejected(tmp_path: Path) -> None:
     assert (
         "scripted engine only" in faults_of(tmp_path, GOOD, ("inference.scripted.token_s=0.1",))["inference.scripted"]
     )
-    assert "takes no args" in faults_of(tmp_path, GOOD, ("tasks.args.n=1",))["tasks"]
+    assert "takes no args" in faults_of(tmp_path, GOOD, ("tasks.args.n=1",))["tasks.source"]
 
 
 PLUGIN_SETTINGS = {
@@ -274,8 +277,8 @@ def test_an_atropos_source_rejects_rollout_and_env_settings(tmp_path: Path) -> N
     faults = faults_of(tmp_path, ATROPOS + "[rollout]\nmax_turns = 2\n[env]\nname = 'maths'\n")
     assert set(faults) == {"rollout", "env"}
     assert "post" in faults["rollout"]
-    assert "epochs" in faults_of(tmp_path, ATROPOS, ("tasks.epochs=2",))["tasks"]
-    assert "source" in faults_of(tmp_path, GOOD, ("tasks.atropos.port=9000",))["tasks"]
+    assert "epochs" in faults_of(tmp_path, ATROPOS, ("tasks.epochs=2",))["tasks.source"]
+    assert "source" in faults_of(tmp_path, GOOD, ("tasks.atropos.port=9000",))["tasks.atropos"]
 
 
 def test_a_hosted_run_rejects_trainer_settings(tmp_path: Path) -> None:

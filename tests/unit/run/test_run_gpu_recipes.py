@@ -59,7 +59,7 @@ def test_a_recipe_is_valid_and_fits_on_its_card(
 ) -> None:
     (tmp_path / "questions.jsonl").write_text('{"id": "a", "question": "1 + 1?", "answer": 2}\n', encoding="utf-8")
     (tmp_path / "rewards.py").write_text("def correct(case): return 1.0\n", encoding="utf-8")
-    (tmp_path / "run.toml").write_text(text, encoding="utf-8")
+    (tmp_path / "run.toml").write_text(text.replace("/opt/vllm/bin/python", "python3"), encoding="utf-8")
     monkeypatch.setattr(automatic, "model_facts", lambda config, *_, **__: facts(config.path))
     count, size_gb = COUNTS[heading.split(maxsplit=1)[0]], int(re.findall(r"of (\d+) GB", heading)[0])
     gpus = tuple(Gpu(number=number, name="card", memory_bytes=size_gb * GB) for number in range(count))

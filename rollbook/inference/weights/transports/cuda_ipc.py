@@ -22,7 +22,9 @@ from rollbook.inference.wire.weights import UpdateInfo
 
 def open_transport(_name: str, _options: TransportOptions) -> "CudaIpcTransport":
     if not torch.cuda.is_available():
-        raise RunError("transfer = 'cuda_ipc' needs a CUDA GPU that trainer and policy share; use 'shared_memory'")
+        raise RunError(
+            "transfer = 'cuda_ipc' needs a CUDA GPU that trainer and policy share; remove inference.transfer, or set it to 'auto'"
+        )
     return CudaIpcTransport()
 
 

@@ -1,0 +1,146 @@
+"""A configuration with several faults: all are reported at once, each with its line and, for unknown names, with a suggestion."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rollbook.run.config.run import ConfigError, RunConfig, dump_toml, load_config
+from rollbook.run.config.suggestions import RELATED, RENAMED, settings_of, suggestion
+from tests.parts.run.small import REPOSITORY
+
+GOOD = """
+[model.build]
+vocabulary = ["a"]
+[tasks]
+source = "rollbook.envs.builtin.number_guessing:number_guessing_tasks"
+[trainer]
+max_steps = 10
+"""
+
+
+def messages_of(tmp_path: Path, text: str, *overrides: str) -> list[str]:
+    file = tmp_path / "run.toml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    return [str(fault).removeprefix(f"{tmp_path}/") for fault in caught.value.faults]
+
+
+# Each of these was hidden by another one: by an unknown field of its section, by a wrong value, or by another contradiction.
+FIVE = """
+[model.build]
+vocabulary = ["a"]
+heads = 3
+layers = "two"
+[tasks]
+source = "missing.jsonl"
+[rollout]
+group_size = 4
+min_samples = 9
+[trainer]
+max_stps = 10
+warmup_steps = 10
+keep_every = 3
+"""
+
+
+def test_a_fault_hides_no_other(tmp_path: Path) -> None:
+    assert messages_of(tmp_path, FIVE) == [
+        "run.toml:5: model.build.layers: Input should be a valid integer, unable to parse string as an integer",
+        "run.toml:4: model.build.heads: hidden_size 128 does not split into 3 heads of even width",
+        f"run.toml:7: tasks.source: no such file: {tmp_path}/missing.jsonl",
+        "run.toml:9: rollout.group_size: unknown field; did you mean 'rollout.completions_per_prompt'?",
+        "run.toml:10: rollout.min_samples: min_samples is 9, but a group has 4 samples: every group would be dropped; "
+        "lower min_samples or raise completions_per_prompt",
+        "run.toml:12: trainer.max_stps: unknown field; did you mean 'max_steps'?",
+        "run.toml:13: trainer.warmup_steps: warmup_steps 10 must be below max_steps 10",
+        "run.toml:14: trainer.keep_every: keep_every 3 must be a multiple of checkpoint_every 20: other steps have no checkpoint",
+    ]
+
+
+def test_a_fault_that_follows_from_another_one_is_not_reported(tmp_path: Path) -> None:
+    # Without max_steps a run would never end, and without a source it has no tasks: neither is left out here.
+    assert messages_of(tmp_path, GOOD.replace("max_steps = 10", 'max_steps = "ten"')) == [
+        "run.toml:7: trainer.max_steps: Input should be a valid integer, unable to parse string as an integer"
+    ]
+    assert messages_of(tmp_path, GOOD.replace("source", "sorce")) == [
+        "run.toml:5: tasks.sorce: unknown field; did you mean 'source'?"
+    ]
+    assert messages_of(tmp_path, GOOD.replace("[tasks]", "[taks]")) == [
+        "run.toml:4: taks: unknown section; did you mean 'tasks'?"
+    ]
+    [message] = messages_of(tmp_path, GOOD.replace('["a"]', "[]"))
+    assert "vocabulary is empty" in message
+
+
+def test_a_misspelt_setting_is_checked_under_its_right_name(tmp_path: Path) -> None:
+    first, second = messages_of(tmp_path, GOOD.replace("max_steps = 10", "max_steps = 10\nlearning_rate = -1"))
+    assert first == "run.toml:8: trainer.learning_rate: unknown field; did you mean 'trainer.lr'?"
+    assert second == "run.toml:8: trainer.learning_rate: Input should be greater than 0"
+
+
+@pytest.mark.parametrize(
+    ("setting", "suggested"),
+    [
+        ("trainer.learning_rate=1", "trainer.lr"),
+        ("rollout.group_size=4", "rollout.completions_per_prompt"),
+        ("trainer.num_generations=4", "rollout.completions_per_prompt"),
+        ("trainer.beta=0.1", "trainer.kl_coef"),
+        ("rollout.kl_coef=0.1", "trainer.kl_coef"),
+        ("trainer.max_completion_length=64", "rollout.sampling.max_tokens"),
+        ("trainer.temperature=1.0", "rollout.sampling.temperature"),
+        ("rollout.temprature=1.0", "rollout.sampling.temperature"),
+        ("trainer.lora_rank=8", "trainer.lora.rank"),
+        ("model.name='x'", "model.path"),
+        ("actor_rollout_ref.rollout.n=8", "rollout.completions_per_prompt"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "trainer.lr"),
+        ("actor_rollout_ref.model.path='m'", "model.path"),
+        ("data.train_batch_size=64", "gate.groups_per_step"),
+        ("algorithm.adv_estimator='grpo'", "trainer.advantage"),
+        ("trainer.output_dir='out'", "--run-dir"),
+        ("rollout.rewards.functions.right.wieght=2", "weight"),
+        ("telemetry.colour=1", "wandb_project"),
+    ],
+)
+def test_an_unknown_setting_is_answered_with_the_one_that_was_meant(
+    tmp_path: Path, setting: str, suggested: str
+) -> None:
+    path = setting.partition("=")[0]
+    message = next(
+        one for one in messages_of(tmp_path, GOOD, setting) if one.startswith(f"--set: {path}: unknown field")
+    )
+    assert suggested in message.partition("unknown field")[2]
+
+
+def test_every_suggested_setting_exists() -> None:
+    known = set(settings_of(RunConfig))
+    assert {*RENAMED.values(), *(setting for setting, _ in RELATED.values() if setting)} <= known
+    # A name of ours needs no translation.
+    assert not {name for name in (*RENAMED, *RELATED) if f"trainer.{name}" in known} - {"lora"}
+
+
+def test_the_names_of_coming_from_are_suggested_as_that_page_says() -> None:
+    page = (REPOSITORY / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    known = set(settings_of(RunConfig))
+    checked = 0
+    for left, right in re.findall(r"^\| (`.*) \| (.+) \|$", page, re.MULTILINE):
+        named = [name for name in re.findall(r"`([\w.]+)", right) if name in known]
+        for name in re.findall(r"`([a-z_.]+)`", re.sub(r"\(.*?\)", "", left)):  # values are in parentheses
+            found = suggestion(f"trainer.{name}", RunConfig).text
+            assert found, name
+            if named and name not in ("resume_mode", "partial_rollout"):  # answered with a command
+                checked += 1
+                assert any(f"'{one}" in found for one in named), (name, found)
+    assert checked > 40
+
+
+def test_only_what_differs_from_the_defaults_is_shown(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(GOOD + "lr = 0.001\ncheckpoint_every = 20\n[run]\nname = 'run'\n", encoding="utf-8")
+    config = load_config(file).config
+    assert dump_toml(config, is_full=False).split("\n\n") == [
+        '[model.build]\nvocabulary = [\n    "a",\n]',
+        '[tasks]\nsource = "rollbook.envs.builtin.number_guessing:number_guessing_tasks"',
+        "[trainer]\nmax_steps = 10\nlr = 0.001\n",
+    ]
