@@ -152,9 +152,9 @@ test-slurm: $(STAMP) ## deploy/slurm.sbatch on Debian's Slurm: a controller and 
 check-deploy: ## Dockerfile, compose file, pods of the RayJob and shell scripts, with hadolint, their schemas and shellcheck
 	PYTHON=$(PYTHON) sh scripts/check_deploy.sh
 
-test-agents: $(STAMP) ## unchanged agent frameworks and lm-evaluation-harness, in a separate virtual environment
+test-agents: $(STAMP) ## unchanged agent frameworks, Codex, pi, mini-swe-agent and lm-evaluation-harness, in a separate virtual environment
 	PYTHON=$(PYTHON) sh scripts/agents_venv.sh
-	$(BIN)/python -m pytest tests/services/test_rollout_agents_framework.py tests/services/test_rollout_agents_server.py tests/services/test_run_agent_proxy.py tests/services/openai_api
+	$(BIN)/python -m pytest tests/services/test_rollout_agents_framework.py tests/services/test_rollout_agents_programs.py tests/services/test_rollout_agents_server.py tests/services/test_rollout_agents_dialects.py tests/services/test_run_agent_proxy.py tests/services/openai_api
 
 test-sinks: $(STAMP) ## Trackio and MLflow, in a separate virtual environment
 	PYTHON=$(PYTHON) sh scripts/sinks_venv.sh

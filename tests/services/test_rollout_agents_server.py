@@ -261,7 +261,7 @@ async def test_a_stream_has_the_text_around_a_call_and_the_next_prompt_continues
 async def test_instructions_must_be_a_text_and_an_empty_one_is_no_message(tmp_path: Path) -> None:
     async with agent_setup(tmp_path, in_order("one<|im_end|>", "two<|im_end|>")) as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
-            with pytest.raises(openai.BadRequestError, match="instructions: a text is required"):
+            with pytest.raises(openai.BadRequestError, match="instructions: a string is required"):
                 await client.responses.create(
                     model="policy", input="a", extra_body={"instructions": [{"role": "system", "content": "Hi"}]}
                 )

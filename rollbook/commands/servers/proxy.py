@@ -18,14 +18,14 @@ from aiohttp.typedefs import Middleware
 
 from rollbook.access.guard import AllowedClients, Handler, is_loopback
 from rollbook.access.server import for_any_name
-from rollbook.access.tokens import Secret, bearer_token, read_or_create_token
+from rollbook.access.tokens import Secret, read_or_create_token
 from rollbook.commands.arguments import AllowHost, AllowOrigin, Option, Port
 from rollbook.commands.output import say
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.policy import SamplingParams
 from rollbook.inference.client.client import open_policy_client
-from rollbook.rollout.agents.server import MakeReply, ProxyServer
+from rollbook.rollout.agents.server import Dialect, ProxyServer, api_key
 from rollbook.rollout.agents.session import ProxySession
 from rollbook.rollout.agents.tool_calls import load_parser
 from rollbook.rollout.assemblers.tokens import build_assembler
@@ -71,16 +71,16 @@ class RecordingProxy(ProxyServer):
         """Requests in progress, by session."""
 
     def unknown_session(self, name: str) -> ProxySession:
-        session = self._make(assembler=self._options.assembler, tool_parser=self._options.tool_parser)
+        session = self._make(assembler=self._options.assembler, tool_parser=self._options.tool_parser, train_only="all")
         self._sessions[name] = session
         return session
 
-    async def respond(self, request: web.Request, make_reply: MakeReply) -> web.StreamResponse:
+    async def respond(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         """A session whose requests all failed is removed, so that names cannot fill the memory."""
         name = self.name_of(request)
         self._running[name] += 1
         try:
-            return await super().respond(request, make_reply)
+            return await super().respond(request, dialect)
         finally:
             self._running[name] -= 1
             if self._running[name] == 0:
@@ -125,7 +125,7 @@ class RecordingProxy(ProxyServer):
         del self._sessions[name]
         return {"session": name, "turns": len(sample.turns), "sequences": len(sample.sequences), "reward": reward}
 
-    def _make(self, *, assembler: str, tool_parser: str) -> ProxySession:
+    def _make(self, *, assembler: str, tool_parser: str, train_only: str) -> ProxySession:
         return ProxySession(
             policy=self._policy,
             tokenizer=self._tokenizer,
@@ -133,13 +133,14 @@ class RecordingProxy(ProxyServer):
             limits=EpisodeLimits(max_turns=10_000, max_total_tokens=2**31 - 1, max_seconds=1e9),
             parser=load_parser(tool_parser),
             assembler=assembler,
+            train_only=train_only,
         )
 
 
 def _require_token(secret: Secret) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if secret.matches(bearer_token(request.headers.get("Authorization"))):
+        if secret.matches(api_key(request)):
             return await handler(request)
         return web.json_response({"error": "a token is required: use it as the API key"}, status=401)
 

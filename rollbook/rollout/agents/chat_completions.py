@@ -68,7 +68,7 @@ def chat_request(body: Mapping[str, Any]) -> ChatRequest:
         messages=messages,
         tools=requested_tools(body, _tool),
         max_tokens=checked_max_tokens(body.get(limit), limit),
-        stop=_stops(body.get("stop")),
+        stop=checked_stop_strings(body.get("stop"), "stop"),
         overridden=tuple(name for name in SET_BY_THE_RUN if body.get(name) is not None),
         tool_choice=body.get("tool_choice"),
         is_single_call=body.get("parallel_tool_calls") is False,
@@ -118,16 +118,16 @@ def _tool(tool: Any, number: int) -> Mapping[str, Any]:
     return tool
 
 
-def _stops(stop: Any) -> tuple[str, ...]:
+def checked_stop_strings(stop: Any, name: str) -> tuple[str, ...]:
     if stop is None:
         return ()
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else None
     if stops is None or not all(isinstance(text, str) for text in stops):
-        raise BadChatError("stop: a string or a list of strings is required", "stop")
+        raise BadChatError(f"{name}: a string or a list of strings is required", name)
     try:
         return checked_stops(stops)
     except ValueError as error:
-        raise BadChatError(str(error), "stop") from error
+        raise BadChatError(str(error), name) from error
 
 
 def _usage(turn: ChatTurn) -> dict[str, int]:
@@ -214,6 +214,10 @@ def logprob_entries(tokens: Sequence[SampledToken], token_bytes: Callable[[int],
         {**entry(token.id, token.logprob), "top_logprobs": [entry(*other) for other in token.alternatives]}
         for token in tokens
     ]
+
+
+def openai_error(_status: int, kind: str, message: str, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "code": kind, "param": param}}
 
 
 def models() -> dict[str, Any]:

@@ -41,7 +41,10 @@ def _message(raw: Any, where: str) -> Message:
     if not isinstance(raw, Mapping) or not isinstance(raw.get("role"), str) or raw["role"] not in ROLES:
         known = ", ".join(ROLES)
         raise BadChatError(f"{where}: a message is an object with a role, one of {known}", where)
-    message: dict[str, Any] = {"role": ROLES[raw["role"]], "content": _text(raw.get("content"), f"{where}.content")}
+    message: dict[str, Any] = {
+        "role": ROLES[raw["role"]],
+        "content": message_text(raw.get("content"), f"{where}.content"),
+    }
     if raw.get("name"):
         message["name"] = raw["name"]
     if raw.get("tool_call_id"):
@@ -53,7 +56,7 @@ def _message(raw: Any, where: str) -> Message:
     return message
 
 
-def _text(content: Any, where: str) -> str:
+def message_text(content: Any, where: str) -> str:
     """The text of a message. Raises `BadChatError` for parts that are not text."""
     if content is None:
         return ""

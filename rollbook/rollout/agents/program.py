@@ -1,46 +1,86 @@
-"""Runs unmodified agents: an async function, a plain function in a thread, or a command.
+"""Runs unmodified agents: an async function, a plain function in a thread, a command, or a coding agent by name.
 
-A function gets the row and a `base_url`; a command gets them by its standard input and environment.
+A function gets the row and a `base_url`; a command gets them by its standard input and environment. A coding agent gets a private
+home with its configuration, and a working directory.
 """
 
 import asyncio
 import inspect
 import json
 import os
+import shutil
+import signal
+import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from rollbook.concurrency.child_process.process import end_process
 from rollbook.contracts.decoding import is_too_deep
-from rollbook.contracts.errors import EpisodeError
+from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.user_errors import describe_error
+from rollbook.rollout.agents.coding_agents import CODING_AGENTS, Place, find_program, task_of
 from rollbook.rollout.contract import ChatSession
 
 STDERR_CHARS = 400
 MAX_OUTPUT_BYTES = 4 * 2**20
 READ_BYTES = 2**16
+WORKSPACE = "workspace"
+"""Field of the row with the working directory of a coding agent, for the reward function."""
+MAX_SWEEPS = 5
 TERMINATE_S = 2.0
 """From SIGTERM to SIGKILL."""
 
-Program: TypeAlias = Callable[[dict[str, Any], ChatSession], Awaitable[Any]]
+LOG_CHARS = 16_384
+"""The end of a program's output that is kept with the sample."""
+MARK = "ROLLBOOK_EPISODE"
+"""Environment variable by which the processes of an episode are found, even those that left their process group."""
+PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "TERM", "SSL_CERT_FILE", "NODE_EXTRA_CA_CERTS")
+"""Environment variables of this process that a coding agent gets. It gets no others: they may have secrets."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOutput:
+    result: Any
+    log: str = ""
+    """The end of what the program printed."""
+
+
+Program: TypeAlias = Callable[[dict[str, Any], ChatSession], Coroutine[Any, Any, AgentOutput]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodingOptions:
+    environment: Mapping[str, str]
+    arguments: Sequence[str]
+    """More arguments of the program."""
+    context_tokens: int
+    reply_tokens: int
 
 
 class AgentError(EpisodeError):
-    """The agent failed, by its own fault or because of what the policy wrote."""
+    """The agent failed, by its own fault or because of what the policy wrote. `log` is the end of what it printed."""
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.args[0], self.log))
 
 
 def function_program(function: Callable[..., Any]) -> Program:
     """Runs `function(row, base_url)`. A plain function runs in a thread: it cannot be cancelled, but its session can be closed."""
-    call = getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__ is accepted
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+    method = getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__ is accepted
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
-    async def run(row: dict[str, Any], session: ChatSession) -> Any:
+    async def run(row: dict[str, Any], session: ChatSession) -> AgentOutput:
         try:
-            if is_async:
-                return await function(row, session.base_url)
-            return await run_in_thread(function, row, session.base_url)
+            call = function(row, session.base_url) if is_async else run_in_thread(function, row, session.base_url)
+            return AgentOutput(await call)
         except Exception as error:
             raise AgentError(f"the agent raised {describe_error(error)}") from error
 
@@ -78,29 +118,126 @@ async def run_in_thread(function: Callable[..., Any], *args: Any) -> Any:
 def command_program(command: Sequence[str], extra: Mapping[str, str]) -> Program:
     """Runs a command with the row as JSON on standard input. Its last line of output, parsed as JSON if possible, is the result."""
 
-    async def run(row: dict[str, Any], session: ChatSession) -> Any:
-        environment = {**os.environ, **extra, "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.id}
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                env=environment,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise AgentError(f"the agent's command {command[0]!r} cannot be started: {error}") from error
-        try:
-            out, err = await _exchange(process, json.dumps(row).encode())
-        finally:
-            await end_process(process, grace_s=TERMINATE_S, has_own_group=True)
-        if process.returncode:
-            output = err.decode(errors="replace").strip()[-STDERR_CHARS:]
-            raise AgentError(f"the agent's command ended with code {process.returncode}: {output}")
-        return _result(out.decode(errors="replace"))
+    async def run(row: dict[str, Any], session: ChatSession) -> AgentOutput:
+        environment = {
+            **os.environ,
+            **extra,
+            "OPENAI_BASE_URL": session.base_url,
+            "OPENAI_API_KEY": session.id,
+            "ANTHROPIC_BASE_URL": session.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": session.id,
+        }
+        out, err = await _run_to_end(command, environment, json.dumps(row).encode(), session)
+        return AgentOutput(_result(out.decode(errors="replace")), _log(err))
 
     return run
+
+
+def coding_program(name: str, options: CodingOptions) -> Program:
+    """Runs a coding agent in a private home. Its result is the last text of the main conversation."""
+    agent = CODING_AGENTS[name]
+    path = options.environment.get("PATH")
+    program = find_program(name, path=path)
+
+    async def run(row: dict[str, Any], session: ChatSession) -> AgentOutput:
+        work = Path(row[WORKSPACE])
+        with tempfile.TemporaryDirectory(prefix="rollbook-agent-", ignore_cleanup_errors=True) as home:
+            place = Place(
+                home=home,
+                work=str(work),
+                base_url=session.base_url,
+                key=session.id,
+                task=task_of(row),
+                context_tokens=options.context_tokens,
+                reply_tokens=options.reply_tokens,
+            )
+            launch = agent.launch(place)
+            for at, text in launch.files.items():
+                file = Path(home, at)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
+            ours = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+            environment = {**ours, "HOME": home, "TMPDIR": home, **launch.env, **options.environment}
+            # Codex reads the task where "-" is, the last argument.
+            command = [str(program), launch.command[1], *options.arguments, *launch.command[2:]]
+            out, err = await _run_to_end(command, environment, launch.stdin.encode(), session, directory=work)
+        return AgentOutput(session.last_text, _log(out + err))
+
+    return run
+
+
+@asynccontextmanager
+async def open_workspace(row: Mapping[str, Any], template: Path | None) -> AsyncIterator[dict[str, Any]]:
+    """The row with a new working directory (`workspace`), which has the files of `template` and the row's `files`."""
+    with tempfile.TemporaryDirectory(prefix="rollbook-work-", ignore_cleanup_errors=True) as directory:
+        await asyncio.to_thread(_fill, Path(directory), row.get("files") or {}, template)
+        yield {**row, WORKSPACE: directory}
+
+
+def _fill(directory: Path, files: Mapping[str, Any], template: Path | None) -> None:
+    if template is not None:
+        shutil.copytree(template, directory, dirs_exist_ok=True, symlinks=True)
+    for name, text in files.items():
+        file = (directory / name).resolve()
+        if not file.is_relative_to(directory.resolve()) or not isinstance(text, str):
+            raise RunError(f"files: {name!r} must be a path inside the working directory, with its text")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+
+
+async def _run_to_end(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    sent: bytes,
+    session: ChatSession,
+    *,
+    directory: Path | None = None,
+) -> tuple[bytes, bytes]:
+    """The ends of output and errors of a command. However this ends, no process of the command is left."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            env={**environment, MARK: session.id},
+            cwd=directory,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise AgentError(f"the agent's command {command[0]!r} cannot be started: {error}") from error
+    try:
+        out, err = await _exchange(process, sent)
+    finally:
+        await end_process(process, grace_s=TERMINATE_S, has_own_group=True)
+        _end_marked(session.id)
+    if process.returncode:
+        output = err.decode(errors="replace").strip()[-STDERR_CHARS:]
+        raise AgentError(f"the agent's command ended with code {process.returncode}: {output}", _log(out + err))
+    return out, err
+
+
+def _end_marked(mark: str) -> None:
+    """Kill the processes of an episode that left their group: agents start commands in sessions of their own."""
+    wanted = f"{MARK}={mark}".encode()
+    for _ in range(MAX_SWEEPS):
+        found = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _has_variable(entry, wanted)]
+        for pid in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not found:
+            return
+
+
+def _has_variable(process: Path, wanted: bytes) -> bool:
+    try:
+        return wanted in (process / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False  # it has ended, or is another user's
+
+
+def _log(printed: bytes) -> str:
+    return printed.decode(errors="replace").strip()[-LOG_CHARS:]
 
 
 async def _exchange(process: asyncio.subprocess.Process, sent: bytes) -> tuple[bytes, bytes]:

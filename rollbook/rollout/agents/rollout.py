@@ -1,19 +1,25 @@
-"""A rollout function for unmodified agents: they call OpenAI's API at a `base_url`, and their turns become the sample.
+"""A rollout function for unmodified agents: they call OpenAI's or Anthropic's API at a `base_url`; their turns become the sample.
 
     [rollout]
     function = "agent"
     [rollout.settings]
-    agent = "my_agent:solve"            # solve(row, base_url), async or plain; or command = ["python", "my_agent.py"]
+    agent = "my_agent:solve"            # solve(row, base_url), async or plain; or command = ["python", "my_agent.py"]; or "codex"
     reward = "my_agent:reward"          # reward(row, result, messages) -> float, or None if it cannot be scored
 
 Without `reward`, the agent's return value is the reward. With `reward = "rollout.rewards"` the run's reward functions score the
 sample in their own processes; the return value is in the facts. An agent that fails gives an unscorable sample, unless a limit of
 the episode ended it, which is an outcome. With `on_agent_error = "score"` the reward function gets the error as the result.
+
+A coding agent (`codex`, `claude-code`, `pi`, `mini-swe-agent`) works in a new directory, which the reward function finds as
+`row["workspace"]`. At the end of the episode's time the agent is ended with all its processes, and what it did is scored.
 """
 
+import asyncio
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -23,7 +29,19 @@ from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import EpisodeError, fenced
 from rollbook.contracts.plugin import load_plugin
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.rollout.agents.program import AgentError, Program, command_program, function_program, run_in_thread
+from rollbook.rollout.agents.coding_agents import CODING_AGENTS
+from rollbook.rollout.agents.lineage import TrainOnly
+from rollbook.rollout.agents.program import (
+    AgentError,
+    AgentOutput,
+    CodingOptions,
+    Program,
+    coding_program,
+    command_program,
+    function_program,
+    open_workspace,
+    run_in_thread,
+)
 from rollbook.rollout.contract import ChatSession, RolloutFn, RolloutSetup
 from rollbook.rollout.settings import TO_BE_SCORED
 
@@ -34,13 +52,28 @@ class AgentSettings(BaseModel, frozen=True, extra="forbid"):
     """`rollout.settings` of this rollout function."""
 
     agent: str | None = None
-    """`module:function` of the agent: `function(row, base_url)`. A plain function runs in a thread."""
+    """`module:function` of the agent: `function(row, base_url)`. A plain function runs in a thread. Or the name of a coding agent:
+    `codex`, `claude-code`, `pi`, `mini-swe-agent`."""
 
     command: list[str] | None = Field(default=None, min_length=1)
-    """Instead of `agent`: a command with OPENAI_BASE_URL and OPENAI_API_KEY in its environment and the row on standard input."""
+    """Instead of `agent`: a command with the row on standard input, and OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and
+    ANTHROPIC_API_KEY in its environment."""
 
     environment: dict[str, str] = Field(default_factory=dict)
-    """Further environment variables of the command."""
+    """Further environment variables of the command or of the coding agent."""
+
+    arguments: list[str] = Field(default_factory=list)
+    """Further arguments of the coding agent's program."""
+
+    workspace: str | None = None
+    """A directory whose files the coding agent finds in its working directory. A row may have more `files`: text by path."""
+
+    sandbox: Literal["none"] | None = None
+    """Where a coding agent runs. `none`: unconfined, with the rights of this process; recorded with every sample."""
+
+    train_only: TrainOnly = TrainOnly.ALL
+    """`all` sequences, those of `agents` (without side requests such as titles), or those of the `main` agent (without sub-agents
+    too). The others are stored, marked, and not trained."""
 
     reward: str | None = None
     """`module:function`: `function(row, result, messages)`, async or plain, returns a number, or None if it cannot score.
@@ -59,52 +92,106 @@ class AgentSettings(BaseModel, frozen=True, extra="forbid"):
     def _one_program(self) -> "AgentSettings":
         if (self.agent is None) == (self.command is None):
             raise ValueError("set either agent or command")
-        if self.environment and self.command is None:
-            raise ValueError("environment is only for command; an agent function runs in the worker process")
+        if self.environment and self.command is None and not self.is_coding:
+            raise ValueError("environment is only for programs; an agent function runs in the worker process")
+        only_coding = [name for name in ("arguments", "workspace", "sandbox") if getattr(self, name)]
+        if only_coding and not self.is_coding:
+            raise ValueError(f"{', '.join(only_coding)}: only for a coding agent ({', '.join(CODING_AGENTS)})")
+        if self.is_coding and self.reward is None:
+            raise ValueError(f"agent = {self.agent!r} returns a text, so a reward is required")
+        if self.is_coding and self.sandbox is None:
+            raise ValueError(
+                f'agent = {self.agent!r} runs commands that the policy writes: set sandbox = "none" to run them unconfined, '
+                "where that is safe"
+            )
         return self
+
+    @property
+    def is_coding(self) -> bool:
+        return self.agent in CODING_AGENTS
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:
     settings = setup.read_settings(AgentSettings)
-    if settings.command is not None:
-        program = command_program(settings.command, settings.environment)
-    else:
-        assert settings.agent is not None
-        program = function_program(load_plugin(settings.agent, setting="rollout.settings.agent"))
+    program = _program(settings, setup)
     is_scored_by_run = settings.reward == RUN_REWARDS
     reward = None
     if settings.reward is not None and not is_scored_by_run:
         reward = load_plugin(settings.reward, setting="rollout.settings.reward")
+    template = None if settings.workspace is None else Path(settings.workspace)
 
     async def play(row: dict[str, Any]) -> RolloutSample | None:
-        async with setup.open_proxy_session(assembler=settings.assembler, tool_parser=settings.tool_parser) as session:
-            result = await _run(program, row, session, is_error_scored=settings.on_agent_error == "score")
+        async with AsyncExitStack() as stack:
+            session = await stack.enter_async_context(
+                setup.open_proxy_session(
+                    assembler=settings.assembler, tool_parser=settings.tool_parser, train_only=settings.train_only
+                )
+            )
+            facts: dict[str, Any] = {}
+            if settings.is_coding:
+                row = await stack.enter_async_context(open_workspace(row, template))
+                facts["sandbox"] = settings.sandbox
+            output = await _run(program, row, session, is_error_scored=settings.on_agent_error == "score")
+            if output.log:
+                facts["agent_log"] = output.log
             if is_scored_by_run:
-                return session.build(reward=None, invalid_cause=TO_BE_SCORED, facts={"result": _plain(result)})
-            return await _sample(row, result, session, reward)
+                facts["result"] = _plain(output.result)
+                return session.build(reward=None, invalid_cause=TO_BE_SCORED, facts=facts)
+            return await _sample(row, output.result, session, reward, facts)
 
     return play
 
 
-async def _run(program: Program, row: dict[str, Any], session: ChatSession, *, is_error_scored: bool) -> Any:
+def _program(settings: AgentSettings, setup: RolloutSetup) -> Program:
+    if settings.command is not None:
+        return command_program(settings.command, settings.environment)
+    assert settings.agent is not None
+    if not settings.is_coding:
+        return function_program(load_plugin(settings.agent, setting="rollout.settings.agent"))
+    options = CodingOptions(
+        environment=settings.environment,
+        arguments=settings.arguments,
+        context_tokens=setup.limits.max_total_tokens,
+        reply_tokens=setup.sampling.max_tokens,
+    )
+    return coding_program(settings.agent, options)
+
+
+async def _run(program: Program, row: dict[str, Any], session: ChatSession, *, is_error_scored: bool) -> AgentOutput:
     """The agent's return value, or its error if that is an outcome. Raises policy failures even if the agent caught them."""
-    result: Any
     try:
-        result = await program(dict(row), session)
+        output = await _within_the_time(program(dict(row), session), session)
     except AgentError as error:
         if session.failure is not None:
             raise session.failure from error
         if session.end_reason is None and not is_error_scored:
             raise
-        result = error
+        output = AgentOutput(error, error.log)
     await session.settled()
     if session.failure is not None:
         raise session.failure
     if session.num_turns == 0:
         raise EpisodeError(
-            f"the agent ended without a request to the policy (it returned {result!r}): does it use the base_url?"
+            f"the agent ended without a request to the policy (it returned {output.result!r}): does it use the base_url?"
         )
-    return result
+    return output
+
+
+async def _within_the_time(program: Coroutine[Any, Any, AgentOutput], session: ChatSession) -> AgentOutput:
+    """End the agent shortly before the episode's time is over, so that what it did can still be scored."""
+    running = asyncio.create_task(program, name="rollout.agent")
+    deadline = asyncio.create_task(session.out_of_time(), name="rollout.agent_deadline")
+    try:
+        await asyncio.wait({running, deadline}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
+        running.cancel()
+        await asyncio.wait({running})
+        raise AgentError("the agent was ended: the time of the episode is over")
+    finally:
+        for task in (running, deadline):
+            task.cancel()
+        await asyncio.wait({running, deadline})
 
 
 def _plain(result: Any) -> Any:
@@ -116,9 +203,14 @@ def _plain(result: Any) -> Any:
 
 
 async def _sample(
-    row: dict[str, Any], result: Any, session: ChatSession, reward: Callable[..., Any] | None
+    row: dict[str, Any],
+    result: Any,
+    session: ChatSession,
+    reward: Callable[..., Any] | None,
+    facts: Mapping[str, Any],
 ) -> RolloutSample:
-    facts = {"agent_error": str(result)} if isinstance(result, AgentError) else {}
+    if isinstance(result, AgentError):
+        facts = {**facts, "agent_error": str(result)}
     if reward is None:
         scored = None if isinstance(result, AgentError) else result
     else:

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server in the rollout worker, through which unmodified agents play episodes.
+"""A server in the rollout worker, compatible with OpenAI's and Anthropic's APIs, through which unmodified agents play episodes.
 
 A session is one episode. It is named in the path (`/s/SESSION/v1`, so that a `base_url` is enough), in the header
 `X-Rollbook-Session`, or as the API key. The server starts with the first session and stops with the worker.
@@ -7,7 +7,9 @@ A session is one episode. It is named in the path (`/s/SESSION/v1`, so that a `b
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
@@ -20,7 +22,9 @@ from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import EpisodeError, RollbookError, TransientError
 from rollbook.contracts.policy import SamplingParams
-from rollbook.rollout.agents.chat_completions import ChatCompletion, models
+from rollbook.rollout.agents.anthropic_messages import MessagesReply, messages_error, messages_request
+from rollbook.rollout.agents.chat_completions import ChatCompletion, models, openai_error
+from rollbook.rollout.agents.lineage import TrainOnly, read_origin
 from rollbook.rollout.agents.messages import BadChatError
 from rollbook.rollout.agents.responses import ResponsesReply
 from rollbook.rollout.agents.session import ChatRequest, ChatTurn, EpisodeOverError, ProxySession
@@ -46,11 +50,27 @@ class AgentReply(Protocol):
     def end(self, turn: ChatTurn) -> Iterable[bytes]: ...
 
 
-MakeReply: TypeAlias = Callable[[Mapping[str, Any], ProxySession], AgentReply]
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One API: its replies, and the form of its errors."""
+
+    reply: Callable[[Mapping[str, Any], ProxySession], AgentReply]
+    error: Callable[[int, str, str, str | None], dict[str, Any]]
+    """From HTTP status, kind, message and field."""
+    error_event: str | None = None
+    """The name of the event for an error in a stream."""
+
+
+DIALECTS = {
+    "chat/completions": Dialect(ChatCompletion, openai_error),
+    "responses": Dialect(ResponsesReply, openai_error),
+    "messages": Dialect(MessagesReply, messages_error, "error"),
+}
+"""By route."""
 
 
 class MakeSession(Protocol):
-    def __call__(self, *, assembler: str, tool_parser: str) -> ProxySession: ...
+    def __call__(self, *, assembler: str, tool_parser: str, train_only: str) -> ProxySession: ...
 
 
 class ProxyServer:
@@ -73,11 +93,11 @@ class ProxyServer:
 
     @asynccontextmanager
     async def session(
-        self, *, assembler: str = "branching", tool_parser: str = "hermes"
+        self, *, assembler: str = "branching", tool_parser: str = "hermes", train_only: str = TrainOnly.ALL
     ) -> AsyncIterator[ProxySession]:
         """A session for the current episode, closed at its end even if the agent still runs."""
         await self.start()
-        session = self._make_session(assembler=assembler, tool_parser=tool_parser)
+        session = self._make_session(assembler=assembler, tool_parser=tool_parser, train_only=train_only)
         session.base_url = f"{self._url}/s/{session.id}/v1"
         self._sessions[session.id] = session
         try:
@@ -103,8 +123,9 @@ class ProxyServer:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app[REFUSE] = _refuse
         for prefix in ("", for_any_name("/s/{session}")):
-            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
-            app.router.add_post(f"{prefix}/v1/responses", self._responses)
+            for route, dialect in DIALECTS.items():
+                app.router.add_post(f"{prefix}/v1/{route}", partial(self.respond, dialect=dialect))
+            app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._count_tokens)
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{name:.+}}", self._model)
             app.router.add_route("*", f"{prefix}/v1/{{route:.*}}", self._unknown_route)
@@ -118,39 +139,60 @@ class ProxyServer:
         return _json(models()["data"][0])
 
     async def _unknown_route(self, request: web.Request) -> web.Response:
-        wanted = f"{request.method} /v1/{request.match_info['route']}"
-        return _error(404, "not_found", f"{wanted} is not served here; use POST /v1/chat/completions or /v1/responses")
+        route = request.match_info["route"]
+        hint = "; Anthropic's clients need the base URL without /v1" if route.startswith("v1/messages") else ""
+        served = ", ".join(f"/v1/{name}" for name in DIALECTS)
+        message = f"{request.method} /v1/{route} is not served here; use POST {served}{hint}"
+        return _error(_dialect_of(request), 404, "not_found", message)
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self.respond(request, ChatCompletion)
-
-    async def _responses(self, request: web.Request) -> web.StreamResponse:
-        return await self.respond(request, ResponsesReply)
-
-    async def respond(self, request: web.Request, make_reply: MakeReply) -> web.StreamResponse:
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        dialect = DIALECTS["messages"]
         try:
-            name = self.name_of(request)
-            session = self._sessions.get(name) or self.unknown_session(name)
-            body = json_decoder(Any).decode_body(await request.read())
-            if not isinstance(body, dict):
-                raise BadChatError("the body must be a JSON object")
-            reply = make_reply(body, session)
-            if body.get("stream"):
-                return await _stream(request, session, reply)
-            return _json(reply.whole(await session.complete(reply.request)))
-        except (msgspec.DecodeError, RecursionError) as error:
-            return _error(400, "invalid_request_error", f"the body is not JSON, or nested too deeply: {error}")
+            session, body = await self._read(request)
+            count = await session.count_tokens(messages_request(body, is_counted_only=True))
+            return _json({"input_tokens": count})
         except RollbookError as error:
-            return _error_of(error)
+            return _error_of(dialect, error)
+
+    async def respond(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
+        try:
+            session, body = await self._read(request)
+            reply = dialect.reply(body, session)
+            if body.get("stream"):
+                return await _stream(request, session, reply, dialect)
+            turn = await session.complete(reply.request, origin=read_origin(request.headers))
+            return _json(reply.whole(turn))
+        except RollbookError as error:
+            return _error_of(dialect, error)
+
+    async def _read(self, request: web.Request) -> tuple[ProxySession, dict[str, Any]]:
+        name = self.name_of(request)
+        session = self._sessions.get(name) or self.unknown_session(name)
+        try:
+            body = json_decoder(Any).decode_body(await request.read())
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise BadChatError(f"the body is not JSON, or nested too deeply: {error}") from error
+        if not isinstance(body, dict):
+            raise BadChatError("the body must be a JSON object")
+        return session, body
 
     def name_of(self, request: web.Request) -> str:
         """The name of the session: in the path, in a header, or as the API key."""
-        key = bearer_token(request.headers.get("Authorization"))
-        return request.match_info.get("session") or request.headers.get(SESSION_HEADER) or key
+        return request.match_info.get("session") or request.headers.get(SESSION_HEADER) or api_key(request)
 
     def unknown_session(self, name: str) -> ProxySession:
         """For a name that is not open. An error in a worker; `rollbook proxy` opens a session instead."""
         raise UnknownSessionError(f"no episode {name!r} is open here: it is over, or the base_url is wrong")
+
+
+def api_key(request: web.Request) -> str:
+    """As OpenAI's and as Anthropic's clients send it."""
+    return bearer_token(request.headers.get("Authorization")) or request.headers.get("x-api-key", "")
+
+
+def _dialect_of(request: web.Request) -> Dialect:
+    is_anthropic = "/v1/messages" in request.path or "anthropic-version" in request.headers
+    return DIALECTS["messages" if is_anthropic else "responses"]
 
 
 class UnknownSessionError(EpisodeError):
@@ -163,7 +205,7 @@ async def open_proxy_sessions(
 ) -> AsyncIterator[OpenChatSession]:
     """`RolloutSetup.open_proxy_session` of a worker."""
 
-    def make(*, assembler: str, tool_parser: str) -> ProxySession:
+    def make(*, assembler: str, tool_parser: str, train_only: str) -> ProxySession:
         return ProxySession(
             policy=policy,
             tokenizer=tokenizer,
@@ -171,6 +213,7 @@ async def open_proxy_sessions(
             limits=limits,
             parser=load_parser(tool_parser),
             assembler=assembler,
+            train_only=train_only,
         )
 
     server = ProxyServer(make)
@@ -180,14 +223,17 @@ async def open_proxy_sessions(
         await server.close()
 
 
-async def _stream(request: web.Request, session: ProxySession, reply: AgentReply) -> web.StreamResponse:
+async def _stream(
+    request: web.Request, session: ProxySession, reply: AgentReply, dialect: Dialect
+) -> web.StreamResponse:
     """Send parts of the turn while it is sampled. If the agent stops reading, this is cancelled and the turn ends there.
 
     The first part opens the stream, so an earlier error still has its HTTP status. A later one is sent as an event.
     """
     # Never longer than the turn, whose tokens are limited.
     parts: asyncio.Queue[TurnPart | None] = asyncio.Queue()
-    playing = asyncio.create_task(session.complete(reply.request, parts.put_nowait), name=f"proxy.turn.{session.id}")
+    turn_of = session.complete(reply.request, parts.put_nowait, origin=read_origin(request.headers))
+    playing = asyncio.create_task(turn_of, name=f"proxy.turn.{session.id}")
     playing.add_done_callback(lambda _: parts.put_nowait(None))
     stream = EventStream(request)
     try:
@@ -198,9 +244,9 @@ async def _stream(request: web.Request, session: ProxySession, reply: AgentReply
     except RollbookError as error:
         if not stream.is_open:
             raise
-        failure = _error_of(error).body
+        failure = _error_of(dialect, error).body
         assert isinstance(failure, bytes)
-        last: Iterable[bytes] = [event(failure)]
+        last: Iterable[bytes] = [event(failure, dialect.error_event)]
     else:
         last = reply.end(turn)
     finally:
@@ -215,28 +261,28 @@ def _json(value: Any, *, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
-def _error_of(error: RollbookError) -> web.Response:
+def _error_of(dialect: Dialect, error: RollbookError) -> web.Response:
     match error:
         case BadChatError():
-            return _error(400, "invalid_request_error", str(error), error.param)
+            return _error(dialect, 400, "invalid_request_error", str(error), error.param)
         case UnknownSessionError():
-            return _error(404, "unknown_session", str(error))
+            return _error(dialect, 404, "unknown_session", str(error))
         case EpisodeOverError():
-            return _error(410, "episode_over", str(error))
+            return _error(dialect, 410, "episode_over", str(error))
         case TransientError():
-            return _error(503, "policy_unavailable", str(error))
+            return _error(dialect, 503, "policy_unavailable", str(error))
         case EpisodeError():
-            return _error(422, "episode_failed", str(error))
+            return _error(dialect, 422, "episode_failed", str(error))
         case _:
-            return _error(500, "run_failed", str(error))
+            return _error(dialect, 500, "run_failed", str(error))
 
 
-def _error(status: int, kind: str, message: str, param: str | None = None) -> web.Response:
-    response = _json({"error": {"message": message, "type": kind, "code": kind, "param": param}}, status=status)
+def _error(dialect: Dialect, status: int, kind: str, message: str, param: str | None = None) -> web.Response:
+    response = _json(dialect.error(status, kind, message, param), status=status)
     # The policy client has retried within the episode's deadline; retries of the agent would only hide the cause.
     response.headers["x-should-retry"] = "false"
     return response
 
 
-def _refuse(_: web.Request, problem: Problem, message: str) -> web.StreamResponse:
-    return _error(problem.status, "invalid_request_error", message)
+def _refuse(request: web.Request, problem: Problem, message: str) -> web.StreamResponse:
+    return _error(_dialect_of(request), problem.status, "invalid_request_error", message)

@@ -1,4 +1,4 @@
-"""One episode of an agent that calls OpenAI's API: each request is a turn, recorded token by token.
+"""One episode of an agent that calls OpenAI's or Anthropic's API: each request is a turn, recorded token by token.
 
 A session is opened inside its episode, so it knows the group's minimum publication and the time left. The HTTP requests do not.
 """
@@ -25,6 +25,7 @@ from rollbook.contracts.output_formats import (
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, first_tokens, is_cut
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.agents.history import ChatHistory, PlayedTurn, Prompt
+from rollbook.rollout.agents.lineage import Lineage, Origin, Role, TrainOnly
 from rollbook.rollout.agents.messages import BadChatError, normalised
 from rollbook.rollout.agents.streaming import OnPart, TurnStream
 from rollbook.rollout.agents.tool_calls import PARSERS, ParsedText, ToolParser
@@ -35,6 +36,8 @@ from rollbook.rollout.settings import EpisodeLimits
 
 INLINE_CHARS = 1 << 14
 INLINE_MESSAGES = 64
+RESERVED_PART, MAX_RESERVE_S = 0.05, 10.0
+"""Part of the episode's time, and seconds, in which an agent that did not end is ended and scored."""
 
 
 class EpisodeOverError(EpisodeError):
@@ -43,7 +46,7 @@ class EpisodeOverError(EpisodeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A request of either API."""
+    """A request of any of the APIs."""
 
     messages: Sequence[Any]
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -58,6 +61,8 @@ class ChatRequest:
     top_logprobs: int = 0
     template: Mapping[str, Any] | None = None
     """More arguments of the chat template."""
+    left_out: tuple[str, ...] = ()
+    """What the agent offered or requested and a policy in training cannot have: built-in tools, services of a provider."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +74,19 @@ class ChatTurn:
     completion: Completion
     messages: Sequence[Message]
     """Those of the request, and the reply."""
+    stopped_by: str | None = None
+    """The stop string that ended it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The state of one sequence after its last turn."""
+
+    messages: Sequence[Message]
+    is_cut: bool
+    """The turn was cut at a limit of tokens. One with a complete tool call is not."""
+    number: int
+    """Of the turn."""
 
 
 class ProxySession:
@@ -83,6 +101,7 @@ class ProxySession:
         limits: EpisodeLimits,
         parser: ToolParser,
         assembler: str,
+        train_only: str = TrainOnly.ALL,
     ) -> None:
         self.id = uuid.uuid4().hex
         self.base_url = ""
@@ -100,12 +119,14 @@ class ProxySession:
         self._end: EndReason | None = None
         self._failure: RollbookError | None = None
         self._is_closed = False
-        self._messages: Sequence[Message] = ()
+        self._lineage = Lineage()
+        self._train_only = TrainOnly(train_only)
+        self._conversations: dict[int, Conversation] = {}
+        """By sequence."""
         self._rewrites: list[str] = []
         self._overridden: set[str] = set()
+        self._left_out: set[str] = set()
         self._cut_turns = 0
-        self._is_cut = False
-        """The last turn was cut at a limit of tokens. One with a complete tool call is not."""
         self._constrained_turns: list[int] = []
         self._in_progress = 0
         """Requests in progress. Limits count them as turns."""
@@ -131,12 +152,18 @@ class ProxySession:
 
     @property
     def messages(self) -> Sequence[Message]:
-        """The conversation up to the last reply."""
-        return self._messages
+        """The main conversation up to its last reply."""
+        found = self._main()
+        return () if found is None else found.messages
 
     @property
     def last_text(self) -> str:
-        return str(self._messages[-1]["content"]) if self._messages else ""
+        return str(self.messages[-1]["content"]) if self.messages else ""
+
+    def _main(self) -> Conversation | None:
+        origins = self._lineage.origins()
+        mine = [found for at, found in self._conversations.items() if origins[at].owner is Role.MAIN]
+        return max(mine, key=lambda found: found.number, default=None)
 
     def close(self) -> None:
         """Refuse more requests: an agent that outlives its episode cannot add to it."""
@@ -146,10 +173,38 @@ class ProxySession:
         """Wait for the turns in progress. An agent may end while it has not read the whole stream of its last turn."""
         await self._is_idle.wait()
 
-    async def complete(self, request: ChatRequest, on_part: OnPart | None = None) -> ChatTurn:
+    async def out_of_time(self) -> None:
+        """Wait until the agent must end, so that its episode can be scored within its time. The episode is then over."""
+        reserve_s = min(MAX_RESERVE_S, RESERVED_PART * self._limits.max_seconds)
+        while (left_s := self._limits.max_seconds - self._used_s() - reserve_s) > 0:  # noqa: ASYNC110 - not a poll
+            # The stopwatch may have been stopped meanwhile, so this may repeat.
+            await asyncio.sleep(left_s)
+        self._end = self._end or EndReason.TIME
+
+    def _used_s(self) -> float:
+        """The stopwatch of the episode excludes waits for a queue or a sandbox."""
+        stopwatch = None if self._episode is None else self._episode.time
+        return time.monotonic() - self._began if stopwatch is None else stopwatch.used_s
+
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Tokens of the prompt that this request would have."""
+        messages = self._checked(request)
+        prompt = await asyncio.to_thread(self._history.prompt, messages, request.tools, request.template)
+        return len(prompt.token_ids)
+
+    def _checked(self, request: ChatRequest) -> list[Message]:
+        try:
+            check_chat_size(request.messages, request.tools)
+        except ValueError as error:
+            raise BadChatError(str(error), str(error).partition(":")[0]) from error
+        return normalised(request.messages)
+
+    async def complete(
+        self, request: ChatRequest, on_part: OnPart | None = None, *, origin: Origin | None = None
+    ) -> ChatTurn:
         """Play one turn. Raises `EpisodeOverError` at a limit, `BadChatError` for a bad request; other errors end the episode.
 
-        `on_part` receives the first parts of the turn while the rest is sampled.
+        `on_part` receives the first parts of the turn while the rest is sampled. `origin`: which agent sent the request.
         """
         if self._is_closed:
             raise EpisodeOverError("this episode is closed")
@@ -157,15 +212,11 @@ class ProxySession:
             raise EpisodeOverError(f"this episode is over: {self._end}")
         if self._episode is not None:
             enter_episode(self._episode)
-        try:
-            check_chat_size(request.messages, request.tools)
-        except ValueError as error:
-            raise BadChatError(str(error), str(error).partition(":")[0]) from error
-        messages, grammar = normalised(request.messages), self._grammar(request)
+        messages, grammar = self._checked(request), self._grammar(request)
         self._in_progress += 1
         self._is_idle.clear()
         try:
-            return await self._turn(request, messages, grammar, on_part)
+            return await self._turn(request, messages, grammar, on_part, origin or Origin())
         except (EpisodeOverError, asyncio.CancelledError):
             raise
         except RollbookError as error:
@@ -177,7 +228,12 @@ class ProxySession:
                 self._is_idle.set()
 
     async def _turn(
-        self, request: ChatRequest, messages: Sequence[Message], grammar: str | None, on_part: OnPart | None
+        self,
+        request: ChatRequest,
+        messages: Sequence[Message],
+        grammar: str | None,
+        on_part: OnPart | None,
+        origin: Origin,
     ) -> ChatTurn:
         began = time.monotonic()
         # A long chat takes long to render and to encode: not in the event loop, which serves all episodes of the worker.
@@ -211,29 +267,48 @@ class ProxySession:
         except asyncio.CancelledError:
             # The agent stopped reading its stream. Its turn ends with the tokens so far.
             if stream is not None and stream.received and not self._is_closed:
-                self._record(request, messages, prompt, stream.completion(), seconds=time.monotonic() - began)
+                self._record(
+                    request, messages, prompt, stream.completion(), origin=origin, seconds=time.monotonic() - began
+                )
             raise
         if sampled.finish_reason is FinishReason.ABORT:
             raise EpisodeError(f"the policy server aborted turn {self.num_turns + 1}")
         if self._is_closed:
             raise EpisodeOverError("this episode was closed during the policy request")
-        turn = self._record(request, messages, prompt, sampled, seconds=time.monotonic() - began)
+        turn = self._record(request, messages, prompt, sampled, origin=origin, seconds=time.monotonic() - began)
         if grammar is not None:
             self._constrained_turns.append(self.num_turns)
         return turn
 
     def _record(
-        self, request: ChatRequest, messages: Sequence[Message], prompt: Prompt, sampled: Completion, *, seconds: float
+        self,
+        request: ChatRequest,
+        messages: Sequence[Message],
+        prompt: Prompt,
+        sampled: Completion,
+        *,
+        origin: Origin,
+        seconds: float,
     ) -> ChatTurn:
-        text, completion, end_text = self._apply_stop(sampled, request.stop)
-        self._assembler.add_turn(prompt.token_ids, completion, seconds=seconds)
+        text, completion, end_text, stopped_by = self._apply_stop(sampled, request.stop)
+        mark = self._assembler.add_turn(prompt.token_ids, completion, seconds=seconds)
         if prompt.rewrite is not None:
             self._rewrites.append(f"before turn {self.num_turns}: {prompt.rewrite}")
         self._overridden.update(request.overridden)
+        self._left_out.update(request.left_out)
         parsed = (self._parser if request.tools else ParsedText)(text)
-        self._messages = (*messages, parsed.to_message())
+        self._lineage.add(
+            mark.sequence,
+            messages,
+            parsed,
+            origin=origin,
+            has_tools=bool(request.tools),
+            rendered=prompt.rendered,
+            is_continued=prompt.is_continued,
+        )
+        played = (*messages, parsed.to_message())
         self._history.add(
-            normalised(self._messages),
+            normalised(played),
             request.tools,
             PlayedTurn(
                 tokens=prompt.token_ids + completion.token_ids.tolist(),
@@ -242,14 +317,16 @@ class ProxySession:
                 end_text=end_text,
             ),
         )
-        self._is_cut = not parsed.calls and is_cut(completion, self._sampling)
-        self._cut_turns += self._is_cut
+        is_turn_cut = not parsed.calls and is_cut(completion, self._sampling)
+        self._conversations[mark.sequence] = Conversation(played, is_turn_cut, self.num_turns)
+        self._cut_turns += is_turn_cut
         return ChatTurn(
             parsed=parsed,
-            finish_reason="tool_calls" if parsed.calls else "length" if self._is_cut else "stop",
+            finish_reason="tool_calls" if parsed.calls else "length" if is_turn_cut else "stop",
             num_prompt_tokens=len(prompt.token_ids),
             completion=completion,
-            messages=self._messages,
+            messages=played,
+            stopped_by=stopped_by,
         )
 
     def _grammar(self, request: ChatRequest) -> str | None:
@@ -265,11 +342,8 @@ class ProxySession:
             raise BadChatError(str(error), field if field in ("tool_choice", "response_format") else None) from error
 
     def _check_limits(self, num_prompt: int) -> None:
-        # The stopwatch of the episode excludes waits for a queue or a sandbox.
-        stopwatch = None if self._episode is None else self._episode.time
-        seconds = time.monotonic() - self._began if stopwatch is None else stopwatch.used_s
         turns = self.num_turns + self._in_progress - 1
-        end = self._limits.before_turn(turns=turns, num_tokens=num_prompt, seconds=seconds)
+        end = self._limits.before_turn(turns=turns, num_tokens=num_prompt, seconds=self._used_s())
         if end is None:
             return
         if turns == 0:
@@ -277,8 +351,8 @@ class ProxySession:
         self._end = end
         raise EpisodeOverError(f"this episode is over: {end} ({self._limits})")
 
-    def _apply_stop(self, sampled: Completion, stops: Sequence[str]) -> tuple[str, Completion, str]:
-        """The text before the first stop string, the tokens up to and including it, and the text of a sampled end token.
+    def _apply_stop(self, sampled: Completion, stops: Sequence[str]) -> tuple[str, Completion, str, str | None]:
+        """The text before the first stop string, the tokens up to and including it, the text of a sampled end token, the string.
 
         Tokens after a stop string do not influence those before it, so leaving them out is exact.
         """
@@ -288,13 +362,14 @@ class ProxySession:
             end_text = self._tokenizer.decode([ids[-1]], skip_special_tokens=False)
         text = self._tokenizer.decode(ids)
         if not any(stop and stop in text for stop in stops):
-            return text, sampled, end_text
+            return text, sampled, end_text, None
         decoder, search, before, kept = IncrementalDecoder(self._tokenizer.decode), StopStrings(stops), "", 0
         while search.matched is None and kept < len(ids):
             kept += 1
             before += search.feed(decoder.feed(ids[kept - 1 : kept]))
         before += search.feed(decoder.finish())
-        return before, msgspec.structs.replace(first_tokens(sampled, kept), finish_reason=FinishReason.STOP), ""
+        stopped = msgspec.structs.replace(first_tokens(sampled, kept), finish_reason=FinishReason.STOP)
+        return before, stopped, "", search.matched
 
     def build(
         self,
@@ -314,12 +389,20 @@ class ProxySession:
         if self._constrained_turns:
             # Their logprobs are those of the tokens that the grammar allowed, renormalised.
             all_facts["constrained_turns"] = list(self._constrained_turns)
+        if self._left_out:
+            all_facts["left_out"] = sorted(self._left_out)
+        origins = self._lineage.origins(self._train_only)
+        if len(origins) > 1:
+            all_facts["lineage"] = [origin.to_fact(at) for at, origin in enumerate(origins)]
+        self._assembler.untrained = {at for at, origin in enumerate(origins) if origin.left_out is not None}
+        main = self._main()
+        is_answer_cut = main is not None and main.is_cut
         return self._assembler.build(
             reward=reward,
-            finish_reason=self._end or (EndReason.MAX_TOKENS if self._is_cut else EndReason.DONE),
+            finish_reason=self._end or (EndReason.MAX_TOKENS if is_answer_cut else EndReason.DONE),
             invalid_cause=invalid_cause,
             solved=solved,
-            messages=self._messages,
+            messages=self.messages,
             metrics={
                 "cut_turns": float(self._cut_turns),
                 "forks": float(self._assembler.num_forks),

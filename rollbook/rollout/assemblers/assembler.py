@@ -4,7 +4,7 @@ Invariant: the token ids of a sample are exactly those that the engine consumed 
 text is never tokenised again. A prompt that does not continue the tokens so far is an error, or starts a new sequence.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -56,7 +56,7 @@ class SequenceBuffer:
         self._sampled.append((len(self.token_ids), completion))
         self.token_ids.extend(completion.token_ids.tolist())
 
-    def row(self, end: int) -> TokenRow:
+    def row(self, end: int, *, is_trained: bool = True) -> TokenRow:
         """The first `end` tokens, which include all sampled ones."""
         logprobs, loss_mask = np.zeros(end, dtype=np.float32), np.zeros(end, dtype=np.bool_)
         versions = np.full(end, NOT_SAMPLED, dtype=np.int32)
@@ -64,7 +64,7 @@ class SequenceBuffer:
             sampled = slice(start, start + len(completion.token_ids))
             logprobs[sampled] = completion.logprobs
             versions[sampled] = completion.versions
-            loss_mask[sampled] = True
+            loss_mask[sampled] = is_trained
         token_ids = np.array(self.token_ids[:end], dtype=np.int32)
         return TokenRow(token_ids=token_ids, logprobs=logprobs, loss_mask=loss_mask, versions=versions)
 
@@ -78,6 +78,8 @@ class Assembler:
         self._current = 0
         """Index of the sequence that grew last."""
         self._turns: list[TurnMark] = []
+        self.untrained: Collection[int] = ()
+        """Sequences that are stored with their logprobs and versions, but not trained."""
         self._is_cut = False
         """The last turn was cut at a limit of tokens."""
 
@@ -118,7 +120,10 @@ class Assembler:
         # Context after the last turn of a sequence was never sent to the engine (a limit ended the episode), so it is left out.
         ends = {turn.sequence: turn.end for turn in self._turns} or {0: len(self._buffers[0])}
         return RolloutSample(
-            sequences=tuple(self._buffers[sequence].row(end) for sequence, end in ends.items()),
+            sequences=tuple(
+                self._buffers[sequence].row(end, is_trained=sequence not in self.untrained)
+                for sequence, end in ends.items()
+            ),
             sampling=self._sampling,
             reward=reward,
             finish_reason=finish_reason,

@@ -3,7 +3,7 @@
 Replies are sampled one byte per token, while the tokenizer merges bytes into words: tokenising a reply again would be detected.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,15 +129,16 @@ async def agent_setup(
     max_tokens: int = 200,
     publication: int = 3,
     clock: Clock | None = None,
+    max_model_len: int = 8192,
 ) -> AsyncIterator[tuple[RolloutSetup, EngineRecord]]:
     """A rollout setup with a policy server over HTTP, and the record of its engine. `clock` paces the engine's steps."""
     tokenizer = word_tokenizer(template)
     record = EngineRecord(tokenizer, reply)
     config = InferenceConfig(
-        engine="scripted", scripted=ScriptedConfig(vocab_size=tokenizer.vocab_size, max_model_len=8192)
+        engine="scripted", scripted=ScriptedConfig(vocab_size=tokenizer.vocab_size, max_model_len=max_model_len)
     )
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=tokenizer.eos_token_ids)
-    allowed = limits or EpisodeLimits(max_turns=12, max_total_tokens=8192, max_seconds=60)
+    allowed = limits or EpisodeLimits(max_turns=12, max_total_tokens=max_model_len, max_seconds=60)
     async with open_engine(config, script=record, clock=clock) as engine:
         weights = tmp_path / "weights.safetensors"
         await engine.load_weights(publish(weights, torch.nn.Linear(1, 1), publication), weights)
@@ -163,14 +164,24 @@ async def agent_setup(
                 )
 
 
-def assert_matches_engine(sample: RolloutSample, record: EngineRecord, *, publication: int = 3) -> None:
-    """The sample contains every recorded turn exactly, and trains nothing else."""
-    assert len(sample.turns) == len(record.turns)
-    for turn, (consumed, produced) in zip(sample.turns, record.turns, strict=True):
-        row = sample.sequences[turn.sequence]
+def assert_matches_engine(
+    sample: RolloutSample, record: EngineRecord, *, publication: int = 3, untrained: Collection[int] = ()
+) -> None:
+    """The sample contains every recorded turn exactly, and trains nothing else.
+
+    Agents with several threads may end turns in another order than they began. `untrained`: sequences that a setting leaves out.
+    """
+    turns = [(turn, sample.sequences[turn.sequence]) for turn in sample.turns]
+    assert len(turns) == len(record.turns)
+    left = list(record.turns)
+    for turn, row in turns:
+        consumed = row.token_ids[: turn.start].tolist()
         kept = turn.end - turn.start
-        assert row.token_ids[: turn.start].tolist() == consumed
-        assert row.token_ids[turn.start : turn.end].tolist() == produced[:kept]
+        produced = row.token_ids[turn.start : turn.end].tolist()
+        found = next((one for one in left if one[0] == consumed and one[1][:kept] == produced), None)
+        assert found is not None, "the engine did not consume and produce these tokens"
+        left.remove(found)
         assert row.versions[turn.start : turn.end].tolist() == [publication] * kept
-        assert row.loss_mask[turn.start : turn.end].all()
-    assert sample.num_trained == sum(turn.end - turn.start for turn in sample.turns)
+        assert row.loss_mask[turn.start : turn.end].all() != (turn.sequence in untrained)
+    trained = [turn.end - turn.start for turn, _ in turns if turn.sequence not in untrained]
+    assert sample.num_trained == sum(trained)

@@ -1,0 +1,235 @@
+"""The conversations of one episode: which is the main one, and how the others came from it.
+
+An episode of a coding agent has several conversations: sub-agents, compactions of a long history, retries, side requests such as a
+title. Each is one or more sequences of the sample. Headers say what a request is where the agent sends them (Codex does). Otherwise
+it follows from the texts: a summary that the policy wrote and that starts a new conversation, a task that it passed to a tool.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from rollbook.contracts.decoding import load_json
+from rollbook.rollout.agents.tool_calls import ParsedText
+from rollbook.rollout.contract import Message
+
+MIN_QUOTED_CHARS = 12
+"""A shorter text occurs in other conversations by chance."""
+
+
+class Role(StrEnum):
+    """Why a sequence exists."""
+
+    MAIN = "main"
+    SUBAGENT = "subagent"
+    COMPACTION = "compaction"
+    """A request for a summary of the history, or the conversation that continues from the summary."""
+    REWRITE = "rewrite"
+    """The agent or the chat template changed the history."""
+    RETRY = "retry"
+    """The same prompt again."""
+    TURN = "turn"
+    """The next turn, with the assembler `per_turn`."""
+    SIDE = "side"
+    """A request besides the conversation, without tools: a title, a topic, a check of the connection."""
+
+
+CONTINUES = frozenset({Role.COMPACTION, Role.REWRITE, Role.RETRY, Role.TURN})
+"""Roles of sequences that belong to the same agent as their parent."""
+
+
+class TrainOnly(StrEnum):
+    ALL = "all"
+    AGENTS = "agents"
+    """Without side requests."""
+    MAIN = "main"
+    """Without side requests and sub-agents."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What the headers of a request say. None: nothing."""
+
+    agent: str | None = None
+    """The agent's own id of its thread."""
+    parent: str | None = None
+    """The thread that started it."""
+    role: Role | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Branch:
+    """How one sequence began."""
+
+    role: Role | None
+    """None: decided at the end, by the other sequences."""
+    parent: int | None
+    agent: str | None
+    has_tools: bool
+    first_user: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceOrigin:
+    """How one sequence of a sample began, and why it is not trained, if so."""
+
+    role: Role
+    owner: Role
+    """Main, sub-agent or side: whose sequence it is, or whose history it continues."""
+    parent: int | None
+    agent: str | None
+    left_out: str | None = None
+
+    def to_fact(self, sequence: int) -> dict[str, Any]:
+        found = {"sequence": sequence, "role": self.role, "parent": self.parent, "agent": self.agent}
+        return {**found, **({"left_out": self.left_out} if self.left_out else {})}
+
+
+def read_origin(headers: Mapping[str, str]) -> Origin:
+    """Codex names thread, parent thread and kind of a request. Claude Code names its session and, in newer versions, its agent."""
+    agent = headers.get("thread-id") or headers.get("x-claude-code-agent-id")
+    parent = headers.get("x-codex-parent-thread-id") or headers.get("x-claude-code-parent-agent-id")
+    try:
+        about = load_json(headers.get("x-codex-turn-metadata", "{}"))
+    except ValueError:
+        about = {}
+    about = about if isinstance(about, dict) else {}
+    role = None
+    if about.get("request_kind") == "compaction" or _is_positive(about.get("window_number")):
+        role = Role.COMPACTION
+    elif parent is not None:
+        role = Role.SUBAGENT
+    return Origin(agent=agent, parent=parent, role=role)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and value > 0
+
+
+class Lineage:
+    """Collects the turns of an episode in their order."""
+
+    def __init__(self) -> None:
+        self._branches: list[Branch] = []
+        self._prompts: dict[bytes, int] = {}
+        """Sequence by digest of the prompt's text."""
+        self._replies: list[tuple[int, str]] = []
+        """Sequence and text of replies without calls: one of them may be a summary."""
+        self._passed: list[tuple[int, str]] = []
+        """Sequence and texts in the arguments of calls: one of them may be the task of a sub-agent."""
+
+    def add(
+        self,
+        sequence: int,
+        messages: Sequence[Message],
+        reply: ParsedText,
+        *,
+        origin: Origin,
+        has_tools: bool,
+        rendered: str,
+        is_continued: bool,
+    ) -> None:
+        """A turn that was added to `sequence`. `messages` are those before the reply, `rendered` is their text."""
+        prompt = hashlib.blake2b(rendered.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        if sequence == len(self._branches):
+            users = [message["content"] for message in messages if message["role"] == "user"]
+            new = Branch(
+                role=None,
+                parent=None,
+                agent=origin.agent,
+                has_tools=has_tools,
+                first_user=users[0].strip() if users else "",
+            )
+            if self._branches:
+                self._classify(new, origin, messages, prompt, is_continued=is_continued)
+            self._branches.append(new)
+        self._prompts[prompt] = sequence
+        if not reply.calls:
+            self._replies.append((sequence, reply.content.strip()))
+        for call in reply.calls:
+            self._passed += [(sequence, text) for text in _texts(call.arguments)]
+
+    def _classify(
+        self, new: Branch, origin: Origin, messages: Sequence[Message], prompt: bytes, *, is_continued: bool
+    ) -> None:
+        given = [message["content"] for message in messages if message["role"] != "assistant"]
+        same = self._last(lambda branch: branch.agent == origin.agent) if origin.agent is not None else None
+        if prompt in self._prompts:
+            new.role, new.parent = Role.RETRY, self._prompts[prompt]
+        elif origin.role is not None:
+            new.role, new.parent = origin.role, same
+            if origin.role is Role.SUBAGENT and same is None:
+                new.parent = self._last(lambda branch: branch.agent == origin.parent)
+            elif origin.role is Role.SUBAGENT:
+                new.role = Role.REWRITE
+        elif (quoted := _quoted(self._replies, given)) is not None:
+            self._continue_from_summary(new, quoted)
+        elif same is not None:
+            new.role, new.parent = Role.TURN if is_continued else Role.REWRITE, same
+        elif (caller := _quoted(self._passed, given)) is not None:
+            new.role, new.parent = Role.SUBAGENT, caller
+        elif (before := self._last(lambda branch: _is_same_task(branch, new))) is not None:
+            new.role, new.parent = Role.TURN if is_continued else Role.REWRITE, before
+
+    def _continue_from_summary(self, new: Branch, summary: int) -> None:
+        """The conversation that was summarised is the parent of both the request for the summary and the new conversation."""
+        source = self._branches[summary]
+        if source.role is None and not source.has_tools and new.has_tools:
+            source.role = Role.COMPACTION
+            source.parent = self._last(lambda branch: branch.has_tools, below=summary)
+        new.role, new.parent = Role.COMPACTION, summary
+
+    def _last(self, matches: Callable[[Branch], bool], *, below: int | None = None) -> int | None:
+        end = len(self._branches) if below is None else below
+        return next((at for at in range(end - 1, -1, -1) if matches(self._branches[at])), None)
+
+    def origins(self, train_only: TrainOnly = TrainOnly.ALL) -> list[SequenceOrigin]:
+        """One per sequence, in their order. The main conversation is the first with tools, or the first if none has tools."""
+        undecided = [at for at, branch in enumerate(self._branches) if branch.role is None]
+        main = next((at for at in undecided if self._branches[at].has_tools), 0)
+        found: list[SequenceOrigin] = []
+        for at, branch in enumerate(self._branches):
+            role, parent = branch.role, branch.parent
+            if role is None and at != main:
+                is_side = self._branches[main].has_tools and not branch.has_tools
+                role, parent = Role.SIDE if is_side else Role.SUBAGENT, main
+            role = role or Role.MAIN
+            owner = role if role not in CONTINUES else Role.MAIN if parent is None else found[parent].owner
+            left_out = _reason(owner, train_only)
+            found.append(SequenceOrigin(role=role, owner=owner, parent=parent, agent=branch.agent, left_out=left_out))
+        return found
+
+
+def _reason(owner: Role, train_only: TrainOnly) -> str | None:
+    left = {TrainOnly.ALL: (), TrainOnly.AGENTS: (Role.SIDE,), TrainOnly.MAIN: (Role.SIDE, Role.SUBAGENT)}[train_only]
+    return f'{owner} with train_only = "{train_only}"' if owner in left else None
+
+
+def _is_same_task(branch: Branch, new: Branch) -> bool:
+    return branch.has_tools == new.has_tools and branch.first_user == new.first_user
+
+
+def _quoted(written: Sequence[tuple[int, str]], given: Sequence[str]) -> int | None:
+    """The sequence of the last text that the policy wrote and that one of the given texts contains."""
+    return next(
+        (at for at, text in reversed(written) if len(text) >= MIN_QUOTED_CHARS and any(text in one for one in given)),
+        None,
+    )
+
+
+def _texts(arguments: str) -> Iterator[str]:
+    """The strings in the arguments of a call."""
+    try:
+        left: list[Any] = [load_json(arguments)]
+    except ValueError:
+        return
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value.strip()
+        elif isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
