@@ -30,8 +30,11 @@ from rollbook.envs.builtin.terminal.commands import run_line
 from rollbook.envs.builtin.terminal.environment import command_of
 from rollbook.envs.builtin.terminal.files import CommandError, FileTree
 from rollbook.inference.server.text import ToolCallStream, template_messages
+from rollbook.rollout.agents.anthropic_messages import Thinking, _input
+from rollbook.rollout.agents.lineage import _texts
 from rollbook.rollout.agents.messages import digests, normalised
 from rollbook.rollout.agents.program import _result
+from rollbook.rollout.agents.responses import _custom_input
 from rollbook.rollout.agents.streaming import unsent_text
 from rollbook.rollout.agents.tool_calls import PARSERS as TOOL_PARSERS
 from rollbook.rollout.agents.tool_calls import canonical_arguments
@@ -194,9 +197,15 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]
     ),
     "inference/server/text.py:ToolCallStream": _stream,
+    "rollout/agents/anthropic_messages.py:_content": Thinking.split,
+    "rollout/agents/anthropic_messages.py:_input": _input,
+    "rollout/agents/anthropic_messages.py:joined": lambda text: Thinking.joined({"thinking": text, "signature": text}),
+    "rollout/agents/anthropic_messages.py:split": Thinking.split,
     "rollout/agents/history.py:_rest": TOOL_PARSERS["hermes"],
+    "rollout/agents/lineage.py:_texts": lambda text: list(_texts(text)),
     "rollout/agents/messages.py:_call": _chat,
     "rollout/agents/program.py:_result": _result,
+    "rollout/agents/responses.py:_custom_input": _custom_input,
     "rollout/agents/streaming.py:unsent_text": lambda text: unsent_text(text, text[: len(text) // 2]),
     "rollout/agents/tool_calls.py:canonical_arguments": canonical_arguments,
     "rollout/agents/tool_calls.py:parse_json": TOOL_PARSERS["json"],
@@ -233,7 +242,9 @@ OTHER_TEXT: Mapping[str, str] = {
     "inference/server/routes/responses.py:response_to": "an error message of msgspec or of ours",
     "inference/server/weight_updates.py:find_copy": "no text",
     "rollout/agents/session.py:_grammar": "an error message of ours",
-    "rollout/agents/session.py:complete": "an error message of ours",
+    "rollout/agents/lineage.py:read_origin": "a header, limited by aiohttp",
+    "rollout/agents/program.py:_has_variable": "environment variables of a process",
+    "rollout/agents/session.py:_checked": "an error message of ours",
     "rollout/chat/demonstrations.py:_lines": "a file of the user",
     "rollout/chat/demonstrations.py:_messages": "a file of the user",
     "rollout/chat/demonstrations.py:_policy_text": "a file of the user",

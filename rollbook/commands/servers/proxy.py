@@ -25,7 +25,7 @@ from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.policy import SamplingParams
 from rollbook.inference.client.client import open_policy_client
-from rollbook.rollout.agents.server import Dialect, ProxyServer, api_key
+from rollbook.rollout.agents.server import AgentApi, ProxyServer, api_key
 from rollbook.rollout.agents.session import ProxySession
 from rollbook.rollout.agents.tool_calls import load_parser
 from rollbook.rollout.assemblers.tokens import build_assembler
@@ -75,12 +75,12 @@ class RecordingProxy(ProxyServer):
         self._sessions[name] = session
         return session
 
-    async def respond(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
+    async def respond(self, request: web.Request, api: AgentApi) -> web.StreamResponse:
         """A session whose requests all failed is removed, so that names cannot fill the memory."""
         name = self.name_of(request)
         self._running[name] += 1
         try:
-            return await super().respond(request, dialect)
+            return await super().respond(request, api)
         finally:
             self._running[name] -= 1
             if self._running[name] == 0:

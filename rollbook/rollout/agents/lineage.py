@@ -19,7 +19,7 @@ MIN_QUOTED_CHARS = 12
 """A shorter text occurs in other conversations by chance."""
 
 
-class Role(StrEnum):
+class SequenceRole(StrEnum):
     """Why a sequence exists."""
 
     MAIN = "main"
@@ -36,7 +36,7 @@ class Role(StrEnum):
     """A request besides the conversation, without tools: a title, a topic, a check of the connection."""
 
 
-CONTINUES = frozenset({Role.COMPACTION, Role.REWRITE, Role.RETRY, Role.TURN})
+CONTINUES = frozenset({SequenceRole.COMPACTION, SequenceRole.REWRITE, SequenceRole.RETRY, SequenceRole.TURN})
 """Roles of sequences that belong to the same agent as their parent."""
 
 
@@ -49,21 +49,21 @@ class TrainOnly(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class RequestOrigin:
     """What the headers of a request say. None: nothing."""
 
     agent: str | None = None
     """The agent's own id of its thread."""
     parent: str | None = None
     """The thread that started it."""
-    role: Role | None = None
+    role: SequenceRole | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Branch:
     """How one sequence began."""
 
-    role: Role | None
+    role: SequenceRole | None
     """None: decided at the end, by the other sequences."""
     parent: int | None
     agent: str | None
@@ -75,8 +75,8 @@ class Branch:
 class SequenceOrigin:
     """How one sequence of a sample began, and why it is not trained, if so."""
 
-    role: Role
-    owner: Role
+    role: SequenceRole
+    owner: SequenceRole
     """Main, sub-agent or side: whose sequence it is, or whose history it continues."""
     parent: int | None
     agent: str | None
@@ -87,7 +87,7 @@ class SequenceOrigin:
         return {**found, **({"left_out": self.left_out} if self.left_out else {})}
 
 
-def read_origin(headers: Mapping[str, str]) -> Origin:
+def read_origin(headers: Mapping[str, str]) -> RequestOrigin:
     """Codex names thread, parent thread and kind of a request. Claude Code names its session and, in newer versions, its agent."""
     agent = headers.get("thread-id") or headers.get("x-claude-code-agent-id")
     parent = headers.get("x-codex-parent-thread-id") or headers.get("x-claude-code-parent-agent-id")
@@ -98,10 +98,10 @@ def read_origin(headers: Mapping[str, str]) -> Origin:
     about = about if isinstance(about, dict) else {}
     role = None
     if about.get("request_kind") == "compaction" or _is_positive(about.get("window_number")):
-        role = Role.COMPACTION
+        role = SequenceRole.COMPACTION
     elif parent is not None:
-        role = Role.SUBAGENT
-    return Origin(agent=agent, parent=parent, role=role)
+        role = SequenceRole.SUBAGENT
+    return RequestOrigin(agent=agent, parent=parent, role=role)
 
 
 def _is_positive(value: object) -> bool:
@@ -126,7 +126,7 @@ class Lineage:
         messages: Sequence[Message],
         reply: ParsedText,
         *,
-        origin: Origin,
+        origin: RequestOrigin,
         has_tools: bool,
         rendered: str,
         is_continued: bool,
@@ -152,34 +152,34 @@ class Lineage:
             self._passed += [(sequence, text) for text in _texts(call.arguments)]
 
     def _classify(
-        self, new: Branch, origin: Origin, messages: Sequence[Message], prompt: bytes, *, is_continued: bool
+        self, new: Branch, origin: RequestOrigin, messages: Sequence[Message], prompt: bytes, *, is_continued: bool
     ) -> None:
         given = [message["content"] for message in messages if message["role"] != "assistant"]
         same = self._last(lambda branch: branch.agent == origin.agent) if origin.agent is not None else None
         if prompt in self._prompts:
-            new.role, new.parent = Role.RETRY, self._prompts[prompt]
+            new.role, new.parent = SequenceRole.RETRY, self._prompts[prompt]
         elif origin.role is not None:
             new.role, new.parent = origin.role, same
-            if origin.role is Role.SUBAGENT and same is None:
+            if origin.role is SequenceRole.SUBAGENT and same is None:
                 new.parent = self._last(lambda branch: branch.agent == origin.parent)
-            elif origin.role is Role.SUBAGENT:
-                new.role = Role.REWRITE
+            elif origin.role is SequenceRole.SUBAGENT:
+                new.role = SequenceRole.REWRITE
         elif (quoted := _quoted(self._replies, given)) is not None:
             self._continue_from_summary(new, quoted)
         elif same is not None:
-            new.role, new.parent = Role.TURN if is_continued else Role.REWRITE, same
+            new.role, new.parent = SequenceRole.TURN if is_continued else SequenceRole.REWRITE, same
         elif (caller := _quoted(self._passed, given)) is not None:
-            new.role, new.parent = Role.SUBAGENT, caller
+            new.role, new.parent = SequenceRole.SUBAGENT, caller
         elif (before := self._last(lambda branch: _is_same_task(branch, new))) is not None:
-            new.role, new.parent = Role.TURN if is_continued else Role.REWRITE, before
+            new.role, new.parent = SequenceRole.TURN if is_continued else SequenceRole.REWRITE, before
 
     def _continue_from_summary(self, new: Branch, summary: int) -> None:
         """The conversation that was summarised is the parent of both the request for the summary and the new conversation."""
         source = self._branches[summary]
         if source.role is None and not source.has_tools and new.has_tools:
-            source.role = Role.COMPACTION
+            source.role = SequenceRole.COMPACTION
             source.parent = self._last(lambda branch: branch.has_tools, below=summary)
-        new.role, new.parent = Role.COMPACTION, summary
+        new.role, new.parent = SequenceRole.COMPACTION, summary
 
     def _last(self, matches: Callable[[Branch], bool], *, below: int | None = None) -> int | None:
         end = len(self._branches) if below is None else below
@@ -194,16 +194,20 @@ class Lineage:
             role, parent = branch.role, branch.parent
             if role is None and at != main:
                 is_side = self._branches[main].has_tools and not branch.has_tools
-                role, parent = Role.SIDE if is_side else Role.SUBAGENT, main
-            role = role or Role.MAIN
-            owner = role if role not in CONTINUES else Role.MAIN if parent is None else found[parent].owner
+                role, parent = SequenceRole.SIDE if is_side else SequenceRole.SUBAGENT, main
+            role = role or SequenceRole.MAIN
+            owner = role if role not in CONTINUES else SequenceRole.MAIN if parent is None else found[parent].owner
             left_out = _reason(owner, train_only)
             found.append(SequenceOrigin(role=role, owner=owner, parent=parent, agent=branch.agent, left_out=left_out))
         return found
 
 
-def _reason(owner: Role, train_only: TrainOnly) -> str | None:
-    left = {TrainOnly.ALL: (), TrainOnly.AGENTS: (Role.SIDE,), TrainOnly.MAIN: (Role.SIDE, Role.SUBAGENT)}[train_only]
+def _reason(owner: SequenceRole, train_only: TrainOnly) -> str | None:
+    left = {
+        TrainOnly.ALL: (),
+        TrainOnly.AGENTS: (SequenceRole.SIDE,),
+        TrainOnly.MAIN: (SequenceRole.SIDE, SequenceRole.SUBAGENT),
+    }[train_only]
     return f'{owner} with train_only = "{train_only}"' if owner in left else None
 
 

@@ -51,7 +51,7 @@ class AgentReply(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class AgentApi:
     """One API: its replies, and the form of its errors."""
 
     reply: Callable[[Mapping[str, Any], ProxySession], AgentReply]
@@ -61,10 +61,10 @@ class Dialect:
     """The name of the event for an error in a stream."""
 
 
-DIALECTS = {
-    "chat/completions": Dialect(ChatCompletion, openai_error),
-    "responses": Dialect(ResponsesReply, openai_error),
-    "messages": Dialect(MessagesReply, messages_error, "error"),
+APIS = {
+    "chat/completions": AgentApi(ChatCompletion, openai_error),
+    "responses": AgentApi(ResponsesReply, openai_error),
+    "messages": AgentApi(MessagesReply, messages_error, "error"),
 }
 """By route."""
 
@@ -123,8 +123,8 @@ class ProxyServer:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app[REFUSE] = _refuse
         for prefix in ("", for_any_name("/s/{session}")):
-            for route, dialect in DIALECTS.items():
-                app.router.add_post(f"{prefix}/v1/{route}", partial(self.respond, dialect=dialect))
+            for route, api in APIS.items():
+                app.router.add_post(f"{prefix}/v1/{route}", partial(self.respond, api=api))
             app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._count_tokens)
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{name:.+}}", self._model)
@@ -141,29 +141,29 @@ class ProxyServer:
     async def _unknown_route(self, request: web.Request) -> web.Response:
         route = request.match_info["route"]
         hint = "; Anthropic's clients need the base URL without /v1" if route.startswith("v1/messages") else ""
-        served = ", ".join(f"/v1/{name}" for name in DIALECTS)
+        served = ", ".join(f"/v1/{name}" for name in APIS)
         message = f"{request.method} /v1/{route} is not served here; use POST {served}{hint}"
-        return _error(_dialect_of(request), 404, "not_found", message)
+        return _error(_api_of(request), 404, "not_found", message)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        dialect = DIALECTS["messages"]
+        api = APIS["messages"]
         try:
             session, body = await self._read(request)
             count = await session.count_tokens(messages_request(body, is_counted_only=True))
             return _json({"input_tokens": count})
         except RollbookError as error:
-            return _error_of(dialect, error)
+            return _error_of(api, error)
 
-    async def respond(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
+    async def respond(self, request: web.Request, api: AgentApi) -> web.StreamResponse:
         try:
             session, body = await self._read(request)
-            reply = dialect.reply(body, session)
+            reply = api.reply(body, session)
             if body.get("stream"):
-                return await _stream(request, session, reply, dialect)
+                return await _stream(request, session, reply, api)
             turn = await session.complete(reply.request, origin=read_origin(request.headers))
             return _json(reply.whole(turn))
         except RollbookError as error:
-            return _error_of(dialect, error)
+            return _error_of(api, error)
 
     async def _read(self, request: web.Request) -> tuple[ProxySession, dict[str, Any]]:
         name = self.name_of(request)
@@ -190,9 +190,9 @@ def api_key(request: web.Request) -> str:
     return bearer_token(request.headers.get("Authorization")) or request.headers.get("x-api-key", "")
 
 
-def _dialect_of(request: web.Request) -> Dialect:
+def _api_of(request: web.Request) -> AgentApi:
     is_anthropic = "/v1/messages" in request.path or "anthropic-version" in request.headers
-    return DIALECTS["messages" if is_anthropic else "responses"]
+    return APIS["messages" if is_anthropic else "responses"]
 
 
 class UnknownSessionError(EpisodeError):
@@ -223,9 +223,7 @@ async def open_proxy_sessions(
         await server.close()
 
 
-async def _stream(
-    request: web.Request, session: ProxySession, reply: AgentReply, dialect: Dialect
-) -> web.StreamResponse:
+async def _stream(request: web.Request, session: ProxySession, reply: AgentReply, api: AgentApi) -> web.StreamResponse:
     """Send parts of the turn while it is sampled. If the agent stops reading, this is cancelled and the turn ends there.
 
     The first part opens the stream, so an earlier error still has its HTTP status. A later one is sent as an event.
@@ -244,9 +242,9 @@ async def _stream(
     except RollbookError as error:
         if not stream.is_open:
             raise
-        failure = _error_of(dialect, error).body
+        failure = _error_of(api, error).body
         assert isinstance(failure, bytes)
-        last: Iterable[bytes] = [event(failure, dialect.error_event)]
+        last: Iterable[bytes] = [event(failure, api.error_event)]
     else:
         last = reply.end(turn)
     finally:
@@ -261,28 +259,28 @@ def _json(value: Any, *, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
-def _error_of(dialect: Dialect, error: RollbookError) -> web.Response:
+def _error_of(api: AgentApi, error: RollbookError) -> web.Response:
     match error:
         case BadChatError():
-            return _error(dialect, 400, "invalid_request_error", str(error), error.param)
+            return _error(api, 400, "invalid_request_error", str(error), error.param)
         case UnknownSessionError():
-            return _error(dialect, 404, "unknown_session", str(error))
+            return _error(api, 404, "unknown_session", str(error))
         case EpisodeOverError():
-            return _error(dialect, 410, "episode_over", str(error))
+            return _error(api, 410, "episode_over", str(error))
         case TransientError():
-            return _error(dialect, 503, "policy_unavailable", str(error))
+            return _error(api, 503, "policy_unavailable", str(error))
         case EpisodeError():
-            return _error(dialect, 422, "episode_failed", str(error))
+            return _error(api, 422, "episode_failed", str(error))
         case _:
-            return _error(dialect, 500, "run_failed", str(error))
+            return _error(api, 500, "run_failed", str(error))
 
 
-def _error(dialect: Dialect, status: int, kind: str, message: str, param: str | None = None) -> web.Response:
-    response = _json(dialect.error(status, kind, message, param), status=status)
+def _error(api: AgentApi, status: int, kind: str, message: str, param: str | None = None) -> web.Response:
+    response = _json(api.error(status, kind, message, param), status=status)
     # The policy client has retried within the episode's deadline; retries of the agent would only hide the cause.
     response.headers["x-should-retry"] = "false"
     return response
 
 
 def _refuse(request: web.Request, problem: Problem, message: str) -> web.StreamResponse:
-    return _error(_dialect_of(request), problem.status, "invalid_request_error", message)
+    return _error(_api_of(request), problem.status, "invalid_request_error", message)

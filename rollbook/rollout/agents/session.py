@@ -25,7 +25,7 @@ from rollbook.contracts.output_formats import (
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, first_tokens, is_cut
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.agents.history import ChatHistory, PlayedTurn, Prompt
-from rollbook.rollout.agents.lineage import Lineage, Origin, Role, TrainOnly
+from rollbook.rollout.agents.lineage import Lineage, RequestOrigin, SequenceRole, TrainOnly
 from rollbook.rollout.agents.messages import BadChatError, normalised
 from rollbook.rollout.agents.streaming import OnPart, TurnStream
 from rollbook.rollout.agents.tool_calls import PARSERS, ParsedText, ToolParser
@@ -162,7 +162,7 @@ class ProxySession:
 
     def _main(self) -> Conversation | None:
         origins = self._lineage.origins()
-        mine = [found for at, found in self._conversations.items() if origins[at].owner is Role.MAIN]
+        mine = [found for at, found in self._conversations.items() if origins[at].owner is SequenceRole.MAIN]
         return max(mine, key=lambda found: found.number, default=None)
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class ProxySession:
         return normalised(request.messages)
 
     async def complete(
-        self, request: ChatRequest, on_part: OnPart | None = None, *, origin: Origin | None = None
+        self, request: ChatRequest, on_part: OnPart | None = None, *, origin: RequestOrigin | None = None
     ) -> ChatTurn:
         """Play one turn. Raises `EpisodeOverError` at a limit, `BadChatError` for a bad request; other errors end the episode.
 
@@ -216,7 +216,7 @@ class ProxySession:
         self._in_progress += 1
         self._is_idle.clear()
         try:
-            return await self._turn(request, messages, grammar, on_part, origin or Origin())
+            return await self._turn(request, messages, grammar, on_part, origin or RequestOrigin())
         except (EpisodeOverError, asyncio.CancelledError):
             raise
         except RollbookError as error:
@@ -233,7 +233,7 @@ class ProxySession:
         messages: Sequence[Message],
         grammar: str | None,
         on_part: OnPart | None,
-        origin: Origin,
+        origin: RequestOrigin,
     ) -> ChatTurn:
         began = time.monotonic()
         # A long chat takes long to render and to encode: not in the event loop, which serves all episodes of the worker.
@@ -287,7 +287,7 @@ class ProxySession:
         prompt: Prompt,
         sampled: Completion,
         *,
-        origin: Origin,
+        origin: RequestOrigin,
         seconds: float,
     ) -> ChatTurn:
         text, completion, end_text, stopped_by = self._apply_stop(sampled, request.stop)

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from rollbook.contracts.output_formats import ToolCall
-from rollbook.rollout.agents.lineage import Lineage, Origin, Role, TrainOnly, read_origin
+from rollbook.rollout.agents.lineage import Lineage, RequestOrigin, SequenceRole, TrainOnly, read_origin
 from rollbook.rollout.agents.tool_calls import ParsedText
 
 
@@ -13,7 +13,7 @@ def add(
 ) -> None:
     messages = [{"role": "user", "content": text} for text in users]
     parsed = ParsedText(reply) if isinstance(reply, str) else reply
-    settings = {"origin": Origin(), "rendered": "|".join((*users, str(tools))), "is_continued": False, **more}
+    settings = {"origin": RequestOrigin(), "rendered": "|".join((*users, str(tools))), "is_continued": False, **more}
     lineage.add(sequence, messages, parsed, has_tools=tools, **settings)
 
 
@@ -51,7 +51,7 @@ def test_a_conversation_that_starts_with_a_summary_of_the_policy_continues_after
     add(lineage, 1, "Summarise: Fix the bug", reply="The bug is in parse, line 3.", tools=False)
     add(lineage, 2, "So far:\nThe bug is in parse, line 3.\nContinue.")
     assert roles(lineage) == [("main", None), ("compaction", 0), ("compaction", 1)]
-    assert {origin.owner for origin in lineage.origins()} == {Role.MAIN}
+    assert {origin.owner for origin in lineage.origins()} == {SequenceRole.MAIN}
 
 
 def test_the_same_prompt_again_is_a_retry_and_an_edited_history_is_a_rewrite() -> None:
@@ -81,4 +81,4 @@ def test_headers_of_codex_name_threads_their_parents_and_compactions() -> None:
     assert roles(lineage) == [("main", None), ("subagent", 0), ("compaction", 0), ("compaction", 2), ("rewrite", 1)]
     left_out = [origin.left_out for origin in lineage.origins(TrainOnly.MAIN)]
     assert [reason is not None for reason in left_out] == [False, True, False, False, True]
-    assert read_origin({"x-codex-turn-metadata": "{"}) == Origin()
+    assert read_origin({"x-codex-turn-metadata": "{"}) == RequestOrigin()
