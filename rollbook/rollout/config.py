@@ -8,7 +8,15 @@ from rollbook.contracts.freshness import default_quorum
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.contracts.user_errors import did_you_mean
-from rollbook.rollout.settings import EpisodeLimits, Missing, RewardFunction, RewardRules, rollout_name, score_key
+from rollbook.rollout.settings import (
+    EpisodeLimits,
+    JudgeSettings,
+    Missing,
+    RewardFunction,
+    RewardRules,
+    rollout_name,
+    score_key,
+)
 
 ROUNDING = 1e-9
 """A sum of weighted scores may be this much below the number that it stands for."""
@@ -66,14 +74,99 @@ class EpisodeSettings(BaseModel, frozen=True, extra="forbid"):
     """More arguments of the chat template: `{ enable_thinking = false }`."""
 
 
+class JudgeConfig(BaseModel, frozen=True, extra="forbid"):
+    """A model that scores episodes: `judge = { url = "https://host/v1", model = "name", rubric = "..." }`."""
+
+    url: str = Field(pattern=r"^https?://")
+    """Base URL of an OpenAI- or Anthropic-compatible server, up to and including `/v1`."""
+
+    model: str = Field(min_length=1)
+    """Name of the model."""
+
+    rubric: str = ""
+    """What a good episode is, in words."""
+
+    prompt_file: str | None = None
+    """A text file with the whole prompt, next to the config file. It may have $rubric, $task, $conversation, $response, $low and
+    $high. None: a prompt with all of them."""
+
+    api: Literal["openai", "anthropic"] = "openai"
+    """`openai`: POST url/chat/completions. `anthropic`: POST url/messages."""
+
+    api_key_env: str | None = None
+    """Environment variable that contains the API key."""
+
+    low: float = Field(default=0.0, allow_inf_nan=False)
+    """The lowest score."""
+
+    high: float = Field(default=1.0, allow_inf_nan=False)
+    """The highest score. A score outside of the range is no answer."""
+
+    structured: bool = True
+    """Ask for a JSON object by schema (a forced tool call with `anthropic`). If false, the prompt alone asks for it."""
+
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature of the judge."""
+
+    max_tokens: int = Field(default=1024, ge=1)
+    """Maximum number of tokens of its answer."""
+
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Time limit of one request."""
+
+    attempts: int = Field(default=5, ge=1)
+    """Requests for one score, if they fail or their answers are no score. Then the sample is unscorable."""
+
+    first_wait_s: float = Field(default=1.0, gt=0)
+    """Wait before the second attempt. Later ones are longer, up to 30 s, or as long as the server asks for."""
+
+    concurrent: int = Field(default=16, ge=1)
+    """Maximum number of concurrent requests of one worker process."""
+
+    requests_per_minute: float | None = Field(default=None, gt=0)
+    """Maximum rate of one worker process. None: no limit."""
+
+    price_in: float = Field(default=0.0, ge=0)
+    """Price of a million tokens of prompts, for `judge/cost`."""
+
+    price_out: float = Field(default=0.0, ge=0)
+    """Price of a million tokens of answers."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "JudgeConfig":
+        if not self.low < self.high:
+            raise ValueError(f"low {self.low:g} must be below high {self.high:g}")
+        if not self.rubric and self.prompt_file is None:
+            raise ValueError("a judge needs a rubric, or a prompt_file that contains one")
+        return self
+
+
 class RewardFunctionConfig(BaseModel, frozen=True, extra="forbid"):
     """One table for each function, with a name of your choice: `[rollout.rewards.functions.correct]`."""
 
-    path: str = Field(pattern=r"^[\w.]+:\w+$")
-    """`module:function`, plain or async. Takes a `RewardCase`; returns a number, or None if it cannot score."""
+    path: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
+    """`module:function`, plain or async. Takes a `RewardCase`; returns a number, a number for each turn, or None if it cannot
+    score."""
+
+    judge: tuple[JudgeConfig, ...] = ()
+    """A model that scores instead of a function, or a list of several."""
+
+    vote: Literal["mean", "median", "majority"] = "mean"
+    """How the scores of several judges are combined. More than half of them must have answered."""
 
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """Weight in the sum. 0: recorded only."""
+
+    @field_validator("judge", mode="before")
+    @classmethod
+    def _one_or_several(cls, judge: Any) -> Any:
+        return [judge] if isinstance(judge, dict | JudgeConfig) else judge
+
+    @model_validator(mode="after")
+    def _check_source(self) -> "RewardFunctionConfig":
+        if (self.path is None) == (not self.judge):
+            raise ValueError("a reward function needs either a path or a judge")
+        return self
 
 
 class RewardsConfig(BaseModel, frozen=True, extra="forbid"):
@@ -129,7 +222,7 @@ class RewardsConfig(BaseModel, frozen=True, extra="forbid"):
         if not self.functions:
             return None
         return RewardRules(
-            functions=tuple(RewardFunction(name=n, path=f.path, weight=f.weight) for n, f in self.functions.items()),
+            functions=tuple(_function(name, config) for name, config in self.functions.items()),
             environment_weight=self.environment_weight,
             missing=self.missing,
             timeout_s=self.timeout_s,
@@ -137,6 +230,16 @@ class RewardsConfig(BaseModel, frozen=True, extra="forbid"):
             processes=self.processes,
             concurrent=self.concurrent,
         )
+
+
+def _function(name: str, config: RewardFunctionConfig) -> RewardFunction:
+    return RewardFunction(
+        name=name,
+        path=config.path or "",
+        weight=config.weight,
+        judges=tuple(JudgeSettings(**judge.model_dump()) for judge in config.judge),
+        vote=config.vote,
+    )
 
 
 class AdaptiveConfig(BaseModel, frozen=True, extra="forbid"):

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from rollbook.contracts.group import DropKind, DropReason, GroupOutcome, PromptGroup
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.settings import SECONDS_KEY, score_key
+from rollbook.rollout.settings import SECONDS_KEY, judge_key, score_key
 from rollbook.telemetry.metrics import Metric, MetricRecorder, Reduction
 
 ROLLOUT_METRICS: tuple[Metric, ...] = (
@@ -53,6 +53,18 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
 )
 
 
+JUDGE_METRICS = tuple(
+    Metric(judge_key(name), unit, meaning, Reduction.SUM)
+    for name, unit, meaning in (
+        ("requests", "requests", "requests to judges"),
+        ("failed", "requests", "requests to judges without a usable answer"),
+        ("cached", "answers", "scores of judges that were known, and cost nothing"),
+        ("tokens", "tokens", "tokens of prompts and answers of judges"),
+        ("cost", "price", "cost of judges, in the unit of price_in and price_out"),
+    )
+)
+
+
 def rollout_metrics(config: RolloutConfig) -> tuple[Metric, ...]:
     """`ROLLOUT_METRICS` and the metrics of the run's reward functions."""
     found = list(ROLLOUT_METRICS)
@@ -63,6 +75,8 @@ def rollout_metrics(config: RolloutConfig) -> tuple[Metric, ...]:
     if config.rewards.functions:
         found.append(Metric("reward/seconds", "s", "slowest reward function of a sample", Reduction.MEAN))
         found.append(Metric("reward/seconds_max", "s", "slowest call of a reward function", Reduction.MAX))
+    if any(function.judge for function in config.rewards.functions.values()):
+        found += JUDGE_METRICS
     return tuple(found)
 
 
@@ -75,7 +89,11 @@ def reported_scores(group: PromptGroup) -> tuple[dict[str, float], ...]:
     scored = [sample.metrics for sample in group.samples if SECONDS_KEY in sample.metrics]
     prefix = score_key("")
     return tuple(
-        {key: float(value) for key, value in metrics.items() if key == SECONDS_KEY or key.startswith(prefix)}
+        {
+            key: float(value)
+            for key, value in metrics.items()
+            if key == SECONDS_KEY or key.startswith((prefix, judge_key("")))
+        }
         for metrics in scored
     )
 
@@ -87,6 +105,9 @@ def record_rewards(metrics: MetricRecorder, scores: Sequence[Mapping[str, float]
             value = sample.get(score_key(name))
             metrics.add(score_key(name), value)
             metrics.add(f"{score_key(name)}_unscored", value is None)
+        for metric in JUDGE_METRICS:
+            if metric.name in sample:
+                metrics.add(metric.name, sample[metric.name])
         metrics.add("reward/seconds", sample[SECONDS_KEY])
         metrics.add("reward/seconds_max", sample[SECONDS_KEY])
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from rollbook.contracts.trajectory import SCORE_PREFIX, EndReason
 
@@ -80,12 +81,78 @@ class Missing(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeSettings:
+    """One judge. `JudgeConfig` documents the fields."""
+
+    url: str
+    model: str
+    rubric: str = ""
+    prompt_file: str | None = None
+    api: str = "openai"
+    api_key_env: str | None = None
+    low: float = 0.0
+    high: float = 1.0
+    structured: bool = True
+    temperature: float = 0.0
+    max_tokens: int = 1024
+    timeout_s: float = 60.0
+    attempts: int = 5
+    first_wait_s: float = 1.0
+    concurrent: int = 16
+    requests_per_minute: float | None = None
+    price_in: float = 0.0
+    price_out: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeNote:
+    """What one judge said about a sample."""
+
+    model: str
+    score: float | None
+    text: str
+
+
+@dataclass(slots=True, kw_only=True)
+class JudgeUsage:
+    """What the scores of judges cost."""
+
+    requests: int = 0
+    failed: int = 0
+    """Requests without a usable answer."""
+    cached: int = 0
+    """Answers that were known."""
+    tokens: int = 0
+    cost: float = 0.0
+
+    def add(self, answer: Any) -> None:
+        """Add the tokens and the cost of an answer."""
+        self.tokens += answer.tokens_in + answer.tokens_out
+        self.cost += answer.cost
+
+    def include(self, other: "JudgeUsage") -> None:
+        for name in JUDGE_COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+JUDGE_COUNTS = ("requests", "failed", "cached", "tokens", "cost")
+
+
+def judge_key(name: str) -> str:
+    """Metric of a sample and of the run: what its judges cost."""
+    return f"judge/{name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFunction:
     name: str
-    path: str
-    """`module:function`."""
+    path: str = ""
+    """`module:function`. Empty: it has judges."""
     weight: float = 1.0
     """0: recorded only; its failures do not matter."""
+    judges: tuple[JudgeSettings, ...] = ()
+    vote: str = "mean"
+    """How the scores of several judges are combined."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +173,10 @@ class Score:
     value: float | None = None
     cause: str | None = None
     seconds: float = 0.0
+    notes: tuple[JudgeNote, ...] = ()
+    """What the judges said."""
+    usage: JudgeUsage | None = None
+    """What the judges cost."""
     turns: tuple[float, ...] | None = None
     """The value of each turn, of a function that scores turns; `value` is their sum."""
 

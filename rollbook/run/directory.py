@@ -86,6 +86,8 @@ class RunDirectory:
     spans = Entry("spans")
     failures = Entry("failures")
     """The first failed episodes, for `rollbook debug`."""
+    judgements_file = Entry("judgements.jsonl")
+    """Every answer of a judge, with its cost. A judge is not asked again for what is in it."""
     plots = Entry("plots")
     audit_file = Entry("audit.json")
     """Where the next audit continues. It can be deleted: that audit then reads everything."""

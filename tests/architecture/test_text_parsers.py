@@ -7,6 +7,7 @@ grows the input of every parser of `PARSERS`.
 import ast
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +42,7 @@ from rollbook.rollout.agents.tool_calls import canonical_arguments
 from rollbook.rollout.assemblers.assembler import after_sampled_end
 from rollbook.rollout.assemblers.chat import _after
 from rollbook.rollout.chat.provenance import _message_spans
+from rollbook.rollout.rewards.judges import parse_verdict
 
 PACKAGE = Path(__file__).parents[2] / "rollbook"
 FOLDERS = (
@@ -154,6 +156,12 @@ def _chat(text: str) -> Any:
     return digests(normalised([{"role": "assistant", "content": text, "tool_calls": [call]}]), None)
 
 
+def _verdict(text: str) -> None:
+    for written in (text, "{" + text + "}"):
+        with suppress(ValueError):
+            parse_verdict(written, low=0.0, high=1.0)
+
+
 SCORE = _template("atropos/environment.py", "score")
 PARSERS: Mapping[str, Callable[[str], Any]] = {
     "contracts/output_formats.py:tagged_spans": parse_tool_calls,
@@ -211,6 +219,7 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {
     "rollout/agents/tool_calls.py:parse_json": TOOL_PARSERS["json"],
     "rollout/assemblers/assembler.py:after_sampled_end": lambda text: after_sampled_end(text, "<eos>"),
     "rollout/assemblers/chat.py:_after": lambda text: _after(text, f" {text[:-1]} "),
+    "rollout/rewards/judges.py:parse_verdict": _verdict,
     "rollout/chat/provenance.py:_message_spans": lambda text: _message_spans([{"content": text[1:]}] * 3, text),
     "templates/atropos/environment.py:score": lambda text: SCORE(1, text),
     "templates/multi_turn/environment.py:step": _guess,
@@ -249,6 +258,9 @@ OTHER_TEXT: Mapping[str, str] = {
     "rollout/chat/demonstrations.py:_messages": "a file of the user",
     "rollout/chat/demonstrations.py:_policy_text": "a file of the user",
     "rollout/chat/tokenizer.py:_read_json": "files of the model",
+    "rollout/rewards/judgements.py:_read_new": "our own file",
+    "rollout/rewards/judges.py:_request": "the body of a judge's response, limited in size",
+    "rollout/rewards/judges.py:score": "no text",
     "rollout/chat/tokenizer.py:token_bytes": "one token of the vocabulary",
     "templates/atropos/environment.py:main": "a file of the run",
 }

@@ -5,7 +5,7 @@ import { clock, duration, fixed, number, plural, words } from "../format";
 import { useKeys } from "../keys";
 import { useTick } from "../live";
 import { Notes, type Operator, useOperator } from "../parts/act";
-import { Badge, Facts, Loaded, Notice, Panel, Segmented, State } from "../parts/basic";
+import { Badge, Facts, Loaded, LongText, Notice, Panel, Segmented, State } from "../parts/basic";
 import { Conversation } from "../parts/conversation";
 import { type TokenColour, TokenView } from "../parts/tokens";
 import { go, href, setFilters, useRoute } from "../router";
@@ -186,9 +186,25 @@ export function Fate({ data }: { data: GroupAnswer }) {
   );
 }
 
+interface JudgeNote { name: string; model: string; score: number | null; text: string }
+
+/** What the judges said, by reward function. Facts may hold anything, so every level is checked. */
+function judgesOf(value: unknown): JudgeNote[] {
+  if (typeof value !== "object" || value === null || Array.isArray(value)) return [];
+  return Object.entries(value).flatMap(([name, notes]) =>
+    (Array.isArray(notes) ? notes : []).filter((note) => typeof note === "object" && note !== null).map((note) => ({
+      name,
+      model: String(note.model ?? ""),
+      score: typeof note.score === "number" ? note.score : null,
+      text: String(note.text ?? ""),
+    })),
+  );
+}
+
 function SampleFacts({ sample, data, operator }: { sample: Sample; data: GroupAnswer; operator: Operator }) {
   const rewards = Object.entries(sample.rewards);
-  const facts = Object.entries(sample.facts);
+  const facts = Object.entries(sample.facts).filter(([name]) => name !== "judges");
+  const judges = judgesOf(sample.facts.judges);
   const metrics = Object.entries(sample.metrics);
   const task = Object.entries(data.task ?? {});
   return (
@@ -208,6 +224,18 @@ function SampleFacts({ sample, data, operator }: { sample: Sample; data: GroupAn
           ]}
         />
       </Panel>
+      {judges.length ? (
+        <Panel title="Judges">
+          {judges.map((judge) => (
+            <article>
+              <header>
+                {words(judge.name)}: <b>{number(judge.score, 3)}</b> <span class="mono">{visible(judge.model)}</span>
+              </header>
+              <LongText text={judge.text} />
+            </article>
+          ))}
+        </Panel>
+      ) : null}
       {facts.length ? (
         <Panel title="Facts from the environment">
           <Facts rows={facts.map(([name, value]) => [words(name), oneLine(typeof value === "string" ? value : JSON.stringify(value), 400)])} />

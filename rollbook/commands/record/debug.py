@@ -26,7 +26,7 @@ from rollbook.contracts.policy import Completion, FinishReason, OnTokens, Sampli
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.contract import Tokenizer
 from rollbook.rollout.groups.player import checked_sample
-from rollbook.rollout.rewards.main import checked as checked_reward
+from rollbook.rollout.rewards.main import checked_turns
 from rollbook.rollout.rewards.scorer import TO_BE_SCORED, case_of
 from rollbook.run.config.run import LoadedConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
@@ -175,8 +175,11 @@ async def score(
         return
     case = case_of(row, sample, decode=tokenizer.decode)
     for name, function in loaded.config.rollout.rewards.functions.items():
+        if function.path is None:
+            say(f"reward  {name}: its judges are not asked here")
+            continue
         value = await call_reward(name, function.path, case)
-        _, fault = checked_reward(value)
+        _, fault, _ = checked_turns(value, case)
         say(f"reward  {name} = {value!r}" + (f": {fault}" if fault else ""))
 
 

@@ -125,7 +125,7 @@ class RewardPool:
 
     def __init__(self, rules: RewardRules, *, search_path: tuple[str, ...], log: EventLog) -> None:
         self._rules = rules
-        self._load = Load(functions={f.name: f.path for f in rules.functions}, search_path=list(search_path))
+        self._load = Load(functions={f.name: f.path for f in rules.functions if f.path}, search_path=list(search_path))
         self._log = log
         self._is_async: dict[str, bool] = {}
         # Unbounded, and never longer than the episodes in flight times the functions.
@@ -151,6 +151,9 @@ class RewardPool:
     @asynccontextmanager
     async def running(self) -> AsyncIterator["RewardPool"]:
         """Load the functions once, to report a wrong path at once; then keep the processes running."""
+        if not self._load.functions:
+            yield self
+            return
         async with self._open_process() as first:
             self._is_async = first.is_async
         num_plain = self._rules.processes if not all(self._is_async.values()) else 0

@@ -9,22 +9,47 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rollbook.contracts.trajectory import RolloutSample
+from rollbook.rollout.rewards.judges import JudgePanel, open_judges
 from rollbook.rollout.rewards.messages import RewardCase
 from rollbook.rollout.rewards.pool import RewardPool, open_reward_pool
-from rollbook.rollout.settings import SECONDS_KEY, TO_BE_SCORED, RewardRules, Score, combine, combine_turns, score_key
+from rollbook.rollout.settings import (
+    JUDGE_COUNTS,
+    SECONDS_KEY,
+    TO_BE_SCORED,
+    JudgeUsage,
+    RewardRules,
+    Score,
+    combine,
+    combine_turns,
+    judge_key,
+    score_key,
+)
 from rollbook.telemetry.events import EventLog
 
 __all__ = ["TO_BE_SCORED", "RewardCase", "Scorer", "open_scorer"]
 
 
+JUDGES_FACT = "judges"
+"""Fact of a sample: what the judges of each reward function said."""
+
+
 class Scorer:
-    def __init__(self, pool: RewardPool, rules: RewardRules, *, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(
+        self,
+        pool: RewardPool,
+        rules: RewardRules,
+        *,
+        decode: Callable[[Sequence[int]], str],
+        panels: Mapping[str, JudgePanel] | None = None,
+    ) -> None:
         self._pool = pool
+        self._panels = panels or {}
         self._rules = rules
         self._decode = decode
 
@@ -37,17 +62,29 @@ class Scorer:
             return sample
         case = case_of(row, sample, decode=self._decode)
         names = [function.name for function in self._rules.functions]
-        scores = dict(zip(names, await asyncio.gather(*(self._pool.score(name, case) for name in names)), strict=True))
+        scores = dict(zip(names, await asyncio.gather(*(self._score(name, case) for name in names)), strict=True))
         return scored(sample, self._rules, scores)
+
+    async def _score(self, name: str, case: RewardCase) -> Score:
+        panel = self._panels.get(name)
+        return await (self._pool.score(name, case) if panel is None else panel.score(case))
 
 
 @asynccontextmanager
 async def open_scorer(
-    rules: RewardRules, *, decode: Callable[[Sequence[int]], str], search_path: tuple[str, ...], log: EventLog
+    rules: RewardRules,
+    *,
+    decode: Callable[[Sequence[int]], str],
+    search_path: tuple[str, ...],
+    log: EventLog,
+    judgements: Path | None = None,
 ) -> AsyncIterator[Scorer]:
-    """`decode` turns tokens into text, for episodes without recorded messages."""
-    async with open_reward_pool(rules, search_path=search_path, log=log) as pool:
-        yield Scorer(pool, rules, decode=decode)
+    """`decode` turns tokens into text, for episodes without recorded messages. `judgements`: file for the answers of judges."""
+    async with (
+        open_judges(rules.functions, search_path=search_path, store=judgements) as panels,
+        open_reward_pool(rules, search_path=search_path, log=log) as pool,
+    ):
+        yield Scorer(pool, rules, decode=decode, panels=panels)
 
 
 def scored(sample: RolloutSample, rules: RewardRules, scores: Mapping[str, Score]) -> RolloutSample:
@@ -58,7 +95,22 @@ def scored(sample: RolloutSample, rules: RewardRules, scores: Mapping[str, Score
     if sample.reward is not None:
         metrics[score_key("environment")] = float(sample.reward)
     faults = {name: score.cause for name, score in scores.items() if score.cause is not None}
-    facts = {**sample.facts, **({"reward_faults": faults} if faults else {})}
+    notes = {
+        name: [{"model": note.model, "score": note.score, "text": note.text} for note in score.notes]
+        for name, score in scores.items()
+        if score.notes
+    }
+    facts = {
+        **sample.facts,
+        **({"reward_faults": faults} if faults else {}),
+        **({JUDGES_FACT: notes} if notes else {}),
+    }
+    spent = JudgeUsage()
+    for score in scores.values():
+        if score.usage is not None:
+            spent.include(score.usage)
+    if any(score.usage is not None for score in scores.values()):
+        metrics |= {judge_key(name): float(getattr(spent, name)) for name in JUDGE_COUNTS}
     found = dataclasses.replace(
         sample, reward=verdict.reward, invalid_cause=verdict.cause, metrics=metrics, facts=facts
     )

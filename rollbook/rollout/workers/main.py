@@ -173,7 +173,13 @@ async def _serve(spec: WorkerSpec, parent: Frames) -> None:
         rollout = build_rollout(make, setup, path=config.function)
         score = None
         if rewards is not None:
-            scorer = open_scorer(rewards, decode=setup.tokenizer.decode, search_path=spec.search_path, log=setup.log)
+            scorer = open_scorer(
+                rewards,
+                decode=setup.tokenizer.decode,
+                search_path=spec.search_path,
+                log=setup.log,
+                judgements=None if spec.judgements is None else Path(spec.judgements),
+            )
             score = (await stack.enter_async_context(scorer)).score
         parent.send(encode(Ready(pid=os.getpid())))
         on_failure = None if spec.failures is None else FailedEpisodes(Path(spec.failures)).add

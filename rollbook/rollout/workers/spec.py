@@ -20,6 +20,8 @@ class WorkerSpec:
     """Directories of user modules; the directory of the config file is first."""
     failures: str | None = None
     """Directory for failed episodes; None: they are not recorded."""
+    judgements: str | None = None
+    """File for the answers of judges; None: they are kept in memory."""
 
     def pickled(self) -> bytes:
         """The spec for the child process. Raises `RunError` that names a value which cannot be pickled."""

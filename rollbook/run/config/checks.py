@@ -375,6 +375,13 @@ def missing_files(parts: Parts, source_dir: Path, search_path: Sequence[Path]) -
     for path, source in _task_sources(parts):
         if is_file(source) and not (source_dir / source).exists():
             yield path, f"no such file: {source_dir / source}"
+    match parts.get("rollout"):
+        case RolloutConfig() as rollout:
+            for name, function in rollout.rewards.functions.items():
+                for judge in function.judge:
+                    if judge.prompt_file is not None and not (source_dir / judge.prompt_file).is_file():
+                        path = f"rollout.rewards.functions.{name}.judge"
+                        yield path, f"prompt_file: no such file: {source_dir / judge.prompt_file}"
     for path, plugin, default, builtin in _plugins(parts):
         fault = plugin_fault(plugin, setting=path, search_path=search_path, default=default, builtin=builtin)
         if fault is not None:
@@ -403,7 +410,8 @@ def _plugins(parts: Parts) -> Iterator[tuple[str, str, str | None, Mapping[str, 
             if rollout.filter is not None:
                 yield "rollout.filter", rollout.filter, None, NO_SHORT_NAMES
             for name, function in rollout.rewards.functions.items():
-                yield f"rollout.rewards.functions.{name}.path", function.path, None, NO_SHORT_NAMES
+                if function.path is not None:
+                    yield f"rollout.rewards.functions.{name}.path", function.path, None, NO_SHORT_NAMES
             for name in PLUGIN_SETTINGS.get(rollout.function, ()):
                 found = rollout.settings.get(name, ())
                 for value in [found] if isinstance(found, str) else found:

@@ -36,7 +36,7 @@ from rollbook.rollout.episodes.env_calls import EnvironmentTimeoutError
 from rollbook.rollout.groups.filters import load_own_filter
 from rollbook.rollout.groups.player import checked_sample
 from rollbook.rollout.policy import EpisodeTimeUpError, PromptTooLongError
-from rollbook.rollout.rewards.main import checked as checked_reward
+from rollbook.rollout.rewards.main import checked_turns
 from rollbook.rollout.rewards.messages import RewardCase
 from rollbook.rollout.rewards.scorer import TO_BE_SCORED, case_of
 from rollbook.run.config.run import LoadedConfig, RunConfig
@@ -359,10 +359,12 @@ class Checks:
         if sample is not None and tokenizer is not None:
             case = case_of(task.row_copy(), sample, decode=tokenizer.decode)
         for name, function in self._config.rollout.rewards.functions.items():
+            if function.path is None:
+                continue  # a judge costs money
             path = f"rollout.rewards.functions.{name}.path"
             with self._findings.checking(path, f"scoring the canned answer {case.response!r}"):
                 value = await call_reward(name, function.path, case)
-                number, fault = checked_reward(value)
+                number, fault, _ = checked_turns(value, case)
                 if fault is not None:
                     self._findings.fault(path, f"{fault} (for the canned answer {case.response!r})")
                 elif number is None:

@@ -50,6 +50,7 @@ def worker_spec(context: RoleContext) -> WorkerSpec:
         },
         search_path=tuple(map(str, context.loaded.search_path)),
         failures=str(context.directory.failures),
+        judgements=str(context.directory.judgements_file),
     )
 
 

@@ -23,12 +23,13 @@ from tests.parts.rollout.sink import PUBLICATION, LedgerSink
 REPOSITORY = str(Path(__file__).parents[3])
 
 
-def spec_of(config: RolloutConfig, **settings: Any) -> WorkerSpec:
+def spec_of(config: RolloutConfig, *, judgements: str | None = None, **settings: Any) -> WorkerSpec:
     return WorkerSpec(
         builder="tests.parts.rollout.guessing:build",
         config=config,
         settings=settings,
         search_path=(REPOSITORY,),
+        judgements=judgements,
     )
 
 

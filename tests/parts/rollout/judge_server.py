@@ -1,0 +1,95 @@
+"""A judge behind a real HTTP server, which can fail in every way."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from rollbook.concurrency.sockets import listening_socket
+
+Behaviour = Callable[[int], str]
+"""What to do with the n-th request (from 0) for a content: `score`, or a failure."""
+
+
+class JudgeServer:
+    """Scores a prompt by its length. Counts requests by content."""
+
+    def __init__(self, behaviour: Behaviour = lambda number: "score") -> None:
+        self.behaviour = behaviour
+        self.requests: Counter[str] = Counter()
+        self.answered: Counter[str] = Counter()
+        """Usable answers, by content."""
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.running = self.most_running = 0
+        self.url = ""
+        self.delay_s = 0.0
+        self.scored: float | None = None
+        """The score of every content; None: by its length."""
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        content = body["messages"][0]["content"]
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        kind = self.behaviour(self.requests[content])
+        self.requests[content] += 1
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await asyncio.sleep(self.delay_s)
+            return await self._answer(kind, content, is_openai=request.path.endswith("/chat/completions"))
+        finally:
+            self.running -= 1
+
+    async def _answer(self, kind: str, content: str, *, is_openai: bool) -> web.StreamResponse:
+        verdict = {
+            "reason": f"has {len(content)} characters",
+            "score": (len(content) % 10) / 10 if self.scored is None else self.scored,
+        }
+        match kind:
+            case "slow":
+                await asyncio.sleep(30)
+            case "cut":
+                raise web.HTTPInternalServerError
+            case "denied":
+                return web.json_response({"error": "no such model"}, status=404)
+            case "busy":
+                return web.json_response({"error": "wait"}, status=429, headers={"Retry-After": "0"})
+            case "page":
+                return web.Response(text="<html>gateway</html>")
+            case "nonsense":
+                verdict = {"reason": "it is good", "score": "very"}
+            case "beyond":
+                verdict = {"reason": "it is great", "score": 11}
+            case "score":
+                self.answered[content] += 1
+        text = f"My verdict: {json.dumps(verdict)}"
+        if is_openai:
+            usage = {"prompt_tokens": 100, "completion_tokens": 10}
+            return web.json_response({"choices": [{"message": {"content": text}}], "usage": usage})
+        usage = {"input_tokens": 100, "output_tokens": 10}
+        return web.json_response(
+            {"content": [{"type": "tool_use", "name": "verdict", "input": verdict}], "usage": usage}
+        )
+
+
+@asynccontextmanager
+async def open_judge_server(behaviour: Behaviour = lambda number: "score") -> AsyncIterator[JudgeServer]:
+    judge = JudgeServer(behaviour)
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", judge.complete)
+    app.router.add_post("/v1/messages", judge.complete)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    sock = listening_socket("127.0.0.1", 0)
+    await web.SockSite(runner, sock).start()
+    judge.url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
+    try:
+        yield judge
+    finally:
+        await runner.cleanup()
