@@ -46,6 +46,9 @@ test-all: check ## check, then every test
 	@sh scripts/chromium.sh
 	$(BIN)/python -m pytest -n $(WORKERS) --ignore tests/architecture
 
+test-models: $(STAMP) ## every line of docs/models.md: engine, training, LoRA, names and parity of each model family
+	$(BIN)/python -m pytest tests/models
+
 test-page: $(STAMP) ## the dashboard and the playground in Debian's Chromium
 	sh scripts/chromium.sh
 	$(BIN)/python -m pytest tests/page
@@ -66,6 +69,7 @@ docs: $(STAMP) ## write the generated references
 	$(BIN)/python -m tests.compatibility.report > docs/compatibility.md
 	$(BIN)/python -m scripts.docs.failures > docs/failures.md
 	$(BIN)/python -m tests.faults.chaos_report > docs/results/chaos.md
+	$(BIN)/python -m tests.models.survey > docs/models.md
 
 site: $(STAMP) ## build the documentation as a site in build/site; broken links are errors
 	$(BIN)/zensical build --clean --strict

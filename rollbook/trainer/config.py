@@ -232,6 +232,13 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     for tokens of the current policy. `k3_weighted`: (exp(d) - d - 1) × current / sampled, whose gradient is right at any lag, with
     more variance. `k3`: exp(d) - d - 1, whose gradient is that of KL(reference ‖ policy). None: k2."""
 
+    router_loss: float = Field(default=0.0, ge=0)
+    """Mixtures of experts: weight of the loss that balances the load of the experts, as in the Switch Transformer. Pretraining uses
+    about 0.001; 0, as usual for RL: not used. Padding of padded passes counts as tokens."""
+
+    freeze_routers: bool = False
+    """Mixtures of experts: do not train the routers, nor adapters of them."""
+
     entropy_bonus: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus. Keeps a small policy from converging to the first action that works."""
 

@@ -27,6 +27,12 @@ TRAINER_METRICS: tuple[Metric, ...] = (
     Metric("train/lr", "", "learning rate of the step"),
     Metric("train/grad_norm", "", "global gradient norm before clipping, mean over minibatches"),
     Metric("train/optimizer_steps", "steps", "optimizer steps taken", Reduction.SUM),
+    Metric(
+        "train/expert_load_max",
+        "",
+        "mixtures of experts: load of the busiest expert of any layer in a pass, in multiples of an even load; the largest",
+        Reduction.MAX,
+    ),
     Metric("train/skipped_steps", "steps", "minibatches skipped because their gradient was not finite", Reduction.SUM),
     Metric(
         "train/ppo_kl",

@@ -122,6 +122,7 @@ class _Tally:
     statistics: TokenStatistics = field(default_factory=TokenStatistics)
     loss: float = 0.0
     grad_norms: list[float] = field(default_factory=list)
+    expert_loads: list[Tensor] = field(default_factory=list)
     skipped: int = 0
     is_last: bool = True
     """The minibatch that is trained is the last one of the step."""
@@ -436,12 +437,18 @@ class TrainStep:
             )
             current, observed = current[: micro.num_trained], current[micro.num_trained :]
             entropy = entropy[: micro.num_trained]
+            # Before the reference model or its adapters replace what the routers chose.
+            balance, load = self._router_terms()
             starting = current.detach() if old is None else old[number] if number < len(old) else None
             reduced = self._loss_of(micro, current, starting, entropy, tally if counts else None)
             if micro.observed_O is not None:
                 reduced = reduced - self._config.observation_coef * micro.observed_weight * observed.sum()
                 if counts:
                     tally.statistics.add_observed(observed)
+            if balance is not None:
+                reduced = reduced + self._config.router_loss * float(micro.weights_N.sum()) * balance
+            if load is not None:
+                tally.expert_loads.append(load)
             # Gradients are averaged over ranks, but the token weights are already fractions of the whole minibatch.
             (reduced * self.ranks.size).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             losses.append(reduced.detach().double())
@@ -464,6 +471,15 @@ class TrainStep:
         else:
             tally.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _router_terms(self) -> tuple[Tensor | None, Tensor | None]:
+        """The loss that balances experts, if it is used, and the largest load, of the last pass. None without experts."""
+        routers = self.model.routers
+        if not routers:
+            return None, None
+        with torch.no_grad():
+            load = routers.largest_load()
+        return routers.balance_loss() if self._config.router_loss > 0 else None, load
 
     def _loss_of(
         self, micro: Microbatch, current: Tensor, starting: Tensor | None, entropy: Tensor, tally: _Tally | None
@@ -556,6 +572,7 @@ class TrainStep:
             "train/lr": learning_rate(self._config, step, peak=self._peak_rate),
             "train/optimizer_steps": taken,
             "train/skipped_steps": tally.skipped,
+            "train/expert_load_max": float(torch.stack(tally.expert_loads).max()) if tally.expert_loads else None,
             "train/tokens": num_tokens,
             "train/sequences": sum(minibatch.num_rows for minibatch in minibatches) // epochs,
             "train/passes": len(passes),

@@ -5,6 +5,7 @@ publishes the adapters where the engines support them, else the merged weights u
 """
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -56,10 +57,25 @@ def _adapted(base: Any, settings: LoraSettings, *, base_dir: Path, seed: int, sa
         bias="none",
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(base_dir),
+        exclude_modules=_unadaptable(base) if settings.targets == "all-linear" else None,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(seed)
+        # Fused experts: PEFT makes patterns for parameters, and warns that they match no module.
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
         return get_peft_model(base, config, adapter_name=NAME)
+
+
+def _unadaptable(base: Any) -> list[str] | None:
+    """Layers that "all-linear" leaves out: those that compute more than a product, to which PEFT would add one, and projections
+    whose weights Mamba's kernels read directly, which PEFT refuses."""
+    found = [
+        name
+        for name, part in base.named_modules()
+        if (isinstance(part, nn.Linear) and type(part) is not nn.Linear)
+        or (name.endswith(".out_proj") and hasattr(base.get_submodule(name.rpartition(".")[0]), "A_log"))
+    ]
+    return found or None
 
 
 def merged_module(directory: Path) -> Any:
@@ -79,7 +95,8 @@ class MergedWeights(Mapping[str, Tensor]):
     def __init__(self, model: Any) -> None:
         self._weights = base_weights(model)
         self._deltas = {
-            f"{base_name(name)}.weight": _Delta(part)
+            # PEFT wraps a parameter, such as the weights of all experts, in a layer that knows its name.
+            f"{base_name(name)}.{getattr(part, 'parameter_name', 'weight')}": _Delta(part)
             for name, part in model.named_modules()
             if hasattr(part, "get_delta_weight")
         }

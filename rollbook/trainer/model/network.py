@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from rollbook.trainer.data.prefixes import prefix_tree
 from rollbook.trainer.model.gather import Gather
@@ -76,7 +77,7 @@ class PolicyNetwork(nn.Module):
 def has_plain_head(language_model: Any) -> bool:
     """Whether the logits are a linear map of the last hidden state: no scaling, no soft cap, no adapter."""
     head = language_model.get_output_embeddings()
-    if type(head) is not nn.Linear:
+    if type(head) is not nn.Linear or _body(language_model) is _inner(language_model):
         return False
     ids_BT = _probe_ids(language_model)[:1]
     hidden_BTH = _body(language_model)(input_ids=ids_BT, use_cache=False).last_hidden_state
@@ -86,7 +87,7 @@ def has_plain_head(language_model: Any) -> bool:
 @torch.no_grad()
 def make_packable(language_model: Any) -> bool:
     """Switch the model to packed attention. False, with the model unchanged, where that gives other numbers."""
-    if not _has_full_attention(language_model.config):
+    if not _has_full_attention(language_model.config.get_text_config()):
         return False
     before = language_model.config._attn_implementation
     sequences, indices = prefix_tree(PROBE, SHARED)
@@ -108,16 +109,18 @@ def make_packable(language_model: Any) -> bool:
 
 
 def _has_full_attention(config: Any) -> bool:
-    """No sliding window, which a probe of a few tokens would not detect."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    is_windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    return kinds == {"full_attention"} and (not is_windowed or hasattr(config, "layer_types"))
+    """No window, chunk or sparse attention, which a probe of a few tokens would not detect, and no recurrent state."""
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
 
 
 def _body(language_model: Any) -> Any:
-    """The model without its output embedding; PEFT wraps it one level deeper."""
-    inner = language_model.get_base_model() if hasattr(language_model, "get_base_model") else language_model
-    return inner.base_model
+    """The model without its output embedding; the model itself where transformers does not know its body."""
+    return _inner(language_model).base_model
+
+
+def _inner(language_model: Any) -> Any:
+    """PEFT wraps the model one level deeper."""
+    return language_model.get_base_model() if hasattr(language_model, "get_base_model") else language_model
 
 
 def _probe_ids(language_model: Any) -> Tensor:

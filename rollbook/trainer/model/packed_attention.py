@@ -84,7 +84,7 @@ def packed_attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Called by transformers in every layer. Without a packing, each row is one causal sequence."""
-    unsupported = [name for name in ("softcap", "sliding_window") if others.get(name) is not None]
+    unsupported = [name for name in ("softcap", "sliding_window", "s_aux") if others.get(name) is not None]
     if unsupported:
         raise ValueError(f"attention with {', '.join(unsupported)} is not supported in a packed row")
     if packing is None:

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from rollbook.contracts.errors import RunError
@@ -32,8 +31,9 @@ from rollbook.trainer.model.gather import Gather
 from rollbook.trainer.model.network import PolicyNetwork, fuse_norms, has_plain_head, make_packable
 from rollbook.trainer.model.packed_attention import NAME as PACKED_ATTENTION
 from rollbook.trainer.model.packed_attention import Packing, fastest_kernel
-from rollbook.trainer.model.skeleton import WeightFiles, fill, first_layers, skeleton, with_adapters
-from rollbook.trainer.model.weights import NAMES, digest_of, named_weights, snapshot_of, to_ordinary_memory
+from rollbook.trainer.model.routers import Routers, freeze_routers
+from rollbook.trainer.model.skeleton import WeightFiles, fill, first_layers, load_text_model, skeleton, with_adapters
+from rollbook.trainer.model.weights import NAMES, as_in_files, digest_of, named_weights, snapshot_of, to_ordinary_memory
 
 ADAPTER_FILE = "adapter_config.json"
 """Its presence marks a PEFT directory."""
@@ -66,13 +66,17 @@ class PolicyModel:
         self.publishes_adapters = False
         """Whether publications and digests cover the adapters only. Set by `publish_adapters`."""
         self.device = config.device
+        self._is_whole = config.ranks == 1
         self.module: nn.Module = module if files is not None else _aligned(module, config)
         _without_dropout(self.module)
+        if config.freeze_routers:
+            freeze_routers(self.module)
         self._module: Any = self.module
         self.config: Any = module.config
         has_plain, self.is_packed = self._choose_passes(config, files)
         computing, self._shadows = self._computing_module(config)
         self._computing: Any = computing
+        self.routers = Routers(computing)
         self._is_checkpointing = False
         if config.device == "cuda":
             fuse_norms(computing)
@@ -205,6 +209,7 @@ class PolicyModel:
 
         The entropy has a gradient only with `is_entropy_trained`.
         """
+        self.routers.clear()
         result: tuple[Tensor, Tensor] = self.network(
             self.tensor(micro.inputs_BT),
             self._packing(micro.sequences),
@@ -243,13 +248,17 @@ class PolicyModel:
             return alone
         if self._adapters is not None:
             merged: Mapping[str, Tensor] = self._adapters.MergedWeights(self.module)
-            return merged
-        return named_weights(self.module, dict(self._shadows))
+            return self._as_in_files(merged)
+        return self._as_in_files(named_weights(self.module, dict(self._shadows)))
+
+    def _as_in_files(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Under the names and shapes of the checkpoint's files, which engines read. Shards keep those of the module."""
+        return as_in_files(self._module, weights) if self._is_whole else weights
 
     def checkpointed_weights(self) -> dict[str, Tensor]:
         """The live weights that a checkpoint holds: the adapters only with LoRA."""
         if self._adapters is None:
-            return named_weights(self.module)
+            return dict(self._as_in_files(named_weights(self.module)))
         adapters: dict[str, Tensor] = self._adapters.adapter_weights(self.module)
         return adapters
 
@@ -266,7 +275,7 @@ class PolicyModel:
         self.publishes_adapters = True
         return AdapterKind(
             settings=self._adapters.settings_of(self.module),
-            base_digest=digest_of(base := self._adapters.base_weights(self.module)),
+            base_digest=digest_of(base := self._as_in_files(self._adapters.base_weights(self.module))),
             base_dtype=_common_dtype(base),
         )
 
@@ -278,7 +287,7 @@ class PolicyModel:
             return bool(self._shadows) and digest == digest_of(self.checkpointed_weights())
         return digest in (
             digest_of(self._adapters.adapter_weights(self.module)),
-            digest_of(self._adapters.MergedWeights(self.module)),
+            digest_of(self._as_in_files(self._adapters.MergedWeights(self.module))),
         )
 
     def snapshot(self) -> dict[str, Tensor]:
@@ -299,7 +308,8 @@ class PolicyModel:
         if self._adapters is not None:
             self._adapters.save_adapters(self._module, directory, plain)
         else:
-            self._module.save_pretrained(str(directory), state_dict=plain)
+            # With one rank, the weights already have the names of the files.
+            self._module.save_pretrained(str(directory), state_dict=plain, save_original_format=not self._is_whole)
 
 
 def _check_process_group(config: TrainerConfig) -> None:
@@ -349,10 +359,10 @@ def _whole(directory: Path, dtype: torch.dtype) -> Any:
     """All weights of a Hugging Face directory, or of a PEFT directory with its adapter merged into the base."""
     if (directory / ADAPTER_FILE).is_file():
         return _adapters_module().merged_module(directory)
-    module = AutoModelForCausalLM.from_pretrained(str(directory), dtype=dtype)
+    module = load_text_model(directory, dtype=dtype)
     if any(buffer.dtype is torch.bfloat16 for buffer in module.buffers()):
         # Such as rotary frequencies: they are computed in float32. The weights are rounded later.
-        return AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+        return load_text_model(directory, dtype=torch.float32)
     return module
 
 
@@ -371,6 +381,7 @@ def _aligned(module: Any, config: TrainerConfig) -> Any:
 
 
 def _attention_kernel(architecture: Any, config: TrainerConfig) -> str:
+    architecture = _first_layer(architecture)
     heads = architecture.num_attention_heads
     return fastest_kernel(
         device=config.device,
@@ -381,11 +392,18 @@ def _attention_kernel(architecture: Any, config: TrainerConfig) -> str:
     )
 
 
+def _first_layer(config: Any) -> Any:
+    """Heads may differ between layers; the first stands for all. Older versions of transformers have one configuration for all."""
+    text = config.get_text_config()
+    return next(iter(getattr(text, "per_layer_config", None) or [text]))
+
+
 def _shape(module: Any) -> ModelShape:
-    config = module.config
+    config = _first_layer(module.config)
     head, embedding = module.get_output_embeddings().weight, module.get_input_embeddings().weight
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    # A model with recurrent states only has no heads.
+    heads = getattr(config, "num_attention_heads", None) or 0
+    width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
     body = [parameter for parameter in module.parameters() if parameter is not head and parameter is not embedding]
     return ModelShape(
         body_parameters=sum(parameter.numel() for parameter in body),

@@ -24,6 +24,12 @@ WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 GENERATION = "generation_config.json"
 META = "meta"
+TEXT_PARTS: tuple[dict[str, str] | None, ...] = (
+    None,
+    {r"^language_model\.": ""},
+    {r"^model\.language_model\.": "model."},
+)
+"""How the names of a multimodal checkpoint become those of its text model, where transformers does not know it."""
 PROBED_LAYERS = 2
 """Probes of the architecture need real weights, but not all layers."""
 
@@ -69,6 +75,23 @@ class _EmptyTensorsHaveNoMemory(TorchFunctionMode):
         if func is torch.empty:
             kwargs["device"] = META
         return func(*args, **kwargs)
+
+
+def load_text_model(directory: Path, *, dtype: torch.dtype) -> Any:
+    """A causal language model, or the text part of a multimodal checkpoint. Raises `ValueError` if weights are missing:
+    transformers would initialise them at random."""
+    config: Any = AutoConfig.from_pretrained(str(directory))
+    text = config.get_text_config()
+    missing: list[str] = []
+    for mapping in TEXT_PARTS if text is not config else TEXT_PARTS[:1]:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(directory), config=text, dtype=dtype, output_loading_info=True, key_mapping=mapping
+        )
+        module, found = loaded
+        if not found["missing_keys"]:
+            return module
+        missing = missing or sorted(found["missing_keys"])
+    raise ValueError(f"its files lack {len(missing)} weights of a {text.model_type} model, such as {missing[0]}")
 
 
 def skeleton(directory: Path, files: WeightFiles) -> Any | None:

@@ -9,6 +9,8 @@ from typing import Any, TypeVar, cast
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 
 from rollbook.contracts.weights import DTYPE_NAMES, weights_digest
 from rollbook.trainer.distributed.sharding import gathered
@@ -41,6 +43,16 @@ def named_weights(module: nn.Module, replaced: Mapping[nn.Parameter, Tensor] | N
     first_names = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
     held = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name in first_names}
     return {name: (replaced or {}).get(tensor, tensor).detach() for name, tensor in held.items()}
+
+
+def as_in_files(module: Any, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Weights of a module under the names and in the shapes of its checkpoint's files: transformers keeps, for example, all experts
+    of a layer in one tensor. Engines such as vLLM know the names of the files only."""
+    base = module.get_base_model() if hasattr(module, "get_base_model") else module
+    if not get_model_conversion_mapping(base) and getattr(base, "_weight_conversions", None) is None:
+        return weights
+    converted: dict[str, Tensor] = revert_weight_conversion(base, dict(weights))
+    return converted
 
 
 def base_name(name: str) -> str:

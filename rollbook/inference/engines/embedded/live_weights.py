@@ -9,10 +9,13 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.core_model_loading import revert_weight_conversion
 
 from rollbook.contracts.weights import Adapter, RawTensor, TensorSource, WeightsError, weights_digest
 from rollbook.inference.engines.embedded.adapters import POLICY, AdapterBank, Factors, LoadedAdapter
@@ -48,7 +51,10 @@ class LiveWeights:
     """`plan` may be called from any thread, `apply` only from the engine's thread."""
 
     def __init__(self, model: nn.Module, device: torch.device, adapters: AdapterBank | None = None) -> None:
-        self._targets = dict(model.state_dict())
+        self._matrices = dict(model.state_dict())
+        """By the names in the module."""
+        self._targets = checkpoint_views(model)
+        """By the names of published weights."""
         self._adapters = AdapterBank(model) if adapters is None else adapters
         self._device = device
         self._staging = _stream(device) if device.type == "cuda" else None
@@ -199,13 +205,14 @@ class LiveWeights:
         return self._base_digest
 
     def _require_layers(self, names: Sequence[str]) -> None:
-        unknown = sorted(name for name in names if name not in self._targets)
+        unknown = sorted(name for name in names if name not in self._matrices)
         if unknown:
             raise WeightsError(f"the adapter changes matrices that this model does not have: {_some(unknown)}")
         others = [name for name in names if not self._adapters.is_layer(name)]
         if others:
             raise WeightsError(
-                f"the adapter changes {_some(others)}, which belong to no linear layer; nothing was loaded"
+                f"the adapter changes {_some(others)}, which belong to no linear layer; nothing was loaded. Publish merged weights "
+                "(inference.publish = 'full')"
             )
 
     def _require_base(self, adapter: Adapter) -> None:
@@ -230,6 +237,29 @@ class LiveWeights:
         with torch.cuda.stream(self._staging), torch.inference_mode():
             yield
         self._staging.synchronize()
+
+
+class _NoCopies(TorchFunctionMode):
+    """transformers makes each part of a split tensor contiguous, which would copy it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def checkpoint_views(model: Any) -> dict[str, Tensor]:
+    """The weights under the names and shapes of the checkpoint's files, as views into those of the module.
+
+    transformers keeps some weights in another form than their files, such as all experts of a layer in one tensor. Where a weight
+    of the files is not a view, such as a sum, all weights have their names in the module.
+    """
+    state = dict(model.state_dict())
+    with _NoCopies():
+        converted: dict[str, Tensor] = revert_weight_conversion(model, state)
+    storages = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
+    is_view = all(tensor.untyped_storage().data_ptr() in storages for tensor in converted.values())
+    covered = sum(tensor.numel() for tensor in converted.values()) == sum(tensor.numel() for tensor in state.values())
+    # In the order of the module, because tied weights are published under their first name.
+    return {name: converted[name] for name in state if name in converted} | converted if is_view and covered else state
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

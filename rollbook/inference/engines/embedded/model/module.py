@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
@@ -34,6 +34,12 @@ from rollbook.inference.weights.lora import CONFIG_FILE, read_settings
 
 FORWARD_TOKENS = 256
 """Tokens of one scoring forward: logits of all positions of a long prompt would need gigabytes."""
+TEXT_PARTS: tuple[dict[str, str] | None, ...] = (
+    None,
+    {r"^language_model\.": ""},
+    {r"^model\.language_model\.": "model."},
+)
+"""How the names of a multimodal checkpoint become those of its text model, where transformers does not know it."""
 
 
 def load_module(directory: Path, *, device: str, dtype: str, max_model_len: int | None) -> tuple[Any, int]:
@@ -41,11 +47,8 @@ def load_module(directory: Path, *, device: str, dtype: str, max_model_len: int 
     try:
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         is_adapter = (directory / CONFIG_FILE).is_file()
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            read_settings(directory)["base_model_name_or_path"] if is_adapter else directory,
-            dtype=getattr(torch, dtype),
-            local_files_only=True,
-        )
+        source = read_settings(directory)["base_model_name_or_path"] if is_adapter else directory
+        model = load_text_model(str(source), dtype=getattr(torch, dtype))
     except (OSError, ValueError, KeyError, WeightsError) as error:
         raise RunError(f"no causal language model could be loaded from {directory}: {error}") from error
     built_for = positions_of(model.config)
@@ -62,6 +65,28 @@ def load_module(directory: Path, *, device: str, dtype: str, max_model_len: int 
         return model.to(device).eval().requires_grad_(False), length
     except (RuntimeError, AssertionError) as error:  # torch raises either
         raise RunError(f"inference.device is {device!r}, which this machine does not have: {error}") from error
+
+
+def load_text_model(source: str, *, dtype: torch.dtype) -> Any:
+    """A causal language model, or the text part of a multimodal checkpoint. Raises `ValueError` if weights are missing:
+    transformers would initialise them at random."""
+    config: Any = AutoConfig.from_pretrained(source, local_files_only=True)
+    text = config.get_text_config()
+    missing: list[str] = []
+    for mapping in TEXT_PARTS if text is not config else TEXT_PARTS[:1]:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=text,
+            dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            key_mapping=mapping,
+        )
+        model, found = loaded
+        if not found["missing_keys"]:
+            return model
+        missing = missing or sorted(found["missing_keys"])
+    raise ValueError(f"its files lack {len(missing)} weights of a {text.model_type} model, such as {missing[0]}")
 
 
 class ModuleForward:

@@ -16,29 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.cache_utils import (
-    DynamicCache,
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import cache_utils
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 BY_POSITION = ("keys", "values", "indexer_keys")
 """Tensors (N, …, T, D) that end with the newest position."""
 BY_ROW = ("conv_states", "recurrent_states")
 """Dictionaries of tensors (N, …)."""
-MERGEABLE = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    DynamicIndexedLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
+MERGEABLE = frozenset(
+    (
+        "DynamicLayer",
+        "DynamicSlidingWindowLayer",
+        "DynamicIndexedLayer",
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+    )
 )
-"""Layers that hold nothing but these tensors. Rows with other layers are decoded one by one."""
+"""Layers of transformers that hold nothing but these tensors. Rows with other layers are decoded one by one. By name: older
+versions do not have all of them."""
 NO_ROW = -1
 
 
@@ -68,9 +64,10 @@ class RowStates:
 
     def __init__(self, config: Any, *, is_mergeable: bool = True) -> None:
         self._config = config
-        kinds = {type(layer) for layer in new_layers(config)}
-        self.is_mergeable = is_mergeable and kinds <= set(MERGEABLE)
-        self.is_croppable = kinds <= {DynamicLayer, DynamicIndexedLayer}
+        layers = new_layers(config)
+        self.is_mergeable = is_mergeable and all(map(_is_mergeable, layers))
+        kinds = {type(layer).__name__ for layer in layers}
+        self.is_croppable = kinds <= {DynamicLayer.__name__, "DynamicIndexedLayer"}
         """Whether a prefix of a row can be used without computing it again: not of windows and recurrent states."""
         self.rows = 0
         self.length = 0
@@ -165,9 +162,18 @@ class RowStates:
         return RowState([_row(layer, index, length, is_copy=is_copy) for layer in layers], length)
 
 
+def _is_mergeable(layer: Any) -> bool:
+    states = [getattr(layer, name, {}) for name in BY_ROW]
+    return (
+        type(layer).__module__ == cache_utils.__name__
+        and type(layer).__name__ in MERGEABLE
+        and all(isinstance(state, dict) for state in states)
+    )
+
+
 def _row(layer: Any, index: int, length: int, *, is_copy: bool) -> Any:
     """One row of a layer. A view may be merged only: layers write recurrent states in place."""
-    if type(layer) not in MERGEABLE:
+    if not _is_mergeable(layer):
         return copy.deepcopy(layer)
     single = copy.copy(layer)
     for name in BY_POSITION:
@@ -224,9 +230,11 @@ def bytes_of_layers(layers: Sequence[Any], *, max_length: int) -> tuple[int, int
             fixed += by_position * window
         else:
             per_token += by_position
-        states = [state for name in BY_ROW for state in getattr(layer, name, {}).values()]
+        states = [
+            state for name in BY_ROW if isinstance(held := getattr(layer, name, {}), dict) for state in held.values()
+        ]
         fixed += sum(map(_num_bytes, states))
-        if type(layer) not in MERGEABLE:
+        if not _is_mergeable(layer):
             # Its other tensors are not known: as much again.
             per_token += by_position
     return per_token, fixed
