@@ -35,6 +35,9 @@ def needs(agent: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not is_installed(agent), reason=f"{agent} is not installed (make test-agents)")
 
 
+CONFINED = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+
+
 def call(name: str, arguments: dict[str, Any]) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call><|im_end|>"
 
@@ -85,13 +88,14 @@ async def play(
     return sample, record
 
 
+@pytest.mark.parametrize("sandbox", ["none", pytest.param("bubblewrap", marks=CONFINED)])
 @pytest.mark.parametrize("agent", [pytest.param(name, marks=needs(name)) for name in CODING_AGENTS])
 async def test_a_coding_agent_works_in_its_directory_with_the_exact_tokens_of_the_engine(
-    tmp_path: Path, agent: str
+    tmp_path: Path, agent: str, sandbox: str
 ) -> None:
-    sample, record = await play(tmp_path, agent, policy(agent))
+    sample, record = await play(tmp_path, agent, policy(agent), sandbox=sandbox)
     assert sample.reward == 1.0, sample.facts
-    assert sample.facts["sandbox"] == "none"
+    assert sample.facts["sandbox"] == sandbox
     assert_matches_engine(sample, record)
     assert sample.messages is not None
     assert any("be brief" in str(message["content"]) for message in sample.messages), "it read the file of the row"
@@ -161,11 +165,14 @@ async def test_codex_with_a_sub_agent_and_a_compaction_is_one_sample_with_its_li
 
 
 @needs("pi")
-async def test_an_agent_that_does_not_end_is_ended_with_all_its_processes_and_scored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sandbox", ["none", pytest.param("bubblewrap", marks=CONFINED)])
+async def test_an_agent_that_does_not_end_is_ended_with_all_its_processes_and_scored(
+    tmp_path: Path, sandbox: str
+) -> None:
     hang = f"{WRITE}; setsid sleep 987654 & sleep 987654"
     limits = EpisodeLimits(max_turns=30, max_total_tokens=120_000, max_seconds=25)
     sample, record = await play(
-        tmp_path, "pi", lambda _: call("bash", {"command": hang}), limits, on_agent_error="invalid"
+        tmp_path, "pi", lambda _: call("bash", {"command": hang}), limits, sandbox=sandbox
     )
     assert (sample.reward, sample.finish_reason) == (1.0, EndReason.TIME), sample.facts
     assert_matches_engine(sample, record)
@@ -205,3 +212,23 @@ async def test_the_anthropic_client_plays_an_episode_with_thinking_and_tools(tmp
     assert "no episode 'other' is open here" in found["errors"]["NotFoundError"]
     assert [entry["role"] for entry in sample.facts["lineage"]] == ["main", "side"]
     assert_matches_engine(sample, record)
+
+
+@needs("pi")
+@CONFINED
+async def test_an_agent_in_a_sandbox_reaches_its_episode_and_nothing_else(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("hidden from agents", encoding="utf-8")
+    look = f"cat {secret} {Path.home()}/.profile; python3 -c \"import socket; socket.create_connection(('1.1.1.1', 53), 3)\""
+
+    def reply(prompt: str) -> str:
+        return "Nothing there.<|im_end|>" if "Network is unreachable" in prompt else call("bash", {"command": look})
+
+    limits = EpisodeLimits(max_turns=3, max_total_tokens=120_000, max_seconds=90)
+    sample, record = await play(tmp_path, "pi", reply, limits, sandbox="bubblewrap")
+    assert_matches_engine(sample, record)
+    assert sample.messages is not None
+    seen = "".join(str(message["content"]) for message in sample.messages if message["role"] == "tool")
+    assert "Network is unreachable" in seen
+    assert "No such file" in seen
+    assert "hidden from agents" not in seen

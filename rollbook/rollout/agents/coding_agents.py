@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.contracts.errors import RunError
+from rollbook.rollout.contract import ChatSession
 
 MODEL = "policy"
 TASK_FIELDS = ("instruction", "question", "prompt", "task")
@@ -29,6 +30,17 @@ class Place:
     task: str
     context_tokens: int
     """Limit of one sequence, so that the program compacts its history in time."""
+    reply_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodingOptions:
+    """Settings of the run for a coding agent."""
+
+    environment: Mapping[str, str]
+    arguments: Sequence[str]
+    """More arguments of the program."""
+    context_tokens: int
     reply_tokens: int
 
 
@@ -174,11 +186,21 @@ def find_program(name: str, *, path: str | None = None) -> Path:
     return Path(found)
 
 
-def task_of(row: Mapping[str, Any]) -> str:
-    for name in TASK_FIELDS:
-        if isinstance(row.get(name), str):
-            return str(row[name])
-    raise RunError(f"a task for a coding agent needs one of {', '.join(TASK_FIELDS)}; this one has {sorted(row)}")
+def place_of(
+    row: Mapping[str, Any], session: ChatSession, options: CodingOptions, *, home: str, work: str, base_url: str
+) -> Place:
+    task = next((row[name] for name in TASK_FIELDS if isinstance(row.get(name), str)), None)
+    if task is None:
+        raise RunError(f"a task for a coding agent needs one of {', '.join(TASK_FIELDS)}; this one has {sorted(row)}")
+    return Place(
+        home=home,
+        work=work,
+        base_url=base_url,
+        key=session.id,
+        task=task,
+        context_tokens=options.context_tokens,
+        reply_tokens=options.reply_tokens,
+    )
 
 
 def _toml(table: Mapping[str, str | int | bool]) -> str:

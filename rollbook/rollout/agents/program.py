@@ -22,7 +22,7 @@ from rollbook.concurrency.child_process.process import end_process
 from rollbook.contracts.decoding import is_too_deep
 from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.user_errors import describe_error
-from rollbook.rollout.agents.coding_agents import CODING_AGENTS, Place, find_program, task_of
+from rollbook.rollout.agents.coding_agents import CODING_AGENTS, CodingOptions, find_program, place_of
 from rollbook.rollout.contract import ChatSession
 
 STDERR_CHARS = 400
@@ -50,15 +50,6 @@ class AgentOutput:
 
 
 Program: TypeAlias = Callable[[dict[str, Any], ChatSession], Coroutine[Any, Any, AgentOutput]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CodingOptions:
-    environment: Mapping[str, str]
-    arguments: Sequence[str]
-    """More arguments of the program."""
-    context_tokens: int
-    reply_tokens: int
 
 
 class AgentError(EpisodeError):
@@ -128,7 +119,7 @@ def command_program(command: Sequence[str], extra: Mapping[str, str]) -> Program
             "ANTHROPIC_API_KEY": session.id,
         }
         out, err = await _run_to_end(command, environment, json.dumps(row).encode(), session)
-        return AgentOutput(_result(out.decode(errors="replace")), _log(err))
+        return AgentOutput(_result(out.decode(errors="replace")), log_of(err))
 
     return run
 
@@ -142,16 +133,7 @@ def coding_program(name: str, options: CodingOptions) -> Program:
     async def run(row: dict[str, Any], session: ChatSession) -> AgentOutput:
         work = Path(row[WORKSPACE])
         with tempfile.TemporaryDirectory(prefix="rollbook-agent-", ignore_cleanup_errors=True) as home:
-            place = Place(
-                home=home,
-                work=str(work),
-                base_url=session.base_url,
-                key=session.id,
-                task=task_of(row),
-                context_tokens=options.context_tokens,
-                reply_tokens=options.reply_tokens,
-            )
-            launch = agent.launch(place)
+            launch = agent.launch(place_of(row, session, options, home=home, work=str(work), base_url=session.base_url))
             for at, text in launch.files.items():
                 file = Path(home, at)
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +143,7 @@ def coding_program(name: str, options: CodingOptions) -> Program:
             # Codex reads the task where "-" is, the last argument.
             command = [str(program), launch.command[1], *options.arguments, *launch.command[2:]]
             out, err = await _run_to_end(command, environment, launch.stdin.encode(), session, directory=work)
-        return AgentOutput(session.last_text, _log(out + err))
+        return AgentOutput(session.last_text, log_of(out + err))
 
     return run
 
@@ -213,7 +195,7 @@ async def _run_to_end(
         _end_marked(session.id)
     if process.returncode:
         output = err.decode(errors="replace").strip()[-STDERR_CHARS:]
-        raise AgentError(f"the agent's command ended with code {process.returncode}: {output}", _log(out + err))
+        raise AgentError(f"the agent's command ended with code {process.returncode}: {output}", log_of(out + err))
     return out, err
 
 
@@ -236,7 +218,7 @@ def _has_variable(process: Path, wanted: bytes) -> bool:
         return False  # it has ended, or is another user's
 
 
-def _log(printed: bytes) -> str:
+def log_of(printed: bytes) -> str:
     return printed.decode(errors="replace").strip()[-LOG_CHARS:]
 
 

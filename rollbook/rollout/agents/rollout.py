@@ -29,12 +29,11 @@ from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import EpisodeError, fenced
 from rollbook.contracts.plugin import load_plugin
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.rollout.agents.coding_agents import CODING_AGENTS
+from rollbook.rollout.agents.coding_agents import CODING_AGENTS, CodingOptions
 from rollbook.rollout.agents.lineage import TrainOnly
 from rollbook.rollout.agents.program import (
     AgentError,
     AgentOutput,
-    CodingOptions,
     Program,
     coding_program,
     command_program,
@@ -42,6 +41,7 @@ from rollbook.rollout.agents.program import (
     open_workspace,
     run_in_thread,
 )
+from rollbook.rollout.agents.sandboxed import sandbox_limits, sandboxed_program
 from rollbook.rollout.contract import ChatSession, RolloutFn, RolloutSetup
 from rollbook.rollout.settings import TO_BE_SCORED
 
@@ -68,8 +68,12 @@ class AgentSettings(BaseModel, frozen=True, extra="forbid"):
     workspace: str | None = None
     """A directory whose files the coding agent finds in its working directory. A row may have more `files`: text by path."""
 
-    sandbox: Literal["none"] | None = None
-    """Where a coding agent runs. `none`: unconfined, with the rights of this process; recorded with every sample."""
+    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
+    """Where a coding agent runs. `bubblewrap`: confined, without a network; it reaches only the address of its episode. `none`:
+    with all rights of this process. Recorded with every sample."""
+
+    sandbox_limits: dict[str, float] = Field(default_factory=dict)
+    """`memory_mb`, `cpu_s`, `processes`, `disk_mb`, `files` of the sandbox as a whole."""
 
     train_only: TrainOnly = TrainOnly.ALL
     """`all` sequences, those of `agents` (without side requests such as titles), or those of the `main` agent (without sub-agents
@@ -94,16 +98,12 @@ class AgentSettings(BaseModel, frozen=True, extra="forbid"):
             raise ValueError("set either agent or command")
         if self.environment and self.command is None and not self.is_coding:
             raise ValueError("environment is only for programs; an agent function runs in the worker process")
-        only_coding = [name for name in ("arguments", "workspace", "sandbox") if getattr(self, name)]
+        only_coding = [name for name in ("arguments", "workspace", "sandbox_limits") if getattr(self, name)]
         if only_coding and not self.is_coding:
             raise ValueError(f"{', '.join(only_coding)}: only for a coding agent ({', '.join(CODING_AGENTS)})")
         if self.is_coding and self.reward is None:
             raise ValueError(f"agent = {self.agent!r} returns a text, so a reward is required")
-        if self.is_coding and self.sandbox is None:
-            raise ValueError(
-                f'agent = {self.agent!r} runs commands that the policy writes: set sandbox = "none" to run them unconfined, '
-                "where that is safe"
-            )
+        sandbox_limits(self.sandbox_limits, seconds=1.0)
         return self
 
     @property
@@ -154,7 +154,10 @@ def _program(settings: AgentSettings, setup: RolloutSetup) -> Program:
         context_tokens=setup.limits.max_total_tokens,
         reply_tokens=setup.sampling.max_tokens,
     )
-    return coding_program(settings.agent, options)
+    if settings.sandbox == "none":
+        return coding_program(settings.agent, options)
+    limits = sandbox_limits(settings.sandbox_limits, seconds=setup.limits.max_seconds)
+    return sandboxed_program(settings.agent, options, limits)
 
 
 async def _run(program: Program, row: dict[str, Any], session: ChatSession, *, is_error_scored: bool) -> AgentOutput:
