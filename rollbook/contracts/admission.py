@@ -227,6 +227,8 @@ class AuditReport:
     max_head_offpolicy_versions: int
     samples: SampleCounts | None = None
     """The law of samples, only with policy `parts`."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Sequences of scored samples that a setting leaves out of training, by reason. Their tokens are stored."""
     violations: tuple[str, ...] = ()
     """One sentence for each. Empty: the records are consistent."""
     known: int = 0

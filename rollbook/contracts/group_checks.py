@@ -7,10 +7,10 @@ See docs/ledger-rules.md, rule 18.
 
 import math
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -82,6 +82,8 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Publications that sampled the trained tokens of the scorable samples, sorted. They determine the group's lag."""
     rewards: tuple[float, ...] = ()
     """Rewards of the scorable samples, in order."""
+    left_out: tuple[str, ...] = ()
+    """The recorded reason of each sequence of the scorable samples that a setting leaves out of training."""
     part: int = 1
     baseline: tuple[float, ...] | None = None
 
@@ -167,9 +169,26 @@ def facts_of(group: PromptGroup) -> GroupFacts:
         odd_temperature=next(odd, None),
         publications=tuple(sorted(group.trained_publications())),
         rewards=tuple(rewards),
+        left_out=tuple(
+            reason
+            for sample in scorable
+            for reason in left_out_reasons(sample.facts, [row.num_trained for row in sample.sequences])
+        ),
         part=group.part,
         baseline=group.baseline,
     )
+
+
+def left_out_reasons(facts: Mapping[str, Any], num_trained: Sequence[int]) -> list[str]:
+    """The reasons in the fact `lineage` of a sample, of its sequences that have no trained token. Producers may write any fact."""
+    lineage = facts.get("lineage")
+    stated = {
+        entry.get("sequence"): entry.get("left_out")
+        for entry in (lineage if isinstance(lineage, Sequence) else ())
+        if isinstance(entry, Mapping) and isinstance(entry.get("sequence"), int)
+    }
+    found = (stated.get(at) for at, trained in enumerate(num_trained) if not trained)
+    return [reason[:MAX_REASON_LENGTH] for reason in found if isinstance(reason, str)]
 
 
 RowView: TypeAlias = tuple[memoryview, memoryview, memoryview]
@@ -213,13 +232,16 @@ def _facts_of_frame(frame: CheckedGroupFrame) -> GroupFacts:
     scored: list[SampleView] = []
     rewards: list[float] = []
     publications: set[int] = set()
+    left_out: list[str] = []
     num_trained = longest = 0
     for number, sample in enumerate(frame.samples):
         if is_record_too_deep(sample):
             raise ValueError(f"the messages or facts of sample {number} cannot be decoded: {TOO_DEEP}")
         trained, reward = 0, sample.reward
+        trained_by_row: list[int] = []
         for row in sample.sequences:
             row_trained, end, versions = _read_row(row, number)
+            trained_by_row.append(row_trained)
             token_ids.append(row[0])
             logprobs.append(row[1])
             trained += row_trained
@@ -239,6 +261,8 @@ def _facts_of_frame(frame: CheckedGroupFrame) -> GroupFacts:
             scored.append(sample)
             rewards.append(reward)
             num_trained += trained
+            if not all(trained_by_row):
+                left_out += left_out_reasons(sample.facts, trained_by_row)
     # `not (x <= max)` also rejects NaN.
     if not all(-MAX_REWARD <= reward <= MAX_REWARD for reward in rewards):
         raise ValueError(f"the rewards {rewards} must be between -{MAX_REWARD:g} and {MAX_REWARD:g}")
@@ -259,6 +283,7 @@ def _facts_of_frame(frame: CheckedGroupFrame) -> GroupFacts:
         odd_temperature=next((t for t in temperatures if not _is_trainable_at(t)), None),
         publications=tuple(sorted(publications)),
         rewards=tuple(rewards),
+        left_out=tuple(left_out),
         part=frame.part,
         baseline=frame.baseline,
     )

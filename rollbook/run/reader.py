@@ -318,6 +318,7 @@ def audit_report(view: wire.AuditView) -> AuditReport:
         max_lag=view.max_lag,
         max_head_offpolicy_versions=view.max_head_offpolicy_versions,
         samples=view.samples,
+        left_out=view.left_out,
         violations=view.violations,
         known=view.known,
         known_at=view.known_at,

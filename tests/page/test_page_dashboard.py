@@ -146,6 +146,37 @@ def test_messages_with_scripts_links_escape_sequences_and_direction_marks_stay_t
     page.close()
 
 
+def test_the_conversations_of_an_episode_are_a_tree_with_links_to_their_tokens(
+    browser: Browser, shown: Shown, watched: Watched
+) -> None:
+    lineage = [
+        {"sequence": 0, "role": "side", "parent": 1, "agent": None, "left_out": 'side with train_only = "agents"'},
+        {"sequence": 1, "role": "main", "parent": None, "agent": "thread-1"},
+        {"sequence": 2, "role": "subagent<b>", "parent": 1, "agent": "thread-2"},
+        {"sequence": 3, "role": "rewrite", "parent": 2, "agent": "thread-2"},
+        {"sequence": 99, "role": "nowhere", "parent": None},
+    ]
+
+    def with_lineage(route: Route) -> None:
+        response = route.fetch()
+        answer = response.json()
+        answer["samples"][0] |= {"sequences": 4, "facts": {"lineage": lineage}}
+        route.fulfill(response=response, json=answer)
+
+    page = watched.follow(browser.new_page(viewport={"width": 1280, "height": 900}))
+    page.route(re.compile(r"/api/groups/task1%400\?"), with_lineage)
+    opened(page, shown, "/rollout/task1%400/0")
+    tree = page.locator("main .lineage").first
+    expect(tree.locator("> li > a")).to_have_text(["main"])
+    expect(tree.locator("> li > .lineage > li > a")).to_have_text(["side", "subagent<b>"])
+    expect(tree.locator("> li > .lineage > li > .lineage > li > a")).to_have_text(["rewrite"])
+    expect(tree).to_contain_text('Not trained: side with train_only = "agents"')
+    expect(page.get_by_role("main")).not_to_contain_text("nowhere,")
+    expect(tree.get_by_role("link", name="rewrite")).to_have_attribute("href", re.compile("view=tokens.*sequence=3"))
+    assert serious_findings(page) == []
+    page.close()
+
+
 def test_filters_are_in_the_address_and_a_copied_link_shows_the_same_groups(
     browser: Browser, shown: Shown, watched: Watched
 ) -> None:

@@ -5,10 +5,12 @@ import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import msgspec
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -19,6 +21,7 @@ from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
 from rollbook.contracts.group_codec import encode_group
+from rollbook.contracts.trajectory import RolloutSample
 from rollbook.ledger.client.blocking import SyncLedgerClient, audit_at, explain_at, open_sync_ledger_client
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import LedgerConfig, LedgerServerConfig
@@ -311,6 +314,25 @@ async def test_audit_and_groups_over_http(url: str) -> None:
         assert (report.ok, report.opened, report.law["batched"], report.law["queued"]) == (True, 3, 2, 1)
         assert [group.group_id for group in await client.groups(GroupState.QUEUED)] == ["t2@0"]
         assert len(await client.groups(limit=2, start=1)) == 2
+
+
+async def test_an_audit_counts_what_a_setting_leaves_out_of_training_by_reason(url: str) -> None:
+    whole = group_of("t", samples=2)
+    [row] = whole.samples[0].sequences
+    untrained = replace(row, loss_mask=np.zeros_like(row.loss_mask))
+    lineage = [
+        {"sequence": 0, "role": "main", "parent": None, "agent": None},
+        {"sequence": 1, "role": "side", "parent": 0, "agent": None, "left_out": "side requests"},
+    ]
+    first = RolloutSample(sequences=(row, untrained), reward=0.0, facts={"lineage": lineage})
+    # Facts are the producer's own: a list that means something else counts as nothing.
+    second = RolloutSample(sequences=(row, untrained), reward=1.0, facts={"lineage": ["x", {"sequence": "1"}]})
+    async with client_of(url) as client:
+        await started(client)
+        await client.submit(encode_group(replace(whole, samples=(first, second))))
+        for _ in range(2):
+            report = await client.audit()
+            assert (report.ok, report.left_out) == (True, {"side requests": 1}), report.violations
 
 
 async def test_audit_and_explain_by_url(url: str) -> None:

@@ -171,9 +171,7 @@ async def test_an_agent_that_does_not_end_is_ended_with_all_its_processes_and_sc
 ) -> None:
     hang = f"{WRITE}; setsid sleep 987654 & sleep 987654"
     limits = EpisodeLimits(max_turns=30, max_total_tokens=120_000, max_seconds=25)
-    sample, record = await play(
-        tmp_path, "pi", lambda _: call("bash", {"command": hang}), limits, sandbox=sandbox
-    )
+    sample, record = await play(tmp_path, "pi", lambda _: call("bash", {"command": hang}), limits, sandbox=sandbox)
     assert (sample.reward, sample.finish_reason) == (1.0, EndReason.TIME), sample.facts
     assert_matches_engine(sample, record)
     assert not [process for process in psutil.process_iter(["cmdline"]) if "987654" in (process.info["cmdline"] or ())]

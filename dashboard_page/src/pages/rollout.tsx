@@ -53,6 +53,7 @@ export function RolloutPage({ runs }: { runs: Runs }) {
                   {view === "tokens" ? <SampleTokens group={id} sample={sample} /> : <Conversation messages={sample.messages ?? []} turns={sample.turns} />}
                 </div>
                 <div class="span-4 stack">
+                  <Lineage sample={sample} link={(sequence) => href("rollout", [id, sample.sample], { ...keep, view: "tokens", sequence: String(sequence) })} />
                   <SampleFacts sample={sample} data={data} operator={operator} />
                   <Notes key={`${id} ${sample.sample}`} group={id} sample={sample.sample} operator={operator} />
                   <Fate data={data} />
@@ -136,6 +137,49 @@ function SampleTabs({ samples, chosen, link }: { samples: Sample[]; chosen: numb
   );
 }
 
+interface Branch { sequence: number; role: string; parent: number | null; agent: string | null; left_out: string | null }
+
+/** The fact `lineage`, which any producer may have written. */
+function branches(sample: Sample): Branch[] {
+  const fact = sample.facts.lineage;
+  if (!Array.isArray(fact)) return [];
+  const text = (value: unknown) => (typeof value === "string" ? value : null);
+  return fact.flatMap((entry) => {
+    const sequence: unknown = entry?.sequence;
+    if (typeof sequence !== "number" || sequence < 0 || sequence >= sample.sequences) return [];
+    const parent: unknown = entry.parent;
+    return [{ sequence, role: text(entry.role) ?? "?", parent: typeof parent === "number" ? parent : null, agent: text(entry.agent), left_out: text(entry.left_out) }];
+  });
+}
+
+/** The conversations of an episode: sub-agents, compactions, retries and side requests below the one that they came from. */
+function Lineage({ sample, link }: { sample: Sample; link: (sequence: number) => string }) {
+  const all = branches(sample);
+  if (all.length < 2) return null;
+  const shown = new Set<number>();
+  const below = (parent: number | null) => {
+    const children = all.filter((one) => one.parent === parent && !shown.has(one.sequence));
+    for (const one of children) shown.add(one.sequence);
+    if (!children.length) return null;
+    return (
+      <ul class="lineage">
+        {children.map((one) => (
+          <li key={one.sequence}>
+            <a href={link(one.sequence)}>{visible(one.role)}</a>{" "}
+            <span class="muted small">
+              sequence {one.sequence + 1}, {plural(sample.turns.filter((turn) => turn.sequence === one.sequence).length, "turn")}
+              {one.agent ? <span class="mono"> {visible(one.agent)}</span> : null}
+            </span>
+            {one.left_out ? <div class="small">Not trained: {visible(one.left_out)}</div> : null}
+            {below(one.sequence)}
+          </li>
+        ))}
+      </ul>
+    );
+  };
+  return <Panel title="Conversations">{below(null)}</Panel>;
+}
+
 function SampleTokens({ group, sample }: { group: string; sample: Sample }) {
   const { query } = useRoute();
   const sequence = Number(query.get("sequence") ?? 0);
@@ -147,7 +191,7 @@ function SampleTokens({ group, sample }: { group: string; sample: Sample }) {
           <div class="stack">
             {data.sequences > 1 ? (
               <div class="row">
-                <span class="muted small">The history was rewritten: {plural(data.sequences, "sequence")}</span>
+                <span class="muted small">The episode has {plural(data.sequences, "sequence")}</span>
                 <Segmented label="Sequence" value={String(data.sequence)} options={Array.from({ length: data.sequences }, (_, at) => [String(at), String(at + 1)] as const)} onChange={(at) => setFilters({ sequence: at }, { replace: true })} />
               </div>
             ) : null}

@@ -39,6 +39,8 @@ def _print(report: AuditReport, *, as_json: bool) -> None:
         if (samples := report.samples) is not None:
             missing = "".join(f" + {count} missing ({kind})" for kind, count in samples.missing.items())
             result(f"samples: {samples.expected} expected = {samples.stored} stored + {samples.open} open{missing}")
+        for reason, count in report.left_out.items():
+            result(f"stored and not trained: {count} sequences ({reason})")
         bound = report.max_head_offpolicy_versions
         lag = f"a lag of {bound} is" if report.max_lag is None else f"lag at most {report.max_lag} of {bound}"
         result(f"steps trained: {report.steps}; {lag} allowed")

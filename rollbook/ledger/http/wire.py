@@ -234,6 +234,8 @@ class AuditView(Message, frozen=True, kw_only=True):
     max_head_offpolicy_versions: int
     samples: SampleCounts | None
     """The law of samples, only with batch policy `parts`."""
+    left_out: dict[str, int]
+    """Sequences of scored samples that a setting leaves out of training, by reason."""
     violations: tuple[str, ...]
     known: int
     """Durable and dropped groups that an earlier audit of this server has checked. They were not read again."""

@@ -5,6 +5,7 @@ counts instead of reading their rows, histories and payloads again.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -52,6 +53,8 @@ class AuditMark(msgspec.Struct, frozen=True, kw_only=True):
     dropped: dict[str, int]
     samples: SampleTotals
     max_lag: int | None
+    left_out: dict[str, int] = {}
+    """Sequences that a setting leaves out of training, by reason."""
 
     def is_of(self, tx: Transaction, run: RunRecord) -> bool:
         """Whether the record that `tx` reads has grown out of the one that was audited."""
@@ -90,6 +93,10 @@ class Findings:
     first_open_publication: int = 0
     """Publications below it are final while the trainer is not replaced."""
     max_lag: int | None = None
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Sequences that a setting leaves out of training, by reason."""
+    final_left_out: Counter[str] = field(default_factory=Counter)
+    """Those of durable and dropped groups."""
     quarantined: frozenset[str] = frozenset()
     samples: SampleLedger = field(init=False)
     sample_law: SampleCounts | None = None
@@ -107,6 +114,8 @@ class Findings:
         self.positions.update(dict.fromkeys(mark.positions, 0))
         self.samples.final = mark.samples + SampleTotals()
         self.max_lag = mark.max_lag
+        self.left_out.update(mark.left_out)
+        self.final_left_out.update(mark.left_out)
 
     @property
     def final_step(self) -> int:
@@ -158,6 +167,12 @@ class Findings:
             except ValueError as error:
                 self.add(f"group {group.group_id} is dropped: {error}")
 
+    def count_left_out(self, group: GroupRecord, reasons: Iterable[str]) -> None:
+        counted = Counter(reasons)
+        self.left_out += counted
+        if group.state in FINAL:
+            self.final_left_out += counted
+
     def report(self) -> AuditReport:
         mark = self.mark
         return AuditReport(
@@ -169,6 +184,7 @@ class Findings:
             max_lag=self.max_lag,
             max_head_offpolicy_versions=self.run.settings.rule.max_head_offpolicy_versions,
             samples=self.sample_law,
+            left_out=dict(sorted(self.left_out.items())),
             violations=tuple(self.violations),
             known=0 if mark is None else mark.num_durable + sum(mark.dropped.values()),
             known_at=None if mark is None else mark.at,
@@ -201,4 +217,5 @@ class Findings:
             dropped=dict(self.dropped),
             samples=self.samples.final,
             max_lag=self.max_lag,
+            left_out=dict(self.final_left_out),
         )

@@ -269,6 +269,7 @@ def _check_payload(group: GroupRecord, facts: GroupFacts | str | None, findings:
             findings.add(f"group {group.group_id}: {wrong}")
         recorded = (group.num_samples, group.baseline)
         findings.expect_of(group, "samples and baseline", recorded, (facts.num_samples, facts.baseline))
+        findings.count_left_out(group, facts.left_out)
         obstacle = find_obstacle(facts, findings.run.settings.limits)
     if group.state in (GroupState.TRAINED, GroupState.DURABLE):
         if (group.unusable is None) is not (obstacle is None):
