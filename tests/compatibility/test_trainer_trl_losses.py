@@ -10,7 +10,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venvs" / "trl" / "bin" / "python"
-NAMES = ("grpo", "grpo_token_mean", "grpo_kl", "dr_grpo", "dapo", "gspo", "cispo")
+NAMES = (
+    "grpo",
+    "grpo_token_mean",
+    "grpo_kl",
+    "grpo_kl_weighted",
+    "grpo_off_policy_mask",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "sapo",
+)
 
 
 @pytest.fixture(scope="module")

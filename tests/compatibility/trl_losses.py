@@ -43,6 +43,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.05, "epsilon_high": 0.08},
         {"loss": "gspo", "clip_low": 0.05, "clip_high": 0.08},
     ),
+    "sapo": ({"loss_type": "sapo"}, {"loss": "sapo", "reduction": "sequence_mean"}),
+    "grpo_off_policy_mask": (
+        {"loss_type": "grpo", "off_policy_mask_threshold": 0.05},
+        {"loss": "grpo", "reduction": "sequence_mean", "off_policy_mask": 0.05},
+    ),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.3}, {"loss": "cispo", "clip_high": 0.3}),
 }
 
