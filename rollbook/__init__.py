@@ -52,6 +52,7 @@ __all__ = [
     "RunFailedError",
     "RunSettings",
     "SamplingParams",
+    "Sandbox",
     "Sink",
     "StalenessController",
     "SyncLedgerClient",
@@ -68,11 +69,13 @@ __all__ = [
     "evaluate",
     "open_host",
     "open_ledger_client",
+    "open_sandbox",
     "open_sync_ledger_client",
     "parse_tool_calls",
     "replay",
     "rollout_to_prompt_group",
     "run_async_rl_loop",
+    "run_code",
     "serve_environments",
     "serve_rollouts",
     "train",
@@ -117,6 +120,9 @@ if TYPE_CHECKING:
     from rollbook.rollout.settings import TO_BE_SCORED
     from rollbook.run.config.run import ConfigError, RunConfig
     from rollbook.run.reader import audit
+    from rollbook.sandbox.bubblewrap import open_sandbox
+    from rollbook.sandbox.code import run_code
+    from rollbook.sandbox.sandbox import Sandbox
     from rollbook.tasks.curriculum import Curriculum
     from rollbook.tasks.cursor import CursorDataLoader
     from rollbook.telemetry.sinks.sink import Sink
@@ -165,6 +171,7 @@ _MODULES = {
     "RunFailedError": "rollbook.commands.training.train",
     "RunSettings": "rollbook.contracts.admission",
     "SamplingParams": "rollbook.contracts.policy",
+    "Sandbox": "rollbook.sandbox.sandbox",
     "Sink": "rollbook.telemetry.sinks.sink",
     "StalenessController": "rollbook.rollout.dispatch.slots",
     "SyncLedgerClient": "rollbook.ledger.client.blocking",
@@ -181,11 +188,13 @@ _MODULES = {
     "evaluate": "rollbook.commands.record.evaluate",
     "open_host": "rollbook.integrations.trl_run",
     "open_ledger_client": "rollbook.ledger.client.client",
+    "open_sandbox": "rollbook.sandbox.bubblewrap",
     "open_sync_ledger_client": "rollbook.ledger.client.blocking",
     "parse_tool_calls": "rollbook.contracts.output_formats",
     "replay": "rollbook.commands.record.replay",
     "rollout_to_prompt_group": "rollbook.integrations.recipe_groups",
     "run_async_rl_loop": "rollbook.integrations.async_recipe",
+    "run_code": "rollbook.sandbox.code",
     "serve_environments": "rollbook.envs.server.run",
     "serve_rollouts": "rollbook.rollout.remote.server",
     "train": "rollbook.commands.training.train",

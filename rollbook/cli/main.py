@@ -44,6 +44,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("checks.config:COMMANDS", "Check configurations."),
     "env": ("servers.env:COMMANDS", "Serve environments over OpenEnv, or play one by hand."),
     "ledger": ("servers.ledger:COMMANDS", "Serve a ledger without a run, and maintain its store."),
+    "tasks": ("checks.tasks:COMMANDS", "Check tasks, and that their reference solutions pass."),
     "tokens": ("checks.tokens:COMMANDS", "Check token fidelity."),
     "models": ("training.models:COMMANDS", "Small real models from the package index."),
     "policy": ("servers.policy:COMMANDS", "Serve a language model over an OpenAI-compatible API."),

@@ -7,7 +7,10 @@ from pydantic import BaseModel, Field, SecretStr, model_validator
 ENVIRONMENTS = {
     "arithmetic": "rollbook.envs.builtin.arithmetic:Arithmetic",
     "aws": "rollbook.envs.builtin.awscli.environment:AwsCliEnvironment",
+    "code": "rollbook.envs.builtin.code:Code",
     "delayed_number_guessing": "rollbook.envs.builtin.number_guessing:DelayedNumberGuessing",
+    "files": "rollbook.envs.builtin.shell:Files",
+    "harbor": "rollbook.envs.builtin.shell:Harbor",
     "maths": "rollbook.envs.builtin.maths:Maths",
     "number_guessing": "rollbook.envs.builtin.number_guessing:NumberGuessing",
     "question": "rollbook.envs.builtin.question:Question",
@@ -22,8 +25,8 @@ class EnvConfig(BaseModel, frozen=True, extra="forbid"):
 
     name: str = Field(default="number_guessing", min_length=1)
     """The environment: a built-in one (`number_guessing`, `delayed_number_guessing`, `arithmetic`, `maths`, `question`, `terminal`,
-    `aws`, `reasoning_gym`), or `module:Class` for your own. Where the run has reward functions and no rollout
-    function, the default is `question`: each task asks its `question`, and the reply is scored."""
+    `files`, `code`, `harbor`, `aws`, `reasoning_gym`), or `module:Class` for your own. Where the run has reward functions and no
+    rollout function, the default is `question`: each task asks its `question`, and the reply is scored."""
 
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment's class, the same for every episode. Values that differ by episode belong in the

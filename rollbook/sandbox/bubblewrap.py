@@ -26,7 +26,7 @@ from typing import Literal
 
 from rollbook.concurrency.deadline import finish
 from rollbook.sandbox.process import KILL_S, ProcessSandbox
-from rollbook.sandbox.sandbox import Image, Limits, Sandbox, SandboxDiedError, SandboxUnavailableError
+from rollbook.sandbox.sandbox import SYSTEM_PATH, Image, Limits, Sandbox, SandboxDiedError, SandboxUnavailableError
 from rollbook.sandbox.seccomp import seccomp_filter
 
 Kind = Literal["bubblewrap", "none"]
@@ -34,7 +34,6 @@ Kind = Literal["bubblewrap", "none"]
 START_S = 30.0
 """A start takes milliseconds; an overloaded machine needs longer."""
 OPEN_FILES = 4096
-SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 WHOLE = frozenset({"usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"})
 """Directories of a root that are read-only as a whole. Of the others, each entry is: files can be created next to them."""
 PRIVATE = frozenset({"proc", "dev", "sys", "tmp", "run", "mnt", "media", "boot", "lost+found"})
@@ -246,10 +245,10 @@ def _python(image: Image) -> str:
 
 
 def _environment(image: Image) -> dict[str, str]:
-    path = SYSTEM_PATH
+    path = image.env.get("PATH", SYSTEM_PATH)
     if image.root is None:
         path = f"{Path(_python(image)).parent}:{path}"
-    return {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "USER": "root", **image.env}
+    return {"HOME": "/root", "LANG": "C.UTF-8", "USER": "root", **image.env, "PATH": path}
 
 
 def _guest_limits(limits: Limits) -> dict[str, object]:

@@ -23,6 +23,7 @@ from typing import Protocol
 
 from rollbook.contracts.errors import EpisodeError, RunError
 
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_OUTPUT_BYTES = 2**20
 MAX_READ_BYTES = 64 * 2**20

@@ -10,14 +10,19 @@ ATROPOS = "atropos"
 
 FILE_ENDINGS = (".jsonl", ".csv", ".parquet")
 HUB_PREFIX = "hf:"
+HARBOR_PREFIX = "harbor:"
 
 
 def is_file(source: str) -> bool:
-    return source.endswith(FILE_ENDINGS) and not is_hub(source)
+    return source.endswith(FILE_ENDINGS) and not is_hub(source) and not is_harbor(source)
 
 
 def is_hub(source: str) -> bool:
     return source.startswith(HUB_PREFIX)
+
+
+def is_harbor(source: str) -> bool:
+    return source.startswith(HARBOR_PREFIX)
 
 
 class AtroposSourceConfig(BaseModel, frozen=True, extra="forbid"):
@@ -158,8 +163,8 @@ class HubConfig(BaseModel, frozen=True, extra="forbid"):
 class TasksConfig(BaseModel, frozen=True, extra="forbid"):
     source: str = Field(min_length=1)
     """A file (`tasks.jsonl`, `.csv` or `.parquet`, relative to the config file), a Python function (`module:function`) that yields
-    rows, a dataset of the Hugging Face Hub or a local dataset directory (`hf:openai/gsm8k`, see `[tasks.hub]`), or `atropos`:
-    Atropos environments post whole groups, see `[tasks.atropos]`."""
+    rows, a dataset of the Hugging Face Hub or a local dataset directory (`hf:openai/gsm8k`, see `[tasks.hub]`), a directory of
+    Harbor tasks (`harbor:DIR`), or `atropos`: Atropos environments post whole groups, see `[tasks.atropos]`."""
 
     columns: dict[str, str] = Field(default_factory=dict)
     """Fields of a row, each with its column in the source: `{ question = "problem" }`. Others are left out. Unset: all columns."""
@@ -206,7 +211,7 @@ class TasksConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def is_function(self) -> bool:
-        return not is_file(self.source) and not is_hub(self.source)
+        return not (is_file(self.source) or is_hub(self.source) or is_harbor(self.source))
 
     @property
     def is_endless(self) -> bool:
@@ -246,8 +251,8 @@ class TasksConfig(BaseModel, frozen=True, extra="forbid"):
             module, colon, function = self.source.partition(":")
             if not (module and colon and function.isidentifier()):
                 raise ValueError(
-                    f"source {self.source!r} is no file that ends in {', '.join(FILE_ENDINGS)}, no dataset (hf:NAME) and no "
-                    f"function (module:function)"
+                    f"source {self.source!r} is no file that ends in {', '.join(FILE_ENDINGS)}, no dataset (hf:NAME), no "
+                    f"directory of tasks (harbor:DIR) and no function (module:function)"
                 )
         elif self.args:
             raise ValueError(

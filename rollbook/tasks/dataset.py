@@ -20,7 +20,8 @@ from rollbook.contracts.plugin import extend_search_path, load_on_demand, load_p
 from rollbook.contracts.ports import TaskSource
 from rollbook.contracts.task import Task, TaskId
 from rollbook.contracts.user_errors import describe_error, did_you_mean
-from rollbook.tasks.config import HUB_PREFIX, TasksConfig, is_hub
+from rollbook.sandbox.harbor.task import find_tasks, read_task
+from rollbook.tasks.config import HARBOR_PREFIX, HUB_PREFIX, TasksConfig, is_harbor, is_hub
 from rollbook.tasks.curriculum import Curriculum
 from rollbook.tasks.cursor import CursorDataLoader
 from rollbook.tasks.mastery_log import MasteryLog
@@ -44,6 +45,8 @@ def load_tasks(
         rows = _rows_of_function(config.source, config.args, base_dir)
     elif is_hub(config.source):
         rows = _rows_of_hub(config, base_dir, setting)
+    elif is_harbor(config.source):
+        rows = _rows_of_harbor(base_dir / config.source.removeprefix(HARBOR_PREFIX))
     else:
         rows = _rows_of_file(base_dir / config.source)
     chosen = ((where, _with_columns(row, config.columns, where)) for where, row in islice(rows, config.limit))
@@ -167,6 +170,20 @@ def _rows_of_hub(config: TasksConfig, base_dir: Path, setting: str) -> Iterator[
         raise
     except Exception as error:  # The library raises errors of the network, of files and of formats.
         raise DatasetError(f"{config.source} (split {split}) cannot be read: {describe_error(error)}") from error
+
+
+def _rows_of_harbor(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each task is read and checked, so that one that cannot be played is reported before a run starts."""
+    for directory in find_tasks(root.resolve()):
+        task = read_task(directory)
+        texts = {name: value for name, value in task.metadata.items() if isinstance(value, str)}
+        row = {
+            "id": task.name,
+            "instruction": task.instruction,
+            "path": str(directory),
+            "timeout_s": task.agent_timeout_s,
+        }
+        yield str(directory), {**texts, **row}
 
 
 def _rows_of_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

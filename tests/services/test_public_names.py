@@ -30,6 +30,7 @@ from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.service import serving
 from tests.parts.rollout.dispatching import REPOSITORY
 from tests.parts.rollout.guessing import letter_tokenizer, setup_of
+from tests.parts.sandbox.bubblewrap import require_bubblewrap
 from tests.services.test_rollout_worker import order
 
 SAMPLING = rollbook.SamplingParams(max_tokens=4)
@@ -325,6 +326,14 @@ async def test_environments_are_played_in_groups(env_server: str) -> None:
             return blocking.run_group(task, lambda session, first: session.step("5").reward)
 
     assert len(await asyncio.to_thread(play_blocking)) == 2
+
+
+async def test_code_runs_in_a_sandbox() -> None:
+    require_bubblewrap()
+    assert (await rollbook.run_code("print(6 * 7)")).stdout == b"42\n"
+    async with rollbook.open_sandbox() as sandbox:
+        opened: rollbook.Sandbox = sandbox
+        assert (await opened.exec("pwd")).text == "/work\n"
 
 
 async def test_a_weight_client_talks_to_a_policy_server(policy_server: str) -> None:

@@ -17,7 +17,7 @@ from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.settings import ROLLOUTS
 from rollbook.run.config.cluster import ClusterConfig, ResourcesConfig
 from rollbook.run.config.evaluation import EvaluationConfig
-from rollbook.tasks.config import TasksConfig, is_file, is_hub
+from rollbook.tasks.config import HARBOR_PREFIX, TasksConfig, is_file, is_harbor, is_hub
 from rollbook.telemetry.config import TelemetryConfig
 from rollbook.trainer.config import OF_WHOLE_GROUPS, TURN_ADVANTAGES, LoraSettings, TrainerConfig
 
@@ -375,6 +375,8 @@ def missing_files(parts: Parts, source_dir: Path, search_path: Sequence[Path]) -
     for path, source in _task_sources(parts):
         if is_file(source) and not (source_dir / source).exists():
             yield path, f"no such file: {source_dir / source}"
+        if is_harbor(source) and not (source_dir / source.removeprefix(HARBOR_PREFIX)).is_dir():
+            yield path, f"no such directory: {source_dir / source.removeprefix(HARBOR_PREFIX)}"
     match parts.get("rollout"):
         case RolloutConfig() as rollout:
             for name, function in rollout.rewards.functions.items():
@@ -402,7 +404,7 @@ def _plugins(parts: Parts) -> Iterator[tuple[str, str, str | None, Mapping[str, 
     yield from (
         (path, source, None, NO_SHORT_NAMES)
         for path, source in _task_sources(parts)
-        if not (is_file(source) or is_hub(source))
+        if not (is_file(source) or is_hub(source) or is_harbor(source))
     )
     match parts.get("rollout"):
         case RolloutConfig() as rollout:

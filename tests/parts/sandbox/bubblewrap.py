@@ -1,6 +1,5 @@
 """bubblewrap for tests: installed if it is missing, otherwise the tests that need it are skipped with the reason."""
 
-import asyncio
 import os
 import shutil
 import subprocess
@@ -8,6 +7,7 @@ from functools import cache
 
 import pytest
 
+from rollbook.concurrency.blocking import run_blocking
 from rollbook.sandbox.bubblewrap import open_sandbox
 from rollbook.sandbox.sandbox import SandboxUnavailableError
 
@@ -32,7 +32,7 @@ def _why_not() -> str | None:
                 env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
             )
     try:
-        asyncio.run(_start_one())
+        run_blocking(_start_one())
     except SandboxUnavailableError as error:
         return str(error)
     return None

@@ -1,0 +1,141 @@
+"""The environments `code` and `files`: real code and a real shell in a sandbox."""
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+
+from rollbook.commands.checks.tasks import check_tasks
+from rollbook.envs.builtin.code import Code
+from rollbook.envs.builtin.code_tasks import tasks as code_tasks
+from rollbook.envs.builtin.shell import Files, file_tasks
+from rollbook.sandbox.code import run_code
+from rollbook.sandbox.sandbox import Limits, SandboxDiedError, SandboxUnavailableError
+from tests.parts.sandbox.bubblewrap import require_bubblewrap
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _bubblewrap() -> None:
+    require_bubblewrap()
+
+
+def module(code: str) -> str:
+    return f"Here it is:\n```python\n{code}\n```"
+
+
+def task_of(name: str) -> dict[str, Any]:
+    return next(task for task in code_tasks() if task["id"] == name)
+
+
+def test_there_are_more_than_two_hundred_code_tasks_in_five_tiers() -> None:
+    tasks = list(code_tasks())
+    assert len({task["id"] for task in tasks}) == len(tasks) == 240
+    assert {task["tier"] for task in tasks} == {1, 2, 3, 4, 5}
+    assert tasks == list(code_tasks())
+    assert len({task["id"] for task in file_tasks()}) == 60
+    assert {task["tier"] for task in file_tasks()} == {1, 2, 3, 4, 5}
+
+
+async def test_a_module_is_repaired_over_several_turns() -> None:
+    task = task_of("code-shorten-4-repair")
+    environment = Code()
+    shown = (await environment.reset(task)).text
+    assert task["start"] in shown
+    first = await environment.step(module(task["start"]))
+    assert not first.done
+    assert "tests pass" in first.text
+    assert (await environment.step("I give no code")).text == "There is no block with a module in your answer."
+    broken = await environment.step(module("def shorten(text:"))
+    assert "SyntaxError" in broken.text
+    last = await environment.step(Code.oracle(task))
+    assert (last.done, last.solved, last.reward) == (True, True, 1.0)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "print('All tests pass.')",
+        "while True: pass",
+        "x = bytearray(10**10)",
+        "import os\nwhile True: os.fork()",
+        "class E:\n    def __eq__(self, other): return True\ndef scaled_sum(numbers): return E()",
+        "import sys, json\nf = sys._getframe(1).f_globals\ndef scaled_sum(n): return f.get('cases')",
+        "def scaled_sum(n):\n    import sys\n    sys.setrecursionlimit(10**9)\n    return scaled_sum(n)",
+    ],
+)
+async def test_code_that_cheats_or_destroys_gets_nothing(code: str) -> None:
+    environment = Code(max_turns=1, run_s=1.5)
+    await environment.reset(task_of("code-scaled_sum-3-write"))
+    result = await environment.step(module(code))
+    assert (result.done, result.reward) == (True, 0.0)
+    assert (await environment.reset(task_of("code-scaled_sum-3-write"))).text
+
+
+async def test_files_of_a_real_file_system_are_changed_and_graded() -> None:
+    task = next(task for task in file_tasks() if "tidy" in task["id"])
+    environment = Files()
+    await environment.reset(task)
+    assert "inbox" in (await environment.step("```sh\nls\n```")).text
+    assert "exit code 1" in (await environment.step("cat /etc/shadow")).text
+    for command in Files.oracle(task):
+        last = await environment.step(command)
+    assert (last.done, last.reward) == (True, 1.0)
+    assert last.facts["sandbox"]["kind"] == "bubblewrap"
+    with pytest.raises(ValueError, match="solved at the start"):
+        await environment.reset({**task, "expect": {}})
+    await environment.close()
+
+
+async def test_commands_that_exceed_a_limit_end_the_episode_with_no_reward() -> None:
+    environment = Files()
+    await environment.reset(next(iter(file_tasks())))
+    last = await environment.step("bomb() { bomb | bomb & }; bomb; sleep 30")
+    assert (last.done, last.reward) == (True, 0.0)
+    assert "processes" in last.text
+
+
+async def test_a_sandbox_that_dies_is_not_scored() -> None:
+    environment = Files()
+    await environment.reset(next(iter(file_tasks())))
+    step = asyncio.create_task(environment.step("sleep 30"))
+    await asyncio.sleep(0)
+    os.kill(environment._sandbox._process.pid, 9)  # type: ignore[union-attr]
+    with pytest.raises(SandboxDiedError):
+        await step
+    await environment.close()
+
+
+async def test_generated_tasks_give_1_to_their_solution_and_0_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = [task for task in code_tasks(constants=(3,)) if task["kind"] == "repair"][::4]
+    some = {"code": lambda: code, "files": lambda: list(file_tasks(count=10))}
+    monkeypatch.setattr("rollbook.commands.checks.tasks.GENERATED", some)
+    for source, count in (("files", 10), ("code", 5)):
+        checks = await check_tasks(source, is_oracle=True)
+        assert [(check.fault, check.solved, check.empty) for check in checks] == [(None, 1.0, 0.0)] * count
+
+
+@pytest.mark.slow
+async def test_all_generated_tasks_give_1_to_their_solution_and_0_to_nothing() -> None:
+    checks = [*await check_tasks("code", is_oracle=True), *await check_tasks("files", is_oracle=True)]
+    assert len(checks) == 300
+    assert {(check.fault, check.solved, check.empty) for check in checks} == {(None, 1.0, 0.0)}
+
+
+async def test_a_reward_function_runs_code_and_gets_a_result_for_every_failure_of_the_code() -> None:
+    assert (await run_code("print(input())", stdin=b"42")).stdout == b"42\n"
+    assert (await run_code("import helper", files={"helper.py": "print('helped')"})).stdout == b"helped\n"
+    assert (await run_code("raise SystemExit(4)")).exit_code == 4
+    assert (await run_code("while True: pass", timeout_s=0.5)).is_timed_out
+    small = Limits(processes=5)
+    ended = await run_code("import os\nfor _ in range(9): os.fork()\nimport time; time.sleep(30)", limits=small)
+    assert (ended.is_ok, ended.exit_code) == (False, -9)
+    assert b"processes" in ended.stderr
+
+
+async def test_code_is_not_run_where_no_sandbox_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SandboxUnavailableError, match="bubblewrap is not installed"):
+        await run_code("print(1)")
