@@ -25,6 +25,7 @@ from rollbook.envs.builtin.awscli.short_text import goal_of, one_line
 from rollbook.envs.builtin.awscli.solution import output_of
 from rollbook.envs.builtin.awscli.tasks.checks import holds, is_right
 from rollbook.envs.builtin.awscli.tasks.task_bank import Check
+from rollbook.envs.builtin.code import module_of, results_of
 from rollbook.envs.builtin.maths import as_number, final_answer, is_same_answer
 from rollbook.envs.builtin.number_guessing import parse_guess
 from rollbook.envs.builtin.terminal.commands import run_line
@@ -186,6 +187,8 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {
     "envs/builtin/awscli/solution.py:output_of": output_of,
     "envs/builtin/awscli/tasks/checks.py:holds": _matches,
     "envs/builtin/awscli/tasks/checks.py:is_right": partial(is_right, ["a", "b"]),
+    "envs/builtin/code.py:module_of": module_of,
+    "envs/builtin/code.py:results_of": lambda text: results_of(f"mark{text}", "mark"),
     "envs/builtin/maths.py:as_number": as_number,
     "envs/builtin/maths.py:final_answer": final_answer,
     "envs/builtin/maths.py:last_boxed": final_answer,
@@ -247,6 +250,8 @@ OTHER_TEXT: Mapping[str, str] = {
     "envs/builtin/awscli/tasks/checks.py:value_of": "one JSON document, parsed once",
     "envs/builtin/awscli/tasks/setup.py:_run_setup_step": "a line of the task bank",
     "envs/builtin/awscli/tasks/setup.py:kept_values": "one JSON document, parsed once",
+    "envs/builtin/code_tasks.py:_cases": "arguments of our own tasks",
+    "envs/builtin/code_tasks.py:_outcome": "arguments of our own tasks",
     "inference/server/grammars.py:_first_line": "an error message of llguidance",
     "inference/server/routes/responses.py:response_to": "an error message of msgspec or of ours",
     "inference/server/weight_updates.py:find_copy": "no text",

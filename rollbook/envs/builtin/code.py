@@ -6,16 +6,15 @@ Tasks: `rollbook.envs.builtin.code_tasks`.
 """
 
 import json
-import re
 import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from rollbook.contracts.decoding import is_too_deep
 from rollbook.contracts.task import Observation
 from rollbook.sandbox.bubblewrap import Kind
 from rollbook.sandbox.code import run_code
 
-BLOCK = re.compile(r"```[^\n]*\n(.*?)```", re.DOTALL)
 MAX_ERROR_CHARS = 600
 RUNNER = """
 import json, sys
@@ -61,11 +60,11 @@ class Code:
             raise RuntimeError("step without a task: reset first")
         task = self._task
         self._turns += 1
-        blocks = BLOCK.findall(action)
-        if blocks:
-            passed, feedback = await self._score(task, blocks[-1])
-        else:
+        module = module_of(action)
+        if module is None:
             passed, feedback = 0, "There is no block with a module in your answer."
+        else:
+            passed, feedback = await self._score(task, module)
         solved = passed == len(task["tests"])
         done = solved or self._turns >= self._max_turns
         if done:
@@ -78,7 +77,7 @@ class Code:
             facts={
                 "passed": passed,
                 "tests": len(task["tests"]),
-                "module": blocks[-1] if blocks else "",
+                "module": module or "",
                 "sandbox": self._sandbox,
             },
         )
@@ -94,16 +93,10 @@ class Code:
         result = await run_code(
             RUNNER, files={"solution.py": module}, stdin=request, timeout_s=self._run_s, sandbox=self._sandbox
         )
-        line = next(
-            (one for one in reversed(result.stdout.decode(errors="replace").splitlines()) if one.startswith(mark)), ""
-        )
-        try:
-            results = json.loads(line.removeprefix(mark)) if line else []
-        except (ValueError, RecursionError):
-            results = []
+        results = results_of(result.stdout.decode(errors="replace"), mark)
         if result.is_timed_out:
             return 0, f"The tests took longer than {self._run_s:g} s."
-        if not isinstance(results, list) or len(results) != len(task["tests"]):
+        if len(results) != len(task["tests"]):
             return 0, f"The module failed:\n{result.text[-MAX_ERROR_CHARS:]}"
         pairs = list(zip(task["tests"], results, strict=True))
         passed = sum(_passes(case, outcome) for case, outcome in pairs)
@@ -125,6 +118,26 @@ class Code:
         """Tasks for the playground."""
         goal = "double(x) returns twice x."
         return [{"goal": goal, "function": "double", "tests": [{"args": [n], "value": 2 * n} for n in (1, 5, -3)]}]
+
+
+def module_of(action: str) -> str | None:
+    """The last fenced block of the agent's text; a block that was cut at the end of the answer counts."""
+    blocks = action.split("```")
+    if len(blocks) < 2:
+        return None
+    return blocks[-2 if len(blocks) % 2 else -1].partition("\n")[2]
+
+
+def results_of(printed: str, mark: str) -> list[Any]:
+    """What the runner printed after its mark."""
+    _, found, rest = printed.rpartition(mark)
+    if not found or is_too_deep(rest):
+        return []
+    try:
+        results = json.loads(rest)
+    except ValueError:
+        return []
+    return results if isinstance(results, list) else []
 
 
 def _passes(case: Mapping[str, Any], outcome: Any) -> bool:
