@@ -53,6 +53,8 @@ __all__ = [
     "RunSettings",
     "SamplingParams",
     "Sandbox",
+    "SandboxImage",
+    "SandboxLimits",
     "Sink",
     "StalenessController",
     "SyncLedgerClient",
@@ -122,7 +124,7 @@ if TYPE_CHECKING:
     from rollbook.run.reader import audit
     from rollbook.sandbox.bubblewrap import open_sandbox
     from rollbook.sandbox.code import run_code
-    from rollbook.sandbox.sandbox import Sandbox
+    from rollbook.sandbox.sandbox import Sandbox, SandboxImage, SandboxLimits
     from rollbook.tasks.curriculum import Curriculum
     from rollbook.tasks.cursor import CursorDataLoader
     from rollbook.telemetry.sinks.sink import Sink
@@ -172,6 +174,8 @@ _MODULES = {
     "RunSettings": "rollbook.contracts.admission",
     "SamplingParams": "rollbook.contracts.policy",
     "Sandbox": "rollbook.sandbox.sandbox",
+    "SandboxImage": "rollbook.sandbox.sandbox",
+    "SandboxLimits": "rollbook.sandbox.sandbox",
     "Sink": "rollbook.telemetry.sinks.sink",
     "StalenessController": "rollbook.rollout.dispatch.slots",
     "SyncLedgerClient": "rollbook.ledger.client.blocking",

@@ -53,7 +53,7 @@ class SandboxLimitError(SandboxError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SandboxLimits:
     """Limits of a sandbox as a whole. Exceeding one of them ends it, except disk: writes fail when it is full."""
 
     memory_mb: int = 1024
@@ -76,7 +76,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Image:
+class SandboxImage:
     """The files that a sandbox starts with. Everything outside `/usr` and `binds` is private to the sandbox and writable."""
 
     root: Path | None = None
@@ -89,6 +89,11 @@ class Image:
     """Environment variables of all commands. Those of this process are never passed on."""
     workdir: str = "/work"
     """Where commands start, and what relative paths are relative to. Created if needed."""
+
+
+# Their names in this package; the long ones are public.
+Limits = SandboxLimits
+Image = SandboxImage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

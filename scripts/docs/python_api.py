@@ -100,7 +100,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "MultiTurnEnvPool",
         "MiniStackPool",
     ),
-    "Untrusted code": ("run_code", "open_sandbox", "Sandbox"),
+    "Untrusted code": ("run_code", "open_sandbox", "Sandbox", "SandboxImage", "SandboxLimits"),
 }
 
 

@@ -331,9 +331,10 @@ async def test_environments_are_played_in_groups(env_server: str) -> None:
 async def test_code_runs_in_a_sandbox() -> None:
     require_bubblewrap()
     assert (await rollbook.run_code("print(6 * 7)")).stdout == b"42\n"
-    async with rollbook.open_sandbox() as sandbox:
+    image, limits = rollbook.SandboxImage(workdir="/app"), rollbook.SandboxLimits(memory_mb=256)
+    async with rollbook.open_sandbox(image, limits) as sandbox:
         opened: rollbook.Sandbox = sandbox
-        assert (await opened.exec("pwd")).text == "/work\n"
+        assert (await opened.exec("pwd")).text == "/app\n"
 
 
 async def test_a_weight_client_talks_to_a_policy_server(policy_server: str) -> None:
