@@ -22,7 +22,7 @@ WORDS = ("ant", "bee", "cat", "dog", "elk", "fox", "gnu", "hen", "ibis", "jay")
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class CodeFamily:
     """One function. `K` in its texts is the constant of a task; `mistake` replaces a part of the solution."""
 
     tier: int
@@ -45,7 +45,7 @@ def tasks(
                 yield _task(family, constant, kind, seed)
 
 
-def _task(family: Family, constant: int, kind: str, seed: int) -> dict[str, Any]:
+def _task(family: CodeFamily, constant: int, kind: str, seed: int) -> dict[str, Any]:
     rng = random.Random(f"{family.name}/{constant}/{kind}/{seed}")
     solution = _with_constant(textwrap.dedent(family.solution).strip() + "\n", constant)
     right_part, wrong_part = (_with_constant(part, constant) for part in family.mistake)
@@ -67,7 +67,7 @@ def _task(family: Family, constant: int, kind: str, seed: int) -> dict[str, Any]
     }
 
 
-def _cases(family: Family, solution: str, wrong: str, rng: random.Random) -> list[dict[str, Any]]:
+def _cases(family: CodeFamily, solution: str, wrong: str, rng: random.Random) -> list[dict[str, Any]]:
     """Arguments with their values. At least one of them shows the mistake, and values differ, so that no constant passes."""
     right, mistaken = (_function(code, family.name) for code in (solution, wrong))
     cases: list[dict[str, Any]] = []
@@ -134,8 +134,8 @@ def _polish(rng: random.Random) -> str:
     return " ".join(words)
 
 
-FAMILIES: tuple[Family, ...] = (
-    Family(
+FAMILIES: tuple[CodeFamily, ...] = (
+    CodeFamily(
         1,
         "scaled_sum",
         "scaled_sum(numbers) returns K times the sum of the numbers.",
@@ -143,7 +143,7 @@ FAMILIES: tuple[Family, ...] = (
         ("K * sum", "K + sum"),
         lambda rng: [_numbers(rng)],
     ),
-    Family(
+    CodeFamily(
         1,
         "clamped",
         "clamped(x) returns x, but at least 0 and at most K.",
@@ -151,7 +151,7 @@ FAMILIES: tuple[Family, ...] = (
         ("max(0, min(K, x))", "min(K, x)"),
         lambda rng: [rng.randint(-10, 15)],
     ),
-    Family(
+    CodeFamily(
         1,
         "count_multiples",
         "count_multiples(numbers) returns how many of the whole numbers are divisible by K.",
@@ -159,7 +159,7 @@ FAMILIES: tuple[Family, ...] = (
         ("n % K == 0", "n > K"),
         lambda rng: [_numbers(rng)],
     ),
-    Family(
+    CodeFamily(
         1,
         "shorten",
         "shorten(text) returns the first K characters of the text, followed by '...' if there were more.",
@@ -167,7 +167,7 @@ FAMILIES: tuple[Family, ...] = (
         ("len(text) <= K", "len(text) < K"),
         lambda rng: ["abcdefghij"[: rng.randint(0, 10)]],
     ),
-    Family(
+    CodeFamily(
         2,
         "every_nth",
         "every_nth(items) returns the list of every K-th item: the K-th, the 2*K-th and so on, counted from 1.",
@@ -175,7 +175,7 @@ FAMILIES: tuple[Family, ...] = (
         ("[K - 1 :: K]", "[::K]"),
         lambda rng: [_numbers(rng, most=20)],
     ),
-    Family(
+    CodeFamily(
         2,
         "shift_letters",
         "shift_letters(text) replaces each letter a to z by the letter K places later; after z comes a. Other characters stay.",
@@ -191,7 +191,7 @@ FAMILIES: tuple[Family, ...] = (
         (" % 26 +", " +"),
         lambda rng: [f"{rng.choice(WORDS)} {rng.choice('xyz')}{rng.randint(0, 9)}"],
     ),
-    Family(
+    CodeFamily(
         2,
         "running_totals",
         "running_totals(numbers) returns the list of the sums of the first 1, 2, 3, ... numbers, each as its remainder modulo K.",
@@ -206,7 +206,7 @@ FAMILIES: tuple[Family, ...] = (
         ("total += number", "total = number"),
         lambda rng: [_numbers(rng)],
     ),
-    Family(
+    CodeFamily(
         2,
         "chunks",
         "chunks(items) splits the list into lists of K items, in order. The last one may be shorter.",
@@ -214,7 +214,7 @@ FAMILIES: tuple[Family, ...] = (
         ("range(0, len(items), K)", "range(0, len(items) - K + 1, K)"),
         lambda rng: [_numbers(rng, most=15)],
     ),
-    Family(
+    CodeFamily(
         3,
         "frequent_words",
         "frequent_words(text) returns the K most frequent words, the most frequent first; words of equal frequency by alphabet.",
@@ -228,7 +228,7 @@ FAMILIES: tuple[Family, ...] = (
         ("(-counts[word], word)", "(counts[word], word)"),
         lambda rng: [_text(rng, 25)],
     ),
-    Family(
+    CodeFamily(
         3,
         "by_remainder",
         "by_remainder(numbers) returns a dictionary from each remainder modulo K, as a string, to the sorted list of its numbers.",
@@ -242,7 +242,7 @@ FAMILIES: tuple[Family, ...] = (
         ("sorted(numbers)", "numbers"),
         lambda rng: [_numbers(rng)],
     ),
-    Family(
+    CodeFamily(
         3,
         "merged",
         "merged(intervals) joins intervals [start, end] that overlap or whose gap is at most K, and returns them sorted by start.",
@@ -259,7 +259,7 @@ FAMILIES: tuple[Family, ...] = (
         ("in sorted(intervals)", "in intervals"),
         lambda rng: [_intervals(rng)],
     ),
-    Family(
+    CodeFamily(
         3,
         "window_means",
         "window_means(numbers) returns the mean of each K neighbouring numbers, rounded down, in order.",
@@ -270,7 +270,7 @@ FAMILIES: tuple[Family, ...] = (
         ("len(numbers) - K + 1", "len(numbers) - K"),
         lambda rng: [_numbers(rng, most=14)],
     ),
-    Family(
+    CodeFamily(
         4,
         "longest_calm",
         "longest_calm(numbers) returns the length of the longest part of neighbouring numbers in which each differs from the one "
@@ -286,7 +286,7 @@ FAMILIES: tuple[Family, ...] = (
         ("best = max(best, length)", "best = length"),
         lambda rng: [_numbers(rng, 0, 12, 14)],
     ),
-    Family(
+    CodeFamily(
         4,
         "best_sum",
         "best_sum(numbers, most) returns the largest sum that is at most `most`, where each number may be used up to K times.",
@@ -301,7 +301,7 @@ FAMILIES: tuple[Family, ...] = (
         ("range(K)", "range(1)"),
         lambda rng: [[rng.randint(2, 12) for _ in range(rng.randint(1, 4))], rng.randint(5, 60)],
     ),
-    Family(
+    CodeFamily(
         4,
         "in_base",
         "in_base(n) returns the whole number n in base K as a string, with a minus sign for negative ones; 0 is '0'.",
@@ -316,7 +316,7 @@ FAMILIES: tuple[Family, ...] = (
         ("str(rest % K) + digits", "digits + str(rest % K)"),
         lambda rng: [rng.randint(-300, 300)],
     ),
-    Family(
+    CodeFamily(
         4,
         "polish",
         "polish(expression) evaluates an expression in reverse Polish notation, words separated by blanks, with the operators "
@@ -336,7 +336,7 @@ FAMILIES: tuple[Family, ...] = (
         ("left - right", "right - left"),
         lambda rng: [_polish(rng)],
     ),
-    Family(
+    CodeFamily(
         5,
         "cache_hits",
         "cache_hits(keys) returns, for each key in order, whether it was in a cache of the K most recently used keys then.",
@@ -354,7 +354,7 @@ FAMILIES: tuple[Family, ...] = (
         ("recent.remove(key)", "continue"),
         lambda rng: [[rng.choice("abcdefghijk"[: rng.randint(4, 11)]) for _ in range(rng.randint(12, 40))]],
     ),
-    Family(
+    CodeFamily(
         5,
         "edit_cost",
         "edit_cost(a, b) returns the lowest cost of changing the string a into b, where inserting or deleting a character costs "
@@ -371,7 +371,7 @@ FAMILIES: tuple[Family, ...] = (
         ("above[j] + 2, row[j - 1] + 2", "above[j] + 2, row[j - 1] + 1"),
         lambda rng: ["".join(rng.choice("abc") for _ in range(rng.randint(0, 7))) for _ in range(2)],
     ),
-    Family(
+    CodeFamily(
         5,
         "fewest_steps",
         "fewest_steps(grid) returns the fewest steps up, down, left or right from the first cell of the first row to the last "
@@ -398,7 +398,7 @@ FAMILIES: tuple[Family, ...] = (
         ('(grid[r][c] == "#")', "1"),
         lambda rng: [_grid(rng)],
     ),
-    Family(
+    CodeFamily(
         5,
         "finish_times",
         "finish_times(durations) returns when each task ends if K workers take the tasks in order, each task by the worker that is "

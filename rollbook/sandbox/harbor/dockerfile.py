@@ -46,7 +46,7 @@ class Copy:
 
 
 @dataclass(slots=True)
-class Recipe:
+class ImageRecipe:
     """What a Dockerfile describes."""
 
     base: str = ""
@@ -55,9 +55,9 @@ class Recipe:
     workdir: str = "/"
 
 
-def read_dockerfile(text: str, *, name: str = "Dockerfile") -> Recipe:
+def read_dockerfile(text: str, *, name: str = "Dockerfile") -> ImageRecipe:
     """Raises `DockerfileError` with the line of what cannot be built."""
-    recipe = Recipe()
+    recipe = ImageRecipe()
     arguments: dict[str, str] = {}
     for line, word, rest in _instructions(text):
         where = f"{name}, line {line}: {word} {rest}".strip()
@@ -75,7 +75,7 @@ def read_dockerfile(text: str, *, name: str = "Dockerfile") -> Recipe:
     return recipe
 
 
-def _read_from(recipe: Recipe, rest: str, arguments: Mapping[str, str], where: str) -> None:
+def _read_from(recipe: ImageRecipe, rest: str, arguments: Mapping[str, str], where: str) -> None:
     words = [word for word in rest.split() if not word.startswith("--platform=")]
     if recipe.base:
         raise DockerfileError(f"{where}: a sandbox builds one stage; images of several stages need a container engine")
@@ -84,7 +84,7 @@ def _read_from(recipe: Recipe, rest: str, arguments: Mapping[str, str], where: s
     recipe.base = _expand(words[0], arguments)
 
 
-def _read_step(recipe: Recipe, instruction: tuple[int, str, str], variables: Mapping[str, str], where: str) -> None:
+def _read_step(recipe: ImageRecipe, instruction: tuple[int, str, str], variables: Mapping[str, str], where: str) -> None:
     line, word, rest = instruction
     match word:
         case "RUN":

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollbook.contracts.errors import RunError
-from rollbook.sandbox.harbor.dockerfile import Recipe, read_dockerfile
+from rollbook.sandbox.harbor.dockerfile import ImageRecipe, read_dockerfile
 from rollbook.sandbox.sandbox import Limits
 
 VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
@@ -32,7 +32,7 @@ class HarborTask:
     name: str
     directory: Path
     instruction: str
-    recipe: Recipe
+    recipe: ImageRecipe
     limits: Limits
     agent_timeout_s: float
     verifier_timeout_s: float
@@ -101,12 +101,12 @@ def read_task(directory: Path) -> HarborTask:
     )
 
 
-def _recipe(directory: Path, environment: Mapping[str, Any], path: Path) -> Recipe:
+def _recipe(directory: Path, environment: Mapping[str, Any], path: Path) -> ImageRecipe:
     dockerfile = directory / "environment" / "Dockerfile"
     if dockerfile.is_file():
         recipe = read_dockerfile(dockerfile.read_text(encoding="utf-8"), name=str(dockerfile))
     elif "docker_image" in environment:
-        recipe = Recipe(base=_value(environment, "docker_image", str, "", path), workdir="/app")
+        recipe = ImageRecipe(base=_value(environment, "docker_image", str, "", path), workdir="/app")
     else:
         raise HarborTaskError(f"{directory}: environment/Dockerfile is missing")
     recipe.workdir = _value(environment, "workdir", str, recipe.workdir, path)

@@ -38,7 +38,7 @@ class VerifierError(SandboxError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class TaskVerdict:
     reward: float
     rewards: Mapping[str, float]
     """All values that the verifier wrote."""
@@ -62,7 +62,7 @@ class Trial:
         )
         return result.text[-SHOWN_CHARS:]
 
-    async def verify(self) -> Verdict:
+    async def verify(self) -> TaskVerdict:
         """Copy the tests in, run them, and read the reward. Everything that the agent started is ended before."""
         try:
             await self.sandbox.end_processes()
@@ -81,7 +81,7 @@ class Trial:
                 f"{self.task.name}: the verifier took longer than {self.task.verifier_timeout_s:g} s: {output[-400:]}"
             )
         rewards = await self._rewards(output, result.exit_code)
-        return Verdict(reward=_main_reward(rewards), rewards=rewards, output=output)
+        return TaskVerdict(reward=_main_reward(rewards), rewards=rewards, output=output)
 
     async def _rewards(self, output: str, exit_code: int) -> dict[str, float]:
         for name in ("reward.json", "reward.txt"):
