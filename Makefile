@@ -101,6 +101,9 @@ bench-hostile: $(STAMP) ## how long hostile requests block the event loop of eac
 bench-envs: $(STAMP) ## environments: parallel against serial, AWS commands against subprocesses, 256 sessions, pools
 	$(BIN)/python -m benchmarks.envs.all
 
+bench-sandbox: $(STAMP) ## sandboxes: start, exec against a plain subprocess, 64 at once (on a quiet machine)
+	$(BIN)/python -m benchmarks.envs.sandbox
+
 bench-gil: $(STAMP) ## the training step alone, with scoring threads, and with our workers
 	$(BIN)/python -m benchmarks.trainer.gil
 

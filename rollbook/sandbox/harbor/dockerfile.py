@@ -84,7 +84,9 @@ def _read_from(recipe: ImageRecipe, rest: str, arguments: Mapping[str, str], whe
     recipe.base = _expand(words[0], arguments)
 
 
-def _read_step(recipe: ImageRecipe, instruction: tuple[int, str, str], variables: Mapping[str, str], where: str) -> None:
+def _read_step(
+    recipe: ImageRecipe, instruction: tuple[int, str, str], variables: Mapping[str, str], where: str
+) -> None:
     line, word, rest = instruction
     match word:
         case "RUN":
