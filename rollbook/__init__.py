@@ -37,6 +37,7 @@ __all__ = [
     "ModelTokenizer",
     "MultiTurnEnvPool",
     "Observation",
+    "ParsedText",
     "PromptGroup",
     "RewardCase",
     "RollbookError",
@@ -61,6 +62,7 @@ __all__ = [
     "SyncWeightTransferClient",
     "Task",
     "TokenRow",
+    "ToolCall",
     "TrainReport",
     "TrajectoryAssembler",
     "WeightTransferClient",
@@ -93,7 +95,7 @@ if TYPE_CHECKING:
     from rollbook.contracts.freshness import FreshnessRule
     from rollbook.contracts.group import PromptGroup
     from rollbook.contracts.group_codec import encode_group
-    from rollbook.contracts.output_formats import parse_tool_calls
+    from rollbook.contracts.output_formats import ToolCall, parse_tool_calls
     from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
     from rollbook.contracts.ports import Environment
     from rollbook.contracts.task import Observation, Task
@@ -111,6 +113,7 @@ if TYPE_CHECKING:
     from rollbook.integrations.weight_sync import SyncWeightTransferClient
     from rollbook.ledger.client.blocking import SyncLedgerClient, open_sync_ledger_client
     from rollbook.ledger.client.client import LedgerClient, open_ledger_client
+    from rollbook.rollout.agents.tool_calls import ParsedText
     from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
     from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
     from rollbook.rollout.chat.tokenizer import ModelTokenizer
@@ -158,6 +161,7 @@ _MODULES = {
     "ModelTokenizer": "rollbook.rollout.chat.tokenizer",
     "MultiTurnEnvPool": "rollbook.envs.client.group",
     "Observation": "rollbook.contracts.task",
+    "ParsedText": "rollbook.rollout.agents.tool_calls",
     "PromptGroup": "rollbook.contracts.group",
     "RewardCase": "rollbook.rollout.rewards.messages",
     "RollbookError": "rollbook.contracts.errors",
@@ -183,6 +187,7 @@ _MODULES = {
     "TO_BE_SCORED": "rollbook.rollout.settings",
     "Task": "rollbook.contracts.task",
     "TokenRow": "rollbook.contracts.trajectory",
+    "ToolCall": "rollbook.contracts.output_formats",
     "TrainReport": "rollbook.commands.training.train_summary",
     "TrajectoryAssembler": "rollbook.rollout.assemblers.tokens",
     "WeightTransferClient": "rollbook.inference.weights.client",

@@ -62,6 +62,11 @@ def held_out(config: RunConfig, trained: tuple[Task, ...], source_dir: Path) -> 
     """The held-out tasks, compared with the trained ones by content; None if the run has none."""
     if not config.evaluation.is_configured or config.tasks.is_posted:
         return None
+    return evaluated(config, trained, source_dir)
+
+
+def evaluated(config: RunConfig, trained: tuple[Task, ...], source_dir: Path) -> HeldOut:
+    """The tasks that `rollbook eval` plays. Without settings of `[evaluation]` these are the trained ones."""
     played = config.evaluation.tasks_config(config.tasks)
     tasks = evaluation_tasks(config, source_dir)
     known = {same_content(config.tasks, task) for task in trained}

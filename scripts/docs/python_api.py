@@ -49,6 +49,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "RolloutFn",
         "TO_BE_SCORED",
         "parse_tool_calls",
+        "ParsedText",
+        "ToolCall",
         "ModelTokenizer",
     ),
     "Trajectories": (

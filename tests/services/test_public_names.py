@@ -21,6 +21,7 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import build_app, serve
 from rollbook.integrations.trl_rows import TrlRow
+from rollbook.rollout.agents.tool_calls import load_parser
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import load_rollout
 from rollbook.rollout.groups.player import GroupPlayer
@@ -271,6 +272,25 @@ def test_tool_calls_are_parsed_from_the_text_of_a_completion() -> None:
     text, calls = rollbook.parse_tool_calls('look: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     assert text.strip() == "look:"
     assert [call.name for call in calls] == ["add"]
+
+
+def test_a_parser_of_tool_calls_is_named_by_module_and_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_calls.py").write_text(
+        "from rollbook import ParsedText, ToolCall\n"
+        "def parse(text):\n"
+        "    name, _, rest = text.partition('!')\n"
+        "    return ParsedText(rest, (ToolCall(name, '{}'),))\n"
+        "def wrong(text):\n"
+        "    return text, []\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    parsed = load_parser("my_calls:parse")("stop!now")
+    assert parsed == rollbook.ParsedText("now", (rollbook.ToolCall("stop", "{}"),))
+    with pytest.raises(rollbook.RollbookError, match="returned a tuple; it must return a"):
+        load_parser("my_calls:wrong")("stop!now")
 
 
 def test_a_tokenizer_is_read_from_a_model_directory(tmp_path: Path) -> None:

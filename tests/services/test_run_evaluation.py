@@ -26,7 +26,9 @@ EVALUATION = (
 )
 
 
-def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_afterwards(tmp_path: Path) -> None:
+def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_afterwards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = SmallRun(tmp_path, [*EVALUATION, "evaluation.policy=shared"])
     try:
         summary = run.start().wait()
@@ -47,6 +49,7 @@ def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_a
 
     request = evaluation_request(run.directory, config=None, step=4, overrides=["evaluation.episodes=3"])
     result = asyncio.run(evaluate(request))
+    assert "8 of 8 held-out tasks are also trained" in capsys.readouterr().err
     assert (result.step, result.pinned_ratio) == (4, 1.0)
     assert (result.overall.tasks, result.overall.episodes) == (8, 24)
     assert table({"results": [result.overall.row()]})[0][:3] == ("all", "8", "24")

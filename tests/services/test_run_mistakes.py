@@ -260,11 +260,11 @@ def test_config_check_reports_faults_of_the_file_and_of_the_code_at_once(
         check_command(write(mistake, tmp_path))
     faults = [(fault.place.rpartition(":")[2], fault.path) for fault in caught.value.faults]
     assert faults == [
+        ("22", "rollout.rewards.functions.right.path"),
         ("25", "trainer.learning_rate"),
         ("26", "trainer.max_stps"),
-        ("28", "trainer.device"),
         ("27", "trainer.warmup_steps"),
-        ("22", "rollout.rewards.functions.right.path"),
+        ("28", "trainer.device"),
     ]
     assert not capsys.readouterr().out
 

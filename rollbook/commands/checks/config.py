@@ -5,7 +5,7 @@ from typing import Annotated
 
 from rollbook.commands.arguments import Argument, Option, Overrides, UsePreflight
 from rollbook.commands.output import result, stderr_console
-from rollbook.run.config.run import ConfigError, ConfigFault, dump_toml, examine_config, located
+from rollbook.run.config.run import ConfigError, ConfigFault, dump_toml, examine_config, in_order, located
 from rollbook.run.preflight.report import print_warnings, run_preflight
 from rollbook.run.resources.automatic import resolve
 from rollbook.run.resources.machine import this_machine
@@ -53,7 +53,7 @@ def check_command(
     if faults:
         if preflight and unplayable:
             console.print(f"not checked yet: your code, because {', '.join(unplayable)} must be corrected first")
-        raise ConfigError(str(config), faults)
+        raise ConfigError(str(config), in_order(faults))
     if seconds is not None:
         console.print(f"pre-flight: ok ({seconds:.1f} s)", markup=False)
     result(dump_toml(found.loaded.config, masks_secrets=True, is_full=full).rstrip())

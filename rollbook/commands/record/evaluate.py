@@ -22,7 +22,7 @@ from rollbook.contracts.decoding import convert
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import require_libraries
 from rollbook.rollout.evaluation import LabelResult
-from rollbook.run.config.evaluation import EvaluationRequest
+from rollbook.run.config.evaluation import WARNING, EvaluationRequest
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.user_modules import recorded_modules
 
@@ -93,6 +93,9 @@ def evaluate(
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0 or not lines:
         raise RunError(f"the evaluation of {target} failed:\n{done.stderr.strip()[-2000:].removeprefix('error: ')}")
+    for line in done.stderr.splitlines():
+        if line.startswith(WARNING):
+            say(line)
     path = Path(out or _home(target) / f"step-{request.step:06d}-{time.strftime('%Y%m%d-%H%M%S')}.json")
     found = {"target": target, "model": Path(request.model_dir), **json.loads(lines[-1]), "file": path}
     report = convert(found, EvaluationReport)

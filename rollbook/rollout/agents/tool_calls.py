@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from rollbook.contracts.decoding import load_json
 from rollbook.contracts.output_formats import ToolCall, parse_call, parse_tool_calls
-from rollbook.contracts.plugin import load_plugin
+from rollbook.contracts.plugin import PluginError, load_plugin
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,5 +62,13 @@ def load_parser(name: str) -> ToolParser:
     """A built-in parser, or `module:function` that takes the text and returns a `ParsedText`."""
     if name in PARSERS:
         return PARSERS[name]
-    parser: ToolParser = load_plugin(name, setting="tool_parser", builtin=dict.fromkeys(PARSERS, __name__))
-    return parser
+    own = load_plugin(name, setting="tool_parser", builtin=dict.fromkeys(PARSERS, __name__))
+
+    def parse(text: str) -> ParsedText:
+        parsed = own(text)
+        if not isinstance(parsed, ParsedText):
+            kind = type(parsed).__name__
+            raise PluginError(f"tool_parser = {name!r} returned a {kind}; it must return a rollbook.ParsedText")
+        return parsed
+
+    return parse

@@ -7,6 +7,9 @@ from pydantic import BaseModel, Field
 
 from rollbook.tasks.config import HubConfig, TasksConfig, is_hub
 
+WARNING = "warning: "
+"""Beginning of a line of the process of `rollbook eval` on stderr that its user reads."""
+
 
 class EvaluationConfig(BaseModel, frozen=True, extra="forbid"):
     """Held-out tasks and how they are played. Read by `rollbook eval`, and during training when `every_steps` is set."""

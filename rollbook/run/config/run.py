@@ -7,6 +7,7 @@ fields that the chosen settings would never read.
 
 import copy
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -244,7 +245,7 @@ def examine_table(
     repairs = Repairs(table, RunConfig)
     config, more = validate_table(repairs, source_dir, places)
     loaded = None if config is None else LoadedConfig(config, source_dir, places, file)
-    return Examined(loaded, [*faults, *located(more, file, overrides)], repairs)
+    return Examined(loaded, in_order([*faults, *located(more, file, overrides)]), repairs)
 
 
 def name_of(file: Path | None) -> str:
@@ -264,6 +265,16 @@ def located(faults: Sequence[ConfigFault], file: Path | None, overrides: Sequenc
         return "" if line is None else f"{file}:{line}"
 
     return [dataclasses.replace(fault, place=place(fault.path)) for fault in faults]
+
+
+def in_order(faults: Sequence[ConfigFault]) -> list[ConfigFault]:
+    """By line of the file; those without a line come last."""
+
+    def line(fault: ConfigFault) -> float:
+        number = fault.place.rpartition(":")[2]
+        return int(number) if number.isdecimal() else math.inf
+
+    return sorted(faults, key=line)
 
 
 def load_resolved_config(directory: RunDirectory) -> LoadedConfig:

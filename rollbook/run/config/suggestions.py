@@ -67,7 +67,7 @@ _RELATED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "trainer.ppo_n_minibatches",
         _MINIBATCHES,
-        ("num_iterations", "steps_per_generation", "ppo_epochs", "ppo_mini_batch_size", "mini_batch_size"),
+        ("num_iterations", "steps_per_generation", "ppo_mini_batch_size", "mini_batch_size"),
     ),
     (
         "trainer.max_tokens_per_microbatch",
@@ -102,7 +102,7 @@ _RELATED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "rollout.rewards.functions",
         "It has a table for each function (docs/writing-a-reward.md).",
-        ("reward_funcs", "reward_function", "reward_fn", "custom_reward_function", "reward_manager", "reward_weights"),
+        ("reward_funcs", "reward_function", "reward_fn", "custom_reward_function", "reward_manager"),
     ),
     ("rollout.function", "docs/writing-a-rollout.md shows one.", ("rollout_func", "agent_loop", "multi_turn")),
     ("env.name", "docs/writing-an-environment.md shows one.", ("environment_factory", "env_name")),
@@ -148,7 +148,8 @@ def suggestion(path: str, root: type[BaseModel]) -> Suggestion:
     """For an unknown field such as `trainer.learning_rate`, or a field of an unknown section."""
     table, _, name = path.rpartition(".")
     known = list(settings_of(root))
-    for key in (path, name):
+    places = sorted((one for one in known if one.rpartition(".")[2] == name), key=lambda one: _distance(one, path))
+    for key in (path,) if places else (path, name):
         if key in RENAMED and RENAMED[key] in known:
             return Suggestion(f"; did you mean {RENAMED[key]!r}?", RENAMED[key])
         if key in RELATED:
@@ -158,14 +159,13 @@ def suggestion(path: str, root: type[BaseModel]) -> Suggestion:
     endings = [".".join(keys[at:]) for at in range(1, len(keys) - 1)]
     if same := next((ending for ending in endings if ending in known), None):
         return Suggestion(f"; did you mean {same!r}?", same)
+    if places:
+        shown = " or ".join(map(repr, places[:MAX_PLACES]))
+        return Suggestion(f"; did you mean {shown}?", places[0] if len(places) == 1 else None)
     siblings = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == table]
     if close := did_you_mean(name, siblings):
         setting = next(one for one in siblings if f"{one!r}" in close)
         return Suggestion(close, f"{table}.{setting}" if table else setting)
-    places = sorted((one for one in known if one.rpartition(".")[2] == name), key=lambda one: _distance(one, path))
-    if places:
-        shown = " or ".join(map(repr, places[:MAX_PLACES]))
-        return Suggestion(f"; did you mean {shown}?", places[0] if len(places) == 1 else None)
     leaves = {one.rpartition(".")[2]: one for one in known} | RENAMED
     if close := did_you_mean(name, leaves):
         setting = next(leaves[one] for one in leaves if f"{one!r}" in close)

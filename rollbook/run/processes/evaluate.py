@@ -7,13 +7,15 @@ import asyncio
 import json
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from rollbook.contracts.errors import RollbookError
 from rollbook.contracts.plugin import extend_search_path
-from rollbook.run.config.evaluation import EvaluationRequest
+from rollbook.run.config.evaluation import WARNING, EvaluationRequest
 from rollbook.run.config.run import LoadedConfig, dump_toml, load_config
 from rollbook.run.directory import RunDirectory
+from rollbook.run.held_out import evaluated, training_tasks
 from rollbook.run.processes.measurement import Measurement, held_out_tasks, open_evaluation
 from rollbook.run.supervision.channel import Channel
 from rollbook.run.supervision.child_main import RoleContext
@@ -32,6 +34,7 @@ async def evaluate(request: EvaluationRequest) -> Measurement:
     )
     extend_search_path(loaded.search_path)
     tasks = held_out_tasks(loaded.config, loaded.source_dir)
+    _warn_of_trained_tasks(loaded)
     with tempfile.TemporaryDirectory(prefix="rollbook-eval-") as scratch:
         context = _context(Path(scratch), loaded, Path(request.model_dir))
         try:
@@ -41,6 +44,15 @@ async def evaluate(request: EvaluationRequest) -> Measurement:
         finally:
             context.spans.close()
             context.log.close()
+
+
+def _warn_of_trained_tasks(loaded: LoadedConfig) -> None:
+    if loaded.config.tasks.is_posted:
+        return
+    with suppress(RollbookError):  # the training tasks are not needed
+        trained = training_tasks(loaded.config, loaded.source_dir)
+        if (warning := evaluated(loaded.config, trained, loaded.source_dir).warning) is not None:
+            sys.stderr.write(f"{WARNING}{warning}\n")
 
 
 def _context(scratch: Path, loaded: LoadedConfig, model_dir: Path) -> RoleContext:

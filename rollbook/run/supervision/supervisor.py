@@ -256,7 +256,7 @@ class Supervisor:
         stack = await process.stack()
         if not process.ready.is_set():
             place = innermost_frame(stack)
-            cause = f"{process.doing or process.state}; not ready after {SLOW_START_S:g} s, at {place}"
+            cause = f"{process.doing or process.state}; not ready after {SLOW_START_S:g} s: {place}"
             self._problems.report(process.name, READINESS, cause)
 
     async def _unless_over(self, work: Coroutine[Any, Any, object]) -> None:

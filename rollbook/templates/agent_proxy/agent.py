@@ -32,6 +32,7 @@ def reward(row: dict[str, Any], result: Any, messages: Sequence[Any]) -> float:
 
 
 def tasks() -> Iterator[dict[str, Any]]:
-    """One row for each word. A row is a plain dict; `id` must be unique."""
-    for word in ("river", "stone", "cloud", "ember", "frost", "maple", "tiger", "wheat"):
-        yield {"id": word, "word": word}
+    """One row for each word. A row is a plain dict; `id` must be unique. The last two words are held out."""
+    words = ("river", "stone", "cloud", "ember", "frost", "maple", "tiger", "wheat")
+    for number, word in enumerate(words):
+        yield {"id": word, "word": word, "split": "train" if number < len(words) - 2 else "test"}

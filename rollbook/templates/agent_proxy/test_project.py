@@ -40,6 +40,7 @@ def test_the_agent_plays_two_turns_of_one_conversation() -> None:
     assert [message["role"] for message in requests[1]["messages"]] == ["user", "assistant", "user"]
 
 
-def test_tasks_have_unique_ids() -> None:
+def test_tasks_have_unique_ids_and_some_are_held_out() -> None:
     rows = list(tasks())
     assert len({row["id"] for row in rows}) == len(rows)
+    assert [row["id"] for row in rows if row["split"] == "test"] == ["tiger", "wheat"]

@@ -8,6 +8,7 @@ It uses the HTTP API of Atropos directly, so that nothing has to be installed. A
 import asyncio
 import itertools
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,14 @@ GROUP_SIZE = 8
 MAX_TOKENS = 1  # of one answer; 64 for a real model
 MAX_QUEUED_GROUPS = 16
 """Wait while the trainer has this many groups left, so that groups are not old when they are trained."""
+HELD_OUT = range(3, 100, 7)
+"""Numbers that are never trained. They are asked, greedily, before the first group and after each `EVALUATE_EVERY` groups."""
+TRAINED = [number for number in range(100) if number not in HELD_OUT]
+EVALUATE_EVERY = 320
 
 
 def question(number: int) -> str:
-    return f"Is {number} even or odd ?"
+    return f"Is {number // 10} {number % 10} even or odd ?"  # a digit is a word
 
 
 def score(number: int, answer: str) -> float:
@@ -53,6 +58,26 @@ async def post(client: aiohttp.ClientSession, url: str, body: dict[str, Any], *,
         await asyncio.sleep(0.2)  # the policy server waits for its first weights
 
 
+async def ask(client: aiohttp.ClientSession, policy: str, number: int, *, answers: int, temperature: float) -> Any:
+    request = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": question(number)}],
+        "n": answers,
+        "max_tokens": MAX_TOKENS,
+        "temperature": temperature,
+        "logprobs": True,
+        "return_token_ids": True,
+    }
+    return await post(client, f"{policy}/v1/chat/completions", request)
+
+
+async def evaluate(client: aiohttp.ClientSession, policy: str) -> float:
+    """The share of held-out questions that the policy answers correctly."""
+    replies = [await ask(client, policy, number, answers=1, temperature=0.0) for number in HELD_OUT]
+    texts = [reply["choices"][0]["message"]["content"] or "" for reply in replies]
+    return sum(map(score, HELD_OUT, texts)) / len(HELD_OUT)
+
+
 async def play(addresses: dict[str, str]) -> int:
     """Play until the run ends. Returns the number of posted groups."""
     ledger, policy = addresses["ledger"], addresses["policy"]
@@ -66,17 +91,10 @@ async def play(addresses: dict[str, str]) -> int:
                     "queue_size"
                 ] >= MAX_QUEUED_GROUPS:
                     await asyncio.sleep(0.05)
-                number = posted % 10
-                request = {
-                    "model": "policy",
-                    "messages": [{"role": "user", "content": question(number)}],
-                    "n": GROUP_SIZE,
-                    "max_tokens": MAX_TOKENS,
-                    "temperature": 1.0,
-                    "logprobs": True,
-                    "return_token_ids": True,
-                }
-                group = scored_group(number, await post(client, f"{policy}/v1/chat/completions", request))
+                if posted % EVALUATE_EVERY == 0:
+                    print(f"held out: {await evaluate(client, policy):.0%} correct after {posted} groups", flush=True)
+                number = random.choice(TRAINED)
+                group = scored_group(number, await ask(client, policy, number, answers=GROUP_SIZE, temperature=1.0))
                 await post(client, f"{ledger}/scored_data", {**group, "env_id": env_id})
             except aiohttp.ClientConnectionError:
                 return posted  # the run has ended

@@ -1,6 +1,6 @@
 """Run with `pytest`. A wrong reward is the most common reason why training does not work, so test it first."""
 
-from environment import question, score, scored_group
+from environment import HELD_OUT, TRAINED, question, score, scored_group
 
 
 def test_the_right_word_earns_one() -> None:
@@ -8,7 +8,12 @@ def test_the_right_word_earns_one() -> None:
     assert score(4, "It is even.") == 1.0
     assert score(4, "odd") == 0.0
     assert score(4, "") == 0.0
-    assert question(4) == "Is 4 even or odd ?"
+    assert question(34) == "Is 3 4 even or odd ?"
+
+
+def test_held_out_numbers_are_not_trained() -> None:
+    assert len(HELD_OUT) == 14
+    assert sorted([*HELD_OUT, *TRAINED]) == list(range(100))
 
 
 def test_a_group_has_one_mask_and_one_logprob_for_each_token() -> None:

@@ -1,4 +1,4 @@
-"""The environment: guess a number. Each wrong guess is answered with `higher` or `lower`."""
+"""The environment: guess a number. Each wrong guess is answered with `higher` or `lower`; the first one is made already."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,10 @@ class NumberGuessing:
 
     def reset(self, task: Mapping[str, Any]) -> Observation:
         self.secret, self.guesses = int(task["secret"]), 0
-        return Observation(text=f"Guess a number from {LOW} to {HIGH} .")
+        text = f"Guess a number from {LOW} to {HIGH} ."
+        if "hint" in task:
+            text += f" Not {task['hint']} , {self._answer(int(task['hint']))} ."
+        return Observation(text=text)
 
     def step(self, action: str) -> Observation:
         self.guesses += 1
@@ -48,6 +51,9 @@ class NumberGuessing:
 
 
 def tasks() -> Iterator[dict[str, Any]]:
-    """One row for each secret. A row is a plain dict; `id` must be unique."""
+    """One row for each secret and first guess. A row is a plain dict; `id` must be unique. A fifth of the games is held out."""
     for secret in range(LOW, HIGH + 1):
-        yield {"id": f"secret-{secret}", "secret": secret}
+        for hint in range(LOW, HIGH + 1):
+            if hint != secret:
+                split = "test" if (secret + 2 * hint) % 5 == 0 else "train"
+                yield {"id": f"secret-{secret}-not-{hint}", "secret": secret, "hint": hint, "split": split}

@@ -25,5 +25,12 @@ def test_text_without_a_number_in_the_range_is_invalid() -> None:
     assert play(5, "99")[0] == ["invalid"]
 
 
-def test_tasks_have_unique_ids() -> None:
-    assert len({row["id"] for row in tasks()}) == 8
+def test_a_first_guess_is_answered_before_the_game_begins() -> None:
+    assert NumberGuessing().reset({"secret": 5, "hint": 3}).text == "Guess a number from 0 to 7 . Not 3 , higher ."
+    assert NumberGuessing().reset({"secret": 5}).text == "Guess a number from 0 to 7 ."
+
+
+def test_tasks_have_unique_ids_and_some_are_held_out() -> None:
+    rows = list(tasks())
+    assert len({row["id"] for row in rows}) == len(rows) == 56
+    assert sum(row["split"] == "test" for row in rows) == 11

@@ -20,4 +20,5 @@ def test_the_right_answer_earns_one_and_others_nothing() -> None:
 def test_tasks_have_unique_ids_and_right_answers() -> None:
     rows = list(tasks())
     assert len({row["id"] for row in rows}) == len(rows) == 90
+    assert sum(row["split"] == "test" for row in rows) == 12
     assert all(str(row["answer"]) in row["question"] for row in rows)

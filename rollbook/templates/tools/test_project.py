@@ -27,5 +27,7 @@ def test_only_a_call_that_returned_the_temperature_counts() -> None:
     assert used_the_tool(RewardCase(row=ROW, facts={"tool_calls": [{"result": "unknown"}]})) == 0.0
 
 
-def test_tasks_have_unique_ids() -> None:
-    assert len({row["id"] for row in tasks()}) == 18
+def test_tasks_have_unique_ids_and_some_are_held_out() -> None:
+    rows = list(tasks())
+    assert len({row["id"] for row in rows}) == 18
+    assert sum(row["split"] == "test" for row in rows) == 3
