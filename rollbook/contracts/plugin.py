@@ -47,6 +47,8 @@ EXTRAS = {
     "psycopg": "postgres",
     "pyarrow": "parquet",
     "llguidance": "grammars",
+    "mcp": "mcp",
+    "mcp_types": "mcp",
     "datasets": "datasets",
     "huggingface_hub": "hub",
 }

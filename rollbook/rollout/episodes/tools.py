@@ -4,6 +4,8 @@
     function = "tools"
     [rollout.settings]
     tools = ["my_tools:search", "my_tools:get_page"]
+    [rollout.settings.mcp.files]                                    # tools of MCP servers, `pip install 'rollbook[mcp]'`
+    command = ["npx", "-y", "@modelcontextprotocol/server-filesystem", "/data"]    # or url = "http://127.0.0.1:8000/mcp"
 
 A task has a `question`, or its `messages`. The policy answers, calls tools and reads their results until it answers without a call
 or reaches a limit. The functions in `rollout.rewards` score the episode; its facts have the calls.
@@ -20,13 +22,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model, model_validator
 
 from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.output_formats import ToolCall
-from rollbook.contracts.plugin import PluginError, load_plugin
+from rollbook.contracts.plugin import PluginError, load_on_demand, load_plugin
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.agents.program import run_in_thread
 from rollbook.rollout.agents.tool_calls import load_parser
@@ -39,11 +41,38 @@ ROW = "row"
 MAX_RESULT_CHARS = 20_000
 
 
+class McpServerSettings(BaseModel, frozen=True, extra="forbid"):
+    """An MCP server: a command that is started for each episode and speaks over its standard input and output, or a URL."""
+
+    command: list[str] | None = Field(default=None, min_length=1)
+
+    url: str | None = Field(default=None, pattern="^https?://")
+    """Streamable HTTP. Each episode has a session of its own."""
+
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Further environment variables of the command. It gets the search path, the home and the locale, and no others."""
+
+    tools: list[str] | None = None
+    """Only these tools. Unset: all tools of the server."""
+
+    start_s: float = Field(default=30.0, gt=0)
+    """Time limit until it is connected and has listed its tools."""
+
+    @model_validator(mode="after")
+    def _one_address(self) -> "McpServerSettings":
+        if (self.command is None) == (self.url is None):
+            raise ValueError("set either command or url")
+        return self
+
+
 class ToolSettings(BaseModel, frozen=True, extra="forbid"):
     """`rollout.settings` of this rollout function."""
 
-    tools: list[str] = Field(min_length=1)
+    tools: list[str] = Field(default_factory=list)
     """The functions: `module:function`, plain or async."""
+
+    mcp: dict[str, McpServerSettings] = Field(default_factory=dict)
+    """MCP servers with more tools, by a name of your choice: `[rollout.settings.mcp.files]`."""
 
     tool_parser: str = "hermes"
     """Format of tool calls: `hermes`, `json`, or `module:function` of a parser."""
@@ -60,13 +89,40 @@ class ToolSettings(BaseModel, frozen=True, extra="forbid"):
     template: dict[str, Any] = Field(default_factory=dict)
     """More arguments of the chat template: `{ enable_thinking = false }`."""
 
+    @model_validator(mode="after")
+    def _some_tools(self) -> "ToolSettings":
+        if not self.tools and not self.mcp:
+            raise ValueError("tools: name at least one function, or an MCP server in mcp")
+        return self
+
+
+class PolicyTool(Protocol):
+    """What the policy may call: a `Tool`, or one of an MCP server."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """In OpenAI's format, for the chat template."""
+
+    async def call(self, arguments: str, row: Mapping[str, Any], *, timeout_s: float) -> str:
+        """The result as text. Everything that the policy can get wrong is a result. Raises `EpisodeError` if the tool failed."""
+
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:
     settings = setup.read_settings(ToolSettings)
     parse = load_parser(settings.tool_parser)
-    tools = {tool.name: tool for tool in map(load_tool, settings.tools)}
+    own = [load_tool(path) for path in settings.tools]
+    open_mcp_tools = load_on_demand("rollbook.rollout.episodes.mcp_tools:open_mcp_tools") if settings.mcp else None
 
-    async def play_episode(row: dict[str, Any]) -> RolloutSample:
+    async def play(row: dict[str, Any]) -> RolloutSample:
+        if open_mcp_tools is None:
+            return await play_episode(row, _by_name(own))
+        async with open_mcp_tools(settings.mcp) as served:
+            return await play_episode(row, _by_name([*own, *served]))
+
+    async def play_episode(row: dict[str, Any], tools: Mapping[str, PolicyTool]) -> RolloutSample:
         chat = MessageTrajectoryAssembler(
             setup.tokenizer,
             setup.sampling,
@@ -96,7 +152,17 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
             facts={"tool_calls": calls},
         )
 
-    return play_episode
+    return play
+
+
+def _by_name(tools: Sequence[PolicyTool]) -> dict[str, PolicyTool]:
+    found = {tool.name: tool for tool in tools}
+    if len(found) < len(tools):
+        twice = sorted({tool.name for tool in tools if [other.name for other in tools].count(tool.name) > 1})
+        raise RunError(
+            f"two tools are named {', '.join(twice)}: the policy calls tools by name. Select others with mcp.NAME.tools"
+        )
+    return found
 
 
 def _opening(row: Mapping[str, Any], system_prompt: str | None) -> list[dict[str, Any]]:
@@ -109,7 +175,7 @@ def _opening(row: Mapping[str, Any], system_prompt: str | None) -> list[dict[str
 
 
 async def _results(
-    tools: Mapping[str, "Tool"], calls: Sequence[ToolCall], row: Mapping[str, Any], timeout_s: float
+    tools: Mapping[str, PolicyTool], calls: Sequence[ToolCall], row: Mapping[str, Any], timeout_s: float
 ) -> list[str]:
     """The results of the calls of one turn, in their order."""
 

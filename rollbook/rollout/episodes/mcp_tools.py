@@ -1,0 +1,124 @@
+"""Tools of MCP servers for the tool loop, with the official SDK (`pip install 'rollbook[mcp]'`).
+
+Each episode has its own connections: a command is started for it and ended with it, a URL gets a session of its own. So no state of
+a server passes from one episode to another through us. A server that does not start, or whose connection ends, fails the episode:
+it is not scored and is played again. What the policy gets wrong is a result that it reads.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from mcp import Client, MCPError, StdioServerParameters
+from mcp_types import CONNECTION_CLOSED, CallToolResult, TextContent
+
+from rollbook.contracts.decoding import load_json
+from rollbook.contracts.errors import EpisodeError, RunError
+from rollbook.contracts.user_errors import describe_error
+from rollbook.rollout.episodes.tools import MAX_RESULT_CHARS, McpServerSettings, PolicyTool
+
+MAX_PAGES = 100
+"""Of a server's list of tools."""
+
+
+class McpTool:
+    """One tool of a connected server. Satisfies `PolicyTool`."""
+
+    def __init__(self, server: str, client: Client, name: str, description: Mapping[str, Any]) -> None:
+        self.name = name
+        self.description = dict(description)
+        self._server = server
+        self._client = client
+
+    async def call(self, arguments: str, _row: Mapping[str, Any], *, timeout_s: float) -> str:
+        given = read_arguments(arguments)
+        if isinstance(given, str):
+            return f"{self.name} was not called: {given}"
+        try:
+            async with asyncio.timeout(timeout_s):
+                result = await self._client.call_tool(self.name, given)
+        except TimeoutError:
+            return f"{self.name} did not return within {timeout_s:g} seconds"
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED:
+                raise EpisodeError(f"the MCP server {self._server!r} ended during a call of {self.name}") from error
+            return f"{self.name} failed: {error.message}"[:MAX_RESULT_CHARS]
+        except Exception as error:
+            raise EpisodeError(f"the MCP server {self._server!r}: {self.name}: {describe_error(error)}") from error
+        return _text(result)[:MAX_RESULT_CHARS]
+
+
+def read_arguments(text: str) -> dict[str, Any] | str:
+    """The arguments that the policy wrote, or what is wrong with them."""
+    try:
+        given = load_json(text or "{}")
+    except ValueError as error:
+        return f"the arguments are not JSON: {error}"
+    return given if isinstance(given, dict) else "the arguments must be an object"
+
+
+@asynccontextmanager
+async def open_mcp_tools(servers: Mapping[str, McpServerSettings]) -> AsyncIterator[list[PolicyTool]]:
+    """The tools of all servers, while they are connected."""
+    # An error that passes through the SDK's task groups becomes a group of errors. So it is kept, and raised after they ended.
+    failure: Exception | None = None
+    async with AsyncExitStack() as stack:
+        try:
+            yield [tool for name, server in servers.items() for tool in await _connect(stack, name, server)]
+        except Exception as error:
+            failure = error
+    if failure is not None:
+        raise failure
+
+
+async def _connect(stack: AsyncExitStack, name: str, server: McpServerSettings) -> list[PolicyTool]:
+    try:
+        async with asyncio.timeout(server.start_s):
+            client = await stack.enter_async_context(Client(_address(server)))
+            return await _listed(name, client, server)
+    except RunError:
+        raise
+    except TimeoutError as error:
+        cause = f"it did not start within {server.start_s:g} s"
+        raise EpisodeError(f"rollout.settings.mcp.{name}: the server cannot be used: {cause}") from error
+    except Exception as error:
+        first: Exception = error
+        while isinstance(first, ExceptionGroup):
+            first = first.exceptions[0]
+        raise EpisodeError(
+            f"rollout.settings.mcp.{name}: the server cannot be used: {describe_error(first)}"
+        ) from error
+
+
+def _address(server: McpServerSettings) -> StdioServerParameters | str:
+    if server.url is not None:
+        return server.url
+    assert server.command is not None
+    return StdioServerParameters(command=server.command[0], args=server.command[1:], env=server.environment)
+
+
+async def _listed(name: str, client: Client, server: McpServerSettings) -> list[PolicyTool]:
+    found: dict[str, PolicyTool] = {}
+    cursor: str | None = None
+    for _ in range(MAX_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        for tool in page.tools:
+            about = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+            found[tool.name] = McpTool(name, client, tool.name, {"type": "function", "function": about})
+        cursor = page.next_cursor
+        if cursor is None:
+            break
+    if server.tools is None:
+        return list(found.values())
+    if missing := [wanted for wanted in server.tools if wanted not in found]:
+        raise RunError(
+            f"rollout.settings.mcp.{name}.tools: the server has no {', '.join(missing)}; it has {', '.join(found) or 'no tools'}"
+        )
+    return [found[wanted] for wanted in server.tools]
+
+
+def _text(result: CallToolResult) -> str:
+    """The text of a result. An error of the tool is a text too, which the policy can read."""
+    parts = [part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content]
+    return "\n".join(parts)

@@ -1,0 +1,103 @@
+"""Tools of real MCP servers in the tool loop: a command over standard input and output, and streamable HTTP."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from rollbook.concurrency.sockets import listening_socket, url_of
+from rollbook.contracts.errors import EpisodeError, RunError
+from rollbook.contracts.trajectory import RolloutSample
+from rollbook.rollout.episodes.tools import make_rollout
+from tests.parts.rollout.agents import agent_setup, assert_matches_engine, in_order
+from tests.parts.rollout.mcp_server import server
+
+SCRIPT = Path(__file__).parents[1] / "parts" / "rollout" / "mcp_server.py"
+STDIO = {"command": [sys.executable, str(SCRIPT)]}
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call><|im_end|>"
+
+
+async def play(tmp_path: Path, replies: Sequence[str], **settings: Any) -> RolloutSample:
+    async with agent_setup(tmp_path, in_order(*replies), settings=settings) as (setup, record):
+        sample = await make_rollout(setup)({"question": "Count."})
+    assert sample is not None
+    assert_matches_engine(sample, record)
+    return sample
+
+
+def results(sample: RolloutSample) -> list[str]:
+    return [entry["result"] for entry in sample.facts["tool_calls"]]
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[str]:
+    sock = listening_socket("127.0.0.1", 0)
+    web = uvicorn.Server(uvicorn.Config(server.streamable_http_app(), log_level="error", lifespan="on"))
+    task = asyncio.create_task(web.serve(sockets=[sock]))
+    try:
+        yield f"{url_of(sock)}/mcp"
+    finally:
+        web.should_exit = True
+        await task
+
+
+REPLIES = [
+    call("add", number=3),
+    call("add", number=4),
+    call("divide", left=1, right=0),
+    call("add", number="x"),
+    call("nothing"),
+    "Seven.<|im_end|>",
+]
+
+
+@pytest.mark.parametrize("transport", ["stdio", "http"])
+async def test_the_policy_calls_tools_of_a_server_and_reads_their_errors(tmp_path: Path, transport: str) -> None:
+    if transport == "stdio":
+        sample = await play(tmp_path, REPLIES, mcp={"numbers": STDIO})
+    else:
+        async with serving() as url:
+            sample = await play(tmp_path, REPLIES, mcp={"numbers": {"url": url}})
+    first, second, division, wrong, unknown = results(sample)
+    assert int(second) - int(first) == 4
+    assert "Error executing tool divide" in division
+    assert "number" in wrong
+    assert "there is no tool 'nothing'; the tools are add, divide, stop" in unknown
+
+
+async def test_each_episode_has_a_server_of_its_own(tmp_path: Path) -> None:
+    replies = [call("add", number=3), "Three.<|im_end|>"] * 2
+    async with agent_setup(tmp_path, in_order(*replies), settings={"mcp": {"numbers": STDIO}}) as (setup, _):
+        rollout = make_rollout(setup)
+        played = [await rollout({"question": "Count."}) for _ in range(2)]
+    assert [results(sample) for sample in played if sample is not None] == [["3"], ["3"]]
+
+
+async def test_a_server_that_ends_or_does_not_start_fails_the_episode_and_is_no_result(tmp_path: Path) -> None:
+    with pytest.raises(EpisodeError, match="the MCP server 'numbers' ended during a call of stop"):
+        await play(tmp_path, [call("stop"), "Done.<|im_end|>"], mcp={"numbers": STDIO})
+    gone = {"command": [sys.executable, "-c", "raise SystemExit(3)"]}
+    with pytest.raises(EpisodeError, match=r"rollout.settings.mcp.gone: the server cannot be used"):
+        await play(tmp_path, [], mcp={"gone": gone})
+
+
+async def test_faulty_settings_of_servers_name_the_setting(tmp_path: Path) -> None:
+    async with serving() as url:
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({}, "name at least one function, or an MCP server"),
+            ({"mcp": {"a": {}}}, "set either command or url"),
+            ({"mcp": {"a": {"url": url, "tools": ["add", "sing"]}}}, "has no sing; it has add, divide, stop"),
+            ({"mcp": {"a": {"url": url}, "b": {"url": url}}}, "two tools are named add, divide, stop"),
+        ]
+        for settings, message in cases:
+            with pytest.raises(RunError, match=message):
+                await play(tmp_path, [], **settings)
