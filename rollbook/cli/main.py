@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "replay": ("record.replay:replay_command", "Train the recorded batches again, without generation."),
     "study": ("training.study:study_command", "Train grids of settings with several seeds and compare them."),
     "simulate": ("record.simulate:simulate_command", "Predict a run with other sizes from the trace of a run."),
+    "export": ("record.export:export_command", "Write demonstrations from the best rollouts of a run."),
     "push": ("record.push:push_command", "Upload the model of a run to the Hugging Face Hub."),
     "play": ("checks.play:play_command", "Play one episode in this process, token by token."),
     "debug": ("record.debug:debug_command", "Play a failed episode again, in a debugger if wanted."),
