@@ -87,6 +87,7 @@ COLUMNS: dict[str, Column] = {
     "weights": Column(lowest=0.0),
     "advantages": Column(),
     "reference_logprobs": Column(lowest=MIN_LOGPROB, highest=LOGPROB_SLACK, may_be_unknown=True),
+    "teacher_logprobs": Column(lowest=MIN_LOGPROB, highest=LOGPROB_SLACK, may_be_unknown=True),
     "turn_rewards": Column(dtype="float64", extent=Extent.TURN),
     "turn_states": Column(dtype="int64", extent=Extent.TURN, lowest=-math.inf, highest=math.inf),
 }
@@ -186,6 +187,11 @@ class TokenRow:
     def reference_logprobs(self) -> NDArray[np.float32] | None:
         """Logprobs under the reference policy, for the KL penalty; None, or NaN: the trainer computes them."""
         return self.columns.get("reference_logprobs")
+
+    @property
+    def teacher_logprobs(self) -> NDArray[np.float32] | None:
+        """Logprobs under a teacher, for distillation; NaN: unknown."""
+        return self.columns.get("teacher_logprobs")
 
     def __post_init__(self) -> None:
         arrays = (self.token_ids, self.logprobs, self.loss_mask, self.versions)

@@ -14,6 +14,7 @@ from rollbook.rollout.settings import (
     Missing,
     RewardFunction,
     RewardRules,
+    TeacherSettings,
     rollout_name,
     score_key,
 )
@@ -139,6 +140,35 @@ class JudgeConfig(BaseModel, frozen=True, extra="forbid"):
         if not self.rubric and self.prompt_file is None:
             raise ValueError("a judge needs a rubric, or a prompt_file that contains one")
         return self
+
+
+class TeacherConfig(BaseModel, frozen=True, extra="forbid"):
+    """A model whose log-probabilities of the sampled tokens are stored with each sample, for `trainer.distill_coef`."""
+
+    url: str = Field(pattern=r"^https?://")
+    """Base URL of a policy server or of vLLM, up to and including `/v1`."""
+
+    model: str = Field(min_length=1)
+    """Name of the model. It must have the token ids of the policy; this is checked."""
+
+    api_key_env: str | None = None
+    """Environment variable that contains the API key."""
+
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Time limit of one request."""
+
+    attempts: int = Field(default=5, ge=1)
+    """Requests for the scores of one sequence. Then the sample is unscorable."""
+
+    first_wait_s: float = Field(default=1.0, gt=0)
+    """Wait before the second attempt. Later ones are longer, up to 30 s."""
+
+    concurrent: int = Field(default=16, ge=1)
+    """Maximum number of concurrent requests of one worker process."""
+
+    @property
+    def settings(self) -> TeacherSettings:
+        return TeacherSettings(**self.model_dump())
 
 
 class RewardFunctionConfig(BaseModel, frozen=True, extra="forbid"):
@@ -304,6 +334,9 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     known, and reports show the reward instead."""
 
     rewards: RewardsConfig = RewardsConfig()
+
+    teacher: TeacherConfig | None = None
+    """A model to learn from, see `[rollout.teacher]`."""
 
     sampling: SamplingConfig = SamplingConfig()
 

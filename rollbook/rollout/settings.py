@@ -105,6 +105,19 @@ class JudgeSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSettings:
+    """`TeacherConfig` documents the fields."""
+
+    url: str
+    model: str
+    api_key_env: str | None = None
+    timeout_s: float = 60.0
+    attempts: int = 5
+    first_wait_s: float = 1.0
+    concurrent: int = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeNote:
     """What one judge said about a sample."""
 

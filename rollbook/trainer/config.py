@@ -26,6 +26,7 @@ LOSS_DEFAULTS: dict[str, dict[str, Any]] = {
     "sapo": {**TO_SAMPLER, "sapo_tau": 1.0, "sapo_tau_negative": 1.05},
     "dppo": {**TO_SAMPLER, "divergence_bound": 0.15},
     "m2po": {**TO_SAMPLER, "m2_bound": 0.04},
+    "distill": {**TO_SAMPLER, "advantage": "none", "distill_coef": 1.0},
 }
 """Name of a loss to the settings it reads, with their defaults (None: off). Settings not listed here are rejected."""
 
@@ -49,6 +50,7 @@ ADVANTAGE_DEFAULTS: dict[str, dict[str, Any]] = {
     "reinforce_pp": {},
     "reinforce_pp_baseline": {},
     "maxrl": {},
+    "none": {},
     "gdpo": {"reward_weights": None},
     "turn_group": {"turn_discount": 1.0},
     "turn_rloo": {"turn_discount": 1.0},
@@ -99,6 +101,7 @@ class Recipe:
     advantage: str
     turn_discount: float | None
     gigpo_weight: float | None
+    distill_coef: float
     reduction: str
     correction_level: str
     correction_bound: float
@@ -163,7 +166,7 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
 
     loss: str = "dapo"
     """A built-in loss (grpo, dr_grpo, dapo, gspo, gspo_token, cispo, sapo, dppo, m2po, importance_sampling, reinforce, decoupled,
-    dro), or your own as `package.module:function`."""
+    dro, distill), or your own as `package.module:function`."""
 
     loss_options: dict[str, float] = Field(default_factory=dict)
     """Numbers for your own loss; built-in losses read none."""
@@ -245,8 +248,9 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     advantage: str | None = None
     """Baseline of a sample. `group`: mean and std of its group; `dr_grpo`: mean only; `rloo`: mean of the others;
     `reinforce_pp`: mean and std over the tokens of the batch; `reinforce_pp_baseline`: mean of its group, then the same; `maxrl`:
-    mean, divided by the mean; `gdpo`: mean and std of each reward function in its group, then over the batch. Of a turn:
-    `turn_group`, `turn_rloo`, `gigpo` (docs/credit.md). Of a token: `producer`, as the rollout function computed it. 1e-4 is
+    mean, divided by the mean; `none`: 0, for distillation alone; `gdpo`: mean and std of each reward function in its group, then
+    over the batch. Of a turn: `turn_group`, `turn_rloo`, `gigpo` (docs/credit.md). Of a token: `producer`, as the rollout
+    function computed it. 1e-4 is
     added to a std. Or your own function as package.module:function, see docs/writing-a-loss.md. None: the loss's default (dr_grpo
     for dr_grpo, others group)."""
 
@@ -259,6 +263,14 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
 
     reward_weights: dict[str, float] | None = None
     """Weight of each reward function in `gdpo`, by name. None: the weights of `rollout.rewards`."""
+
+    distill_coef: float | None = Field(default=None, ge=0)
+    """Weight of log teacher − log sampled in the advantage of each token, whose expected gradient is that of the reverse KL
+    divergence from the teacher. Needs `[rollout.teacher]`, or a rollout function that sets `teacher_logprobs`. None: 1 with
+    `loss = "distill"`, where rewards do not count, otherwise 0."""
+
+    distill_until: int | None = Field(default=None, ge=1)
+    """The step at which the weight has fallen linearly to 0. None: it stays."""
 
     overlong_tokens: int | None = Field(default=None, ge=1)
     """Trained tokens from which a sample's reward is reduced by the full `overlong_penalty`. None: no length penalty."""
@@ -469,6 +481,7 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
             loss_options=self.loss_options,
             advantage=advantage,
             turn_discount=self.turn_discount or of_advantage.get("turn_discount"),
+            distill_coef=defaults.get("distill_coef", 0.0) if self.distill_coef is None else self.distill_coef,
             gigpo_weight=self.gigpo_weight if self.gigpo_weight is not None else of_advantage.get("gigpo_weight"),
             reduction=self.reduction or defaults.get("reduction", "token_mean"),
             correction_level="sequence_mean"

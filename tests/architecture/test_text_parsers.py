@@ -269,6 +269,7 @@ OTHER_TEXT: Mapping[str, str] = {
     "rollout/rewards/judgements.py:_read_new": "our own file",
     "rollout/rewards/judges.py:_request": "the body of a judge's response, limited in size",
     "rollout/rewards/judges.py:score": "no text",
+    "rollout/rewards/teacher.py:_ask": "the response of a policy server",
     "rollout/chat/tokenizer.py:token_bytes": "one token of the vocabulary",
     "templates/atropos/environment.py:main": "a file of the run",
 }

@@ -123,6 +123,7 @@ REFERENCES["m2po"] = lambda t, c, frozen, n, s: (
 REFERENCES["gspo_token"] = lambda t, c, frozen, n, s: clipped(
     math.exp(mean_log_ratio(t, frozen, t.row[n])) * math.exp(c[n] - frozen[n]), t.advantage[n], s
 )
+REFERENCES["distill"] = REFERENCES["importance_sampling"]
 REFERENCES["dr_grpo"] = REFERENCES["dapo"] = REFERENCES["grpo"]
 
 

@@ -20,8 +20,11 @@ class FilterError(EpisodeError):
 
 
 def has_own_advantages(group: PromptGroup) -> bool:
-    """True if a trained token of a scorable sample has an advantage of the producer, which replaces the one from the rewards."""
+    """True if a trained token of a scorable sample has an advantage besides the one from the rewards: of the producer, or of a
+    teacher."""
     rows = [row for sample in group.scorable for row in sample.sequences]
+    if any(row.teacher_logprobs is not None for row in rows):
+        return True
     return any(row.advantages is not None and bool(row.advantages[row.loss_mask].any()) for row in rows)
 
 

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from functools import partial
 from io import TextIOWrapper
@@ -26,12 +26,14 @@ from rollbook.concurrency.child_process.frames import Frames
 from rollbook.concurrency.tasks import describe_tasks, first_error
 from rollbook.contracts.errors import RollbookError, RunError, WorkerError
 from rollbook.contracts.plugin import extend_search_path, load_plugin
+from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.contract import RolloutSetup, build_rollout, load_rollout
 from rollbook.rollout.episodes.env_calls import with_timeouts
 from rollbook.rollout.groups.filters import load_filters
-from rollbook.rollout.groups.player import GroupOrder, GroupPlayer, episode_task_name
+from rollbook.rollout.groups.player import GroupOrder, GroupPlayer, Score, episode_task_name
 from rollbook.rollout.groups.results import PlayedPart
 from rollbook.rollout.rewards.scorer import open_scorer
+from rollbook.rollout.rewards.teacher import Teacher, open_teacher
 from rollbook.rollout.workers.episode_records import FailedEpisodes, TranscriptLog
 from rollbook.rollout.workers.messages import (
     Beat,
@@ -171,7 +173,7 @@ async def _serve(spec: WorkerSpec, parent: Frames) -> None:
             open_environment=with_timeouts(setup.open_environment, step_s=config.step_s, open_s=config.open_s),
         )
         rollout = build_rollout(make, setup, path=config.function)
-        score = None
+        score: Score | None = None
         if rewards is not None:
             scorer = open_scorer(
                 rewards,
@@ -181,6 +183,9 @@ async def _serve(spec: WorkerSpec, parent: Frames) -> None:
                 judgements=None if spec.judgements is None else Path(spec.judgements),
             )
             score = (await stack.enter_async_context(scorer)).score
+        if config.teacher is not None:
+            teacher = await stack.enter_async_context(open_teacher(config.teacher.settings, setup.tokenizer))
+            score = _with_teacher(score, teacher)
         parent.send(encode(Ready(pid=os.getpid())))
         on_failure = None if spec.failures is None else FailedEpisodes(Path(spec.failures)).add
         player = GroupPlayer(rollout, config, filters=filters, score=score, on_failure=on_failure)
@@ -189,6 +194,15 @@ async def _serve(spec: WorkerSpec, parent: Frames) -> None:
         gc.freeze()
         gc.set_threshold(YOUNG_OBJECTS, YOUNG_COLLECTIONS, 10)
         await WorkerLoop(player, parent, continued=lambda: setup.policy.continued, on_played=transcripts.add).run()
+
+
+def _with_teacher(score: Score | None, teacher: Teacher) -> Score:
+    """Score a sample, then ask the teacher about its tokens."""
+
+    async def both(row: Mapping[str, Any], sample: RolloutSample) -> RolloutSample:
+        return await teacher.score(sample if score is None else await score(row, sample))
+
+    return both
 
 
 def _unpickled(payload: bytes) -> WorkerSpec:

@@ -56,7 +56,7 @@ def _tokens_fit_the_context(parts: Parts) -> Faults:
 def _single_samples_have_a_baseline(parts: Parts) -> Faults:
     match parts.get("rollout"), parts.get("trainer"):
         case RolloutConfig(completions_per_prompt=1), TrainerConfig() as trainer:
-            if trainer.recipe.advantage != "reinforce_pp":
+            if trainer.recipe.advantage not in ("reinforce_pp", "none"):
                 yield (
                     "rollout.completions_per_prompt",
                     f"a group of one sample has no group to be compared with, and trainer.advantage = {trainer.recipe.advantage!r} "

@@ -68,6 +68,8 @@ BASELINES: dict[str, Baseline] = {
     "dr_grpo": centred_only,
     "rloo": leave_one_out,
     "maxrl": mean_relative,
+    # Rewards do not count: for distillation alone.
+    "none": np.zeros_like,
     # REINFORCE++ normalises over the tokens of the whole batch, see `advantages`.
     "reinforce_pp": lambda rewards: rewards,
     "reinforce_pp_baseline": centred_only,

@@ -17,7 +17,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.trainer.config import SPLIT_SETTINGS
 from rollbook.trainer.files.atomic_files import write_text_atomically
 
-LATER_SETTINGS = {"optimizer": "adamw", "ppo_epochs": 1, "observation_coef": 0.0}
+LATER_SETTINGS = {"optimizer": "adamw", "ppo_epochs": 1, "observation_coef": 0.0, "distill_coef": 0.0}
 """Numeric settings that earlier versions did not record, with the values that they trained with."""
 SMALLER_STEPS = 50
 """For this many steps smaller passes are kept, then the settings are tried again: a batch may have been unusually long."""

@@ -20,6 +20,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import lag
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.policy import NOT_SAMPLED
+from rollbook.contracts.trajectory import TokenRow
 from rollbook.trainer.advantages.registry import credit
 from rollbook.trainer.config import SPLIT_SETTINGS, TrainerConfig
 from rollbook.trainer.data.prefixes import PackedSequences, packed_passes, prefix_order, prefix_tree
@@ -162,12 +163,40 @@ class PlanSettings:
         return replace(self, config=self.config.model_copy(update=changes))
 
 
+MAX_TEACHER_GAP = 20.0
+
+
+def teacher_gaps(row: TokenRow) -> NDArray[np.float32]:
+    """log teacher - log sampled of each token; 0 where one of them is unknown.
+
+    The mean over the policy's samples is minus the divergence KL(policy || teacher), and as an advantage it has its gradient.
+    """
+    assert row.teacher_logprobs is not None
+    gaps = np.clip(row.teacher_logprobs - row.logprobs, -MAX_TEACHER_GAP, MAX_TEACHER_GAP)
+    return np.where(np.isnan(gaps), 0.0, gaps).astype(np.float32)
+
+
+def distill_weight(config: TrainerConfig, step: int) -> float:
+    """`distill_coef` at a step."""
+    if config.distill_until is None:
+        return config.recipe.distill_coef
+    return config.recipe.distill_coef * max(0.0, 1.0 - (step - 1) / config.distill_until)
+
+
 def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
     """The sequences of scorable samples that have trained tokens which are not masked, in the batch's order."""
     found = credit(batch, config)
     rows: list[TrainRow] = []
     number = -1
     lags = publication_lags(batch)
+    distill_coef = distill_weight(config, batch.step)
+    if distill_coef and not any(
+        row.teacher_logprobs is not None for group in batch.groups for s in group.scorable for row in s.sequences
+    ):
+        raise RunError(
+            f"batch {batch.step} has no scores of a teacher, and trainer.distill_coef is {config.recipe.distill_coef:g}: set"
+            " [rollout.teacher]"
+        )
     num_scorable = sum(len(group.scorable) for group in batch.groups)
     for entry, group in batch.entries():
         for in_group, sample in enumerate(group.samples):
@@ -183,6 +212,9 @@ def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
                     between = slice(trained[0] + 1, trained[-1])
                     observed = trained[0] + 1 + np.flatnonzero(row.versions[between] == NOT_SAMPLED)
                 by_token = found.by_token.get((number, sequence), row.advantages)
+                if distill_coef and row.teacher_logprobs is not None:
+                    base = np.float32(found.by_sample[number]) if by_token is None else by_token
+                    by_token = base + distill_coef * teacher_gaps(row)
                 rows.append(
                     TrainRow(
                         group_id=group.id,

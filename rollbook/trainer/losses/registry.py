@@ -142,6 +142,7 @@ LOSSES: dict[str, Loss] = {
     "sapo": soft_gate,
     "dppo": divergence_mask,
     "m2po": second_moment,
+    "distill": importance_sampling,
 }
 
 

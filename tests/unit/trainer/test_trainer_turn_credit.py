@@ -70,6 +70,16 @@ def test_turn_rloo_uses_the_returns_of_other_samples_only() -> None:
         np.testing.assert_allclose(values, wanted, rtol=1e-6)
 
 
+def test_without_rewards_of_turns_turn_credit_is_episode_credit() -> None:
+    marks = tuple(TurnMark(sequence=0, start=2 * turn + 1, end=2 * turn + 2) for turn in range(3))
+    group = [replace(sample(row([5] * 6, [1, 3, 5]), reward=reward), turns=marks) for reward in (0.0, 1.0, 0.25, 3.0)]
+    batch = batch_of(1, [group])
+    episodes = credit(batch, quick(advantage="rloo")).by_sample
+    np.testing.assert_allclose(
+        by_turn(batch, advantage="turn_rloo"), np.repeat(episodes[:, None], 3, axis=1), rtol=1e-6
+    )
+
+
 def test_a_late_part_is_compared_with_the_quorum_less_what_it_earned_before() -> None:
     batch = batch_of(1, [[episode([1.0, 2.0])]])
     late = replace(batch, groups=(replace(batch.groups[0], part=2, baseline=(1.0, 3.0)),))

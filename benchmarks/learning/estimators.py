@@ -1,0 +1,291 @@
+"""Advantages and losses compared on a walk of six turns: learning over ten seeds, and gradients on one recorded stream.
+
+python -m benchmarks.learning.estimators --out docs/results/estimators
+
+A policy of 10,000 weights sees one of twelve states, replies with one of six words, and moves to a state that depends on both. One
+word is right in each state, and a reward of 1 is paid for it in its turn. Sampling is synchronous and in this process; advantages,
+losses and steps are those of the trainer.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks.report import print_status
+from rollbook.contracts.batch import BatchEntry, BatchManifest, TrainingBatch
+from rollbook.contracts.group import PromptGroup, group_id
+from rollbook.contracts.task import TaskId
+from rollbook.contracts.trajectory import RolloutSample, TokenRow, TurnMark
+from rollbook.trainer.checkpoints.checkpoints import initial_learner
+from rollbook.trainer.config import LOSS_DEFAULTS, TrainerConfig
+from rollbook.trainer.data.minibatches import flatten, plan_minibatch
+from rollbook.trainer.losses.inputs import LossInputs
+from rollbook.trainer.losses.registry import LOSSES
+from rollbook.trainer.model.model_directory import prepare_model_directory
+from rollbook.trainer.model_config import SPECIAL_TOKENS, ModelBuildConfig, ModelConfig
+from rollbook.trainer.step import TrainStep, loss_settings
+
+STATES, WORDS, TURNS = 12, 6, 6
+GROUPS, SAMPLES = 4, 8
+BOS, FIRST = 1, len(SPECIAL_TOKENS)
+ADVANTAGES = ("group", "dr_grpo", "rloo", "reinforce_pp_baseline", "turn_group", "turn_rloo", "gigpo")
+LEARNING = ("group", "rloo", "turn_group", "turn_rloo", "gigpo")
+"""Those that are trained from the start."""
+LAG = 2
+"""Steps between the policy that sampled a batch and the one whose gradient is measured."""
+REFERENCE_EPISODES = 4096
+BATCHES = 16
+T_975 = {3: 4.30, 5: 2.78, 10: 2.26}
+"""Quantiles of Student's distribution for a 95 % interval of the mean of this many seeds."""
+
+
+def settings(**changes: Any) -> TrainerConfig:
+    return TrainerConfig.model_validate({"lr": 6e-3, "loss": "importance_sampling", "weight_decay": 0.0, **changes})
+
+
+def build(folder: Path, *, seed: int) -> Path:
+    words = tuple(f"s{n}" for n in range(STATES)) + tuple(f"w{n}" for n in range(WORDS))
+    shape = ModelBuildConfig(
+        hidden_size=24,
+        layers=2,
+        heads=2,
+        kv_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=32,
+        vocabulary=words,
+        chat_template="{% for m in messages %}{{ m.content }} {% endfor %}",
+    )
+    return prepare_model_directory(ModelConfig(build=shape), folder, seed=seed)
+
+
+@torch.no_grad()
+def play(learner: TrainStep, starts: NDArray[np.int64], *, samples: int, step: int, seed: int) -> TrainingBatch:
+    """One group for each start, sampled with the current weights."""
+    generator = torch.Generator().manual_seed(seed)
+    states = np.repeat(starts, samples)
+    count = len(states)
+    tokens = np.full((count, 1), BOS, dtype=np.int64)
+    logprobs, rewards, visited = [], [], []
+    for _ in range(TURNS):
+        tokens = np.concatenate([tokens, FIRST + states[:, None]], axis=1)
+        logits = learner.model.module(input_ids=torch.from_numpy(tokens), use_cache=False).logits[:, -1].float()
+        chances = torch.log_softmax(logits, dim=-1)
+        chosen = torch.multinomial(chances.exp(), 1, generator=generator)
+        logprobs.append(chances.gather(1, chosen)[:, 0].numpy())
+        word = chosen[:, 0].numpy() - FIRST - STATES
+        rewards.append((word == (5 * states + 2) % WORDS).astype(np.float64))
+        visited.append(states)
+        tokens = np.concatenate([tokens, chosen.numpy()], axis=1)
+        states = (states + word % WORDS + 1) % STATES
+    mask = np.zeros(tokens.shape[1], dtype=np.bool_)
+    mask[2::2] = True
+    marks = tuple(TurnMark(sequence=0, start=2 * turn + 2, end=2 * turn + 3) for turn in range(TURNS))
+    made = []
+    for number in range(count):
+        sampled = np.zeros(tokens.shape[1], dtype=np.float32)
+        sampled[mask] = [turn[number] for turn in logprobs]
+        row = TokenRow.of(
+            token_ids=tokens[number], logprobs=sampled, loss_mask=mask, versions=np.where(mask, step - 1, -1)
+        )
+        earned = [float(turn[number]) for turn in rewards]
+        sample = RolloutSample(sequences=(row,), reward=sum(earned), turns=marks)
+        made.append(sample.with_turns(rewards=earned, states=[str(turn[number]) for turn in visited]))
+    groups = tuple(
+        PromptGroup(
+            id=group_id(TaskId(f"t{number}"), step),
+            task_id=TaskId(f"t{number}"),
+            draw=step,
+            samples=tuple(made[number * samples : (number + 1) * samples]),
+        )
+        for number in range(len(starts))
+    )
+    entries = tuple(
+        BatchEntry(group_id=group.id, sequence=n, payload_digest="", oldest_version=step - 1)
+        for n, group in enumerate(groups)
+    )
+    return TrainingBatch(manifest=BatchManifest(step=step, entries=entries, digest=""), groups=groups)
+
+
+def mean_reward(batch: TrainingBatch) -> float:
+    """Right words as a fraction of all."""
+    return float(np.mean([s.reward for group in batch.groups for s in group.samples])) / TURNS
+
+
+def learn(folder: Path, *, seed: int, steps: int, **changes: Any) -> list[float]:
+    """The fraction of right words in each step."""
+    torch.set_num_threads(1)
+    learner = initial_learner(build(folder, seed=seed), settings(**changes))
+    rng = np.random.default_rng(seed)
+    curve = []
+    for step in range(1, steps + 1):
+        starts = rng.integers(0, STATES, GROUPS)
+        batch = play(learner, starts, samples=SAMPLES, step=step, seed=seed * 100_003 + step)
+        curve.append(mean_reward(batch))
+        learner.run(batch)
+    return curve
+
+
+def interval(values: Sequence[float]) -> list[float]:
+    """Mean and half the width of its 95 % interval."""
+    half = T_975.get(len(values), 1.96) * float(np.std(values, ddof=1)) / len(values) ** 0.5
+    return [round(float(np.mean(values)), 4), round(half, 4)]
+
+
+def compare_learning(*, seeds: int, steps: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for advantage in LEARNING:
+        last = []
+        for seed in range(seeds):
+            with tempfile.TemporaryDirectory() as folder:
+                curve = learn(Path(folder) / "model", seed=seed, steps=steps, advantage=advantage)
+            last.append(float(np.mean(curve[-10:])))
+        found[advantage] = interval(last)
+        print_status(f"{advantage}: {found[advantage]}")
+    return found
+
+
+def gradient(learner: TrainStep, batch: TrainingBatch, config: TrainerConfig) -> tuple[Tensor, float, float]:
+    """The gradient of a batch under the current weights, the share of clipped tokens, and the effective sample size."""
+    rows = flatten(batch, config)
+    clipped, weights = [], []
+    learner.model.module.zero_grad(set_to_none=True)
+    for micro in plan_minibatch(rows, config, is_packed=learner.model.is_packed).microbatches:
+        current = learner.model.token_logprobs(micro)[0]
+        sampled = torch.from_numpy(micro.sampled_logprobs_N)
+        inputs = LossInputs(
+            current_N=current,
+            old_N=sampled if config.recipe.old_logprobs == "engine" else current.detach(),
+            sampled_N=sampled,
+            advantages_N=torch.from_numpy(micro.advantages_N),
+            row_of_N=torch.from_numpy(micro.row_of_N),
+            num_rows=micro.num_rows,
+        )
+        terms = LOSSES[config.loss](inputs, loss_settings(config.recipe))
+        (terms.loss_N * torch.from_numpy(micro.weights_N)).sum().backward()  # type: ignore[no-untyped-call]
+        clipped.append(terms.is_clipped_N.double())
+        weights.append(torch.exp(current.detach() - sampled))
+    joined = torch.cat(weights)
+    flat = torch.cat([p.grad.flatten() for p in learner.trained if p.grad is not None])
+    return flat, float(torch.cat(clipped).mean()), float(joined.sum() ** 2 / (len(joined) * joined.square().sum()))
+
+
+def compare_gradients(*, checkpoints: Sequence[int], seed: int = 0) -> dict[str, Any]:
+    """One recorded stream, trained with `rloo`. At each checkpoint the estimators get the same batches, which are `LAG` old."""
+    torch.set_num_threads(1)
+    recipe = settings(advantage="rloo")
+    losses = [name for name in LOSS_DEFAULTS if name not in ("dr_grpo", "distill")]
+    cells = {name: settings(advantage=name) for name in ADVANTAGES}
+    cells |= {f"loss {name}": settings(loss=name, advantage="turn_rloo", reduction="token_mean") for name in losses}
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        learner = initial_learner(build(Path(folder) / "model", seed=seed), recipe)
+        rng = np.random.default_rng(seed)
+        recorded: list[TrainingBatch] = []
+        for step in range(1, max(checkpoints) + 1):
+            if step + LAG in checkpoints:
+                recorded = [
+                    play(
+                        learner,
+                        rng.integers(0, STATES, GROUPS),
+                        samples=SAMPLES,
+                        step=step,
+                        seed=10_000_019 + 1000 * step + n,
+                    )
+                    for n in range(BATCHES)
+                ]
+            learner.run(play(learner, rng.integers(0, STATES, GROUPS), samples=SAMPLES, step=step, seed=step))
+            if step in checkpoints:
+                starts = rng.integers(0, STATES, REFERENCE_EPISODES // SAMPLES)
+                fresh = play(learner, starts, samples=SAMPLES, step=step, seed=77 + step)
+                reference, _, _ = gradient(learner, fresh, settings(advantage="turn_rloo"))
+                found[str(step)] = {
+                    "reward": round(mean_reward(fresh), 4),
+                    "episodes": REFERENCE_EPISODES,
+                    "cells": {name: measured(learner, recorded, config, reference) for name, config in cells.items()},
+                }
+                print_status(f"gradients at step {step}: reward {found[str(step)]['reward']}")
+    return found
+
+
+def measured(
+    learner: TrainStep, batches: Sequence[TrainingBatch], config: TrainerConfig, reference: Tensor
+) -> Mapping[str, Any]:
+    gradients, clipped, sizes = zip(*(gradient(learner, batch, config) for batch in batches), strict=True)
+    stacked = torch.stack(gradients).double()
+    mean, target = stacked.mean(0), reference.double()
+    cosines = [float(torch.cosine_similarity(one, target, dim=0)) for one in stacked]
+    return {
+        "cosine": interval(cosines),
+        "cosine_of_mean": round(float(torch.cosine_similarity(mean, target, dim=0)), 4),
+        "noise": round(float((stacked - mean).square().sum(1).mean() / mean.square().sum()), 3),
+        "clipped": round(float(np.mean(clipped)), 4),
+        "ess": round(float(np.mean(sizes)), 3),
+    }
+
+
+def report(learning: Mapping[str, Any], gradients: Mapping[str, Any], *, seeds: int, steps: int) -> str:
+    lines = [
+        "# Estimators on one task",
+        "",
+        "`python -m benchmarks.learning.estimators --out docs/results/estimators` writes this page and `estimators.json`"
+        " in about 15 minutes on one CPU core.",
+        "The task is described in the module: a walk of six turns with one right word in each state.",
+        "",
+        f"## Learning: fraction of right words in the last ten of {steps} steps, {seeds} seeds, 95 % intervals",
+        "",
+        "| `trainer.advantage` | right words |",
+        "|---|---|",
+    ]
+    lines += [f"| `{name}` | {mean:.3f} ± {half:.3f} |" for name, (mean, half) in learning.items()]
+    lines += [
+        "",
+        "Where the whole reward is paid at the end of episodes with equally many turns, `turn_rloo` equals `rloo` number by number"
+        " (`test_without_rewards_of_turns_turn_credit_is_episode_credit`).",
+    ]
+    for step, at in gradients.items():
+        lines += [
+            "",
+            f"## Gradients at step {step} of one recorded run (fraction of right words {at['reward']:.2f})",
+            "",
+            f"{BATCHES} batches of {GROUPS * SAMPLES} episodes, sampled {LAG} steps earlier; reference from {at['episodes']} fresh"
+            " episodes with `turn_rloo`. Losses have the advantage `turn_rloo`. *Noise*: variance of the gradient, divided by"
+            " the square of its mean.",
+            "",
+            "| estimator | cosine to the reference | of the mean gradient | noise | clipped | effective sample size |",
+            "|---|---|---|---|---|---|",
+        ]
+        for name, cell in at["cells"].items():
+            mean, half = cell["cosine"]
+            lines.append(
+                f"| `{name}` | {mean:.3f} ± {half:.3f} | {cell['cosine_of_mean']:.3f} | {cell['noise']:.1f} |"
+                f" {cell['clipped']:.1%} | {cell['ess']:.2f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--checkpoints", type=int, nargs="+", default=[8, 20, 34])
+    args = parser.parse_args()
+    gradients = compare_gradients(checkpoints=args.checkpoints)
+    learning = compare_learning(seeds=args.seeds, steps=args.steps)
+    args.out.mkdir(parents=True, exist_ok=True)
+    found = {"learning": learning, "gradients": gradients, "seeds": args.seeds, "steps": args.steps}
+    (args.out / "estimators.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    text = report(learning, gradients, seeds=args.seeds, steps=args.steps)
+    (args.out / "README.md").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
