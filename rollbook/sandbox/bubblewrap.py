@@ -258,8 +258,8 @@ def _guest_limits(limits: Limits) -> dict[str, object]:
     kernel = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
     rlimits = {resource.RLIMIT_DATA: memory_bytes * 7 // 8, resource.RLIMIT_NOFILE: most_files}
     if os.getuid() != 0 and kernel >= (5, 14):
-        # Counted for each user namespace since this kernel, and never for root. The guest is one of the processes.
-        rlimits[resource.RLIMIT_NPROC] = limits.processes + 1
+        # Counted for each user namespace since this kernel, and never for root. It holds a fork bomb until the guest ends it.
+        rlimits[resource.RLIMIT_NPROC] = 2 * limits.processes
     return {
         "memory_bytes": memory_bytes,
         "cpu_s": limits.cpu_s,

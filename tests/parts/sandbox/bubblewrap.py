@@ -12,6 +12,14 @@ from rollbook.sandbox.bubblewrap import open_sandbox
 from rollbook.sandbox.sandbox import SandboxUnavailableError
 
 INSTALL_S = 300
+FORK_BOMB = """
+import os, time
+while True:
+    try:
+        os.fork()
+    except OSError:
+        time.sleep(0.001)  # the kernel refuses more to an ordinary user
+"""
 
 
 def require_bubblewrap() -> None:

@@ -12,7 +12,7 @@ from rollbook.envs.builtin.code_tasks import tasks as code_tasks
 from rollbook.envs.builtin.shell import Files, file_tasks
 from rollbook.sandbox.code import run_code
 from rollbook.sandbox.sandbox import Limits, SandboxDiedError, SandboxUnavailableError
-from tests.parts.sandbox.bubblewrap import require_bubblewrap
+from tests.parts.sandbox.bubblewrap import FORK_BOMB, require_bubblewrap
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,12 +58,15 @@ async def test_a_module_is_repaired_over_several_turns() -> None:
         "import sys; sys.exit(0)",
         "import os; os._exit(0)",
         "print('All tests pass.')",
-        "while True: pass",
+        pytest.param("while True: pass", marks=pytest.mark.slow),
         "x = bytearray(10**10)",
-        "import os\nwhile True: os.fork()",
+        FORK_BOMB,
         "class E:\n    def __eq__(self, other): return True\ndef scaled_sum(numbers): return E()",
         "import sys, json\nf = sys._getframe(1).f_globals\ndef scaled_sum(n): return f.get('cases')",
-        "def scaled_sum(n):\n    import sys\n    sys.setrecursionlimit(10**9)\n    return scaled_sum(n)",
+        pytest.param(
+            "def scaled_sum(n):\n    import sys\n    sys.setrecursionlimit(10**9)\n    return scaled_sum(n)",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 async def test_code_that_cheats_or_destroys_gets_nothing(code: str) -> None:
@@ -92,7 +95,7 @@ async def test_files_of_a_real_file_system_are_changed_and_graded() -> None:
 async def test_commands_that_exceed_a_limit_end_the_episode_with_no_reward() -> None:
     environment = Files()
     await environment.reset(next(iter(file_tasks())))
-    last = await environment.step("bomb() { bomb | bomb & }; bomb; sleep 30")
+    last = await environment.step("while :; do sleep 30 & done")
     assert (last.done, last.reward) == (True, 0.0)
     assert "processes" in last.text
 
@@ -130,7 +133,7 @@ async def test_a_reward_function_runs_code_and_gets_a_result_for_every_failure_o
     assert (await run_code("raise SystemExit(4)")).exit_code == 4
     assert (await run_code("while True: pass", timeout_s=0.5)).is_timed_out
     small = Limits(processes=5)
-    ended = await run_code("import os\nfor _ in range(9): os.fork()\nimport time; time.sleep(30)", limits=small)
+    ended = await run_code(FORK_BOMB, limits=small)
     assert (ended.is_ok, ended.exit_code) == (False, -9)
     assert b"processes" in ended.stderr
 

@@ -129,7 +129,6 @@ async def test_an_agent_cannot_write_its_own_reward_or_tests(tmp_path: Path) -> 
         ("echo many > /logs/verifier/reward.txt", "cannot be read"),
         ("echo nan > /logs/verifier/reward.txt", "no finite number"),
         ("sleep 60", "took longer than 1 s"),
-        ("tail -c 900M /dev/zero | cat > /dev/null; head -c 900M /dev/zero | tail", "wrote neither"),
     ],
 )
 async def test_a_verifier_gives_a_reward_or_the_episode_is_not_scored(
