@@ -27,8 +27,8 @@ from rollbook.rollout.agents.program import (
     log_of,
 )
 from rollbook.rollout.contract import ChatSession
-from rollbook.sandbox.bubblewrap import SYSTEM_PATH, open_sandbox
-from rollbook.sandbox.sandbox import Image, Limits, Sandbox, SandboxLimitError
+from rollbook.sandbox.bubblewrap import open_sandbox
+from rollbook.sandbox.sandbox import SYSTEM_PATH, Image, Limits, Sandbox, SandboxLimitError
 
 HOME, WORK, PORT = "/episode/home", "/episode/work", 8080
 """Inside the sandbox. Programs are there under the paths of this machine, which may begin with /work or /home."""
