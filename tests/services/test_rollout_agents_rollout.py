@@ -154,7 +154,7 @@ async def test_a_command_is_killed_when_its_episode_is_cancelled(tmp_path: Path)
     [
         ({}, "either agent or command"),
         ({"agent": "a:b", "command": ["x"]}, "either agent or command"),
-        ({"agent": "a:b", "colour": 1}, "colour: Extra inputs"),
+        ({"agent": "a:b", "colour": 1}, "colour: unknown field"),
         ({"agent": "nowhere:agent"}, "rollout.settings.agent = 'nowhere:agent': no module 'nowhere'"),
         ({"agent": f"{PROGRAMS}:converse", "environment": {"A": "b"}}, "environment is only for programs"),
     ],
