@@ -315,6 +315,8 @@ async def test_metrics_and_spans_are_recorded_for_each_step(ledger: TrainerLedge
         "train/correction_clip_frac",
         "train/correction_ess",
         "train/reference_kl",
+        "train/observation_loss",
+        "train/expert_load_max",
     }
     lags = {f"async/version_offset_{kind}" for kind in ("min", "mean", "max", "long", "short")}
     lags |= {"train/numerics_kl", *(f"train/lag_kl_{lag}" for lag in (1, 2, 3, 4))}
