@@ -157,6 +157,13 @@ async def test_a_command_is_killed_when_its_episode_is_cancelled(tmp_path: Path)
         ({"agent": "a:b", "colour": 1}, "colour: unknown field"),
         ({"agent": "nowhere:agent"}, "rollout.settings.agent = 'nowhere:agent': no module 'nowhere'"),
         ({"agent": f"{PROGRAMS}:converse", "environment": {"A": "b"}}, "environment is only for programs"),
+        ({"agent": f"{PROGRAMS}:converse", "arguments": ["-x"]}, "arguments: only for a coding agent"),
+        ({"agent": "codex"}, "agent = 'codex' returns a text, so a reward is required"),
+        ({"agent": "pi", "reward": REWARD, "sandbox_limits": {"colour": 1}}, "colour: there is no such limit"),
+        (
+            {"agent": "codex", "reward": REWARD, "environment": {"PATH": "/nowhere"}},
+            "the program 'codex' is not installed; install it with: npm install -g @openai/codex",
+        ),
     ],
 )
 async def test_faulty_settings_are_refused_before_an_episode_is_played(
