@@ -248,8 +248,8 @@ def report(learning: Mapping[str, Any], gradients: Mapping[str, Any], *, seeds: 
     lines += [
         "",
         "Where the whole reward is paid at the end of episodes with equally many turns, `turn_rloo` equals `rloo` number by number"
-        " (`test_without_rewards_of_turns_turn_credit_is_episode_credit`). The learning rate, 6e-3, was chosen so that 40 steps tell the"
-        " advantages apart: at 2e-3, one seed gave .31 for `rloo` and .36 for `turn_rloo` after 57 steps.",
+        " (`test_without_rewards_of_turns_turn_credit_is_episode_credit`). The learning rate, 6e-3, was chosen so that 40 steps"
+        " tell the advantages apart: at 2e-3, one seed gave .31 for `rloo` and .36 for `turn_rloo` after 57 steps.",
     ]
     for step, at in gradients.items():
         lines += [
