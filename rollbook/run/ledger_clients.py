@@ -20,7 +20,7 @@ from rollbook.run.config.run import LoadedConfig, RunConfig
 from rollbook.run.directory import RunDirectory
 from rollbook.telemetry.events import EventLog
 
-POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "model_max_length", "seq_length")
 """Names of the longest sequence in the `config.json` of models."""
 
 

@@ -131,6 +131,10 @@ class LoraSettings(BaseModel, frozen=True, extra="forbid"):
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Names of the layers that get adapters, or all linear layers but the output embedding."""
 
+    experts: bool = False
+    """Mixtures of experts: also adapt the weights of the experts. `inference.publish = "auto"` then means merged weights, because
+    the embedded engine adapts linear layers only."""
+
 
 class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     """How the model is trained on the batches of the ledger."""

@@ -45,8 +45,8 @@ measured: speed, GPUs, bfloat16, and real checkpoints.
   ([decision 0042](decisions/0042-row-states-in-transformers-caches.md)).
 - **prefix reuse**: of any common prefix, or of whole turns only (the prompt must continue all of a finished request).
 - **training**: `packed`, with shared prefixes, or `padded`. Gradients leak into no other sequence, in either.
-- **LoRA**: layers that `targets = "all-linear"` adapts. *attention* is q, k, v and o, *mlp* is gate, up and down, *experts*
-  are the matrices of all experts.
+- **LoRA**: layers that `targets = "all-linear"` adapts. *attention* is q, k, v and o, *mlp* is gate, up and down. *+ experts*:
+  `experts = true` adapts the matrices of all experts, too.
 - **published names**: the names and shapes of the weights that engines receive are those of the checkpoint's files, which
   vLLM and SGLang read. *converted*: transformers has other names in memory.
 - **round trip**: a checkpoint of the trainer has the names and bytes of the loaded one.
@@ -214,17 +214,16 @@ def _lora(directory: Path) -> str:
         model: Any = PolicyModel.load(directory, quick(lora=LoraSettings(rank=2)))
     except Exception as error:
         return f"refused: {_reason(error)}"
-    names = {part for name in model.checkpointed_weights() for part in [_layer_of(name)]}
+    names = {name.split(".lora_")[0].split(".")[-1] for name in model.checkpointed_weights()}
     for short, layers in (("attention", "qkvo"), ("mlp", ("gate", "up", "down"))):
         whole = {f"{layer}_proj" for layer in layers}
         if whole <= names:
             names = (names - whole) | {short}
-    return ", ".join(sorted(names))
-
-
-def _layer_of(name: str) -> str:
-    parts = name.split(".lora_", maxsplit=1)[0].split(".")
-    return "experts" if "experts" in parts else parts[-1]
+    try:
+        PolicyModel.load(directory, quick(lora=LoraSettings(rank=2, experts=True)))
+    except RunError:
+        return ", ".join(sorted(names))
+    return f"{', '.join(sorted(names))} + experts"
 
 
 def _names(model: PolicyModel, directory: Path) -> str:

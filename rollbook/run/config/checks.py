@@ -206,12 +206,12 @@ def _vllm_faults(inference: InferenceConfig) -> Faults:
 def resolved_publish(parts: Parts) -> str | None:
     """What `inference.publish = "auto"` means in this run; None without LoRA, where the setting has no effect."""
     match parts.get("inference"), parts.get("trainer"):
-        case InferenceConfig() as inference, TrainerConfig(lora=LoraSettings()):
+        case InferenceConfig() as inference, TrainerConfig(lora=LoraSettings() as lora):
             if inference.publish != "auto":
                 return inference.publish
             # Whether external vLLM servers accept adapters is unknown here; the user may set "adapter" explicitly.
             is_external = inference.engine == "vllm" and inference.vllm.python is None
-            return "full" if inference.transfer == "nccl" or is_external else "adapter"
+            return "full" if inference.transfer == "nccl" or is_external or lora.experts else "adapter"
     return None
 
 
@@ -222,6 +222,8 @@ def _adapters_can_be_published(parts: Parts) -> Faults:
                 yield "inference.publish", "'adapter' needs trainer.lora"
             elif inference.transfer == "nccl":
                 yield "inference.publish", "'adapter' does not work with transfer = 'nccl', which moves full weights"
+            elif trainer.lora.experts and inference.engine == "transformers":
+                yield "inference.publish", "the embedded engine cannot adapt experts (trainer.lora.experts): set 'full'"
 
 
 def _evaluation_has_a_policy(parts: Parts) -> Faults:

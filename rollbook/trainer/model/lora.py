@@ -6,7 +6,7 @@ publishes the adapters where the engines support them, else the merged weights u
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,17 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
+from rollbook.contracts.errors import RunError
 from rollbook.trainer.config import LoraSettings
 from rollbook.trainer.distributed.sharding import gathered
 from rollbook.trainer.model.weights import base_name, is_adapter, named_weights
+
+try:
+    from peft.utils import transformers_weight_conversion as renamed_layers
+except ImportError:  # before PEFT 0.19
+    renamed_layers = None  # type: ignore[assignment]  # `getattr` of None finds the default
 
 NAME = "default"
 CONFIG_FILE = "adapter_config.json"
@@ -52,12 +59,12 @@ def _adapted(base: Any, settings: LoraSettings, *, base_dir: Path, seed: int, sa
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
-        target_modules=settings.targets if isinstance(settings.targets, str) else list(settings.targets),
+        target_modules=_linear_layers(base) if isinstance(settings.targets, str) else list(settings.targets),
+        target_parameters=_expert_weights(base) if settings.experts else None,
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(base_dir),
-        exclude_modules=_unadaptable(base) if settings.targets == "all-linear" else None,
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(seed)
@@ -66,16 +73,41 @@ def _adapted(base: Any, settings: LoraSettings, *, base_dir: Path, seed: int, sa
         return get_peft_model(base, config, adapter_name=NAME)
 
 
-def _unadaptable(base: Any) -> list[str] | None:
-    """Layers that "all-linear" leaves out: those that compute more than a product, to which PEFT would add one, and projections
-    whose weights Mamba's kernels read directly, which PEFT refuses."""
-    found = [
+def _linear_layers(base: Any) -> list[str]:
+    """The names of all linear layers but the output embedding; also without layers that compute more than a product, to which PEFT
+    would add one, and projections whose weights Mamba's kernels read directly, which PEFT refuses.
+
+    Not PEFT's "all-linear": for some families it adds the experts and their routers, for others it does not. In those families it
+    takes names such as `gate_proj` for weights of experts, so dense layers with these names are left out.
+    """
+    head = base.get_output_embeddings()
+    names_of_experts = _names_of_experts(base.config.model_type)
+    return [
         name
         for name, part in base.named_modules()
-        if (isinstance(part, nn.Linear) and type(part) is not nn.Linear)
-        or (name.endswith(".out_proj") and hasattr(base.get_submodule(name.rpartition(".")[0]), "A_log"))
+        if type(part) in (nn.Linear, Conv1D)
+        and part is not head
+        and name.rpartition(".")[2] not in names_of_experts
+        and not (name.endswith(".out_proj") and hasattr(base.get_submodule(name.rpartition(".")[0]), "A_log"))
     ]
-    return found or None
+
+
+def _names_of_experts(model_type: str) -> Collection[str]:
+    """Names of layers that PEFT takes for weights of experts in models of this type."""
+    kinds = getattr(renamed_layers, "_MODEL_TO_CONVERSION_PATTERN", {})
+    names = getattr(renamed_layers, "_MOE_TARGET_MODULE_MAPPING", {})
+    found: Collection[str] = names.get(kinds.get(model_type), ())
+    return found
+
+
+def _expert_weights(base: Any) -> list[str]:
+    """The names of the weights that hold a matrix for each expert of a layer."""
+    found = [name for name, weight in base.named_parameters() if ".experts." in name and weight.ndim == 3]
+    if not found:
+        raise RunError(
+            "trainer.lora.experts = true, but the model has no experts whose weights PEFT can adapt; unset it"
+        )
+    return found
 
 
 def merged_module(directory: Path) -> Any:

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from rollbook.trainer.distributed.sharding import from_own_rows, layers_of, own_rows
 from rollbook.trainer.model.weights import base_name, is_adapter, named_weights
@@ -82,6 +82,8 @@ def load_text_model(directory: Path, *, dtype: torch.dtype) -> Any:
     transformers would initialise them at random."""
     config: Any = AutoConfig.from_pretrained(str(directory))
     text = config.get_text_config()
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        text = config
     missing: list[str] = []
     for mapping in TEXT_PARTS if text is not config else TEXT_PARTS[:1]:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -303,6 +303,7 @@ def test_unknown_fields_of_a_recorded_run_are_reported_with_their_paths(tmp_path
         ((), "auto"),
         (("trainer.lora.rank=4",), "adapter"),
         (("trainer.lora.rank=4", "inference.publish='full'"), "full"),
+        (("trainer.lora.experts=true",), "full"),
         (("trainer.lora.rank=4", "inference.engine='vllm'", "inference.vllm.python='python'"), "adapter"),
         (("trainer.lora.rank=4", "inference.engine='vllm'", "inference.urls=['http://a']"), "full"),
         (
@@ -355,6 +356,8 @@ def test_publishing_adapters_needs_lora_and_a_supporting_transport(tmp_path: Pat
         "inference.transfer='nccl'",
     )
     assert "nccl" in faults_of(tmp_path, GOOD, (*nccl, "inference.urls=['http://a']"))["inference.publish"]
+    experts = ("trainer.lora.experts=true", "inference.publish='adapter'")
+    assert "cannot adapt experts" in faults_of(tmp_path, GOOD, experts)["inference.publish"]
 
 
 def test_a_transport_that_is_gone_names_its_replacement(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_weights_are_published_and_saved_under_the_names_of_the_files(mixture: P
 
 
 def test_merged_adapters_of_experts_are_the_policy_that_was_trained(mixture: Path) -> None:
-    model = PolicyModel.load(mixture, quick(lora=LoraSettings(rank=2)))
+    model = PolicyModel.load(mixture, quick(lora=LoraSettings(rank=2, experts=True)))
     with torch.no_grad():
         for name, parameter in model.module.named_parameters():
             if ".lora_" in name:
@@ -97,6 +97,22 @@ def test_merged_adapters_of_experts_are_the_policy_that_was_trained(mixture: Pat
     merged.save_pretrained(mixture, state_dict=dict(model.weights()), save_original_format=False)
     found = PolicyModel.load(mixture, quick()).token_logprobs(rows)[0].detach()
     assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_experts_and_routers_are_adapted_only_on_request(mixture: Path, tmp_path: Path) -> None:
+    def adapted(directory: Path, **settings: Any) -> str:
+        model = PolicyModel.load(directory, quick(lora=LoraSettings(rank=2, **settings)))
+        return " ".join(model.checkpointed_weights())
+
+    assert "q_proj" in adapted(mixture)
+    assert "experts" not in adapted(mixture)
+    assert "gate" not in adapted(mixture)
+    assert "experts" in adapted(mixture, experts=True)
+    family("gpt_oss").model().save_pretrained(tmp_path / "other")
+    assert "experts" in adapted(tmp_path / "other", experts=True)
+    family("qwen3").model().save_pretrained(tmp_path / "dense")
+    with pytest.raises(RunError, match="the model has no experts"):
+        adapted(tmp_path / "dense", experts=True)
 
 
 def test_the_router_loss_balances_the_load_and_is_off_by_default(mixture: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
@@ -72,6 +72,8 @@ def load_text_model(source: str, *, dtype: torch.dtype) -> Any:
     transformers would initialise them at random."""
     config: Any = AutoConfig.from_pretrained(source, local_files_only=True)
     text = config.get_text_config()
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        text = config
     missing: list[str] = []
     for mapping in TEXT_PARTS if text is not config else TEXT_PARTS[:1]:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
