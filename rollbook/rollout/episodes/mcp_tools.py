@@ -1,4 +1,4 @@
-"""Tools of MCP servers for the tool loop, with the official SDK (`pip install 'rollbook[mcp]'`).
+"""Tools of MCP servers for the tool loop, with the official SDK (the extra `mcp`).
 
 Each episode has its own connections: a command is started for it and ended with it, a URL gets a session of its own. So no state of
 a server passes from one episode to another through us. A server that does not start, or whose connection ends, fails the episode:

@@ -4,7 +4,7 @@
     function = "tools"
     [rollout.settings]
     tools = ["my_tools:search", "my_tools:get_page"]
-    [rollout.settings.mcp.files]                                    # tools of MCP servers, `pip install 'rollbook[mcp]'`
+    [rollout.settings.mcp.files]                                    # tools of MCP servers, the extra `mcp`
     command = ["npx", "-y", "@modelcontextprotocol/server-filesystem", "/data"]    # or url = "http://127.0.0.1:8000/mcp"
 
 A task has a `question`, or its `messages`. The policy answers, calls tools and reads their results until it answers without a call
