@@ -95,9 +95,10 @@ async def test_sockets_of_the_machine_cannot_be_reached_by_name(sandbox: Sandbox
 
 
 async def test_a_fork_bomb_ends_the_sandbox_only(sandbox: Sandbox) -> None:
-    with pytest.raises(SandboxLimitError, match="processes") as raised:
+    """By the limit that is reached first: so many processes take much memory, too."""
+    with pytest.raises(SandboxLimitError) as raised:
         await python(sandbox, FORK_BOMB)
-    assert raised.value.limit == "processes"
+    assert raised.value.limit in {"processes", "memory_mb"}
 
 
 AS_NOBODY = """

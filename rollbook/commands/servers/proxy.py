@@ -75,12 +75,14 @@ class RecordingProxy(ProxyServer):
         self._sessions[name] = session
         return session
 
-    async def respond(self, request: web.Request, api: AgentApi) -> web.StreamResponse:
+    async def respond(
+        self, request: web.Request, api: AgentApi, *, is_counted_only: bool = False
+    ) -> web.StreamResponse:
         """A session whose requests all failed is removed, so that names cannot fill the memory."""
         name = self.name_of(request)
         self._running[name] += 1
         try:
-            return await super().respond(request, api)
+            return await super().respond(request, api, is_counted_only=is_counted_only)
         finally:
             self._running[name] -= 1
             if self._running[name] == 0:

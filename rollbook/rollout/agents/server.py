@@ -125,7 +125,8 @@ class ProxyServer:
         for prefix in ("", for_any_name("/s/{session}")):
             for route, api in APIS.items():
                 app.router.add_post(f"{prefix}/v1/{route}", partial(self.respond, api=api))
-            app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._count_tokens)
+            counting = partial(self.respond, api=APIS["messages"], is_counted_only=True)
+            app.router.add_post(f"{prefix}/v1/messages/count_tokens", counting)
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{name:.+}}", self._model)
             app.router.add_route("*", f"{prefix}/v1/{{route:.*}}", self._unknown_route)
@@ -145,18 +146,14 @@ class ProxyServer:
         message = f"{request.method} /v1/{route} is not served here; use POST {served}{hint}"
         return _error(_api_of(request), 404, "not_found", message)
 
-    async def _count_tokens(self, request: web.Request) -> web.Response:
-        api = APIS["messages"]
+    async def respond(
+        self, request: web.Request, api: AgentApi, *, is_counted_only: bool = False
+    ) -> web.StreamResponse:
+        """`is_counted_only`: the number of tokens of a request in Anthropic's form, and no turn."""
         try:
             session, body = await self._read(request)
-            count = await session.count_tokens(messages_request(body, is_counted_only=True))
-            return _json({"input_tokens": count})
-        except RollbookError as error:
-            return _error_of(api, error)
-
-    async def respond(self, request: web.Request, api: AgentApi) -> web.StreamResponse:
-        try:
-            session, body = await self._read(request)
+            if is_counted_only:
+                return _json({"input_tokens": await session.count_tokens(messages_request(body, is_counted_only=True))})
             reply = api.reply(body, session)
             if body.get("stream"):
                 return await _stream(request, session, reply, api)

@@ -21,7 +21,7 @@ from rollbook.run.config.run import load_config
 
 ROOT = Path(__file__).parents[3]
 # Modules that a distribution with another name provides, and those that other dependencies of the extra bring.
-DISTRIBUTIONS = {"yaml": "pyyaml", "botocore": "awscli"}
+DISTRIBUTIONS = {"yaml": "pyyaml", "botocore": "awscli", "mcp_types": "mcp"}
 
 
 def commands() -> Iterator[tuple[str, ...]]:

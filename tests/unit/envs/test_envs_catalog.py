@@ -110,7 +110,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 
 def test_every_built_in_environment_exists() -> None:
-    assert EPISODES.keys() == ENVIRONMENTS.keys() - {"aws", "reasoning_gym"}
+    assert EPISODES.keys() == ENVIRONMENTS.keys() - {"aws", "reasoning_gym", "code", "files", "harbor"}
     for name, path in ENVIRONMENTS.items():
         assert plugin_fault(name, setting="env.name", search_path=(), builtin=ENVIRONMENTS) is None, path
 

@@ -120,5 +120,5 @@ async def test_a_group_is_dissolved_although_a_member_does_not_respond(monkeypat
 
 
 def test_servers_that_join_no_group_are_refused_with_the_transport_that_they_support() -> None:
-    with pytest.raises(RunError, match="use transfer = 'pull'"):
+    with pytest.raises(RunError, match="set it to 'auto'"):
         WeightTransferClient(["http://a"], request_s=1.0, transport=Transport())
