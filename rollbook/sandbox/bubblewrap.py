@@ -144,6 +144,8 @@ def _spawn(
     mounts: list[str],
 ) -> ProcessSandbox:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # Before the guest starts: a message that is sent earlier has no process id.
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     stderr_reader, stderr_writer = os.pipe()
     os.set_blocking(stderr_reader, False)
     try:

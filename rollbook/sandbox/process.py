@@ -84,7 +84,6 @@ class ProcessSandbox:
         self._guest_fd: int | None = None
         self.on_close: Callable[[], None] = lambda: None
         channel.setblocking(False)
-        channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._loop.add_reader(channel.fileno(), self._on_packets)
 
     async def wait_until_ready(self, within_s: float) -> None:
