@@ -95,6 +95,7 @@ def require_complete(run: SmallRun) -> None:
     assert "trained" in rollbook("explain", directory, group.id).stdout
 
 
+@pytest.mark.slow
 def test_a_run_on_postgresql_resumes_after_a_kill_and_every_reading_command_works(run: SmallRun) -> None:
     store = shared_server().fresh_url()
     payloads = run.directory.parent / "payloads"

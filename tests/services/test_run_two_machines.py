@@ -83,6 +83,7 @@ def accepted(run: SmallRun) -> float:
     return max((float(str(row.get("rollout/accepted_groups") or 0)) for row in found), default=0.0)
 
 
+@pytest.mark.slow
 def test_a_machine_that_sees_no_run_directory_joins_and_serves(run: SmallRun, pair: Sequence[Machine]) -> None:
     with ExitStack() as stack:
         processes = {role: stack.enter_context(joined(pair[1], run, role)) for role in ROLES}
