@@ -26,13 +26,13 @@ from rollbook.trainer.step import TrainStep
 
 NUM_WORDS = 48
 DISTANCES = (1, 7, 19, 30)
-"""Of a word's followers, on a circle of all words. The first or the second one is right."""
+"""Distances from a word to its followers on a circle of all words. The first or the second one is right."""
 ANSWER_TOKENS = 40
 MAX_LENGTH = 64
 BOS = 1
 FIRST_WORD = len(SPECIAL_TOKENS)
 UNIFORM_LOSS = float(np.log(len(DISTANCES)))
-"""Of a perfect imitation of the demonstrations, in nats per token."""
+"""Loss of a model that imitates the demonstrations perfectly, in nats per token."""
 WORST_LOSS = UNIFORM_LOSS + 0.05
 DEMONSTRATIONS_PER_STEP = 64
 
@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "135M": {"hidden_size": 576, "layers": 30, "heads": 9, "kv_heads": 3, "intermediate_size": 1536},
     "0.5B": {"hidden_size": 896, "layers": 24, "heads": 14, "kv_heads": 2, "intermediate_size": 4864},
 }
-"""Of Llama models. The last two are those of SmolLM2-135M and Qwen2.5-0.5B, with the vocabulary of this task."""
+"""Shapes of Llama models. The last two are those of SmolLM2-135M and Qwen2.5-0.5B, with the vocabulary of this task."""
 WARM_START_RATES = {"tiny": 1e-2, "6M": 2e-3, "135M": 5e-4, "0.5B": 3e-4}
 
 

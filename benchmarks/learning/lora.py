@@ -24,7 +24,7 @@ from rollbook.trainer.optimizer import LORA_FACTOR
 
 LORA = {"rank": 16, "alpha": 32}
 LEAST_START = 0.05
-"""Of the accuracy at the start, so that one lucky answer more does not count as learning."""
+"""Lower bound of the accuracy at the start, so that one lucky answer more does not count as learning."""
 
 
 def table(args: argparse.Namespace, model: Path, *, seed: int, is_lora: bool) -> dict[str, Any]:

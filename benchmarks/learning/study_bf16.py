@@ -65,7 +65,7 @@ SHOWN = {
     "train/entropy": "entropy at the end",
 }
 STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
-"""Of 95 % intervals, by number of seeds."""
+"""Quantiles of Student's t for 95 % intervals, by number of seeds."""
 STOP_S = 12.0
 """Time to stop the lanes and to write the table."""
 

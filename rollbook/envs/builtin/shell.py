@@ -6,6 +6,7 @@ end the episode with reward 0; a failure of the machine makes it unscorable.
 """
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -24,7 +25,7 @@ MAX_OUTPUT_BYTES = 1 << 16
 FILES_LIMITS = Limits(memory_mb=512, cpu_s=120, processes=64, disk_mb=64, files=20_000)
 
 
-class Shell:
+class Shell(ABC):
     """What both environments share. A subclass opens the sandbox and computes the reward."""
 
     def __init__(self, *, max_turns: int, command_s: float) -> None:
@@ -69,8 +70,8 @@ class Shell:
             return f"{text}\n(killed after {self._command_s:g} s)"
         return text + (f"(exit code {result.exit_code})" if result.exit_code else "") or "(no output)"
 
-    async def _reward(self, *, is_last: bool) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    async def _reward(self, *, is_last: bool) -> float: ...
 
 
 class Files(Shell):
