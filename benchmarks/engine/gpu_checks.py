@@ -1,4 +1,4 @@
-"""Adapters, prefix reuse and top logprobs on a GPU: `python -m benchmarks.engine.gpu_checks [--device cpu --small]`.
+"""Adapters, a shared base, prefix reuse and top logprobs on a GPU: `python -m benchmarks.engine.gpu_checks [--device cpu --small]`.
 
 A random-weight model of SmolLM2-135M's shape. Each part compares with a plain forward of the Hugging Face module and measures the
 cost. Captured graphs hold addresses, so weights must be replaced in setup; this is checked first. If one part fails, the others
@@ -7,14 +7,17 @@ still run. The last line is JSON.
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +34,10 @@ from rollbook.contracts.policy import Completion, Publication, PublicationId, Sa
 from rollbook.contracts.weights import Adapter, weights_digest
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import BASE_MODEL
-from rollbook.inference.engines.embedded.engine import TransformersEngine
+from rollbook.inference.engines.embedded.engine import TransformersEngine, open_engine
 from rollbook.inference.engines.embedded.scheduler import RoundResults
 from rollbook.inference.weights.safetensors import read_weights
+from rollbook.trainer.model.frozen_base import own_base
 
 RANK = 16
 PROJECTIONS: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -253,6 +257,60 @@ async def single_turns(setup: Setup) -> dict[str, Any]:
     return found
 
 
+async def shared_base(setup: Setup) -> dict[str, Any]:
+    """An engine on the base of another process, and on its own: equal bits, memory, and what a publication delays."""
+    model, file = build(setup.shape), setup.root / "base.json"
+    found: dict[str, Any] = {}
+    with owned_base(setup, file) as owner:
+        for name, base in (("own", None), ("shared", file)):
+            before = _allocated_bytes(setup)
+            async with open_engine(setup.config(publish="adapter"), setup.model_dir, shared_base=base) as engine:
+                found[f"{name}_bytes"] = _allocated_bytes(setup) - before
+                await engine.adopt(Publication(id=PublicationId(1), epoch=1, step=0, digest=""))
+                await engine.load_weights(*_split(publish_adapter(setup, model, 9)), adapter=_adapter(9))
+                jobs = requests(16, prompt=64, shortest=8, longest=8, vocab=setup.shape.vocab)
+                completions = [
+                    await engine.generate(job.prompt, SamplingParams(max_tokens=32, seed=seed))
+                    for seed, job in enumerate(jobs)
+                ]
+                found[f"{name}_bits"] = hash(tuple(one.logprobs.tobytes() for one in completions))
+                found[name] = await _update_in_flight(setup, engine, model)
+            gc.collect()
+        output, _ = owner.communicate("stop\n", timeout=60)
+    found["is_unchanged"] = owner.returncode == 0 and "unchanged" in output
+    found["equal_bits"] = found.pop("own_bits") == found.pop("shared_bits")
+    return found
+
+
+@contextmanager
+def owned_base(setup: Setup, file: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that owns the base until it reads a line."""
+    command = [sys.executable, "-m", "benchmarks.engine.gpu_checks", "--device", setup.device]
+    command += ["--own", str(setup.model_dir), setup.dtype, str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert owner.stdout is not None
+            if owner.stdout.readline() != "ready\n":
+                raise RuntimeError(f"the owner of the base ended with {owner.wait()}")
+            yield owner
+        finally:
+            owner.kill()
+
+
+def own(model_dir: Path, dtype: str, device: str, file: Path) -> int:
+    base, digest = own_base(model_dir, dtype=dtype, device=device)
+    base.offer(file, digest=digest)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    base.check()
+    print("unchanged", flush=True)
+    return 0
+
+
+def _allocated_bytes(setup: Setup) -> int:
+    return torch.cuda.memory_allocated() if setup.device == "cuda" else 0
+
+
 def _published(setup: Setup, model: Any) -> tuple[Publication, Path]:
     path = setup.root / "weights.safetensors"
     return publish(path, model, 1), path
@@ -270,9 +328,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="a tiny model and few requests, to test the script")
+    parser.add_argument("--parts", nargs="+", help="only these parts")
+    parser.add_argument("--own", nargs=3, metavar=("MODEL", "DTYPE", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.own is not None:
+        model_dir, dtype, file = options.own
+        return own(Path(model_dir), dtype, options.device, Path(file))
     parts: dict[str, Callable[[Setup], Awaitable[dict[str, Any]]]] = {
         "adapters": adapters,
+        "shared_base": shared_base,
         "prefixes": prefixes,
         "single_turns": single_turns,
     }
@@ -287,6 +351,8 @@ def main() -> int:
         )
         make_model_dir(setup.model_dir, setup.shape)
         for name, part in parts.items():
+            if name not in (options.parts or parts):
+                continue
             started = time.perf_counter()
             try:
                 found[name] = asyncio.run(_awaited(part, setup))
@@ -301,7 +367,8 @@ def main() -> int:
         {"name": f.name, "ours": f.ours, "peer": f.peer, "ratio": f.ratio, "floor": f.floor, "ok": f.ok} for f in checks
     ]
     print(json.dumps({"figures": rows, "machine": machine(), "checks": found}, default=str), flush=True)
-    return 0 if all(figure.ok for figure in checks) and not any("failed" in one for one in found.values()) else 1
+    has_failed = any("failed" in one or one.get("equal_bits") is False for one in found.values())
+    return 0 if all(figure.ok for figure in checks) and not has_failed else 1
 
 
 async def _awaited(part: Callable[[Setup], Awaitable[dict[str, Any]]], setup: Setup) -> dict[str, Any]:
@@ -310,12 +377,12 @@ async def _awaited(part: Callable[[Setup], Awaitable[dict[str, Any]]], setup: Se
 
 def _checks(found: dict[str, Any]) -> list[Figure]:
     """The ratio is the allowed difference divided by the measured one."""
-    errors = {
-        "adapter_logprobs_float32": max(
-            (v for k, v in found["adapters"].items() if k.endswith("float32_max")), default=float("nan")
-        ),
-        "prefix_logprobs_float32": found["prefixes"].get("float32_max", float("nan")),
-    }
+    errors = {}
+    if "adapters" in found:
+        measured = [v for k, v in found["adapters"].items() if k.endswith("float32_max")]
+        errors["adapter_logprobs_float32"] = max(measured, default=float("nan"))
+    if "prefixes" in found:
+        errors["prefix_logprobs_float32"] = found["prefixes"].get("float32_max", float("nan"))
     return [
         Figure(name=name, ours=error, peer=1e-3, unit="nats", ratio=1e-3 / max(error, 1e-9), floor=1.0)
         for name, error in errors.items()

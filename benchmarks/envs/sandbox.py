@@ -1,4 +1,7 @@
-"""Sandboxes: start, exec against a plain subprocess, and 64 at once, each with its own work.
+"""Sandboxes: start, a warm pool, exec against a plain subprocess, an episode of `files` against the simulated `terminal`, and 64 at
+once, each with its own work.
+
+Where podman runs, its start and `exec` are measured too.
 
     python -m benchmarks.envs.sandbox [--repetitions 40] [--at-once 64]
 
@@ -7,28 +10,66 @@ Bounds: a start within 30 ms, `exec` within 5 ms of a plain subprocess. The rati
 
 import argparse
 import asyncio
+import io
 import statistics
 import sys
 import time
 from pathlib import Path
 
 from benchmarks.report import Figure, print_figures, print_status
-from rollbook.sandbox.bubblewrap import open_sandbox
-from rollbook.sandbox.sandbox import Limits
+from rollbook.envs.builtin.terminal.environment import TASKS
+from rollbook.envs.catalog import EnvironmentSource
+from rollbook.envs.config import EnvConfig
+from rollbook.envs.sandboxes.warm import open_warm_sandboxes
+from rollbook.sandbox.bubblewrap import Kind, open_sandbox
+from rollbook.sandbox.sandbox import Limits, SandboxUnavailableError
+from rollbook.telemetry.events import EventLog
 
 START_MS = 30.0
 EXEC_MS = 5.0
+EPISODE_S = 0.1
+"""Between two leases of a warm sandbox."""
 WARM_UP = 3
 WORK = "import hashlib; x = b''\nfor _ in range(20000): x = hashlib.sha256(x).digest()\nprint(x.hex()[:8])"
 
 
-async def start_ms(repetitions: int) -> list[float]:
+async def start_ms(repetitions: int, kind: Kind = "bubblewrap") -> list[float]:
     times = []
     for _ in range(repetitions + WARM_UP):
         began = time.perf_counter()
-        async with open_sandbox():
+        async with open_sandbox(kind=kind):
             times.append((time.perf_counter() - began) * 1000)
     return times[WARM_UP:]
+
+
+async def warm_ms(repetitions: int) -> list[float]:
+    """The same with the pool that environments use: sandboxes are replaced while an episode runs."""
+    times = []
+    log = EventLog("bench", echo=io.StringIO())
+    async with open_warm_sandboxes(Limits(), size=4, kind="bubblewrap", log=log) as lease:
+        for _ in range(repetitions + WARM_UP):
+            began = time.perf_counter()
+            async with lease():
+                times.append((time.perf_counter() - began) * 1000)
+            await asyncio.sleep(EPISODE_S)
+    return times[WARM_UP:]
+
+
+async def podman_ms(repetitions: int) -> tuple[float, float] | None:
+    """Median start and `exec` in a container of podman. None: it does not run here."""
+    try:
+        starts = await start_ms(repetitions, "podman")
+    except SandboxUnavailableError as error:
+        print_status(f"podman: not measured: {error}")
+        return None
+    times = []
+    async with open_sandbox(kind="podman") as sandbox:
+        for _ in range(repetitions + WARM_UP):
+            began = time.perf_counter()
+            await sandbox.exec(["/usr/bin/true"])
+            times.append((time.perf_counter() - began) * 1000)
+    print_status(f"podman: start {statistics.median(starts):.0f} ms, exec {statistics.median(times[WARM_UP:]):.2f} ms")
+    return statistics.median(starts), statistics.median(times[WARM_UP:])
 
 
 async def exec_ms(repetitions: int) -> tuple[list[float], list[float]]:
@@ -49,6 +90,22 @@ async def exec_ms(repetitions: int) -> tuple[list[float], list[float]]:
             await process.communicate()
             plain.append((time.perf_counter() - began) * 1000)
     return inside[WARM_UP:], plain[WARM_UP:]
+
+
+async def episode_ms(environment: str, repetitions: int) -> float:
+    """The median time of an episode with the reference solution, over the tasks that both environments have."""
+    source = EnvironmentSource(EnvConfig(name=environment))
+    times = []
+    for task in TASKS * max(1, repetitions // len(TASKS)):
+        began = time.perf_counter()
+        async with source.open() as env:
+            await env.reset({name: value for name, value in task.items() if name != "solution"})
+            for command in task["solution"]:
+                last = await env.step(command)
+        assert last.reward == 1.0
+        times.append((time.perf_counter() - began) * 1000)
+    source.close()
+    return statistics.median(times)
 
 
 async def together(count: int) -> tuple[float, float, int]:
@@ -83,12 +140,18 @@ async def measure(repetitions: int, at_once: int) -> list[Figure]:
     print_status(
         f"start: median {statistics.median(starts):.1f} ms, 90 % {sorted(starts)[int(len(starts) * 0.9)]:.1f} ms"
     )
+    warm = await warm_ms(repetitions)
+    print_status(f"of a warm pool: median {statistics.median(warm):.1f} ms")
     inside, plain = await exec_ms(repetitions)
     over = statistics.median(inside) - statistics.median(plain)
     print_status(f"exec: {statistics.median(inside):.2f} ms, plain {statistics.median(plain):.2f} ms")
     confined_s, plain_s, right = await together(at_once)
     print_status(f"{at_once} at once: {confined_s:.2f} s, plain {plain_s:.2f} s, {right} right results")
+    simulated, real = await episode_ms("terminal", repetitions), await episode_ms("files", repetitions)
+    print_status(f"an episode of files: {real:.1f} ms, of the simulated terminal {simulated:.2f} ms")
     median = statistics.median(starts)
+    podman = await podman_ms(repetitions)
+    of_podman = {} if podman is None else {"podman_start_ms": podman[0], "podman_exec_ms": podman[1]}
     return [
         Figure(
             name="start",
@@ -97,7 +160,16 @@ async def measure(repetitions: int, at_once: int) -> list[Figure]:
             unit="ms",
             ratio=START_MS / median,
             floor=1.0,
-            more={"fastest": min(starts), "p90": sorted(starts)[int(len(starts) * 0.9)]},
+            more={"fastest": min(starts), "p90": sorted(starts)[int(len(starts) * 0.9)], **of_podman},
+        ),
+        Figure(
+            name="of a warm pool",
+            ours=statistics.median(warm),
+            peer=median,
+            unit="ms",
+            ratio=median / statistics.median(warm),
+            floor=1.0,
+            more={"p90": sorted(warm)[int(len(warm) * 0.9)]},
         ),
         Figure(
             name="exec over a subprocess",
@@ -107,6 +179,13 @@ async def measure(repetitions: int, at_once: int) -> list[Figure]:
             ratio=EXEC_MS / max(over, 0.01),
             floor=1.0,
             more={"exec_ms": statistics.median(inside), "plain_ms": statistics.median(plain)},
+        ),
+        Figure(
+            name="an episode of files, and of the simulated terminal",
+            ours=real,
+            peer=simulated,
+            unit="ms",
+            ratio=simulated / real,
         ),
         Figure(
             name=f"{at_once} at once",

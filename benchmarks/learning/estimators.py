@@ -10,7 +10,7 @@ losses and steps are those of the trainer.
 import argparse
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +43,24 @@ LAG = 2
 """Steps between the policy that sampled a batch and the one whose gradient is measured."""
 REFERENCE_EPISODES = 4096
 BATCHES = 16
-T_975 = {3: 4.30, 5: 2.78, 10: 2.26}
-"""Quantiles of Student's distribution for a 95 % interval of the mean of this many seeds."""
+MIN_ESS = 0.5
+"""A replay of recorded batches ends where they have less to say about the current policy."""
+T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12)
+"""Quantiles of Student's distribution for a 95 % interval of the mean of 2, 3, … values; the last one for more."""
 
 
 def settings(**changes: Any) -> TrainerConfig:
     return TrainerConfig.model_validate({"lr": 6e-3, "loss": "importance_sampling", "weight_decay": 0.0, **changes})
 
 
-def build(folder: Path, *, seed: int) -> Path:
+def build(folder: Path, *, seed: int, width: int = 24) -> Path:
     words = tuple(f"s{n}" for n in range(STATES)) + tuple(f"w{n}" for n in range(WORDS))
     shape = ModelBuildConfig(
-        hidden_size=24,
+        hidden_size=width,
         layers=2,
         heads=2,
         kv_heads=2,
-        intermediate_size=48,
+        intermediate_size=2 * width,
         max_position_embeddings=32,
         vocabulary=words,
         chat_template="{% for m in messages %}{{ m.content }} {% endfor %}",
@@ -67,8 +69,13 @@ def build(folder: Path, *, seed: int) -> Path:
 
 
 @torch.no_grad()
-def play(learner: TrainStep, starts: NDArray[np.int64], *, samples: int, step: int, seed: int) -> TrainingBatch:
-    """One group for each start, sampled with the current weights."""
+def play(
+    learner: TrainStep, starts: NDArray[np.int64], *, samples: int, step: int, seed: int, is_late: bool = False
+) -> TrainingBatch:
+    """One group for each start, sampled with the current weights.
+
+    `is_late`: episodes have three to six turns, whatever their words, and the whole reward is paid in the last one.
+    """
     generator = torch.Generator().manual_seed(seed)
     states = np.repeat(starts, samples)
     count = len(states)
@@ -88,16 +95,27 @@ def play(learner: TrainStep, starts: NDArray[np.int64], *, samples: int, step: i
     mask = np.zeros(tokens.shape[1], dtype=np.bool_)
     mask[2::2] = True
     marks = tuple(TurnMark(sequence=0, start=2 * turn + 2, end=2 * turn + 3) for turn in range(TURNS))
+    lengths = np.random.default_rng(seed).integers(TURNS // 2, TURNS + 1, count) if is_late else [TURNS] * count
     made = []
-    for number in range(count):
+    for number, turns in enumerate(lengths):
+        end = 1 + 2 * int(turns)
         sampled = np.zeros(tokens.shape[1], dtype=np.float32)
         sampled[mask] = [turn[number] for turn in logprobs]
         row = TokenRow.of(
-            token_ids=tokens[number], logprobs=sampled, loss_mask=mask, versions=np.where(mask, step - 1, -1)
+            token_ids=tokens[number, :end],
+            logprobs=sampled[:end],
+            loss_mask=mask[:end],
+            versions=np.where(mask, step - 1, -1)[:end],
         )
-        earned = [float(turn[number]) for turn in rewards]
-        sample = RolloutSample(sequences=(row,), reward=sum(earned), turns=marks)
-        made.append(sample.with_turns(rewards=earned, states=[str(turn[number]) for turn in visited]))
+        earned = [float(turn[number]) for turn in rewards[:turns]]
+        paid = [*[0.0] * (len(earned) - 1), sum(earned)] if is_late else earned
+        sample = RolloutSample(sequences=(row,), reward=sum(earned), turns=marks[:turns])
+        made.append(sample.with_turns(rewards=paid, states=[str(turn[number]) for turn in visited[:turns]]))
+    return batch_of(made, samples=samples, step=step)
+
+
+def batch_of(made: Sequence[RolloutSample], *, samples: int, step: int) -> TrainingBatch:
+    """Groups of `samples` samples each."""
     groups = tuple(
         PromptGroup(
             id=group_id(TaskId(f"t{number}"), step),
@@ -105,7 +123,7 @@ def play(learner: TrainStep, starts: NDArray[np.int64], *, samples: int, step: i
             draw=step,
             samples=tuple(made[number * samples : (number + 1) * samples]),
         )
-        for number in range(len(starts))
+        for number in range(len(made) // samples)
     )
     entries = tuple(
         BatchEntry(group_id=group.id, sequence=n, payload_digest="", oldest_version=step - 1)
@@ -116,26 +134,36 @@ def play(learner: TrainStep, starts: NDArray[np.int64], *, samples: int, step: i
 
 def mean_reward(batch: TrainingBatch) -> float:
     """Right words as a fraction of all."""
-    return float(np.mean([s.reward for group in batch.groups for s in group.samples])) / TURNS
+    samples = [sample for group in batch.groups for sample in group.samples]
+    return sum(sample.reward or 0.0 for sample in samples) / sum(sample.num_trained for sample in samples)
 
 
-def learn(folder: Path, *, seed: int, steps: int, **changes: Any) -> list[float]:
-    """The fraction of right words in each step."""
+def learn(
+    folder: Path,
+    *,
+    seed: int,
+    steps: int,
+    is_late: bool = False,
+    teach: Callable[[TrainingBatch], TrainingBatch] = lambda batch: batch,
+    **changes: Any,
+) -> list[float]:
+    """The fraction of right words in each step. `teach`: adds the scores of a teacher to a batch."""
     torch.set_num_threads(1)
     learner = initial_learner(build(folder, seed=seed), settings(**changes))
     rng = np.random.default_rng(seed)
     curve = []
     for step in range(1, steps + 1):
         starts = rng.integers(0, STATES, GROUPS)
-        batch = play(learner, starts, samples=SAMPLES, step=step, seed=seed * 100_003 + step)
+        batch = play(learner, starts, samples=SAMPLES, step=step, seed=seed * 100_003 + step, is_late=is_late)
         curve.append(mean_reward(batch))
-        learner.run(batch)
+        learner.run(teach(batch))
     return curve
 
 
 def interval(values: Sequence[float]) -> list[float]:
     """Mean and half the width of its 95 % interval."""
-    half = T_975.get(len(values), 1.96) * float(np.std(values, ddof=1)) / len(values) ** 0.5
+    quantile = T_975[min(len(values) - 2, len(T_975) - 1)]
+    half = quantile * float(np.std(values, ddof=1)) / len(values) ** 0.5
     return [round(float(np.mean(values)), 4), round(half, 4)]
 
 
@@ -209,7 +237,13 @@ def compare_gradients(*, checkpoints: Sequence[int], seed: int = 0) -> dict[str,
                 found[str(step)] = {
                     "reward": round(mean_reward(fresh), 4),
                     "episodes": REFERENCE_EPISODES,
-                    "cells": {name: measured(learner, recorded, config, reference) for name, config in cells.items()},
+                    "cells": {
+                        name: {
+                            **measured(learner, recorded, config, reference),
+                            "replay": replayed(Path(folder) / "model", learner, recorded, config),
+                        }
+                        for name, config in cells.items()
+                    },
                 }
                 print_status(f"gradients at step {step}: reward {found[str(step)]['reward']}")
     return found
@@ -228,7 +262,31 @@ def measured(
         "noise": round(float((stacked - mean).square().sum(1).mean() / mean.square().sum()), 3),
         "clipped": round(float(np.mean(clipped)), 4),
         "ess": round(float(np.mean(sizes)), 3),
+        "by_turn": advantage_by_turn(batches, config),
     }
+
+
+def advantage_by_turn(batches: Sequence[TrainingBatch], config: TrainerConfig) -> list[float]:
+    """Mean absolute advantage in each turn."""
+    rows = [row for batch in batches for row in flatten(batch, config)]
+    given = [np.broadcast_to(r.advantage if r.token_advantages is None else r.token_advantages, TURNS) for r in rows]
+    return [round(float(value), 3) for value in np.abs(np.stack(given)).mean(0)]
+
+
+def replayed(
+    model: Path, learner: TrainStep, batches: Sequence[TrainingBatch], config: TrainerConfig
+) -> Mapping[str, Any]:
+    """Train the recorded batches from the recorded weights, until the effective sample size of the next one is below the bound."""
+    again = initial_learner(model, config)
+    again.model.module.load_state_dict(learner.model.module.state_dict())
+    steps = 0
+    for step, batch in enumerate(batches, start=1):
+        if gradient(again, batch, config)[2] < MIN_ESS:
+            break
+        again.train_rows(flatten(batch, config), step=step)
+        steps = step
+    fresh = play(again, np.arange(STATES).repeat(4), samples=SAMPLES, step=1, seed=5)
+    return {"steps": steps, "reward": round(mean_reward(fresh), 4)}
 
 
 def report(learning: Mapping[str, Any], gradients: Mapping[str, Any], *, seeds: int, steps: int) -> str:
@@ -258,18 +316,26 @@ def report(learning: Mapping[str, Any], gradients: Mapping[str, Any], *, seeds: 
             "",
             f"{BATCHES} batches of {GROUPS * SAMPLES} episodes, sampled {LAG} steps earlier; reference from {at['episodes']} fresh"
             " episodes with `turn_rloo`. Losses have the advantage `turn_rloo`. *Noise*: variance of the gradient, divided by"
-            " the square of its mean.",
+            " the square of its mean. *Replay*: the same batches are trained from these weights, until the effective sample size"
+            f" of the next one is below {MIN_ESS}: steps until then, and the fraction of right words in fresh episodes.",
             "",
-            "| estimator | cosine to the reference | of the mean gradient | noise | clipped | effective sample size |",
-            "|---|---|---|---|---|---|",
+            "| estimator | cosine to the reference | of the mean gradient | noise | clipped | effective sample size | replay |",
+            "|---|---|---|---|---|---|---|",
         ]
         for name, cell in at["cells"].items():
             mean, half = cell["cosine"]
             lines.append(
                 f"| `{name}` | {mean:.3f} ± {half:.3f} | {cell['cosine_of_mean']:.3f} | {cell['noise']:.1f} |"
-                f" {cell['clipped']:.1%} | {cell['ess']:.2f} |"
+                f" {cell['clipped']:.1%} | {cell['ess']:.2f} | {cell['replay']['steps']}: {cell['replay']['reward']:.2f} |"
             )
+        lines += ["", "Mean absolute advantage by turn:", "", _row("`trainer.advantage`", range(1, TURNS + 1))]
+        lines.append(_row("---", ["---"] * TURNS))
+        lines += [_row(f"`{name}`", at["cells"][name]["by_turn"]) for name in ADVANTAGES]
     return "\n".join(lines) + "\n"
+
+
+def _row(first: str, values: Iterable[object]) -> str:
+    return f"| {' | '.join([first, *map(str, values)])} |"
 
 
 def main() -> None:

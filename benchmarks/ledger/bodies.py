@@ -8,7 +8,7 @@ import numpy as np
 
 from rollbook.contracts.group import PromptGroup, group_id
 from rollbook.contracts.group_codec import EncodedGroup, encode_group
-from rollbook.contracts.policy import SamplingParams
+from rollbook.contracts.policy import Routes, SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
 from rollbook.ledger.http import verbs
@@ -38,8 +38,8 @@ def packed(body: bytes) -> bytes:
     return gzip.compress(body)
 
 
-def native_group(number: int) -> EncodedGroup:
-    """A group of the same size for the native API."""
+def native_group(number: int, *, has_routes: bool = False) -> EncodedGroup:
+    """A group of the same size for the native API. `has_routes`: with the experts of each token, as in Qwen3-30B-A3B."""
     rng = np.random.default_rng(number)
     is_trained = np.arange(TOKENS) >= PROMPT
     samples = tuple(
@@ -50,6 +50,7 @@ def native_group(number: int) -> EncodedGroup:
                     logprobs=(-rng.exponential(0.5, TOKENS)).astype(np.float32),
                     loss_mask=is_trained,
                     versions=np.where(is_trained, -1, -1).astype(np.int32),
+                    columns={"routes": routes(rng)} if has_routes else {},
                 ),
             ),
             sampling=SamplingParams(),
@@ -60,6 +61,15 @@ def native_group(number: int) -> EncodedGroup:
     task = TaskId(f"bench-{number}")
     group = PromptGroup(id=group_id(task, 0), task_id=task, draw=0, samples=samples)
     return encode_group(group)
+
+
+LAYERS, CHOICES, EXPERTS = 48, 8, 128
+
+
+def routes(rng: np.random.Generator) -> Routes:
+    """Evenly random choices, which compress worst."""
+    scores = rng.random((TOKENS, LAYERS, EXPERTS), dtype=np.float32)
+    return np.sort(np.argpartition(scores, CHOICES, axis=-1)[..., :CHOICES], axis=-1).astype(np.uint8)
 
 
 def submission(group: EncodedGroup) -> verbs.Submit:

@@ -1,20 +1,29 @@
 """What a user gets without a setting: the run file of `rollbook init` against the best settings by hand, and the memory plan.
 
     python -m benchmarks.loop.defaults                           135M and 1.5B in full, 4B and 8B with LoRA, on one GPU
-    python -m benchmarks.loop.defaults --cases 4b-lora 8b-lora --seconds 260
+    python -m benchmarks.loop.defaults --cases 8b-lora --within 580
     python -m benchmarks.loop.defaults --cases cpu               the same script with a small model, without a GPU
     python -m benchmarks.loop.defaults --cases 8b-lora --limits 80 48      runs within `run.gpu_memory_gb`
 
 Every run is `rollbook init --template single_turn --model DIR` with 16 groups of 8 answers a step and a staleness bound of 2. Only
 the lengths of answers are set: 64 to 512 tokens, the same for all answers to a question. Models have random weights.
-`defaults_CASE`: seconds a step with the best settings by hand over those without a setting. `memory_CASE`: measured peak of
-the GPU over the planned one, of the trainer without what its allocator keeps unused. Each run prints a line of JSON as soon as it
-ends; `--save` appends it to a file.
+A run is stopped `--stepping` seconds after its first trained step, however long its start took. It prints a line of JSON then, and
+a case its figures, so that a time limit loses only what was not measured; with `--within`, runs that would not end in time are left
+out. `--save` appends the lines to a file.
+
+`defaults_CASE`: seconds a step with the best settings by hand over those without a setting. `memory_CASE_PROCESS`: memory of the
+GPU, planned and measured, the smaller over the larger. The plan is that of the passes and copies that the run made. Measured of
+the trainer are its tensors, because its allocator keeps what other processes do not need, and a planned context.
+
+With LoRA: in `--only apart` each process loads its own base; `--only killed` kills policy server and trainer in turn while they
+share it, and `diverged_steps` counts steps that were trained again with other bits. Ten kills of each need `--stepping 400`.
 """
 
 import argparse
 import json
+import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -22,12 +31,11 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 import tomli_w
 import torch
 from transformers import LlamaForCausalLM
@@ -35,22 +43,27 @@ from transformers import LlamaForCausalLM
 from benchmarks.engine.models import QWEN_1_5B, SMALL, SMOLLM2_135M, Shape, llama_config
 from benchmarks.engine.workloads import LLAMA_8B
 from benchmarks.learning.runs import LearningRun, Stop, train
-from benchmarks.loop.startup import process_name
 from benchmarks.report import Figure, print_figures, print_status
 from rollbook.commands.training.init import init_project
 from rollbook.run.config.run import load_config
+from rollbook.run.directory import RunDirectory
 from rollbook.run.resources.automatic import Resolution, resolve
 from rollbook.run.resources.machine import GB, driver_gpus, this_machine
-from rollbook.run.resources.memory_plan import CONTEXT_BYTES, gpu
+from rollbook.run.resources.memory_plan import CONTEXT_BYTES, gpu, memory_plan
 from rollbook.trainer.model.model_directory import build_tokenizer
 from rollbook.trainer.model_config import ModelBuildConfig
 
 FLOOR = 0.9
+MEMORY_FLOOR = 0.9
+"""Planned and measured memory differ by at most 10 %."""
 WARM_UP_STEPS = 3
 STEPS = 12
 """Measured steps after which a run is stopped."""
-END_S = 12.0
-"""Kept for the end of a run."""
+MOST_STEPS_OF_KILL = 5
+"""Steps from one kill to the next, those that a restarted trainer trains again included."""
+START_S, END_S = 60.0, 15.0
+"""Expected of a start and of an end, with `--within`."""
+MAX_START_S = 200.0
 SHORTEST, LONGEST, MAX_TOTAL = 64, 512, 640
 QWEN_4B = Shape(layers=36, hidden=2560, heads=20, kv_heads=4, ffn=9728, vocab=151_936, max_len=4096)
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
@@ -90,10 +103,18 @@ class Case:
 
 CASES = {
     "cpu": Case(shape=SMALL, tokens_per_pass=16_384),
+    "cpu-lora": Case(shape=SMALL, tokens_per_pass=16_384, lora=True),
     "135m": Case(shape=SMOLLM2_135M, tokens_per_pass=65_536),
     "1.5b": Case(shape=QWEN_1_5B, tokens_per_pass=16_384),
     "4b-lora": Case(shape=QWEN_4B, tokens_per_pass=8192, lora=True),
     "8b-lora": Case(shape=LLAMA_8B, tokens_per_pass=8192, lora=True),
+}
+
+
+KILLED: dict[str, dict[str, Any]] = {
+    "resources": {"shared_base": True},
+    "trainer": {"checkpoint_every": 3},
+    "run": {"most_quick_deaths": 1000},
 }
 
 
@@ -142,33 +163,59 @@ def make_model(case: Case, directory: Path, *, device: str, seed: int = 0) -> No
 class GpuMemory:
     """The largest memory that processes of a run had on the first GPU, read about once a second."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path, names: Sequence[str]) -> None:
+        """`names`: of the processes that use the GPU."""
         self.total = 0
         self.by_process: dict[str, int] = {}
+        self._directory = directory
+        self._names = names
 
-    def read(self, supervisor: int, _steps: int) -> None:
+    def read(self, _supervisor: int, _steps: int) -> None:
         gpus = list(driver_gpus())
         if not gpus:
             return
         self.total = max(self.total, gpus[0].used_bytes)
-        names = {}
-        root = psutil.Process(supervisor)
-        for process in (root, *root.children(recursive=True)):
-            try:
-                names[process.pid] = process_name(process.cmdline())
-            except psutil.Error:
-                continue
         query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
         try:
             rows = subprocess.run(query, capture_output=True, text=True, timeout=5, check=False).stdout.splitlines()
-        except (OSError, subprocess.TimeoutExpired):
+            found = json.loads((self._directory / "processes.json").read_text(encoding="utf-8"))["processes"]
+        except (OSError, ValueError, subprocess.TimeoutExpired):
             return
-        for row in rows:
-            pid, _, used = row.partition(",")
-            if pid.strip().isdigit() and used.strip().isdigit():
-                # In a container the driver may know processes by other numbers.
-                name = names.get(int(pid), f"pid {pid.strip()}")
-                self.by_process[name] = max(self.by_process.get(name, 0), int(used) << 20)
+        split = [row.replace(" ", "").split(",") for row in rows]
+        used = {int(pid): int(mib) << 20 for pid, mib in split if pid.isdigit() and mib.isdigit()}
+        pids = {name: row["pid"] for name, row in found.items() if name in self._names and row.get("pid")}
+        for name, num_bytes in used_by(pids, used).items():
+            self.by_process[name] = max(self.by_process.get(name, 0), num_bytes)
+
+
+def used_by(pids: Mapping[str, int], used: Mapping[int, int]) -> dict[str, int]:
+    """Memory by name. In a container the driver may know processes by other numbers, which have the same order. Empty if processes
+    cannot be distinguished, for example while some of them start."""
+    if set(pids.values()) >= set(used):
+        return {name: used[pid] for name, pid in pids.items() if pid in used}
+    if len(pids) != len(used):
+        return {}
+    return dict(zip(sorted(pids, key=pids.__getitem__), [used[pid] for pid in sorted(used)], strict=True))
+
+
+class Kills:
+    """Kills the policy server and the trainer in turn, `rounds` times each, with at least a step between two kills."""
+
+    def __init__(self, directory: Path, rounds: int) -> None:
+        self._file = RunDirectory(directory).processes_file
+        self._rounds = rounds
+        self._steps = 0
+        self.done = 0
+
+    def next(self, _supervisor: int, steps: int) -> None:
+        role = ("policy", "trainer")[self.done % 2]
+        if self.done == 2 * self._rounds or steps <= self._steps:
+            return
+        row = json.loads(self._file.read_text(encoding="utf-8"))["processes"][role]
+        if row["ready"] and row["pid"] is not None:
+            os.kill(row["pid"], signal.SIGKILL)
+            self.done += 1
+            self._steps = steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,26 +223,40 @@ class Measured:
     run: LearningRun
     found: Resolution
     memory: GpuMemory
+    kills: int = 0
+
+    @property
+    def steady(self) -> list[dict[str, Any]]:
+        """The steps after the warm-up; after the first one if there are few."""
+        return self.run.steps[max(1, min(WARM_UP_STEPS, len(self.run.steps) - 3)) :]
 
     @property
     def periods(self) -> list[float]:
         """Seconds from one step to the next, after the warm-up."""
-        return [b["time"] - a["time"] for a, b in pairwise(self.run.steps[WARM_UP_STEPS - 1 :])]
+        first = len(self.run.steps) - len(self.steady)
+        return [b["time"] - a["time"] for a, b in pairwise(self.run.steps[max(0, first - 1) :])] if first else []
 
     @property
-    def planned_bytes(self) -> int:
-        return 0 if self.found.plan is None else self.found.plan.total(gpu(0))
-
-    @property
-    def needed_bytes(self) -> int:
-        """Processes of the GPU; of the trainer its tensors, because its allocator keeps what other processes do not need."""
-        others = sum(used for name, used in self.memory.by_process.items() if name != "trainer")
+    def measured_bytes(self) -> dict[str, int]:
+        """By process."""
         tensors = float(max(row["perf/memory_gb"] for row in self.run.steps)) * GB
-        return round(others + tensors + CONTEXT_BYTES)
+        return self.memory.by_process | {"trainer": round(tensors + CONTEXT_BYTES)}
+
+    @property
+    def planned_bytes(self) -> dict[str, int]:
+        """By process, with the passes that were trained, and without a checkpoint if there was none."""
+        sizes, last = self.found.sizes, self.run.steps[-1]
+        if self.found.model is None or self.found.plan is None:
+            return {}
+        tokens = sizes.tokens_per_pass if last["train/passes"] > 1 else int(last["train/computed_tokens"])
+        has_checkpoint = sizes.has_gpu_checkpoint and last["step"] >= self.found.loaded.config.trainer.checkpoint_every
+        trained = replace(
+            sizes, tokens_per_pass=tokens, longest=min(sizes.longest, tokens), has_gpu_checkpoint=has_checkpoint
+        )
+        return memory_plan(self.found.model, trained).by_process(gpu(0))
 
     def row(self) -> dict[str, Any]:
-        steady = self.run.steps[WARM_UP_STEPS:]
-        plan = self.found.plan
+        steady, plan = self.steady, self.found.plan
 
         def middle(metric: str) -> float | None:
             values = [row[metric] for row in steady if row.get(metric) is not None]
@@ -215,18 +276,24 @@ class Measured:
             "tokens_per_step": middle("rollout/response_len"),
             "trainer_tensors_gb": max((row["perf/memory_gb"] for row in self.run.steps), default=None),
             "gpu_gb": round(self.memory.total / GB, 2),
-            "gpu_gb_by_process": {name: round(used / GB, 2) for name, used in self.memory.by_process.items()},
-            "planned_gb": round(self.planned_bytes / GB, 2),
-            "planned_gb_by_process": {}
-            if plan is None
-            else {name: round(used / GB, 2) for name, used in plan.by_process(gpu(0)).items()},
+            "gpu_gb_by_process": in_gb(self.memory.by_process),
+            "planned_gb": 0.0 if plan is None else round(plan.total(gpu(0)) / GB, 2),
+            "planned_gb_by_process": in_gb(self.planned_bytes),
             "chosen": dict(self.found.chosen),
             "max_lag": self.run.max_lag,
             "audit_ok": self.run.audit_ok,
+            "kills": self.kills,
+            "diverged_steps": sum(row["train/diverged_steps"] or 0 for row in self.run.steps),
         }
 
 
-def measure(name: str, project: Path, overrides: Mapping[str, Mapping[str, Any]], *, seconds: float) -> Measured:
+def in_gb(num_bytes: Mapping[str, int]) -> dict[str, float]:
+    return {name: round(number / GB, 2) for name, number in num_bytes.items()}
+
+
+def measure(
+    name: str, project: Path, overrides: Mapping[str, Mapping[str, Any]], *, stepping_s: float, kills: int = 0
+) -> Measured:
     """One run of the project. Raises `RuntimeError` if it trains too few steps."""
     table = tomllib.loads((project / "run.toml").read_text(encoding="utf-8"))
     for section, values in overrides.items():
@@ -236,16 +303,21 @@ def measure(name: str, project: Path, overrides: Mapping[str, Mapping[str, Any]]
     found = resolve(load_config(file), this_machine())
     for line in [*found.lines(), *map(str, found.faults())]:
         print_status(f"  {name}: {line}")
-    memory = GpuMemory()
-    stop = Stop(total_s=max(30.0, seconds - END_S), steps=WARM_UP_STEPS + STEPS)
-    run = train(name, table, project, stop, on_poll=memory.read)
+    names = [] if found.plan is None else list(found.plan.by_process(gpu(0)))
+    memory = GpuMemory(project / name, names)
+    killing = Kills(project / name, kills)
+
+    def on_poll(supervisor: int, steps: int) -> None:
+        memory.read(supervisor, steps)
+        killing.next(supervisor, steps)
+
+    steps = WARM_UP_STEPS + STEPS + MOST_STEPS_OF_KILL * 2 * kills
+    stop = Stop(limit_s=stepping_s, steps=steps, total_s=MAX_START_S + stepping_s)
+    run = train(name, table, project, stop, on_poll=on_poll)
     shutil.rmtree(run.directory, ignore_errors=True)
-    measured = Measured(run=run, found=found, memory=memory)
+    measured = Measured(run=run, found=found, memory=memory, kills=killing.done)
     if not measured.periods:
-        rows = [{key: row.get(key) for key in ("step", "perf/train_time", "perf/memory_gb")} for row in run.steps]
-        raise RuntimeError(
-            f"only {len(run.steps)} steps within {seconds:.0f} s, give it more --seconds; {rows}, GPU {memory.by_process}"
-        )
+        raise RuntimeError(f"only {len(run.steps)} steps in {stepping_s:.0f} s, give it more --stepping")
     return measured
 
 
@@ -257,9 +329,20 @@ def figures_of(name: str, ours: Measured, hand: Measured | None) -> list[Figure]
         figures.append(
             Figure(name=f"defaults_{name}", ours=step_s, peer=peer, unit="s a step", ratio=peer / step_s, floor=FLOOR)
         )
-    if ours.planned_bytes and ours.memory.by_process:
-        used, planned = ours.needed_bytes / GB, ours.planned_bytes / GB
-        figures.append(Figure(name=f"memory_{name}", ours=used, peer=planned, unit="GB", ratio=used / planned))
+    planned = ours.planned_bytes if ours.memory.total else {}
+    for process, used in ours.measured_bytes.items():
+        if process in planned:
+            both = sorted((used / GB, planned[process] / GB))
+            figures.append(
+                Figure(
+                    name=f"memory_{name}_{process}",
+                    ours=used / GB,
+                    peer=planned[process] / GB,
+                    unit="GB",
+                    ratio=both[0] / both[1],
+                    floor=MEMORY_FLOOR,
+                )
+            )
     return figures
 
 
@@ -285,20 +368,33 @@ def prepare(name: str, case: Case, home: Path) -> Path:
 
 
 def run_case(
-    name: str, home: Path, *, seconds: float, limits: Sequence[float], only: str | None, save: Path | None
+    name: str,
+    home: Path,
+    *,
+    stepping_s: float,
+    until: float,
+    limits: Sequence[float],
+    only: str | None,
+    kills: int,
+    save: Path | None,
 ) -> list[Figure]:
-    began, case = time.monotonic(), CASES[name]
+    """`until`: the time of the monotonic clock after which no run is started that would not end before it."""
+    case = CASES[name]
     project = prepare(name, case, home)
     runs: dict[str, dict[str, dict[str, Any]]] = {"defaults": {}, "hand": by_hand(case)}
     if limits:
         runs = {f"limit{limit:g}": {"run": {"gpu_memory_gb": limit}} for limit in limits}
     if only is not None:
-        runs = {only: runs[only]}
+        more = {"apart": {"resources": {"shared_base": False}}, "killed": KILLED}
+        runs = {only: {**runs, **more}[only]}
     results: dict[str, Measured] = {}
-    for done, (kind, overrides) in enumerate(runs.items()):
-        left = (seconds - (time.monotonic() - began)) / (len(runs) - done)
+    for kind, overrides in runs.items():
+        if time.monotonic() + START_S + stepping_s + END_S > until:
+            print_status(f"{name}-{kind}: left out, too little time is left")
+            continue
         try:
-            results[kind] = measure(f"{name}-{kind}", project, overrides, seconds=left)
+            killed = kills if kind == "killed" else 0
+            results[kind] = measure(f"{name}-{kind}", project, overrides, stepping_s=stepping_s, kills=killed)
         except RuntimeError as error:  # the other runs are still worth measuring
             print_status(f"{name}-{kind}: {error}")
             continue
@@ -319,9 +415,11 @@ def run_case(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=None, choices=list(CASES))
-    parser.add_argument("--seconds", type=float, default=130.0, help="about how long a case may take (default: 130)")
+    parser.add_argument("--stepping", type=float, default=30.0, help="seconds of steps in each run (default: 30)")
+    parser.add_argument("--within", type=float, default=1e9, help="seconds for everything")
     parser.add_argument("--limits", nargs="+", type=float, default=[], help="run.gpu_memory_gb of runs without hand")
-    parser.add_argument("--only", choices=["defaults", "hand"], help="one of the two runs of a case")
+    parser.add_argument("--only", choices=["defaults", "hand", "apart", "killed"], help="one run of a case")
+    parser.add_argument("--kills", type=int, default=10, help="kills of each process in the run `killed`")
     parser.add_argument("--home", type=Path, help="folder that keeps what the runs print (default: a temporary one)")
     parser.add_argument("--save", type=Path, help="file to which the line of each run is appended")
     parser.add_argument("--make", nargs=3, metavar=("CASE", "DIR", "DEVICE"), help=argparse.SUPPRESS)
@@ -330,19 +428,21 @@ def main() -> int:
         name, directory, device = args.make
         make_model(CASES[name], Path(directory), device=device)
         return 0
-    names = args.cases or (list(CASES)[1:] if this_machine().gpus else ["cpu"])
+    names = args.cases or ([name for name in CASES if "cpu" not in name] if this_machine().gpus else ["cpu"])
+    until = time.monotonic() + args.within
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         home = args.home or Path(folder)
         home.mkdir(parents=True, exist_ok=True)
         for name in names:
+            options = {"stepping_s": args.stepping, "until": until, "limits": args.limits}
             try:
-                found = run_case(name, home, seconds=args.seconds, limits=args.limits, only=args.only, save=args.save)
+                found = run_case(name, home, **options, only=args.only, kills=args.kills, save=args.save)
             except (RuntimeError, subprocess.CalledProcessError) as error:
                 print_status(f"{name}: {error}")
                 continue
             for figure in found:
-                print_status(str(figure))
+                print_status(json.dumps(asdict(figure)))
             figures += found
     return print_figures(figures)
 

@@ -83,9 +83,33 @@ class PassSplit:
     max_tokens: int
     """Computed tokens per pass; a longer sequence gets its own pass."""
     gradient_checkpointing: bool = False
+    checkpointed_layers: int | None = None
+    """With gradient checkpointing: of so many layers, from the first one on. None: of all."""
+
+    @classmethod
+    def of(cls, max_tokens: int, checkpointing: bool | int) -> "PassSplit":
+        """`checkpointing`: as in the setting `trainer.gradient_checkpointing`."""
+        is_counted = not isinstance(checkpointing, bool) and checkpointing > 0
+        return cls(
+            max_tokens=max_tokens,
+            gradient_checkpointing=bool(checkpointing),
+            checkpointed_layers=checkpointing if is_counted else None,
+        )
+
+    @property
+    def checkpointing(self) -> bool | int:
+        """The setting `trainer.gradient_checkpointing`."""
+        return self.checkpointed_layers or True if self.gradient_checkpointing else False
+
+    @property
+    def checkpoints_all(self) -> bool:
+        return self.gradient_checkpointing and self.checkpointed_layers is None
 
     def __str__(self) -> str:
-        return f"passes of {self.max_tokens} tokens{' and checkpointing' if self.gradient_checkpointing else ''}"
+        layers = "" if self.checkpointed_layers is None else f" of {self.checkpointed_layers} layers"
+        return (
+            f"passes of {self.max_tokens} tokens{f' and checkpointing{layers}' if self.gradient_checkpointing else ''}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

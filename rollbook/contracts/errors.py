@@ -32,6 +32,13 @@ MACHINE_FAULTS = {
     errno.ENOMEM: "there is no free memory: free some",
     errno.EAGAIN: "no more processes can be started: raise the limit (ulimit -u, or pids.max of the cgroup), or end some",
 }
+ALLOCATION_FAILURES = (
+    "out of memory",
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+"""How libraries report that a GPU or main memory is full, if not by an exception class of its own."""
 
 
 class RollbookError(Exception):
@@ -94,6 +101,14 @@ def machine_fault(error: BaseException | None) -> str | None:
         is_context = is_context or error.__cause__ is None
         error = error.__cause__ or error.__context__
     return None
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an operation failed because a GPU or main memory is full. A `RunError` counts if it reports such a cause, like an
+    update that a policy server refused. torch's exception is known by its name: this room has no torch."""
+    if any(kind.__name__ in {"OutOfMemoryError", "MemoryError"} for kind in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError | RunError) and any(sign in str(error) for sign in ALLOCATION_FAILURES)
 
 
 def _unpickle_transient(kind: type[TransientError], message: str, retry_after_s: float | None) -> TransientError:

@@ -29,7 +29,7 @@ from rollbook.contracts.group_codec import (
     is_record_too_deep,
     read_frame,
 )
-from rollbook.contracts.policy import NOT_SAMPLED, SamplingParams
+from rollbook.contracts.policy import NOT_SAMPLED, SamplingParams, check_packed
 from rollbook.contracts.trajectory import LOGPROB_SLACK, MAX_REWARD, MIN_LOGPROB, Extent, check_columns
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
@@ -98,7 +98,11 @@ def find_obstacle(facts: GroupFacts, limits: TrainingLimits) -> str | None:
             "rollout and trainer must use the same model and tokenizer"
         )
     if limits.max_tokens is not None and facts.longest_input > limits.max_tokens:
-        return f"a sequence has {facts.longest_input} tokens, the model takes {limits.max_tokens}"
+        return (
+            f"a sequence has {facts.longest_input} tokens, the run trains at most {limits.max_tokens} (the model's context, or "
+            "trainer.max_sequence_tokens, which the memory plan chooses); set rollout.max_total_tokens to that, or start a run "
+            "whose trainer has more memory for a sequence (trainer.lora, trainer.ranks, a smaller inference.kv_memory_mb)"
+        )
     if facts.odd_temperature is not None:
         return (
             f"it was sampled at temperature {facts.odd_temperature:g}; a trainer needs {MIN_TEMPERATURE:g} to "
@@ -297,7 +301,11 @@ def _check_uncommon(sample: SampleView, number: int, num_trained: int) -> None:
     for at, columns in enumerate(sample.columns):
         num_turns = sum(turn.sequence == at for turn in sample.turns)
         num_entries = {Extent.TOKEN: lengths[at], Extent.TURN: num_turns, Extent.SEQUENCE: 1}
-        check_columns(decode_columns(columns), num_entries)
+        if "routes" in columns:
+            # Computing the choices would take twice as long as the rest.
+            check_packed(columns["routes"], num_tokens=lengths[at])
+        others = {name: raw for name, raw in columns.items() if name != "routes"}
+        check_columns(decode_columns(others, num_tokens=lengths[at]), num_entries)
     if not lengths:
         raise ValueError(f"sample {number} has no sequence")
     for turn in sample.turns:

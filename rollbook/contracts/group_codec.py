@@ -88,7 +88,7 @@ class RowFrame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             logprobs=np.frombuffer(self.logprobs, "<f4").astype(np.float32),
             loss_mask=(runs[:, 2] == 1).repeat(lengths),
             versions=runs[:, 1].repeat(lengths),
-            columns=decode_columns(columns),
+            columns=decode_columns(columns, num_tokens=num_tokens),
         )
 
 
@@ -245,7 +245,7 @@ def decode_group(payload: bytes) -> PromptGroup:
         raise RunError(f"a stored group of {len(payload)} bytes cannot be decoded: {cause}") from error
 
 
-def decode_columns(columns: Mapping[str, bytes]) -> dict[str, NDArray[Any]]:
+def decode_columns(columns: Mapping[str, bytes], *, num_tokens: int) -> dict[str, NDArray[Any]]:
     """Raises `ValueError` for a column that this version does not have: none is ignored."""
     unknown = sorted(columns.keys() - COLUMNS.keys())
     if unknown:
@@ -253,7 +253,7 @@ def decode_columns(columns: Mapping[str, bytes]) -> dict[str, NDArray[Any]]:
             f"a sequence has the column {unknown[0]!r}, which is unknown here; frames of format {FORMAT} may have "
             f"{', '.join(COLUMNS)}. It may come from a newer version of Rollbook"
         )
-    return {name: COLUMNS[name].decode(raw) for name, raw in columns.items()}
+    return {name: COLUMNS[name].decode(raw, num_tokens=num_tokens) for name, raw in columns.items()}
 
 
 def read_frame(decoder: msgspec.msgpack.Decoder[FrameT], payload: bytes | memoryview) -> FrameT:

@@ -64,14 +64,21 @@ def parse_call(text: str) -> ToolCall | None:
     be sent, recorded and parsed.
     """
     try:
-        call = load_json(text)
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
-            return None
-        arguments = call.get("arguments", call.get("parameters", {}))
-        if isinstance(arguments, dict):
-            arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return call_of(load_json(text))
     except ValueError:
         return None
+
+
+def call_of(call: Any) -> ToolCall | None:
+    """The same from decoded JSON."""
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+        return None
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, dict):
+        try:
+            arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError):
+            return None
     if not isinstance(arguments, str) or is_too_deep(arguments):
         return None
     return ToolCall(valid_text(call["name"]), valid_text(arguments))
@@ -93,13 +100,13 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 def tool_call_grammar(tools: Sequence[Mapping[str, Any]], *, form: str = "hermes", is_single: bool = False) -> str:
-    """One call or more of these tools, in OpenAI's format of tools. `form` is the format of calls: `hermes` or `json`.
+    """One call or more of these tools, in OpenAI's format of tools. `form` is the format of calls: `hermes`, `json` or `llama`.
 
     Raises `ValueError` for a form that has no grammar.
     """
-    arguments = {"hermes": "arguments", "json": "parameters"}.get(form)
+    arguments = {"hermes": "arguments", "json": "parameters", "llama": "parameters"}.get(form)
     if arguments is None:
-        raise ValueError(f"calls in the format {form!r} have no grammar; use hermes or json")
+        raise ValueError(f"calls in the format {form!r} have no grammar; use hermes, json or llama")
     functions = [tool["function"] for tool in tools]
     names = [json.dumps(function["name"], ensure_ascii=False) for function in functions]
     lines = ["call: " + " | ".join(f"call_{at}" for at in range(len(functions)))]
@@ -107,7 +114,7 @@ def tool_call_grammar(tools: Sequence[Mapping[str, Any]], *, form: str = "hermes
         opening = _literal(f'{{"name": {names[at]}, "{arguments}": ')
         lines += [f'call_{at}: {opening} arguments_{at} "}}"']
         lines += [f"arguments_{at}: {_json_rule(function.get('parameters') or {'type': 'object'})}"]
-    if form == "json":
+    if form != "hermes":
         start = "start: call"
     else:
         block = r'"<tool_call>\n" call "\n</tool_call>"'

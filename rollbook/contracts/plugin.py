@@ -30,6 +30,7 @@ EXTRAS = {
     "transformers": "train",
     "safetensors": "train",
     "peft": "lora",
+    "torchao": "quantized",
     "ray": "cluster",
     "tensorboard": "tensorboard",
     "wandb": "wandb",

@@ -7,17 +7,26 @@ Values of every turn are msgspec structs: creating one takes a tenth of the time
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import struct
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NewType, TypeAlias, TypeVar
+from typing import Any, NewType, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rollbook.contracts.plugin import load_on_demand
+
 PublicationId = NewType("PublicationId", int)
 TokenIds: TypeAlias = Sequence[int] | NDArray[np.int32]
+
+Routes: TypeAlias = NDArray[Any]
+"""Which experts of a mixture the sampler chose for each token, in each layer (router replay): uint8 or uint16, of shape (tokens,
+layers, choices). The choices of a token and a layer are a set, in ascending order. A token whose choices were not recorded has
+`unknown_choice` everywhere: the last token of a row always, because no forward consumed it."""
 
 NOT_SAMPLED = -1
 """The version of a token that the policy did not sample (prompt, observation) or whose publication is unknown."""
@@ -37,6 +46,32 @@ class Publication:
     step: int
     """The policy version: 0 for the initial weights, s after batch s was trained."""
     digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerExactness:
+    """Whether the logprobs of a sampler have the bits of a trainer that computes the same operations on an equal machine."""
+
+    inexact_because: str | None
+    """None: they have."""
+    recomputes: bool = False
+    """After a weight update running requests compute their keys again, so that no token reads keys of older weights."""
+    machine: Mapping[str, str] = field(default_factory=dict)
+    """What decides bits besides the operations: the GPU, and versions of libraries."""
+
+    @classmethod
+    def of_all(cls, found: Sequence["SamplerExactness"]) -> "SamplerExactness | None":
+        """What all samplers of a run have in common; None: there are none."""
+        if not found:
+            return None
+        reasons = [one.inexact_because for one in found if one.inexact_because is not None]
+        if not reasons and any(one.machine != found[0].machine for one in found):
+            reasons = ["the policy servers have different GPUs or libraries"]
+        return cls(
+            inexact_because=reasons[0] if reasons else None,
+            recomputes=all(one.recomputes for one in found),
+            machine=found[0].machine,
+        )
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +135,9 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens found in the prefix cache."""
     tops: TopLogprobs | None = None
     """If `top_logprobs` were requested."""
+    routes: Routes | None = None
+    """Experts chosen for the tokens of prompt and completion, without the last one, which no forward consumed yet. Set if the
+    engine records them, and the completion was not aborted."""
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
@@ -128,9 +166,13 @@ Sampled = TypeVar("Sampled", Completion, TokenChunk)
 
 def first_tokens(sampled: Sampled, count: int) -> Sampled:
     """Without the tokens after the first `count`."""
-    tops = sampled.tops
+    tops, more = sampled.tops, {}
+    routes = getattr(sampled, "routes", None)
+    if routes is not None:
+        more["routes"] = routes[: len(routes) - max(0, len(sampled.token_ids) - count)]
     return msgspec.structs.replace(
         sampled,
+        **more,
         token_ids=sampled.token_ids[:count],
         logprobs=sampled.logprobs[:count],
         versions=sampled.versions[:count],
@@ -168,7 +210,8 @@ def is_cut(completion: Completion, sampling: SamplingParams) -> bool:
 def joined_completion(
     chunks: Sequence[TokenChunk | Completion], reason: FinishReason, *, generation_s: float | None = None
 ) -> Completion:
-    tokens = joined_chunks(chunks)
+    """The last part was sampled after all tokens of the others: its routes are those of all."""
+    tokens, last = joined_chunks(chunks), chunks[-1] if chunks else None
     return Completion(
         token_ids=tokens.token_ids,
         logprobs=tokens.logprobs,
@@ -177,4 +220,82 @@ def joined_completion(
         generation_s=generation_s,
         cached_tokens=tokens.cached_tokens,
         tops=tokens.tops,
+        routes=last.routes if isinstance(last, Completion) else None,
     )
+
+
+MAX_ROUTES = 1 << 14
+"""Choices of a token in all layers. A damaged header must not allocate all memory. The largest known model has 752."""
+ROUTES_LEVEL = 1
+_ROUTES_HEADER = struct.Struct("<BHHI")
+"""Bytes of a choice, choices, layers, tokens."""
+
+
+def _zstd() -> Any:
+    """On demand: vLLM's environment, where these values are used without routes, does not have it before Python 3.14."""
+    return load_on_demand("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+
+
+def routes_dtype(num_experts: int) -> np.dtype[Any]:
+    """The smallest type that has a number for every expert, and one for `unknown_choice`."""
+    return np.dtype(np.uint8 if num_experts < 1 << 8 else np.uint16)
+
+
+def unknown_choice(dtype: np.dtype[Any]) -> int:
+    return int(np.iinfo(dtype).max)
+
+
+def is_routed(routes: Routes) -> NDArray[np.bool_]:
+    """Whether the choices of each token were recorded."""
+    known: NDArray[np.bool_] = routes[:, 0, 0] != unknown_choice(routes.dtype)
+    return known
+
+
+def with_length(routes: Routes, length: int) -> Routes:
+    """Of `length` tokens: cut, or extended by tokens whose choices are unknown."""
+    extended = np.full((length, *routes.shape[1:]), unknown_choice(routes.dtype), dtype=routes.dtype)
+    extended[: len(routes)] = routes[:length]
+    return extended
+
+
+def pack_routes(routes: Routes) -> bytes:
+    """A header, and the differences between neighbouring choices, compressed. The differences of each choice are stored together,
+    because their distributions differ. Choices are almost random, so this saves a third of the bytes, not more."""
+    ordered = routes.transpose(2, 1, 0)
+    # Unsigned numbers wrap around, so any order can be restored.
+    steps = np.diff(ordered, axis=0, prepend=np.zeros((1, *ordered.shape[1:]), dtype=routes.dtype))
+    header = _ROUTES_HEADER.pack(routes.itemsize, *ordered.shape)
+    # The high bytes of large numbers of experts are nearly all 0.
+    planes = np.ascontiguousarray(steps).reshape(-1).view(np.uint8).reshape(-1, routes.itemsize).T
+    compressed: bytes = _zstd().compress(np.ascontiguousarray(planes).data, level=ROUTES_LEVEL)
+    return header + compressed
+
+
+def unpack_routes(raw: bytes | memoryview, *, num_tokens: int) -> Routes:
+    """Raises `ValueError` as `check_packed`."""
+    found = check_packed(raw, num_tokens=num_tokens)
+    size, choices, layers, tokens = _ROUTES_HEADER.unpack_from(raw)
+    planes = np.frombuffer(found, np.uint8).reshape(size, -1)
+    steps = np.ascontiguousarray(planes.T).reshape(-1).view(f"<u{size}").reshape(choices, layers, tokens)
+    dtype = np.dtype(f"u{size}")
+    return np.ascontiguousarray(np.cumsum(steps, axis=0, dtype=dtype).transpose(2, 1, 0))
+
+
+def check_packed(raw: bytes | memoryview, *, num_tokens: int) -> bytes:
+    """The decompressed differences. Raises `ValueError` for bytes that `pack_routes` did not write, or for another number of
+    tokens, before it allocates them. Any differences are routes of some model, so a ledger need not compute them."""
+    if len(raw) < _ROUTES_HEADER.size:
+        raise ValueError(f"routes of {len(raw)} bytes have no header")
+    size, choices, layers, tokens = _ROUTES_HEADER.unpack_from(raw)
+    if tokens != num_tokens:
+        raise ValueError(f"the routes are those of {tokens} tokens, not of {num_tokens}")
+    if size not in (1, 2) or not 1 <= choices * layers <= MAX_ROUTES:
+        raise ValueError(f"routes of {layers} layers with {choices} choices of {size} bytes are not valid")
+    num_bytes, zstd = size * choices * layers * tokens, _zstd()
+    try:
+        found: bytes = zstd.ZstdDecompressor().decompress(raw[_ROUTES_HEADER.size :], max_length=num_bytes + 1)
+    except zstd.ZstdError as error:
+        raise ValueError(f"the routes cannot be decompressed: {error}") from error
+    if len(found) != num_bytes:
+        raise ValueError(f"the routes have {len(found)} bytes, not {num_bytes}")
+    return found

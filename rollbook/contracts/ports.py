@@ -11,7 +11,7 @@ from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, 
 from rollbook.contracts.batch import AckReceipt, EncodedBatch, EndOfRun, PassSplit, TrainerRole
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup
-from rollbook.contracts.policy import Completion, OnTokens, Publication, SamplingParams
+from rollbook.contracts.policy import Completion, OnTokens, Publication, SamplerExactness, SamplingParams
 from rollbook.contracts.task import Draw, Observation, Task, TaskId
 from rollbook.contracts.weights import Adapter
 
@@ -107,6 +107,9 @@ class GroupSink(Protocol):
     async def release(self, group_id: GroupId, *, attempt: int, cause: str) -> None:
         """Return a group for another attempt (its worker died). After the last attempt the ledger drops it."""
 
+    async def payload(self, group_id: GroupId) -> bytes:
+        """The stored frame of a group or part. Raises `NotFoundError` if it has none, or none any more."""
+
     async def exhausted(self) -> None:
         """There are no more draws, and all of them were opened."""
 
@@ -191,3 +194,7 @@ class WeightReceiver(Protocol):
 
     async def reported(self) -> Sequence[Publication | None]:
         """The publication that each replica in service reports; None for one without published weights."""
+
+    @property
+    def exactness(self) -> SamplerExactness | None:
+        """What the replicas in service last said of their logprobs; None: nothing yet."""

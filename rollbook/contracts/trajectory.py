@@ -5,6 +5,7 @@ check them again.
 """
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -14,14 +15,26 @@ import numpy as np
 import xxhash
 from numpy.typing import ArrayLike, NDArray
 
-from rollbook.contracts.policy import NOT_SAMPLED, SamplingParams
+from rollbook.contracts.policy import (
+    MAX_ROUTES,
+    NOT_SAMPLED,
+    Routes,
+    SamplingParams,
+    pack_routes,
+    unpack_routes,
+)
 
 LOGPROB_SLACK = 1e-3
 """Rounding in engines can make the logprob of a certain token slightly positive."""
 MIN_LOGPROB = -1e4
 """Some engines report -9999 for a token that they excluded. Lower values are not logprobs."""
+MAX_WIDTH = 1024
+"""Numbers per entry of a column with any width."""
+WIDTH_BYTES = 2
 MAX_REWARD = 1e6
 """With larger rewards, gradients overflow."""
+CHAT_FACT = "chat"
+"""Fact of a sample with the arguments of the chat template besides the messages: `tools` and `template`."""
 SCORE_PREFIX = "reward/"
 """Prefix of the metrics of a sample that hold the value of one reward function each."""
 
@@ -38,12 +51,16 @@ class Extent(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """An optional array of a sequence. Stored as little-endian numbers of `dtype`, entry after entry."""
+    """An optional array of a sequence. Stored as little-endian numbers of `dtype`, entry after entry.
+
+    With `width = None` each array has a width of its own. It is stored before the numbers, which are compressed: their first bytes,
+    then their second ones, and so on, because the high bytes of token ids are nearly all equal.
+    """
 
     dtype: str = "float32"
     extent: Extent = Extent.TOKEN
-    width: int = 1
-    """Numbers per entry. With more than one, the array has two dimensions."""
+    width: int | None = 1
+    """Numbers per entry. With more than one, the array has two dimensions. None: 1 to `MAX_WIDTH`, also with two dimensions."""
     lowest: float = -MAX_REWARD
     highest: float = MAX_REWARD
     may_be_unknown: bool = False
@@ -53,12 +70,29 @@ class Column:
         return np.asarray(values, dtype=self.dtype)
 
     def encode(self, array: NDArray[Any]) -> bytes:
-        return np.ascontiguousarray(array, dtype=self._stored).tobytes()
+        raw = np.ascontiguousarray(array, dtype=self._stored).tobytes()
+        if self.width is not None:
+            return raw
+        planes = np.frombuffer(raw, np.uint8).reshape(-1, self._stored.itemsize).T
+        return int(array.shape[1]).to_bytes(WIDTH_BYTES, "little") + zlib.compress(planes.tobytes(), level=1)
 
-    def decode(self, raw: bytes) -> NDArray[Any]:
-        """Raises `ValueError` if the bytes are not a whole number of entries."""
-        array = np.frombuffer(raw, self._stored).astype(self.dtype)
-        return array if self.width == 1 else array.reshape(-1, self.width)
+    def decode(self, raw: bytes, *, num_tokens: int) -> NDArray[Any]:
+        """Raises `ValueError` if the bytes are not a whole number of entries. `num_tokens`: of the sequence."""
+        if self.width is not None:
+            array = np.frombuffer(raw, self._stored).astype(self.dtype)
+            return array if self.width == 1 else array.reshape(-1, self.width)
+        width = int.from_bytes(raw[:WIDTH_BYTES], "little")
+        size = num_tokens * width * self._stored.itemsize
+        unpacking = zlib.decompressobj()
+        try:
+            # One byte more than expected shows a wrong size, without unpacking all of it.
+            planes = unpacking.decompress(raw[WIDTH_BYTES:], size + 1)
+        except zlib.error as error:
+            raise ValueError(f"a compressed column is damaged: {error}") from error
+        if not 1 <= width <= MAX_WIDTH or len(planes) != size or not unpacking.eof:
+            raise ValueError(f"a compressed column does not have {num_tokens} entries of 1 to {MAX_WIDTH} numbers")
+        numbers = np.frombuffer(planes, np.uint8).reshape(self._stored.itemsize, -1).T
+        return np.frombuffer(numbers.tobytes(), self._stored).astype(self.dtype).reshape(-1, width)
 
     @property
     def _stored(self) -> np.dtype[Any]:
@@ -66,7 +100,9 @@ class Column:
 
     def check(self, name: str, array: NDArray[Any], num_entries: int) -> None:
         """Raises `ValueError` for an array that a trainer cannot use."""
-        shape = (num_entries,) if self.width == 1 else (num_entries, self.width)
+        shape: tuple[int, ...] = (num_entries,) if self.width == 1 else (num_entries, self.width or 1)
+        if self.width is None and array.ndim == 2 and 1 <= array.shape[1] <= MAX_WIDTH:
+            shape = (num_entries, array.shape[1])
         if array.dtype != self.dtype or array.shape != shape:
             raise ValueError(
                 f"token row: {name} must be {self.dtype} of shape {shape} (entries: one per {self.extent}), "
@@ -79,7 +115,29 @@ class Column:
         if is_bad.any():
             at = int(is_bad.argmax())
             raise ValueError(
-                f"token row: {name} has {array.flat[at]} at position {at // self.width}, which cannot be trained"
+                f"token row: {name} has {array.flat[at]} at position {at // math.prod(shape[1:])}, which cannot be trained"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutesColumn(Column):
+    """The experts that the sampler chose for each token: an array of three dimensions, compressed (`pack_routes`)."""
+
+    def array(self, values: ArrayLike) -> NDArray[Any]:
+        return np.asarray(values)
+
+    def encode(self, array: NDArray[Any]) -> bytes:
+        return pack_routes(array)
+
+    def decode(self, raw: bytes, *, num_tokens: int) -> NDArray[Any]:
+        return unpack_routes(raw, num_tokens=num_tokens)
+
+    def check(self, name: str, array: NDArray[Any], num_entries: int) -> None:
+        is_shaped = array.ndim == 3 and len(array) == num_entries and 1 <= array[0].size <= MAX_ROUTES
+        if not is_shaped or array.dtype not in (np.uint8, np.uint16):
+            raise ValueError(
+                f"token row: {name} must be uint8 or uint16 of shape ({num_entries}, layers, choices), "
+                f"got {array.dtype} of shape {array.shape}"
             )
 
 
@@ -88,8 +146,13 @@ COLUMNS: dict[str, Column] = {
     "advantages": Column(),
     "reference_logprobs": Column(lowest=MIN_LOGPROB, highest=LOGPROB_SLACK, may_be_unknown=True),
     "teacher_logprobs": Column(lowest=MIN_LOGPROB, highest=LOGPROB_SLACK, may_be_unknown=True),
+    "teacher_top_ids": Column(dtype="int32", width=None, lowest=-1, highest=2**31 - 1),
+    "teacher_top_logprobs": Column(
+        dtype="float16", width=None, lowest=MIN_LOGPROB, highest=LOGPROB_SLACK, may_be_unknown=True
+    ),
     "turn_rewards": Column(dtype="float64", extent=Extent.TURN),
     "turn_states": Column(dtype="int64", extent=Extent.TURN, lowest=-math.inf, highest=math.inf),
+    "routes": RoutesColumn(),
 }
 """The optional columns; a new one is one line here. Producer, ledger and trainer check them with `check_columns`. Names that are
 not in the table are refused, so a column is never ignored."""
@@ -109,6 +172,9 @@ def check_columns(columns: Mapping[str, NDArray[Any]], num_entries: Mapping[Exte
         declared = column(name)
         if declared.extent in num_entries:
             declared.check(name, array, num_entries[declared.extent])
+    ids, logprobs = columns.get("teacher_top_ids"), columns.get("teacher_top_logprobs")
+    if (None if ids is None else ids.shape) != (None if logprobs is None else logprobs.shape):
+        raise ValueError("token row: teacher_top_ids and teacher_top_logprobs must have the same shape")
 
 
 _ARRAYS = (
@@ -180,7 +246,7 @@ class TokenRow:
 
     @property
     def advantages(self) -> NDArray[np.float32] | None:
-        """Advantages that the producer computed; None: the trainer computes one from the rewards of the group."""
+        """Advantages that the producer computed, trained if `trainer.advantage` is unset or "producer". None: it computed none."""
         return self.columns.get("advantages")
 
     @property
@@ -189,9 +255,24 @@ class TokenRow:
         return self.columns.get("reference_logprobs")
 
     @property
+    def routes(self) -> Routes | None:
+        """The experts that the sampler chose for each token; None: not recorded."""
+        return self.columns.get("routes")
+
+    @property
     def teacher_logprobs(self) -> NDArray[np.float32] | None:
         """Logprobs under a teacher, for distillation; NaN: unknown."""
         return self.columns.get("teacher_logprobs")
+
+    @property
+    def teacher_top_ids(self) -> NDArray[np.int32] | None:
+        """The likeliest tokens under a teacher at each position, one row per position; -1: none."""
+        return self.columns.get("teacher_top_ids")
+
+    @property
+    def teacher_top_logprobs(self) -> NDArray[np.float16] | None:
+        """Their logprobs; NaN where there is none."""
+        return self.columns.get("teacher_top_logprobs")
 
     def __post_init__(self) -> None:
         arrays = (self.token_ids, self.logprobs, self.loss_mask, self.versions)
@@ -385,6 +466,13 @@ class RolloutSample:
         return self._only.loss_mask if weights is None else weights
 
     @property
+    def is_renormalised(self) -> bool:
+        """Whether logprobs are those of a part of the vocabulary: of top-p, of top-k, or of what a grammar allowed."""
+        sampling = self.sampling
+        is_truncated = sampling.top_p < 1 or sampling.top_k > 0
+        return is_truncated or sampling.grammar is not None or bool(self.facts.get("constrained_turns"))
+
+    @property
     def _only(self) -> TokenRow:
         if len(self.sequences) > 1:
             raise ValueError(
@@ -441,6 +529,16 @@ class RolloutSample:
             return None
         in_order = [iter(row.columns[name].tolist()) for row in self.sequences]
         return column(name).array([next(in_order[turn.sequence]) for turn in self.turns])
+
+    def written_mask(self, sequence: int) -> NDArray[np.bool_]:
+        """The tokens of a sequence that are in a turn and were not sampled: a thinking budget wrote them."""
+        row = self.sequences[sequence]
+        is_in_turn = np.zeros(len(row), dtype=np.bool_)
+        for turn in self.turns:
+            if turn.sequence == sequence:
+                is_in_turn[turn.start : turn.end] = True
+        written: NDArray[np.bool_] = is_in_turn & (row.versions == NOT_SAMPLED)
+        return written
 
     @property
     def num_tokens(self) -> int:

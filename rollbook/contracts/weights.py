@@ -4,7 +4,7 @@ Of an adapter only its matrices are published; the base model does not change.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ PIECE_BYTES = 4 << 20
 SHARE_BYTES = 32 << 20
 """Hashed by one thread before it takes the next share. Less than that is hashed without threads."""
 MAX_HASH_THREADS = 8
+BATCH_BYTES = MAX_HASH_THREADS * SHARE_BYTES
 DTYPE_NAMES = {
     "float64": "F64",
     "float32": "F32",
@@ -67,17 +68,31 @@ def weights_digest(tensors: Iterable[RawTensor]) -> str:
     """Covers names, dtypes (safetensors names such as `F32`, `BF16`), shapes and bytes, independent of the order.
 
     A fast hash, because every step is digested; it does not protect against forgery. It is the hash of the hashes of pieces, which
-    several threads compute: new weights are published only after they are digested.
+    several threads compute: new weights are published only after they are digested. The data of a tensor is read once and then
+    freed, so it may be a copy that is made when it is read.
     """
-    ordered = sorted(tensors, key=lambda t: t.name)
-    pieces = [_pieces(tensor.data) for tensor in ordered]
-    hashes = memoryview(_hashes([piece for of_tensor in pieces for piece in of_tensor]))
     digest = xxhash.xxh3_128()
-    for tensor, of_tensor in zip(ordered, pieces, strict=True):
-        digest.update(f"{tensor.name}|{tensor.dtype}|{','.join(map(str, tensor.shape))}|".encode())
-        digest.update(hashes[: digest.digest_size * len(of_tensor)])
-        hashes = hashes[digest.digest_size * len(of_tensor) :]
+    for batch in _batches(sorted(tensors, key=lambda t: t.name)):
+        hashes = memoryview(_hashes([piece for _, pieces in batch for piece in pieces]))
+        for tensor, pieces in batch:
+            digest.update(f"{tensor.name}|{tensor.dtype}|{','.join(map(str, tensor.shape))}|".encode())
+            digest.update(hashes[: digest.digest_size * len(pieces)])
+            hashes = hashes[digest.digest_size * len(pieces) :]
     return digest.hexdigest()
+
+
+def _batches(ordered: Iterable[RawTensor]) -> Iterator[list[tuple[RawTensor, list[memoryview]]]]:
+    """Tensors with the pieces of their data, as many as are hashed at a time."""
+    batch: list[tuple[RawTensor, list[memoryview]]] = []
+    num_bytes = 0
+    for tensor in ordered:
+        pieces = _pieces(tensor.data)
+        batch.append((tensor, pieces))
+        num_bytes += sum(map(len, pieces))
+        if num_bytes >= BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    yield batch
 
 
 def _pieces(data: bytes | memoryview) -> list[memoryview]:

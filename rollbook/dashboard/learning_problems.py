@@ -41,6 +41,7 @@ class ProblemKind(StrEnum):
     MASKED = "masked tokens"
     REWARD = "falling reward"
     MEMORY = "out of memory"
+    EXACTNESS = "unequal logprobs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,11 @@ class LearningMonitor:
         self._recent.append(step)
         if ProblemKind.MEMORY not in self._problems and (found := _memory(step)) is not None:
             self._problems[ProblemKind.MEMORY] = LearningProblem(ProblemKind.MEMORY, step.step, *found)
+        if step.inexact and ProblemKind.EXACTNESS not in self._problems:
+            seen = f"{step.inexact:.2%} of the compared tokens have other logprobs in the trainer than in the engine"
+            seen += "" if step.unequal is None else f", most of all {step.unequal}"
+            advice = "They should have the same bits. Train on: the loss corrects small differences; please report it with this run"
+            self._problems[ProblemKind.EXACTNESS] = LearningProblem(ProblemKind.EXACTNESS, step.step, seen, advice)
         if step.highest_reward is not None:
             highest = self._highest_reward
             self._highest_reward = step.highest_reward if highest is None else max(highest, step.highest_reward)

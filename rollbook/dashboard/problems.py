@@ -57,6 +57,9 @@ def _state(facts: Facts) -> Iterator[FoundProblem]:
         yield FoundProblem(severity="error", kind="ledger", text=f"The ledger cannot be read: {facts.problem}")
     for note in facts.notes:
         yield FoundProblem(severity="warning", kind="unreadable", text=note)
+    if facts.details.unconfined:
+        text = f"Code of the policy runs unconfined, with all rights of its process: {', '.join(facts.details.unconfined)}."
+        yield FoundProblem(severity="warning", kind="unconfined", text=text, link="/config")
     gate = None if facts.status is None else facts.status.gate
     if gate is GateState.PAUSED:
         text = "An operator paused admission: no group starts until it is resumed."

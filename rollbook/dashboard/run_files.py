@@ -230,6 +230,8 @@ def _step_metrics(row: Mapping[str, Any], measured: Mapping[str, float], played:
         pass_tokens=measured.get("perf/pass_tokens"),
         is_checkpointing=bool(measured.get("perf/checkpointing")),
         failed_pass_tokens=measured.get("perf/failed_pass_tokens"),
+        inexact=measured.get("train/inexact_share"),
+        unequal=unequal if isinstance(unequal := row.get("unequal"), str) else None,
         unscorable=played.unscorable_share,
         filtered=played.filtered_share,
         raw_solved=played.solved_share,

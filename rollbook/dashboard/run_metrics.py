@@ -54,6 +54,10 @@ class StepMetrics:
     is_checkpointing: bool = False
     failed_pass_tokens: float | None = None
     """`pass_tokens` of the first attempt of the step that did not fit into memory; None: it fitted."""
+    inexact: float | None = None
+    """Share of the compared tokens whose logprobs in engine and trainer have unequal bits; None: not promised."""
+    unequal: str | None = None
+    """The compared token whose logprobs differ most."""
     unscorable: float | None = None
     """Share of the episodes since the previous step that have no reward."""
     filtered: float | None = None

@@ -75,6 +75,8 @@ class RunDetails:
     groups_per_step: int | None = None
     max_in_flight: int | None = None
     has_evaluation: bool = False
+    unconfined: Sequence[str] = ()
+    """The settings with which code of the policy runs without a sandbox."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,13 +5,14 @@
         ...
         await env.close()                                                   # returns the slot; a second call does nothing
 
-Most environments are plain objects: `InProcessPool` creates one for each `acquire`, at most `size` at a time. A class that defines
-`open_pool` brings its own pool, whose slots outlive sessions.
+Most environments are plain objects: `InProcessPool` creates one for each `acquire`, at most `size` at a time. A class with
+`warm_limits` opens its sandboxes by `self.open_sandbox()`; a pool with a size gives it sandboxes that have been started. A class
+that defines `open_pool` brings its own pool, whose slots outlive sessions.
 """
 
 import inspect
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, cast
 
 from rollbook.concurrency.blocking import DaemonThreads
@@ -27,6 +28,7 @@ from rollbook.envs.environment import (
     OpensItsPool,
     PooledEnvironment,
 )
+from rollbook.envs.sandboxes.warm import OpenSandbox, open_warm_sandboxes
 from rollbook.telemetry.events import EventLog
 
 # Closing a container or a connection may take seconds; longer means that it hangs.
@@ -52,8 +54,12 @@ class EnvironmentSource:
         # Threads start with the first call that needs one: quick and async environments use none.
         self._threads = DaemonThreads(config.max_threads, name=f"env-{config.name}")
 
-    def __call__(self) -> EnvironmentAdapter:
-        return EnvironmentAdapter(self._kind(**self._config.args), name=self._config.name, executor=self._threads)
+    def __call__(self, open_sandbox: OpenSandbox | None = None) -> EnvironmentAdapter:
+        """`open_sandbox`: replaces the environment's own."""
+        env = self._kind(**self._config.args)
+        if open_sandbox is not None:
+            env.open_sandbox = open_sandbox
+        return EnvironmentAdapter(env, name=self._config.name, executor=self._threads)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[EnvironmentAdapter]:
@@ -92,17 +98,22 @@ async def open_environment_pool(
             yield pool
         return
     source = EnvironmentSource(config)
-    try:
-        yield InProcessPool(source, size=size)
-    finally:
-        source.close()
+    warm_limits = getattr(kind, "warm_limits", None)
+    async with AsyncExitStack() as stack:
+        stack.callback(source.close)
+        opens: OpenSandbox | None = None
+        if size is not None and warm_limits is not None:
+            sandbox = config.args.get("sandbox", "bubblewrap")
+            opens = await stack.enter_async_context(open_warm_sandboxes(warm_limits, size=size, kind=sandbox, log=log))
+        yield InProcessPool(source, size=size, open_sandbox=opens)
 
 
 class InProcessPool:
     """Creates an environment object for each `acquire`. Satisfies `EnvironmentPool`; `size` limits how many are in use."""
 
-    def __init__(self, source: EnvironmentSource, *, size: int | None) -> None:
+    def __init__(self, source: EnvironmentSource, *, size: int | None, open_sandbox: OpenSandbox | None = None) -> None:
         self._source = source
+        self._open_sandbox = open_sandbox
         self._slots = EnvironmentSlots(size)
         self.capacity = size
         self.health = self._slots.health
@@ -110,7 +121,7 @@ class InProcessPool:
     async def acquire(self, deadline: Deadline) -> Environment:
         await self._slots.acquire(deadline)
         try:
-            return PooledEnvironment(self._source(), self._slots.release)
+            return PooledEnvironment(self._source(self._open_sandbox), self._slots.release)
         except BaseException:
             self._slots.release()
             raise

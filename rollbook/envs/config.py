@@ -19,19 +19,26 @@ ENVIRONMENTS = {
 }
 """Built-in environments: short name to class, imported when a run chooses it."""
 
+VERIFIERS_PREFIX = "verifiers:"
+"""`verifiers:NAME` is a taskset of verifiers. The rollout function `verifiers` plays it, in another virtual environment."""
+
 
 class EnvConfig(BaseModel, frozen=True, extra="forbid"):
     """The section `[env]` of a run."""
 
     name: str = Field(default="number_guessing", min_length=1)
     """The environment: a built-in one (`number_guessing`, `delayed_number_guessing`, `arithmetic`, `maths`, `question`, `terminal`,
-    `files`, `code`, `harbor`, `aws`, `reasoning_gym`), or `module:Class` for your own. Where the run has reward functions and no
-    rollout function, the default is `question`: each task asks its `question`, and the reply is scored."""
+    `files`, `code`, `harbor`, `aws`, `reasoning_gym`), `module:Class` for your own, or `verifiers:NAME` for an installed taskset
+    of verifiers. Where the run has reward functions and no rollout function, the default is `question`: each task asks its
+    `question`, and the reply is scored. `env = "NAME"` is short for a section with a name only."""
 
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment's class, the same for every episode. Values that differ by episode belong in the
-    task.
-    """
+    task. With `verifiers:NAME`: the `[env]` block of verifiers."""
+
+    python: str | None = Field(default=None, min_length=1)
+    """With `verifiers:NAME`: the Python of the virtual environment in which verifiers and the taskset are installed, such as
+    `.venvs/verifiers/bin/python`. Relative to the config file."""
 
     max_threads: int = Field(default=64, ge=1)
     """The number of threads for environments with plain (not async) methods, and so the number of concurrent calls."""
@@ -44,6 +51,16 @@ class EnvConfig(BaseModel, frozen=True, extra="forbid"):
 
     token: SecretStr | None = None
     """The token of the server at `url`."""
+
+    @model_validator(mode="after")
+    def _verifiers_is_played_elsewhere(self) -> "EnvConfig":
+        if not self.name.startswith(VERIFIERS_PREFIX):
+            if self.python is not None:
+                raise ValueError(f"python: it is for name = '{VERIFIERS_PREFIX}NAME' only; the name is {self.name!r}")
+            return self
+        strays = sorted(self.model_fields_set - {"name", "args", "python"})
+        reason = f"{', '.join(strays)}: no effect with" if strays else "the rollout function `verifiers` must play"
+        raise ValueError(f"{reason} name = {self.name!r}; remove {', '.join(strays) or 'rollout.function'}")
 
     @model_validator(mode="after")
     def _url_excludes_local_settings(self) -> "EnvConfig":

@@ -71,9 +71,9 @@ class VllmConfig(BaseModel, frozen=True, extra="forbid"):
 class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     """The policy servers: engine, limits, weight transfer and client deadlines."""
 
-    engine: Literal["transformers", "scripted", "vllm"] = "transformers"
+    engine: Literal["transformers", "scripted", "vllm", "sglang"] = "transformers"
     """`transformers` runs any Hugging Face causal language model; `scripted` needs no model; `vllm` uses vLLM servers, at `urls` or
-    started with `vllm.python`."""
+    started with `vllm.python`; `sglang` uses SGLang servers at `urls`."""
 
     replicas: int = Field(default=1, ge=1)
     """Number of policy servers that a run starts. Requests go to the least loaded one; all turns of an episode go to the same
@@ -160,6 +160,11 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     """`auto`: a fast forward for Llama-like models, if its logits agree with the Hugging Face module; `module`: always the
     module."""
 
+    exactness: Literal["bitwise", "fast"] = "bitwise"
+    """`bitwise`: on a GPU, in bfloat16, the logprob of a sampled token has the same bits as the trainer's, for the models of the
+    fast forward. `fast`: sums may have any order. A run is exact if
+    `trainer.exactness` is `bitwise` too."""
+
     capture_steps: bool = True
     """Run steps as captured CUDA graphs where possible. Has no effect without a GPU."""
 
@@ -184,6 +189,10 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
 
     kv_after_update: KvAfterUpdate = KvAfterUpdate.KEEP
     """How a weight update affects the cache of running requests."""
+
+    record_routes: bool = False
+    """Report the experts that a mixture chose for each token with the completion. Set by `trainer.router_replay`; set it yourself
+    for servers at `urls` only. With engine = "transformers"."""
 
     seed: int = Field(default=0, ge=0)
     """Random seed for requests without a seed."""

@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 
 from rollbook.contracts.errors import EpisodeError, TransientError
 from rollbook.contracts.plugin import load_on_demand
-from rollbook.contracts.policy import Completion, OnTokens, Publication, SamplingParams, TokenIds, TopLogprobs
+from rollbook.contracts.policy import (
+    Completion,
+    OnTokens,
+    Publication,
+    SamplerExactness,
+    SamplingParams,
+    TokenIds,
+    TopLogprobs,
+)
 from rollbook.contracts.weights import Adapter, TensorSource
 from rollbook.inference.config import InferenceConfig, KvAfterUpdate
 from rollbook.inference.pause import PauseMode
@@ -80,6 +88,8 @@ class PromptScores:
 
     logprobs: NDArray[np.float32]
     tops: TopLogprobs | None = None
+    publication: int | None = None
+    """Id of the publication whose weights scored the prompt."""
 
 
 class TokenConstraint(Protocol):
@@ -115,6 +125,10 @@ class Engine(Protocol):
 
     @property
     def is_paused(self) -> bool: ...
+
+    @property
+    def exactness(self) -> SamplerExactness:
+        """Whether its logprobs have the bits of the trainer."""
 
     def stats(self) -> EngineStats: ...
 
@@ -191,9 +205,17 @@ ENGINES: dict[str, str] = {
 
 
 def open_engine(
-    config: InferenceConfig, model_dir: Path | None, *, spans: SpanRecorder | None = None
+    config: InferenceConfig,
+    model_dir: Path | None,
+    *,
+    spans: SpanRecorder | None = None,
+    shared_base: Path | None = None,
 ) -> AbstractAsyncContextManager[Engine]:
-    """The configured engine. `model_dir`: a Hugging Face directory with config and weights; the scripted engine needs none."""
+    """The configured engine. `model_dir`: a Hugging Face directory with config and weights; the scripted engine needs none.
+
+    `shared_base`: the file with which the transformers engine maps the weights of another process, see `shared_weights`.
+    """
     opener = load_on_demand(ENGINES[config.engine])
-    engine: AbstractAsyncContextManager[Engine] = opener(config, model_dir, spans=spans)
+    more = {} if shared_base is None else {"shared_base": shared_base}
+    engine: AbstractAsyncContextManager[Engine] = opener(config, model_dir, spans=spans, **more)
     return engine

@@ -45,7 +45,8 @@ class GenerationRequest:
 
     `adapter` is the slot of its adapter, 0 for the policy. These fields belong to the embedded engine: `order` (of arrival), `row`,
     `segments` (row, first round, round after the last), `is_finished`, `weights_generation` (of the keys and values in its row),
-    `cached_kv` (a copy of them) and `cached_tokens` (the part of its prompt that was taken from the prefix cache).
+    `cached_kv` (a copy of them), `cached_tokens` (the part of its prompt that was taken from the prefix cache) and `routes` (the
+    experts chosen for its tokens, once it is complete).
     """
 
     __slots__ = (
@@ -62,6 +63,7 @@ class GenerationRequest:
         "on_tokens",
         "order",
         "prompt",
+        "routes",
         "row",
         "sampling",
         "seed",
@@ -109,6 +111,7 @@ class GenerationRequest:
         self.weights_generation = 0
         self.cached_kv: Any = None
         self.cached_tokens = 0
+        self.routes: NDArray[Any] | None = None
 
     def start(self) -> None:
         """Record when its first token was sampled. A preempted request that joins again has started before."""
@@ -166,6 +169,7 @@ class GenerationRequest:
             generation_s=time.monotonic() - self.started_at if self.tokens else 0.0,
             cached_tokens=self.cached_tokens,
             tops=self._tops(0),
+            routes=None if reason is FinishReason.ABORT else self.routes,
         )
 
     def _tops(self, start: int) -> TopLogprobs | None:

@@ -143,7 +143,10 @@ class Groups(Protocol):
         """Queued groups whose oldest (or newest) version is known and lower than `version`, lowest sequence first."""
 
     def releasable(self, run_id: RunId, up_to_step: int, limit: int, *, dropped_only: bool) -> list[GroupRecord]:
-        """Up to `limit` groups that still have a payload and whose `release_step` is at most `up_to_step`, lowest first."""
+        """Up to `limit` groups that still have a payload and whose `release_step` is at most `up_to_step`, lowest first.
+
+        Without first parts of groups that are still played: late samples may be compared with them.
+        """
 
     def page(self, run_id: RunId, *, start: int = 0, limit: int, state: GroupState | None = None) -> list[GroupRecord]:
         """Groups from sequence `start` on, lowest first. The cost depends on `limit`, not on the position in the run.

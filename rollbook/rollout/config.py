@@ -1,20 +1,23 @@
 """The `[rollout]` section of a run: group size, limits of an episode, sampling, rewards, worker processes."""
 
+from string import Template
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from rollbook.contracts.freshness import default_quorum
 from rollbook.contracts.policy import SamplingParams
-from rollbook.contracts.trajectory import RolloutSample
+from rollbook.contracts.trajectory import MAX_WIDTH, RolloutSample
 from rollbook.contracts.user_errors import did_you_mean
 from rollbook.rollout.settings import (
+    REWARDS,
     EpisodeLimits,
     JudgeSettings,
     Missing,
     RewardFunction,
     RewardRules,
     TeacherSettings,
+    is_ready,
     rollout_name,
     score_key,
 )
@@ -74,6 +77,14 @@ class EpisodeSettings(BaseModel, frozen=True, extra="forbid"):
     template: dict[str, Any] = Field(default_factory=dict)
     """More arguments of the chat template: `{ enable_thinking = false }`."""
 
+    max_thinking_tokens: int | None = Field(default=None, ge=1)
+    """Maximum number of tokens of thought in one turn. Then the end of the thought is written into the sequence (not trained), and
+    the policy answers with the rest of `rollout.sampling.max_tokens`. None: no limit of its own."""
+
+    thinking_tags: tuple[str, str] = ("<think>", "</think>")
+    """The texts around a thought. A turn thinks if its prompt ends with the first one, or its text begins with it: a limit must be
+    longer than that text."""
+
 
 class JudgeConfig(BaseModel, frozen=True, extra="forbid"):
     """A model that scores episodes: `judge = { url = "https://host/v1", model = "name", rubric = "..." }`."""
@@ -89,7 +100,7 @@ class JudgeConfig(BaseModel, frozen=True, extra="forbid"):
 
     prompt_file: str | None = None
     """A text file with the whole prompt, next to the config file. It may have $rubric, $task, $conversation, $response, $low and
-    $high. None: a prompt with all of them."""
+    $high; for a group $answers and $asked instead of $response. None: a prompt with all of them."""
 
     api: Literal["openai", "anthropic"] = "openai"
     """`openai`: POST url/chat/completions. `anthropic`: POST url/messages."""
@@ -143,13 +154,35 @@ class JudgeConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 class TeacherConfig(BaseModel, frozen=True, extra="forbid"):
-    """A model whose log-probabilities of the sampled tokens are stored with each sample, for `trainer.distill_coef`."""
+    """A model whose log-probabilities of the sampled tokens are stored with each sample, for `trainer.distill_coef`. One table, or
+    several (`[[rollout.teacher]]`) of which each task gets the first that fits it."""
 
-    url: str = Field(pattern=r"^https?://")
+    url: str | None = Field(default=None, pattern=r"^https?://")
     """Base URL of a policy server or of vLLM, up to and including `/v1`."""
 
-    model: str = Field(min_length=1)
+    model: str | None = Field(default=None, min_length=1)
     """Name of the model. It must have the token ids of the policy; this is checked."""
+
+    policy: bool = False
+    """The policy is its own teacher, with `context` in front of what it saw. Replaces `url` and `model`."""
+
+    context: str | None = None
+    """Text that only the teacher sees, in front of the sequence: a hint, the solution. `$NAME` is a field of the task; `$feedback`
+    is what the judges wrote about the episode, `$reward` its reward."""
+
+    context_role: str | None = None
+    """Send the context as a chat message of this role, such as `system`. None: as plain text."""
+
+    top_k: int = Field(default=0, ge=0, le=MAX_WIDTH)
+    """Store this many of the teacher's likeliest tokens at each trained token, for `trainer.distill_kl`. `rollbook policy serve`
+    gives up to 20, vLLM its `--max-logprobs`."""
+
+    tasks: dict[str, str] = {}
+    """Field of a task to a pattern that its value must match, such as `{domain = "maths*"}`; all of them. Empty: every task."""
+
+    tokenizer_check: Literal["digest", "text"] = "digest"
+    """`digest`: the vocabularies must be equal, if the server gives the digest of its own. `text`: only the ids of a test text must
+    be, for a teacher with more tokens than the policy."""
 
     api_key_env: str | None = None
     """Environment variable that contains the API key."""
@@ -166,6 +199,20 @@ class TeacherConfig(BaseModel, frozen=True, extra="forbid"):
     concurrent: int = Field(default=16, ge=1)
     """Maximum number of concurrent requests of one worker process."""
 
+    @model_validator(mode="after")
+    def _check(self) -> "TeacherConfig":
+        if self.policy and (self.url is not None or self.model is not None or self.api_key_env is not None):
+            raise ValueError("policy = true asks the run's own policy server: remove url, model and api_key_env")
+        if self.policy and self.context is None:
+            raise ValueError("policy = true needs a context: without one, the policy would be compared with itself")
+        if not self.policy and (self.url is None or self.model is None):
+            raise ValueError("a teacher needs url and model, or policy = true")
+        if self.context_role is not None and self.context is None:
+            raise ValueError("context_role needs a context")
+        if self.context is not None and not Template(self.context).is_valid():
+            raise ValueError("context: a $ must be followed by a name; write $$ for a dollar sign")
+        return self
+
     @property
     def settings(self) -> TeacherSettings:
         return TeacherSettings(**self.model_dump())
@@ -174,9 +221,9 @@ class TeacherConfig(BaseModel, frozen=True, extra="forbid"):
 class RewardFunctionConfig(BaseModel, frozen=True, extra="forbid"):
     """One table for each function, with a name of your choice: `[rollout.rewards.functions.correct]`."""
 
-    path: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
+    path: str | None = Field(default=None, pattern=r"^([\w.]+:)?\w+$")
     """`module:function`, plain or async. Takes a `RewardCase`; returns a number, a number for each turn, or None if it cannot
-    score."""
+    score. Or a built-in function of groups: `diversity`, `pass_at_2`, `pass_at_4`, `pass_at_8`."""
 
     judge: tuple[JudgeConfig, ...] = ()
     """A model that scores instead of a function, or a list of several."""
@@ -186,6 +233,18 @@ class RewardFunctionConfig(BaseModel, frozen=True, extra="forbid"):
 
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """Weight in the sum. 0: recorded only."""
+
+    group: bool = False
+    """It scores the samples of a group together: takes a list of `RewardCase`, returns a list with a number or None for each. A
+    judge compares them. With `gate.batch_policy = "parts"` the quorum is scored together, each late sample alone against it."""
+
+    whole_group: bool = False
+    """Like `group`, for a function that needs all samples of the group at once: the batch policy is then `trim` by default, and
+    `parts` is refused."""
+
+    @property
+    def sees_group(self) -> bool:
+        return self.group or self.whole_group or self.path in REWARDS
 
     @field_validator("judge", mode="before")
     @classmethod
@@ -248,6 +307,11 @@ class RewardsConfig(BaseModel, frozen=True, extra="forbid"):
         return self
 
     @property
+    def see_groups(self) -> bool:
+        """Whether a function scores samples together."""
+        return any(function.sees_group for function in self.functions.values())
+
+    @property
     def rules(self) -> RewardRules | None:
         if not self.functions:
             return None
@@ -269,6 +333,7 @@ def _function(name: str, config: RewardFunctionConfig) -> RewardFunction:
         weight=config.weight,
         judges=tuple(JudgeSettings(**judge.model_dump()) for judge in config.judge),
         vote=config.vote,
+        is_of_group=config.sees_group,
     )
 
 
@@ -288,8 +353,8 @@ class AdaptiveConfig(BaseModel, frozen=True, extra="forbid"):
 class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     function: str = Field(default="chat", min_length=1)
     """`chat` plays any environment as a chat, `tools` answers questions with your functions as tools, `agent` runs a program that
-    calls OpenAI's API, `remote` calls a service over HTTP. Your own: a module with a `make_rollout(setup)`, or
-    `module:attribute`; the attribute may also be the async function itself."""
+    calls OpenAI's API, `remote` calls a service over HTTP, `verifiers` is set by `env.name`. Your own: a module with a
+    `make_rollout(setup)`, or `module:attribute`; the attribute may also be the async function itself."""
 
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of that function."""
@@ -313,8 +378,13 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     """Drop groups whose scorable samples all have the same reward: their advantages are zero. Groups with token advantages of the
     producer are kept."""
 
-    turn_credit: bool | None = None
-    """Keep groups with equal rewards if the rewards of their turns differ. None: if `trainer.advantage` compares turns."""
+    turn_credit: Literal["off", "rewards", "lengths", "states"] | None = None
+    """Keep groups with equal rewards if their turns differ. `rewards`: in what later turns earn. `lengths`: also in their number,
+    which changes discounted returns. `states`: also in the states that they visit. None: what `trainer.advantage` compares."""
+
+    score_credit: tuple[str, ...] | None = None
+    """Keep groups with equal rewards if the scores of one of these reward functions differ. None: with `trainer.advantage = "gdpo"`
+    those that have a weight in it."""
 
     filter: str | None = None
     """`module:function` of your filter. Takes the group; returns the reason to drop it, or None."""
@@ -335,8 +405,8 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
 
     rewards: RewardsConfig = RewardsConfig()
 
-    teacher: TeacherConfig | None = None
-    """A model to learn from, see `[rollout.teacher]`."""
+    teacher: tuple[TeacherConfig, ...] = ()
+    """A model to learn from, see `[rollout.teacher]`, or a list of several."""
 
     sampling: SamplingConfig = SamplingConfig()
 
@@ -379,20 +449,27 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     heartbeat_s: float = Field(default=5.0, gt=0)
     """Interval of heartbeats to the ledger. Keep it well below the ledger's owner_ttl_s."""
 
+    @field_validator("teacher", mode="before")
+    @classmethod
+    def _one_or_several(cls, teacher: Any) -> Any:
+        return [] if teacher is None else [teacher] if isinstance(teacher, dict | TeacherConfig) else teacher
+
     @field_validator("function")
     @classmethod
     def _shorten(cls, function: str) -> str:
         return rollout_name(function)
 
     def is_solved(self, sample: RolloutSample) -> bool | None:
-        """Whether a scored sample is solved; None: not known."""
-        if sample.reward is None:
+        """Whether a sample is solved; None: not known, or not yet."""
+        if not is_ready(sample):
             return sample.solved
         if self.rewards.solved_by is not None:
             value = sample.metrics.get(score_key(self.rewards.solved_by))
+            if value is None and not sample.is_scorable:
+                return None  # a function of groups decides it
             limit = 1.0 if self.solved_at is None else self.solved_at
             return value is not None and value >= limit - ROUNDING
-        if sample.solved is not None or self.solved_at is None:
+        if sample.solved is not None or sample.reward is None or self.solved_at is None:
             return sample.solved
         return sample.reward >= self.solved_at - ROUNDING
 
@@ -407,6 +484,10 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(
                 f"quorum is {self.quorum}, but a group has {self.completions_per_prompt} samples: it would never be reached; "
                 f"lower quorum or raise completions_per_prompt"
+            )
+        if self.rewards.see_groups and self.completions_per_prompt == 1:
+            raise ValueError(
+                "completions_per_prompt is 1, so the reward functions of groups have nothing to compare; raise it, or remove them"
             )
         return self
 

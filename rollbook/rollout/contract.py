@@ -9,7 +9,7 @@ function itself: `rollout_fn(row)`, or `rollout_fn(row, setup)` if it needs the 
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -42,6 +42,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Tokens of `text`. Special tokens in the text are recognised; none are added."""
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Tokens of a text at the start of a sequence, with the model's start token if it has one."""
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -60,6 +63,10 @@ class Tokenizer(Protocol):
     @property
     def identity(self) -> str:
         """Digest of vocabulary, merges, special tokens and template."""
+
+    @property
+    def vocabulary_digest(self) -> str:
+        """Digest of all tokens and their ids."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -96,6 +103,10 @@ class ChatSession(Protocol):
     @property
     def last_text(self) -> str: ...
 
+    @property
+    def conversations(self) -> Mapping[str, "ChatSession"] | None:
+        """By id, in a session that was opened with `has_conversations`."""
+
     async def out_of_time(self) -> None:
         """Wait until the agent must end, shortly before the episode's time is over."""
 
@@ -110,17 +121,27 @@ class ChatSession(Protocol):
         solved: bool | None = None,
         metrics: Mapping[str, float] | None = None,
         facts: Mapping[str, Any] | None = None,
+        finish_reason: EndReason | None = None,
     ) -> RolloutSample: ...
 
 
 class OpenChatSession(Protocol):
     def __call__(
-        self, *, assembler: str = "branching", tool_parser: str = "hermes", train_only: str = "all"
+        self,
+        *,
+        assembler: str = "branching",
+        tool_parser: str = "hermes",
+        train_only: str = "all",
+        has_conversations: bool = False,
     ) -> AbstractAsyncContextManager[ChatSession]: ...
 
 
 def _no_proxy(
-    *, assembler: str = "branching", tool_parser: str = "hermes", train_only: str = "all"
+    *,
+    assembler: str = "branching",
+    tool_parser: str = "hermes",
+    train_only: str = "all",
+    has_conversations: bool = False,
 ) -> AbstractAsyncContextManager[ChatSession]:
     raise RunError(f"this worker was set up without a proxy, so no {assembler} session can be opened in it")
 
@@ -140,8 +161,12 @@ class RolloutSetup:
     """The table `rollout.settings` of the config."""
     policy_url: str = ""
     """URL of the policy server, for agents that run elsewhere."""
+    policy_token: str | None = None
+    """The token that the policy server requires."""
     open_proxy_session: OpenChatSession = _no_proxy
     """An endpoint for an agent: `async with setup.open_proxy_session() as session: run_agent(session.base_url)`."""
+    resources: AsyncExitStack = field(default_factory=AsyncExitStack)
+    """Closed with the worker: for what a rollout function opens once for all its episodes."""
 
     def read_settings(self, model: type[SettingsModel]) -> SettingsModel:
         """`settings` as this model. Raises `RunError` with every fault."""

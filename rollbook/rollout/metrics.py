@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from rollbook.contracts.group import DropKind, DropReason, GroupOutcome, PromptGroup
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.settings import SECONDS_KEY, judge_key, score_key
+from rollbook.rollout.settings import ANSWER_KEY, SECONDS_KEY, THOUGHT_KEY, judge_key, score_key
 from rollbook.telemetry.metrics import Metric, MetricRecorder, Reduction
 
 ROLLOUT_METRICS: tuple[Metric, ...] = (
@@ -28,6 +28,8 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
         "rollout/samples_declined", "samples", "samples for which the rollout function returned None", Reduction.SUM
     ),
     Metric("rollout/samples_surplus", "samples", "extra episodes of over-sampling that were not needed", Reduction.SUM),
+    Metric("rollout/thought_len", "tokens", "tokens of thought of a sample", Reduction.MEAN),
+    Metric("rollout/answer_len", "tokens", "sampled tokens of a sample that are no thought", Reduction.MEAN),
     Metric(
         "rollout/continued_requests", "requests", "aborted policy requests continued from their partial tokens, so far"
     ),
@@ -85,15 +87,12 @@ def reward_names(config: RolloutConfig) -> list[str]:
 
 
 def reported_scores(group: PromptGroup) -> tuple[dict[str, float], ...]:
-    """The metrics that the reward functions added to each sample they scored."""
-    scored = [sample.metrics for sample in group.samples if SECONDS_KEY in sample.metrics]
+    """The metrics that the reward functions added to each sample they scored, and the lengths of its thoughts and answers."""
+    plain = (SECONDS_KEY, THOUGHT_KEY, ANSWER_KEY)
+    scored = [sample.metrics for sample in group.samples if any(key in sample.metrics for key in plain)]
     prefix = score_key("")
     return tuple(
-        {
-            key: float(value)
-            for key, value in metrics.items()
-            if key == SECONDS_KEY or key.startswith((prefix, judge_key("")))
-        }
+        {key: float(value) for key, value in metrics.items() if key in plain or key.startswith((prefix, judge_key("")))}
         for metrics in scored
     )
 
@@ -101,6 +100,11 @@ def reported_scores(group: PromptGroup) -> tuple[dict[str, float], ...]:
 def record_rewards(metrics: MetricRecorder, scores: Sequence[Mapping[str, float]], names: Sequence[str]) -> None:
     """Record `reported_scores` of a group."""
     for sample in scores:
+        if THOUGHT_KEY in sample and ANSWER_KEY in sample:
+            metrics.add("rollout/thought_len", sample[THOUGHT_KEY])
+            metrics.add("rollout/answer_len", sample[ANSWER_KEY])
+        if SECONDS_KEY not in sample:
+            continue
         for name in names:
             value = sample.get(score_key(name))
             metrics.add(score_key(name), value)

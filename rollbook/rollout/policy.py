@@ -133,7 +133,8 @@ class EpisodePolicy:
         if (episode := _current.get()) is not None:
             took_s = self._clock.now() - started
             generate_s = took_s if completion.generation_s is None else min(took_s, completion.generation_s)
-            episode.completions.append(completion)
+            # Without routes, which are those of the whole prompt: in a long episode they would add up.
+            episode.completions.append(msgspec.structs.replace(completion, routes=None))
             episode.times.append(
                 RequestTimes(queue_s=took_s - generate_s, generate_s=generate_s, ended_at=self._clock.wall())
             )

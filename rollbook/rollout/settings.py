@@ -1,17 +1,18 @@
 """Plain values that worker code reads: built-in rollout functions, the limits of an episode, how rewards are combined."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rollbook.contracts.trajectory import SCORE_PREFIX, EndReason
+from rollbook.contracts.trajectory import SCORE_PREFIX, EndReason, RolloutSample
 
 ROLLOUTS = {
     "agent": "rollbook.rollout.agents.rollout",
     "chat": "rollbook.rollout.episodes.chat",
     "remote": "rollbook.rollout.remote.client",
     "tools": "rollbook.rollout.episodes.tools",
+    "verifiers": "rollbook.rollout.verifiers.rollout",
 }
 """Built-in rollout functions: short name to module."""
 
@@ -22,8 +23,24 @@ _DOTTED_NAMES = {
 }
 """Names in configurations of earlier versions. They stay valid if a module moves."""
 
+REWARDS = {
+    name: f"rollbook.rollout.rewards.group_functions:{name}"
+    for name in ("diversity", "pass_at_2", "pass_at_4", "pass_at_8")
+}
+"""Built-in reward functions, all of groups: short name to path."""
+
 TO_BE_SCORED = "to be scored by rollout.rewards"
 """The `invalid_cause` of a sample whose rollout function leaves scoring to the reward functions."""
+
+TO_BE_JUDGED = "to be scored with its group"
+"""The `invalid_cause` of a sample that only the reward functions of groups have not scored yet. Never stored."""
+
+COMPARED_FACT = "compared"
+"""Fact of a sample that reward functions of groups scored: `TOGETHER`, or `LATE`."""
+TOGETHER, LATE = "with its group", "with the quorum of its group"
+
+THOUGHT_KEY, ANSWER_KEY = "thought_tokens", "answer_tokens"
+"""Metrics of a sample: tokens that the policy sampled as thoughts, and as answers."""
 
 SECONDS_KEY = "reward_seconds"
 """Metric of a sample: seconds of its slowest reward function."""
@@ -32,6 +49,16 @@ SECONDS_KEY = "reward_seconds"
 def score_key(name: str) -> str:
     """Metric of a sample and of the run: the value of one reward function; absent if it could not score."""
     return f"{SCORE_PREFIX}{name}"
+
+
+def is_ready(sample: RolloutSample) -> bool:
+    """Whether a sample is scored, or needs its group to be scored."""
+    return sample.is_scorable or sample.invalid_cause == TO_BE_JUDGED
+
+
+def quorum_of(samples: Sequence[RolloutSample]) -> tuple[RolloutSample, ...]:
+    """The samples of a first part that reward functions of groups compare late ones with."""
+    return tuple(s for s in samples if s.is_scorable and s.facts.get(COMPARED_FACT) == TOGETHER)
 
 
 def rollout_name(function: str) -> str:
@@ -108,8 +135,14 @@ class JudgeSettings:
 class TeacherSettings:
     """`TeacherConfig` documents the fields."""
 
-    url: str
-    model: str
+    url: str | None = None
+    model: str | None = None
+    policy: bool = False
+    context: str | None = None
+    context_role: str | None = None
+    top_k: int = 0
+    tasks: Mapping[str, str] = field(default_factory=dict)
+    tokenizer_check: str = "digest"
     api_key_env: str | None = None
     timeout_s: float = 60.0
     attempts: int = 5
@@ -166,6 +199,8 @@ class RewardFunction:
     judges: tuple[JudgeSettings, ...] = ()
     vote: str = "mean"
     """How the scores of several judges are combined."""
+    is_of_group: bool = False
+    """It scores the samples of a group together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +212,14 @@ class RewardRules:
     start_s: float = 60.0
     processes: int = 2
     concurrent: int = 32
+
+    @property
+    def of_samples(self) -> tuple[RewardFunction, ...]:
+        return tuple(function for function in self.functions if not function.is_of_group)
+
+    @property
+    def of_groups(self) -> tuple[RewardFunction, ...]:
+        return tuple(function for function in self.functions if function.is_of_group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +235,8 @@ class Score:
     """What the judges cost."""
     turns: tuple[float, ...] | None = None
     """The value of each turn, of a function that scores turns; `value` is their sum."""
+    values: tuple[float | None, ...] | None = None
+    """The value of each sample, of a function that scores a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +248,12 @@ class CombinedReward:
 
 
 def combine(rules: RewardRules, scores: Mapping[str, Score], *, environment: float | None) -> CombinedReward:
-    """The weighted sum, or why there is none. `environment` is the reward that the episode returned.
+    """The weighted sum, or why there is none. `environment` is the reward that the episode returned. Functions of groups have no
+    score before their group is complete.
 
     None and NaN mean "could not be scored". They are never 0, which would teach that the sample was bad.
     """
-    total, counted = 0.0, 0
+    total, counted, is_complete = 0.0, 0, True
     if rules.environment_weight:
         if environment is None:
             return CombinedReward(None, "environment_weight is set, but the episode returned no reward")
@@ -215,13 +261,18 @@ def combine(rules: RewardRules, scores: Mapping[str, Score], *, environment: flo
     for function in rules.functions:
         if not function.weight:
             continue
-        score = scores[function.name]
+        score = scores.get(function.name)
+        if score is None:
+            is_complete = False
+            continue
         if score.cause is not None:
             return CombinedReward(None, f"reward {function.name}: {score.cause}")
         if score.value is not None:
             total, counted = total + function.weight * score.value, counted + 1
         elif rules.missing is Missing.UNSCORABLE:
             return CombinedReward(None, f"reward {function.name} could not score it (None or NaN)")
+    if not is_complete:
+        return CombinedReward(None, TO_BE_JUDGED)
     return CombinedReward(total) if counted else CombinedReward(None, "no reward function could score it (None or NaN)")
 
 
@@ -230,6 +281,6 @@ def combine_turns(
 ) -> list[float] | None:
     """The weighted sum of the rewards of each turn; None if neither the environment nor a function that counts scored turns."""
     weighted = [(rules.environment_weight, environment)]
-    weighted += [(function.weight, scores[function.name].turns) for function in rules.functions]
+    weighted += [(function.weight, scores[function.name].turns) for function in rules.of_samples]
     found = [[weight * value for value in turns] for weight, turns in weighted if weight and turns is not None]
     return [sum(values) for values in zip(*found, strict=True)] if found else None

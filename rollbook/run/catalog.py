@@ -227,6 +227,7 @@ def _details(place: RunPlace, config: RunConfig | None) -> RunDetails:
         groups_per_step=config.gate.groups_per_step,
         max_in_flight=config.gate.max_groups_in_flight,
         has_evaluation=config.evaluation.every_steps is not None,
+        unconfined=config.unconfined,
     )
 
 

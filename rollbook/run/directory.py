@@ -88,6 +88,8 @@ class RunDirectory:
     """The first failed episodes, for `rollbook debug`."""
     judgements_file = Entry("judgements.jsonl")
     """Every answer of a judge, with its cost. A judge is not asked again for what is in it."""
+    teacher_scores_file = Entry("teacher_scores.db")
+    """The newest answers of teachers. A teacher is not asked again for what is in it."""
     plots = Entry("plots")
     audit_file = Entry("audit.json")
     """Where the next audit continues. It can be deleted: that audit then reads everything."""
@@ -100,6 +102,8 @@ class RunDirectory:
     """Pids of the run's processes, for people and for tests that kill them."""
     scale_file = Entry("scale.json")
     """Number of additional processes that `rollbook scale` requested. Read while the run is running."""
+    shared_base_file = Entry("shared_base.json")
+    """How trainer and policy servers map the base of adapters in memory. Present while they do."""
     token_file = Entry("token")
     """The token that steers the run: the trainer's requests to the ledger, and weight updates."""
     client_token_file = Entry("client-token")
@@ -185,6 +189,16 @@ class RunDirectory:
             if (match := CHECKPOINT.fullmatch(path.name)) and (path / "checkpoint.json").is_file()
         }
         return {0: self.initial_model, **found}
+
+    def checkpoint_bytes(self, newest: int) -> int:
+        """Disk space of the newest checkpoints, which the next ones replace."""
+        steps = sorted(
+            int(match[1]) for path in self.checkpoints.glob("step-*") if (match := CHECKPOINT.fullmatch(path.name))
+        )
+        names = tuple(f"step-{step:06d}" for step in steps[-newest:])
+        found = (*self.checkpoints.glob("step-*"), *self.checkpoints.glob("shards/step-*"))
+        files = (file for path in found if path.name.startswith(names) for file in path.rglob("*"))
+        return sum(file.stat().st_size for file in files if file.is_file())
 
     def first_failure(self) -> str | None:
         """The cause of the first recorded failed episode."""

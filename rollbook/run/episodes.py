@@ -7,7 +7,7 @@ workers.
 import dataclasses
 import inspect
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from rollbook.rollout.contract import RolloutFn, RolloutSetup, Tokenizer, build_
 from rollbook.rollout.episodes.env_calls import with_timeouts
 from rollbook.rollout.policy import EpisodeContext, EpisodePolicy, enter_episode
 from rollbook.rollout.rewards.messages import RewardCase
+from rollbook.rollout.settings import REWARDS
 from rollbook.rollout.stopwatch import EpisodeTime
 from rollbook.run.config.run import LoadedConfig
 from rollbook.telemetry.events import EventLog
@@ -42,6 +43,7 @@ async def open_setup(
     log: EventLog,
     request_s: float | None = None,
     policy_url: str = "",
+    policy_token: str | None = None,
     env_servers: ServerSource | None = None,
 ) -> AsyncIterator[RolloutSetup]:
     """What a rollout function gets, around any policy. `env_servers`: lists the environment servers, where the list may change."""
@@ -49,6 +51,7 @@ async def open_setup(
     async with (
         open_environments(env, servers=env_servers) as open_environment,
         open_proxy_sessions(episode_policy, tokenizer, sampling, rollout.limits) as open_proxy_session,
+        AsyncExitStack() as resources,
     ):
         yield RolloutSetup(
             policy=episode_policy,
@@ -59,7 +62,9 @@ async def open_setup(
             log=log,
             settings=rollout.settings,
             policy_url=policy_url,
+            policy_token=policy_token,
             open_proxy_session=open_proxy_session,
+            resources=resources,
         )
 
 
@@ -109,8 +114,8 @@ def model_tokenizer(directory: Path) -> Tokenizer:
     return tokenizer
 
 
-async def call_reward(name: str, path: str, case: RewardCase) -> Any:
-    """Call a reward function in this process. Its exceptions are not caught."""
-    function = load_plugin(path, setting=f"rollout.rewards.functions.{name}.path")
+async def call_reward(name: str, path: str, case: RewardCase | list[RewardCase]) -> Any:
+    """Call a reward function in this process, with a list of cases if it is one of groups. Its exceptions are not caught."""
+    function = load_plugin(path, setting=f"rollout.rewards.functions.{name}.path", builtin=REWARDS)
     value = function(case)
     return await value if inspect.isawaitable(value) else value

@@ -31,13 +31,18 @@ def store_url(config: RunLedgerConfig, directory: RunDirectory) -> str:
 def run_settings(config: RunConfig, directory: RunDirectory) -> RunSettings:
     """The settings with which the run is created in the ledger. The model directory must exist."""
     return config.ledger_settings(
-        limits=model_limits(directory.initial_model, needs_logprobs=config.trainer.missing_logprobs == "refuse"),
+        limits=model_limits(
+            directory.initial_model,
+            needs_logprobs=config.trainer.missing_logprobs == "refuse",
+            most=config.trainer.max_sequence_tokens,
+        ),
         directory_id=directory.id,
     )
 
 
-def model_limits(model_dir: Path, *, needs_logprobs: bool) -> TrainingLimits:
-    """The limits of the model in a Hugging Face directory, or of the base model of an adapter directory."""
+def model_limits(model_dir: Path, *, needs_logprobs: bool, most: int | None = None) -> TrainingLimits:
+    """The limits of the model in a Hugging Face directory, or of the base model of an adapter directory. `most`: tokens of the
+    longest sequence that the trainer has memory for, if it is known."""
     settings = _read_json(model_dir / "config.json")
     if not settings:
         base = _read_json(model_dir / "adapter_config.json").get("base_model_name_or_path")
@@ -46,7 +51,7 @@ def model_limits(model_dir: Path, *, needs_logprobs: bool) -> TrainingLimits:
     lengths = [settings[name] for name in POSITIONS if settings.get(name)]
     return TrainingLimits(
         vocabulary_size=settings.get("vocab_size"),
-        max_tokens=lengths[0] if lengths else None,
+        max_tokens=min([*lengths[:1], *([] if most is None else [most])], default=None),
         needs_logprobs=needs_logprobs,
     )
 

@@ -12,6 +12,7 @@ from rollbook.inference.client.client import PolicyClient, open_policy_client
 from rollbook.inference.client.fleet import ReplicaSource
 from rollbook.inference.client.server_protocol import RollbookProtocol, ServerProtocol
 from rollbook.inference.config import InferenceConfig
+from rollbook.inference.sglang.client import SglangProtocol, SglangServerApi
 from rollbook.inference.vllm.adapters import VllmAdapterProtocol, VllmAdapterServerApi
 from rollbook.inference.vllm.client import VllmProtocol, VllmServerApi
 from rollbook.inference.weights.client import WeightTransferClient
@@ -148,6 +149,8 @@ def _transport(
 
 
 def _protocol(config: InferenceConfig) -> ServerProtocol:
+    if config.engine == "sglang":
+        return SglangProtocol()
     if config.engine != "vllm":
         return RollbookProtocol()
     kind = VllmAdapterProtocol if config.publish == "adapter" else VllmProtocol
@@ -155,6 +158,8 @@ def _protocol(config: InferenceConfig) -> ServerProtocol:
 
 
 def _server_api(config: InferenceConfig) -> WeightServerApi:
+    if config.engine == "sglang":
+        return SglangServerApi()
     if config.engine != "vllm":
         return RollbookServerApi()
     if config.publish == "adapter":

@@ -2,7 +2,7 @@
 
 A sandbox sees `/usr` of this machine (or of `Image.root`) read-only, the Python that runs Rollbook, and nothing else of the
 machine: no home directories, no `/etc`, no environment variables, no processes, no network. Everything that it writes is in one
-tmpfs. It ends with the process that started it, however that ends.
+tmpfs. It ends with the process that started it, however that ends. `kind="podman"` starts the same sandbox in a container.
 
 Where bubblewrap cannot run, `open_sandbox` raises. Code runs unconfined only with `kind="none"`.
 """
@@ -16,41 +16,44 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
 from rollbook.concurrency.deadline import finish
+from rollbook.sandbox.podman import OF_THE_ENGINE, TAKE_CHANNEL, podman_command
 from rollbook.sandbox.process import KILL_S, ProcessSandbox
-from rollbook.sandbox.sandbox import SYSTEM_PATH, Image, Limits, Sandbox, SandboxDiedError, SandboxUnavailableError
-from rollbook.sandbox.seccomp import seccomp_filter
+from rollbook.sandbox.quota import acquire
+from rollbook.sandbox.root import ETC, environment_of, mounts_of, python_of
+from rollbook.sandbox.sandbox import SHARED_MB, Image, Limits, Sandbox, SandboxDiedError, SandboxUnavailableError
+from rollbook.sandbox.seccomp import ARCHITECTURES, seccomp_filter
 
-Kind = Literal["bubblewrap", "none"]
+Kind = Literal["bubblewrap", "podman", "none"]
 
 START_S = 30.0
 """A start takes milliseconds; an overloaded machine needs longer."""
 OPEN_FILES = 4096
-WHOLE = frozenset({"usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"})
-"""Directories of a root that are read-only as a whole. Of the others, each entry is: files can be created next to them."""
-PRIVATE = frozenset({"proc", "dev", "sys", "tmp", "run", "mnt", "media", "boot", "lost+found"})
-"""Directories of a root that are not shown."""
-HOST_ETC = ("alternatives", "ld.so.cache", "ssl/certs", "mime.types", "os-release")
-"""What programs of `/usr` read in `/etc`: links to their variants, the cache of libraries, root certificates."""
-ETC = {
-    "passwd": "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n",
-    "group": "root:x:0:\nnogroup:x:65534:\n",
-    "hosts": "127.0.0.1 localhost\n::1 localhost\n",
-}
+QUEUED_SIGNALS = 1024
+QUEUED_BYTES = 819_200
+"""In POSIX message queues."""
+RUN_SOURCE = "import sys; exec(compile(sys.argv[1], 'guest.py', 'exec'))"
+RUN_COMPILED = "import marshal, sys; exec(marshal.loads(bytes.fromhex(sys.argv[1])))"
+PRIVATE_PROC = frozenset(
+    {"keys", "key-users", "kallsyms", "iomem", "ioports", "sched_debug", "timer_list", "config.gz"}
+)
+"""Files of /proc about the kernel that every user may read in part."""
 HELP = (
     "Install bubblewrap (apt-get install bubblewrap, dnf install bubblewrap), allow user namespaces (sysctl "
     "kernel.unprivileged_userns_clone=1; on Ubuntu kernel.apparmor_restrict_unprivileged_userns=0; in a container its engine must "
     'permit them), or use another Linux machine. sandbox = "none" runs the code unconfined, with all rights of this process, and '
     "is recorded with the run"
 )
+MAX_FIRST_STARTS = 3
+"""A process whose first sandboxes all end without a message cannot start any."""
 _started: set[str] = set()
 """The kinds of which this process has started one."""
 
@@ -59,7 +62,8 @@ _started: set[str] = set()
 async def open_sandbox(
     image: Image | None = None, limits: Limits | None = None, *, kind: Kind = "bubblewrap", network: bool = False
 ) -> AsyncIterator[Sandbox]:
-    """A sandbox for the block. `network`: share the network of this machine. `kind="none"`: a temporary directory, no confinement.
+    """A sandbox for the block. `network`: share the network of this machine. `kind`: `bubblewrap`, `podman`, or `none`: a temporary
+    directory, no confinement.
 
     Raises `SandboxUnavailableError` if no sandbox can run on this machine, `SandboxDiedError` if this one did not start.
     """
@@ -75,44 +79,90 @@ async def start(
 ) -> Sandbox:
     """Like `open_sandbox`, for an object that closes the sandbox itself."""
     image, limits = image or Image(), limits or Limits()
+    place = await acquire(limits)
+    try:
+        sandbox = await _start(image, limits, kind=kind, network=network)
+    except BaseException:
+        if place is not None:
+            os.close(place)
+        raise
+    if place is not None:
+        sandbox.on_close.append(partial(os.close, place))
+    return sandbox
+
+
+async def _start(image: Image, limits: Limits, *, kind: Kind, network: bool) -> ProcessSandbox:
     if kind == "none":
         return await _start_unconfined(image, limits)
-    if kind != "bubblewrap":
-        raise SandboxUnavailableError(f"sandbox = {kind!r} is not known; it is 'bubblewrap' or 'none'")
+    starts = {"bubblewrap": _start_confined, "podman": _start_container}
+    if kind not in starts:
+        raise SandboxUnavailableError(f"sandbox = {kind!r} is not known; it is 'bubblewrap', 'podman' or 'none'")
+    for _ in range(MAX_FIRST_STARTS):
+        try:
+            return await starts[kind](image, limits, network=network)
+        except SandboxDiedError as error:
+            if kind in _started:
+                raise
+            cause = error
+    raise SandboxUnavailableError(
+        f"{kind} cannot start a sandbox: {MAX_FIRST_STARTS} ended without a message ({cause}). {HELP}"
+    )
+
+
+async def _start_confined(image: Image, limits: Limits, *, network: bool) -> ProcessSandbox:
     program = _program()
     with ExitStack() as stack:
         files = {f"/etc/{name}": stack.enter_context(_memory_file(name, text.encode())) for name, text in ETC.items()}
-        code = seccomp_filter()
-        filter_fd = None if code is None else stack.enter_context(_memory_file("seccomp", code))
-        mounts = dict(_mounts(image))
+        filter_fd = stack.enter_context(_memory_file("seccomp", _filter()))
+        mounts = dict(mounts_of(image))
         command = [program, *_arguments(image, limits, mounts, files, filter_fd, network=network)]
         facts = {
-            "kind": kind,
+            "kind": "bubblewrap",
             "network": "host" if network else "none",
-            "seccomp": code is not None,
+            "seccomp": True,
             "limits": asdict(limits),
         }
         sandbox = _spawn(
-            [*command, "--", _python(image)],
+            [*command, "--", python_of(image)],
             image,
             limits,
-            guest_limits=_guest_limits(limits),
+            guest_limits=_guest_limits(limits, network=network),
             facts=facts,
-            fds=[*files.values(), *([] if filter_fd is None else [filter_fd])],
-            mounts=["/proc", "/dev", *mounts],
+            fds=[*files.values(), filter_fd],
+            mounts=mounts,
+            others=("/proc", "/dev"),
         )
     await _wait_until_ready(sandbox, image)
     return sandbox
 
 
-async def _start_unconfined(image: Image, limits: Limits) -> Sandbox:
+async def _start_container(image: Image, limits: Limits, *, network: bool) -> ProcessSandbox:
+    mounts = dict(mounts_of(image))
+    env = environment_of(image)
+    command = podman_command(image, limits, mounts, env, network=network)
+    sandbox = _spawn(
+        [*command, python_of(image)],
+        image,
+        limits,
+        guest_limits=_guest_limits(limits, network=network),
+        facts={"kind": "podman", "network": "host" if network else "none", "seccomp": True, "limits": asdict(limits)},
+        fds=[],
+        mounts=mounts,
+        others=OF_THE_ENGINE,
+        is_container=True,
+    )
+    await _wait_until_ready(sandbox, image)
+    return sandbox
+
+
+async def _start_unconfined(image: Image, limits: Limits) -> ProcessSandbox:
     if image.root is not None or image.layer is not None or image.binds:
         raise SandboxUnavailableError(f'sandbox = "none" cannot start an image. {HELP}')
     directory = TemporaryDirectory(prefix="rollbook-unconfined-")
     image = Image(env={"HOME": directory.name, **image.env}, workdir=directory.name)
     facts = {"kind": "none", "network": "host", "seccomp": False, "limits": {}}
-    sandbox = _spawn([sys.executable], image, limits, guest_limits={}, facts=facts, fds=[], mounts=[])
-    sandbox.on_close = directory.cleanup
+    sandbox = _spawn([sys.executable], image, limits, guest_limits={}, facts=facts, fds=[], mounts={})
+    sandbox.on_close.append(directory.cleanup)
     await _wait_until_ready(sandbox, image)
     return sandbox
 
@@ -127,9 +177,10 @@ async def _wait_until_ready(sandbox: ProcessSandbox, image: Image) -> None:
         await sandbox.close()
         if isinstance(error, TimeoutError):
             raise SandboxDiedError(f"the sandbox did not start within {START_S:g} s") from error
-        # Where one has started, bubblewrap works, and the cause is a state of the machine that may pass.
-        if isinstance(error, SandboxDiedError) and sandbox.facts["kind"] not in _started:
-            raise SandboxUnavailableError(f"bubblewrap cannot start a sandbox: {error}. {HELP}") from error
+        # Where one has started, bubblewrap works, and the cause is a state of the machine that may pass. One that was killed while
+        # it started prints nothing.
+        if isinstance(error, SandboxDiedError) and sandbox.facts["kind"] not in _started and sandbox.printed:
+            raise SandboxUnavailableError(f"{sandbox.facts['kind']} cannot start a sandbox: {error}. {HELP}") from error
         raise
 
 
@@ -141,20 +192,27 @@ def _spawn(
     guest_limits: Mapping[str, object],
     facts: Mapping[str, object],
     fds: list[int],
-    mounts: list[str],
+    mounts: Mapping[str, Path],
+    others: Sequence[str] = (),
+    is_container: bool = False,
 ) -> ProcessSandbox:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # Before the guest starts: a message that is sent earlier has no process id.
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     stderr_reader, stderr_writer = os.pipe()
     os.set_blocking(stderr_reader, False)
+    run, program = guest_program(image)
     try:
         process = subprocess.Popen(
-            [*command, "-I", "-S", "-c", _guest_source(), marshal.dumps(dict(guest_limits), 2).hex()],
+            [
+                *(*command, "-I", "-S", "-c", TAKE_CHANNEL + run if is_container else run),
+                *(program, marshal.dumps(dict(guest_limits), 2).hex()),
+            ],
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=stderr_writer,
-            env=_environment(image),
+            # An engine needs the environment of this process. Its container gets another one.
+            env=None if is_container else environment_of(image),
             pass_fds=fds,
             start_new_session=True,
         )
@@ -171,9 +229,10 @@ def _spawn(
         stderr_fd=stderr_reader,
         image=image,
         limits=limits,
-        env=_environment(image),
+        env=environment_of(image),
         facts=facts,
         mounts=mounts,
+        others=others,
     )
 
 
@@ -182,7 +241,7 @@ def _arguments(
     limits: Limits,
     mounts: Mapping[str, Path],
     files: Mapping[str, int],
-    filter_fd: int | None,
+    filter_fd: int,
     *,
     network: bool,
 ) -> Iterator[str]:
@@ -204,61 +263,36 @@ def _arguments(
         yield from ("--ro-bind", "/etc/resolv.conf", "/etc/resolv.conf")
     # /proc is read-only: where this process is root, the sandbox could change settings of the machine in /proc/sys otherwise.
     # /dev is read-only too: it is a file system without a size.
-    yield from ("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev")
-    yield from ("--size", str(limits.disk_mb * 2**20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev")
+    yield from ("--proc", "/proc")
+    for path in _secrets_of_root():
+        yield from ("--ro-bind", "/dev/null", path)
+    yield from ("--remount-ro", "/proc", "--dev", "/dev")
+    shared_bytes = min(limits.disk_mb, SHARED_MB) * 2**20
+    yield from ("--perms", "1777", "--size", str(shared_bytes), "--tmpfs", "/dev/shm", "--remount-ro", "/dev")
     yield from ("--perms", "1777", "--dir", "/tmp", "--dir", "/root", "--dir", image.workdir, "--chdir", "/")
-    if filter_fd is not None:
-        yield from ("--seccomp", str(filter_fd))
-
-
-def _mounts(image: Image) -> Iterator[tuple[str, Path]]:
-    """Path in the sandbox, and its source on this machine."""
-    if image.root is None:
-        for name in sorted(WHOLE):
-            if Path("/", name).exists():
-                yield f"/{name}", Path("/", name)
-        for name in HOST_ETC:
-            if Path("/etc", name).exists():
-                yield f"/etc/{name}", Path("/etc", name).resolve()
-        for directory in _python_directories():
-            yield str(directory), directory
-    else:
-        for entry in sorted(image.root.iterdir()):
-            if entry.name in WHOLE:
-                yield f"/{entry.name}", entry
-            elif entry.is_dir() and entry.name not in PRIVATE:
-                for child in sorted(entry.iterdir()):
-                    yield f"/{entry.name}/{child.name}", child
-    for path, source in image.binds.items():
-        yield path, source.resolve()
+    yield from ("--seccomp", str(filter_fd))
 
 
 @cache
-def _python_directories() -> tuple[Path, ...]:
-    """The programs and libraries of the Python that runs this process, unless they are in /usr."""
-    prefix = Path(sys.base_prefix).resolve()
-    if prefix.is_relative_to("/usr"):
+def _secrets_of_root() -> tuple[str, ...]:
+    """Files of /proc about the whole kernel that only root reads. Where this process is root, code inside is too."""
+    if os.getuid() != 0:
         return ()
-    return tuple(path for path in (prefix / "bin", prefix / "lib") if path.is_dir())
+    files = [path for path in Path("/proc").iterdir() if not path.name.isdigit() and path.is_file()]
+    secret = [path for path in files if path.lstat().st_mode & 0o044 == 0]
+    return tuple(sorted({*map(str, secret), *(str(path) for path in files if path.name in PRIVATE_PROC)}))
 
 
-def _python(image: Image) -> str:
-    return "/usr/bin/python3" if image.root is not None else os.path.realpath(sys.executable)
-
-
-def _environment(image: Image) -> dict[str, str]:
-    path = image.env.get("PATH", SYSTEM_PATH)
-    if image.root is None:
-        path = f"{Path(_python(image)).parent}:{path}"
-    return {"HOME": "/root", "LANG": "C.UTF-8", "USER": "root", **image.env, "PATH": path}
-
-
-def _guest_limits(limits: Limits) -> dict[str, object]:
+def _guest_limits(limits: Limits, *, network: bool) -> dict[str, object]:
     memory_bytes = limits.memory_mb * 2**20
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most_files = OPEN_FILES if most_files == resource.RLIM_INFINITY else min(OPEN_FILES, most_files)
     kernel = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
-    rlimits = {resource.RLIMIT_DATA: memory_bytes * 7 // 8, resource.RLIMIT_NOFILE: most_files}
+    rlimits = {
+        resource.RLIMIT_DATA: memory_bytes * 7 // 8,
+        resource.RLIMIT_NOFILE: min(OPEN_FILES, _most(resource.RLIMIT_NOFILE)),
+        # The kernel counts both for the user of this machine, too.
+        resource.RLIMIT_SIGPENDING: min(QUEUED_SIGNALS, _most(resource.RLIMIT_SIGPENDING)),
+        resource.RLIMIT_MSGQUEUE: min(QUEUED_BYTES, _most(resource.RLIMIT_MSGQUEUE)),
+    }
     if os.getuid() != 0 and kernel >= (5, 14):
         # Counted for each user namespace since this kernel, and never for root. It holds a fork bomb until the guest ends it.
         rlimits[resource.RLIMIT_NPROC] = 2 * limits.processes
@@ -268,13 +302,31 @@ def _guest_limits(limits: Limits) -> dict[str, object]:
         "processes": limits.processes,
         "files": limits.files,
         "wall_s": limits.wall_s,
+        "has_own_network": not network,
         "rlimits": rlimits,
     }
+
+
+def _most(kind: int) -> int:
+    """What the kernel lets this process request."""
+    _, most = resource.getrlimit(kind)
+    return sys.maxsize if most == resource.RLIM_INFINITY else most
+
+
+def guest_program(image: Image) -> tuple[str, str]:
+    """What `python -c` runs, and its argument: the program of the guest. It is compiled here, unless the root has a Python of its
+    own: every start would wait for the compiler, for a tenth of its time."""
+    return (RUN_SOURCE, _guest_source()) if image.root is not None else (RUN_COMPILED, _guest_code())
 
 
 @cache
 def _guest_source() -> str:
     return Path(__file__).with_name("guest.py").read_text(encoding="utf-8")
+
+
+@cache
+def _guest_code() -> str:
+    return marshal.dumps(compile(_guest_source(), "guest.py", "exec", dont_inherit=True, optimize=2)).hex()
 
 
 @contextmanager
@@ -286,6 +338,16 @@ def _memory_file(name: str, content: bytes) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def _filter() -> bytes:
+    code = seccomp_filter()
+    if code is None:
+        raise SandboxUnavailableError(
+            f"bubblewrap needs a filter of system calls, and there is none for {platform.machine()}. Use a machine with "
+            f'{" or ".join(ARCHITECTURES)}, or sandbox = "podman". {HELP}'
+        )
+    return code
 
 
 def _program() -> str:

@@ -8,7 +8,7 @@ async def passes(case: RewardCase) -> float:
 from collections.abc import Mapping, Sequence
 
 from rollbook.sandbox.bubblewrap import Kind, open_sandbox
-from rollbook.sandbox.sandbox import ExecResult, Limits, SandboxLimitError
+from rollbook.sandbox.sandbox import ExecResult, Limits, Sandbox, SandboxLimitError
 
 CODE_LIMITS = Limits(memory_mb=512, cpu_s=60, processes=64, disk_mb=64, files=10_000, wall_s=120)
 
@@ -29,9 +29,23 @@ async def run_code(
     reward function that does not catch it leaves its sample unscored. Where no sandbox can run, it raises too: the code is not run.
     """
     async with open_sandbox(limits=limits, kind=sandbox) as opened:
-        for path, content in {"main.py": code, **(files or {})}.items():
-            await opened.write(path, content.encode() if isinstance(content, str) else content)
-        try:
-            return await opened.exec(command, stdin=stdin, timeout_s=timeout_s)
-        except SandboxLimitError as error:
-            return ExecResult(exit_code=-9, stdout=b"", stderr=str(error).encode())
+        return await run_code_in(opened, code, command=command, files=files, stdin=stdin, timeout_s=timeout_s)
+
+
+async def run_code_in(
+    sandbox: Sandbox,
+    code: str,
+    *,
+    command: str | Sequence[str] = ("python3", "main.py"),
+    files: Mapping[str, str | bytes] | None = None,
+    stdin: bytes = b"",
+    timeout_s: float = 10.0,
+) -> ExecResult:
+    """Like `run_code`, in a sandbox that is open."""
+    for path, content in {"main.py": code, **(files or {})}.items():
+        # Half of a surrogate pair is a fault of the code, which Python reports.
+        await sandbox.write(path, content.encode(errors="surrogatepass") if isinstance(content, str) else content)
+    try:
+        return await sandbox.exec(command, stdin=stdin, timeout_s=timeout_s)
+    except SandboxLimitError as error:
+        return ExecResult(exit_code=-9, stdout=b"", stderr=str(error).encode())

@@ -4,11 +4,13 @@ It is process 1 of its own process namespace, so code in the sandbox can neither
 Its standard input is a socket to the host. Each request is one packet; file descriptors travel with packets, so output, files and
 connections go between host and command without passing through this process.
 
-Its source is passed to the Python of the sandbox (3.9 or newer). It imports only small modules, since every start waits for them.
+It is passed to the Python of the sandbox (3.9 or newer) as an argument, and imports only small modules: every start waits for them.
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` takes 5 ms to import
+import _socket
 import marshal
 import os
 import resource
@@ -18,7 +20,6 @@ import time
 from _socket import (
     AF_INET,
     AF_UNIX,
-    MSG_CMSG_CLOEXEC,
     SCM_RIGHTS,
     SO_REUSEADDR,
     SOCK_SEQPACKET,
@@ -38,14 +39,28 @@ RESET_SIGNALS = (13, 25)
 """SIGPIPE and SIGXFSZ: Python ignores them, and a command would inherit that."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 CLOCK_HZ = os.sysconf("SC_CLK_TCK")
+CLOSE_ON_EXEC: int = getattr(_socket, "MSG_CMSG_CLOEXEC", 0)
+"""Linux has it. The module is imported elsewhere too."""
+EIO, EINVAL = 5, 22
+MAPPED_BY_TABLE = 512
+"""The kernel needs at most this part of mapped memory for its page tables."""
+OWN_MEMORY = (b"RssAnon:", b"RssShmem:", b"VmPTE:")
+SOCKET_BYTES = 256 * 1024
+"""The buffer of a socket by default, with what the kernel needs for it. The system call filter forbids enlarging it."""
+FEW_SOCKETS = 16
+"""Not counted: every program has some."""
+YOUNG_S = 0.1
+"""A process may share the memory of its parent until it runs a program of its own, and nothing tells."""
 
 
 class Guest:
     def __init__(self, channel: socket, limits: dict[str, float]) -> None:
         self._channel = channel
         self._limits = limits
+        self._usage = ProcessUsage(limits)
         self._commands: dict[int, int] = {}  # process id -> request number
-        self._started = time.monotonic()
+        self._running_since = 0.0
+        self._ran_s = 0.0
 
     def serve(self) -> None:
         """Takes: requests. Gives: replies and exit codes. Ends: when the host is gone, or when a limit is exceeded."""
@@ -70,7 +85,7 @@ class Guest:
 
     def _receive(self) -> int | None:
         """Handle one request. Returns the process id of a command that it started."""
-        packet, ancillary, _, _ = self._channel.recvmsg(MAX_PACKET_BYTES, 64, MSG_CMSG_CLOEXEC)
+        packet, ancillary, _, _ = self._channel.recvmsg(MAX_PACKET_BYTES, 64, CLOSE_ON_EXEC)
         if not packet:
             # As process 1, the kernel kills all other processes with this one. An unconfined guest ends its commands.
             self._end_processes()
@@ -84,12 +99,17 @@ class Guest:
         try:
             if operation == "exec":
                 pid = self._spawn(fds, *arguments)
+                if not self._commands:
+                    self._running_since = time.monotonic()
                 self._commands[pid] = number
                 return pid
             sent = self._perform(operation, arguments)
             self._reply(number, 0, sent)
         except OSError as error:
-            self._reply(number, -(error.errno or 5), None)
+            self._reply(number, -(error.errno or EIO), None)
+        except (ValueError, TypeError):
+            # A path or an argument that the kernel cannot take: with a zero byte, or with half of a surrogate pair.
+            self._reply(number, -EINVAL, None)
         finally:
             for fd in fds if sent is None else (*fds, sent):
                 os.close(fd)
@@ -103,10 +123,14 @@ class Guest:
                 os.killpg(pid, number)
         elif operation == "open":
             return self._open(*arguments)
+        elif operation == "discard":
+            self._discard(*arguments)
         elif operation == "listen":
             return self._listen(*arguments)
         elif operation == "end":
             self._end_processes()
+            self._usage = ProcessUsage(self._limits)
+            self._ran_s = 0.0
         return None
 
     def _end_processes(self) -> None:
@@ -140,6 +164,17 @@ class Guest:
             os.fchmod(fd, mode)
         return fd
 
+    def _discard(self, path: str) -> None:
+        """By a new name next to it: a directory may be deep, large, and without rights."""
+        parent = os.path.dirname(path)
+        try:
+            mode = os.stat(parent).st_mode
+            if not mode & 0o200:
+                os.chmod(parent, 0o755)
+            os.rename(path, os.path.join(parent, ".discarded-" + os.urandom(8).hex()))
+        except FileNotFoundError:
+            pass
+
     def _listen(self, port: int) -> int:
         listener = socket(AF_INET, SOCK_STREAM)
         listener.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
@@ -160,6 +195,8 @@ class Guest:
                     return True
                 number = self._commands.pop(pid, None)
                 if number is not None:
+                    if not self._commands:
+                        self._ran_s += time.monotonic() - self._running_since
                     self._reply(number, os.waitstatus_to_exitcode(status), None, kind="exit")
         except ChildProcessError:
             return False
@@ -167,33 +204,14 @@ class Guest:
     def _check_limits(self) -> None:
         if not self._limits:
             return  # not confined
-        names = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-        if len(names) > self._limits["processes"]:
-            self._exceed("processes", len(names))  # without a look at each: a fork bomb makes more in the meantime
-        processes = pages = 0
-        cpu_ticks = sum(map(int, (stat_fields("1") or [b"0"] * 15)[13:15]))  # of processes that have ended
-        for name in names:
-            fields = stat_fields(name)
-            if fields is None:
-                continue
-            processes += int(fields[17])  # threads count as processes, as the kernel does
-            cpu_ticks += sum(map(int, fields[11:15]))
-            pages += int(fields[21])
-        memory_bytes = pages * PAGE_BYTES
-        if memory_bytes > self._limits["memory_bytes"]:
-            # `rss` counts pages of libraries once for each process. Count what is really used only now: it takes longer.
-            memory_bytes = sum(map(own_bytes, names))
-        disk = os.statvfs("/")
-        used = {
-            "memory_bytes": memory_bytes,
-            "cpu_s": cpu_ticks / CLOCK_HZ,
-            "processes": processes,
-            "files": disk.f_files - disk.f_ffree,
-            "wall_s": time.monotonic() - self._started,
-        }
+        used = {"wall_s": self._run_s(), **self._usage.measure()}
         for name, value in used.items():
             if value > self._limits[name]:
                 self._exceed(name, value)
+
+    def _run_s(self) -> float:
+        """The time in which at least one command ran. Between commands the code waits for others."""
+        return self._ran_s + (time.monotonic() - self._running_since if self._commands else 0.0)
 
     def _exceed(self, name: str, value: float) -> None:
         self._channel.sendall(b"over %s %d" % (name.encode(), int(value)))
@@ -215,27 +233,124 @@ def executable(name: str, search_path: str) -> str:
     raise FileNotFoundError(2, name)
 
 
+class ProcessUsage:
+    """What all processes of this namespace use together."""
+
+    def __init__(self, limits: dict[str, float]) -> None:
+        self._limits = limits
+        self._ticks: dict[tuple[str, bytes], int] = {}  # of the processes of the last count, by number and start
+        self._ended_ticks = 0
+        self._reaped_before = reaped_ticks()
+
+    def measure(self) -> dict[str, float]:
+        names = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+        terminals = max(0, len(entries("/dev/pts")) - 1)
+        if len(names) + terminals > self._limits["processes"]:
+            # Without a look at each: a fork bomb makes more in the meantime.
+            return {"processes": len(names) + terminals}
+        threads = pages = tables = with_children = 0
+        ticks: dict[tuple[str, bytes], int] = {}
+        reporting = []
+        grown_before = (time.clock_gettime(time.CLOCK_BOOTTIME) - YOUNG_S) * CLOCK_HZ
+        for name in names:
+            fields = stat_fields(name)
+            if fields is None:
+                continue
+            threads += int(fields[17])  # they count as processes, as the kernel does
+            own = int(fields[11]) + int(fields[12])
+            ticks[name, fields[19]] = own
+            with_children += own + int(fields[13]) + int(fields[14])
+            is_grown = int(fields[19]) <= grown_before
+            task, fields = living_task(name, fields)
+            if is_grown:
+                reporting.append(task)
+            pages += int(fields[21])
+            tables += int(fields[20]) // MAPPED_BY_TABLE
+        disk, shared = os.statvfs("/"), os.statvfs("/dev/shm")
+        of_no_process = (shared.f_blocks - shared.f_bfree) * shared.f_frsize + self._socket_bytes()
+        memory_bytes = of_no_process + pages * PAGE_BYTES + tables
+        if memory_bytes > self._limits["memory_bytes"]:
+            # `rss` has the pages of libraries. Count what is really used only now: it takes longer.
+            memory_bytes = of_no_process + sum(map(own_bytes, reporting))
+        return {
+            "files": disk.f_files - disk.f_ffree + shared.f_files - shared.f_ffree,
+            "memory_bytes": memory_bytes,
+            "cpu_s": self._cpu_ticks(ticks, with_children) / CLOCK_HZ,
+            "processes": threads + terminals,
+        }
+
+    def _cpu_ticks(self, ticks: dict[tuple[str, bytes], int], with_children: int) -> float:
+        """Each of two counts misses processes: that of the kernel those whose parent ignores their end, ours the short ones."""
+        self._ended_ticks += sum(used for process, used in self._ticks.items() if process not in ticks)
+        self._ticks = ticks
+        of_kernel = with_children + reaped_ticks() - self._reaped_before
+        return max(of_kernel, self._ended_ticks + sum(ticks.values()))
+
+    def _socket_bytes(self) -> int:
+        """Full buffers for each socket, and what waits in connections beyond that. The kernel counts them for no process."""
+        if not self._limits["has_own_network"]:
+            return 0
+        words = read_file("/proc/net/sockstat").split()  # sockets: used 3 TCP: ...
+        more = int(words[2]) - FEW_SOCKETS if words else 0
+        if more <= 0:
+            return 0
+        queued = 0
+        for line in (read_file("/proc/net/tcp") + read_file("/proc/net/tcp6")).split(b"\n"):
+            fields = line.split()
+            if len(fields) > 4 and b":" in fields[4]:
+                to_send, received = fields[4].split(b":")
+                queued += max(0, int(to_send, 16) + int(received, 16) - SOCKET_BYTES)
+        return more * SOCKET_BYTES + queued
+
+
+def reaped_ticks() -> float:
+    """Processor time of the ended children of this process, with theirs."""
+    ended = os.times()
+    return (ended.children_user + ended.children_system) * CLOCK_HZ
+
+
+def read_file(path: str) -> bytes:
+    """Nothing if it does not exist or its process has ended."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read() or b""
+    except OSError:
+        return b""
+
+
+def entries(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
+
+
 def stat_fields(name: str) -> list[bytes] | None:
     """Fields of /proc/PID/stat after the name, or None if the process has ended."""
-    try:
-        with open(f"/proc/{name}/stat", "rb", buffering=0) as file:
-            return file.read(4096).rpartition(b")")[2].split()
-    except OSError:
-        return None
+    return read_file(f"/proc/{name}/stat").rpartition(b")")[2].split() or None
+
+
+def living_task(name: str, fields: list[bytes]) -> tuple[str, list[bytes]]:
+    """A thread that reports the memory of the process: the first one does not, if it has ended before the others."""
+    if fields[0] == b"Z" and int(fields[17]) > 1:
+        for task in entries(f"/proc/{name}/task"):
+            of_task = stat_fields(task)
+            if of_task is not None and of_task[0] not in (b"Z", b"X"):
+                return task, of_task
+    return name, fields
 
 
 def own_bytes(name: str) -> int:
-    """Anonymous and shared memory of a process, without its mapped files."""
-    try:
-        with open(f"/proc/{name}/status", "rb", buffering=0) as file:
-            lines = file.read(8192).split(b"\n")
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith((b"RssAnon:", b"RssShmem:")))
+    """Anonymous and shared memory of a process with its page tables, without its mapped files. `smaps` would divide shared pages,
+    but a process that forks all the time keeps it locked."""
+    lines = map(bytes.split, read_file(f"/proc/{name}/status").split(b"\n"))
+    return sum(int(words[1]) * 1024 for words in lines if words and words[0] in OWN_MEMORY)
 
 
 def main() -> None:
-    limits = marshal.loads(bytes.fromhex(sys.argv[1]))
+    # Python has a handler for SIGINT. Without one, the kernel discards every signal that code inside sends to process 1.
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+    limits = marshal.loads(bytes.fromhex(sys.argv[-1]))
     # Standard input is set for each command; the channel must not stay there.
     fd = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)

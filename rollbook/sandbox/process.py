@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from rollbook.sandbox.guest import MAX_PACKET_BYTES
 from rollbook.sandbox.sandbox import (
@@ -33,6 +33,7 @@ from rollbook.sandbox.sandbox import (
     SandboxDiedError,
     SandboxError,
     SandboxLimitError,
+    SandboxState,
 )
 from rollbook.sandbox.streams import Output, accept_connections, until_event
 
@@ -65,8 +66,10 @@ class ProcessSandbox:
         limits: Limits,
         env: Mapping[str, str],
         facts: Mapping[str, object],
-        mounts: Sequence[str],
+        mounts: Mapping[str, Path],
+        others: Sequence[str] = (),
     ) -> None:
+        """`mounts`: what is read-only inside, from which path of this machine. `others`: what is mounted besides."""
         self.facts = facts
         self._process = process
         self._channel = channel
@@ -74,22 +77,31 @@ class ProcessSandbox:
         self._image = image
         self._limits = limits
         self._env = env
-        self._mounts = mounts
+        # Now: the machine may replace a file later, of which the sandbox keeps the old one.
+        self._mounts = {path: _identity_of(source) for path, source in mounts.items()}
+        self._excluded = (*others, *mounts)
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._has_ended = asyncio.Event()
         self._replies: dict[int, asyncio.Future[_Reply]] = {}
         self._next_number = 0
         self._error: SandboxError | None = None
         self._is_closed = False
         self._guest_fd: int | None = None
-        self.on_close: Callable[[], None] = lambda: None
+        self.printed = ""
+        """What it printed before it ended unexpectedly."""
+        self.on_close: list[Callable[[], None]] = []
         channel.setblocking(False)
         self._loop.add_reader(channel.fileno(), self._on_packets)
+        self._lifetime = self._loop.call_later(limits.lifetime_s, self._on_lifetime)
 
     async def wait_until_ready(self, within_s: float) -> None:
         """Raises `SandboxDiedError` with what it printed, if it ended before."""
         async with asyncio.timeout(within_s):
             await self._ready
+
+    async def ended(self) -> None:
+        await self._has_ended.wait()
 
     async def exec(
         self,
@@ -143,13 +155,42 @@ class ProcessSandbox:
         finally:
             os.close(fd)
 
+    async def discard(self, path: str) -> None:
+        reply = await self._request("discard", self._path(path))
+        if reply.value:
+            raise OSError(-reply.value, os.strerror(-reply.value), path)
+
+    async def inspect(self) -> SandboxState:
+        fd = await self._open("/", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            disk = os.fstatvfs(fd)
+        finally:
+            os.close(fd)
+        return SandboxState(
+            free_bytes=disk.f_bavail * disk.f_frsize,
+            free_files=self._limits.files - (disk.f_files - disk.f_ffree),
+            read_only=tuple(self._mounts),
+            moved=tuple([path for path, known in self._mounts.items() if await self._identity(path) != known]),
+        )
+
+    async def _identity(self, path: str) -> "_Identity | None":
+        try:
+            fd = await self._open(path, os.O_PATH | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        try:
+            seen = os.fstat(fd)
+            return os.readlink("", dir_fd=fd) if stat.S_ISLNK(seen.st_mode) else (seen.st_dev, seen.st_ino)
+        finally:
+            os.close(fd)
+
     async def end_processes(self) -> None:
         await self._request("end")
 
     async def snapshot(self, layer: Path) -> Image:
-        if not self._mounts:
+        if not self._excluded:
             raise SandboxError('sandbox = "none" has no files of its own: a snapshot needs bubblewrap')
-        excluded = [f"--exclude=.{mount}" for mount in self._mounts]
+        excluded = [f"--exclude=.{mount}" for mount in self._excluded]
         most_bytes = 2 * self._limits.disk_mb * 2**20
         partial = layer.with_name(f"{layer.name}.partial")
         null = os.open(os.devnull, os.O_RDONLY)
@@ -219,7 +260,8 @@ class ProcessSandbox:
             self._process.poll()
             for fd in (*ends, self._stderr_fd):
                 os.close(fd)
-            self.on_close()
+            for call in self.on_close:
+                call()
 
     async def _run(  # noqa: PLR0917 - one caller for each form of a command
         self, argv: list[str], stdin_fd: int, env: dict[str, str], cwd: str, timeout_s: float | None, output: Output
@@ -230,6 +272,10 @@ class ProcessSandbox:
         try:
             try:
                 await self._send(number, "exec", (argv, env, cwd), (stdin_fd, *fds))
+            except _TooLongError as error:
+                return _not_started(
+                    126, f"{argv[0][:99]}: the command {error.strerror}; write it to a file and run that"
+                )
             finally:
                 for fd in fds:
                     os.close(fd)
@@ -247,8 +293,7 @@ class ProcessSandbox:
             self._forget(number)
         if not reply.is_exit:
             is_found = -reply.value not in (errno.ENOENT, errno.ENOTDIR)
-            reason = f"{argv[0]}: {os.strerror(-reply.value)} (in {cwd})\n"
-            return ExecResult(exit_code=126 if is_found else 127, stdout=b"", stderr=reason.encode())
+            return _not_started(126 if is_found else 127, f"{argv[0]}: {os.strerror(-reply.value)} (in {cwd})")
         return output.result(reply.value, is_timed_out=is_timed_out)
 
     async def _kill(self, number: int, ended: "asyncio.Future[_Reply]") -> "_Reply":
@@ -275,9 +320,10 @@ class ProcessSandbox:
         return reply.fd
 
     def _path(self, path: str) -> str:
-        if "\0" in path:
-            raise ValueError(f"the path {path!r} contains a zero byte")
         return posixpath.join(self._image.workdir, path)
+
+    def _on_lifetime(self) -> None:
+        self._end(SandboxDiedError(f"the sandbox was open for {self._limits.lifetime_s:g} s (lifetime_s)"))
 
     async def _request(self, operation: str, *arguments: Any) -> "_Reply":
         number, reply = self._new_reply()
@@ -311,8 +357,9 @@ class ProcessSandbox:
 
     async def _send(self, number: int, operation: str, arguments: tuple[Any, ...], fds: Sequence[int] = ()) -> None:
         packet = marshal.dumps((number, operation, arguments), 2)
+        too_long = _TooLongError(errno.E2BIG, f"has {len(packet)} bytes")
         if len(packet) > MAX_PACKET_BYTES:
-            raise ValueError(f"the command has {len(packet)} bytes; write it to a file and run that")
+            raise too_long
         while True:
             if self._error is not None:
                 raise self._error
@@ -326,7 +373,7 @@ class ProcessSandbox:
             except OSError as error:
                 if error.errno != errno.EMSGSIZE:
                     raise
-                raise ValueError(f"the command has {len(packet)} bytes; write it to a file and run that") from error
+                raise too_long from error
             else:
                 return
 
@@ -339,7 +386,9 @@ class ProcessSandbox:
             except OSError:
                 packet, ancillary = b"", []
             if not packet:
-                self._end(SandboxDiedError(f"the sandbox ended unexpectedly{self._printed()}"))
+                self.printed = self._read_errors()
+                reason = f": {self.printed}" if self.printed else ""
+                self._end(SandboxDiedError(f"the sandbox ended unexpectedly{reason}"))
             else:
                 self._on_packet(packet.decode().split(), ancillary)
 
@@ -351,6 +400,7 @@ class ProcessSandbox:
                 # The kernel adds the process id of the sender, as this process sees it.
                 pid, _, _ = struct.unpack("3i", parts[socket.SCM_CREDENTIALS])
                 self._guest_fd = os.pidfd_open(pid)
+                _prefer(pid)
                 if not self._ready.done():
                     self._ready.set_result(None)
             case ["over", name, value]:
@@ -366,9 +416,11 @@ class ProcessSandbox:
         if self._error is not None:
             return
         self._error = error
+        self._lifetime.cancel()
+        self._has_ended.set()
         self._loop.remove_reader(self._channel.fileno())
         self._channel.close()
-        if self._mounts:
+        if self._excluded:
             # The kernel ends a process namespace with its first process, the guest. Unconfined, the guest ends what it started.
             self._kill_process()
         waiting: list[asyncio.Future[Any]] = [self._ready, *self._replies.values()]
@@ -384,12 +436,26 @@ class ProcessSandbox:
                 signal.pidfd_send_signal(self._guest_fd, signal.SIGKILL)
         self._process.kill()
 
-    def _printed(self) -> str:
+    def _read_errors(self) -> str:
         try:
-            text = os.read(self._stderr_fd, MAX_STDERR_BYTES).decode(errors="replace").strip()
+            return os.read(self._stderr_fd, MAX_STDERR_BYTES).decode(errors="replace").strip()
         except OSError:
             return ""
-        return f": {text}" if text else ""
+
+
+_Identity: TypeAlias = tuple[int, int] | str
+"""Device and number of a file, or the target of a symbolic link."""
+
+
+def _identity_of(source: Path) -> _Identity:
+    if source.is_symlink():
+        return str(source.readlink())
+    found = source.stat()
+    return found.st_dev, found.st_ino
+
+
+class _TooLongError(OSError):
+    """A request that does not fit into one packet."""
 
 
 class _Reply(NamedTuple):
@@ -397,6 +463,19 @@ class _Reply(NamedTuple):
     """The command has ended, and `value` is its exit code. Otherwise `value` is 0 or a negative error number."""
     value: int
     fd: int | None
+
+
+def _prefer(pid: int) -> None:
+    """Let the guest run before the commands, which do not inherit that: a thousand new processes must not keep it from ending them.
+    The kernel allows it to root only; it limits the processes of an ordinary user itself."""
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, pid, -20)
+        os.sched_setscheduler(pid, os.SCHED_OTHER | os.SCHED_RESET_ON_FORK, os.sched_param(0))
+
+
+def _not_started(exit_code: int, reason: str) -> ExecResult:
+    """By the command's own fault."""
+    return ExecResult(exit_code=exit_code, stdout=b"", stderr=f"{reason}\n".encode(errors="replace"))
 
 
 def _over(limits: Limits, name: str, value: int) -> SandboxLimitError:

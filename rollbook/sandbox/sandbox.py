@@ -27,6 +27,9 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_OUTPUT_BYTES = 2**20
 MAX_READ_BYTES = 64 * 2**20
+LIFETIME_S = 86_400.0
+SHARED_MB = 64
+"""The size of /dev/shm, which counts as memory. Containers have as much by default."""
 
 
 class SandboxUnavailableError(RunError):
@@ -57,17 +60,25 @@ class SandboxLimits:
     """Limits of a sandbox as a whole. Exceeding one of them ends it, except disk: writes fail when it is full."""
 
     memory_mb: int = 1024
-    """Memory of all processes. A single process gets an error from the kernel when it requests more than 7/8 of it."""
+    """Memory of all processes, with their sockets and /dev/shm. A single process gets an error when it requests more
+    than 7/8 of it."""
     cpu_s: float = 600.0
     """Processor time of all processes together."""
     processes: int = 256
-    """Processes and threads."""
+    """Processes, threads and pseudo-terminals."""
     disk_mb: int = 512
     """Files in `/`, which are kept in memory."""
     files: int = 100_000
     """Files and directories that the sandbox creates."""
     wall_s: float = 3600.0
-    """Lifetime; checked while a command runs."""
+    """Time in which commands run. A sandbox that is started in advance, or whose agent waits for the policy, uses none."""
+    lifetime_s: float = LIFETIME_S
+    """Time for which it may be open. Its end is not caused by the code: it raises `SandboxDiedError`."""
+
+    @property
+    def held_mb(self) -> int:
+        """Memory of this machine that it can take: files are in memory too."""
+        return self.memory_mb + self.disk_mb
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -101,7 +112,7 @@ class ExecResult:
     """A command that has ended."""
 
     exit_code: int
-    """Negative: killed by this signal. 127: not found, 126: cannot be executed."""
+    """Negative: killed by this signal. 127: not found, 126: cannot be started."""
     stdout: bytes
     stderr: bytes
     dropped_bytes: int = 0
@@ -119,6 +130,19 @@ class ExecResult:
         return (self.stdout + self.stderr).decode("utf-8", errors="replace")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxState:
+    """What code has left of a sandbox."""
+
+    free_bytes: int
+    """Of the disk."""
+    free_files: int
+    read_only: tuple[str, ...] = ()
+    """Files and directories of the image that no code inside can change."""
+    moved: tuple[str, ...] = ()
+    """Those of them that are no longer at their path: code inside has moved the directory above."""
+
+
 OnOutput = Callable[[str, bytes], None]
 """Receives output while a command runs: `stdout` or `stderr`, and the bytes. Called in the event loop; must not block."""
 
@@ -130,6 +154,9 @@ class Sandbox(Protocol):
     @property
     def facts(self) -> Mapping[str, object]:
         """What confines it, for the record of the run: `kind`, `network`, `seccomp`, and the limits."""
+
+    async def ended(self) -> None:
+        """Returns when it was closed, died, or exceeded a limit."""
 
     async def exec(
         self,
@@ -144,19 +171,28 @@ class Sandbox(Protocol):
     ) -> ExecResult:
         """Run a command to its end; a string is run by `sh -c`.
 
+        A command that cannot be started (not found, too long, with a zero byte) is a result with exit code 126 or 127.
+
         At the deadline its process group is killed. Processes that it left in the background continue: see `end_processes`. The
         first `output_bytes` of both streams are kept and the rest is discarded, slowly. A cancelled call kills the command.
         """
 
     async def read(self, path: str, *, max_bytes: int = MAX_READ_BYTES) -> bytes:
         """The content of a regular file. Raises `FileNotFoundError` and other `OSError`s, as seen inside the sandbox: symbolic
-        links never lead out of it. A file longer than `max_bytes` raises `OSError` (EFBIG)."""
+        links never lead out of it. A file longer than `max_bytes` raises `OSError` (EFBIG), a path that no file can have EINVAL."""
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file, with its parent directories. Raises `OSError`, such as ENOSPC when the disk limit is reached."""
 
+    async def discard(self, path: str) -> None:
+        """Take a file or a directory, whatever is in it, away from its path, without running a program; nothing there is fine."""
+
+    async def inspect(self) -> SandboxState:
+        """What is left of the disk, and whether the system is still in its place. No program is run."""
+
     async def end_processes(self) -> None:
-        """Kill every process in the sandbox. Files stay. Call it before a verifier runs."""
+        """Kill every process in the sandbox. Files stay. The count of processor time and of time begins anew: call it before a
+        verifier runs, so that the code leaves it enough of both."""
 
     async def snapshot(self, layer: Path) -> Image:
         """Save the files of the sandbox as a tar file. Sandboxes that start with the returned image have them."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +12,13 @@ from rollbook.sandbox.sandbox import ExecResult, OnOutput
 READ_BYTES = 1 << 16
 DISCARD_INTERVAL_S = 0.01
 """Between reads of output that is discarded: at most 6 MB/s, so that endless output does not occupy the event loop."""
-MAX_CONNECTIONS = 256
+MAX_CONNECTIONS = 64
+"""Connections of one sandbox at the same time. Further ones wait. Each takes two file descriptors of this process."""
+SHARE_OF_FILES = 8
+"""Connections of all sandboxes take at most one file descriptor of so many that this process may have."""
+MIN_CONNECTIONS = 4
+_forwards: set[object] = set()
+"""The open ones of this process, which share its file descriptors."""
 
 
 class Output:
@@ -105,13 +112,26 @@ async def until_event(add: Callable[..., object], remove: Callable[[int], object
 async def accept_connections(listener: socket.socket, address: tuple[str, int]) -> None:
     """Takes: connections of the sandbox. Gives: their bytes to `address`, and its bytes back. Ends: when cancelled."""
     loop = asyncio.get_running_loop()
-    free = asyncio.Semaphore(MAX_CONNECTIONS)
-    async with asyncio.TaskGroup() as connections:
-        while True:
-            await free.acquire()
-            inner, _ = await loop.sock_accept(listener)
-            task = connections.create_task(_relay(inner, address), name="sandbox.connection")
-            task.add_done_callback(lambda _: free.release())
+    open_ones: set[asyncio.Task[None]] = set()
+    _forwards.add(listener)
+    try:
+        async with asyncio.TaskGroup() as connections:
+            while True:
+                while len(open_ones) >= _most_connections():
+                    await asyncio.wait(open_ones, return_when=asyncio.FIRST_COMPLETED)
+                inner, _ = await loop.sock_accept(listener)
+                task = connections.create_task(_relay(inner, address), name="sandbox.connection")
+                open_ones.add(task)
+                task.add_done_callback(open_ones.discard)
+    finally:
+        _forwards.remove(listener)
+
+
+def _most_connections() -> int:
+    """So that no sandbox can take the connections of the others."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    share = files // (2 * SHARE_OF_FILES * len(_forwards))
+    return max(MIN_CONNECTIONS, min(MAX_CONNECTIONS, share))
 
 
 async def _relay(inner: socket.socket, address: tuple[str, int]) -> None:

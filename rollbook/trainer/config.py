@@ -58,7 +58,7 @@ ADVANTAGE_DEFAULTS: dict[str, dict[str, Any]] = {
     "producer": {},
 }
 """Name of an advantage to the settings it reads, with their defaults. Settings not listed here are rejected."""
-OF_WHOLE_GROUPS = frozenset({"gdpo", "turn_group", "gigpo"})
+OF_WHOLE_GROUPS = frozenset({"gdpo", "turn_group", "turn_rloo", "gigpo"})
 """Advantages that compare all samples of a group, and not those of a part with the rewards of its quorum."""
 TURN_ADVANTAGES = frozenset(name for name, reads in ADVANTAGE_DEFAULTS.items() if "turn_discount" in reads)
 """Advantages that differ between the turns of a sample."""
@@ -70,16 +70,24 @@ NOT_NUMERIC = frozenset(
         "checkpoint_every",
         "keep_checkpoints",
         "keep_every",
+        "checkpoint_copy",
         "shards_path",
         "watch_replicas_s",
         "publish_timeout_s",
         "gpu_memory_gb",
+        "max_sequence_tokens",
     }
 )
 SPLIT_SETTINGS = ("max_tokens_per_microbatch", "gradient_checkpointing")
 """How a batch is split into passes. A change changes bits, not the method: these settings may change on every resume, because each
 step is acknowledged with its split, and replayed with it."""
 DEFAULT_TOKENS_PER_PASS = 16_384
+
+
+def effective_exactness(settings: Mapping[str, Any]) -> str:
+    """`exactness` changes bits on a GPU in bfloat16 only. `settings`: those that decide the numbers of a step."""
+    has_choice = settings.get("device") == "cuda" and settings.get("compute_dtype") == "bfloat16"
+    return str(settings["exactness"]) if has_choice else "fast"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +110,7 @@ class Recipe:
     turn_discount: float | None
     gigpo_weight: float | None
     distill_coef: float
+    distill_kl: str
     reduction: str
     correction_level: str
     correction_bound: float
@@ -149,6 +158,11 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     optimizer: Literal["adamw", "muon"] = "adamw"
     """`muon` trains the matrices of hidden layers with Muon, scaled to the update size of AdamW so that `lr` means the same, and
     embeddings, output and vectors with AdamW. With one rank only."""
+
+    optimizer_state: Literal["device", "host", "8bit"] = "device"
+    """Where AdamW keeps its two averages. `device`: in float32, where the model is: 8 bytes a parameter. `host`: in main memory,
+    and copied through the GPU in every step; the same bits. `8bit`: on the device, quantised: 2 bytes a parameter; needs the extra
+    `quantized`. `host` and `8bit` need `optimizer = "adamw"` and one rank."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW: decay of the running mean of the gradient and of its square."""
@@ -241,10 +255,15 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
 
     router_loss: float = Field(default=0.0, ge=0)
     """Mixtures of experts: weight of the loss that balances the load of the experts, as in the Switch Transformer. Pretraining uses
-    about 0.001; 0, as usual for RL: not used. Padding of padded passes counts as tokens."""
+    about 0.001; 0, as usual for RL: not used."""
 
     freeze_routers: bool = False
     """Mixtures of experts: do not train the routers, nor adapters of them."""
+
+    router_replay: bool = False
+    """Mixtures of experts: train with the experts that the sampler chose, and gate weights of the trainer's router. Without it,
+    engine and trainer decide near ties differently, and log-probabilities jump. The choices are stored with the tokens: one byte
+    for each layer and choice, a third less when compressed. Turns on `inference.record_routes`."""
 
     entropy_bonus: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus. Keeps a small policy from converging to the first action that works."""
@@ -256,7 +275,7 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     over the batch. Of a turn: `turn_group`, `turn_rloo`, `gigpo` (docs/credit.md). Of a token: `producer`, as the rollout
     function computed it. 1e-4 is
     added to a std. Or your own function as package.module:function, see docs/writing-a-loss.md. None: the loss's default (dr_grpo
-    for dr_grpo, others group)."""
+    for dr_grpo, none for distill, others group), or the producer's advantages of a sequence that has them (not for distill)."""
 
     turn_discount: float | None = Field(default=None, gt=0, le=1)
     """Discount of a reward for each turn between an action and the reward, in `turn_group`, `turn_rloo` (None: 1) and `gigpo`
@@ -266,12 +285,17 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     """Weight of the comparison at equal states in `gigpo`, next to that of the episodes. None: 1."""
 
     reward_weights: dict[str, float] | None = None
-    """Weight of each reward function in `gdpo`, by name. None: the weights of `rollout.rewards`."""
+    """Weight of each reward function in `gdpo`, by name; `environment` is the reward of the episode. Functions that are not listed
+    have their weight of `rollout.rewards`. None: all do."""
 
     distill_coef: float | None = Field(default=None, ge=0)
-    """Weight of log teacher − log sampled in the advantage of each token, whose expected gradient is that of the reverse KL
-    divergence from the teacher. Needs `[rollout.teacher]`, or a rollout function that sets `teacher_logprobs`. None: 1 with
-    `loss = "distill"`, where rewards do not count, otherwise 0."""
+    """Weight of the divergence from the teacher. Needs `[rollout.teacher]`, or a rollout function that sets the scores. None: 1
+    with `loss = "distill"`, where rewards do not count, otherwise 0."""
+
+    distill_kl: Literal["sampled", "reverse", "forward"] = "sampled"
+    """`sampled`: log teacher − log sampled is added to the advantage of each token; its expected gradient is that of the reverse KL
+    divergence. `reverse`, `forward`: KL(policy ‖ teacher) or KL(teacher ‖ policy) over the teacher's likeliest tokens, at each
+    trained token, is added to the loss; needs `rollout.teacher.top_k`."""
 
     distill_until: int | None = Field(default=None, ge=1)
     """The step at which the weight has fallen linearly to 0. None: it stays."""
@@ -320,9 +344,9 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     """Megabytes of float32 logits held at a time (256, or 2,048 on a GPU if they fit). Logits are computed in chunks, and
     recomputed in the backward pass."""
 
-    gradient_checkpointing: bool = False
-    """Recompute the activations inside layers in the backward pass: less memory, a third more compute. On a GPU, the memory plan
-    chooses it if passes that keep the GPU busy do not fit otherwise."""
+    gradient_checkpointing: bool | int = Field(default=False, ge=0)
+    """Recompute the activations inside layers in the backward pass: less memory, a third more compute. A number: of so many layers,
+    from the first one on. On a GPU, the memory plan chooses the smallest number with which passes that keep the GPU busy fit."""
 
     lora: LoraSettings | None = None
     """Train low-rank adapters instead of all weights."""
@@ -348,6 +372,16 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     threads: int = Field(default=1, ge=1)
     """CPU threads of a step. Fixed, because the number of threads changes the last bits of sums. 1; with a GPU up to 4."""
 
+    max_sequence_tokens: int | None = Field(default=None, ge=2)
+    """Longest sequence that is trained, in tokens. The ledger refuses a group with a longer one when it is submitted: it is counted
+    as invalid with this reason, and no step fails. Unset: the model's context; on a GPU less, if the memory plan has no room for a
+    sequence of that length in a pass of its own, with gradient checkpointing of all layers. Fixed for a run."""
+
+    exactness: Literal["bitwise", "fast"] = "bitwise"
+    """`bitwise`: on a GPU, in bfloat16, logprobs have the same bits as those of the policy server, for the models of its fast
+    forward, and gradients are summed in a fixed order. `fast`: sums may have any order. A run is
+    exact if `inference.exactness` is `bitwise` too, and the policy server runs the adapters unmerged."""
+
     gpu_memory_gb: float | None = Field(default=None, gt=0)
     """Most memory that tensors of the trainer may take of its GPU, in GB. Chosen by the memory plan if `run.gpu_memory_gb` is
     set."""
@@ -360,6 +394,11 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
 
     keep_checkpoints: int = Field(default=2, ge=1)
     """How many of the newest checkpoints are kept."""
+
+    checkpoint_copy: Literal["main_memory", "gpu"] = "main_memory"
+    """Where weights and optimizer state are copied for a checkpoint, which is written while the next steps train. `gpu`: in
+    milliseconds, but 12 more bytes for each trained parameter there; chosen by the memory plan if they fit. `main_memory`: the next
+    step waits for the copy."""
 
     keep_every: int | None = Field(default=None, ge=1)
     """Keep the checkpoints of every n-th step for good. None: only the newest."""
@@ -387,9 +426,11 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(
                 "optimizer 'muon' needs whole matrices, and several ranks shard them: use adamw, or one rank"
             )
+        self._check_optimizer_state()
         self._check_loss()
         self._check_advantage()
         self._check_correction()
+        self._check_distillation()
         if self.overlong_tokens is None and (self.overlong_buffer or self.overlong_penalty):
             raise ValueError("overlong_buffer and overlong_penalty need overlong_tokens")
         if self.overlong_tokens is not None and (self.overlong_buffer or 1) > self.overlong_tokens:
@@ -405,6 +446,20 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(f"shards_path {self.shards_path!r} must be an absolute path or s3://bucket/prefix")
         return self
 
+    def _check_optimizer_state(self) -> None:
+        if self.optimizer_state == "device":
+            return
+        if self.optimizer != "adamw":
+            raise ValueError(
+                f"optimizer_state {self.optimizer_state!r} is for the averages of AdamW, and optimizer is"
+                f" {self.optimizer!r}: use optimizer 'adamw', or optimizer_state 'device'"
+            )
+        if self.ranks > 1:
+            raise ValueError(
+                f"optimizer_state {self.optimizer_state!r} needs one rank, and ranks is {self.ranks}: each of several ranks holds"
+                " only its part of the state; use optimizer_state 'device'"
+            )
+
     def _check_advantage(self) -> None:
         if self.advantage is not None and ":" not in self.advantage and self.advantage not in ADVANTAGE_DEFAULTS:
             raise ValueError(
@@ -417,6 +472,15 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
         unread = [name for name in settings if getattr(self, name) is not None and name not in read]
         if unread:
             raise ValueError(f"advantage {found!r} does not read {', '.join(unread)}: remove it")
+
+    def _check_distillation(self) -> None:
+        unread = ["distill_until"] if self.distill_until is not None else []
+        unread += ["distill_kl"] if self.distill_kl != "sampled" else []
+        if unread and self.distill_coef is None and not self.recipe.distill_coef:
+            raise ValueError(
+                f"{' and '.join(unread)} cannot be used: the divergence from a teacher has no weight. Set distill_coef (0: "
+                "deliberately off), or loss = 'distill'"
+            )
 
     def _check_loss(self) -> None:
         if ":" in self.loss:
@@ -486,6 +550,7 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
             advantage=advantage,
             turn_discount=self.turn_discount or of_advantage.get("turn_discount"),
             distill_coef=defaults.get("distill_coef", 0.0) if self.distill_coef is None else self.distill_coef,
+            distill_kl=self.distill_kl,
             gigpo_weight=self.gigpo_weight if self.gigpo_weight is not None else of_advantage.get("gigpo_weight"),
             reduction=self.reduction or defaults.get("reduction", "token_mean"),
             correction_level="sequence_mean"
@@ -529,7 +594,12 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     def numeric_settings(self) -> dict[str, Any]:
         """The settings that decide the numbers of a step, as JSON values. They must not change before steps that are replayed."""
         settings = self.model_dump(mode="json", exclude=set(NOT_NUMERIC))
+        if self.optimizer_state == "host":
+            settings["optimizer_state"] = "device"  # the same numbers
         settings |= {name: value for name, value in self.recipe.as_settings().items() if settings.get(name) is None}
+        # A default estimator is replaced by the advantages of the producer, a named one is not.
+        settings["advantage"] = self.advantage
+        settings["exactness"] = effective_exactness(settings)
         if self.schedule != "constant":
             settings["max_steps"] = self.max_steps
         return settings

@@ -4,6 +4,7 @@ import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,13 +26,17 @@ PEAK_FLOPS = {
     "4090": 165e12,
 }
 
+CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+ALL_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of these numbers in configurations."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The dimensions of a model that decide its number of operations and its learning rate."""
 
     body_parameters: int
-    """Parameters used by every token: all but the embeddings."""
+    """Parameters that a token uses: all but the embeddings, and of the experts those that are chosen."""
     frozen_parameters: int
     """Those of them that are not trained."""
     head_parameters: int
@@ -42,6 +47,44 @@ class ModelShape:
     """Number of heads times head width."""
     width: int
     """Width of the residual stream."""
+
+    @classmethod
+    def of(cls, module: Any) -> "ModelShape":
+        config = first_layer_config(module.config)
+        head, embedding = module.get_output_embeddings().weight, module.get_input_embeddings().weight
+        # A model with recurrent states only has no heads.
+        heads = getattr(config, "num_attention_heads", None) or 0
+        width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+        used = _chosen_experts(config)
+        body = [
+            (parameter, parameter.numel() * (used if ".experts." in name else 1.0))
+            for name, parameter in module.named_parameters()
+            if parameter is not head and parameter is not embedding
+        ]
+        return cls(
+            body_parameters=round(sum(count for _, count in body)),
+            frozen_parameters=round(sum(count for parameter, count in body if not parameter.requires_grad)),
+            head_parameters=head.numel(),
+            is_head_frozen=not head.requires_grad,
+            layers=config.num_hidden_layers,
+            attention_width=heads * width,
+            width=config.hidden_size,
+        )
+
+
+def first_layer_config(config: Any) -> Any:
+    """Heads may differ between layers; the first stands for all. Older versions of transformers have one configuration for all."""
+    text = config.get_text_config()
+    return next(iter(getattr(text, "per_layer_config", None) or [text]))
+
+
+def _chosen_experts(config: Any) -> float:
+    """The share of the experts that computes a token; 1 if it is unknown."""
+    chosen, experts = (
+        next((count for name in names if (count := getattr(config, name, None))), None)
+        for names in (CHOSEN_EXPERTS, ALL_EXPERTS)
+    )
+    return chosen / experts if chosen and experts else 1.0
 
 
 def training_flops(passes: Sequence[Microbatch], shape: ModelShape) -> float:

@@ -20,12 +20,20 @@ from rollbook.concurrency.clock import SystemClock
 from rollbook.concurrency.tasks import first_error
 from rollbook.contracts.batch import EndOfRun, TrainerRole
 from rollbook.contracts.errors import FencedError, RunError
+from rollbook.contracts.policy import SamplerExactness
 from rollbook.contracts.weights import AdapterKind
+from rollbook.numerics.machine import machine_of_bits
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
-from rollbook.trainer.checkpoints.settings_history import FailedAttempt, PassSplits, check_and_record
+from rollbook.trainer.checkpoints.settings_history import (
+    FailedAttempt,
+    PassSplits,
+    SettingsHistory,
+    check_and_record,
+)
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.planner import BatchRequest, LocalPlanner, Planner, open_planner
 from rollbook.trainer.data.planning import PlannedBatch, UnplannableBatchError
+from rollbook.trainer.exactness import why_inexact
 from rollbook.trainer.files.step_chain import StepChainWriter
 from rollbook.trainer.metrics import check_lag
 from rollbook.trainer.pipeline import (
@@ -83,7 +91,9 @@ class TrainerLoop:
         directory: Path,
         reports: LoopReports,
         ranks: RankHosts | None = None,
+        shared_base: Path | None = None,
     ) -> None:
+        """`shared_base`: the file with which the base of adapters is mapped, see `shared_weights`."""
         self._directory = directory
         self._batches = batches
         self._source = batches.source
@@ -95,7 +105,9 @@ class TrainerLoop:
         self._adapter_kind: AdapterKind | None = None
         self._config = config
         self._clock = SystemClock()
-        self._checkpoints = Checkpoints(directory / "checkpoints", model_dir=model_dir, config=config)
+        self._checkpoints = Checkpoints(
+            directory / "checkpoints", model_dir=model_dir, config=config, shared_base=shared_base
+        )
         self._history_path = directory / "trainer_state.json"
         self._chain = StepChainWriter(directory)
         self._epoch = 0
@@ -120,6 +132,11 @@ class TrainerLoop:
         self._saved_step = -1
         """The step of the newest checkpoint; -1: there is none."""
         self._digest: str | None = None
+        self._machine: Mapping[str, str] = {}
+        self._sampler: SamplerExactness | None = None
+        """What the policy servers said of their logprobs, also before a restart."""
+        self._inexact_because: str | None = ""
+        """Why logprobs are not compared to the bit; None: they are. Empty until the first step."""
         self._learner: Learner | None = None
         self._weights: Mapping[str, Tensor] = {}
         """A copy of the last step's weights: published and saved while the next step trains."""
@@ -283,13 +300,18 @@ class TrainerLoop:
                 f"the model has a vocabulary of {learner.vocabulary_size} tokens, but the ledger accepts token ids below"
                 f" {role.limits.vocabulary_size}: the run was created for another model. Restore that model or start a new run."
             )
-        check_and_record(
+        self._machine = machine_of_bits(self._config.device)
+        others = check_and_record(
             self._history_path,
             self._config.numeric_settings(),
             restored_step=restored,
             acknowledged_step=role.last_acknowledged,
             weights_digest=str(self._digest),
+            machine=self._machine,
         )
+        for difference in others:
+            self._log.warning("trainer.other_machine", difference=difference)
+        self._sampler = SettingsHistory.read(self._history_path).sampler
         self._splits = PassSplits(self._history_path, learner.plan_settings.split)
         self._durable_step = role.durable_step
         # The previous trainer may have died after writing the checkpoint and before reporting it.
@@ -357,6 +379,7 @@ class TrainerLoop:
     ) -> None:
         """Train, and begin to settle the step. `replays`: the role under which a decided batch is trained again."""
         step, manifest = planned.step, planned.manifest
+        await self._expect_bits(learner)
         waited = self._clock.now() - started
         lags = check_lag(manifest, max_head_offpolicy_versions=self._batches.max_head_offpolicy_versions)
         began = self._clock.now()
@@ -386,6 +409,26 @@ class TrainerLoop:
         self._last_trained_at = self._clock.now()
         await self._settling.start(self._settle(trained_step, self._acknowledged))
 
+    async def _expect_bits(self, learner: Learner) -> None:
+        """Compare logprobs to the bit if sampler and trainer promise equal ones. Otherwise record why not, once."""
+        said = self._publisher.exactness or self._sampler
+        if said != self._sampler:
+            self._sampler = said
+            history = await asyncio.to_thread(SettingsHistory.read, self._history_path)
+            await asyncio.to_thread(replace(history, sampler=said).write, self._history_path)
+        reason = why_inexact(
+            learner.inexact_because,
+            said,
+            self._machine,
+            is_merged=self._config.lora is not None and not self._publishes_adapters,
+        )
+        learner.comparison.is_promised = reason is None
+        if reason != self._inexact_because:
+            self._inexact_because = reason
+            is_expected = self._config.numeric_settings()["exactness"] == "bitwise"
+            log = self._log.warning if is_expected and reason is not None else self._log.info
+            log("trainer.exactness", is_exact=reason is None, cause=reason)
+
     async def _train_fitting(
         self, learner: Learner, planned: PlannedBatch
     ) -> tuple[PlannedBatch, StepReport, Mapping[str, Tensor]]:
@@ -404,7 +447,13 @@ class TrainerLoop:
             try:
                 # In a thread, so that fetching, settling and checkpointing continue during the step.
                 report, weights = await asyncio.to_thread(
-                    train_and_copy, learner, planned, self._reports.token_records, self._publisher.versions
+                    train_and_copy,
+                    learner,
+                    planned,
+                    self._reports.token_records,
+                    self._publisher.versions,
+                    on_gpu=self._publisher.takes_gpu_weights,
+                    has_mixed=self._sampler is None or not self._sampler.recomputes,
                 )
                 return planned, report, weights
             except StepMemoryError as error:
@@ -451,7 +500,9 @@ class TrainerLoop:
         )
         report_step(trained, receipt, digest, self._reports, self._config)
         self._metrics.add("perf/step_time", self._clock.now() - trained.began)
-        self._metrics.tick(step=step, replay=trained.is_repeated)
+        unequal = trained.report.unequal
+        found = {} if unequal is None else {"unequal": str(unequal)}
+        self._metrics.tick(step=step, replay=trained.is_repeated, **found)
         acknowledged.set_result(digest)
         if not trained.is_repeated:
             self._reports.progressed()

@@ -15,6 +15,7 @@ from rollbook.contracts.batch import BatchEntry, BatchManifest, TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import lag
 from rollbook.contracts.group import PromptGroup
+from rollbook.contracts.policy import NOT_SAMPLED
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.telemetry.metrics import Metric, Reduction
@@ -33,6 +34,23 @@ TRAINER_METRICS: tuple[Metric, ...] = (
         "mixtures of experts: load of the busiest expert of any layer in a pass, in multiples of an even load; the largest",
         Reduction.MAX,
     ),
+    Metric(
+        "train/router_mismatch",
+        "",
+        "router replay: fraction of the sampler's choices (of a token in a layer) that the trainer would have made differently;"
+        " all of them are replayed",
+    ),
+    Metric(
+        "train/router_replayed",
+        "",
+        "router replay: fraction of the computed tokens whose choices were recorded",
+    ),
+    Metric(
+        "train/own_routes_kl",
+        "nats",
+        "router replay: train/mean_kl of the first pass of a step without it, with the trainer's own choices of experts",
+    ),
+    Metric("train/replayed_kl", "nats", "router replay: train/mean_kl of the same pass with it"),
     Metric("train/skipped_steps", "steps", "minibatches skipped because their gradient was not finite", Reduction.SUM),
     Metric(
         "train/ppo_kl",
@@ -53,8 +71,27 @@ TRAINER_METRICS: tuple[Metric, ...] = (
     Metric(
         "train/numerics_kl",
         "nats",
-        "train/mean_kl over tokens of lag 0: numerical differences of engine and trainer. Tokens whose lag is unknown are in"
-        " train/mean_kl only: those of unknown publications, and after a restart some of the trainer before",
+        "train/mean_kl over tokens of lag 0, without those of train/mixed_cache_share, and of top-p, top-k and grammars: numerical"
+        " differences of engine and trainer, 0 with exactness = bitwise. Tokens whose lag is unknown are in train/mean_kl only:"
+        " those of unknown publications, and after a restart some of the trainer before",
+    ),
+    Metric(
+        "train/inexact_share",
+        "",
+        "fraction of train/compared_tokens whose logprob differs from the sampler's in any bit; only where equal bits are promised",
+    ),
+    Metric(
+        "train/compared_tokens",
+        "tokens",
+        "tokens whose logprobs were compared to the bit: those of train/numerics_kl; in every fourth step without any, some of lag"
+        " 1, if there is memory for a copy of the weights. Only where sampler and trainer promise equal bits (exactness)",
+        Reduction.SUM,
+    ),
+    Metric(
+        "train/mixed_cache_share",
+        "",
+        "fraction of the tokens that were sampled after an update of weights met their request and read keys of older weights; none"
+        " with kv_after_update = recompute",
     ),
     *(Metric(f"train/lag_kl_{n}", "nats", f"train/mean_kl over tokens of lag {n}") for n in range(1, MOST_LAG)),
     Metric(f"train/lag_kl_{MOST_LAG}", "nats", f"train/mean_kl over tokens of lag {MOST_LAG} and more"),
@@ -66,6 +103,7 @@ TRAINER_METRICS: tuple[Metric, ...] = (
         "train/correction_ess", "", "effective sample size of the correction's weights, as a fraction of the tokens"
     ),
     Metric("train/reference_kl", "nats", "divergence from the initial policy, mean over trained tokens"),
+    Metric("train/teacher_kl", "nats", "divergence from the teacher, mean over trained tokens with its scores"),
     Metric(
         "train/observation_loss", "nats", "cross-entropy of the environment's tokens, with trainer.observation_coef"
     ),
@@ -203,8 +241,19 @@ def publication_lags(batch: TrainingBatch) -> dict[int, int]:
     return dict(sorted(found.items()))
 
 
+def mixed_caches(versions_T: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Which tokens were sampled after a weight update met their request. With `inference.kv_after_update = "keep"` they read keys
+    of older weights, so no forward of one version gives their logprobs."""
+    is_sampled = versions_T != NOT_SAMPLED
+    is_first = is_sampled & ~np.concatenate([[False], is_sampled[:-1]])
+    # The first token of the same turn.
+    firsts = np.maximum.accumulate(np.where(is_first, np.arange(len(versions_T)), 0))
+    mixed: NDArray[np.bool_] = is_sampled & (versions_T != versions_T[firsts])
+    return mixed
+
+
 def token_lags(publications: NDArray[np.int32], known: Mapping[int, int]) -> NDArray[np.int8]:
-    """The lag of each token, at most `MOST_LAG`; -1 where it cannot be derived from the `publication_lags` of the batch."""
+    """The lag of each token, at most `MOST_LAG`; -1 where the `publication_lags` of the batch do not tell it."""
     ids, lags = list(known), [*known.values(), 0]
 
     def lag_of(publication: int) -> int:

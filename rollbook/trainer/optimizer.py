@@ -1,5 +1,6 @@
 """The optimizer, its learning rate, and the check that keeps bad gradients away from the weights."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.distributed.sharding import gathered
+from rollbook.trainer.optimizer_state.chunked_adamw import ChunkedAdamW, HostStorage, StateStorage
 
 RATE_OF_WIDE_MODELS, WIDE = 1e-6, 4096
 """Reinforcement learning of models with 7 billion parameters commonly uses this rate; they have this width."""
@@ -48,10 +51,15 @@ def build_optimizer(module: nn.Module, config: TrainerConfig, *, rate: float) ->
     """AdamW for all trained weights, or Muon for the matrices of hidden layers. Vectors are not decayed."""
     trained = [p for p in module.parameters() if p.requires_grad]
     matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
-    of_adamw: dict[str, Any] = {"lr": rate, "betas": config.betas, "eps": config.eps, "fused": True}
+    of_adamw: dict[str, Any] = {"lr": rate, "betas": config.betas, "eps": config.eps}
     if config.optimizer == "adamw":
-        decayed = {"params": matrices, "weight_decay": config.weight_decay}
-        return torch.optim.AdamW([decayed, {"params": vectors, "weight_decay": 0.0}], **of_adamw)
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        if config.optimizer_state != "device":
+            return ChunkedAdamW(groups, _storage(config.optimizer_state), **of_adamw)
+        return torch.optim.AdamW(groups, **of_adamw, fused=True)
     # Muon is for maps between hidden states. Rows of an embedding are independent vectors; the output layer is one too.
     vocabulary = {id(p) for part in module.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
     vocabulary |= {id(p) for name, p in module.named_parameters() if "lm_head" in name}
@@ -65,7 +73,39 @@ def build_optimizer(module: nn.Module, config: TrainerConfig, *, rate: float) ->
         ],
         weight_decay=config.weight_decay,
         rate=rate,
-        of_adamw=of_adamw,
+        of_adamw={**of_adamw, "fused": True},
+    )
+
+
+def _storage(kind: str) -> StateStorage:
+    if kind == "host":
+        return HostStorage()
+    # It warns of kernels that this GPU or version of torch does not have, none of which is used.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    eight_bit: StateStorage = load_on_demand("rollbook.trainer.optimizer_state.eight_bit:EightBitStorage")()
+    return eight_bit
+
+
+def allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate the running means, as the optimizer does in its first step."""
+    if isinstance(optimizer, ChunkedAdamW):
+        optimizer.allocate()
+        return
+    for group in optimizer.param_groups:
+        names = STATE_OF_MUON if is_muon(group) else STATE_OF_ADAMW
+        for parameter in group["params"]:
+            held = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in names}
+            if not is_muon(group):
+                held["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            optimizer.state[parameter] = held
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the running means in float32."""
+    return sum(
+        len(STATE_OF_MUON if is_muon(group) else STATE_OF_ADAMW) * parameter.numel() * parameter.element_size()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     )
 
 

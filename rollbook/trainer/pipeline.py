@@ -5,7 +5,7 @@ A batch is planned while the one before it trains, and a trained step is settled
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -102,16 +102,23 @@ class TrainedStep:
 
 
 def train_and_copy(
-    learner: Learner, planned: PlannedBatch, records: TokenRecordWriter | None, published: Mapping[int, int]
-) -> tuple[StepReport, dict[str, Tensor]]:
+    learner: Learner,
+    planned: PlannedBatch,
+    records: TokenRecordWriter | None,
+    published: Mapping[int, int],
+    *,
+    on_gpu: bool,
+    has_mixed: bool = True,
+) -> tuple[StepReport, Mapping[str, Tensor]]:
     """Train the batch, and copy the weights: one copy per step, used for the digest, the publication and the checkpoint.
 
-    `published`: the versions of this trainer's publications, by id.
+    `published`: the versions of this trainer's publications, by id. `on_gpu`: servers read the weights from the GPU. `has_mixed`:
+    see `with_lags`.
     """
     if records is not None and planned.batch is not None and isinstance(learner, TrainStep):
         records.write(planned.step, learner.token_values(planned.batch, planned.split))
-    minibatches = with_lags(planned.minibatches, published, step=planned.step)
-    return learner.train(minibatches, step=planned.step, split=planned.split), learner.snapshot()
+    minibatches = with_lags(planned.minibatches, published, step=planned.step, has_mixed=has_mixed)
+    return learner.train(minibatches, step=planned.step, split=planned.split), learner.snapshot(on_gpu=on_gpu)
 
 
 def report_step(
@@ -149,6 +156,13 @@ def report_step(
         )
     if planned.unusable:
         reports.log.warning("trainer.unusable_groups", step=planned.step, groups=dict(planned.unusable))
+    if report.unequal is not None:
+        reports.log.warning(
+            "trainer.unequal_logprob",
+            step=planned.step,
+            share=report.metrics["train/inexact_share"],
+            **asdict(report.unequal),
+        )
     if receipt is AckReceipt.DIVERGED:
         reports.log.warning("trainer.diverged", step=planned.step, digest=digest)
     if report.skipped_steps:

@@ -8,18 +8,19 @@ from pathlib import Path
 from torch import Tensor
 
 from rollbook.concurrency.clock import Clock
-from rollbook.contracts.errors import RunError, TransientError
-from rollbook.contracts.policy import Publication
+from rollbook.contracts.errors import RunError, TransientError, is_out_of_memory
+from rollbook.contracts.policy import Publication, SamplerExactness
 from rollbook.contracts.ports import BatchSource, WeightReceiver, WeightStage
 from rollbook.contracts.weights import Adapter, AdapterKind
+from rollbook.numerics.device_memory import release_memory
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.spans import SpanRecorder
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.model.weights import write_weights
 
 NUM_VERSIONS = 64
-# The current publication, and the previous one, which a replica may still be reading.
-NUM_KEPT = 2
+# The current publication, and the previous file, which a replica may still be reading. CUDA keeps memory that a replica maps.
+NUM_KEPT, NUM_KEPT_ON_GPU = 2, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,11 @@ class Publisher:
         return self._stage.takes_gpu_weights
 
     @property
+    def exactness(self) -> SamplerExactness | None:
+        """What the replicas in service last said of their logprobs."""
+        return self._receiver.exactness
+
+    @property
     def current(self) -> Publication | None:
         """The last confirmed publication."""
         return self._kept[-1].publication if self._kept else None
@@ -112,14 +118,37 @@ class Publisher:
                 fields["publication"] = publication.id
                 self.versions = {**dict(list(self.versions.items())[-NUM_VERSIONS:]), publication.id: step}
                 adapter = None if kind is None else kind.published(publication.id)
-                location = await self._stage.put(publication, weights, adapter=adapter)
+                location = await self._stored(publication, weights, adapter)
                 await self._push(publication, location, within_s=self._config.publish_timeout_s)
                 await self._source.confirm(publication)
                 self._kept.append(_Published(publication=publication, location=location))
-                del self._kept[:-NUM_KEPT]
+                del self._kept[: -(NUM_KEPT_ON_GPU if self.takes_gpu_weights else NUM_KEPT)]
                 await self._stage.keep_only([kept.location for kept in self._kept])
         self._log.info("trainer.published", step=step, publication=publication.id, digest=digest)
         return publication
+
+    async def _stored(self, publication: Publication, weights: Mapping[str, Tensor], adapter: Adapter | None) -> str:
+        """Put the weights where replicas read them. Without memory, once more, after freeing what only late replicas read."""
+        try:
+            return await self._stage.put(publication, weights, adapter=adapter)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            cause = str(error)
+        self._log.warning("trainer.publication_retried", step=publication.step, cause=cause)
+        del self._kept[:-1]
+        await self._stage.keep_only([kept.location for kept in self._kept])
+        await asyncio.to_thread(release_memory)
+        try:
+            return await self._stage.put(publication, weights, adapter=adapter)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RunError(
+                f"the trainer has no memory for the copy of its weights that policy servers read (step {publication.step}, "
+                f"{sum(weight.nbytes for weight in weights.values()) / 1e9:.2f} GB). inference.transfer = 'shared_memory' needs "
+                f"none on a GPU. {error}"
+            ) from None
 
     async def run(self) -> None:
         """Push again to replicas that report another publication.

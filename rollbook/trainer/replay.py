@@ -1,6 +1,7 @@
 """Train recorded batches again and return the weight digests. Writes nothing.
 
-On a CPU with the recorded thread count, the digests equal those of the recorded run, however often it was killed. A run whose
+On the same kind of processor or GPU, with the same version of torch and the recorded number of threads, the digests equal those of
+the recorded run, however often it was killed. A run whose
 settings changed when it was resumed is replayed by period: each step with the settings that it was trained with.
 """
 

@@ -10,6 +10,7 @@ READ_BY_SFT = frozenset(
     {
         "max_steps",
         "lr",
+        "optimizer_state",
         "betas",
         "eps",
         "weight_decay",
@@ -44,7 +45,8 @@ class SftConfig(BaseModel, frozen=True, extra="forbid"):
     """Demonstrations and how they are trained. Read by `rollbook sft`."""
 
     data: str = Field(min_length=1)
-    """A JSONL file of chats, one `{"messages": [{"role": …, "content": …}, …]}` per line, relative to the config file."""
+    """A JSONL file of chats, one `{"messages": [{"role": …, "content": …}, …]}` per line, relative to the config file. `tools` and
+    `template` of a line are passed to the chat template. Lines of `rollbook export --tokens` have tokens instead."""
 
     validation: str | None = Field(default=None, min_length=1)
     """A file of the same format whose loss is measured and never trained."""

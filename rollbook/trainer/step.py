@@ -8,11 +8,11 @@ the current policy, so the first minibatch uses its own detached log-probabiliti
 step needs no second pass. For the other minibatches pi_old is computed before the first optimizer step.
 """
 
-import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from rollbook.contracts.batch import PassSplit, TrainingBatch
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import RunError, is_out_of_memory
 from rollbook.contracts.weights import AdapterKind
+from rollbook.numerics.device_memory import release_memory
 from rollbook.telemetry.token_records import Key, TokenArrays
 from rollbook.trainer.config import LOSS_NUMBERS, Recipe, TrainerConfig
 from rollbook.trainer.data.minibatches import (
@@ -30,36 +31,40 @@ from rollbook.trainer.data.minibatches import (
     PlanSettings,
     TrainRow,
     check_vocabulary,
+    distill_weight,
     flatten,
     plan_minibatch,
     plan_rows,
     smaller_split,
 )
 from rollbook.trainer.distributed.sharding import Passes, Ranks, cpu_mesh, gathered, own_shards, shard_state
+from rollbook.trainer.exactness import LogprobComparison, UnequalToken
 from rollbook.trainer.files.random_states import random_states, set_random_states
 from rollbook.trainer.flops import training_flops
-from rollbook.trainer.losses.corrections import correction, k3_divergence, kl_penalty, off_policy_mask
+from rollbook.trainer.losses.corrections import (
+    correction,
+    k3_divergence,
+    kl_penalty,
+    off_policy_mask,
+    top_k_divergence,
+)
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings
 from rollbook.trainer.losses.registry import loss_named
 from rollbook.trainer.losses.statistics import TokenStatistics
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.weights import snapshot_of
 from rollbook.trainer.optimizer import (
-    STATE_OF_ADAMW,
-    STATE_OF_MUON,
     GradientGuard,
+    allocate_state,
     build_optimizer,
     clip_large_gradient,
-    is_muon,
     learning_rate,
     peak_rate,
+    state_bytes,
 )
 
 MIN_SAMPLED_LOGPROB = -20.0
 """Less likely tokens are sampled about once in 500 million."""
-OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay")
-ALLOCATION_FAILURES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-"""How libraries report that memory is missing, if not by `torch.OutOfMemoryError`."""
 
 
 class PassMemoryError(Exception):
@@ -99,6 +104,8 @@ class StepReport:
     flops: float = 0.0
     """Floating-point operations of the batch, without padding and recomputation."""
     metrics: dict[str, float | None] = field(default_factory=dict)
+    unequal: UnequalToken | None = None
+    """The token that differs most from the sampler, among those whose logprobs should have its bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +130,13 @@ class _Tally:
     loss: float = 0.0
     grad_norms: list[float] = field(default_factory=list)
     expert_loads: list[Tensor] = field(default_factory=list)
+    replays: list[Tensor] = field(default_factory=list)
+    """`RouterReplay.counts` of each pass."""
+    routes_kl: list[float | None] = field(default_factory=list)
+    """Divergence from the sampler in the first pass: with the trainer's own choices of experts, and with those of the sampler."""
     skipped: int = 0
+    passes: int = 0
+    """Passes of this rank."""
     is_last: bool = True
     """The minibatch that is trained is the last one of the step."""
     is_updated: bool = False
@@ -145,6 +158,7 @@ class TrainStep:
         self.step = step
         self.ranks = Ranks.here(config.ranks)
         self._cpu_mesh = cpu_mesh() if self.ranks.size > 1 else None
+        self.comparison = LogprobComparison(model, config)
         self.guard = GradientGuard(max_in_a_row=config.max_skipped_steps, max_norm=config.skip_grad_norm_above)
         self._config = config.model_copy(update={"max_tokens_per_microbatch": model.tokens_per_pass(config)})
         self._peak_rate = peak_rate(config, width=model.shape.width)
@@ -158,18 +172,17 @@ class TrainStep:
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
         """Load the running means of a checkpoint. Rates and decays stay those of the settings, which may have changed since."""
-        ours = [
-            {key: group[key] for key in OPTIMIZER_SETTINGS if key in group} for group in self.optimizer.param_groups
-        ]
-        spread = shard_state(state["state"], [p for group in self.optimizer.param_groups for p in group["params"]])
-        self.optimizer.load_state_dict({**state, "state": spread})
-        for group, settings in zip(self.optimizer.param_groups, ours, strict=True):
-            group.update(settings)
+        pairs = zip(self.optimizer.param_groups, state["param_groups"], strict=True)
+        groups = [{**ours, "params": saved["params"]} for ours, saved in pairs]
+        self.optimizer.load_state_dict({"state": shard_state(state["state"], self.trained), "param_groups": groups})
 
     @property
     def plan_settings(self) -> PlanSettings:
         return PlanSettings(
-            config=self._config, is_packed=self.model.is_packed, vocabulary_size=self.model.vocabulary_size
+            config=self._config,
+            is_packed=self.model.is_packed,
+            vocabulary_size=self.model.vocabulary_size,
+            routes_shape=None if (replay := self.model.replay) is None else (replay.num_layers, replay.num_experts),
         )
 
     @property
@@ -180,9 +193,14 @@ class TrainStep:
     def vocabulary_size(self) -> int:
         return self.model.vocabulary_size
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """A copy of the weights. Training does not change it."""
-        return self.model.snapshot()
+    @property
+    def inexact_because(self) -> str | None:
+        """Why logprobs do not have the bits of the sampler; None if they do."""
+        return self.model.inexact_because
+
+    def snapshot(self, *, on_gpu: bool = False) -> Mapping[str, Tensor]:
+        """A copy of the weights, in main memory or on their GPU. Training does not change it."""
+        return self.model.snapshot(on_gpu=on_gpu)
 
     def publish_adapters(self) -> AdapterKind:
         """From now on, snapshots hold the adapters only."""
@@ -201,15 +219,16 @@ class TrainStep:
                 named |= {f"optimizer.{number}.{name}": value for name, value in held.items()}
             shards = own_shards(named, self._cpu_mesh)
             optimizer = {"param_groups": optimizer["param_groups"]}
+        on_gpu = self._config.checkpoint_copy == "gpu"
         state = {
-            "optimizer": snapshot_of(optimizer),
+            "optimizer": snapshot_of(optimizer, on_gpu=on_gpu),
             "random": random_states(),
             "skipped_in_a_row": self.guard.skipped_in_a_row,
         }
         return LearnerSnapshot(
             step=self.step,
             model=self.model,
-            weights=self.model.checkpoint_weights(weights),
+            weights=self.model.checkpoint_weights(weights, on_gpu=on_gpu),
             state=state,
             shards=shards,
         )
@@ -236,15 +255,22 @@ class TrainStep:
         split = split or self.plan_settings.split
         own = [self.ranks.own_passes(part.microbatches) for part in minibatches]
         try:
-            tally = self.train_passes(own, step=step, is_checkpointing=split.gradient_checkpointing)
+            tally = self.train_passes(own, step=step, checkpointing=split.checkpointing, whole=minibatches)
         except PassMemoryError as error:
             failure = self.memory_error(error, minibatches, step=step, split=split)
         else:
             return self._report(step, minibatches, tally)
         raise failure
 
-    def train_passes(self, minibatches: Sequence[Passes], *, step: int, is_checkpointing: bool) -> _Tally:
-        """Train the passes of one rank, for each minibatch of step `step`. All ranks must call it.
+    def train_passes(
+        self,
+        minibatches: Sequence[Passes],
+        *,
+        step: int,
+        checkpointing: bool | int,
+        whole: Sequence[Minibatch] = (),
+    ) -> _Tally:
+        """Train the passes of one rank, for each minibatch of step `step`. All ranks must call it. `whole`: those of all ranks.
 
         Raises `PassMemoryError`. Weights, optimizer and random states are then as they were, unless the error says otherwise.
         """
@@ -253,10 +279,12 @@ class TrainStep:
         rate = learning_rate(self._config, step, peak=self._peak_rate)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.model.use_checkpointing(is_checkpointing)
+        self.model.use_checkpointing(checkpointing)
         self._allocate_optimizer()
         states, skipped = random_states(), self.guard.skipped_in_a_row
         tally = _Tally()
+        if self._failure_of(lambda: self.comparison.check_earlier(whole, tally.statistics, step=step)) is not None:
+            self.comparison.free_memory()
 
         def train_all() -> None:
             for passes, old in zip(minibatches, self._old_logprobs(minibatches), strict=True):
@@ -267,6 +295,7 @@ class TrainStep:
         if detail is not None:
             set_random_states(states)
             self.guard.skipped_in_a_row = skipped
+            self.comparison.free_memory()
             raise PassMemoryError(detail, is_updated=tally.is_updated)
         tally.statistics.sum_over(self.ranks, self.model.device)
         self.step = step
@@ -288,14 +317,15 @@ class TrainStep:
         text = f"step {step} does not fit into the memory of {process} ({self.model.device}) with {split}"
         if error.is_optimizer:
             text = (
-                f"the state of the optimizer ({self._optimizer_bytes / 1e9:.2f} GB) does not fit into the memory of"
+                f"the state of the optimizer ({state_bytes(self.optimizer) / 1e9:.2f} GB) does not fit into the memory of"
                 f" {process} ({self.model.device})"
             )
         if smaller is None:
             longest = max((part.longest for part in minibatches), default=0)
             text += (
                 f". Its longest sequence has {longest} tokens. Give a policy server on the same device less"
-                " (inference.kv_memory_mb), set trainer.lora, a smaller trainer.max_logits_mb or more trainer.ranks, or play"
+                " (inference.kv_memory_mb), set trainer.lora, trainer.optimizer_state = 'host', a smaller trainer.max_logits_mb or"
+                " more trainer.ranks, or play"
                 " shorter episodes (rollout.max_total_tokens), and start the run again: it resumes"
             )
         return StepMemoryError(
@@ -307,14 +337,6 @@ class TrainStep:
             can_retry=self.ranks.size == 1 and not error.is_updated,
         )
 
-    @property
-    def _optimizer_bytes(self) -> int:
-        return sum(
-            len(STATE_OF_MUON if is_muon(group) else STATE_OF_ADAMW) * parameter.numel() * parameter.element_size()
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-        )
-
     def _allocate_optimizer(self) -> None:
         """Allocate the running means, as the optimizer does in its first step.
 
@@ -322,17 +344,7 @@ class TrainStep:
         """
         if self.optimizer.state:
             return
-
-        def allocate() -> None:
-            for group in self.optimizer.param_groups:
-                names = STATE_OF_MUON if is_muon(group) else STATE_OF_ADAMW
-                for parameter in group["params"]:
-                    held = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in names}
-                    if not is_muon(group):
-                        held["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                    self.optimizer.state[parameter] = held
-
-        detail = self._failure_of(allocate)
+        detail = self._failure_of(partial(allocate_state, self.optimizer))
         if detail is not None:
             self.optimizer.state.clear()
             raise PassMemoryError(detail, is_optimizer=True)
@@ -343,16 +355,12 @@ class TrainStep:
             work()
             return None
         except RuntimeError as error:
-            detail = str(error)
-            if not isinstance(error, torch.OutOfMemoryError) and not any(
-                sign in detail for sign in ALLOCATION_FAILURES
-            ):
+            if not is_out_of_memory(error):
                 raise
+            detail = str(error)
         # The traceback of the error, which is freed now, held the tensors of the failed pass.
         self.model.discard_gradients()
-        gc.collect()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            torch.cuda.empty_cache()
+        release_memory()
         return detail
 
     def plan_rows(self, rows: Sequence[TrainRow], *, step: int, split: PassSplit | None = None) -> list[Minibatch]:
@@ -432,15 +440,26 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         losses: list[Tensor] = []
         for number, (micro, counts) in enumerate(passes):
+            own = self._own_routes_logprobs(micro, tally)
             current, entropy = self.model.token_logprobs(
-                micro.with_observed(), is_entropy_trained=self._config.entropy_bonus > 0
+                micro.with_observed().with_tops(), is_entropy_trained=self._config.entropy_bonus > 0
             )
+            tops = None
+            if micro.top_ids_NK is not None:
+                current, tops = current[:, 0], current[: micro.num_trained, 1:]
             current, observed = current[: micro.num_trained], current[micro.num_trained :]
             entropy = entropy[: micro.num_trained]
             # Before the reference model or its adapters replace what the routers chose.
             balance, load = self._router_terms()
+            if self.model.replay is not None:
+                tally.replays.append(self.model.replay.counts(micro.inputs_BT.size - micro.num_padding))
+            if own is not None:
+                tally.routes_kl = [self._sampler_kl(micro, logprobs) for logprobs in (own, current.detach())]
             starting = current.detach() if old is None else old[number] if number < len(old) else None
-            reduced = self._loss_of(micro, current, starting, entropy, tally if counts else None)
+            reduced = self._loss_of(
+                micro, current, starting, entropy, tops=tops, tally=tally if counts else None, step=step
+            )
+            tally.passes += 1
             if micro.observed_O is not None:
                 reduced = reduced - self._config.observation_coef * micro.observed_weight * observed.sum()
                 if counts:
@@ -472,6 +491,18 @@ class TrainStep:
             tally.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
 
+    @torch.no_grad()
+    def _own_routes_logprobs(self, micro: Microbatch, tally: _Tally) -> Tensor | None:
+        """Log-probabilities of the first pass of a step with the trainer's own choices of experts; None without router replay."""
+        if self.model.replay is None or tally.replays:
+            return None
+        return self.model.token_logprobs(micro, is_replayed=False)[0]
+
+    def _sampler_kl(self, micro: Microbatch, logprobs_N: Tensor) -> float | None:
+        sampled_N = self.model.tensor(micro.sampled_logprobs_N).clamp(min=MIN_SAMPLED_LOGPROB)
+        known_N = ~torch.isnan(sampled_N)
+        return float(k3_divergence(sampled_N, logprobs_N)[known_N].mean()) if bool(known_N.any()) else None
+
     def _router_terms(self) -> tuple[Tensor | None, Tensor | None]:
         """The loss that balances experts, if it is used, and the largest load, of the last pass. None without experts."""
         routers = self.model.routers
@@ -482,11 +513,20 @@ class TrainStep:
         return routers.balance_loss() if self._config.router_loss > 0 else None, load
 
     def _loss_of(
-        self, micro: Microbatch, current: Tensor, starting: Tensor | None, entropy: Tensor, tally: _Tally | None
+        self,
+        micro: Microbatch,
+        current: Tensor,
+        starting: Tensor | None,
+        entropy: Tensor,
+        *,
+        tops: Tensor | None,
+        tally: _Tally | None,
+        step: int,
     ) -> Tensor:
         """The weighted sum of the token losses of one pass. Adds its statistics to the tally.
 
-        `starting`: None if the loss does not need the log-probabilities at the start of the step.
+        `starting`: None if the loss does not need the log-probabilities at the start of the step. `tops`: the log-probabilities of
+        the tokens that the teacher likes best, if the divergence from it is trained.
         """
         old = current.detach() if starting is None else starting
         inputs, is_known = self._loss_inputs(micro, current, old)
@@ -512,6 +552,14 @@ class TrainStep:
             penalty_N = kl_penalty(inputs, reference, estimator=self._recipe.kl_estimator or "k2")
             loss_N = loss_N + self._config.kl_coef * penalty_N
             reference_kl = k3_divergence(current.detach(), reference)
+        teacher_kl = None
+        if tops is not None:
+            given = self.model.tensor(micro.top_logprobs_NK)
+            teacher_kl = top_k_divergence(tops, given, kind=self._config.distill_kl)
+            loss_N = loss_N + distill_weight(self._config, step) * teacher_kl
+            teacher_kl = teacher_kl.detach().masked_fill(given.isnan().all(-1), math.nan)
+        elif micro.teacher_logprobs_N is not None:
+            teacher_kl = k3_divergence(current.detach(), self.model.tensor(micro.teacher_logprobs_N))
         if self._config.entropy_bonus > 0:
             loss_N = loss_N - self._config.entropy_bonus * entropy
         if tally is not None:
@@ -521,10 +569,15 @@ class TrainStep:
                 starting_N=starting,
                 measures_drift=tally.is_last,
                 lags_N=None if micro.lags_N is None else self.model.tensor(micro.lags_N),
+                is_mixed_N=None if micro.mixed_N is None else self.model.tensor(micro.mixed_N),
+                is_renormalised_N=None if micro.renormalised_N is None else self.model.tensor(micro.renormalised_N),
+                pass_number=tally.passes if self.comparison.is_on else None,
                 entropy_N=entropy.detach(),
                 is_known_N=is_known,
+                recorded_N=self.model.tensor(micro.sampled_logprobs_N),
                 correction=corrected,
                 reference_kl_N=reference_kl,
+                teacher_kl_N=teacher_kl,
             )
         return (loss_N * self.model.tensor(micro.weights_N)).sum()
 
@@ -537,7 +590,8 @@ class TrainStep:
             return given
         model = self._reference or self.model
         with self.model.adapters_off() if self._reference is None else nullcontext():
-            computed = model.token_logprobs(micro)[0]
+            # The reference is a policy of its own, with its own choices of experts.
+            computed = model.token_logprobs(micro, is_replayed=False)[0]
         return computed if given is None else torch.where(torch.isnan(given), computed, given)
 
     def _loss_inputs(self, micro: Microbatch, current: Tensor, starting: Tensor) -> tuple[LossInputs, Tensor]:
@@ -565,14 +619,18 @@ class TrainStep:
         computed = sum(micro.inputs_BT.size for micro in passes)
         padding = sum(micro.num_padding for micro in passes)
         shared = sum(micro.num_shared for micro in passes)
+        statistics = tally.statistics.metrics()
+        if not self.comparison.is_on:
+            statistics["train/inexact_share"] = statistics["train/compared_tokens"] = None
         metrics = {
-            **tally.statistics.metrics(),
+            **statistics,
             "train/loss": tally.loss / taken if taken else None,
             "train/grad_norm": sum(tally.grad_norms) / taken if taken else None,
             "train/lr": learning_rate(self._config, step, peak=self._peak_rate),
             "train/optimizer_steps": taken,
             "train/skipped_steps": tally.skipped,
             "train/expert_load_max": float(torch.stack(tally.expert_loads).max()) if tally.expert_loads else None,
+            **_replay_metrics(tally),
             "train/tokens": num_tokens,
             "train/sequences": sum(minibatch.num_rows for minibatch in minibatches) // epochs,
             "train/passes": len(passes),
@@ -587,7 +645,19 @@ class TrainStep:
             num_tokens=num_tokens,
             flops=training_flops(passes, self.model.shape),
             metrics=metrics,
+            unequal=self.comparison.unequal_token(minibatches, tally.statistics),
         )
+
+
+def _replay_metrics(tally: _Tally) -> dict[str, float | None]:
+    differing, replayed, known, tokens = torch.stack(tally.replays).sum(dim=0).tolist() if tally.replays else [0.0] * 4
+    before, after = tally.routes_kl or (None, None)
+    return {
+        "train/router_mismatch": differing / replayed if replayed else None,
+        "train/router_replayed": known / tokens if tokens else None,
+        "train/own_routes_kl": before,
+        "train/replayed_kl": after,
+    }
 
 
 def loss_settings(recipe: Recipe) -> LossSettings:

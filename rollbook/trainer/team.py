@@ -41,6 +41,7 @@ from rollbook.trainer.distributed.calls import (
 )
 from rollbook.trainer.distributed.links import Invitation, Link, RankListener, connect, end_process, interface_of
 from rollbook.trainer.distributed.sharding import Ranks
+from rollbook.trainer.exactness import LogprobComparison
 from rollbook.trainer.step import LearnerSnapshot, PassMemoryError, StepMemoryError, StepReport, TrainStep
 
 COLLECTIVE_S = 600.0
@@ -197,6 +198,14 @@ class Team:
         return self._learner.vocabulary_size
 
     @property
+    def inexact_because(self) -> str | None:
+        return self._learner.inexact_because
+
+    @property
+    def comparison(self) -> LogprobComparison:
+        return self._learner.comparison
+
+    @property
     def plan_settings(self) -> PlanSettings:
         return self._learner.plan_settings
 
@@ -220,7 +229,7 @@ class Team:
         for rank in range(1, size):
             ranks = Ranks(rank=rank, size=size)
             own = [ranks.own_passes(part.microbatches) for part in minibatches]
-            self._send(rank, "train", (step, split.gradient_checkpointing, own))
+            self._send(rank, "train", (step, split.checkpointing, own))
         return self._learner.train(minibatches, step=step, split=split)
 
     def _rank_failed(self, rank: int, message: bytes) -> None:
@@ -243,9 +252,9 @@ class Team:
         self._send_all("publish_adapters")
         return self._learner.publish_adapters()
 
-    def snapshot(self) -> dict[str, Tensor]:
+    def snapshot(self, *, on_gpu: bool = False) -> Mapping[str, Tensor]:
         self._send_all("snapshot")
-        return self._learner.snapshot()
+        return self._learner.snapshot(on_gpu=on_gpu)
 
     def state_snapshot(self, weights: Mapping[str, Tensor]) -> LearnerSnapshot:
         self._send_all("state_snapshot")
@@ -334,9 +343,9 @@ def follow(
     writing = threading.Thread()
     while True:
         match decode_call(link.receive()):
-            case RankCall("train", [step, is_checkpointing, passes]):
+            case RankCall("train", [step, checkpointing, passes]):
                 try:
-                    learner.train_passes(read_passes(passes), step=step, is_checkpointing=is_checkpointing)
+                    learner.train_passes(read_passes(passes), step=step, checkpointing=checkpointing)
                 except PassMemoryError as error:
                     # Rank 0 records it and ends, which ends this process too.
                     link.send(f"{OPTIMIZER if error.is_optimizer else 'pass'}:{error}".encode())

@@ -155,6 +155,25 @@ MACHINE_FAULTS: tuple[tuple[str, str], ...] = (
         "the longest sequence alone does not fit, or the state of the optimizer, the run stops with the sizes and the settings "
         "that help",
     ),
+    (
+        "a policy server has no memory for new weights, an adapter, a forward or its captured steps",
+        "its cache of keys and values gets smaller, and requests wait for it. If it cannot get smaller, the update is refused, "
+        "and the run stops with the sizes and the settings that help",
+    ),
+    (
+        "the trainer has no memory for the copy of its weights that policy servers read",
+        "it frees what only late servers read, and tries once more; then the run stops",
+    ),
+    (
+        "a process has no memory for anything else, such as loading the model",
+        "the run stops with what the process did, the plan of that GPU, and the settings that help. A process that was healthy "
+        "before is started again first: the memory of its last incarnation may not have been free yet",
+    ),
+    (
+        "the process that owns the shared base of adapters dies",
+        "trainer and policy servers are ended, and started again when it is loaded. Steps since the last checkpoint are trained "
+        "again from the record, with the same bits",
+    ),
     ("no process or thread can be started", "the run stops and names the limit to raise"),
     (
         "too few open files are allowed",

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable
 
 from rollbook.rollout.metrics import ROLLOUT_METRICS
-from rollbook.run.processes.evaluation import EVALUATION_METRICS
+from rollbook.run.processes.evaluations.evaluation import EVALUATION_METRICS
 from rollbook.telemetry.metrics import Metric
 from rollbook.trainer.metrics import TRAINER_METRICS
 

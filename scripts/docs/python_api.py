@@ -45,6 +45,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "Environment",
         "Observation",
         "RewardCase",
+        "pass_at",
         "RolloutSetup",
         "RolloutFn",
         "TO_BE_SCORED",

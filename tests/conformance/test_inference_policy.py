@@ -21,6 +21,7 @@ from rollbook.inference.client.server_protocol import RollbookProtocol, ServerPr
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import build_app, serve
+from rollbook.inference.sglang.client import SglangProtocol, SglangServerApi
 from rollbook.inference.vllm.adapters import VllmAdapterProtocol, VllmAdapterServerApi, adapters_in_use
 from rollbook.inference.vllm.client import VllmProtocol, VllmServerApi
 from rollbook.inference.vllm.guard import OPEN_PATHS
@@ -31,6 +32,7 @@ from rollbook.trainer.config import LoraSettings, TrainerConfig
 from rollbook.trainer.model.policy_model import PolicyModel
 from tests.parts.inference.chat_model import chat_model
 from tests.parts.inference.models import plain_logprobs, publication
+from tests.parts.inference.sglang import serve_stand_in
 from tests.parts.inference.vllm import vllm_server, why_not
 
 VLLM_URLS = {
@@ -40,7 +42,7 @@ VLLM_URLS = {
 }
 REQUEST_S = 400.0
 """vLLM on a busy CPU compiles for minutes at the first request."""
-KINDS = ["own", "own-adapter", "vllm-reload", "vllm-plugin", "vllm-adapter"]
+KINDS = ["own", "own-adapter", "sglang", "vllm-reload", "vllm-plugin", "vllm-adapter"]
 
 
 @dataclass
@@ -180,6 +182,11 @@ async def rig(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Asyn
             config = InferenceConfig(max_model_len=512, max_running=32)
             engine = await stack.enter_async_context(open_engine(config, models.directory(1)))
             url = await stack.enter_async_context(serve(build_app(engine, config)))
+        elif kind == "sglang":
+            config = InferenceConfig(max_model_len=512, max_running=32)
+            engine = await stack.enter_async_context(open_engine(config, models.directory(1)))
+            url = await stack.enter_async_context(serve_stand_in(engine))
+            protocol, server_api = SglangProtocol(), SglangServerApi()
         else:
             url, token = request.getfixturevalue(VLLM_URLS[kind])
             protocol = VllmProtocol(model_name="policy")

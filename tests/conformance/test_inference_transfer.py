@@ -25,7 +25,8 @@ from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.inference.weights.node_copies import NodeCopies
 from rollbook.inference.weights.server_api import RollbookServerApi
 from rollbook.inference.weights.transport import TransportOptions, WeightTransport, open_transport
-from rollbook.trainer.model.weights import digest_of, named_weights
+from rollbook.shared_weights.modules import named_weights
+from rollbook.trainer.model.weights import digest_of
 from tests.parts.inference.engines import TinyModel, engine_config, until
 from tests.parts.inference.models import publication
 

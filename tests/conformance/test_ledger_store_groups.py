@@ -150,6 +150,25 @@ async def test_deletable_payloads_are_found_by_step(store: Store) -> None:
     assert ids(await store.read(lambda tx: tx.groups.releasable(RUN, 2, 10, dropped_only=True))) == ["filtered"]
 
 
+async def test_the_payload_of_a_first_part_is_kept_while_samples_of_its_group_are_missing(store: Store) -> None:
+    await put(
+        store,
+        group("a", 0, GroupState.DURABLE, has_payload=True, release_step=1),
+        group("a/2", 0, GroupState.DROPPED, part=2, has_payload=True, release_step=1),
+        group("a/3", 0, GroupState.DISPATCHED, part=3),
+        group("b", 1, GroupState.DROPPED, has_payload=True, release_step=1),
+        group("b/2", 1, GroupState.QUEUED, part=2, has_payload=True, arrival=0),
+    )
+    found = await store.read(lambda tx: tx.groups.releasable(RUN, 1, 10, dropped_only=False))
+    assert sorted(ids(found)) == ["a/2", "b"]
+    await put(store, group("a/3", 0, GroupState.DROPPED, part=3))
+    assert sorted(ids(await store.read(lambda tx: tx.groups.releasable(RUN, 1, 10, dropped_only=False)))) == [
+        "a",
+        "a/2",
+        "b",
+    ]
+
+
 async def test_groups_after_a_sequence_are_read_in_pages(store: Store) -> None:
     await put(
         store,

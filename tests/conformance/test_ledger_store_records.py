@@ -206,7 +206,7 @@ async def test_a_batch_is_never_overwritten(store: Store) -> None:
 
 async def test_steps_and_publications_are_kept_for_each_epoch(store: Store) -> None:
     step = StepRecord(run_id=RUN, step=1, epoch=1, digest="d", receipt=AckReceipt.ACKNOWLEDGED, at=1.0)
-    split = PassSplit(max_tokens=8192, gradient_checkpointing=True)
+    split = PassSplit.of(8192, 12)
     again = step.changed(epoch=2, receipt=AckReceipt.DIVERGED, split=split)
     publication = PublicationRecord(
         run_id=RUN, id=PublicationId(0), epoch=1, step=3, digest="d", effective_step=3, registered_at=1.0

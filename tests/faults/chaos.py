@@ -1,10 +1,12 @@
 """Kill random processes of a run and check that nothing is lost: `make chaos SEED=1 KILLS=100`.
 
 The run has every kind of process: ledger, policy server, environment server with simulators and command lines, trainer, dispatcher,
-worker, reward process, process template. A seed decides the faults (`Kind`), their moments and victims: kills, single, several at
-once, or again while the replacement starts; SIGTERM; processes stopped for longer than every lease; kills while the run starts or
-drains, or right after an action of an operator; a full disk; a clock that jumps. Then the run is drained, resumed, finished,
-audited and replayed. With `--jobs` several runs share the kills. The last line of the output is JSON.
+worker, reward process, process template; with `--env sandbox` also coding agents, verifiers and their sandboxes. A seed decides
+the faults (`Kind`), their moments and victims: kills, single, several at once, or again while the replacement starts; SIGTERM;
+processes stopped for longer than every lease; kills while the run starts or drains, or right after an action of an operator; a full
+disk; a clock that jumps. Then the run is drained, resumed, finished, audited and replayed. In the environment `sandbox` every
+episode does the right thing, so a lower reward was caused by a fault. With `--jobs` several runs share the kills. The last line of
+the output is JSON.
 """
 
 import argparse
@@ -37,9 +39,12 @@ from rollbook.ledger.rules import runs
 from rollbook.ledger.stores.registry import open_reader, sqlite_url
 from rollbook.run.actions import act
 from rollbook.run.reader import open_run
+from rollbook.sandbox.bubblewrap import guest_program
+from rollbook.sandbox.sandbox import Image
 from tests.faults.chaos_report import RESULTS, Fault, Kind, Report, merge, record
 from tests.parts.run.machine import Machine
 from tests.parts.run.small import CONFIG, REPOSITORY, SmallRun, rollbook
+from tests.parts.sandbox.agent_run import REWARD, VERIFIER, agent_program, write_agent_run
 
 AWS = REPOSITORY / "examples" / "02_aws_cli_agent"
 REWARDS = """
@@ -67,9 +72,12 @@ SETTINGS = [
 ENVIRONMENTS: dict[str, list[str]] = {
     "guessing": [*SETTINGS, "env.pool_size=32", "env.args.step_s=0.05", "inference.max_queued=64"],
     "aws": [*SETTINGS, "env.pool_size=4", "rollout.completions_per_prompt=2", "rollout.max_turns=6"],
+    "sandbox": [*SETTINGS, "sandbox.at_once=6"],
 }
 SUPERVISED = ("trainer", "policy", "ledger", "env", "rollout")
 ROLES = (*SUPERVISED, "worker", "reward", "template")
+SHORT = ("sandbox", "verifier", "agent")
+"""Processes of single episodes: nothing replaces them, and the run has healed when it trains."""
 # Processes that a role starts itself, by their module.
 MODULES = {
     "simulator": "rollbook.envs.builtin.awscli.cloud.simulator_process",
@@ -130,17 +138,33 @@ class Chaos:
         self._heal_s = heal_s
         self._rng = random.Random(seed)
         self._kills = kills
-        self._roles = (*ROLES, "simulator", "command line") if env == "aws" else ROLES
+        self._supervised = tuple(role for role in SUPERVISED if (env, role) != ("sandbox", "env"))
+        self._roles = tuple(role for role in ROLES if role in self._supervised or role not in SUPERVISED)
+        if env == "aws":
+            self._roles += ("simulator", "command line")
+        self._short = SHORT if env == "sandbox" else ()
+        self._arguments = {
+            **MODULES,
+            # bubblewrap and the guest both have the program of the guest as an argument.
+            "sandbox": guest_program(Image())[-1],
+            "verifier": VERIFIER,
+            "agent": str(agent_program(directory)),
+        }
         self._looked_at = -math.inf
         self._seen: list[psutil.Process] = []
         self._kinds = list(kinds)
         self._actions = itertools.cycle(OBEYS)
         self._log = log
         self.report = Report(seed=seed, env=env)
-        config = (AWS / "run.toml").read_text(encoding="utf-8") if env == "aws" else CONFIG
+        config = CONFIG
+        if env == "aws":
+            config = (AWS / "run.toml").read_text(encoding="utf-8")
+        elif env == "sandbox":
+            config = write_agent_run(directory)
         chosen = [] if policy is None else [f"gate.batch_policy={policy}"]
         self.run = SmallRun(directory, [*ENVIRONMENTS[env], *chosen], config=config + REWARDS)
-        (directory / "chaos_rewards.py").write_text(REWARD_MODULE, encoding="utf-8")
+        if env != "sandbox":
+            (directory / "chaos_rewards.py").write_text(REWARD_MODULE, encoding="utf-8")
         if env == "aws":
             shutil.copy(AWS / "aws_reference.py", directory)
         if {Kind.DISK, Kind.CLOCK} & set(kinds):
@@ -170,13 +194,17 @@ class Chaos:
     def _one_fault(self) -> None:
         kind = self._rng.choices(self._kinds, [WEIGHTS[kind] for kind in self._kinds])[0]
         match kind:
-            case Kind.KILL | Kind.TERMINATE | Kind.STOP:
+            case Kind.KILL:
+                self._hit([self._rng.choice((*self._roles, *3 * self._short))], kind)
+            case Kind.TERMINATE | Kind.STOP:
+                # Not of an agent: one that is stopped for long is a slow one, whose time is over.
                 self._hit([self._rng.choice(self._roles)], kind)
             case Kind.TWICE:
-                self._hit([self._rng.choice(SUPERVISED)], kind)
+                self._hit([self._rng.choice(self._supervised)], kind)
             case Kind.SEVERAL:
                 left = max(1, self._kills - self.report.kills)
-                self._hit(self._rng.sample(self._roles, min(left, self._rng.choice((2, 3)))), kind)
+                roles = (*self._roles, *self._short)
+                self._hit(self._rng.sample(roles, min(left, self._rng.choice((2, 3)))), kind)
             case Kind.START:
                 self._kill_supervisor()
             case Kind.DRAIN:
@@ -234,13 +262,13 @@ class Chaos:
         self.report.faults.append(fault)
         self.run.stop()
         self.run.start()
-        role = self._rng.choice(SUPERVISED)
+        role = self._rng.choice(self._supervised)
         pid = self.run.until(lambda: self._starting(role, -1), what=f"{role} starts", within_s=self._heal_s)
         fault.kills += self._send(pid, signal.SIGKILL)
         self._await(fault, self._next_step(), began)
 
     def _kill_while_draining(self) -> None:
-        role = self._rng.choice(SUPERVISED)
+        role = self._rng.choice(self._supervised)
         pid = self.run.until(partial(self._pid, role), what=f"{role} was up", within_s=self._heal_s)
         fault, began = Fault(Kind.DRAIN, role), time.monotonic()
         self.report.faults.append(fault)
@@ -339,6 +367,8 @@ class Chaos:
                 return self._logged("supervisor", "run.template.ready")
             # A dispatcher's own template: without it, workers are started plainly.
             return self._next_step()
+        if role in SHORT:
+            return self._next_step()
         if role in MODULES:
             needed = min(len(self._running(MODULES[role])), POOL_SIZES[role])
 
@@ -358,8 +388,8 @@ class Chaos:
         return lambda: any(row["event"] == event for row in _rows_after(file, size))
 
     def _pid(self, role: str) -> int | None:
-        if role in MODULES:
-            found = self._running(MODULES[role])
+        if role in self._arguments:
+            found = self._running(self._arguments[role])
             return self._rng.choice(found) if found else None
         return self.run.pid(role)
 
@@ -372,14 +402,15 @@ class Chaos:
         pid = rows["processes"].get(role, {}).get("pid")
         return pid if pid != before and pid is not None and psutil.pid_exists(pid) else None
 
-    def _running(self, module: str) -> list[int]:
+    def _running(self, argument: str) -> list[int]:
+        """Processes with this argument in their command line."""
         if time.monotonic() > self._looked_at + LOOK_S:
             self._seen = self.run.descendants()
             self._looked_at = time.monotonic()
         found = []
         for process in self._seen:
             try:
-                if module in process.cmdline():
+                if argument in process.cmdline():
                     found.append(process.pid)
             except psutil.Error:
                 continue
@@ -412,7 +443,11 @@ class Chaos:
         report.dropped = dict(audit["dropped"])
         with open_run(self.run.directory) as record:
             acknowledged = {step.step for step in record.steps() if step.receipt == "acknowledged"}
-            trained = [group.id for batch in record.batches(report.steps) for group in batch.groups]
+            groups = [group for batch in record.batches(report.steps) for group in batch.groups]
+        trained = [group.id for group in groups]
+        if self._short:
+            rewards = [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
+            report.scored, report.wrong_rewards = len(rewards), sum(abs(one - REWARD) > 1e-6 for one in rewards)
         report.trained = len(set(trained))
         report.duplicates = len(trained) - report.trained
         # A loss is a step that was not trained, or an opened group without an outcome.

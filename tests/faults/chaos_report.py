@@ -63,6 +63,10 @@ class Report:
     """Entries of the batches: groups, or parts of groups with batch policy `parts`. The audit checks the samples of the parts."""
     duplicates: int = 0
     losses: int = 0
+    scored: int = 0
+    """Samples of runs in which every episode does the right thing."""
+    wrong_rewards: int = 0
+    """Those whose reward is not that of a right episode: infrastructure was scored."""
     dropped: dict[str, int] = field(default_factory=dict)
     violations: list[str] = field(default_factory=list)
     replays: int = 0
@@ -80,7 +84,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        return not (self.duplicates or self.losses or self.violations) and self.is_replayed
+        return not (self.duplicates or self.losses or self.wrong_rewards or self.violations) and self.is_replayed
 
     def heal_times(self, name: str) -> dict[str, list[float]]:
         """Times to heal by `kind` or `role`."""
@@ -106,6 +110,8 @@ class Report:
             "trained_groups": self.trained,
             "duplicates": self.duplicates,
             "losses": self.losses,
+            "scored": self.scored,
+            "wrong_rewards": self.wrong_rewards,
             "dropped": self.dropped,
             "violations": self.violations,
             "replays": self.replays,
@@ -124,6 +130,8 @@ class Report:
             f"{self.kills} kills in {self.seconds:.0f} s, steps {self.steps}, trained groups or parts {self.trained}, duplicates "
             f"{self.duplicates}, losses {self.losses}"
         )
+        if self.scored:
+            lines.append(f"rewards: {self.scored}, of them wrong because of a fault: {self.wrong_rewards}")
         lines.append(f"dropped by reason: {self.dropped}")
         audit = "; ".join(self.violations) or "ok"
         lines.append(f"audit: {audit}; replay: {'same bits' if self.is_replayed else 'DIFFERS'}")
@@ -141,6 +149,8 @@ def merge(reports: Sequence[Report]) -> Report:
         trained=sum(report.trained for report in reports),
         duplicates=sum(report.duplicates for report in reports),
         losses=sum(report.losses for report in reports),
+        scored=sum(report.scored for report in reports),
+        wrong_rewards=sum(report.wrong_rewards for report in reports),
         dropped=dict(sum((Counter(report.dropped) for report in reports), Counter[str]())),
         violations=[f"seed {report.seed}: {text}" for report in reports for text in report.violations],
         replays=sum(report.replays for report in reports),
@@ -167,7 +177,8 @@ def page() -> str:
             "`chaos.json` and `cluster-chaos.json`.",
             "",
             "`make chaos` measures the time from a fault until the process is ready again. Simulators, command lines and reward",
-            "processes count when their replacement has started; faults of the whole run, when the next step is trained.",
+            "processes count when their replacement has started; faults of the whole run, of sandboxes, verifiers and agents, when",
+            "the next step is trained.",
             "",
             *itertools.chain.from_iterable(_session(row) for row in rows),
             *_cluster_section(),
@@ -221,6 +232,7 @@ def _totals(row: Mapping[str, Any]) -> Sequence[str]:
     return [
         f"{row['trained_groups']} groups or parts of groups were trained in {row['steps']} steps, {row['losses']} lost,",
         f"{row['duplicates']} twice.",
+        *([f"{row['wrong_rewards']} of {row['scored']} rewards were lowered by a fault."] if row.get("scored") else []),
         f"The replay of {row['replays']} of {row['runs']} runs gave the same bits.",
         f"Violations: {'; '.join(row['violations']) or 'none'}.",
     ]

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from rollbook.contracts.freshness import BatchPolicy
-from tests.faults.chaos import QUICK, WEIGHTS, Chaos
-from tests.faults.chaos_report import Kind
+from tests.faults.chaos import QUICK, SHORT, WEIGHTS, Chaos
+from tests.faults.chaos_report import Kind, Report
+from tests.parts.sandbox.bubblewrap import require_bubblewrap
 
 
 def require_ok(
     directory: Path, *, seed: int, kills: int, env: str, kinds: Sequence[Kind], policy: BatchPolicy | None = None
-) -> None:
+) -> Report:
     report = Chaos(directory, seed=seed, kills=kills, env=env, kinds=kinds, policy=policy).run_all()
     assert report.ok, report.table()
     assert report.kills >= kills
@@ -20,6 +21,7 @@ def require_ok(
     assert report.trained > 0
     # A sample whose reward process is killed is unscorable; a group with too few scored samples is dropped as invalid.
     assert set(report.dropped) <= {"end_of_run", "stale", "invalid", "quarantined"}, report.table()
+    return report
 
 
 @pytest.mark.timeout(900)
@@ -47,3 +49,12 @@ def test_twenty_random_kills_lose_nothing_of_a_run_that_masks_tokens(tmp_path: P
 def test_twenty_random_kills_of_a_run_in_the_cloud_environment_lose_nothing(tmp_path: Path) -> None:
     pytest.importorskip("ministack")
     require_ok(tmp_path, seed=3, kills=20, env="aws", kinds=tuple(WEIGHTS))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_twenty_random_kills_of_sandboxes_verifiers_and_agents_lower_no_reward(tmp_path: Path) -> None:
+    require_bubblewrap()
+    report = require_ok(tmp_path, seed=2, kills=20, env="sandbox", kinds=(Kind.KILL, Kind.SEVERAL))
+    assert {fault.role for fault in report.faults} >= set(SHORT)
+    assert report.scored > 0

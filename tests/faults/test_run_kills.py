@@ -15,6 +15,9 @@ import psutil
 import pytest
 
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.group import GroupId
+from rollbook.contracts.trajectory import RolloutSample
+from rollbook.rollout.rewards.messages import RewardCase
 from rollbook.run.reader import open_run
 from tests.parts.concurrency.processes import require_end
 from tests.parts.run.small import CONFIG, REPOSITORY, STEPS, SmallRun, rollbook
@@ -91,6 +94,7 @@ def test_a_run_is_protected_from_a_second_one_drains_at_an_interrupt_and_resumes
         url = require_restart_of_a_killed_dashboard(run)
         drained = interrupt(run)
         assert f"dashboard: {url}" in drained["stderr"]
+        assert re.search(r"first step after \d+\.\d s: checks \d.*; policy \d.*loading the model \d", drained["stderr"])
         run.has_dashboard = False
 
         run.start()
@@ -220,3 +224,55 @@ def test_a_run_with_slow_episodes_and_masked_tokens_recovers_when_a_process_is_k
     require_masked_tokens(run, steps=TAILED_STEPS)
     if policy == "parts":
         require_parts(run, steps=TAILED_STEPS)
+
+
+COMPARED = """
+import json, zlib
+
+def compared(cases):
+    seen = json.dumps([[case.reward, case.num_sampled, case.num_turns, case.score] for case in cases])
+    return [zlib.crc32(f"{number} {seen}".encode()) / 2**32 for number in range(len(cases))]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["rollout", "worker"])
+def test_rewards_of_groups_are_those_of_the_stored_quorum_when_a_process_is_killed(tmp_path: Path, role: str) -> None:
+    run = tailed_run(tmp_path, "parts")
+    (tmp_path / "compared.py").write_text(COMPARED, encoding="utf-8")
+    function = 'rollout.rewards.functions.compared={path = "compared:compared", group = true}'
+    run.overrides += [f"trainer.max_steps={TAILED_STEPS}", function]
+    try:
+        run.start()
+        run.until(lambda: run.step() >= 6, what="step 6")
+        run.kill(role)
+        summary = run.wait()
+    finally:
+        run.stop()
+    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, TAILED_STEPS, "ok"), summary["stderr"]
+    require_complete(run, steps=TAILED_STEPS)
+    with open_run(run.directory) as record:
+        rows = record.groups(limit=10_000)
+        stored = [group for row in rows if (group := record.samples(GroupId(row.group_id))) is not None]
+        attempts = {row.group_id: row.attempt for row in rows}
+    assert any(group.part > 1 and attempts[group.id] > 1 for group in stored), "the kill interrupted no late sample"
+    namespace: dict[str, Any] = {}
+    exec(COMPARED, namespace)
+    firsts = {(group.task_id, group.draw): group for group in stored if group.part == 1}
+    for group in stored:
+        begun = firsts[group.task_id, group.draw]
+        quorum = [one for one in begun.samples if one.facts["compared"] == "with its group"]
+        known = [stored_case(one, score=one.reward) for one in quorum]
+        if group is begun:
+            values = namespace["compared"]([stored_case(one, score=None) for one in quorum])
+            assert [one.reward for one in quorum] == values
+        for one in group.samples:
+            if one.facts["compared"] == "with the quorum of its group":
+                assert one.reward == namespace["compared"]([*known, stored_case(one, score=None)])[-1]
+
+
+def stored_case(sample: RolloutSample, *, score: float | None) -> RewardCase:
+    environment = sample.metrics["reward/environment"]
+    return RewardCase(
+        row={}, reward=environment, num_sampled=sample.num_trained, num_turns=len(sample.turns), score=score
+    )

@@ -23,11 +23,14 @@ from rollbook import Observation, run_code
 
 
 class Program:
+    def __init__(self, sandbox="bubblewrap"):
+        self.sandbox = sandbox
+
     async def reset(self, task):
         return Observation(text="higher")
 
     async def step(self, action):
-        result = await run_code("import time; time.sleep(0.2); print(6 * 7)")
+        result = await run_code("import time; time.sleep(0.2); print(6 * 7)", sandbox=self.sandbox)
         return Observation(text="correct", reward=float(result.stdout == b"42\\n"), done=True)
 
     async def close(self):
@@ -68,6 +71,28 @@ def test_no_reward_is_zero_because_a_sandbox_was_killed(run: SmallRun) -> None:
     scored = [sample.reward for sample in samples if sample.reward is not None]
     assert scored
     assert set(scored) == {1.0}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_without_confinement_says_so_and_keeps_its_quota(run: SmallRun) -> None:
+    run.overrides = ["trainer.max_steps=2", 'env.args={sandbox = "none"}', "sandbox.at_once=1"]
+    run.start()
+    most = 0
+    while run.process.poll() is None:
+        most = max(most, sum(_has_argument(process, "main.py") for process in run.descendants()))
+        time.sleep(0.05)
+    summary = run.wait()
+    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 2, "ok"), summary["stderr"]
+    assert most == 1
+    assert "runs unconfined" in summary["problems"][0]
+    assert 'env.args.sandbox = "none"' in summary["problems"][0]
+
+
+def _has_argument(process: psutil.Process, argument: str) -> bool:
+    with suppress(psutil.Error):
+        return argument in process.cmdline()
+    return False
 
 
 def _is_sandbox(process: psutil.Process) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parts.run.small import CONFIG, REPOSITORY, SmallRun
+from tests.parts.run.small import CONFIG, SmallRun
 
 pytestmark = pytest.mark.slow
 
@@ -17,19 +17,9 @@ def stderr(run: SmallRun) -> str:
     return (run.outputs / "stderr").read_text(encoding="utf-8")
 
 
-def plant(run: SmallRun, directory: Path, code: str) -> None:
-    """Python code that every process of the run executes at its start."""
-    planted = directory / "planted"
-    planted.mkdir()
-    (planted / "sitecustomize.py").write_text(code, encoding="utf-8")
-    run.environment["PYTHONPATH"] = f"{REPOSITORY}:{planted}"
-
-
 def test_a_policy_server_that_fails_at_every_update_ends_the_run_with_its_exception(tmp_path: Path) -> None:
     run = SmallRun(tmp_path)
-    plant(
-        run,
-        tmp_path,
+    run.plant(
         """
 from rollbook.inference.server.weight_updates import WeightUpdates
 
@@ -124,9 +114,7 @@ def test_a_process_that_hangs_while_it_starts_is_named_with_its_line(tmp_path: P
 def test_a_ledger_that_does_not_respond_is_named_and_ends_the_run(tmp_path: Path) -> None:
     """It accepts connections and answers 503: each process waits `ledger.request_s`, is restarted, and is given up."""
     run = SmallRun(tmp_path, ["ledger.request_s=2", "run.most_quick_deaths=2"])
-    plant(
-        run,
-        tmp_path,
+    run.plant(
         """
 from rollbook.ledger.service import Ledger
 from rollbook.contracts.errors import TransientError

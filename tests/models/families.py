@@ -28,6 +28,15 @@ COMMON: Mapping[str, Any] = {
     "eos_token_id": 2,
 }
 EXPERTS: Mapping[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LOCAL: Mapping[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED: Mapping[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 LATENT: Mapping[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 4,
@@ -55,6 +64,21 @@ WINDOWED: Mapping[str, Any] = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+YARN: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "max_position_embeddings": 256,
+}
+LONGROPE: Mapping[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 3.0],
+}
+"""Half of each head is rotated, slower in long sequences."""
 MAMBA: Mapping[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_d_head": 8,
@@ -88,6 +112,11 @@ class Family:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model: Any = AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32)  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    # Norms and biases, which would be 1 or 0.
+                    if parameter.ndim == 1:
+                        parameter.add_(0.1 * torch.randn_like(parameter))
             return model.eval()
 
 
@@ -96,8 +125,8 @@ FAMILIES = (
     Family("Mistral", "mistral", {"sliding_window": None}),
     Family("Mistral with a window", "mistral", {"sliding_window": WINDOW}),
     Family("Ministral", "ministral", WINDOWED),
-    Family("Ministral 3", "ministral3"),
-    Family("Mixtral", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    Family("Ministral 3", "ministral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.4}}),
+    Family("Mixtral", "mixtral", {**LOCAL, "sliding_window": None}),
     Family(
         "Llama 4 (text)",
         "llama4_text",
@@ -122,9 +151,13 @@ FAMILIES = (
         {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 24},
         ("intermediate_size",),
     ),
-    Family("gpt-oss", "gpt_oss", {**WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    Family("Gemma 2", "gemma2", {**WINDOWED, "query_pre_attn_scalar": 8}),
-    Family("Gemma 3 (text)", "gemma3_text", {**WINDOWED, "query_pre_attn_scalar": 8}),
+    Family("gpt-oss", "gpt_oss", {**WINDOWED, **LOCAL}),
+    Family(
+        "Gemma 2",
+        "gemma2",
+        {**WINDOWED, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    Family("Gemma 3 (text)", "gemma3_text", {**WINDOWED, "query_pre_attn_scalar": 16}),
     Family(
         "Gemma 3n (text)",
         "gemma3n_text",
@@ -153,18 +186,11 @@ FAMILIES = (
             "vocab_size_per_layer_input": VOCABULARY,
         },
     ),
-    Family("GLM 4", "glm4"),
+    Family("GLM 4", "glm4", {"attention_bias": True}),
     Family(
         "GLM 4.5 (MoE)",
         "glm4_moe",
-        {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-        },
+        ROUTED,
     ),
     Family("GLM 4.7 Flash", "glm4_moe_lite", {**LATENT, "mlp_layer_types": ["dense", "sparse"]}),
     Family(
@@ -234,7 +260,7 @@ FAMILIES = (
         },
         ("max_position_embeddings",),
     ),
-    Family("MiniMax M2", "minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Family("MiniMax M2", "minimax_m2", LOCAL),
     Family(
         "MiMo V2 Flash",
         "mimo_v2_flash",
@@ -247,9 +273,18 @@ FAMILIES = (
             "v_head_dim": 8,
         },
     ),
-    Family("Phi 3 and 4", "phi3"),
-    Family("Phi 3.5 MoE", "phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    Family("Granite 3", "granite"),
+    Family("Phi 3 and 4", "phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}),
+    Family("Phi 3.5 MoE", "phimoe", LOCAL),
+    Family(
+        "Granite 3",
+        "granite",
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 0.5,
+        },
+    ),
     Family(
         "Granite 4 hybrid",
         "granitemoehybrid",
@@ -308,11 +343,122 @@ FAMILIES = (
     Family("SmolLM3", "smollm3", {"no_rope_layers": [1, 0]}),
     Family("Cohere Command A", "cohere2", WINDOWED),
     Family("EXAONE 4", "exaone4", WINDOWED),
-    Family("Seed-OSS", "seed_oss"),
+    Family("Seed-OSS", "seed_oss", {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}),
     Family("ERNIE 4.5", "ernie4_5"),
-    Family("Hunyuan", "hunyuan_v1_dense"),
+    Family(
+        "Hunyuan",
+        "hunyuan_v1_dense",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 9.0}},
+    ),
     Family("StarCoder 2", "starcoder2", {"sliding_window": None}),
+    Family("AFM", "afmoe", {**EXPERTS, **WINDOWED, "num_dense_layers": 1}),
+    Family("Apertus", "apertus"),
+    Family("Arcee", "arcee"),
+    Family("Bailing hybrid", "bailing_hybrid", EXPERTS),
+    Family("Bamba", "bamba", {**MAMBA, "attn_layer_indices": [1]}),
+    Family("BitNet", "bitnet"),
+    Family("Code World Model", "cwm", WINDOWED),
+    Family("Cohere Command R", "cohere"),
+    Family("Cohere 2 MoE", "cohere2_moe", {**EXPERTS, **WINDOWED}),
+    Family("DeepSeek V2", "deepseek_v2", {**LATENT, "first_k_dense_replace": 1}),
+    Family("dots.llm1", "dots1", {**ROUTED, "n_shared_experts": 1}),
+    Family(
+        "ERNIE 4.5 MoE",
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 24,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 1,
+        },
+    ),
+    Family("EXAONE MoE", "exaone_moe", {**EXPERTS, **WINDOWED, "n_group": 1, "topk_group": 1}),
+    Family(
+        "Falcon Mamba",
+        "falcon_mamba",
+        {"state_size": 8},
+        ("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "head_dim"),
+    ),
+    Family("FlexOlmo", "flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2}),
+    Family("Gemma", "gemma"),
+    Family("GLM 4 9B", "glm"),
+    Family("Granite 3 MoE", "granitemoe", LOCAL),
+    Family("Granite 3 MoE, shared", "granitemoeshared", {**LOCAL, "shared_intermediate_size": 24}),
+    Family("Helium", "helium"),
+    Family("Hunyuan MoE", "hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2}),
+    Family("Hunyuan 3", "hy_v3", EXPERTS),
+    Family("Jais 2", "jais2"),
+    Family("Laguna", "laguna", EXPERTS),
+    Family(
+        "LongCat Flash",
+        "longcat_flash",
+        {
+            **LATENT,
+            "num_layers": 1,
+            "ffn_hidden_size": 48,
+            "expert_ffn_hidden_size": 24,
+            "moe_topk": 2,
+            "zero_expert_num": 1,
+        },
+    ),
+    Family("Mellum", "mellum", LOCAL),
+    Family("MiniCPM 3", "minicpm3", LATENT),
+    Family("MiniMax Text", "minimax", {**LOCAL, "layer_types": ["linear_attention", "full_attention"]}),
+    Family("NanoChat", "nanochat"),
+    Family("Nemotron", "nemotron"),
+    Family("OLMo", "olmo"),
+    Family("Qwen1.5-MoE", "qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 24}),
+    Family("Solar Open", "solar_open", ROUTED),
+    Family("StableLM 2", "stablelm"),
+    Family("VaultGemma", "vaultgemma", {**WINDOWED, "query_pre_attn_scalar": 8}),
+    Family("Youtu", "youtu", {name: value for name, value in LATENT.items() if "expert" not in name}),
+    Family(
+        "Zamba 2",
+        "zamba2",
+        {
+            "layers_block_type": ["mamba", "hybrid"],
+            "hybrid_layer_ids": [1],
+            "num_mem_blocks": 1,
+            "n_mamba_heads": 8,
+            "mamba_headdim": 8,
+            "mamba_d_state": 8,
+            "mamba_ngroups": 1,
+            "chunk_size": 8,
+        },
+    ),
 )
+
+
+def _types(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+OLDER = _types(
+    """
+    bart beam bert bert-generation big_bird bigbird_pegasus biogpt blenderbot blenderbot-small bloom blt camembert codegen
+    cpmant ctrl data2vec-text dbrx diffllama doge electra ernie falcon git gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox
+    gpt_neox_japanese gptj jetmoe mamba marian mbart megatron-bert modernbert-decoder mpt mvp openai-gpt opt pegasus
+    persimmon phi plbart prophetnet recurrent_gemma reformer rembert roberta roberta-prelayernorm roc_bert roformer rwkv
+    trocr whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xmod zamba
+    """
+)
+"""Older than three years, encoders, translators, or replaced by a successor in the table."""
+MULTIMODAL = _types(
+    """
+    aria_text emu3 fuyu gemma3 gemma3n gemma4 gemma4_assistant gemma4_unified gemma4_unified_assistant gemma4_unified_text
+    got_ocr2 llama4 minimax_m3_vl_text mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen3_5
+    qwen3_5_moe
+    """
+)
+"""With images or sound. Those whose text part is in the table load as text models."""
+NOT_MEASURED = _types(
+    """
+    axk1 axk2 cohere_compass_text flint granite_swa granitemoe_swa hrm_text hy_v4 hyperclovax inkling_text kolibri1
+    qwen4_exp qwen4_exp_text xlstm zaya
+    """
+)
+"""There is no tiny model of them yet."""
 
 
 def family(model_type: str) -> Family:

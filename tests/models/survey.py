@@ -20,7 +20,7 @@ from safetensors import safe_open
 from transformers import __version__ as transformers_version
 
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.policy import Completion, Publication, PublicationId, SamplingParams
+from rollbook.contracts.policy import Completion, Publication, PublicationId, SamplingParams, with_length
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.embedded.engine import open_engine
 from rollbook.inference.engines.embedded.model.llama import LlamaForward
@@ -28,6 +28,7 @@ from rollbook.trainer.config import LoraSettings
 from rollbook.trainer.data.minibatches import Minibatch, flatten, plan
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.weights import write_weights
+from rollbook.trainer.step import TrainStep
 from tests.models.families import FAMILIES, VOCABULARY, Family
 from tests.parts.trainer.batches import batch_of, quick, row, sample
 
@@ -53,8 +54,11 @@ measured: speed, GPUs, bfloat16, and real checkpoints.
 - **parity**: the logprobs of engine and trainer for {{count}} sampled tokens, in batches of different lengths and over two
   turns, differ by at most {CLOSE:g} in float32.
 
-| family | model type | engine | prefix reuse | training | LoRA | published names | round trip | parity |
-|---|---|---|---|---|---|---|---|---|
+- **router replay**: `trainer.router_replay` trains with the experts that the embedded engine chose, all of them. *no*: refused at
+  the start by the model's type. –: no mixture of experts.
+
+| family | model type | engine | prefix reuse | training | LoRA | published names | round trip | parity | router replay |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -80,11 +84,12 @@ def line(family: Family) -> str:
             family.model().save_pretrained(directory)
             model = PolicyModel.load(directory, quick())
         except Exception as error:
-            return _joined([*cells, f"does not load: {_reason(error)}", *["–"] * 6])
+            return _joined([*cells, f"does not load: {_reason(error)}", *["–"] * 7])
         engine = asyncio.run(_engine(directory, model))
         training = ("packed" if model.is_packed else "padded") if not leaks(model) else "LEAKS"
         cells += [engine.path, engine.reuse, training, _lora(directory), _names(model, directory)]
         cells += ["exact" if _is_round_trip_exact(model, directory, Path(root)) else "DIFFERS", _parity(model, engine)]
+        cells.append(_replay(directory) if _has_experts(model) else "–")
         return _joined(cells)
 
 
@@ -97,7 +102,7 @@ def _joined(cells: list[str]) -> str:
 
 
 def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split()).replace("|", "/")
+    text = " ".join(str(error).split()).replace("|", "/").partition(" (")[0]
     return f"{type(error).__name__}: {text[:MAX_REASON]}"
 
 
@@ -150,6 +155,34 @@ def _path(parts: Any) -> str:
     if parts.model.is_dense:
         return "module, slots"
     return "module, states" if parts.runner.slots.is_mergeable else "module, states, row by row"
+
+
+def _has_experts(model: PolicyModel) -> bool:
+    return any("experts" in name for name in model.module.state_dict())
+
+
+def _replay(directory: Path) -> str:
+    """Whether every choice of the engine reaches the experts of the trainer."""
+    config = InferenceConfig(max_running=4, max_model_len=160, kv_memory_mb=30, record_routes=True)
+
+    async def routed() -> list[_Sampled]:
+        async with open_engine(config, directory) as engine:
+            await engine.adopt(Publication(id=PublicationId(1), epoch=1, step=0, digest=""))
+            return await _play(engine, _prompts())
+
+    try:
+        learner = TrainStep(PolicyModel.load(directory, quick(router_replay=True)), quick(router_replay=True))
+        played = asyncio.run(routed())
+    except RunError:
+        return "no"
+    samples = []
+    for one in played:
+        assert one.completion.routes is not None
+        tokens = [*one.prompt, *one.completion.token_ids.tolist()]
+        made = row(tokens, range(len(one.prompt), len(tokens)))
+        samples.append(sample(made.with_columns(routes=with_length(one.completion.routes, len(tokens)))))
+    metrics = learner.run(batch_of(1, [samples])).metrics
+    return "yes" if metrics["train/router_replayed"] == 1.0 else "DIFFERS"
 
 
 def _minibatch(model: PolicyModel, sequences: list[tuple[list[int], int, NDArray[np.float32]]]) -> Minibatch:

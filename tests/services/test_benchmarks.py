@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.loop.defaults import used_by
 from tests.parts.run.small import REPOSITORY
 
 ATROPOS = REPOSITORY / ".venvs" / "atropos" / "bin" / "python"
@@ -20,7 +21,23 @@ SMALLEST = {
     "loop.episodes": "--episodes 400 800",
     "loop.overlap": "--steps 4",
     "loop.startup": "--repetitions 1",
+    "loop.out_of_memory": "--model cpu --cases passes",
 }
+
+
+@pytest.mark.parametrize(
+    ("used", "expected"),
+    [
+        ({11: 5, 14: 7}, {"policy": 5, "trainer": 7}),
+        ({90_011: 5, 90_020: 7}, {"policy": 5, "trainer": 7}),
+        ({14: 7}, {"trainer": 7}),
+        ({90_011: 5}, {}),
+        ({90_011: 5, 90_020: 7, 90_021: 1}, {}),
+    ],
+    ids=["known numbers", "numbers of another container", "one so far", "one of two", "another program"],
+)
+def test_memory_of_a_gpu_is_told_apart_by_process(used: dict[int, int], expected: dict[str, int]) -> None:
+    assert used_by({"trainer": 14, "policy": 11}, used) == expected
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """Our server and our client over a real socket."""
 
 import asyncio
+import io
 import re
 import threading
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -173,14 +175,14 @@ async def test_an_environment_that_cannot_be_created_is_reported_and_its_slot_is
 
 
 async def test_an_exception_in_close_does_not_leak_a_slot(tmp_path: Path) -> None:
-    log = EventLog("env-server", tmp_path / "log.jsonl", echo=(tmp_path / "echo").open("w"))
     config = EnvConfig(name=f"{Breaker.__module__}:Breaker")
-    async with serve_environments(config, EnvServerConfig(connect_wait_s=0), size=1, log=log) as server:
-        for _ in range(3):
-            env = await connect_once(server.url)
-            await env.reset({"break": "close"})
-            await env.close()
-        assert server.pool.health().busy == 0
+    with closing(EventLog("env-server", tmp_path / "log.jsonl", echo=io.StringIO())) as log:
+        async with serve_environments(config, EnvServerConfig(connect_wait_s=0), size=1, log=log) as server:
+            for _ in range(3):
+                env = await connect_once(server.url)
+                await env.reset({"break": "close"})
+                await env.close()
+            assert server.pool.health().busy == 0
     events = [event["event"] for event in read_json_lines(tmp_path / "log.jsonl")]
     assert events.count("envs.environment_not_closed") == 3
 

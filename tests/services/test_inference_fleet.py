@@ -19,7 +19,8 @@ from rollbook.inference.server.app import SERVICE, build_app, serve
 from rollbook.inference.server.service import PolicyService
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.inference.weights.transport import TransportOptions, open_transport
-from rollbook.trainer.model.weights import digest_of, named_weights
+from rollbook.shared_weights.modules import named_weights
+from rollbook.trainer.model.weights import digest_of
 from tests.parts.inference.engines import TinyModel, engine_config, until
 from tests.parts.inference.models import publication
 from tests.parts.inference.server_process import start_server
@@ -200,6 +201,9 @@ async def test_requests_and_weights_follow_replicas_that_join_leave_and_return(t
         client = await stack.enter_async_context(open_policy_client([first], request_s=30, watch_s=0.05, source=source))
         fleet = client.fleet
         assert [found and int(found.id) for found in await weights.reported()] == [1]
+        said = weights.exactness
+        assert said is not None
+        assert said.inexact_because == "the scripted engine has no model"
         listed.append(second)
         assert [found and int(found.id) for found in await weights.reported()] == [1, None], "the joiner has no weights"
         await weights.receive(published, str(path))

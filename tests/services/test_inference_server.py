@@ -229,6 +229,9 @@ async def test_updates_are_fenced_checked_and_idempotent(tiny: TinyModel) -> Non
             "digest": published.digest,
             "dtype": "float32",
             "adapter": None,
+            "inexact_because": "the scripted engine has no model",
+            "machine": {},
+            "recomputes": False,
         }
 
 

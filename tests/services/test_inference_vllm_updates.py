@@ -105,6 +105,7 @@ async def test_after_a_failed_update_no_token_gets_the_version_of_the_old_weight
     server_api = VllmServerApi()
     server.failing = {path}
     async with connected(server) as replica:
+        assert server_api.exactness(replica).inexact_because == "vLLM computes with kernels of its own"
         with pytest.raises(TransientError, match="failed"):
             await server_api.update(replica, info)
         assert server.weights == str(tmp_path)

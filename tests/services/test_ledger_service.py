@@ -105,7 +105,7 @@ async def test_a_batch_comes_with_the_split_of_its_last_acknowledgement(service:
     batch = await trainer.encoded_batch(1, wait_s=5)
     assert isinstance(batch, EncodedBatch)
     assert batch.split is None
-    splits = [PassSplit(max_tokens=16_384), PassSplit(max_tokens=8192, gradient_checkpointing=True)]
+    splits = [PassSplit(max_tokens=16_384), *(PassSplit.of(8192, checkpointing) for checkpointing in (True, 1, 12))]
     for epoch, split in enumerate(splits, start=1):
         await trainer.acknowledge(1, "w1", split=split)
         assert [step.split for step in await trainer.steps()] == splits[:epoch]

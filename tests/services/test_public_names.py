@@ -236,6 +236,11 @@ async def test_a_reward_function_scores_a_case_in_another_process() -> None:
     assert scored.value == 1.0
 
 
+def test_pass_at_k_shares_the_credit_of_a_solved_sample() -> None:
+    cases = [rollbook.RewardCase(row={}, solved=solved) for solved in (True, False, False)]
+    assert rollbook.pass_at(2)(cases) == [1.0, 0.5, 0.5]
+
+
 async def test_a_rollout_service_plays_an_episode_behind_http() -> None:
     setup, _ = setup_of()
 

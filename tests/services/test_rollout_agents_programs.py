@@ -1,4 +1,4 @@
-"""Real coding agents play an episode through the proxy: Codex, pi with each of its APIs, mini-swe-agent, Claude Code if installed.
+"""Real coding agents and clients play an episode through the proxy: Codex, Claude Code, pi with each of its APIs, mini-swe-agent.
 
 They have their own environment (`make test-agents`). The policy is scripted; the programs, their requests and commands are real.
 """
@@ -35,6 +35,7 @@ def needs(agent: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not is_installed(agent), reason=f"{agent} is not installed (make test-agents)")
 
 
+CONTAINER = pytest.mark.skipif(shutil.which("podman") is None or os.geteuid() != 0, reason="podman is not installed")
 CONFINED = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
 
@@ -88,7 +89,10 @@ async def play(
     return sample, record
 
 
-@pytest.mark.parametrize("sandbox", ["none", pytest.param("bubblewrap", marks=CONFINED)])
+@pytest.mark.parametrize(
+    "sandbox",
+    ["none", pytest.param("bubblewrap", marks=CONFINED), pytest.param("podman", marks=[CONTAINER, pytest.mark.slow])],
+)
 @pytest.mark.parametrize("agent", [pytest.param(name, marks=needs(name)) for name in CODING_AGENTS])
 async def test_a_coding_agent_works_in_its_directory_with_the_exact_tokens_of_the_engine(
     tmp_path: Path, agent: str, sandbox: str
@@ -209,6 +213,36 @@ async def test_the_anthropic_client_plays_an_episode_with_thinking_and_tools(tmp
     }
     assert "no episode 'other' is open here" in found["errors"]["NotFoundError"]
     assert [entry["role"] for entry in sample.facts["lineage"]] == ["main", "side"]
+    assert_matches_engine(sample, record)
+
+
+OPENAI_CLIENT = ROOT / "tests" / "parts" / "rollout" / "openai_client.mjs"
+PACKAGES = BINS[0].parents[1]
+
+
+@pytest.mark.skipif(
+    not (PACKAGES / "node_modules" / "openai").exists(), reason="make test-agents installs the openai package of Node"
+)
+@pytest.mark.parametrize("mode", ["whole", "stream"])
+@pytest.mark.parametrize(("api", "reasons"), [("chat", ["tool_calls", "stop"]), ("responses", ["completed"] * 2)])
+async def test_the_openai_client_of_node_plays_an_episode_with_tools(
+    tmp_path: Path, api: str, reasons: list[str], mode: str
+) -> None:
+    def reply(prompt: str) -> str:
+        return "Paris 21<|im_end|>" if "21 degrees" in prompt else call("get_weather", {"city": "Paris"})
+
+    command = ["node", str(OPENAI_CLIENT), str(PACKAGES), api, mode]
+    settings = {"command": command, "reward": "rollout.rewards"}
+    async with agent_setup(tmp_path, reply, settings=settings) as (setup, record):
+        sample = await make_rollout(setup)({"question": "Paris?"})
+    assert sample is not None
+    assert sample.facts["result"] == {
+        "call": ["get_weather", {"city": "Paris"}],
+        "reasons": reasons,
+        "text": "Paris 21",
+        "errors": [["BadRequestError", 400], ["NotFoundError", 404]],
+    }
+    assert (len(sample.turns), len(sample.sequences)) == (2, 1)
     assert_matches_engine(sample, record)
 
 

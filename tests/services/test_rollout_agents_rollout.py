@@ -14,12 +14,14 @@ import pytest
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import EndReason, RolloutSample
+from rollbook.rollout.agents import sandboxed
 from rollbook.rollout.agents.program import command_program, run_in_thread
 from rollbook.rollout.agents.rollout import make_rollout
 from rollbook.rollout.contract import ChatSession
 from rollbook.rollout.policy import EpisodeContext, enter_episode
 from rollbook.rollout.settings import TO_BE_SCORED, EpisodeLimits
 from tests.parts.rollout.agents import EngineRecord, agent_setup, assert_matches_engine
+from tests.parts.sandbox.bubblewrap import require_bubblewrap
 
 PROGRAMS = "tests.parts.rollout.agent_programs"
 REWARD = f"{PROGRAMS}:reward"
@@ -94,6 +96,74 @@ async def test_an_episode_at_a_limit_has_a_reward_even_if_the_agent_raises(tmp_p
     assert_matches_engine(sample, record)
 
 
+SCRIPTED_AGENT = """#!/usr/bin/env python3
+import os, urllib.request, json
+
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    data=json.dumps({"model": "policy", "messages": [{"role": "user", "content": "?"}]}).encode(),
+    headers={"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+)
+urllib.request.urlopen(request, timeout=60).read()
+open("late.txt", "w").close()
+os.system(%r)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        ("while :; do sleep 9 & done", "the sandbox ended the agent: the code used"),
+        ("kill -9 $PPID", "the agent's command ended with code -9"),
+        ("mkdir -p closed; chmod 0 closed", "cannot be copied out"),
+        ("head -c 3M /dev/zero > large", "cannot be copied out"),
+    ],
+    ids=["processes", "its own end", "files without rights", "files that are too large"],
+)
+async def test_what_the_commands_of_an_agent_ruin_is_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, error: str
+) -> None:
+    require_bubblewrap()
+    monkeypatch.setattr(sandboxed, "MAX_WORK_BYTES", 2**20)
+    settings = scripted_agent(tmp_path / "bin", command)
+    settings |= {"sandbox_limits": {"processes": 40}, "reward": f"{__name__}:files_of_the_workspace"}
+    sample, _ = await play(tmp_path, {"task": "?", "files": {"start.txt": ""}}, **settings)
+    assert sample is not None
+    assert error in sample.facts["agent_error"]
+    assert sample.reward == (2 if "-9" in error else 1), "files are those of the start, unless they could be copied out"
+
+
+def scripted_agent(directory: Path, command: str) -> dict[str, Any]:
+    """Settings of a program in this directory that asks the policy once and then runs a shell command."""
+    program = directory / "mini"
+    directory.mkdir(exist_ok=True)
+    program.write_text(SCRIPTED_AGENT % command)
+    program.chmod(0o755)
+    path = f"{directory}:{Path(sys.executable).resolve().parent}:/usr/bin:/bin"
+    return {"agent": "mini-swe-agent", "environment": {"PATH": path}}
+
+
+async def test_an_agent_that_is_installed_in_the_home_directory_does_not_see_the_files_next_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_bubblewrap()
+    home = tmp_path / "home"
+    settings = scripted_agent(home, f"cat {home}/key && touch found; test -x {home}/mini && touch program")
+    (home / "key").write_text("secret")
+    monkeypatch.setenv("HOME", str(home))
+    sample, _ = await play(tmp_path, {"task": "?"}, **settings, reward=f"{__name__}:names_in_the_workspace")
+    assert sample is not None
+    assert sample.reward == len("late.txtprogram")
+
+
+def names_in_the_workspace(row: dict[str, Any], _result: Any, _messages: list[Any]) -> float:
+    return float(sum(len(file.name) for file in Path(row["workspace"]).iterdir()))
+
+
+def files_of_the_workspace(row: dict[str, Any], _result: Any, _messages: list[Any]) -> float:
+    return float(len(list(Path(row["workspace"]).iterdir())))
+
+
 async def test_an_outage_is_never_a_reward_even_if_the_agent_catches_the_error(tmp_path: Path) -> None:
     enter_episode(EpisodeContext(group_id=GroupId("t@0"), min_publication=9, until=time.monotonic() + 4))
     with pytest.raises(TransientError, match="publication 9 or newer"):
@@ -158,6 +228,7 @@ async def test_a_command_is_killed_when_its_episode_is_cancelled(tmp_path: Path)
         ({"agent": "nowhere:agent"}, "rollout.settings.agent = 'nowhere:agent': no module 'nowhere'"),
         ({"agent": f"{PROGRAMS}:converse", "environment": {"A": "b"}}, "environment is only for programs"),
         ({"agent": f"{PROGRAMS}:converse", "arguments": ["-x"]}, "arguments: only for a coding agent"),
+        ({"command": ["x"], "sandbox": "bubblewrap"}, "sandbox: only for a coding agent. A command"),
         ({"agent": "codex"}, "agent = 'codex' returns a text, so a reward is required"),
         ({"agent": "pi", "reward": REWARD, "sandbox_limits": {"colour": 1}}, "colour: there is no such limit"),
         (

@@ -86,6 +86,18 @@ async def test_tool_calls_are_parsed_and_the_next_prompt_continues_their_exact_t
     assert "get_weather" in setup.tokenizer.decode(record.turns[0][0])
 
 
+async def test_a_call_in_a_thought_is_no_call_of_the_agent(tmp_path: Path) -> None:
+    thoughts = in_order(f"<think>{CALL.removesuffix('<|im_end|>')}</think>It is sunny.<|im_end|>")
+    async with (
+        agent_setup(tmp_path, thoughts) as (setup, _),
+        setup.open_proxy_session() as session,
+        client_of(session) as client,
+    ):
+        reply = await ask(client, [{"role": "user", "content": "What is the weather?"}], tools=[WEATHER])
+    assert (reply.finish_reason, reply.message.tool_calls) == ("stop", None)
+    assert reply.message.content.endswith("</think>It is sunny.")
+
+
 async def test_a_history_rewritten_by_the_agent_starts_a_new_sequence(tmp_path: Path) -> None:
     async with agent_setup(tmp_path, in_order("one<|im_end|>", "two<|im_end|>", "three<|im_end|>")) as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
@@ -616,3 +628,38 @@ async def test_a_first_turn_that_takes_all_the_time_keeps_its_class_of_failure(t
             with pytest.raises(openai.APIStatusError, match="the time of this episode is over"):
                 await ask(client, [{"role": "user", "content": "hi"}])
             assert isinstance(session.failure, EpisodeTimeUpError)
+
+
+async def test_conversations_of_one_session_have_their_own_sequences_and_limits(tmp_path: Path) -> None:
+    def policy(prompt: str) -> str:
+        return "Again.<|im_end|>" if "More" in prompt else "Sunny.<|im_end|>"
+
+    limits = EpisodeLimits(max_turns=2, max_total_tokens=120, max_seconds=60)
+    async with (
+        agent_setup(tmp_path, policy, limits=limits) as (setup, record),
+        setup.open_proxy_session(has_conversations=True) as session,
+    ):
+        samples = []
+        for name in ("a", "b"):
+            async with client_of(session, default_headers={"X-Session-ID": name}) as client:
+                messages: list[Any] = [{"role": "user", "content": "Paris?"}]
+                messages.append((await ask(client, messages)).message.model_dump(exclude_none=True))
+                messages.append({"role": "user", "content": "More" if name == "a" else f"More {'weather ' * 300}"})
+                if name == "a":
+                    assert (await ask(client, messages)).message.content == "Again."
+                else:
+                    # As at the end of a model's context: harnesses end on it, and what they did is scored.
+                    with pytest.raises(openai.BadRequestError) as caught:
+                        await ask(client, messages)
+                    assert "context_length_exceeded" in str(caught.value.body)
+                    assert "maximum context length" in str(caught.value)
+            assert session.conversations is not None
+            samples.append(session.conversations[name].build(reward=1.0))
+    assert [len(sample.turns) for sample in samples] == [2, 1]
+    assert [len(sample.sequences) for sample in samples] == [1, 1]
+    assert [sample.finish_reason for sample in samples] == [EndReason.DONE, EndReason.MAX_TOKENS]
+    assert len(record.turns) == 3
+    for sample in samples:
+        for turn in sample.turns:
+            tokens = sample.sequences[0].token_ids.tolist()
+            assert (tokens[: turn.start], tokens[turn.start : turn.end]) in record.turns

@@ -1,6 +1,7 @@
 """Groups in parts through a real ledger: the dispatcher, a worker process that is killed, and a dispatcher that is replaced."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,14 +13,19 @@ import pytest
 from rollbook.contracts.admission import RunId, RunSettings
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
 from rollbook.contracts.group import GroupId, GroupState
+from rollbook.contracts.group_codec import decode_group
+from rollbook.contracts.trajectory import RolloutSample
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.records import GroupRecord
 from rollbook.ledger.service import Ledger
 from rollbook.ledger.tools.audit import audit_run
+from rollbook.rollout.rewards.messages import RewardCase
+from rollbook.rollout.rewards.scorer import case_of
 from rollbook.telemetry.events import EventLog
 from tests.parts.concurrency.until import until
 from tests.parts.ledger.service import serving
 from tests.parts.rollout.dispatching import Dispatching, dispatching
+from tests.parts.rollout.rewards import compared
 
 RUN = RunId("parts")
 RULE = FreshnessRule(
@@ -136,6 +142,34 @@ async def test_after_the_death_of_a_worker_only_the_missing_samples_are_played_a
     assert len(play.spans("rollout.episode")) == 4, "one of them in the second attempt"
     (released,) = play.events("rollout.group_released")
     assert released["group_id"] == after[-1].group_id
+
+
+async def test_a_late_sample_is_compared_with_the_stored_quorum_even_after_the_death_of_its_worker(run: Run) -> None:
+    rewards = {"functions": {"compared": {"path": "tests.parts.rollout.rewards:compared", "group": True}}}
+    rows: list[dict[str, Any]] = [{"action": "die_late_once", "marker": str(run.directory / "dying")}, {}]
+    async with playing(run.play("first", rows, rewards=rewards)):
+        before = await run.until(lambda parts: is_stored(parts, 7))
+        (run.directory / "dying.go").touch()
+        after = await run.until(lambda parts: is_stored(parts, 8))
+        await run.require_complete(samples=8)
+    digests = {part.group_id: part.payload_digest for part in after}
+    assert all(digests[part.group_id] == part.payload_digest for part in before if part.num_samples)
+    assert {part.attempt for part in after if part.group_id.startswith("t0@0/")} >= {2}
+    groups = [decode_group(await run.client.payload(part.group_id)) for part in after]
+    for task in ("t0", "t1"):
+        samples = [sample for group in groups if group.task_id == task for sample in group.samples]
+        quorum, late = samples[:2], samples[2:]
+        assert [sample.facts["compared"] for sample in quorum] == ["with its group"] * 2
+        assert [sample.reward for sample in quorum] == compared([case_of_stored(sample) for sample in quorum])
+        for sample in late:
+            assert sample.facts["compared"] == "with the quorum of its group"
+            known = [dataclasses.replace(case_of_stored(one), score=one.reward) for one in quorum]
+            assert sample.reward == compared([*known, case_of_stored(sample)])[-1]
+
+
+def case_of_stored(sample: RolloutSample) -> RewardCase:
+    case = case_of({}, sample, decode=str)
+    return dataclasses.replace(case, reward=sample.metrics["reward/environment"])
 
 
 async def test_a_dispatcher_that_replaces_another_continues_with_the_missing_samples(run: Run) -> None:

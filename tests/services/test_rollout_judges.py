@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import re
 from collections import Counter
@@ -16,8 +17,9 @@ from pydantic import ValidationError
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.rollout.config import RewardsConfig
+from rollbook.rollout.rewards.judge_prompts import parse_verdict
 from rollbook.rollout.rewards.judgements import Judgement, Judgements
-from rollbook.rollout.rewards.judges import JudgePanel, open_judges, parse_verdict
+from rollbook.rollout.rewards.judges import JudgePanel, open_judges
 from rollbook.rollout.rewards.messages import RewardCase
 from rollbook.telemetry.metrics import read_metrics
 from tests.parts.concurrency.processes import descendants_running
@@ -27,7 +29,7 @@ from tests.parts.rollout.judge_server import open_judge_server
 from tests.parts.rollout.sink import open_sink
 
 
-def rewards_of(*urls: str, vote: str = "mean", **judge: Any) -> dict[str, Any]:
+def rewards_of(*urls: str, vote: str = "mean", group: bool = False, **judge: Any) -> dict[str, Any]:
     given = {
         "model": "grader",
         "rubric": "It is short.",
@@ -36,7 +38,7 @@ def rewards_of(*urls: str, vote: str = "mean", **judge: Any) -> dict[str, Any]:
         "price_out": 1e5,
         **judge,
     }
-    return {"functions": {"good": {"judge": [{"url": url, **given} for url in urls], "vote": vote}}}
+    return {"functions": {"good": {"judge": [{"url": url, **given} for url in urls], "vote": vote, "group": group}}}
 
 
 @asynccontextmanager
@@ -140,6 +142,42 @@ async def test_content_is_asked_for_once_even_by_another_process_after_a_kill(tm
     assert again.usage is not None
     assert (again.usage.requests, again.usage.cached, again.usage.cost) == (0, 1, 0.0)
     assert sorted(server.requests.values()) == [1, 1, 1], "another rubric is another content"
+
+
+async def test_equal_judges_vote_each_and_their_votes_are_the_same_after_a_kill(tmp_path: Path) -> None:
+    store = tmp_path / "judgements.jsonl"
+    async with open_judge_server(lambda number: f"score={number / 2}") as server:
+        three = [server.url] * 3
+        async with panel_of(*three, store=store, temperature=1.0) as panel:
+            first = await panel.score(case("hello"))
+        async with panel_of(*three, store=store, temperature=1.0) as panel:
+            again = await panel.score(case("hello"))
+        assert sorted(note.score or 0.0 for note in first.notes) == [0.0, 0.5, 1.0]
+        assert again.notes == first.notes
+        assert sum(server.requests.values()) == 3
+
+
+async def test_another_range_of_scores_is_another_question_even_if_the_prompt_does_not_name_it(tmp_path: Path) -> None:
+    (tmp_path / "prompt.md").write_text("Grade: $response", encoding="utf-8")
+    store, prompt = tmp_path / "judgements.jsonl", str(tmp_path / "prompt.md")
+    async with open_judge_server(lambda number: f"score={number + 1}") as server:
+        scores = []
+        for high in (10.0, 3.0):
+            async with panel_of(server.url, store=store, prompt_file=prompt, high=high) as panel:
+                scores.append((await panel.score(case("hello"))).value)
+    assert scores == [1.0, 2.0]
+
+
+async def test_workers_that_ask_at_the_same_time_use_the_answer_that_was_stored_first(tmp_path: Path) -> None:
+    store = tmp_path / "judgements.jsonl"
+    async with open_judge_server(lambda number: f"score={number}") as server:
+        server.delay_s = 0.1
+        async with panel_of(server.url, store=store) as panel, panel_of(server.url, store=store) as other:
+            scores = list(await asyncio.gather(panel.score(case("hello")), other.score(case("hello"))))
+        async with panel_of(server.url, store=store) as panel:
+            scores.append(await panel.score(case("hello")))
+    assert sum(server.requests.values()) == 2
+    assert len({score.value for score in scores}) == 1
 
 
 async def test_requests_are_limited_and_equal_content_shares_one_that_outlives_its_episode() -> None:
@@ -260,3 +298,63 @@ async def test_workers_that_are_killed_under_failing_judges_lose_nothing_and_ask
     paid = sum(line.get("cost", 0.0) for line in lines)
     assert 0 < costs <= paid, "the file also has what killed episodes cost"
     assert len(lines) <= sum(server.requests.values()) - len(server.requests), "each content was refused once"
+
+
+async def test_a_judge_of_a_group_compares_all_answers_in_one_request_and_their_order_does_not_matter() -> None:
+    texts = ["hello", "good morning", "hi", "hello there"]
+    async with open_judge_server() as server, panel_of(server.url, group=True) as panel:
+        scores = await panel.score_group([case(text) for text in texts])
+        again = await panel.score_group([case(text) for text in reversed(texts)])
+    (body,) = server.bodies
+    prompt = body["messages"][0]["content"]
+    assert prompt.count("Say hi.") == 2, "the task, and the beginning that all conversations share"
+    assert "Score the answers 1, 2, 3, 4 from 0 to 1" in prompt
+    assert body["response_format"]["json_schema"]["schema"]["required"] == ["verdicts"]
+    shown = [len(f"[assistant] {text}") for text in texts]
+    assert [score.value for score in scores] == [size % 10 / 10 for size in shown]
+    assert [score.notes[0].text for score in scores] == [f"has {size} characters" for size in shown]
+    assert [score.value for score in reversed(again)] == [score.value for score in scores]
+    spent = [score.usage for score in (*scores, *again) if score.usage is not None]
+    assert (sum(one.requests for one in spent), sum(one.cached for one in spent)) == (1, 1)
+
+
+async def test_a_late_answer_is_compared_with_the_quorum_whose_scores_are_shown(tmp_path: Path) -> None:
+    quorum = [dataclasses.replace(case(text), score=score) for text, score in (("hello", 0.25), ("hi", 0.75))]
+    store = tmp_path / "judgements.jsonl"
+    async with open_judge_server() as server:
+        async with panel_of(server.url, group=True, store=store) as panel:
+            (late,) = await panel.score_group([*quorum, case("good morning")])
+        async with panel_of(server.url, group=True, store=store) as panel:
+            (after_a_kill,) = await panel.score_group([*quorum, case("good morning")])
+    (body,) = server.bodies
+    prompt = body["messages"][0]["content"]
+    assert re.search(r'<answer number="\d" score="0.25">\n\[assistant\] hello\n</answer>', prompt)
+    assert len(re.findall(r'<answer number="\d">', prompt)) == 1
+    assert (late.value, after_a_kill.value) == (0.4, 0.4)
+
+
+@pytest.mark.parametrize("kind", ["cut", "nonsense", "short"])
+async def test_a_group_that_a_judge_cannot_compare_is_unscorable_and_one_failure_costs_nothing(kind: str) -> None:
+    async with open_judge_server(lambda number: kind if number < 1 else "score") as server:
+        async with panel_of(server.url, group=True, attempts=2) as panel:
+            passed = await panel.score_group([case("hello"), case("hi")])
+        server.behaviour = lambda number: kind
+        async with panel_of(server.url, group=True, attempts=2) as panel:
+            stayed = await panel.score_group([case("hello"), case("good morning")])
+    assert all(score.value is not None and score.cause is None for score in passed)
+    assert [score.value for score in stayed] == [None, None]
+    assert all("(2 attempts)" in str(score.cause) for score in stayed)
+
+
+async def test_a_judge_ranks_whole_groups_of_a_run_and_its_words_are_stored_with_each_sample(tmp_path: Path) -> None:
+    async with open_judge_server() as server, open_sink(tmp_path) as sink:
+        await dispatching(tmp_path, [{}] * 3, rewards=rewards_of(server.url, group=True), sink=sink).run()
+        samples = [sample for one in sink.submitted.values() for sample in one.group.samples]
+    assert len(samples) == 12
+    assert sum(server.requests.values()) == 3
+    for sample in samples:
+        (note,) = sample.facts["judges"]["good"]
+        assert sample.reward == sample.metrics["reward/good"] == note["score"]
+        assert sample.facts["compared"] == "with its group"
+    costs = sum(row["judge/cost"] or 0.0 for row in read_metrics(tmp_path / "metrics.jsonl"))
+    assert costs == 6.0, "one request for each group"

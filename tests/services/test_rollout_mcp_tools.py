@@ -3,13 +3,16 @@
 import asyncio
 import json
 import sys
+import traceback
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import uvicorn
+from starlette.responses import PlainTextResponse
 
 from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.contracts.errors import EpisodeError, RunError
@@ -39,9 +42,19 @@ def results(sample: RolloutSample) -> list[str]:
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[str]:
+async def serving(authorization: bytes | None = None) -> AsyncIterator[str]:
+    """The server over streamable HTTP. With `authorization`, it refuses requests without this header."""
+    served = server.streamable_http_app()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        is_refused = scope["type"] == "http" and authorization not in (
+            None,
+            dict(scope["headers"]).get(b"authorization"),
+        )
+        await (PlainTextResponse("no", 401) if is_refused else served)(scope, receive, send)
+
     sock = listening_socket("127.0.0.1", 0)
-    web = uvicorn.Server(uvicorn.Config(server.streamable_http_app(), log_level="error", lifespan="on"))
+    web = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on"))
     task = asyncio.create_task(web.serve(sockets=[sock]))
     try:
         yield f"{url_of(sock)}/mcp"
@@ -90,11 +103,45 @@ async def test_a_server_that_ends_or_does_not_start_fails_the_episode_and_is_no_
         await play(tmp_path, [], mcp={"gone": gone})
 
 
+@pytest.mark.parametrize("value", ["s3cret-token", "Bearer s3cret-token"])
+async def test_a_server_gets_the_authorization_of_an_environment_variable_and_the_sample_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("NUMBERS_TOKEN", value)
+    async with serving(b"Bearer s3cret-token") as url:
+        mcp = {"numbers": {"url": url, "authorization_env": "NUMBERS_TOKEN"}}
+        sample = await play(tmp_path, [call("add", number=3), "Three.<|im_end|>"], mcp=mcp)
+        assert results(sample)[0].isdigit()
+        assert b"s3cret" not in msgspec.msgpack.encode(sample.facts) + repr(sample.messages).encode()
+        monkeypatch.setenv("NUMBERS_TOKEN", "another-secret")
+        with pytest.raises(EpisodeError, match=r"rollout.settings.mcp.numbers: the server cannot be used") as caught:
+            await play(tmp_path, [], mcp=mcp)
+        assert "another-secret" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("", "the environment variable NUMBERS_TOKEN is not set"),
+        ("s3cret\nX: 1", "characters that a header cannot have"),
+    ],
+)
+async def test_an_authorization_that_cannot_be_sent_stops_the_run_without_showing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, message: str
+) -> None:
+    monkeypatch.setenv("NUMBERS_TOKEN", value)
+    mcp = {"numbers": {"url": "http://127.0.0.1:9/mcp", "authorization_env": "NUMBERS_TOKEN"}}
+    with pytest.raises(RunError, match=message) as caught:
+        await play(tmp_path, [], mcp=mcp)
+    assert "s3cret" not in str(caught.value)
+
+
 async def test_faulty_settings_of_servers_name_the_setting(tmp_path: Path) -> None:
     async with serving() as url:
         cases: list[tuple[dict[str, Any], str]] = [
             ({}, "name at least one function, or an MCP server"),
             ({"mcp": {"a": {}}}, "set either command or url"),
+            ({"mcp": {"a": {**STDIO, "authorization_env": "X"}}}, "authorization_env is for a server with a url"),
             ({"mcp": {"a": {"url": url, "tools": ["add", "sing"]}}}, "has no sing; it has add, divide, stop"),
             ({"mcp": {"a": {"url": url}, "b": {"url": url}}}, "two tools are named add, divide, stop"),
         ]

@@ -255,3 +255,76 @@ async def test_a_function_may_score_each_turn_and_the_turns_keep_their_share_of_
     sample = scorer.scored(played, whole, {"whole": Score(value=1.0)})
     assert sample.turn_rewards is not None
     assert sample.turn_rewards.tolist() == [0.0, 0.0], "what the environment paid does not count"
+
+
+def group_rules(name: str, **changed: Any) -> RewardRules:
+    function = RewardFunction(name=name, path=f"{PARTS}:{name}", is_of_group=True)
+    return RewardRules(functions=(function,), **{"timeout_s": 30.0, "processes": 1, **changed})
+
+
+@pytest.mark.parametrize(
+    ("returned", "cause"),
+    [
+        ([1.0], "returned 1 values for a group of 2 samples"),
+        (0.5, "returned a float for a group of 2 samples"),
+        ([1.0, "best"], "returned a str; it must return a number"),
+    ],
+)
+async def test_a_function_of_groups_that_returns_no_list_of_numbers_makes_them_unscorable(
+    returned: Any, cause: str
+) -> None:
+    log = EventLog("test", echo=io.StringIO())
+    rules = group_rules("compared_badly")
+    async with scorer.open_scorer(rules, decode=str, search_path=(REPOSITORY,), log=log) as opened:
+        found = await opened.score_group(
+            {"returned": returned},
+            [RolloutSample([1, 2], [0, -1], [0, 1], 0.5), RolloutSample([1, 2], [0, -1], [0, 1], 0.5)],
+        )
+    assert [sample.reward for sample in found] == [None, None]
+    assert all(cause in str(sample.invalid_cause) for sample in found)
+
+
+async def test_a_failed_call_for_a_group_is_repeated_and_a_failure_that_stays_is_never_zero(tmp_path: Path) -> None:
+    log = EventLog("test", echo=io.StringIO())
+    rules = group_rules("compared_badly")
+    row = {"calls": str(tmp_path / "calls"), "failing": 2}
+    async with scorer.open_scorer(rules, decode=str, search_path=(REPOSITORY,), log=log) as opened:
+        passed = await opened.score_group(
+            row, [RolloutSample([1, 2], [0, -1], [0, 1], 0.5), RolloutSample([1, 2], [0, -1], [0, 1], 0.5)]
+        )
+        stayed = await opened.score_group(
+            {**row, "failing": 1_000},
+            [RolloutSample([1, 2], [0, -1], [0, 1], 0.5), RolloutSample([1, 2], [0, -1], [0, 1], 0.5)],
+        )
+    assert [sample.reward for sample in passed] == [1.0, 1.0]
+    assert [sample.reward for sample in stayed] == [None, None]
+    assert all("raised ConnectionError: no ranking today" in str(sample.invalid_cause) for sample in stayed)
+    assert len((tmp_path / "calls").read_text()) == 6
+
+
+async def test_functions_of_groups_run_after_those_of_samples_and_see_their_scores_and_what_is_solved(
+    tmp_path: Path, sink: LedgerSink
+) -> None:
+    functions = {
+        "right": {"path": f"{PARTS}:right", "weight": 0.0},
+        "pass_at_2": {"path": "pass_at_2"},
+        "brief": {"path": f"{PARTS}:brief", "weight": 0.001},
+    }
+    rewards = {"functions": functions, "solved_by": "right"}
+    await dispatching(tmp_path, [{"answer": "3"}] * 3, rewards=rewards, sink=sink).run()
+    for submitted in sink.submitted.values():
+        samples = submitted.group.samples
+        solved = [sample.solved for sample in samples]
+        num_others = len(samples) - 1
+        for sample in samples:
+            assert sample.solved == (sample.metrics["reward/right"] == 1.0)
+            credit = 1.0 if sample.solved else sum(map(bool, solved)) / num_others
+            assert sample.metrics["reward/pass_at_2"] == pytest.approx(credit)
+            assert sample.reward == pytest.approx(credit - 0.001 * sample.num_trained)
+    stored = [sample for submitted in sink.submitted.values() for sample in submitted.group.samples]
+    assert all(sample.metrics["answer_tokens"] == sample.num_trained for sample in stored)
+    lengths = [
+        (row["rollout/thought_len"], row["rollout/answer_len"]) for row in read_metrics(tmp_path / "metrics.jsonl")
+    ]
+    assert any(answer for _, answer in lengths)
+    assert not any(thought for thought, _ in lengths), "this policy does not think"

@@ -247,3 +247,60 @@ async def test_the_time_that_a_process_takes_to_start_is_not_part_of_its_life(
         policy.kill()
         await until(lambda: bool(policy.lifetimes_s))
         assert policy.lifetimes_s[0] == 0.0
+
+
+def with_base(config: RunConfig) -> RunConfig:
+    return config.model_copy(update={"resources": config.resources.model_copy(update={"shared_base": True})})
+
+
+def pids(supervisor: Supervisor) -> dict[str, int | None]:
+    return {process.role: process.pid for process in supervisor.processes}
+
+
+async def test_the_death_of_the_shared_base_restarts_all_that_map_it_and_no_other_death_does(
+    config: RunConfig, directory: RunDirectory
+) -> None:
+    make_ready(directory, "policy", "rollout", "trainer")
+    said: list[str] = []
+    async with supervised(with_base(config), directory, said.append) as (supervisor, _), asyncio.timeout(60):
+        of = {process.role: process for process in supervisor.processes}
+        mapping = {of["policy"], of["trainer"]}
+        await of["rollout"].ready.wait()
+        assert [process.pid for process in mapping] == [None, None], "they wait for the base"
+        make_ready(directory, "base")
+        await asyncio.gather(*(process.ready.wait() for process in of.values()))
+        for role in ("trainer", "policy"):
+            before = pids(supervisor)
+            of[role].kill()
+            await until(lambda role=role, before=before: of[role].ready.is_set() and of[role].pid != before[role])  # type: ignore[misc]
+            assert {**pids(supervisor), role: None} == {**before, role: None}
+        (directory.path / "ready-base").unlink()
+        before = pids(supervisor)
+        of["base"].kill()
+        await until(lambda: of["base"].pid not in (None, before["base"]))
+        assert [process.pid for process in mapping] == [None, None], "they ended before the base is loaded again"
+        make_ready(directory, "base")
+        await asyncio.gather(*(process.ready.wait() for process in mapping))
+        after = pids(supervisor)
+        assert {role for role in after if after[role] != before[role]} == {"base", "policy", "trainer"}
+        assert {process.role: len(process.lifetimes_s) for process in of.values() if process.lifetimes_s} == {
+            "base": 1,
+            "policy": 1,
+            "trainer": 1,
+        }, "the death of another process does not count"
+        assert sorted(process.restarts for process in of.values()) == [0, 0, 1, 2, 2]
+    assert "trainer was ended, because the process that owns its base died; it is started again" in said
+
+
+async def test_a_base_that_was_changed_fails_the_run_at_its_end_after_all_that_map_it_have_stopped(
+    config: RunConfig, directory: RunDirectory
+) -> None:
+    make_ready(directory, "base", "policy", "rollout", "trainer")
+    (directory.path / "faults-base").write_text("the shared base was changed", encoding="utf-8")
+    async with supervised(with_base(config), directory) as (supervisor, running), asyncio.timeout(60):
+        of = {process.role: process for process in supervisor.processes}
+        await asyncio.gather(*(process.ready.wait() for process in of.values()))
+        await act(str(directory.path), ActionKind.DRAIN, author="Ada")
+        outcome = await running
+    assert (outcome.end, outcome.message) == (RunEnd.FAILED, "base: the shared base was changed")
+    assert [process.role for process in supervisor.processes][:3] == ["base", "ledger", "policy"], "stopped in reverse"

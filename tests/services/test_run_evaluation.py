@@ -8,13 +8,15 @@ import pytest
 
 from rollbook.commands.record.evaluate import evaluation_request, table
 from rollbook.contracts.errors import RunError
-from rollbook.run.processes.evaluate import evaluate
+from rollbook.run.processes.evaluations.evaluate import evaluate
 from rollbook.run.processes.replay import changed_settings, compare_losses
 from rollbook.run.reader import open_run
 from rollbook.telemetry.events import read_json_lines
 from rollbook.telemetry.metrics import read_metrics
 from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.replay import retrain
 from tests.parts.run.small import SmallRun
+from tests.parts.trainer.batches import batch_of, quick, row, sample, tiny_model_dir
 
 EVALUATION = (
     "trainer.max_steps=8",
@@ -29,7 +31,8 @@ EVALUATION = (
 def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_afterwards(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = SmallRun(tmp_path, [*EVALUATION, "evaluation.policy=shared"])
+    # An advantage of turns can only be replayed on whole groups.
+    run = SmallRun(tmp_path, [*EVALUATION, "evaluation.policy=shared", "gate.batch_policy=trim"])
     try:
         summary = run.start().wait()
     finally:
@@ -60,7 +63,7 @@ def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_a
         )
     )
     assert report["changed"]["loss"] == ["dapo", "reinforce"]
-    assert report["changed"]["advantage"] == ["group", "turn_rloo"]
+    assert report["changed"]["advantage"] == [None, "turn_rloo"]
     assert list(report["digests"]) == ["dapo, group, as recorded", "reinforce, turn_rloo, replayed"]
     recorded, other = report["digests"].values()
     with open_run(run.directory) as record:
@@ -108,10 +111,31 @@ def test_invalid_evaluation_targets_are_rejected_with_advice(tmp_path: Path) -> 
     assert request.overrides == [f'model={{path = "{tmp_path.resolve()}"}}']
 
 
+async def test_a_replay_with_a_named_advantage_does_not_train_that_of_the_producer(tmp_path: Path) -> None:
+    model_dir = tiny_model_dir(tmp_path / "model")
+    own = row([1, 5, 6], [2]).with_columns(advantages=[0.0, 0.0, -2.0])
+    batches = [batch_of(1, [[sample(own, reward=0.0), sample(own, reward=1.0)]])]
+    recorded = quick()
+
+    async def trained(advantage: str | None) -> tuple[float | None, str]:
+        other = changed_settings(recorded, None, [], advantage=advantage)
+        (step,), digest = await retrain(batches, model_dir=model_dir, config=other, judged_by=other)
+        return step.gain, digest
+
+    found = {name: await trained(name) for name in (None, "producer", "rloo", "group")}
+    assert found[None] == found["producer"] != found["rloo"]
+    # Both samples are equal, and their rewards pull in opposite directions.
+    assert found["rloo"][0] == found["group"][0] == pytest.approx(0.0, abs=1e-6)
+
+
 def test_another_loss_starts_with_its_defaults_and_only_trainer_settings_can_change() -> None:
     recorded = TrainerConfig(loss="grpo", clip_low=0.1, lr=3e-4)
     other = changed_settings(recorded, "reinforce", ["trainer.lr=1e-3"])
     assert (other.loss, other.clip_low, other.lr) == ("reinforce", None, 1e-3)
+    taught = TrainerConfig(loss="distill", distill_kl="forward", distill_until=9)
+    assert changed_settings(taught, "grpo", []).distill_kl == "sampled"
+    beside = TrainerConfig(loss="grpo", distill_coef=0.5, distill_kl="forward")
+    assert changed_settings(beside, "reinforce", []).distill_kl == "forward"
     with pytest.raises(RunError, match="only settings of"):
         changed_settings(recorded, None, ["gate.groups_per_step=3"])
     with pytest.raises(RunError, match="unknown loss 'nothing'"):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,22 +11,26 @@ import time
 from pathlib import Path
 
 import pytest
+import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.group import GroupId
 from rollbook.rollout.chat.demonstrations import read_demonstrations
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.run.config.sft import load_sft_config
+from rollbook.run.directory import RunDirectory
 from rollbook.run.processes.sft import write_or_check_manifest
+from rollbook.run.reader import open_run
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder, read_metrics
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.model.model_directory import prepare_model_directory
 from rollbook.trainer.sft import SFT_METRICS, SftLoop, SftOutcome, numbers_of_step, steps_of
 from rollbook.trainer.sft_config import READ_BY_SFT, SftConfig
-from tests.parts.run.small import REPOSITORY, rollbook
+from tests.parts.run.small import REPOSITORY, SmallRun, rollbook
 
 WORDS = [str(n) for n in range(10)]
 TEMPLATE = (
@@ -146,6 +151,48 @@ def test_an_sft_run_keeps_the_shards_of_other_runs_in_the_same_place(home: Path)
 def test_enough_loss_needs_validation_data() -> None:
     with pytest.raises(ValueError, match="set validation or validation_share"):
         SftConfig(data="x", enough_loss=0.1)
+
+
+@pytest.mark.slow
+def test_rollouts_of_a_run_with_tools_are_exported_and_learned_as_chats_and_as_tokens(tmp_path: Path) -> None:
+    project = REPOSITORY / "rollbook" / "templates" / "tools"
+    for module in ("tasks.py", "tools.py", "rewards.py"):
+        shutil.copy(project / module, tmp_path / module)
+    config = (project / "run.toml").read_text(encoding="utf-8")
+    # The prompt says how many tools there are.
+    config = config.replace(
+        "{{ bos_token }}", "{{ bos_token }}{% if tools %} there are {{ tools | length }}{% endif %}"
+    )
+    changes = ("trainer.max_steps=8", "ledger.keep_payloads=true", "evaluation.every_steps=1000")
+    run = SmallRun(tmp_path, changes, config=config)
+    try:
+        assert run.start().wait()["exit_code"] == 0
+    finally:
+        run.stop()
+    tokenizer = ModelTokenizer.from_directory(RunDirectory(run.directory).initial_model)
+    with open_run(run.directory) as record:
+        groups = [record.samples(GroupId(row.group_id)) for row in record.groups(limit=10_000) if row.has_payload]
+    played = {row.token_ids.tobytes() for group in groups if group for s in group.samples for row in s.sequences}
+    for name, options in (("chats", ()), ("tokens", ("--tokens",))):
+        file = tmp_path / f"{name}.jsonl"
+        done = rollbook("export", str(run.directory), "--sft", str(file), "--min-reward", "1", *options)
+        assert done.returncode == 0, done.stderr
+        rows = read_demonstrations(file, tokenizer, max_tokens=99, is_strict=True).rows
+        # An answer of this policy is one token, mostly not the end of its turn, which a chat always has.
+        whole = [row.token_ids if row.token_ids.tobytes() in played else row.token_ids[:-1] for row in rows]
+        assert {ids.tobytes() for ids in whole} <= played, "with the prompt that the policy saw"
+        assert name == "chats" or all(len(ids) == len(row) for ids, row in zip(whole, rows, strict=True))
+        assert "there are 1" in tokenizer.decode(whole[0].tolist())
+        settings = {
+            "model": {"path": str(RunDirectory(run.directory).initial_model)},
+            "sft": {"data": file.name, "validation": file.name, "examples_per_step": 8, "epochs": 40},
+            "trainer": {"lr": 1e-2, "max_steps": 60},
+        }
+        (tmp_path / f"{name}.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
+        done = rollbook("sft", str(tmp_path / f"{name}.toml"), "--out", str(tmp_path / name))
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout.splitlines()[-1])
+        assert report["eval_loss"] < 0.7 * report["eval_loss_before"]
 
 
 def test_resuming_sft_with_other_settings_is_rejected(home: Path) -> None:

@@ -11,18 +11,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rollbook.contracts.policy import Publication, PublicationId
+from rollbook.inference.config import InferenceConfig
+from rollbook.inference.engines.embedded.engine import open_engine
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.trainer.checkpoints.checkpoints import Checkpoints
 from rollbook.trainer.checkpoints.settings_history import SettingsHistory
 from rollbook.trainer.config import LoraSettings
 from rollbook.trainer.loop import LoopEnd
-from rollbook.trainer.model.weights import digest_of
+from rollbook.trainer.model.weights import digest_of, write_weights
 from rollbook.trainer.sft import SFT_METRICS, SftLoop
 from rollbook.trainer.sft_config import SftConfig
 from rollbook.trainer.team import Team
+from tests.models.families import family
 from tests.parts.concurrency.processes import descendants_running
 from tests.parts.ledger.groups import RUN
 from tests.parts.ledger.groups import settings as ledger_settings
@@ -36,11 +41,19 @@ CLOSE = 2e-5
 
 
 def train(
-    tmp_path: Path, name: str, *, steps: int, ranks: int, publishes_adapters: bool = False, **settings: object
+    tmp_path: Path,
+    name: str,
+    *,
+    steps: int,
+    ranks: int,
+    publishes_adapters: bool = False,
+    model_dir: Path | None = None,
+    **settings: object,
 ) -> tuple[dict[str, torch.Tensor], dict[int, str]]:
     """Train in a directory from its last checkpoint; returns the weights and their digest at every step."""
     config = quick(ranks=ranks, ppo_n_minibatches=2, max_tokens_per_microbatch=60, **settings)
-    checkpoints = Checkpoints(tmp_path / name, model_dir=tiny_model_dir(tmp_path / "model"), config=config)
+    directory = model_dir or tiny_model_dir(tmp_path / "model")
+    checkpoints = Checkpoints(tmp_path / name, model_dir=directory, config=config)
     latest = checkpoints.latest()
     learner = (
         checkpoints.restore(latest)
@@ -56,9 +69,30 @@ def train(
             digests[learner.step] = digest_of(learner.snapshot())
         weights = learner.snapshot()
         checkpoints.write(learner.state_snapshot(weights), weights_digest=digest_of(weights))
-        return copy.deepcopy(weights), digests
+        return copy.deepcopy(dict(weights)), digests
     finally:
         learner.close()
+
+
+@pytest.mark.slow
+async def test_experts_of_two_ranks_are_published_and_resumed_under_the_names_of_the_files(tmp_path: Path) -> None:
+    directory = tmp_path / "mixture"
+    family("qwen3_moe").model().save_pretrained(directory)
+    one, _ = await asyncio.to_thread(train, tmp_path, "one", steps=2, ranks=1, model_dir=directory)
+    two, digests = await asyncio.to_thread(train, tmp_path, "two", steps=2, ranks=2, model_dir=directory)
+    require_close(two, one)
+    assert two.keys() == load_file(directory / "model.safetensors").keys()
+    resumed, later = await asyncio.to_thread(train, tmp_path, "two", steps=3, ranks=2, model_dir=directory)
+    alone, _ = await asyncio.to_thread(train, tmp_path, "one", steps=3, ranks=1, model_dir=directory)
+    require_close(resumed, alone)
+    # The checkpoint of two ranks is one for any number of them.
+    again, _ = await asyncio.to_thread(train, tmp_path, "two", steps=3, ranks=1, model_dir=directory)
+    assert digest_of(again) == later[3] != digests[2]
+    write_weights(resumed, tmp_path / "published.safetensors", digest=later[3])
+    async with open_engine(InferenceConfig(max_model_len=64, kv_memory_mb=5), directory) as engine:
+        publication = Publication(id=PublicationId(1), epoch=1, step=3, digest=later[3])
+        await engine.load_weights(publication, tmp_path / "published.safetensors")
+        assert await engine.weights_digest() == later[3]
 
 
 def require_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -2,9 +2,7 @@
 
 import json
 import multiprocessing
-import os
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Queue
@@ -15,11 +13,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from rollbook.shared_weights.files import unread_model
 from rollbook.trainer.config import LoraSettings, TrainerConfig
 from rollbook.trainer.model.policy_model import PolicyModel
-from rollbook.trainer.model.skeleton import WeightFiles, skeleton
+from rollbook.trainer.model.weights import digest_of
 from rollbook.trainer.model_config import ModelBuildConfig
+from tests.models.families import family
 from tests.parts.trainer.batches import BUILD, quick, tiny_model_dir
+from tests.parts.trainer.memory import PeakMemory
 
 SHARDED = quick(ranks=2)
 RANKS = 4
@@ -53,9 +54,7 @@ def test_a_model_of_several_files_is_loaded_by_slices_with_the_same_weights(
     module.generation_config.do_sample = True
     module.save_pretrained(directory, max_shard_size="5KB")
     assert len(list(directory.glob("*.safetensors"))) > 1
-    files = WeightFiles.of(directory)
-    assert files is not None
-    assert skeleton(directory, files) is not None
+    assert unread_model(directory, dtype=torch.float32) is not None
     whole, sliced = PolicyModel.load(directory, quick()), PolicyModel.load(directory, SHARDED)
     assert sliced.digest() == whole.digest()
     assert (sliced.num_parameters, sliced.is_packed, sliced.shape) == (
@@ -91,38 +90,8 @@ def test_a_model_whose_files_have_other_names_is_loaded_whole(model_dir: Path) -
     save_file(
         {name.removeprefix("model."): tensor for name, tensor in weights.items()}, path, metadata={"format": "pt"}
     )
-    files = WeightFiles.of(model_dir)
-    assert files is not None
-    assert skeleton(model_dir, files) is None
+    assert unread_model(model_dir, dtype=torch.float32) is None
     assert PolicyModel.load(model_dir, SHARDED).digest() == expected
-
-
-class PeakMemory:
-    """Samples the memory of this process, without the pages of mapped files, which the kernel can drop."""
-
-    def __enter__(self) -> "PeakMemory":
-        self.start = self.peak = self._now()
-        self._is_done = threading.Event()
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._is_done.set()
-        self._thread.join()
-
-    @property
-    def rise(self) -> int:
-        return self.peak - self.start
-
-    def _sample(self) -> None:
-        while not self._is_done.wait(0.001):
-            self.peak = max(self.peak, self._now())
-
-    @staticmethod
-    def _now() -> int:
-        _, resident, of_files, *_ = Path("/proc/self/statm").read_text(encoding="utf-8").split()
-        return (int(resident) - int(of_files)) * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure_rank(
@@ -162,3 +131,24 @@ def test_no_rank_holds_the_whole_model_while_it_loads_or_sends_its_weights(tmp_p
     shutil.rmtree(model_dir)
     assert max(loading for loading, _ in measured) < 0.6 * size, (measured, size)
     assert max(sending for _, sending in measured) < 0.2 * size, (measured, size)
+
+
+@pytest.mark.usefixtures("alone")
+def test_shards_of_experts_are_published_and_saved_under_the_names_of_the_files(tmp_path: Path) -> None:
+    directory = tmp_path / "mixture"
+    family("qwen3_moe").model().save_pretrained(directory)
+    whole, sharded = PolicyModel.load(directory, quick()), PolicyModel.load(directory, SHARDED)
+    files = load_file(directory / "model.safetensors")
+    published = sharded.snapshot()
+    assert {name: tuple(tensor.shape) for name, tensor in published.items()} == {
+        name: tuple(tensor.shape) for name, tensor in files.items()
+    }
+    assert sharded.digest() == digest_of(published) == whole.digest()
+    assert sharded.has_digest(whole.digest())
+    sharded.save(tmp_path / "saved", published)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == files.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in files.items())
+    lora = LoraSettings(rank=2)
+    bases = [PolicyModel.load(directory, quick(ranks=ranks, lora=lora)).publish_adapters() for ranks in (1, 2)]
+    assert bases[0].base_digest == bases[1].base_digest

@@ -9,8 +9,9 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from rollbook.contracts.errors import RunError
+from rollbook.shared_weights.modules import named_weights
 from rollbook.trainer.checkpoints.checkpoints import Checkpoints
-from rollbook.trainer.model.weights import digest_of, named_weights
+from rollbook.trainer.model.weights import digest_of
 from rollbook.trainer.step import TrainStep
 from rollbook.trainer.team import Team
 from tests.parts.bucket import bucket_of_ministack

@@ -13,6 +13,7 @@ from rollbook.contracts.errors import RollbookError, UsageError
 from rollbook.envs.builtin.code import Code
 from rollbook.envs.builtin.code_tasks import tasks as code_tasks
 from rollbook.envs.builtin.shell import SUBMIT, Files, file_tasks
+from rollbook.sandbox.harbor.image import ANY, HOST, root_of
 from rollbook.sandbox.harbor.task import HarborTask, find_tasks, read_task
 from rollbook.sandbox.harbor.trial import open_trial
 from rollbook.tasks.config import HARBOR_PREFIX
@@ -31,7 +32,7 @@ class TaskCheck:
 
 
 async def check_tasks(
-    source: str, *, is_oracle: bool, images: Mapping[str, Path] | None = None, jobs: int = 2
+    source: str, *, is_oracle: bool, images: Mapping[str, str] | None = None, jobs: int = 2
 ) -> list[TaskCheck]:
     """Check all tasks of a directory in Harbor's format, or the generated ones of `code` or `files`."""
     free = asyncio.Semaphore(jobs)
@@ -48,10 +49,11 @@ async def check_tasks(
         return list(await asyncio.gather(*map(check, tasks)))
 
 
-async def _check_harbor(directory: Path, *, is_oracle: bool, images: Mapping[str, Path], cache: Path) -> TaskCheck:
+async def _check_harbor(directory: Path, *, is_oracle: bool, images: Mapping[str, str], cache: Path) -> TaskCheck:
     name = directory.name
     try:
         task = read_task(directory.resolve())
+        root_of(task.recipe.base, images)
         if not is_oracle:
             return TaskCheck(name=name)
         if task.solution is None:
@@ -62,7 +64,7 @@ async def _check_harbor(directory: Path, *, is_oracle: bool, images: Mapping[str
         return TaskCheck(name=name, fault=str(error))
 
 
-async def _play(task: HarborTask, images: Mapping[str, Path], cache: Path, *, is_solved: bool) -> float:
+async def _play(task: HarborTask, images: Mapping[str, str], cache: Path, *, is_solved: bool) -> float:
     async with open_trial(task, images=images, cache=cache) as trial:
         if is_solved:
             await trial.solve()
@@ -111,7 +113,12 @@ def check_command(
     ] = False,
     image: Annotated[
         list[str] | None,
-        Option("--image", metavar="NAME=DIRECTORY", help="The local root of a base image; may be repeated."),
+        Option(
+            "--image",
+            metavar="NAME=DIRECTORY",
+            help=f"The local root of a base image, or `{HOST}`: programs of this machine; `{ANY}` stands for all others. "
+            "May be repeated.",
+        ),
     ] = None,
     jobs: Annotated[int, Option("--jobs", min=1, help="Tasks that are played at the same time.")] = 2,
     as_json: Annotated[bool, Option("--json", help="Print the findings as one JSON line.")] = False,
@@ -120,9 +127,9 @@ def check_command(
     roots = {}
     for one in image or ():
         name, _, directory = one.partition("=")
-        if not Path(directory).is_dir() or not directory:
-            raise UsageError(f"--image {one}: it must be NAME=DIRECTORY, and the directory must exist")
-        roots[name] = Path(directory)
+        if directory != HOST and (not directory or not Path(directory).is_dir()):
+            raise UsageError(f"--image {one}: it must be NAME=DIRECTORY, and the directory must exist, or NAME={HOST}")
+        roots[name] = directory
     checks = asyncio.run(check_tasks(source, is_oracle=oracle, images=roots, jobs=jobs))
     faults = [check for check in checks if check.fault is not None]
     if as_json:

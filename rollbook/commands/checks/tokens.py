@@ -47,7 +47,7 @@ def finding_row(findings: Sequence[TemplateFinding]) -> dict[str, Any]:
 def check_command(
     model: Annotated[str, Option("--model", help="A directory with tokenizer.json and a chat template.")],
     tool_parser: Annotated[
-        str, Option("--tool-parser", help="Format of tool calls: hermes, json, none, or module:function.")
+        str, Option("--tool-parser", help="Format of tool calls: hermes, json, llama, qwen, none, or module:function.")
     ] = "hermes",
     as_json: Annotated[bool, Option("--json", help="Print the findings as one JSON line.")] = False,
 ) -> int:

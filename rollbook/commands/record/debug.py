@@ -178,6 +178,9 @@ async def score(
         if function.path is None:
             say(f"reward  {name}: its judges are not asked here")
             continue
+        if function.sees_group:
+            say(f"reward  {name}: it compares the samples of a group, and this is one of them")
+            continue
         value = await call_reward(name, function.path, case)
         _, fault, _ = checked_turns(value, case)
         say(f"reward  {name} = {value!r}" + (f": {fault}" if fault else ""))

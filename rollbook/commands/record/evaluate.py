@@ -83,7 +83,7 @@ def evaluate(
         ],
     )
     done = subprocess.run(
-        python_command("rollbook.run.processes.evaluate"),
+        python_command("rollbook.run.processes.evaluations.evaluate"),
         env=python_environment(),
         input=json.dumps(asdict(request)),
         capture_output=True,

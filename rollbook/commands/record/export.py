@@ -13,7 +13,8 @@ from rollbook.commands.arguments import Argument, AsJson, Option
 from rollbook.commands.output import result_json, say
 from rollbook.contracts.errors import RunError, UsageError
 from rollbook.contracts.group import GroupId
-from rollbook.contracts.trajectory import RolloutSample
+from rollbook.contracts.plugin import load_on_demand
+from rollbook.contracts.trajectory import CHAT_FACT, RolloutSample
 from rollbook.run.reader import RecordedRun, open_run
 
 ALL = 1 << 62
@@ -30,6 +31,8 @@ class Chosen:
     """Pattern of task ids."""
     per_task: int | None = None
     """The best of each task; equal rewards in the order of the record."""
+    as_tokens: bool = False
+    """Write the tokens of each sequence, with their mask, instead of the conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,39 +44,47 @@ class Exported:
     """Scored samples whose payload is stored."""
     duplicates: int
     left_out: int
-    """By the filters, or because they have no messages or were cut at a limit."""
+    """By the filters, because they were cut at a limit, or because chats cannot show them: without messages, or with text that a
+    thinking budget wrote."""
     deleted_groups: int
     """Groups whose payload is deleted."""
 
 
 def export(run: str | Path, out: str | Path, *, chosen: Chosen = Chosen()) -> Exported:  # noqa: B008  # frozen
-    """Write one chat per line, each conversation once, in the order of the record. Raises `RunError` if there is none."""
+    """Write each rollout once, one line per chat or sequence, in the order of the record. Raises `RunError` if there is none."""
     path = Path(out)
     with open_run(Path(run)) as record:
         reader = _Reader(record, chosen)
-        found = list(reader.chats())
-    lines: dict[str, list[tuple[float, str]]] = defaultdict(list)
-    for task, reward, line in found:
-        lines[task].append((reward, line))
-    kept = {id(line) for chats in lines.values() for _, line in _best(chats, chosen.per_task)}
-    written = [line for _, _, line in found if id(line) in kept]
+        found = list(reader.rollouts())
+    by_task: dict[str, list[_Rollout]] = defaultdict(list)
+    for rollout in found:
+        by_task[rollout.task].append(rollout)
+    kept = {id(one) for same in by_task.values() for one in sorted(same, key=lambda r: -r.reward)[: chosen.per_task]}
+    written = [line for rollout in found if id(rollout) in kept for line in rollout.lines]
     if not written:
         raise RunError(
             f"{run}: no rollout to write: {reader.samples} scored samples are stored, {reader.left_out} were left out by the"
-            f" filters, or have no messages, and {reader.deleted} groups have no payload any more (ledger.keep_payloads = true"
-            " keeps them)"
+            " filters, have no messages, or text that a thinking budget wrote (--tokens writes those too), and"
+            f" {reader.deleted} groups have no payload any more (ledger.keep_payloads = true keeps them)"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{line}\n" for line in written), encoding="utf-8")
     return Exported(
         file=str(path),
         written=len(written),
-        tasks=len(lines),
+        tasks=len(by_task),
         samples=reader.samples,
         duplicates=reader.duplicates,
-        left_out=reader.left_out + len(found) - len(written),
+        left_out=reader.left_out + len(found) - len(kept),
         deleted_groups=reader.deleted,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rollout:
+    task: str
+    reward: float
+    lines: list[str]
 
 
 class _Reader:
@@ -84,9 +95,13 @@ class _Reader:
         self._chosen = chosen
         self._seen: set[bytes] = set()
         self.samples = self.duplicates = self.left_out = self.deleted = 0
+        self._vocabulary = ""
+        if chosen.as_tokens:
+            tokenizer = load_on_demand("rollbook.rollout.chat.tokenizer:ModelTokenizer")
+            self._vocabulary = tokenizer.from_directory(record.directory.initial_model).vocabulary_digest
 
-    def chats(self) -> Iterator[tuple[str, float, str]]:
-        """Task, reward and line of each chat that passes the filters."""
+    def rollouts(self) -> Iterator[_Rollout]:
+        """The rollouts that pass the filters."""
         for row in self._record.groups(limit=ALL):
             if not fnmatchcase(row.task_id, self._chosen.tasks) or row.outcome_json is None:
                 continue
@@ -101,28 +116,45 @@ class _Reader:
                 if not self._is_chosen(sample):
                     self.left_out += 1
                     continue
-                messages = [dict(message) for message in sample.messages or ()]
-                key = hashlib.sha256(json.dumps(messages, sort_keys=True).encode("utf-8", "surrogatepass")).digest()
+                content = list(self._token_lines(sample) if self._chosen.as_tokens else self._chat(sample))
+                key = hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8", "surrogatepass")).digest()
                 if key in self._seen:
                     self.duplicates += 1
                     continue
                 self._seen.add(key)
-                line = {"messages": messages, "task": row.task_id, "group": row.group_id, "reward": sample.reward}
-                yield row.task_id, sample.reward, json.dumps(line)
+                where = {"task": row.task_id, "group": row.group_id, "reward": sample.reward}
+                yield _Rollout(row.task_id, sample.reward, [json.dumps({**line, **where}) for line in content])
+
+    def _chat(self, sample: RolloutSample) -> Iterator[dict[str, Any]]:
+        found = sample.facts.get(CHAT_FACT)
+        more = {name: found[name] for name in ("tools", "template") if name in found} if isinstance(found, dict) else {}
+        yield {"messages": [dict(message) for message in sample.messages or ()], **more}
+
+    def _token_lines(self, sample: RolloutSample) -> Iterator[dict[str, Any]]:
+        for row in sample.sequences:
+            if row.num_trained:
+                yield {
+                    "token_ids": row.token_ids.tolist(),
+                    "loss_mask": row.loss_mask.astype(int).tolist(),
+                    "vocabulary": self._vocabulary,
+                }
 
     def _is_chosen(self, sample: RolloutSample) -> bool:
         chosen = self._chosen
-        has_answer = any(message.get("role") == "assistant" for message in sample.messages or ())
         # A cut answer would teach to stop anywhere.
-        if sample.reward is None or not has_answer or sample.finish_reason.is_truncated:
+        if sample.reward is None or sample.finish_reason.is_truncated:
+            return False
+        if not (chosen.as_tokens or _is_chat_of_the_policy(sample)):
             return False
         if chosen.min_reward is not None and sample.reward < chosen.min_reward:
             return False
         return chosen.max_tokens is None or sample.num_trained <= chosen.max_tokens
 
 
-def _best(chats: list[tuple[float, str]], most: int | None) -> list[tuple[float, str]]:
-    return sorted(chats, key=lambda chat: -chat[0])[:most]
+def _is_chat_of_the_policy(sample: RolloutSample) -> bool:
+    """It has an answer, and the policy sampled all that its messages say."""
+    has_answer = any(message.get("role") == "assistant" for message in sample.messages or ())
+    return has_answer and not any(sample.written_mask(number).any() for number in range(len(sample.sequences)))
 
 
 def export_command(
@@ -137,18 +169,21 @@ def export_command(
     ] = None,
     tasks: Annotated[str, Option("--tasks", metavar="PATTERN", help="Only tasks whose id matches.")] = "*",
     per_task: Annotated[int | None, Option("--per-task", min=1, help="Only the best rollouts of each task.")] = None,
+    tokens: Annotated[
+        bool, Option("--tokens", help="Write the sampled tokens instead of chats, for models with the same tokenizer.")
+    ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Write demonstrations from the best rollouts of a run. Each conversation is written once; the record is only read."""
+    """Write demonstrations from the best rollouts of a run. Each rollout is written once; the record is only read."""
     if sft is None:
         raise UsageError("--sft FILE.jsonl is required: the file to write")
-    chosen = Chosen(min_reward=min_reward, max_tokens=max_tokens, tasks=tasks, per_task=per_task)
+    chosen = Chosen(min_reward=min_reward, max_tokens=max_tokens, tasks=tasks, per_task=per_task, as_tokens=tokens)
     found = export(run, sft, chosen=chosen)
     if as_json:
         row: dict[str, Any] = asdict(found)
         result_json(row)
     say(
-        f"{found.written} chats of {found.tasks} tasks: {found.file} ({found.samples} scored samples, {found.duplicates}"
-        f" duplicates, {found.left_out} left out)"
+        f"{found.written} {'sequences' if tokens else 'chats'} of {found.tasks} tasks: {found.file} ({found.samples} scored"
+        f" samples, {found.duplicates} duplicates, {found.left_out} left out)"
     )
     return 0

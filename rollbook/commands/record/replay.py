@@ -31,7 +31,7 @@ class SettingsChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayReport:
-    """The recorded batches were trained again. On a CPU every digest must be that of the run."""
+    """The recorded batches were trained again. On the same kind of machine every digest must be that of the run."""
 
     run_dir: Path
     steps: int
@@ -44,6 +44,8 @@ class ReplayReport:
     """What else a reader must know: modules of the user that changed since."""
     changes: tuple[SettingsChange, ...] = ()
     """Settings of the trainer that changed when the run was resumed."""
+    machines: tuple[str, ...] = ()
+    """How the machines that trained the run differ from this one, where that may change bits."""
 
     @property
     def is_exact(self) -> bool:
@@ -197,6 +199,8 @@ def replay_command(
         stderr_console().print(f"{report.steps} steps reproduced bit for bit", style="green")
         return 0
     stderr_console().print(f"the weights differ from step {report.diverged_at} on", style="red")
+    for difference in report.machines:
+        say(f"{difference}: other last bits are expected there")
     return EXIT_FAILED if verify else 0
 
 

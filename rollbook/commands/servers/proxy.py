@@ -184,7 +184,9 @@ def proxy_command(  # noqa: PLR0917 - a command line is a list of flags
     max_tokens: Annotated[int, Option("--max-tokens", min=1, help="Tokens per turn.")] = 1024,
     temperature: Annotated[float, Option("--temperature", min=0.0)] = 1.0,
     assembler: Annotated[str, Option("--assembler", help="linear, branching or per_turn.")] = "branching",
-    tool_parser: Annotated[str, Option("--tool-parser", help="hermes, json, none or module:function.")] = "hermes",
+    tool_parser: Annotated[
+        str, Option("--tool-parser", help="hermes, json, llama, qwen, none or module:function.")
+    ] = "hermes",
     token_file: Annotated[
         Path | None,
         Option("--token-file", help="File with the token that agents must send as API key; created if missing."),

@@ -27,7 +27,7 @@ from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.run.members.announced_run import AnnouncedRun, AnnouncementWatch, LocalPaths, find_run
 from rollbook.run.policy_clients import chosen_transfer, reachable
-from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
+from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_NO_MEMORY, EXIT_STOP_RUN
 from rollbook.run.supervision.exits import GiveUp, RestartRule
 from rollbook.run.supervision.host import ProcessStart
 from rollbook.run.supervision.membership import node_name
@@ -115,7 +115,7 @@ def _start(
         addresses=addresses,
         bind=options.host,
         environment={
-            **environment_of(loaded.config, options.name, options.role.value),
+            **environment_of(loaded.config, directory, options.name, options.role.value),
             **({} if options.gpus is None else {"CUDA_VISIBLE_DEVICES": options.gpus}),
         },
     ).on_another_machine()
@@ -207,7 +207,10 @@ class _Joiner:
             code = await self._process.run()
             if self._end is not None or self._process.has_ended:
                 return self._end or self._process.end_message
-            if code in (EXIT_STOP_RUN, EXIT_FENCED):
+            is_too_large = code == EXIT_NO_MEMORY and not rule.may_find_memory(
+                self._process.lifetimes_s, has_progressed=self._process.has_progressed
+            )
+            if code in (EXIT_STOP_RUN, EXIT_FENCED) or is_too_large:
                 raise RunError(f"{self._start.name} stopped: {self._process.fault or 'another process has its name'}")
             verdict = rule.decide(
                 self._process.lifetimes_s,

@@ -12,7 +12,7 @@ import resource
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -128,6 +128,7 @@ def train(
     printed token can act on the run there. Raises `ConfigError` before anything
     starts, and `RunFailedError` if the run fails.
     """
+    began = time.monotonic()
     require_libraries("torch", "transformers")
     require_posix()
     require_open_files()
@@ -154,7 +155,8 @@ def train(
                 read_or_create_token(directory.operator_token_file)
             else:
                 directory.operator_token_file.unlink(missing_ok=True)
-            report = _train(loaded.moved(staging, directory.objects), directory, console, has_dashboard=dashboard)
+            moved = loaded.moved(staging, directory.objects)
+            report = _train(moved, directory, console, has_dashboard=dashboard, began=began)
     print_summary(report, console)
     if report.exit_code == EXIT_FAILED:
         raise RunFailedError(report)
@@ -201,7 +203,9 @@ def fitted_run(
     A run that is resumed keeps what was chosen when it began.
     """
     recorded = load_resolved_config(directory).config if directory.exists else None
-    found = resolve(loaded, this_machine(), recorded=recorded, disk_bytes=free_disk_bytes(directory.path))
+    # The checkpoints of a run that is resumed are replaced by its next ones.
+    disk_bytes = free_disk_bytes(directory.path) + directory.checkpoint_bytes(loaded.config.trainer.keep_checkpoints)
+    found = resolve(loaded, this_machine(), recorded=recorded, disk_bytes=disk_bytes)
     if faults := found.faults():
         raise ConfigError(name_of(loaded.file), located(faults, loaded.file, overrides))
     for line in found.lines():
@@ -218,35 +222,40 @@ def _named(rewards: Any) -> Iterable[tuple[str, Any]]:
     return [(getattr(function, "__name__", type(function).__name__), function) for function in functions]
 
 
-def _train(loaded: LoadedConfig, directory: RunDirectory, console: Console, *, has_dashboard: bool) -> TrainReport:
+def _train(
+    loaded: LoadedConfig, directory: RunDirectory, console: Console, *, has_dashboard: bool, began: float
+) -> TrainReport:
     is_resumed = write_or_check_config(loaded, directory, console)
     steps_before = summarise(directory.path).steps
     # Warnings go to the view and the log file; on stderr they would break the live view.
-    log = EventLog("supervisor", directory.log_file("supervisor"), echo=io.StringIO())
-    log.info("run.started", resumed=is_resumed)
-    options: dict[str, Any] = {}
-    if (ray := loaded.config.cluster.ray).address is not None:
-        options["open_host"] = partial(load_on_demand("rollbook.run.supervision.ray_host:open_ray_host"), ray, log=log)
-    supervisor = Supervisor(
-        loaded.config,
-        directory,
-        log=log,
-        say=lambda text: console.print(printable(text), style="bold", markup=False, soft_wrap=True),
-        dashboard=open_dashboard_socket("127.0.0.1", None) if has_dashboard else None,
-        **options,
-    )
-    if has_dashboard:
-        console.print(f"dashboard: {supervisor.addresses['dashboard']}")
-        if directory.operator_token_file.exists():
-            text = f"operators act on the run with the token in {directory.operator_token_file}"
-            console.print(text, markup=False, soft_wrap=True)
-    outcome = run_blocking(
-        _run_with_view(supervisor, loaded.config, directory, console, log), on_interrupt=supervisor.interrupt
-    )
-    log.info("run.ended", how=outcome.end, message=outcome.message, seconds=round(outcome.seconds, 2))
-    # It reads the groups since the last audit, and all of them if there was none.
-    console.print("auditing the ledger")
-    return dataclasses.replace(_report(loaded.config, directory, outcome, log), steps_before=steps_before)
+    with closing(EventLog("supervisor", directory.log_file("supervisor"), echo=io.StringIO())) as log:
+        log.info("run.started", resumed=is_resumed)
+        options: dict[str, Any] = {}
+        if (ray := loaded.config.cluster.ray).address is not None:
+            options["open_host"] = partial(
+                load_on_demand("rollbook.run.supervision.ray_host:open_ray_host"), ray, log=log
+            )
+        supervisor = Supervisor(
+            loaded.config,
+            directory,
+            log=log,
+            say=lambda text: console.print(printable(text), style="bold", markup=False, soft_wrap=True),
+            dashboard=open_dashboard_socket("127.0.0.1", None) if has_dashboard else None,
+            began=began,
+            **options,
+        )
+        if has_dashboard:
+            console.print(f"dashboard: {supervisor.addresses['dashboard']}")
+            if directory.operator_token_file.exists():
+                text = f"operators act on the run with the token in {directory.operator_token_file}"
+                console.print(text, markup=False, soft_wrap=True)
+        outcome = run_blocking(
+            _run_with_view(supervisor, loaded.config, directory, console, log), on_interrupt=supervisor.interrupt
+        )
+        log.info("run.ended", how=outcome.end, message=outcome.message, seconds=round(outcome.seconds, 2))
+        # It reads the groups since the last audit, and all of them if there was none.
+        console.print("auditing the ledger")
+        return dataclasses.replace(_report(loaded.config, directory, outcome, log), steps_before=steps_before)
 
 
 def write_or_check_config(loaded: LoadedConfig, directory: RunDirectory, console: Console) -> bool:

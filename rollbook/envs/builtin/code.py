@@ -8,12 +8,14 @@ Tasks: `rollbook.envs.builtin.code_tasks`.
 import json
 import secrets
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from rollbook.contracts.decoding import is_too_deep
 from rollbook.contracts.task import Observation
-from rollbook.sandbox.bubblewrap import Kind
-from rollbook.sandbox.code import run_code
+from rollbook.envs.sandboxes.warm import OpenSandbox
+from rollbook.sandbox.bubblewrap import Kind, open_sandbox
+from rollbook.sandbox.code import CODE_LIMITS, run_code_in
 
 MAX_ERROR_CHARS = 600
 RUNNER = """
@@ -34,12 +36,15 @@ sys.stdout.write("\\n" + mark + json.dumps(results) + "\\n")
 class Code:
     """`max_turns`: modules that the agent may send. `run_s`: time for all tests of one of them."""
 
+    warm_limits = CODE_LIMITS
+
     def __init__(self, *, max_turns: int = 4, run_s: float = 10.0, sandbox: Kind = "bubblewrap") -> None:
         if max_turns < 1:
             raise ValueError(f"max_turns is {max_turns}; a task needs at least one turn")
         self._max_turns = max_turns
         self._run_s = run_s
         self._sandbox = sandbox
+        self.open_sandbox: OpenSandbox = partial(open_sandbox, limits=CODE_LIMITS, kind=sandbox)
         self._task: Mapping[str, Any] | None = None
         self._turns = 0
 
@@ -90,9 +95,10 @@ class Code:
         # Code that prints the mark must know it: it is new in each run and arrives by standard input only.
         mark = secrets.token_hex(8)
         request = json.dumps([task["function"], mark, [case["args"] for case in task["tests"]]]).encode()
-        result = await run_code(
-            RUNNER, files={"solution.py": module}, stdin=request, timeout_s=self._run_s, sandbox=self._sandbox
-        )
+        async with self.open_sandbox() as sandbox:
+            result = await run_code_in(
+                sandbox, RUNNER, files={"solution.py": module}, stdin=request, timeout_s=self._run_s
+            )
         results = results_of(result.stdout.decode(errors="replace"), mark)
         if result.is_timed_out:
             return 0, f"The tests took longer than {self._run_s:g} s."

@@ -5,18 +5,23 @@ are as expected (`files`), when the agent sends `submit`, or after `max_turns` c
 end the episode with reward 0; a failure of the machine makes it unscorable.
 """
 
+import math
 import random
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rollbook.contracts.task import Observation
 from rollbook.envs.builtin.terminal.environment import TASKS, command_of
+from rollbook.envs.sandboxes.warm import OpenSandbox
 from rollbook.sandbox.bubblewrap import Kind, open_sandbox
+from rollbook.sandbox.harbor.image import DEFAULT_CACHE
 from rollbook.sandbox.harbor.task import read_task
-from rollbook.sandbox.harbor.trial import DEFAULT_CACHE, Trial, open_trial
+from rollbook.sandbox.harbor.trial import Trial, open_trial
 from rollbook.sandbox.sandbox import Limits, Sandbox, SandboxLimitError
 
 SUBMIT = "submit"
@@ -36,6 +41,8 @@ class Shell(ABC):
         self._resources = AsyncExitStack()
         self._sandbox: Sandbox | None = None
         self._commands: list[str] = []
+        self._left_s = math.inf
+        """Time that is left for commands. The policy's own time does not count."""
 
     async def step(self, action: str) -> Observation:
         if self._sandbox is None:
@@ -47,6 +54,7 @@ class Shell(ABC):
         try:
             if command != SUBMIT:
                 output = await self._run(command)
+                is_last = is_last or self._left_s <= 0
             reward = await self._reward(is_last=is_last)
         except SandboxLimitError as error:
             output, reward, is_last = f"The sandbox ended: {error}", 0.0, True
@@ -62,12 +70,14 @@ class Shell(ABC):
 
     async def _run(self, command: str) -> str:
         assert self._sandbox is not None
-        result = await self._sandbox.exec(command, timeout_s=self._command_s, output_bytes=MAX_OUTPUT_BYTES)
+        timeout_s, began = min(self._command_s, self._left_s), time.monotonic()
+        result = await self._sandbox.exec(command, timeout_s=timeout_s, output_bytes=MAX_OUTPUT_BYTES)
+        self._left_s -= time.monotonic() - began
         text = result.text
         if len(text) > MAX_OUTPUT_CHARS:
             text = f"{text[:MAX_OUTPUT_CHARS]}\n… {len(text) + result.dropped_bytes - MAX_OUTPUT_CHARS} more characters"
         if result.is_timed_out:
-            return f"{text}\n(killed after {self._command_s:g} s)"
+            return f"{text}\n(killed after {timeout_s:.3g} s)"
         return text + (f"(exit code {result.exit_code})" if result.exit_code else "") or "(no output)"
 
     @abstractmethod
@@ -77,9 +87,11 @@ class Shell(ABC):
 class Files(Shell):
     """Tasks like those of `terminal` (`goal`, `files`, `expect`), on a real file system with a real shell."""
 
+    warm_limits = FILES_LIMITS
+
     def __init__(self, *, max_turns: int = 12, command_s: float = 10.0, sandbox: Kind = "bubblewrap") -> None:
         super().__init__(max_turns=max_turns, command_s=command_s)
-        self._kind: Kind = sandbox
+        self.open_sandbox: OpenSandbox = partial(open_sandbox, limits=FILES_LIMITS, kind=sandbox)
         self._expect: dict[str, str | None] = {}
 
     async def reset(self, task: Mapping[str, Any]) -> Observation:
@@ -88,7 +100,7 @@ class Files(Shell):
             raise ValueError(f"the task lacks {', '.join(missing)}; it needs goal, expect and, optionally, files")
         await self.close()
         self._commands, self._expect = [], dict(task["expect"])
-        self._sandbox = await self._resources.enter_async_context(open_sandbox(limits=FILES_LIMITS, kind=self._kind))
+        self._sandbox = await self._resources.enter_async_context(self.open_sandbox())
         for path, text in dict(task.get("files", {})).items():
             await self._sandbox.write(path, text.encode())
         if await self._is_solved():
@@ -124,9 +136,11 @@ class Files(Shell):
 
 
 class Harbor(Shell):
-    """Tasks of `tasks.source = "harbor:DIR"`. The verifier runs once, after the last command.
+    """Tasks of `tasks.source = "harbor:DIR"`. The verifier runs once, after the last command, or when the commands have run for
+    `agent.timeout_sec` of the task.
 
-    `images`: local roots of base images, by name. `network`: share the network of this machine with the agent's commands.
+    `images`: local roots of base images, by name, or `host`: programs of this machine; `*` stands for all that are not named.
+    `network`: share the network of this machine with the agent's commands.
     """
 
     def __init__(
@@ -139,7 +153,7 @@ class Harbor(Shell):
         network: bool = False,
     ) -> None:
         super().__init__(max_turns=max_turns, command_s=command_s)
-        self._images = {name: Path(root) for name, root in (images or {}).items()}
+        self._images = dict(images or {})
         self._cache = DEFAULT_CACHE if cache is None else Path(cache)
         self._network = network
         self._trial: Trial | None = None
@@ -152,6 +166,7 @@ class Harbor(Shell):
         trial = open_trial(read_task(Path(task["path"])), images=self._images, cache=self._cache, network=self._network)
         self._trial = await self._resources.enter_async_context(trial)
         self._sandbox = self._trial.sandbox
+        self._left_s = self._trial.task.agent_timeout_s
         return Observation(
             text=f"{self._trial.task.instruction}\nOne shell command a turn. Send {SUBMIT} when you are done."
         )

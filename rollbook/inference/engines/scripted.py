@@ -25,6 +25,7 @@ from rollbook.contracts.policy import (
     FinishReason,
     OnTokens,
     Publication,
+    SamplerExactness,
     SamplingParams,
     TokenIds,
     TopLogprobs,
@@ -180,6 +181,10 @@ class ScriptedEngine:
     def is_paused(self) -> bool:
         return not self._gate.may_admit
 
+    @property
+    def exactness(self) -> SamplerExactness:
+        return SamplerExactness(inexact_because="the scripted engine has no model")
+
     def stats(self) -> EngineStats:
         return EngineStats(
             running=len(self._running),
@@ -252,6 +257,7 @@ class ScriptedEngine:
             )
             if count
             else None,
+            publication=self._publication.id,
         )
 
     async def load_weights(self, publication: Publication, path: Path, *, adapter: Adapter | None = None) -> None:

@@ -16,6 +16,10 @@ class TextTokenizer(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
     @property
+    def vocabulary_digest(self) -> str:
+        """Digest of all tokens and their ids."""
+
+    @property
     def special_token_ids(self) -> Sequence[int]:
         """Control tokens, which are no text."""
 

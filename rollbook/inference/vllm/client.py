@@ -11,7 +11,7 @@ import msgspec
 from rollbook.concurrency.deadline import finish
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import EpisodeError, TransientError
-from rollbook.contracts.policy import Completion, Publication, PublicationId
+from rollbook.contracts.policy import Completion, Publication, PublicationId, SamplerExactness
 from rollbook.inference.client.server_protocol import CompletionRequest, ReplicaStatus
 from rollbook.inference.connection import PolicyConnection, StaleReplicaError
 from rollbook.inference.wire.generate import GenerateBody, GenerateChoice, GenerateParams, GenerateReply
@@ -161,6 +161,9 @@ class VllmServerApi:
             "dtype_names": [TORCH_DTYPES[dtype] for dtype in info.dtype_names or ()],
             "shapes": info.shapes,
         }
+
+    def exactness(self, _replica: PolicyConnection) -> SamplerExactness:
+        return SamplerExactness(inexact_because="vLLM computes with kernels of its own")
 
     async def publication(self, replica: PolicyConnection) -> Publication | None:
         number = publication_id((await replica.get("/weight_info", self._version)).weight_version)

@@ -17,8 +17,8 @@ from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.weights import Adapter
 from rollbook.inference.weights.transport import TransportOptions, update_message
-from rollbook.inference.weights.transports.packing import header_fields, headers_of
 from rollbook.inference.wire.weights import InitInfo, UpdateInfo
+from rollbook.shared_weights.packing import header_fields, headers_of
 
 # Loaded by path: vLLM is optional, and its modules may only be imported where a run chose this transport.
 COMMUNICATOR = "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator"

@@ -16,7 +16,7 @@ from rollbook.concurrency.deadline import Deadline, DeadlineExceededError, finis
 from rollbook.concurrency.retry import retry
 from rollbook.concurrency.tasks import results_of
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
-from rollbook.contracts.policy import Publication
+from rollbook.contracts.policy import Publication, SamplerExactness
 from rollbook.contracts.ports import Fence
 from rollbook.contracts.weights import Adapter
 from rollbook.inference.config import UpdateSequence
@@ -242,6 +242,12 @@ class WeightTransferClient:
         found = await self._at_all(serving, self._unless_gone(publication), "weight_info")
         WAITS.recovered(PUSH)
         return [one for index, one in zip(serving, found, strict=True) if index not in self._gone]
+
+    @property
+    def exactness(self) -> SamplerExactness | None:
+        """What the replicas in service last said of their logprobs; None: nothing yet."""
+        said = [self._server_api.exactness(self._replicas[index]) for index in self._serving()]
+        return SamplerExactness.of_all([one for one in said if one is not None])
 
     async def pause(self, mode: str = "keep") -> None:
         """`keep` suspends running requests, `wait` lets them finish, `abort` ends them. Until `resume`, new requests wait."""

@@ -6,7 +6,7 @@ import msgspec
 
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import TransientError
-from rollbook.contracts.policy import Publication
+from rollbook.contracts.policy import Publication, SamplerExactness
 from rollbook.inference.connection import PolicyConnection, ServerFailedError
 from rollbook.inference.wire.weights import InitInfo, UpdateBody, UpdateInfo, WeightCheck, WeightInfo
 
@@ -27,6 +27,9 @@ class WeightServerApi(Protocol):
 
         `dtype`: of the tensors sent; if given, the digest of the weights in use is checked too.
         """
+
+    def exactness(self, replica: PolicyConnection) -> SamplerExactness | None:
+        """What this kind of server, or the replica with its last report, said of its logprobs; None: nothing yet."""
 
     async def pause(self, replica: PolicyConnection, mode: str) -> None: ...
 
@@ -54,15 +57,25 @@ class RollbookServerApi:
     def __init__(self) -> None:
         self._info = json_decoder(WeightInfo)
         self._check = json_decoder(WeightCheck)
+        self._exactness: dict[str, SamplerExactness] = {}
+        """By the URL of the replica."""
 
     async def update(self, replica: PolicyConnection, info: UpdateInfo) -> None:
         await replica.post_text("/update_weights", msgspec.json.encode(UpdateBody(update_info=info)))
 
     async def publication(self, replica: PolicyConnection) -> Publication | None:
-        return (await replica.get("/weight_info", self._info)).to_contract()
+        return (await self._reported(replica)).to_contract()
+
+    async def _reported(self, replica: PolicyConnection) -> WeightInfo:
+        info = await replica.get("/weight_info", self._info)
+        self._exactness[replica.url] = info.exactness
+        return info
+
+    def exactness(self, replica: PolicyConnection) -> SamplerExactness | None:
+        return self._exactness.get(replica.url)
 
     async def require(self, replica: PolicyConnection, publication: Publication, *, dtype: str | None) -> None:
-        info = await replica.get("/weight_info", self._info)
+        info = await self._reported(replica)
         if (reported := info.to_contract()) != publication:
             # The replica restarted, or received a newer publication; the next push shows which.
             raise TransientError(f"{replica.url} received publication {publication.id} but reports {reported}")

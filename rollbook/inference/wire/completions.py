@@ -5,6 +5,7 @@ omits all text. Extension of responses: `weight_versions` names the publication 
 accepts `application/msgpack` receives `TokenReply` instead of JSON: raw arrays, which need no conversion on either side.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.output_formats import checked_stops, choice_grammar, json_grammar
-from rollbook.contracts.policy import MAX_TOP_LOGPROBS, Completion, FinishReason, SamplingParams, TopLogprobs
+from rollbook.contracts.policy import MAX_TOP_LOGPROBS, Completion, FinishReason, Routes, SamplingParams, TopLogprobs
 
 STALE_WEIGHTS = "stale_weights"
 QUEUE_FULL = "queue_full"
@@ -259,6 +260,8 @@ class LogprobsBlock(msgspec.Struct, omit_defaults=True):
     tokens: list[str] | None = None
     text_offset: list[int] | None = None
     top_logprobs: list[dict[str, float] | None] | None = None
+    prompt_version: int | None = None
+    """The publication whose weights scored an echoed prompt."""
 
 
 class Choice(msgspec.Struct):
@@ -315,11 +318,15 @@ class TokenCompletion(msgspec.Struct, array_like=True):
     top_tokens: memoryview | None = None
     """The likeliest tokens, one row per position, and their logprobs, if they were requested."""
     top_logprobs: memoryview | None = None
+    routes: memoryview | None = None
+    """Chosen experts, uint8 or uint16, and their shape: tokens, layers, choices. Not compressed: that would take longer than the
+    transfer within a machine."""
+    routes_shape: tuple[int, int, int] | None = None
 
     @classmethod
     def of(cls, completion: Completion, *, start: int = 0) -> "TokenCompletion":
         """`start`: the first token that is included."""
-        tops = completion.tops
+        tops, routes = completion.tops, completion.routes
         return cls(
             _bytes(completion.token_ids[start:], np.int32),
             _bytes(completion.logprobs[start:], np.float32),
@@ -328,6 +335,8 @@ class TokenCompletion(msgspec.Struct, array_like=True):
             completion.generation_s,
             None if tops is None else _bytes(tops.token_ids[start:], np.int32),
             None if tops is None else _bytes(tops.logprobs[start:], np.float32),
+            None if routes is None else np.ascontiguousarray(routes).reshape(-1).view(np.uint8).data,
+            None if routes is None else (routes.shape[0], routes.shape[1], routes.shape[2]),
         )
 
     def to_contract(self) -> Completion:
@@ -350,7 +359,14 @@ class TokenCompletion(msgspec.Struct, array_like=True):
             finish_reason=self.finish_reason,
             generation_s=self.generation_s,
             tops=tops,
+            routes=self._routes(),
         )
+
+    def _routes(self) -> Routes | None:
+        if self.routes is None or self.routes_shape is None:
+            return None
+        dtype = np.uint8 if len(self.routes) == math.prod(self.routes_shape) else np.uint16
+        return np.frombuffer(self.routes, dtype=dtype).reshape(self.routes_shape).copy()
 
 
 def _bytes(values: NDArray[Any], dtype: type) -> memoryview:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollbook.contracts.policy import Publication, PublicationId
+from rollbook.contracts.policy import Publication, PublicationId, SamplerExactness
 from rollbook.contracts.weights import Adapter
 
 UNPUBLISHED = "default"
@@ -157,22 +157,41 @@ class WeightInfo(msgspec.Struct):
     """Dtype of the weights in memory. Only digests of equal dtypes can be compared."""
     adapter: str | None = None
     """The live adapter."""
+    inexact_because: str | None = "the server does not say that its logprobs are exact"
+    """Why logprobs do not have the bits of the trainer; null: they have, on the same machine."""
+    recomputes: bool = False
+    """With kv_after_update = "recompute"."""
+    machine: dict[str, str] = {}
+    """GPU and libraries, which decide the last bits."""
 
     @classmethod
     def of(
-        cls, publication: Publication | None, dtype: str | None = None, adapter: Adapter | None = None
+        cls,
+        publication: Publication | None,
+        *,
+        exactness: SamplerExactness | None = None,
+        dtype: str | None = None,
+        adapter: Adapter | None = None,
     ) -> "WeightInfo":
-        name = None if adapter is None else adapter.name
+        said = cls(dtype=dtype, adapter=None if adapter is None else adapter.name)
+        if exactness is not None:
+            said.inexact_because, said.recomputes = exactness.inexact_because, exactness.recomputes
+            said.machine = dict(exactness.machine)
         if publication is None:
-            return cls(dtype=dtype, adapter=name)
-        return cls(
-            dtype=dtype,
-            adapter=name,
+            return said
+        return msgspec.structs.replace(
+            said,
             weight_version=str(publication.id),
             publication=publication.id,
             step=publication.step,
             epoch=publication.epoch,
             digest=publication.digest,
+        )
+
+    @property
+    def exactness(self) -> SamplerExactness:
+        return SamplerExactness(
+            inexact_because=self.inexact_because, recomputes=self.recomputes, machine=dict(self.machine)
         )
 
     def to_contract(self) -> Publication | None:

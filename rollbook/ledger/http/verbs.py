@@ -470,7 +470,7 @@ class Acknowledge(Verb[wire.AcknowledgeReply], frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         reject_unstorable("unusable", *self.unusable, *self.unusable.values())
         if self.split is not None:
-            reject_unstorable("split", self.split.max_tokens)
+            reject_unstorable("split", self.split.max_tokens, self.split.checkpointed_layers)
 
 
 @verb("POST /v1/runs/{run}/register", TRAINER)

@@ -171,7 +171,10 @@ CODING_AGENTS: dict[str, CodingAgent] = {
         program="claude", install="npm install -g @anthropic-ai/claude-code", launch=_claude_code
     ),
     "pi": CodingAgent(program="pi", install="npm install -g @mariozechner/pi-coding-agent", launch=launch_pi),
-    "mini-swe-agent": CodingAgent(program="mini", install="pip install mini-swe-agent", launch=_mini_swe_agent),
+    # Newer versions of litellm need a package that they do not install.
+    "mini-swe-agent": CodingAgent(
+        program="mini", install="pip install mini-swe-agent litellm==1.83.0", launch=_mini_swe_agent
+    ),
 }
 
 

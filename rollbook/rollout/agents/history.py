@@ -32,6 +32,8 @@ class PlayedTurn:
     """The sampled text, tool calls included."""
     end_text: str
     """The text of the sampled end token; empty if there was none."""
+    prompt: str = ""
+    """What the reply follows, for its parser. Empty: it begins with no thought."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ class ChatHistory:
         if found is None:
             return Prompt(token_ids=self._tokenizer.encode(text), rendered=text)
         count, turn = found
-        rest = self._rest(turn, messages, count, render, text, parse=self._parser if tools else ParsedText)
+        rest = self._rest(turn, messages, count, render, text, parse=self._reader(tools, turn))
         if rest is None:
             return Prompt(token_ids=self._tokenizer.encode(text), rendered=text, rewrite=_difference(turn, text))
         return Prompt(token_ids=turn.tokens + self._tokenizer.encode(rest), rendered=text, is_continued=True)
@@ -76,6 +78,9 @@ class ChatHistory:
                 return count, turn
         return None
 
+    def _reader(self, tools: Tools, turn: PlayedTurn) -> Callable[[str], ParsedText]:
+        return partial(self._parser, tools=tools, prompt=turn.prompt) if tools else ParsedText
+
     def _rest(
         self,
         turn: PlayedTurn,
@@ -84,7 +89,7 @@ class ChatHistory:
         render: Callable[[Sequence[Message]], str],
         text: str,
         *,
-        parse: ToolParser,
+        parse: Callable[[str], ParsedText],
     ) -> str | None:
         """The template's text after the reply of `turn`; None if the template changes the reply."""
         marked = [*messages[: count - 1], {"role": "assistant", "content": REPLY_MARK}, *messages[count:]]

@@ -63,6 +63,10 @@ class AgentError(EpisodeError):
         return (type(self), (self.args[0], self.log))
 
 
+class AgentOutcomeError(AgentError):
+    """What the policy wrote ended the agent, such as an excess of its sandbox. It is scored."""
+
+
 def function_program(function: Callable[..., Any]) -> Program:
     """Runs `function(row, base_url)`. A plain function runs in a thread: it cannot be cancelled, but its session can be closed."""
     method = getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__ is accepted

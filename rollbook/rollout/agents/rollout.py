@@ -8,7 +8,8 @@
 
 Without `reward`, the agent's return value is the reward. With `reward = "rollout.rewards"` the run's reward functions score the
 sample in their own processes; the return value is in the facts. An agent that fails gives an unscorable sample, unless a limit of
-the episode ended it, which is an outcome. With `on_agent_error = "score"` the reward function gets the error as the result.
+the episode or of its sandbox ended it, which is an outcome. With `on_agent_error = "score"` the reward function gets the error as
+the result.
 
 A coding agent (`codex`, `claude-code`, `pi`, `mini-swe-agent`) works in a new directory, which the reward function finds as
 `row["workspace"]`. At the end of the episode's time the agent is ended with all its processes, and what it did is scored.
@@ -33,6 +34,7 @@ from rollbook.rollout.agents.coding_agents import CODING_AGENTS, CodingOptions
 from rollbook.rollout.agents.lineage import TrainOnly
 from rollbook.rollout.agents.program import (
     AgentError,
+    AgentOutcomeError,
     AgentOutput,
     Program,
     coding_program,
@@ -68,9 +70,9 @@ class AgentSettings(BaseModel, frozen=True, extra="forbid"):
     workspace: str | None = None
     """A directory whose files the coding agent finds in its working directory. A row may have more `files`: text by path."""
 
-    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
-    """Where a coding agent runs. `bubblewrap`: confined, without a network; it reaches only the address of its episode. `none`:
-    with all rights of this process. Recorded with every sample."""
+    sandbox: Literal["bubblewrap", "podman", "none"] = "bubblewrap"
+    """Where a coding agent runs. `bubblewrap`, or a container of `podman`: confined, without a network; it reaches only the address
+    of its episode. `none`: with all rights of this process. Recorded with every sample."""
 
     sandbox_limits: dict[str, float] = Field(default_factory=dict)
     """`memory_mb`, `cpu_s`, `processes`, `disk_mb`, `files` of the sandbox as a whole."""
@@ -87,7 +89,8 @@ class AgentSettings(BaseModel, frozen=True, extra="forbid"):
     """A rewritten history is refused (`linear`) or starts a new sequence (`branching`); `per_turn`: each turn is a sequence."""
 
     tool_parser: str = "hermes"
-    """Format of tool calls: `hermes`, `json`, `none`, or `module:function` of a parser."""
+    """Format of tool calls: `hermes`, `json`, `llama`, `qwen`, `none`, or `module:function` of a parser. A call between `<think>`
+    and `</think>` is none."""
 
     on_agent_error: Literal["invalid", "score"] = "invalid"
     """What an agent that raised gives: an unscorable sample, or a call of the reward function."""
@@ -101,9 +104,14 @@ class AgentSettings(BaseModel, frozen=True, extra="forbid"):
         only_coding = [name for name in ("arguments", "workspace", "sandbox_limits") if getattr(self, name)]
         if only_coding and not self.is_coding:
             raise ValueError(f"{', '.join(only_coding)}: only for a coding agent ({', '.join(CODING_AGENTS)})")
+        if "sandbox" in self.model_fields_set and not self.is_coding:
+            raise ValueError(
+                "sandbox: only for a coding agent. A command or a function of yours runs with all rights of the worker process; "
+                "confine it in your command, or open a sandbox in your function (open_sandbox)"
+            )
         if self.is_coding and self.reward is None:
             raise ValueError(f"agent = {self.agent!r} returns a text, so a reward is required")
-        sandbox_limits(self.sandbox_limits, seconds=1.0)
+        sandbox_limits(self.sandbox_limits)
         return self
 
     @property
@@ -156,8 +164,8 @@ def _program(settings: AgentSettings, setup: RolloutSetup) -> Program:
     )
     if settings.sandbox == "none":
         return coding_program(settings.agent, options)
-    limits = sandbox_limits(settings.sandbox_limits, seconds=setup.limits.max_seconds)
-    return sandboxed_program(settings.agent, options, limits)
+    limits = sandbox_limits(settings.sandbox_limits)
+    return sandboxed_program(settings.agent, options, limits, kind=settings.sandbox)
 
 
 async def _run(program: Program, row: dict[str, Any], session: ChatSession, *, is_error_scored: bool) -> AgentOutput:
@@ -167,7 +175,7 @@ async def _run(program: Program, row: dict[str, Any], session: ChatSession, *, i
     except AgentError as error:
         if session.failure is not None:
             raise session.failure from error
-        if session.end_reason is None and not is_error_scored:
+        if session.end_reason is None and not is_error_scored and not isinstance(error, AgentOutcomeError):
             raise
         output = AgentOutput(error, error.log)
     await session.settled()

@@ -10,6 +10,7 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,13 +23,15 @@ from rollbook.rollout.agents.program import (
     STDERR_CHARS,
     WORKSPACE,
     AgentError,
+    AgentOutcomeError,
     AgentOutput,
     Program,
     log_of,
 )
 from rollbook.rollout.contract import ChatSession
-from rollbook.sandbox.bubblewrap import open_sandbox
-from rollbook.sandbox.sandbox import SYSTEM_PATH, Image, Limits, Sandbox, SandboxLimitError
+from rollbook.rollout.policy import pause_episode_time
+from rollbook.sandbox.bubblewrap import Kind, open_sandbox
+from rollbook.sandbox.sandbox import LIFETIME_S, SYSTEM_PATH, Image, Limits, Sandbox, SandboxLimitError
 
 HOME, WORK, PORT = "/episode/home", "/episode/work", 8080
 """Inside the sandbox. Programs are there under the paths of this machine, which may begin with /work or /home."""
@@ -45,7 +48,7 @@ DEFAULT_LIMITS: Mapping[str, float] = {
 """A coding agent with its interpreter needs more than the command that it runs."""
 
 
-def sandbox_limits(given: Mapping[str, float], *, seconds: float) -> Limits:
+def sandbox_limits(given: Mapping[str, float]) -> Limits:
     """Raises `ValueError` for a limit that does not exist or is not positive."""
     if unknown := sorted(given.keys() - DEFAULT_LIMITS.keys()):
         raise ValueError(
@@ -58,12 +61,13 @@ def sandbox_limits(given: Mapping[str, float], *, seconds: float) -> Limits:
         processes=int(merged["processes"]),
         disk_mb=int(merged["disk_mb"]),
         files=int(merged["files"]),
-        wall_s=2 * seconds + COPY_S,
+        wall_s=LIFETIME_S,  # the agent's command runs while it waits for the policy; the episode has a deadline
     )
 
 
-def sandboxed_program(name: str, options: CodingOptions, limits: Limits) -> Program:
-    """Like `coding_program`, in a sandbox of bubblewrap."""
+def sandboxed_program(name: str, options: CodingOptions, limits: Limits, *, kind: Kind = "bubblewrap") -> Program:
+    """Like `coding_program`, in a sandbox. An agent that exceeds a limit of its sandbox ends with an `AgentOutcomeError`; its files
+    are lost, so the reward function finds the working directory as it was at the start."""
     agent = CODING_AGENTS[name]
     program = find_program(name, path=options.environment.get("PATH")).resolve()
     directories = list(_directories(program, options.environment.get("PATH")))
@@ -81,7 +85,9 @@ def sandboxed_program(name: str, options: CodingOptions, limits: Limits) -> Prog
             layer = Path(directory, "layer.tar")
             await asyncio.to_thread(_pack, layer, Path(row[WORKSPACE]), launch)
             image = Image(layer=layer, binds={str(one): one for one in directories}, env=environment, workdir=WORK)
-            async with open_sandbox(image, limits) as sandbox:
+            async with AsyncExitStack() as stack:
+                with pause_episode_time():  # the quota of the run may be used up
+                    sandbox = await stack.enter_async_context(open_sandbox(image, limits, kind=kind))
                 assert proxy.hostname is not None
                 assert proxy.port is not None
                 async with sandbox.forward(PORT, (proxy.hostname, proxy.port)):
@@ -108,16 +114,18 @@ async def _play(  # noqa: PLR0917 - one caller
             timeout_s=None,  # the episode has a deadline
             output_bytes=MAX_OUTPUT_BYTES,
         )
+        await _copy_out(sandbox, Path(row[WORKSPACE]))
     except SandboxLimitError as error:
-        raise AgentError(f"the sandbox ended the agent: {error}") from error
+        raise AgentOutcomeError(f"the sandbox ended the agent: {error}") from error
     except asyncio.CancelledError:
         # The time is over. What it did until then is scored.
         await finish(_copy_out(sandbox, Path(row[WORKSPACE])), within_s=COPY_S, name="agent.copy_out")
         raise
-    await _copy_out(sandbox, Path(row[WORKSPACE]))
     if result.exit_code:
         output = result.stderr.decode(errors="replace").strip()[-STDERR_CHARS:]
-        raise AgentError(
+        # Only the policy's own commands can signal it.
+        error_class = AgentOutcomeError if result.exit_code < 0 else AgentError
+        raise error_class(
             f"the agent's command ended with code {result.exit_code}: {output}", log_of(result.stdout + result.stderr)
         )
     return AgentOutput(session.last_text, log_of(result.stdout + result.stderr))
@@ -138,21 +146,29 @@ async def _copy_out(sandbox: Sandbox, workspace: Path) -> None:
     packed = await sandbox.exec(
         ["tar", "--create", "--file=-", f"--directory={WORK}", "."], timeout_s=COPY_S, output_bytes=MAX_WORK_BYTES
     )
-    if packed.exit_code or packed.dropped_bytes:
-        raise EpisodeError(
-            f"the working directory cannot be copied out of the sandbox: tar ended with code {packed.exit_code}, "
-            f"{len(packed.stdout)} bytes ({packed.stderr.decode(errors='replace')[:STDERR_CHARS]})"
-        )
-    await asyncio.to_thread(_unpack, packed.stdout, workspace)
+    reason = f"the working directory cannot be copied out of the sandbox within {COPY_S:g} s"
+    if packed.is_timed_out:
+        raise EpisodeError(reason)
+    try:
+        if packed.exit_code or packed.dropped_bytes:
+            raise tarfile.TarError(f"tar ended with code {packed.exit_code}, {packed.dropped_bytes} bytes are too many")
+        await asyncio.to_thread(_unpack, packed.stdout, workspace)
+    except tarfile.TarError as error:
+        # Too large, or with files that its owner has made unreadable: what the agent left.
+        printed = packed.stderr.decode(errors="replace")[:STDERR_CHARS]
+        raise AgentOutcomeError(f"{reason}: {error}. {printed}".strip()) from error
 
 
 def _unpack(packed: bytes, workspace: Path) -> None:
-    shutil.rmtree(workspace)
-    workspace.mkdir()
-    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
-        for member in tar:
-            if member.isfile() or member.isdir():
-                tar.extract(member, workspace, filter="data")
+    with tempfile.TemporaryDirectory(dir=workspace.parent, prefix=workspace.name) as directory:
+        unpacked = Path(directory, "work")
+        unpacked.mkdir()
+        with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+            for member in tar:
+                if member.isfile() or member.isdir():
+                    tar.extract(member, unpacked, filter="data")
+        shutil.rmtree(workspace)
+        unpacked.rename(workspace)
 
 
 def _directories(program: Path, path: str | None) -> Iterator[Path]:
@@ -168,11 +184,11 @@ def _directories(program: Path, path: str | None) -> Iterator[Path]:
 
 
 def _installation(program: Path) -> Path:
-    """The packages of Node or the virtual environment that it belongs to, or else only its directory."""
+    """The packages of Node or the virtual environment that it belongs to, or else its directory; in a home only the file."""
     for parent in program.parents:
         if parent.name == "node_modules" or (parent / "pyvenv.cfg").is_file():
             return parent
-    return program.parent
+    return program if program.parent in {Path.home(), Path("/")} else program.parent
 
 
 def _interpreter(program: Path, path: str | None) -> Path | None:

@@ -27,7 +27,7 @@ from rollbook.rollout.agents.chat_completions import ChatCompletion, models, ope
 from rollbook.rollout.agents.lineage import TrainOnly, read_origin
 from rollbook.rollout.agents.messages import BadChatError
 from rollbook.rollout.agents.responses import ResponsesReply
-from rollbook.rollout.agents.session import ChatRequest, ChatTurn, EpisodeOverError, ProxySession
+from rollbook.rollout.agents.session import ChatRequest, ChatTurn, ContextFullError, EpisodeOverError, ProxySession
 from rollbook.rollout.agents.streaming import TurnPart
 from rollbook.rollout.agents.tool_calls import load_parser
 from rollbook.rollout.contract import OpenChatSession, Tokenizer
@@ -36,6 +36,8 @@ from rollbook.rollout.settings import EpisodeLimits
 
 MAX_BODY_BYTES = 4 * 2**20
 SESSION_HEADER = "X-Rollbook-Session"
+CONVERSATION_HEADER = "X-Session-ID"
+"""Names the conversation of a request, in a session that has several. verifiers sends it."""
 
 
 class AgentReply(Protocol):
@@ -93,12 +95,18 @@ class ProxyServer:
 
     @asynccontextmanager
     async def session(
-        self, *, assembler: str = "branching", tool_parser: str = "hermes", train_only: str = TrainOnly.ALL
+        self,
+        *,
+        assembler: str = "branching",
+        tool_parser: str = "hermes",
+        train_only: str = TrainOnly.ALL,
+        has_conversations: bool = False,
     ) -> AsyncIterator[ProxySession]:
         """A session for the current episode, closed at its end even if the agent still runs."""
         await self.start()
         session = self._make_session(assembler=assembler, tool_parser=tool_parser, train_only=train_only)
         session.base_url = f"{self._url}/s/{session.id}/v1"
+        session.conversations = {} if has_conversations else None
         self._sessions[session.id] = session
         try:
             yield session
@@ -165,6 +173,8 @@ class ProxyServer:
     async def _read(self, request: web.Request) -> tuple[ProxySession, dict[str, Any]]:
         name = self.name_of(request)
         session = self._sessions.get(name) or self.unknown_session(name)
+        if session.conversations is not None:
+            session = session.conversation(request.headers.get(CONVERSATION_HEADER, ""))
         try:
             body = json_decoder(Any).decode_body(await request.read())
         except (msgspec.DecodeError, RecursionError) as error:
@@ -262,6 +272,8 @@ def _error_of(api: AgentApi, error: RollbookError) -> web.Response:
             return _error(api, 400, "invalid_request_error", str(error), error.param)
         case UnknownSessionError():
             return _error(api, 404, "unknown_session", str(error))
+        case ContextFullError():
+            return _error(api, 400, "context_length_exceeded", str(error))
         case EpisodeOverError():
             return _error(api, 410, "episode_over", str(error))
         case TransientError():

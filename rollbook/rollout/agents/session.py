@@ -23,12 +23,13 @@ from rollbook.contracts.output_formats import (
     tool_call_grammar,
 )
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, first_tokens, is_cut
-from rollbook.contracts.trajectory import EndReason, RolloutSample
+from rollbook.contracts.trajectory import CHAT_FACT, EndReason, RolloutSample
 from rollbook.rollout.agents.history import ChatHistory, PlayedTurn, Prompt
 from rollbook.rollout.agents.lineage import Lineage, RequestOrigin, SequenceRole, TrainOnly
 from rollbook.rollout.agents.messages import BadChatError, normalised
 from rollbook.rollout.agents.streaming import OnPart, TurnStream
-from rollbook.rollout.agents.tool_calls import PARSERS, ParsedText, ToolParser
+from rollbook.rollout.agents.tool_calls import PROMPT_END_CHARS, ParsedText, ToolParser
+from rollbook.rollout.assemblers.chat import chat_fact
 from rollbook.rollout.assemblers.tokens import TrajectoryAssembler, build_assembler
 from rollbook.rollout.contract import Message, Tokenizer
 from rollbook.rollout.policy import EpisodePolicy, EpisodeTimeUpError, current_episode, enter_episode
@@ -42,6 +43,10 @@ RESERVED_PART, MAX_RESERVE_S = 0.05, 10.0
 
 class EpisodeOverError(EpisodeError):
     """The episode reached a limit or was closed, so no more turns are sampled."""
+
+
+class ContextFullError(EpisodeOverError):
+    """A conversation of an environment is as long as an episode may be. Harnesses end on it as at the end of a model's context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +92,8 @@ class Conversation:
     """The turn was cut at a limit of tokens. One with a complete tool call is not."""
     number: int
     """Of the turn."""
+    chat: Mapping[str, Any]
+    """`chat_fact` of its last request."""
 
 
 class ProxySession:
@@ -105,6 +112,19 @@ class ProxySession:
     ) -> None:
         self.id = uuid.uuid4().hex
         self.base_url = ""
+        self.conversations: dict[str, ProxySession] | None = None
+        """By id, if an environment has several conversations in this episode, each with limits and a reward of its own."""
+        self._is_conversation = False
+        self._open_conversation = partial(
+            ProxySession,
+            policy=policy,
+            tokenizer=tokenizer,
+            sampling=sampling,
+            limits=limits,
+            parser=parser,
+            assembler=assembler,
+            train_only=train_only,
+        )
         self.responses: dict[str, Sequence[Message]] = {}
         """Conversation up to each response of the Responses API, for `previous_response_id`."""
         self._policy = policy
@@ -148,7 +168,18 @@ class ProxySession:
     @property
     def failure(self) -> RollbookError | None:
         """The error of a failed policy request, if any. The agent may have caught it; what it did afterwards must not be scored."""
-        return self._failure
+        within = (found.failure for found in (self.conversations or {}).values())
+        return self._failure or next((failure for failure in within if failure is not None), None)
+
+    def conversation(self, name: str) -> "ProxySession":
+        """The conversation with this id, which begins with its first request."""
+        assert self.conversations is not None
+        if name not in self.conversations:
+            found = self.conversations[name] = self._open_conversation()
+            found._is_conversation, found._is_closed = True, self._is_closed
+            # The request is not made in the context of the episode.
+            found._episode, found._began = self._episode, self._began
+        return self.conversations[name]
 
     @property
     def messages(self) -> Sequence[Message]:
@@ -168,10 +199,14 @@ class ProxySession:
     def close(self) -> None:
         """Refuse more requests: an agent that outlives its episode cannot add to it."""
         self._is_closed = True
+        for found in (self.conversations or {}).values():
+            found.close()
 
     async def settled(self) -> None:
         """Wait for the turns in progress. An agent may end while it has not read the whole stream of its last turn."""
         await self._is_idle.wait()
+        for found in list((self.conversations or {}).values()):
+            await found.settled()
 
     async def out_of_time(self) -> None:
         """Wait until the agent must end, so that its episode can be scored within its time. The episode is then over."""
@@ -268,14 +303,28 @@ class ProxySession:
             # The agent stopped reading its stream. Its turn ends with the tokens so far.
             if stream is not None and stream.received and not self._is_closed:
                 self._record(
-                    request, messages, prompt, stream.completion(), origin=origin, seconds=time.monotonic() - began
+                    request,
+                    messages,
+                    prompt,
+                    stream.completion(),
+                    origin=origin,
+                    is_constrained=grammar is not None,
+                    seconds=time.monotonic() - began,
                 )
             raise
         if sampled.finish_reason is FinishReason.ABORT:
             raise EpisodeError(f"the policy server aborted turn {self.num_turns + 1}")
         if self._is_closed:
             raise EpisodeOverError("this episode was closed during the policy request")
-        turn = self._record(request, messages, prompt, sampled, origin=origin, seconds=time.monotonic() - began)
+        turn = self._record(
+            request,
+            messages,
+            prompt,
+            sampled,
+            origin=origin,
+            is_constrained=grammar is not None,
+            seconds=time.monotonic() - began,
+        )
         if grammar is not None:
             self._constrained_turns.append(self.num_turns)
         return turn
@@ -288,6 +337,7 @@ class ProxySession:
         sampled: Completion,
         *,
         origin: RequestOrigin,
+        is_constrained: bool,
         seconds: float,
     ) -> ChatTurn:
         text, completion, end_text, stopped_by = self._apply_stop(sampled, request.stop)
@@ -296,7 +346,9 @@ class ProxySession:
             self._rewrites.append(f"before turn {self.num_turns}: {prompt.rewrite}")
         self._overridden.update(request.overridden)
         self._left_out.update(request.left_out)
-        parsed = (self._parser if request.tools else ParsedText)(text)
+        # A grammar leaves no room for a thought, even if the prompt begins one.
+        follows = "" if is_constrained else prompt.rendered[-PROMPT_END_CHARS:]
+        parsed = self._parser(text, request.tools, follows) if request.tools else ParsedText(text)
         self._lineage.add(
             mark.sequence,
             messages,
@@ -315,10 +367,13 @@ class ProxySession:
                 rendered=prompt.rendered,
                 reply=text,
                 end_text=end_text,
+                prompt=follows,
             ),
         )
         is_turn_cut = not parsed.calls and is_cut(completion, self._sampling)
-        self._conversations[mark.sequence] = Conversation(played, is_turn_cut, self.num_turns)
+        self._conversations[mark.sequence] = Conversation(
+            played, is_turn_cut, self.num_turns, chat_fact(request.tools, request.template)
+        )
         self._cut_turns += is_turn_cut
         return ChatTurn(
             parsed=parsed,
@@ -331,7 +386,7 @@ class ProxySession:
 
     def _grammar(self, request: ChatRequest) -> str | None:
         """The grammar of a required tool call or response format."""
-        form = next((name for name, parser in PARSERS.items() if parser is self._parser), "of a plug-in")
+        form = getattr(self._parser, "name", "of a plug-in")
         try:
             if forced := forced_tools(request.tools, request.tool_choice):
                 is_single = request.is_single_call or request.tool_choice != "required"
@@ -349,6 +404,8 @@ class ProxySession:
         if turns == 0:
             raise EpisodeError(f"no turn was played: {end} with a first prompt of {num_prompt} tokens ({self._limits})")
         self._end = end
+        if self._is_conversation and end is EndReason.MAX_TOKENS:
+            raise ContextFullError(f"the maximum context length is exceeded: {num_prompt} tokens ({self._limits})")
         raise EpisodeOverError(f"this episode is over: {end} ({self._limits})")
 
     def _apply_stop(self, sampled: Completion, stops: Sequence[str]) -> tuple[str, Completion, str, str | None]:
@@ -379,8 +436,9 @@ class ProxySession:
         solved: bool | None = None,
         metrics: Mapping[str, float] | None = None,
         facts: Mapping[str, Any] | None = None,
+        finish_reason: EndReason | None = None,
     ) -> RolloutSample:
-        """The sample of the episode."""
+        """The sample of the episode. `finish_reason`: the limit that ended the agent, where this session does not know it."""
         all_facts: dict[str, Any] = dict(facts or {})
         if self._rewrites:
             all_facts["rewrites"] = list(self._rewrites)
@@ -397,9 +455,11 @@ class ProxySession:
         self._assembler.untrained = {at for at, origin in enumerate(origins) if origin.left_out is not None}
         main = self._main()
         is_answer_cut = main is not None and main.is_cut
+        if main is not None and main.chat:
+            all_facts[CHAT_FACT] = main.chat
         return self._assembler.build(
             reward=reward,
-            finish_reason=self._end or (EndReason.MAX_TOKENS if is_answer_cut else EndReason.DONE),
+            finish_reason=self._end or finish_reason or (EndReason.MAX_TOKENS if is_answer_cut else EndReason.DONE),
             invalid_cause=invalid_cause,
             solved=solved,
             messages=self.messages,

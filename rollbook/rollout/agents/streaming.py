@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rollbook.contracts.output_formats import OPENING, IncrementalDecoder, StopStrings
+from rollbook.contracts.output_formats import IncrementalDecoder, StopStrings
 from rollbook.contracts.policy import Completion, FinishReason, TokenChunk, joined_completion
-from rollbook.rollout.agents.tool_calls import ParsedText, ToolParser, parse_hermes
+from rollbook.rollout.agents.tool_calls import ToolParser
 from rollbook.rollout.contract import Tokenizer
 
 
@@ -52,7 +52,7 @@ class TurnStream:
     """Decodes the tokens of one turn as they arrive, and passes parts on.
 
     All parts together are the start of the turn's content. Text that may become a stop string or tool call is held back, and so is
-    white space before it. A parser other than `hermes` can recognise a call anywhere, so with tools it gets the whole text first.
+    white space before it. A parser whose calls may begin anywhere gets the whole text first.
     """
 
     def __init__(
@@ -61,8 +61,9 @@ class TurnStream:
         """`parser`: None without tools."""
         self._decoder = IncrementalDecoder(tokenizer.decode)
         self._stops = StopStrings(stops)
-        self._opening = StopStrings([OPENING] if parser is parse_hermes else [])
-        self._is_held = parser is not None and parser not in (parse_hermes, ParsedText)
+        opening = getattr(parser, "opening", None)
+        self._opening = StopStrings([] if opening is None else [opening])
+        self._is_held = parser is not None and opening is None
         self._space: list[str] = []
         self._tokens: list[SampledToken] = []
         self._on_part = on_part

@@ -7,6 +7,7 @@ template that rewrites earlier turns starts a new sequence there (`branching`), 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from rollbook.rollout.agents.history import ChatHistory, PlayedTurn
@@ -60,12 +61,20 @@ WEATHER: Mapping[str, Any] = {
     "function": {
         "name": "get_weather",
         "description": "The weather of a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
     },
 }
 CLOSE_CALL = '<tool_call>{"name":"get_weather","arguments":{"city":"Paris"}}</tool_call>'
 WIDE_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 JSON_CALL = '{"name":"get_weather","parameters":{"city":"Paris"}}'
+QWEN_CALL = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+)
 THOUGHT = "<think>\nThe city is Paris.\n</think>\n\n"
 
 CASES: tuple[Case, ...] = (
@@ -118,6 +127,25 @@ TOOL_CASES: dict[str, tuple[Case, ...]] = {
             tools=[WEATHER],
         ),
     ),
+    "llama": (
+        Case(
+            name="tool call and result",
+            turns=[([user("Paris?")], JSON_CALL), ([tool("21 degrees")], "It is 21."), ([user("Thanks")], "Bye")],
+            tools=[WEATHER],
+        ),
+    ),
+    "qwen": (
+        Case(
+            name="tool call and result",
+            turns=[([user("Paris?")], QWEN_CALL), ([tool("21 degrees")], "It is 21."), ([user("Thanks")], "Bye")],
+            tools=[WEATHER],
+        ),
+        Case(
+            name="thinking in a tool loop",
+            turns=[([user("Paris?")], f"{THOUGHT}{QWEN_CALL}"), ([tool("21 degrees")], f"{THOUGHT}It is 21.")],
+            tools=[WEATHER],
+        ),
+    ),
     "none": (),
 }
 """By format of tool calls."""
@@ -150,7 +178,7 @@ def _check(tokenizer: Tokenizer, parser: ToolParser, case: Case) -> TemplateFind
 
 def _play(tokenizer: Tokenizer, parser: ToolParser, case: Case) -> TemplateFinding:
     history = ChatHistory(tokenizer, parser)
-    parse = parser if case.tools else ParsedText
+    parse = partial(parser, tools=case.tools) if case.tools else ParsedText
     end = tokenizer.eos_token_ids[:1]
     end_text = "" if case.is_cut else tokenizer.decode(end, skip_special_tokens=False)
     messages: list[Message] = []

@@ -5,12 +5,13 @@ text is never tokenised again. A prompt that does not continue the tokens so far
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypeAlias, TypedDict, Unpack
 
+import msgspec
 import numpy as np
 
 from rollbook.contracts.errors import EpisodeError
-from rollbook.contracts.policy import NOT_SAMPLED, Completion, SamplingParams, is_cut
+from rollbook.contracts.policy import NOT_SAMPLED, Completion, Routes, SamplingParams, is_cut, with_length
 from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
 
 
@@ -29,6 +30,10 @@ class PrefixMismatchError(AssemblyError):
         return (type(self), (self.args[0], self.position))
 
 
+Thought: TypeAlias = tuple[Completion, Sequence[int]]
+"""The first part of a turn, and tokens that were written after it: the policy read them, but did not sample them."""
+
+
 class SampleFields(TypedDict, total=False):
     """Fields of a `RolloutSample` that an assembler passes on unchanged."""
 
@@ -39,10 +44,12 @@ class SampleFields(TypedDict, total=False):
 class SequenceBuffer:
     """One growing sequence. Token ids are a list, because they are the next prompt; the rest stays in the completions' arrays."""
 
-    __slots__ = ("_sampled", "token_ids")
+    __slots__ = ("_routes", "_sampled", "token_ids")
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
+        self._routes: Routes | None = None
+        """The experts chosen for the tokens so far. Each completion has those of its whole prompt, so the last one has all."""
         self._sampled: list[tuple[int, Completion]] = []
 
     def __len__(self) -> int:
@@ -53,6 +60,9 @@ class SequenceBuffer:
         self.token_ids.extend(ids)
 
     def add_sampled(self, completion: Completion) -> None:
+        if completion.routes is not None:
+            self._routes = completion.routes
+            completion = msgspec.structs.replace(completion, routes=None)
         self._sampled.append((len(self.token_ids), completion))
         self.token_ids.extend(completion.token_ids.tolist())
 
@@ -66,7 +76,8 @@ class SequenceBuffer:
             versions[sampled] = completion.versions
             loss_mask[sampled] = is_trained
         token_ids = np.array(self.token_ids[:end], dtype=np.int32)
-        return TokenRow(token_ids=token_ids, logprobs=logprobs, loss_mask=loss_mask, versions=versions)
+        columns = {} if self._routes is None else {"routes": with_length(self._routes, end)}
+        return TokenRow(token_ids=token_ids, logprobs=logprobs, loss_mask=loss_mask, versions=versions, columns=columns)
 
 
 class Assembler:
@@ -148,9 +159,12 @@ class Assembler:
             self._buffers[-1] = SequenceBuffer()
         return len(self._buffers) - 1
 
-    def _append(self, completion: Completion, seconds: float) -> TurnMark:
+    def _append(self, completion: Completion, seconds: float, thought: Thought | None = None) -> TurnMark:
         buffer = self._buffers[self._current]
         start = len(buffer)
+        if thought is not None:
+            buffer.add_sampled(thought[0])
+            buffer.add_context(thought[1])
         buffer.add_sampled(completion)
         self._is_cut = is_cut(completion, self._sampling)
         self._turns.append(TurnMark(sequence=self._current, start=start, end=len(buffer), seconds=seconds))

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack
 
 from rollbook.contracts.policy import Completion, SamplingParams
-from rollbook.contracts.trajectory import EndReason, RolloutSample
+from rollbook.contracts.trajectory import CHAT_FACT, EndReason, RolloutSample
 from rollbook.rollout.assemblers.assembler import (
     Assembler,
     AssemblyError,
     PrefixMismatchError,
     SampleFields,
+    Thought,
     after_sampled_end,
     first_difference,
 )
@@ -55,6 +56,11 @@ class MessageTrajectoryAssembler(Assembler):
     def messages(self) -> tuple[Message, ...]:
         return tuple(self._messages)
 
+    @property
+    def prompt_text(self) -> str:
+        """The rendering that the last sampled text followed."""
+        return self._rendered
+
     def add_message(self, role: str, content: str, **more: Any) -> None:
         """Add a message that the policy did not sample; sampled ones are added by `add_completion`."""
         self._messages.append({"role": role, "content": content, **more})
@@ -81,14 +87,22 @@ class MessageTrajectoryAssembler(Assembler):
         return self.prompt_ids
 
     def add_completion(
-        self, completion: Completion, *, sampling: SamplingParams | None = None, seconds: float = 0.0
+        self,
+        completion: Completion,
+        *,
+        sampling: SamplingParams | None = None,
+        seconds: float = 0.0,
+        thought: Thought | None = None,
     ) -> str:
-        """Add the tokens sampled after `next_prompt`; returns their text, which is also the assistant's message."""
+        """Add the tokens sampled after `next_prompt`; returns their text, which is also the assistant's message.
+
+        `thought`: what the policy sampled before it in the same turn.
+        """
         if not self._rendered or self._sampled is not None:
             raise AssemblyError("add_completion without a prompt: call next_prompt before each turn")
         self._check(completion, sampling)
-        self._append(completion, seconds)
-        ids = completion.token_ids.tolist()
+        turn = self._append(completion, seconds, thought)
+        ids = self._buffers[turn.sequence].token_ids[turn.start : turn.end]
         self._sampled_end = ids[-1] if ids[-1] in self._tokenizer.eos_token_ids else None
         self._sampled = self._tokenizer.decode(ids)
         self._messages.append({"role": "assistant", "content": self._sampled})
@@ -105,6 +119,8 @@ class MessageTrajectoryAssembler(Assembler):
         **fields: Unpack[SampleFields],
     ) -> RolloutSample:
         messages = self._messages if messages is None else messages
+        if chat := chat_fact(self._tools, self._template):
+            facts = {**(facts or {}), CHAT_FACT: chat}
         return super().build(
             reward=reward, finish_reason=finish_reason, messages=messages, metrics=metrics, facts=facts, **fields
         )
@@ -133,6 +149,12 @@ class MessageTrajectoryAssembler(Assembler):
             f'Use a template that keeps earlier turns unchanged, or on_rewrite="fork"',
             at,
         )
+
+
+def chat_fact(tools: Sequence[Mapping[str, Any]] | None, template: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the chat template got besides the messages; empty if there is nothing."""
+    given = {"tools": list(tools or ()), "template": dict(template or {})}
+    return {name: value for name, value in given.items() if value}
 
 
 def _after(rest: str, sampled: str) -> str | None:

@@ -1,5 +1,7 @@
 """Demonstrations: turns the chats of a JSONL file into token rows in which exactly the assistant's tokens are trained.
 
+A line may have tokens instead of a chat. Then nothing is rendered: the model must have the same vocabulary.
+
 The rows equal those of a rollout in which the policy sampled the same text. Each prompt is the template's rendering of the history
 up to the assistant's turn, encoded separately; the turn is the text that the template adds, up to and including its end token. The
 template's text between turns is context and is not trained.
@@ -7,8 +9,9 @@ template's text between turns is context and is not trained.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +50,7 @@ class Demonstrations:
     path: Path
     rows: tuple[TokenRow, ...]
     keys: tuple[str, ...]
-    """A digest of each chat's messages. A split depends on these, not on the order of the file."""
+    """A digest of each line's messages, or tokens. A split depends on these, not on the order of the file."""
     bad: tuple[BadLine, ...]
 
     def split(self, share: float) -> tuple[tuple[TokenRow, ...], tuple[TokenRow, ...]]:
@@ -70,15 +73,14 @@ def read_demonstrations(path: Path, tokenizer: Tokenizer, *, max_tokens: int, is
     bad: list[BadLine] = []
     for number, line in _lines(path):
         try:
-            messages = _messages(line)
-            row = chat_row(messages, tokenizer)
+            row, key = _row(_object(line), tokenizer)
             if len(row) > max_tokens:
                 raise ChatError(f"has {len(row)} tokens, and sft.max_tokens is {max_tokens}")
         except EpisodeError as error:
             bad.append(BadLine(number=number, cause=str(error)))
             continue
         rows.append(row)
-        keys.append(hashlib.blake2b(json.dumps(messages, sort_keys=True).encode(), digest_size=8).hexdigest())
+        keys.append(key)
     if bad and is_strict:
         raise DemonstrationError(f"{path}: {_listed(bad)}\nFix them, or set sft.bad_lines = 'skip' to leave them out.")
     if not rows:
@@ -94,16 +96,59 @@ def digest_of_rows(rows: Sequence[TokenRow]) -> str:
     return whole.hexdigest()
 
 
-def chat_row(messages: Sequence[Message], tokenizer: Tokenizer) -> TokenRow:
+def _row(value: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[TokenRow, str]:
+    """The tokens of one line, and its key."""
+    if "token_ids" in value:
+        row = token_row(value, tokenizer)
+        return row, hashlib.blake2b(row.token_ids.tobytes(), digest_size=8).hexdigest()
+    messages, tools, template = _messages(value), value.get("tools") or [], value.get("template") or {}
+    if not isinstance(tools, list) or not isinstance(template, dict):
+        raise ChatError('"tools" must be a list and "template" an object, as the chat template takes them')
+    key = hashlib.blake2b(json.dumps(messages, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return chat_row(messages, tokenizer, tools=tools, template=template), key
+
+
+def token_row(value: Mapping[str, Any], tokenizer: Tokenizer) -> TokenRow:
+    """A line with tokens, as they are. Raises `ChatError` if this model would read another text, or cannot train them."""
+    ids, mask, found = value["token_ids"], value.get("loss_mask"), value.get("vocabulary")
+    if found != tokenizer.vocabulary_digest:
+        raise ChatError(
+            f'its tokens are of "vocabulary" {found}, and the model has {tokenizer.vocabulary_digest}: use a model with the same '
+            "tokenizer, or chats (rollbook export without --tokens)"
+        )
+    is_list = isinstance(ids, list) and all(type(one) is int and 0 <= one < tokenizer.vocab_size for one in ids)
+    if not is_list:
+        raise ChatError(f'"token_ids" is no list of numbers from 0 to {tokenizer.vocab_size - 1}')
+    if not isinstance(mask, list) or len(mask) != len(ids) or not all(one in (0, 1) for one in mask):
+        raise ChatError(f'"loss_mask" is no list of {len(ids)} numbers that are 0 or 1')
+    if not any(mask) or mask[0]:
+        raise ChatError('"loss_mask" must train a token, and not the first one, which nothing predicts')
+    is_trained = np.array(mask, dtype=np.bool_)
+    return TokenRow.of(
+        token_ids=ids,
+        logprobs=np.where(is_trained, np.nan, 0.0),
+        loss_mask=is_trained,
+        versions=[NOT_SAMPLED] * len(ids),
+    )
+
+
+def chat_row(
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    template: Mapping[str, Any] | None = None,
+) -> TokenRow:
     """One chat as tokens with its mask. Raises `EpisodeError` with the cause if it cannot be trained."""
+    render = partial(tokenizer.render, tools=tools, template=template)
     ids: list[int] = []
     mask: list[bool] = []
     rendered = ""
     for at, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = tokenizer.render(messages[:at], add_generation_prompt=True)
-        whole = tokenizer.render(messages[: at + 1], add_generation_prompt=False)
+        prompt = render(messages[:at], add_generation_prompt=True)
+        whole = render(messages[: at + 1], add_generation_prompt=False)
         context = tokenizer.encode(_suffix(prompt, rendered, f"before message {at + 1}"))
         said, is_ended = _policy_text(_suffix(whole, prompt, f"at message {at + 1}"), tokenizer)
         turn = tokenizer.encode(said)
@@ -137,7 +182,7 @@ def _suffix(text: str, prefix: str, where: str) -> str:
     at = next((n for n, (a, b) in enumerate(zip(text, prefix, strict=False)) if a != b), min(len(text), len(prefix)))
     raise ChatError(
         f"the chat template rewrites the history {where}: at character {at}, {prefix[at : at + EXCERPT]!r} became "
-        f"{text[at : at + EXCERPT]!r}, so the chat is not one sequence of tokens"
+        f"{text[at : at + EXCERPT]!r}, so the chat is not one sequence of tokens; rollbook export --tokens writes those of rollouts"
     )
 
 
@@ -152,12 +197,16 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     return ((number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip())
 
 
-def _messages(line: str) -> list[dict[str, Any]]:
+def _object(line: str) -> dict[str, Any]:
     try:
         value = load_json(line)
     except ValueError as error:
         raise ChatError(f"is not JSON ({error})") from error
-    messages = value.get("messages") if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
+def _messages(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    messages = value.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ChatError('has no list "messages" with at least one message')
     for number, message in enumerate(messages, start=1):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -196,6 +197,12 @@ class ModelTokenizer:
         """Digest of vocabulary, merges, special tokens and template: equal tokenizers make equal tokens."""
         parts = (self._fast.to_str(), self._source or "", json.dumps(self._special_tokens, sort_keys=True))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+    @cached_property
+    def vocabulary_digest(self) -> str:
+        """Digest of all tokens and their ids. Tokenizers with equal ones give every id the same meaning; templates may differ."""
+        vocabulary = sorted(self._fast.get_vocab(with_added_tokens=True).items(), key=itemgetter(1, 0))
+        return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:32]
 
     @property
     def vocab_size(self) -> int:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.tasks import first_error
 from rollbook.contracts.admission import GateState, Grant, OpenReply, OwnerId
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import NotFoundError, RunError
 from rollbook.contracts.freshness import FreshnessRule
 from rollbook.contracts.group import group_id
 from rollbook.contracts.ports import GroupSink, TaskSource
@@ -102,6 +102,7 @@ class Dispatcher:
             # With batch policy `parts`, a slot holds at most one attempt for each sample of a group.
             max_waiting=config.slots * rule.unit,
             max_attempts=max_attempts,
+            compares_samples=config.rewards.see_groups,
         )
         self._until_served = until_served
         self._is_served = until_served is None
@@ -235,10 +236,19 @@ class Dispatcher:
                 self._tasks.observe(group_id(draw.task_id, draw.number), draw.position, None)
         self._slots.opened(reply)
         for grant in reply.grants:
-            self._start(grant)
+            self._start(grant, await self._first_part(grant))
         return reply
 
-    def _start(self, grant: Grant) -> None:
+    async def _first_part(self, grant: Grant) -> bytes | None:
+        """The stored first part, if reward functions of groups compare later samples with it."""
+        if grant.part.number == 1 or not self._config.rewards.see_groups:
+            return None
+        try:
+            return await self._sink.payload(group_id(grant.task_id, grant.draw))
+        except NotFoundError:
+            return None
+
+    def _start(self, grant: Grant, first_part: bytes | None) -> None:
         self._settlement.begin(
             Attempt(
                 grant=grant,
@@ -259,6 +269,7 @@ class Dispatcher:
                 part=grant.part.number,
                 num_samples=grant.part.num_samples,
                 baseline=grant.part.baseline,
+                first_part=first_part,
             )
         )
 

@@ -91,7 +91,7 @@ class GroupReporter:
         """Report a result, and the whole group if it `is_over`. Raises `RolloutsFailingError` when too many groups fail."""
         grant, outcome, drop = attempt.grant, result.outcome, result.drop
         record_samples(self._metrics, outcome, drop)
-        if self._rewards:
+        if result.scores:
             record_rewards(self._metrics, result.scores, self._rewards)
         if is_over and attempt.outcome is not None:
             record_group(self._metrics, attempt.outcome)

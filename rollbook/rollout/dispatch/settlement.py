@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from rollbook.concurrency.clock import Clock
 from rollbook.contracts.admission import PartReceipt, Receipt
+from rollbook.contracts.errors import NotFoundError
 from rollbook.contracts.group import DropKind, DropReason, GroupId
 from rollbook.contracts.group_checks import UnusableGroupError
 from rollbook.contracts.ports import GroupSink, TaskSource
@@ -37,7 +38,9 @@ class Settlement:
         clock: Clock,
         max_waiting: int,
         max_attempts: int | None,
+        compares_samples: bool = False,
     ) -> None:
+        """`compares_samples`: reward functions of groups compare later parts with the first one."""
         self._sink = sink
         self._tasks = tasks
         self._pool = pool
@@ -48,6 +51,7 @@ class Settlement:
         self._log = log
         self._clock = clock
         self._max_attempts = max_attempts
+        self._compares_samples = compares_samples
         self._attempts: dict[tuple[str, int], Attempt] = {}
         # An attempt is at most once in this queue and keeps its slot until the ledger has settled it.
         self._waiting: asyncio.Queue[Attempt] = asyncio.Queue(maxsize=max_waiting)
@@ -107,6 +111,8 @@ class Settlement:
             return
         attempt.add_outcome(played.outcome)
         after = attempt.after(played, reply)
+        if after is AfterPart.CONTINUE and not await self._is_quorum_stored(attempt, played, reply):
+            after = AfterPart.GIVE_UP
         if after is AfterPart.GIVE_UP:
             await self._on_superseded(attempt, reply)
             return
@@ -121,6 +127,16 @@ class Settlement:
             reason = played.missing or DropReason(DropKind.INVALID, "the worker returned too few samples")
             await self._sink.close(reply.next_part.group_id, reason)
         self._finish(attempt, played)
+
+    async def _is_quorum_stored(self, attempt: Attempt, played: PlayedPart, reply: PartReceipt) -> bool:
+        """Whether the stored first part is that of this attempt. Another one may have the same rewards and other samples."""
+        is_first = played.encoded.id == attempt.draw_id
+        if not self._compares_samples or reply.receipt is Receipt.STORED or not is_first:
+            return True
+        try:
+            return await self._sink.payload(played.encoded.id) == played.encoded.payload
+        except NotFoundError:
+            return False
 
     async def _store(self, attempt: Attempt, played: PlayedPart) -> tuple[PlayedPart, PartReceipt]:
         """Returns what was stored. A part that the trainer could not train closes the group: the rest would be refused too."""

@@ -40,7 +40,9 @@ class _Episode:
             tools=settings.tools,
             template=settings.template,
         )
-        self._turns = ChatTurns(setup, self._chat)
+        self._turns = ChatTurns(
+            setup, self._chat, max_thought=settings.max_thinking_tokens, tags=settings.thinking_tags
+        )
         self._rewards: list[float] = []
         self._states: list[str] = []
 
@@ -69,9 +71,8 @@ class _Episode:
             metrics=self._turns.metrics(),
             facts=observation.facts,
         )
-        if len(self._rewards) == 1:
-            return sample
-        return sample.with_turns(rewards=self._rewards if self._settings.reward == "sum" else None, states=self._states)
+        has_rewards = self._settings.reward == "sum" and len(self._rewards) > 1
+        return sample.with_turns(rewards=self._rewards if has_rewards else None, states=self._states)
 
     def _state(self, observation: Observation) -> str:
         """The key of the state in which a turn is sampled."""

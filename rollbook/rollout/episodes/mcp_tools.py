@@ -6,11 +6,15 @@ it is not scored and is played again. What the policy gets wrong is a result tha
 """
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import httpx2
 from mcp import Client, MCPError, StdioServerParameters
+from mcp.client import Transport
+from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CONNECTION_CLOSED, CallToolResult, TextContent
 
 from rollbook.contracts.decoding import load_json
@@ -18,6 +22,8 @@ from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.user_errors import describe_error
 from rollbook.rollout.episodes.tools import MAX_RESULT_CHARS, McpServerSettings, PolicyTool
 
+HTTP_TIMEOUT = httpx2.Timeout(30.0, read=300.0)
+"""Those of the SDK, which are long for reading: a tool may take its time, and has a limit of its own."""
 MAX_PAGES = 100
 """Of a server's list of tools."""
 
@@ -75,7 +81,7 @@ async def open_mcp_tools(servers: Mapping[str, McpServerSettings]) -> AsyncItera
 async def _connect(stack: AsyncExitStack, name: str, server: McpServerSettings) -> list[PolicyTool]:
     try:
         async with asyncio.timeout(server.start_s):
-            client = await stack.enter_async_context(Client(_address(server)))
+            client = await stack.enter_async_context(Client(await _address(stack, name, server)))
             return await _listed(name, client, server)
     except RunError:
         raise
@@ -91,11 +97,29 @@ async def _connect(stack: AsyncExitStack, name: str, server: McpServerSettings) 
         ) from error
 
 
-def _address(server: McpServerSettings) -> StdioServerParameters | str:
+async def _address(
+    stack: AsyncExitStack, name: str, server: McpServerSettings
+) -> StdioServerParameters | str | Transport:
+    if server.url is not None and server.authorization_env is not None:
+        headers = {"Authorization": _authorization(name, server.authorization_env)}
+        # The SDK follows redirects to the same origin only, so no other server gets the header.
+        http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=HTTP_TIMEOUT))
+        return streamable_http_client(server.url, http_client=http)
     if server.url is not None:
         return server.url
     assert server.command is not None
     return StdioServerParameters(command=server.command[0], args=server.command[1:], env=server.environment)
+
+
+def _authorization(name: str, variable: str) -> str:
+    """The value of the header. Errors never contain it."""
+    setting = f"rollout.settings.mcp.{name}.authorization_env"
+    value = os.environ.get(variable, "").strip()
+    if not value:
+        raise RunError(f"{setting}: the environment variable {variable} is not set where the episodes are played")
+    if not (value.isascii() and value.isprintable()):
+        raise RunError(f"{setting}: the value of {variable} has characters that a header cannot have")
+    return value if " " in value else f"Bearer {value}"
 
 
 async def _listed(name: str, client: Client, server: McpServerSettings) -> list[PolicyTool]:

@@ -49,6 +49,10 @@ class McpServerSettings(BaseModel, frozen=True, extra="forbid"):
     url: str | None = Field(default=None, pattern="^https?://")
     """Streamable HTTP. Each episode has a session of its own."""
 
+    authorization_env: str | None = Field(default=None, min_length=1)
+    """Environment variable with the header `Authorization` for the URL: `Bearer …`, or only the token. Read where the episodes are
+    played, when an episode connects. The value is in no record."""
+
     environment: dict[str, str] = Field(default_factory=dict)
     """Further environment variables of the command. It gets the search path, the home and the locale, and no others."""
 
@@ -62,6 +66,8 @@ class McpServerSettings(BaseModel, frozen=True, extra="forbid"):
     def _one_address(self) -> "McpServerSettings":
         if (self.command is None) == (self.url is None):
             raise ValueError("set either command or url")
+        if self.authorization_env is not None and self.url is None:
+            raise ValueError("authorization_env is for a server with a url; a command gets variables by environment")
         return self
 
 
@@ -75,7 +81,8 @@ class ToolSettings(BaseModel, frozen=True, extra="forbid"):
     """MCP servers with more tools, by a name of your choice: `[rollout.settings.mcp.files]`."""
 
     tool_parser: str = "hermes"
-    """Format of tool calls: `hermes`, `json`, or `module:function` of a parser."""
+    """Format of tool calls: `hermes`, `json`, `llama`, `qwen`, or `module:function` of a parser. A call in a thought is not
+    executed."""
 
     tool_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds after which the policy reads that a call timed out."""
@@ -88,6 +95,14 @@ class ToolSettings(BaseModel, frozen=True, extra="forbid"):
 
     template: dict[str, Any] = Field(default_factory=dict)
     """More arguments of the chat template: `{ enable_thinking = false }`."""
+
+    max_thinking_tokens: int | None = Field(default=None, ge=1)
+    """Maximum number of tokens of thought in one turn. Then the end of the thought is written into the sequence (not trained), and
+    the policy answers with the rest of `rollout.sampling.max_tokens`. None: no limit of its own."""
+
+    thinking_tags: tuple[str, str] = ("<think>", "</think>")
+    """The texts around a thought, in which no tool is called. A turn thinks if its prompt ends with the first one, or its text
+    begins with it: a limit must be longer than that text."""
 
     @model_validator(mode="after")
     def _some_tools(self) -> "ToolSettings":
@@ -112,7 +127,7 @@ class PolicyTool(Protocol):
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:
     settings = setup.read_settings(ToolSettings)
-    parse = load_parser(settings.tool_parser)
+    parse = load_parser(settings.tool_parser, tags=settings.thinking_tags)
     own = [load_tool(path) for path in settings.tools]
     open_mcp_tools = load_on_demand("rollbook.rollout.episodes.mcp_tools:open_mcp_tools") if settings.mcp else None
 
@@ -123,22 +138,23 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
             return await play_episode(row, _by_name([*own, *served]))
 
     async def play_episode(row: dict[str, Any], tools: Mapping[str, PolicyTool]) -> RolloutSample:
+        described = [tool.description for tool in tools.values()]
         chat = MessageTrajectoryAssembler(
             setup.tokenizer,
             setup.sampling,
             on_rewrite=settings.on_rewrite,
-            tools=[tool.description for tool in tools.values()],
+            tools=described,
             template=settings.template,
         )
         for message in _opening(row, settings.system_prompt):
             chat.add_message(**message)
-        turns = ChatTurns(setup, chat)
+        turns = ChatTurns(setup, chat, max_thought=settings.max_thinking_tokens, tags=settings.thinking_tags)
         calls: list[dict[str, str]] = []
         while True:
             turn = await turns.next()
             if isinstance(turn, EndReason):
                 break
-            called = parse(turn).calls
+            called = parse(turn, described, chat.prompt_text).calls
             if not called:
                 break
             for call, result in zip(called, await _results(tools, called, row, settings.tool_timeout_s), strict=True):

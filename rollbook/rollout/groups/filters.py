@@ -1,11 +1,14 @@
 """Filters decide which finished groups are dropped: a filter takes a group and returns the reason to drop it, or None."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
+
+import numpy as np
 
 from rollbook.contracts.errors import EpisodeError, RollbookError
 from rollbook.contracts.group import PromptGroup
 from rollbook.contracts.plugin import load_plugin
+from rollbook.contracts.trajectory import RolloutSample
 from rollbook.contracts.user_errors import describe_error
 from rollbook.rollout.config import RolloutConfig
 
@@ -51,11 +54,44 @@ def constant_reward(group: PromptGroup) -> str | None:
     return "constant_reward" if is_constant and not has_own_advantages(group) else None
 
 
-def constant_turns(group: PromptGroup) -> str | None:
-    """Like `constant_reward`, if the rewards of the turns are equal too: for advantages that compare turns."""
-    found = [sample.turn_rewards for sample in group.scorable]
-    turns = {None if rewards is None else tuple(rewards.tolist()) for rewards in found}
-    return constant_reward(group) if len(turns) < 2 else None
+def constant_turns(compared: str) -> GroupFilter:
+    """Like `constant_reward`, if the turns are equal too: for advantages that compare turns. `compared`: `rollout.turn_credit`."""
+
+    def check(group: PromptGroup) -> str | None:
+        samples = group.scorable
+        is_constant = constant_reward(group) is not None
+        if is_constant and compared in ("lengths", "states"):
+            is_constant = len({len(sample.turns) for sample in samples}) == 1
+        if is_constant and compared == "states":
+            found = [sample.turn_states for sample in samples]
+            is_constant = len({None if states is None else tuple(states.tolist()) for states in found}) == 1
+        return "constant_reward" if is_constant and _has_constant_returns(samples) else None
+
+    return check
+
+
+def _has_constant_returns(samples: Sequence[RolloutSample]) -> bool:
+    """What is earned from each turn on is equal. A shorter episode counts with its last turn."""
+    returns = np.zeros((len(samples), max(max(1, len(sample.turns)) for sample in samples)))
+    for line, sample in zip(returns, samples, strict=True):
+        assert sample.reward is not None
+        earned = np.zeros(max(1, len(sample.turns))) if (found := sample.turn_rewards) is None else found
+        line[:] = sample.reward - (earned.sum() - earned[-1])
+        line[: len(earned)] = sample.reward - np.concatenate([[0.0], np.cumsum(earned)[:-1]])
+    return bool((np.ptp(returns, axis=0) < SAME_REWARD).all())
+
+
+def constant_scores(names: Sequence[str]) -> GroupFilter:
+    """Like `constant_reward`, if the scores of these reward functions are equal too: for advantages that compare each function."""
+
+    def check(group: PromptGroup) -> str | None:
+        for name in names:
+            known = [score for sample in group.scorable if (score := sample.scores.get(name)) is not None]
+            if known and max(known) - min(known) >= SAME_REWARD:
+                return None
+        return constant_reward(group)
+
+    return check
 
 
 def load_filters(config: RolloutConfig) -> list[GroupFilter]:
@@ -67,10 +103,20 @@ def load_filters(config: RolloutConfig) -> list[GroupFilter]:
     if config.completions_per_prompt > 1:
         filters.append(one_sample)
         if config.drop_constant_reward:
-            filters.append(constant_turns if config.turn_credit else constant_reward)
+            filters.append(_constant(config))
     if config.filter is not None:
         filters.append(load_own_filter(config.filter))
     return filters
+
+
+def _constant(config: RolloutConfig) -> GroupFilter:
+    """Drops a group if all that the run compares in it is equal."""
+    checks: list[GroupFilter] = [constant_reward]
+    if config.turn_credit not in (None, "off"):
+        checks.append(constant_turns(config.turn_credit))
+    if config.score_credit:
+        checks.append(constant_scores(config.score_credit))
+    return lambda group: "constant_reward" if all(check(group) is not None for check in checks) else None
 
 
 def load_own_filter(path: str) -> GroupFilter:

@@ -3,16 +3,18 @@
 A whole group is one part: it is complete when all of its episodes have ended, and its samples are in the order of the episodes.
 With batch policy `parts`, the first part is complete when a quorum of samples is scored. From then on every finished sample is
 submitted without waiting for the others, in the order in which they finished. The rewards of the quorum are the baseline of all
-parts: they are fixed before the slow samples are known.
+parts: they are fixed before the slow samples are known. Reward functions of groups score the samples of the quorum together, and
+every later sample alone, against the quorum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollbook.contracts.freshness import is_part_complete
 from rollbook.contracts.group import GroupId, PromptGroup, part_id
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample
+from rollbook.rollout.settings import is_ready
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,8 +33,14 @@ class GroupParts:
     """None: the group is one part."""
     number: int = 1
     baseline: tuple[float, ...] | None = None
+    compared: tuple[RolloutSample, ...] | None = None
+    """The quorum, as the reward functions of groups scored it. None: not yet."""
     _finished: list[tuple[int, RolloutSample]] = field(default_factory=list)
     """Finished samples with the numbers of their episodes, in the order in which they finished."""
+    _num_ready: int = 0
+    """Of those, scored ones and ones that need their group to be scored."""
+    _scored: set[int] = field(default_factory=set)
+    """Episodes whose samples the functions of groups have scored."""
 
     @property
     def next_id(self) -> GroupId:
@@ -41,13 +49,32 @@ class GroupParts:
     @property
     def is_complete(self) -> bool:
         """Whether the next part need not wait for more samples."""
-        scorable = sum(sample.is_scorable for _, sample in self._finished)
         if self.quorum is None or not self._finished:
             return False
-        return is_part_complete(part=self.number, scorable=scorable, quorum=self.quorum)
+        return is_part_complete(part=self.number, scorable=self._num_ready, quorum=self.quorum)
 
     def add(self, episode: int, sample: RolloutSample) -> None:
         self._finished.append((episode, sample))
+        self._num_ready += is_ready(sample)
+
+    def to_score(self) -> dict[int, RolloutSample]:
+        """Samples that the functions of groups have not scored, by episode: at first those that are scored together (the quorum, or
+        the whole group), then late ones."""
+        waiting = {n: sample for n, sample in self._finished if is_ready(sample) and n not in self._scored}
+        if self.compared is not None:
+            return waiting
+        if self.quorum is None:
+            return dict(sorted(waiting.items())[: self.num_samples])
+        return dict(list(waiting.items())[: self.quorum])
+
+    def put_scored(self, scored: Mapping[int, RolloutSample]) -> None:
+        self._scored |= scored.keys()
+        self._finished = [
+            (n, scored.get(n, sample))
+            for n, sample in self._finished
+            # Surplus samples of a whole group are not compared with it.
+            if self.quorum is not None or n in self._scored or not is_ready(sample)
+        ]
 
     def take(self, *, is_last: bool) -> PromptGroup | None:
         """The next part. None: nothing is finished, or the part is not complete and other episodes still run."""
@@ -70,7 +97,7 @@ class GroupParts:
             part=self.number,
             baseline=self.baseline,
         )
-        self._finished = []
+        self._finished, self._num_ready = [], 0
         self.number += 1
         return part
 

@@ -9,7 +9,7 @@ import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -20,7 +20,13 @@ from rollbook.contracts.decoding import TOO_DEEP, msgpack_decoder, valid_text
 from rollbook.contracts.errors import RollbookError, WeightsAwaitedError, WorkerError
 from rollbook.contracts.freshness import SAME_MOMENT_S
 from rollbook.contracts.group import DropKind, DropReason, GroupId, PromptGroup, group_id
-from rollbook.contracts.group_codec import EncodedGroup, encode_group, is_record_too_deep, recordable_sample
+from rollbook.contracts.group_codec import (
+    EncodedGroup,
+    decode_group,
+    encode_group,
+    is_record_too_deep,
+    recordable_sample,
+)
 from rollbook.contracts.policy import Completion
 from rollbook.contracts.task import Task, TaskId
 from rollbook.contracts.trajectory import RolloutSample
@@ -41,6 +47,7 @@ from rollbook.rollout.groups.parts import GroupParts
 from rollbook.rollout.groups.results import CAUSE_CHARS, GroupTally, PlayedPart, times_of
 from rollbook.rollout.metrics import reported_scores
 from rollbook.rollout.policy import EpisodeContext, current_episode, enter_episode
+from rollbook.rollout.settings import is_ready, quorum_of
 from rollbook.rollout.stopwatch import EpisodeTime, MovableTimeout
 
 LATE_S = 2.0
@@ -52,6 +59,16 @@ OnPart: TypeAlias = Callable[[PlayedPart], Awaitable[None]]
 
 Score: TypeAlias = Callable[[Mapping[str, Any], RolloutSample], Awaitable[RolloutSample]]
 """Takes the row of the task and a finished sample; returns the sample with its reward."""
+
+
+class GroupScorer(Protocol):
+    """Calls the reward functions of groups. Implemented by `rewards.scorer.Scorer`."""
+
+    async def score_group(self, row: Mapping[str, Any], samples: Sequence[RolloutSample]) -> list[RolloutSample]: ...
+
+    async def score_late(
+        self, row: Mapping[str, Any], sample: RolloutSample, quorum: Sequence[RolloutSample]
+    ) -> RolloutSample: ...
 
 
 OnFailure: TypeAlias = Callable[["GroupOrder", str, Sequence[Completion]], None]
@@ -80,6 +97,8 @@ class GroupOrder:
     """With batch policy `parts`: the samples that the group lacks, to be submitted in parts. None: the whole group at once."""
     baseline: tuple[float, ...] | None = None
     """The rewards of the quorum, for every part after the first."""
+    first_part: bytes | None = None
+    """The stored first part, for a later one and reward functions of groups."""
 
 
 class GroupPlayer:
@@ -90,16 +109,20 @@ class GroupPlayer:
         *,
         filters: Sequence[GroupFilter] | None = None,
         score: Score | None = None,
+        group_scorer: GroupScorer | None = None,
         on_failure: OnFailure | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`filters` replace those of the config. `score` calls the reward functions of the config, if it has some."""
-        if config.rewards.functions and score is None:
+        """`filters` replace those of the config. `score` calls its reward functions, and `group_scorer` those of groups."""
+        is_unscored = bool(config.rewards.functions) and score is None
+        if is_unscored or (config.rewards.see_groups and group_scorer is None):
             raise ValueError(
-                "the config has reward functions, and a GroupPlayer does not start their processes; pass score="
+                "the config has reward functions, and a GroupPlayer does not start their processes; pass score= and, for "
+                "functions of groups, group_scorer="
             )
         self._rollout = rollout
         self._score = score
+        self._group_scorer = group_scorer if config.rewards.see_groups else None
         self._on_failure = on_failure
         self._config = config
         self._filters = tuple(load_filters(config) if filters is None else filters)
@@ -143,12 +166,15 @@ class GroupPlayer:
                     if parts.is_complete and on_part is not None:
                         await self._wait_for_siblings(group, all_ended)
                         if not all_ended.is_set():
+                            await self._score_in_group(task, parts, tally)
+                        if not all_ended.is_set():
                             seconds = self._clock.now() - started
                             await on_part(self._next_part(order, parts, tally, seconds=seconds, is_last=False))
                 for episode in episodes:
                     episode.cancel("surplus")
         except BaseExceptionGroup as errors:
             raise first_error(errors) from errors
+        await self._score_in_group(task, parts, tally)
         return self._next_part(order, parts, tally, seconds=self._clock.now() - started, is_last=True)
 
     def _parts_of(self, order: GroupOrder) -> GroupParts:
@@ -162,7 +188,38 @@ class GroupPlayer:
             quorum=None if is_whole else self._config.quorum_size,
             number=order.part,
             baseline=order.baseline,
+            compared=None if order.part == 1 else self._stored_quorum(order),
         )
+
+    def _stored_quorum(self, order: GroupOrder) -> tuple[RolloutSample, ...]:
+        if self._group_scorer is None or order.first_part is None:
+            return ()
+        return quorum_of(decode_group(order.first_part).samples)
+
+    async def _score_in_group(self, task: Task, parts: GroupParts, tally: GroupTally) -> None:
+        """Call the reward functions of groups for the samples that finished: once for the quorum, then once for each late one."""
+        scorer = self._group_scorer
+        if scorer is None:
+            return
+        scored: dict[int, RolloutSample] = {}
+        if parts.compared is None and (together := parts.to_score()):
+            found = await scorer.score_group(task.row_copy(), list(together.values()))
+            scored = self._solved(dict(zip(together, found, strict=True)))
+            parts.put_scored(scored)
+            parts.compared = quorum_of(list(scored.values()))
+        # Others may finish during the calls; a part has no sample that they have not scored.
+        while parts.compared is not None and (late := parts.to_score()):
+            quorum = parts.compared
+            found = await asyncio.gather(*(scorer.score_late(task.row_copy(), one, quorum) for one in late.values()))
+            more = self._solved(dict(zip(late, found, strict=True)))
+            parts.put_scored(more)
+            scored |= more
+        for sample in scored.values():
+            if sample.invalid_cause is not None:
+                tally.causes[valid_text(sample.invalid_cause)[:CAUSE_CHARS]] += 1
+
+    def _solved(self, samples: Mapping[int, RolloutSample]) -> dict[int, RolloutSample]:
+        return {n: dataclasses.replace(one, solved=self._config.is_solved(one)) for n, one in samples.items()}
 
     async def _wait_for_siblings(self, group: asyncio.TaskGroup, all_ended: asyncio.Event) -> None:
         """Wait for more samples of the same part. Waits at most `SAME_MOMENT_S`."""
@@ -244,7 +301,7 @@ class GroupPlayer:
             if self._score is not None:
                 sample = await self._score(task.row_copy(), sample)
             sample = dataclasses.replace(_with_times(sample, began), solved=self._config.is_solved(sample))
-            if self._score is not None and not sample.is_scorable:
+            if self._score is not None and not is_ready(sample):
                 return sample, UnscorableError(sample.invalid_cause)
         except asyncio.CancelledError:
             if _is_cancelled():
@@ -263,7 +320,7 @@ class GroupPlayer:
                     return None, error
                 case _:
                     return None, SampleRaisedError(f"rollout raised {describe_error(error)}")
-        if not sample.is_scorable:
+        if not is_ready(sample):
             return sample, BadSampleError(sample.invalid_cause)
         return sample
 

@@ -58,18 +58,8 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
     settings = setup.read_settings(ServiceSettings)
 
     async def play(row: dict[str, Any]) -> RolloutSample | None:
-        episode = current_episode()
-        request = RolloutRequest(
-            request_id=uuid.uuid4().hex,
-            row=row,
-            policy_url=settings.policy_url or setup.policy_url,
-            tokenizer_id=setup.tokenizer.identity,
-            sampling=setup.sampling,
-            limits=setup.limits,
-            deadline_s=setup.limits.max_seconds if episode is None else max(0.0, episode.until - time.monotonic()),
-            min_publication=0 if episode is None else episode.min_publication,
-        )
-        reply = await _Exchange(settings, request).run()
+        request = request_of(row, setup, policy_url=settings.policy_url)
+        reply = await Exchange(request, url=settings.url, token=settings.token).run()
         if reply is None:
             return None
         return sample_of(reply, request, assembler=settings.assembler, where=f"the rollout service at {settings.url}")
@@ -77,14 +67,32 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
     return play
 
 
-class _Exchange:
+def request_of(
+    row: dict[str, Any], setup: RolloutSetup, *, policy_url: str | None = None, chat_url: str | None = None
+) -> RolloutRequest:
+    """The request for the current episode."""
+    episode = current_episode()
+    return RolloutRequest(
+        request_id=uuid.uuid4().hex,
+        row=row,
+        policy_url=policy_url or setup.policy_url,
+        tokenizer_id=setup.tokenizer.identity,
+        sampling=setup.sampling,
+        limits=setup.limits,
+        deadline_s=setup.limits.max_seconds if episode is None else max(0.0, episode.until - time.monotonic()),
+        min_publication=0 if episode is None else episode.min_publication,
+        chat_url=chat_url,
+    )
+
+
+class Exchange:
     """The request for one episode, sent at most twice."""
 
-    def __init__(self, settings: ServiceSettings, request: RolloutRequest) -> None:
-        self._url = f"{settings.url.rstrip('/')}/rollouts"
+    def __init__(self, request: RolloutRequest, *, url: str, token: str | None) -> None:
+        self._url = f"{url.rstrip('/')}/rollouts"
         self._headers = {"Content-Type": "application/json"}
-        if settings.token is not None:
-            self._headers["Authorization"] = f"Bearer {settings.token}"
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
         self._request = request
         self._until = time.monotonic() + request.deadline_s
 

@@ -48,6 +48,9 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     deadline_s: float
     min_publication: int = 0
     """Must be sent with every policy request, so that weights older than the group's admission do not sample for it."""
+    chat_url: str | None = None
+    """Base URL of an OpenAI-compatible endpoint of this episode. The run records the tokens of requests to it, each under the
+    conversation that the header `X-Session-ID` names; the reply has `conversations` instead of `turns`."""
 
 
 class ServiceTurn(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +62,24 @@ class ServiceTurn(msgspec.Struct, frozen=True, kw_only=True):
     """Publication of each token, as reported by the policy server."""
     finish_reason: FinishReason = FinishReason.STOP
     seconds: float = 0.0
+
+
+class ServiceConversation(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a conversation that was played at `chat_url`."""
+
+    session: str
+    """Its `X-Session-ID`."""
+    agent: str = "agent"
+    is_trained: bool = True
+    """False: played by the policy, and not a sample: a simulated user, a judge."""
+    reward: float | None = None
+    invalid_cause: str | None = None
+    is_scoring_error: bool = False
+    """The cause is an error of a reward function: the episode is not played again."""
+    finish_reason: EndReason | None = None
+    scores: dict[str, float] = {}
+    """Value of each reward function, without its weight."""
+    metrics: dict[str, float] = {}
 
 
 class RolloutReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +94,7 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     metrics: dict[str, float] = {}
     facts: dict[str, Any] = {}
+    conversations: list[ServiceConversation] = []
 
 
 class RolloutService(Protocol):

@@ -1,7 +1,8 @@
-"""`Judgements`: every answer of a judge as one line of a file, so that no judge is asked twice for the same content.
+"""`Judgements`: every answer of a judge as one line of a file, so that no judge is asked again for what it has answered.
 
 The file is the cache and the bill: it also has the answers that could not be used, with their cost. Several workers append to it; a
-line is written at once, so lines never mix. A line that a killed process left unfinished is skipped.
+line is written at once, so lines never mix. If two of them ask for the same content at the same time, both use the first answer. A
+line that a killed process left unfinished is skipped.
 """
 
 import os
@@ -16,10 +17,12 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One answer of a judge."""
 
     key: str
-    """Digest of everything that the judge was sent."""
+    """Digest of everything that the judge was sent, of the range of its scores, and of its number among equal judges."""
     function: str
     model: str
     score: float | None = None
+    verdicts: tuple[tuple[float, str], ...] = ()
+    """Scores and reasons of several episodes of a group, in the order of the prompt."""
     text: str = ""
     """The reason that the judge gave, or its whole answer if that could not be used."""
     cause: str | None = None
@@ -62,14 +65,14 @@ class Judgements:
         place = self._places.get(key)
         return None if place is None else _DECODER.decode(os.pread(self._file, place[1], place[0]))
 
-    def add(self, judgement: Judgement) -> None:
+    def add(self, judgement: Judgement) -> Judgement:
+        """Store an answer. Returns the first usable one to its content, which all workers use."""
         if self._file is None:
-            if judgement.score is not None:
-                self._held[judgement.key] = judgement
-            return
+            return judgement if judgement.cause is not None else self._held.setdefault(judgement.key, judgement)
         size = os.fstat(self._file).st_size
         is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
         os.write(self._file, (b"\n" if is_torn else b"") + _encode(judgement) + b"\n")
+        return judgement if judgement.cause is not None else self.find(judgement.key) or judgement
 
     def close(self) -> None:
         if self._file is not None:
@@ -98,5 +101,5 @@ class Judgements:
             found = _DECODER.decode(line)
         except msgspec.MsgspecError:
             return  # left unfinished by a killed process
-        if found.score is not None:
-            self._places[found.key] = (offset, len(line))
+        if found.cause is None:
+            self._places.setdefault(found.key, (offset, len(line)))

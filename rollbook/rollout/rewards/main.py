@@ -31,6 +31,7 @@ from rollbook.rollout.rewards.messages import (
     encode,
     to_child,
 )
+from rollbook.rollout.settings import REWARDS
 
 
 class RewardLoop:
@@ -61,23 +62,30 @@ class RewardLoop:
         extend_search_path(load.search_path)
         try:
             for name, path in load.functions.items():
-                self._functions[name] = load_plugin(path, setting=f"rollout.rewards.functions.{name}.path")
+                setting = f"rollout.rewards.functions.{name}.path"
+                self._functions[name] = load_plugin(path, setting=setting, builtin=REWARDS)
         except RunError as error:
             return LoadFailed(cause=str(error))
         return Loaded(is_async={name: is_async(function) for name, function in self._functions.items()})
 
     async def _run(self, call: Call) -> None:
         started = time.monotonic()
-        value, cause, turns = None, None, None
+        value, cause, turns, values = None, None, None, None
         try:
-            result = self._functions[call.function](call.case)
-            value, cause, turns = checked_turns(await result if inspect.isawaitable(result) else result, call.case)
+            result = self._functions[call.function](list(call.cases) if call.is_group else call.cases[0])
+            result = await result if inspect.isawaitable(result) else result
+            if call.is_group:
+                values, cause = checked_values(result, len(call.cases))
+            else:
+                value, cause, turns = checked_turns(result, call.cases[0])
         except asyncio.CancelledError:
             cause = "was cancelled"
         except Exception as error:
             cause = f"raised {describe_error(error)}"
         seconds = time.monotonic() - started
-        await self._send(CallResult(number=call.number, value=value, cause=cause, seconds=seconds, turns=turns))
+        await self._send(
+            CallResult(number=call.number, value=value, cause=cause, seconds=seconds, turns=turns, values=values)
+        )
 
     def _forget(self, number: int, _: asyncio.Task[None]) -> None:
         self._running.pop(number, None)
@@ -124,6 +132,20 @@ def checked_turns(value: object, case: RewardCase) -> tuple[float | None, str | 
     if cause is not None or len(turns) < len(found):
         return None, cause, None
     return math.fsum(turns), None, tuple(turns)
+
+
+def checked_values(value: object, num_samples: int) -> tuple[tuple[float | None, ...] | None, str | None]:
+    """The values of a function of groups, and what is wrong with them."""
+    items = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(items, list | tuple) or len(items) != num_samples:
+        what = f"{len(items)} values" if isinstance(items, list | tuple) else f"a {type(value).__name__}"
+        return (
+            None,
+            f"returned {what} for a group of {num_samples} samples; return a list with one number or None for each",
+        )
+    found = [checked(item) for item in items]
+    cause = next((cause for _, cause in found if cause is not None), None)
+    return (None, cause) if cause is not None else (tuple(number for number, _ in found), None)
 
 
 async def work(sock: socket.socket) -> None:

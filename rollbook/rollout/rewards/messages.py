@@ -32,6 +32,8 @@ class RewardCase:
     """Turns that the policy played. A function may return a list with one number for each."""
     turn_rewards: tuple[float, ...] | None = None
     """The environment's reward of each turn."""
+    score: float | None = None
+    """Only in a group: the value that the function gave this sample before, if it is of the quorum and a late sample is scored."""
 
 
 class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
@@ -43,7 +45,9 @@ class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
 class Call(msgspec.Struct, tag="call", array_like=True, frozen=True):
     number: int
     function: str
-    case: RewardCase
+    cases: tuple[RewardCase, ...]
+    """One; several for a function of groups."""
+    is_group: bool = False
 
 
 class CancelCall(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
@@ -66,6 +70,8 @@ class CallResult(msgspec.Struct, tag="result", array_like=True, frozen=True):
     cause: str | None
     seconds: float
     turns: tuple[float, ...] | None = None
+    values: tuple[float | None, ...] | None = None
+    """Of a function of groups: one for each case."""
 
 
 ToChild: TypeAlias = Load | Call | CancelCall

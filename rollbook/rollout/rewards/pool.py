@@ -8,7 +8,7 @@ it is repeated alone, which finds the one that blocks and gives the others their
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -44,7 +44,8 @@ class RewardPoolError(WorkerError):
 @dataclass(slots=True, eq=False)
 class _Request:
     function: str
-    case: RewardCase
+    cases: tuple[RewardCase, ...]
+    is_group: bool
     score: asyncio.Future[Score]
     was_returned: bool = False
     """The process was found dead before the call. It is returned to its queue once, so that it always ends."""
@@ -99,12 +100,13 @@ class _RewardProcess:
                     result.exception()  # marks it as retrieved: its caller may be gone
             self._results.clear()
 
-    def call(self, function: str, case: RewardCase) -> tuple[int, asyncio.Future[CallResult]]:
+    def call(self, request: _Request) -> tuple[int, asyncio.Future[CallResult]]:
         number = next(self._numbers)
         result: asyncio.Future[CallResult] = asyncio.get_running_loop().create_future()
         if self._child.is_alive:
             self._results[number] = result
-            self._child.send(encode(Call(number=number, function=function, case=case)))
+            call = Call(number=number, function=request.function, cases=request.cases, is_group=request.is_group)
+            self._child.send(encode(call))
         else:
             result.set_exception(ChildEndedError(self._child.exit_reason))
         return number, result
@@ -138,9 +140,16 @@ class RewardPool:
 
     async def score(self, function: str, case: RewardCase) -> Score:
         """The function's score of the case. Always returns or raises, soon after the timeout at the latest."""
+        return await self._request(function, (case,), is_group=False)
+
+    async def score_group(self, function: str, cases: Sequence[RewardCase]) -> Score:
+        """The score of a function of groups: `values`, or a cause."""
+        return await self._request(function, tuple(cases), is_group=True)
+
+    async def _request(self, function: str, cases: tuple[RewardCase, ...], *, is_group: bool) -> Score:
         if self._failure is not None:
             raise RewardPoolError(f"the reward functions can no longer be run: {self._failure}")
-        request = _Request(function, case, asyncio.get_running_loop().create_future())
+        request = _Request(function, cases, is_group, asyncio.get_running_loop().create_future())
         self._pending.add(request)
         try:
             (self._async_requests if self._is_async[function] else self._plain_requests).put_nowait(request)
@@ -225,7 +234,7 @@ class RewardPool:
 
     async def _score_alone(self, process: _RewardProcess, request: _Request) -> bool:
         """Make a call that has the process to itself. False when the process is no longer usable."""
-        _, result = process.call(request.function, request.case)
+        _, result = process.call(request)
         done, _ = await asyncio.wait({result}, timeout=self._rules.timeout_s)
         if not done:
             self._count_kill(process, request)
@@ -239,7 +248,7 @@ class RewardPool:
 
         If the process itself fails, any of its calls may be the cause: each is repeated alone.
         """
-        number, result = process.call(request.function, request.case)
+        number, result = process.call(request)
         done, _ = await asyncio.wait({result}, timeout=self._rules.timeout_s)
         if done and result.exception() is None:
             return self._take_result(request, result)
@@ -258,7 +267,10 @@ class RewardPool:
             self._settle(request, Score(cause=f"its process {ended}"))
             return False
         found = result.result()
-        self._settle(request, Score(value=found.value, cause=found.cause, seconds=found.seconds, turns=found.turns))
+        self._settle(
+            request,
+            Score(value=found.value, cause=found.cause, seconds=found.seconds, turns=found.turns, values=found.values),
+        )
         return True
 
     def _count_kill(self, process: _RewardProcess, request: _Request) -> None:

@@ -1,8 +1,12 @@
 """`Scorer`: computes the reward of a finished episode with the user's reward functions, and records the score of each.
 
-    def correct(case: RewardCase) -> float | None: ...          # or async def
+    def correct(case: RewardCase) -> float | None: ...                       # or async def
+    def ranked(cases: list[RewardCase]) -> list[float | None]: ...           # of a group
 
 `None` and NaN mean "could not be scored": the sample is kept, unscorable, and never counted as 0.
+
+Functions of groups are called after those of samples, once for the samples of a group or of its quorum. A late sample of a group in
+parts gets a call of its own, with the stored samples of the quorum: its score depends on them and on itself only.
 """
 
 import asyncio
@@ -19,14 +23,18 @@ from rollbook.rollout.rewards.judges import JudgePanel, open_judges
 from rollbook.rollout.rewards.messages import RewardCase
 from rollbook.rollout.rewards.pool import RewardPool, open_reward_pool
 from rollbook.rollout.settings import (
+    COMPARED_FACT,
     JUDGE_COUNTS,
+    LATE,
     SECONDS_KEY,
     TO_BE_SCORED,
-    JudgeUsage,
+    TOGETHER,
+    RewardFunction,
     RewardRules,
     Score,
     combine,
     combine_turns,
+    is_ready,
     judge_key,
     score_key,
 )
@@ -37,6 +45,13 @@ __all__ = ["TO_BE_SCORED", "RewardCase", "Scorer", "open_scorer"]
 
 JUDGES_FACT = "judges"
 """Fact of a sample: what the judges of each reward function said."""
+FAULTS_FACT = "reward_faults"
+"""Fact of a sample: why reward functions failed."""
+GROUP_CALLS = 3
+"""A failed call of a function of groups would cost a whole group, so it is repeated. Judges have their own `attempts`."""
+NOTHING_TO_COMPARE = (
+    "its quorum has no stored sample with a reward, so the reward functions of groups cannot compare it"
+)
 
 
 class Scorer:
@@ -61,13 +76,73 @@ class Scorer:
         if not sample.is_scorable and sample.invalid_cause != TO_BE_SCORED:
             return sample
         case = case_of(row, sample, decode=self._decode)
-        names = [function.name for function in self._rules.functions]
+        names = [function.name for function in self._rules.of_samples]
         scores = dict(zip(names, await asyncio.gather(*(self._score(name, case) for name in names)), strict=True))
         return scored(sample, self._rules, scores)
 
     async def _score(self, name: str, case: RewardCase) -> Score:
         panel = self._panels.get(name)
         return await (self._pool.score(name, case) if panel is None else panel.score(case))
+
+    async def score_group(self, row: Mapping[str, Any], samples: Sequence[RolloutSample]) -> list[RolloutSample]:
+        """The samples of a group, or of its quorum, with the scores of the functions of groups."""
+        cases = [self._group_case(row, sample) for sample in samples]
+        functions = self._rules.of_groups
+        found = await asyncio.gather(*(self._group_scores(function, cases) for function in functions))
+        by_name = dict(zip([function.name for function in functions], found, strict=True))
+        return [
+            with_group_scores(sample, self._rules, {name: scores[i] for name, scores in by_name.items()})
+            for i, sample in enumerate(samples)
+        ]
+
+    async def score_late(
+        self, row: Mapping[str, Any], sample: RolloutSample, quorum: Sequence[RolloutSample]
+    ) -> RolloutSample:
+        """A sample that finished after the quorum of its group was scored."""
+        functions = self._rules.of_groups
+        found = await asyncio.gather(*(self._late_score(function, row, sample, quorum) for function in functions))
+        scores = dict(zip([function.name for function in functions], found, strict=True))
+        return with_group_scores(sample, self._rules, scores, is_late=True)
+
+    async def _late_score(
+        self, function: RewardFunction, row: Mapping[str, Any], sample: RolloutSample, quorum: Sequence[RolloutSample]
+    ) -> Score:
+        if not quorum:
+            return Score(cause=NOTHING_TO_COMPARE)
+        cases = [self._group_case(row, one, scored_by=function) for one in quorum]
+        cases = [case for case in cases if case.score is not None]
+        if not cases:
+            return Score()
+        (score,) = await self._group_scores(function, [*cases, self._group_case(row, sample)], is_late=True)
+        return score
+
+    async def _group_scores(
+        self, function: RewardFunction, cases: Sequence[RewardCase], *, is_late: bool = False
+    ) -> list[Score]:
+        """The score of each case; of the last one only, if it is late."""
+        if (panel := self._panels.get(function.name)) is not None:
+            return await panel.score_group(cases)
+        for _ in range(GROUP_CALLS):
+            result = await self._pool.score_group(function.name, cases)
+            if result.cause is None:
+                break
+        values = result.values or (None,) * len(cases)
+        wanted = values[-1:] if is_late else values
+        return [Score(value=value, cause=result.cause, seconds=result.seconds) for value in wanted]
+
+    def _group_case(
+        self, row: Mapping[str, Any], sample: RolloutSample, *, scored_by: RewardFunction | None = None
+    ) -> RewardCase:
+        """The case of a sample that the functions of samples have scored: the same before and after it is stored."""
+        case = case_of(row, sample, decode=self._decode)
+        own = {score_key(function.name) for function in self._rules.of_groups} | {SECONDS_KEY}
+        return dataclasses.replace(
+            case,
+            reward=sample.metrics.get(score_key("environment")),
+            metrics={k: v for k, v in case.metrics.items() if k not in own and not k.startswith(judge_key(""))},
+            facts={k: v for k, v in case.facts.items() if k not in (JUDGES_FACT, FAULTS_FACT, COMPARED_FACT)},
+            score=None if scored_by is None else sample.metrics.get(score_key(scored_by.name)),
+        )
 
 
 @asynccontextmanager
@@ -88,38 +163,55 @@ async def open_scorer(
 
 
 def scored(sample: RolloutSample, rules: RewardRules, scores: Mapping[str, Score]) -> RolloutSample:
-    """The sample with the combined score of the functions. Pure."""
+    """The sample with the combined score of the functions of samples. Pure."""
     verdict = combine(rules, scores, environment=sample.reward)
-    values = {score_key(name): score.value for name, score in scores.items() if score.value is not None}
-    metrics = {**sample.metrics, **values, SECONDS_KEY: max((s.seconds for s in scores.values()), default=0.0)}
+    found = _recorded(sample, scores)
     if sample.reward is not None:
-        metrics[score_key("environment")] = float(sample.reward)
+        found = dataclasses.replace(found, metrics={**found.metrics, score_key("environment"): float(sample.reward)})
+    found = dataclasses.replace(found, reward=verdict.reward, invalid_cause=verdict.cause)
+    earned = sample.turn_rewards
+    turns = combine_turns(rules, scores, environment=None if earned is None else earned.tolist())
+    # Rewards of turns that do not count are removed: the sum of the turns is what the reward is made of.
+    if turns is None and earned is not None:
+        turns = [0.0] * len(sample.turns)
+    return found if turns is None or not is_ready(found) else found.with_turns(rewards=turns)
+
+
+def with_group_scores(
+    sample: RolloutSample, rules: RewardRules, scores: Mapping[str, Score], *, is_late: bool = False
+) -> RolloutSample:
+    """A sample that the functions of samples have scored, with the scores of those of groups. Pure."""
+    known = {f.name: Score(value=sample.metrics.get(score_key(f.name))) for f in rules.of_samples}
+    environment = sample.metrics.get(score_key("environment"))
+    verdict = combine(rules, {**known, **scores}, environment=environment)
+    found = _recorded(sample, scores)
+    facts = {**found.facts, COMPARED_FACT: LATE if is_late else TOGETHER}
+    return dataclasses.replace(found, reward=verdict.reward, invalid_cause=verdict.cause, facts=facts)
+
+
+def _recorded(sample: RolloutSample, scores: Mapping[str, Score]) -> RolloutSample:
+    """The sample with what the functions reported, besides what others reported before."""
+    seconds = [score.seconds for score in scores.values()]
+    metrics = {
+        **sample.metrics,
+        **{score_key(name): score.value for name, score in scores.items() if score.value is not None},
+        SECONDS_KEY: max([*seconds, float(sample.metrics.get(SECONDS_KEY, 0.0))]),
+    }
+    for spent in (score.usage for score in scores.values()):
+        if spent is not None:
+            for name in JUDGE_COUNTS:
+                metrics[judge_key(name)] = metrics.get(judge_key(name), 0.0) + float(getattr(spent, name))
     faults = {name: score.cause for name, score in scores.items() if score.cause is not None}
     notes = {
         name: [{"model": note.model, "score": note.score, "text": note.text} for note in score.notes]
         for name, score in scores.items()
         if score.notes
     }
-    facts = {
-        **sample.facts,
-        **({"reward_faults": faults} if faults else {}),
-        **({JUDGES_FACT: notes} if notes else {}),
-    }
-    spent = JudgeUsage()
-    for score in scores.values():
-        if score.usage is not None:
-            spent.include(score.usage)
-    if any(score.usage is not None for score in scores.values()):
-        metrics |= {judge_key(name): float(getattr(spent, name)) for name in JUDGE_COUNTS}
-    found = dataclasses.replace(
-        sample, reward=verdict.reward, invalid_cause=verdict.cause, metrics=metrics, facts=facts
-    )
-    earned = sample.turn_rewards
-    turns = combine_turns(rules, scores, environment=None if earned is None else earned.tolist())
-    # Rewards of turns that do not count are removed: the sum of the turns is what the reward is made of.
-    if turns is None and earned is not None:
-        turns = [0.0] * len(sample.turns)
-    return found if turns is None or not found.is_scorable else found.with_turns(rewards=turns)
+    facts = dict(sample.facts)
+    for fact, added in ((FAULTS_FACT, faults), (JUDGES_FACT, notes)):
+        if added:
+            facts[fact] = {**facts.get(fact, {}), **added}
+    return dataclasses.replace(sample, metrics=metrics, facts=facts)
 
 
 def case_of(row: Mapping[str, Any], sample: RolloutSample, *, decode: Callable[[Sequence[int]], str]) -> RewardCase:

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from functools import partial
 from io import TextIOWrapper
@@ -30,10 +30,10 @@ from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.contract import RolloutSetup, build_rollout, load_rollout
 from rollbook.rollout.episodes.env_calls import with_timeouts
 from rollbook.rollout.groups.filters import load_filters
-from rollbook.rollout.groups.player import GroupOrder, GroupPlayer, Score, episode_task_name
+from rollbook.rollout.groups.player import GroupOrder, GroupPlayer, GroupScorer, Score, episode_task_name
 from rollbook.rollout.groups.results import PlayedPart
 from rollbook.rollout.rewards.scorer import open_scorer
-from rollbook.rollout.rewards.teacher import Teacher, open_teacher
+from rollbook.rollout.rewards.teacher import Teachers, open_teachers
 from rollbook.rollout.workers.episode_records import FailedEpisodes, TranscriptLog
 from rollbook.rollout.workers.messages import (
     Beat,
@@ -174,21 +174,35 @@ async def _serve(spec: WorkerSpec, parent: Frames) -> None:
         )
         rollout = build_rollout(make, setup, path=config.function)
         score: Score | None = None
+        group_scorer: GroupScorer | None = None
         if rewards is not None:
-            scorer = open_scorer(
+            opened = open_scorer(
                 rewards,
                 decode=setup.tokenizer.decode,
                 search_path=spec.search_path,
                 log=setup.log,
                 judgements=None if spec.judgements is None else Path(spec.judgements),
             )
-            score = (await stack.enter_async_context(scorer)).score
-        if config.teacher is not None:
-            teacher = await stack.enter_async_context(open_teacher(config.teacher.settings, setup.tokenizer))
-            score = _with_teacher(score, teacher)
+            group_scorer = scorer = await stack.enter_async_context(opened)
+            score = scorer.score
+        if config.teacher:
+            opening = open_teachers(
+                [teacher.settings for teacher in config.teacher],
+                setup.tokenizer,
+                store=None if spec.teacher_scores is None else Path(spec.teacher_scores),
+                policy_url=setup.policy_url,
+                policy_token=setup.policy_token,
+            )
+            teachers = await stack.enter_async_context(opening)
+            if group_scorer is not None and config.rewards.see_groups:
+                group_scorer = TaughtGroups(group_scorer, teachers)
+            else:
+                score = _with_teachers(score, teachers)
         parent.send(encode(Ready(pid=os.getpid())))
         on_failure = None if spec.failures is None else FailedEpisodes(Path(spec.failures)).add
-        player = GroupPlayer(rollout, config, filters=filters, score=score, on_failure=on_failure)
+        player = GroupPlayer(
+            rollout, config, filters=filters, score=score, group_scorer=group_scorer, on_failure=on_failure
+        )
         transcripts = TranscriptLog(setup.log, decode=setup.tokenizer.decode)
         # Objects of waiting episodes live long. By default the collector would search them after every 700 new objects.
         gc.freeze()
@@ -196,13 +210,30 @@ async def _serve(spec: WorkerSpec, parent: Frames) -> None:
         await WorkerLoop(player, parent, continued=lambda: setup.policy.continued, on_played=transcripts.add).run()
 
 
-def _with_teacher(score: Score | None, teacher: Teacher) -> Score:
-    """Score a sample, then ask the teacher about its tokens."""
+def _with_teachers(score: Score | None, teachers: Teachers) -> Score:
+    """Score a sample, then ask the teacher of its task about its tokens."""
 
     async def both(row: Mapping[str, Any], sample: RolloutSample) -> RolloutSample:
-        return await teacher.score(sample if score is None else await score(row, sample))
+        return await teachers.score(row, sample if score is None else await score(row, sample))
 
     return both
+
+
+class TaughtGroups:
+    """Scores the samples of a group, then asks the teacher of their task about their tokens."""
+
+    def __init__(self, scorer: GroupScorer, teachers: Teachers) -> None:
+        self._scorer = scorer
+        self._teachers = teachers
+
+    async def score_group(self, row: Mapping[str, Any], samples: Sequence[RolloutSample]) -> list[RolloutSample]:
+        scored = await self._scorer.score_group(row, samples)
+        return list(await asyncio.gather(*(self._teachers.score(row, sample) for sample in scored)))
+
+    async def score_late(
+        self, row: Mapping[str, Any], sample: RolloutSample, quorum: Sequence[RolloutSample]
+    ) -> RolloutSample:
+        return await self._teachers.score(row, await self._scorer.score_late(row, sample, quorum))
 
 
 def _unpickled(payload: bytes) -> WorkerSpec:

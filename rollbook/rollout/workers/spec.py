@@ -22,6 +22,8 @@ class WorkerSpec:
     """Directory for failed episodes; None: they are not recorded."""
     judgements: str | None = None
     """File for the answers of judges; None: they are kept in memory."""
+    teacher_scores: str | None = None
+    """File for the answers of teachers; None: they are kept in memory."""
 
     def pickled(self) -> bytes:
         """The spec for the child process. Raises `RunError` that names a value which cannot be pickled."""

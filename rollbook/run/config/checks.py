@@ -10,11 +10,12 @@ from pydantic import BaseModel
 
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.plugin import NO_SHORT_NAMES, plugin_fault
+from rollbook.contracts.user_errors import did_you_mean
 from rollbook.envs.config import ENVIRONMENTS, EnvConfig
 from rollbook.inference.config import InferenceConfig, ScriptedConfig, VllmConfig
 from rollbook.ledger.config import GateConfig, RunLedgerConfig
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.settings import ROLLOUTS
+from rollbook.rollout.settings import REWARDS, ROLLOUTS
 from rollbook.run.config.cluster import ClusterConfig, ResourcesConfig
 from rollbook.run.config.evaluation import EvaluationConfig
 from rollbook.tasks.config import HARBOR_PREFIX, TasksConfig, is_file, is_harbor, is_hub
@@ -110,22 +111,97 @@ def _parts_can_be_compared(parts: Parts) -> Faults:
                 )
 
 
-def resolved_turn_credit(parts: Parts) -> bool | None:
-    """Whether groups with equal rewards are kept if their turns differ, in a run that does not set it."""
+def _teachers_give_what_is_trained(parts: Parts) -> Faults:
+    match parts.get("trainer"), parts.get("rollout"):
+        case TrainerConfig() as trainer, RolloutConfig() as rollout if trainer.recipe.distill_coef:
+            # Other rollout functions may record the scores themselves.
+            if not rollout.teacher and rollout.function in ROLLOUTS and rollout.function != "remote":
+                yield "rollout.teacher", "a divergence from a teacher is trained, and there is none: set url and model"
+            if rollout.teacher and trainer.distill_kl != "sampled" and not any(t.top_k for t in rollout.teacher):
+                yield (
+                    "trainer.distill_kl",
+                    f"{trainer.distill_kl!r} needs the likeliest tokens of a teacher: set rollout.teacher.top_k, such as 16",
+                )
+
+
+def _teachers_are_learned_from(parts: Parts) -> Faults:
+    match parts.get("trainer"), parts.get("rollout"):
+        case TrainerConfig(distill_coef=None) as trainer, RolloutConfig() as rollout if rollout.teacher:
+            # A user's own loss or advantage may read the scores.
+            is_own = ":" in trainer.loss or trainer.recipe.has_own_advantage
+            if not is_own and not trainer.recipe.distill_coef:
+                yield (
+                    "rollout.teacher",
+                    "nothing is trained on its scores: set trainer.distill_coef, such as 0.5 (0: only record them), or trainer.loss"
+                    ' = "distill"',
+                )
+
+
+def _the_policy_can_teach(parts: Parts) -> Faults:
+    match parts.get("rollout"), parts.get("inference"):
+        case RolloutConfig() as rollout, InferenceConfig(engine=("vllm" | "sglang") as engine):
+            if any(teacher.policy for teacher in rollout.teacher):
+                yield (
+                    "rollout.teacher.policy",
+                    f"engine = '{engine}' does not report the version that scored a prompt, and gaps between versions must not be"
+                    " trained; set inference.engine = 'transformers', or url and model of another teacher",
+                )
+
+
+def _parts_can_be_ranked(parts: Parts) -> Faults:
+    match parts.get("rollout"), parts.get("gate"):
+        case RolloutConfig() as rollout, GateConfig(batch_policy=BatchPolicy.PARTS):
+            for name, function in rollout.rewards.functions.items():
+                if function.whole_group:
+                    yield (
+                        f"rollout.rewards.functions.{name}.whole_group",
+                        "the function needs whole groups, and gate.batch_policy = 'parts' stores samples before their group is "
+                        "complete; use 'wait' or 'trim', or set group = true if the function can compare a late sample with the "
+                        "quorum",
+                    )
+
+
+def resolved_turn_credit(parts: Parts) -> str | None:
+    """What the advantage compares in groups with equal rewards, in a run that does not set it."""
     match parts.get("rollout"), parts.get("trainer"):
-        case RolloutConfig(turn_credit=None), TrainerConfig() as trainer:
-            return trainer.recipe.advantage in TURN_ADVANTAGES or None
+        case RolloutConfig(turn_credit=None), TrainerConfig(recipe=recipe) if recipe.advantage in TURN_ADVANTAGES:
+            if recipe.advantage == "gigpo":
+                return "states"
+            return "rewards" if recipe.turn_discount == 1.0 else "lengths"
     return None
 
 
 def resolved_reward_weights(parts: Parts) -> dict[str, float] | None:
-    """The weights of the reward functions, for an advantage that reads them and a run that does not set them."""
+    """The weights of all reward functions, for an advantage that reads them."""
     match parts.get("rollout"), parts.get("trainer"):
-        case RolloutConfig(rewards=rewards), TrainerConfig(reward_weights=None) as trainer:
-            if trainer.recipe.advantage == "gdpo" and rewards.functions:
+        case RolloutConfig(rewards=rewards), TrainerConfig() as trainer if rewards.functions:
+            if trainer.recipe.advantage == "gdpo":
                 named = {name: function.weight for name, function in rewards.functions.items()}
-                return {**named, "environment": rewards.environment_weight}
+                return {**named, "environment": rewards.environment_weight, **(trainer.reward_weights or {})}
     return None
+
+
+def resolved_score_credit(parts: Parts) -> tuple[str, ...] | None:
+    """The reward functions that are compared one by one, in a run that does not set them."""
+    match parts.get("rollout"):
+        case RolloutConfig(score_credit=None):
+            weights = resolved_reward_weights(parts) or {}
+            return tuple(name for name, weight in weights.items() if weight) or None
+    return None
+
+
+def reward_weights_have_functions(parts: Parts) -> Faults:
+    match parts.get("rollout"), parts.get("trainer"):
+        case RolloutConfig(rewards=rewards) as rollout, TrainerConfig(reward_weights=dict(weights)) if (
+            rewards.functions
+        ):
+            # Other rollout functions may record scores of their own.
+            known = [*rewards.functions, "environment", *(weights if rollout.function not in ROLLOUTS else ())]
+            for name in sorted(weights.keys() - set(known)):
+                yield (
+                    "trainer.reward_weights",
+                    f"{name!r} is no reward function: the run has {', '.join(known)}{did_you_mean(name, known)}",
+                )
 
 
 def resolved_max_queued(parts: Parts) -> int | None:
@@ -179,6 +255,8 @@ def _policy_servers_are_internal_or_external(parts: Parts) -> Faults:
                 )
             if inference.api_key_env is not None and not inference.urls:
                 yield "inference.api_key_env", "is read with inference.urls only; the run's own servers need no key"
+            if inference.engine == "sglang":
+                yield from _sglang_faults(inference)
             if inference.engine == "vllm":
                 yield from _vllm_faults(inference)
             elif inference.transfer == "nccl":
@@ -188,6 +266,18 @@ def _policy_servers_are_internal_or_external(parts: Parts) -> Faults:
                 )
             elif inference.vllm != VllmConfig():
                 yield "inference.vllm", f"is read by engine = 'vllm' only; this run uses '{inference.engine}'"
+
+
+def _sglang_faults(inference: InferenceConfig) -> Faults:
+    if not inference.urls:
+        yield "inference.urls", "engine = 'sglang' needs the urls of running servers; the run starts none"
+    if inference.transfer not in ("auto", "directory", "nccl"):
+        yield (
+            "inference.transfer",
+            f"SGLang loads weights from a directory, not by '{inference.transfer}'; {AUTO_TRANSFER}",
+        )
+    if inference.publish == "adapter":
+        yield "inference.publish", "adapters are not published to SGLang servers: set 'full'"
 
 
 def _vllm_faults(inference: InferenceConfig) -> Faults:
@@ -210,8 +300,43 @@ def resolved_publish(parts: Parts) -> str | None:
             if inference.publish != "auto":
                 return inference.publish
             # Whether external vLLM servers accept adapters is unknown here; the user may set "adapter" explicitly.
-            is_external = inference.engine == "vllm" and inference.vllm.python is None
+            is_external = inference.engine == "sglang" or (inference.engine == "vllm" and inference.vllm.python is None)
             return "full" if inference.transfer == "nccl" or is_external or lora.experts else "adapter"
+    return None
+
+
+def resolved_record_routes(parts: Parts) -> bool | None:
+    """Router replay needs the choices of the sampler."""
+    match parts.get("trainer"):
+        case TrainerConfig(router_replay=True):
+            return True
+    return None
+
+
+def _routes_are_recorded_and_used(parts: Parts) -> Faults:
+    match parts.get("trainer"), parts.get("inference"), parts.get("tasks"):
+        case TrainerConfig(router_replay=True), InferenceConfig(engine=engine), _ if engine != "transformers":
+            yield (
+                "trainer.router_replay",
+                f"needs the experts that the sampler chose, and engine = '{engine}' does not report them; set inference.engine = "
+                "'transformers', or remove trainer.router_replay",
+            )
+        case TrainerConfig(router_replay=True), _, TasksConfig(is_posted=True):
+            yield "trainer.router_replay", "posted groups do not have the experts that the sampler chose; remove it"
+        case TrainerConfig(router_replay=False), InferenceConfig(record_routes=True), _:
+            yield (
+                "inference.record_routes",
+                "nothing reads the routes without trainer.router_replay = true; set it, or remove inference.record_routes",
+            )
+
+
+def resolved_exactness(parts: Parts) -> str | None:
+    """Engine and trainer have equal bits only if both are told to, and compute the same operations."""
+    match parts.get("inference"), parts.get("trainer"):
+        case InferenceConfig() as inference, TrainerConfig() as trainer:
+            is_merged = trainer.lora is not None and resolved_publish(parts) == "full"
+            can_be = inference.engine == "transformers" and inference.forward == "auto" and not is_merged
+            return "bitwise" if can_be and inference.exactness == trainer.exactness == "bitwise" else "fast"
     return None
 
 
@@ -228,10 +353,10 @@ def _adapters_can_be_published(parts: Parts) -> Faults:
 
 def _evaluation_has_a_policy(parts: Parts) -> Faults:
     match parts.get("evaluation"), parts.get("inference"):
-        case EvaluationConfig(every_steps=int(), policy="own"), InferenceConfig(engine="vllm"):
+        case EvaluationConfig(every_steps=int(), policy="own"), InferenceConfig(engine=("vllm" | "sglang") as engine):
             yield (
                 "evaluation.policy",
-                "engine = 'vllm' evaluates with the run's own servers: set evaluation.policy = 'shared'",
+                f"engine = '{engine}' evaluates with the run's own servers: set evaluation.policy = 'shared'",
             )
 
 
@@ -351,6 +476,11 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _minibatches_are_not_empty,
     _parts_have_a_quorum,
     _parts_can_be_compared,
+    _teachers_give_what_is_trained,
+    _teachers_are_learned_from,
+    _the_policy_can_teach,
+    _parts_can_be_ranked,
+    reward_weights_have_functions,
     _single_samples_have_a_baseline,
     _the_engine_can_queue_all_episodes,
     _every_episode_has_an_environment,
@@ -360,6 +490,7 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _atropos_source_needs_no_rollout,
     _policy_servers_are_internal_or_external,
     _adapters_can_be_published,
+    _routes_are_recorded_and_used,
     _evaluation_has_a_policy,
     _checkpoints_are_as_frequent_as_evaluations,
     _posted_groups_are_whole,
@@ -415,7 +546,7 @@ def _plugins(parts: Parts) -> Iterator[tuple[str, str, str | None, Mapping[str, 
                 yield "rollout.filter", rollout.filter, None, NO_SHORT_NAMES
             for name, function in rollout.rewards.functions.items():
                 if function.path is not None:
-                    yield f"rollout.rewards.functions.{name}.path", function.path, None, NO_SHORT_NAMES
+                    yield f"rollout.rewards.functions.{name}.path", function.path, None, REWARDS
             for name in PLUGIN_SETTINGS.get(rollout.function, ()):
                 found = rollout.settings.get(name, ())
                 for value in [found] if isinstance(found, str) else found:

@@ -148,6 +148,11 @@ class ResourcesConfig(BaseModel, frozen=True, extra="forbid"):
     trainer_gpus: tuple[int, ...] = Field(default=())
     """GPUs of the trainer, one for each of `trainer.ranks`. Empty: the ranks use the first visible ones."""
 
+    shared_base: bool = False
+    """With LoRA: keep the frozen base in memory once. A process of its own loads it, and the trainer and all policy servers map it.
+    They must compute in the same dtype, on one GPU or on the CPUs of a Linux machine, and publish adapters. On a GPU: true where it
+    is possible and saves memory."""
+
     @model_validator(mode="after")
     def _check_numbers(self) -> Self:
         for name in ("policy_gpus", "trainer_gpus"):

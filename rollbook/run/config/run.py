@@ -30,9 +30,12 @@ from rollbook.rollout.config import RolloutConfig
 from rollbook.run.config.checks import (
     CROSS_CHECKS,
     missing_files,
+    resolved_exactness,
     resolved_max_queued,
     resolved_publish,
+    resolved_record_routes,
     resolved_reward_weights,
+    resolved_score_credit,
     resolved_turn_credit,
 )
 from rollbook.run.config.cluster import ClusterConfig, ResourcesConfig
@@ -40,7 +43,9 @@ from rollbook.run.config.evaluation import EvaluationConfig
 from rollbook.run.config.repair import Repairs
 from rollbook.run.config.suggestions import plain_message
 from rollbook.run.config.toml_lines import key_lines, line_of
+from rollbook.run.config.verifiers import missing_interpreter, with_verifiers
 from rollbook.run.directory import RunDirectory
+from rollbook.sandbox.config import SandboxConfig
 from rollbook.tasks.config import ATROPOS, TasksConfig
 from rollbook.telemetry.config import TelemetryConfig
 from rollbook.trainer.config import OF_WHOLE_GROUPS, TrainerConfig
@@ -79,6 +84,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     model: ModelConfig
     tasks: TasksConfig
     env: EnvConfig = EnvConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     inference: InferenceConfig = InferenceConfig()
     rollout: RolloutConfig = RolloutConfig()
     gate: GateConfig = GateConfig()
@@ -88,6 +94,12 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     telemetry: TelemetryConfig = TelemetryConfig()
     resources: ResourcesConfig = ResourcesConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def unconfined(self) -> tuple[str, ...]:
+        """The settings with which code of the policy runs without a sandbox."""
+        tables = {"env.args.sandbox": self.env.args, "rollout.settings.sandbox": self.rollout.settings}
+        return tuple(f'{name} = "none"' for name, table in tables.items() if table.get("sandbox") == "none")
 
     def ledger_settings(self, *, limits: TrainingLimits | None = None, directory_id: str = "") -> RunSettings:
         is_in_parts = self.gate.batch_policy is BatchPolicy.PARTS
@@ -109,7 +121,9 @@ AUTO_SETTINGS = (
     "trainer.max_logits_mb",
     "trainer.gradient_checkpointing",
     "trainer.pass_cost_tokens",
+    "trainer.checkpoint_copy",
     "trainer.gpu_memory_gb",
+    "trainer.max_sequence_tokens",
     "inference.device",
     "inference.dtype",
     "inference.threads",
@@ -124,6 +138,7 @@ AUTO_SETTINGS = (
     "inference.replicas",
     "resources.trainer_gpus",
     "resources.policy_gpus",
+    "resources.shared_base",
 )
 """Settings that are chosen at the start of a run from its machine and its model, if the run file leaves them out or sets "auto".
 The defaults of their config classes are those without a GPU."""
@@ -311,9 +326,11 @@ def validate_table(
     """Validate every section separately, then check them together; repeat without the settings that were wrong."""
     faults = [ConfigFault(path, message) for path, message in repairs.unknown_sections()]
     while True:
-        parts, errors = _sections(_with_environment(_with_batch_policy(_with_seeds(without_auto(repairs.table)))))
+        parts, errors = _sections(
+            _with_environment(with_verifiers(_with_batch_policy(_with_seeds(without_auto(repairs.table))), source_dir))
+        )
         more = [fault for check in CROSS_CHECKS for fault in check(parts)]
-        more += missing_files(parts, source_dir, search_path)
+        more += [*missing_files(parts, source_dir, search_path), *missing_interpreter(parts)]
         more += [
             (name, "this section is missing")
             for name in RunConfig.model_fields
@@ -336,9 +353,14 @@ def validate_table(
     if len(parts) < len(order):
         return None, faults
     resolved: dict[str, dict[str, Any]] = {
-        "inference": {"publish": resolved_publish(parts), "max_queued": resolved_max_queued(parts)},
-        "rollout": {"turn_credit": resolved_turn_credit(parts)},
-        "trainer": {"reward_weights": resolved_reward_weights(parts)},
+        "inference": {
+            "publish": resolved_publish(parts),
+            "max_queued": resolved_max_queued(parts),
+            "record_routes": resolved_record_routes(parts),
+            "exactness": (exactness := resolved_exactness(parts)),
+        },
+        "rollout": {"turn_credit": resolved_turn_credit(parts), "score_credit": resolved_score_credit(parts)},
+        "trainer": {"reward_weights": resolved_reward_weights(parts), "exactness": exactness},
     }
     for section, values in resolved.items():
         settled = {name: value for name, value in values.items() if value is not None}
@@ -389,9 +411,16 @@ def _with_batch_policy(table: dict[str, Any]) -> dict[str, Any]:
         return table
     if tasks.get("source") == ATROPOS or rollout.get("oversample"):
         return {**table, "gate": {"batch_policy": str(BatchPolicy.WAIT), **gate}}
-    if trainer.get("advantage") in OF_WHOLE_GROUPS:
+    if trainer.get("advantage") in OF_WHOLE_GROUPS or _needs_whole_groups(rollout):
         return {**table, "gate": {"batch_policy": str(BatchPolicy.TRIM), **gate}}
     return table
+
+
+def _needs_whole_groups(rollout: Mapping[str, Any]) -> bool:
+    rewards = rollout.get("rewards", {})
+    functions = rewards.get("functions", {}) if isinstance(rewards, Mapping) else {}
+    tables = functions.values() if isinstance(functions, Mapping) else ()
+    return any(isinstance(table, Mapping) and table.get("whole_group") is True for table in tables)
 
 
 def _with_environment(table: dict[str, Any]) -> dict[str, Any]:

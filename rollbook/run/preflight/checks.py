@@ -7,6 +7,7 @@ process depends on this one. It imports no torch.
 
 import asyncio
 import dataclasses
+import io
 import json
 import os
 import pickle
@@ -36,7 +37,7 @@ from rollbook.rollout.episodes.env_calls import EnvironmentTimeoutError
 from rollbook.rollout.groups.filters import load_own_filter
 from rollbook.rollout.groups.player import checked_sample
 from rollbook.rollout.policy import EpisodeTimeUpError, PromptTooLongError
-from rollbook.rollout.rewards.main import checked_turns
+from rollbook.rollout.rewards.main import checked_turns, checked_values
 from rollbook.rollout.rewards.messages import RewardCase
 from rollbook.rollout.rewards.scorer import TO_BE_SCORED, case_of
 from rollbook.run.config.run import LoadedConfig, RunConfig
@@ -213,7 +214,7 @@ class Checks:
         self._loaded = loaded
         self._config = loaded.config
         self._findings = findings
-        self._log = EventLog("preflight", echo=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123
+        self._log = EventLog("preflight", echo=io.StringIO())
 
     async def run(self) -> None:
         extend_search_path(self._loaded.search_path)
@@ -363,8 +364,18 @@ class Checks:
                 continue  # a judge costs money
             path = f"rollout.rewards.functions.{name}.path"
             with self._findings.checking(path, f"scoring the canned answer {case.response!r}"):
-                value = await call_reward(name, function.path, case)
-                number, fault, _ = checked_turns(value, case)
+                if function.sees_group:
+                    known = (
+                        case
+                        if self._config.rollout.rewards.solved_by is None
+                        else dataclasses.replace(case, solved=False)
+                    )
+                    value = await call_reward(name, function.path, [known, known])
+                    values, fault = checked_values(value, 2)
+                    number = None if values is None else values[0]
+                else:
+                    value = await call_reward(name, function.path, case)
+                    number, fault, _ = checked_turns(value, case)
                 if fault is not None:
                     self._findings.fault(path, f"{fault} (for the canned answer {case.response!r})")
                 elif number is None:

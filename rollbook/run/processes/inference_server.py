@@ -5,9 +5,11 @@ from pathlib import Path
 from rollbook.access.server import serve_app
 from rollbook.contracts.admission import MemberRole
 from rollbook.contracts.plugin import load_on_demand
+from rollbook.contracts.policy import SamplerExactness
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import SERVICE, build_app
 from rollbook.inference.server.text import TextTokenizer
+from rollbook.run.config.run import RunConfig
 from rollbook.run.ledger_clients import client_token
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.run.supervision.membership import membership, until_unused
@@ -15,7 +17,8 @@ from rollbook.run.supervision.membership import membership, until_unused
 
 async def main(context: RoleContext) -> str:
     config, model_dir = context.loaded.config, context.directory.initial_model
-    async with open_engine(config.inference, model_dir, spans=context.spans) as engine:
+    opened = open_engine(config.inference, model_dir, spans=context.spans, shared_base=context.shared_base)
+    async with opened as engine:
         app = build_app(
             engine,
             config.inference,
@@ -32,11 +35,20 @@ async def main(context: RoleContext) -> str:
         async with serve_app(app, context.listening()) as url:
             async with membership(context, MemberRole.POLICY, address=url, report=report):
                 context.log.info("policy.serving", url=url, engine=config.inference.engine)
-                context.channel.ready(f"serving, {config.inference.engine} engine")
+                context.channel.ready(f"serving, {config.inference.engine} engine{_about(engine.exactness, config)}")
                 await context.until_stopped()
             await until_unused(context, lambda: report()[1])
             service.is_draining = True
     return "stopped"
+
+
+def _about(exactness: SamplerExactness, config: RunConfig) -> str:
+    """Where a trainer on a GPU could have the same bits."""
+    if config.trainer.device != "cuda":
+        return ""
+    if exactness.inexact_because is None:
+        return ", exact logprobs"
+    return f"; logprobs are not exact ({exactness.inexact_because})"
 
 
 def load_tokenizer(model_dir: Path | None) -> TextTokenizer | None:

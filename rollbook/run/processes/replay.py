@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import extend_search_path
 from rollbook.dashboard.plots import draw_comparison
-from rollbook.run.config.checks import resolved_reward_weights
+from rollbook.numerics.machine import machine_of_bits
+from rollbook.run.config.checks import resolved_reward_weights, reward_weights_have_functions
 from rollbook.run.config.run import override_table
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.reader import open_run
@@ -66,8 +67,11 @@ async def compare(path: Path, until: int | None) -> dict[str, Any]:
         "recorded_digest": recorded.get(last),
         "diverged_at": diverged[0] if diverged else None,
         "changes": [
-            {"after_step": step, "settings": changed} for step, changed in history.changes().items() if step < last
+            {"after_step": step, "settings": changed}
+            for step, changed in history.changes().items()
+            if step < last and changed
         ],
+        "machines": history.other_machines(machine_of_bits(run.config.trainer.device), until=last),
     }
 
 
@@ -86,7 +90,10 @@ async def compare_losses(
             replace(period, config=changed_settings(period.config, loss, overrides, advantage=advantage))
             for period in periods
         ]
-        if (weights := resolved_reward_weights({"rollout": run.config.rollout, "trainer": other})) is not None:
+        parts = {"rollout": run.config.rollout, "trainer": other}
+        if faults := [f"{path}: {message}" for path, message in reward_weights_have_functions(parts)]:
+            raise RunError("; ".join(faults))
+        if (weights := resolved_reward_weights(parts)) is not None:
             others = [
                 replace(period, config=period.config.model_copy(update={"reward_weights": weights}))
                 for period in others
@@ -133,6 +140,10 @@ def changed_settings(
         for name in (*LOSS_SETTINGS, "reduction_length"):
             table["trainer"].pop(name, None)
         table["trainer"]["loss"] = loss
+        if recorded.distill_coef is None and loss != "distill":
+            # Settings of a divergence that the recorded loss trained by default.
+            for name in ("distill_kl", "distill_until"):
+                table["trainer"].pop(name, None)
         if loss == "decoupled":
             table["trainer"].pop("correction", None)
     if advantage is not None and advantage != recorded.advantage:

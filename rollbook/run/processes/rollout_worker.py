@@ -51,6 +51,7 @@ def worker_spec(context: RoleContext) -> WorkerSpec:
         search_path=tuple(map(str, context.loaded.search_path)),
         failures=str(context.directory.failures),
         judgements=str(context.directory.judgements_file),
+        teacher_scores=str(context.directory.teacher_scores_file),
     )
 
 
@@ -109,6 +110,7 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
                 log=log,
                 request_s=inference.request_s,
                 policy_url=policy_urls(settings["policy_url"])[0],
+                policy_token=_token(settings.get("policy_token_file")),
                 env_servers=env_servers,
             ) as setup,
         ):

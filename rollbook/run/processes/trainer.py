@@ -66,6 +66,7 @@ async def main(context: RoleContext) -> str:
                 ),
             ),
             ranks=RankHosts(remote=config.cluster.ranks, host=config.cluster.host),
+            shared_base=context.shared_base,
         )
         context.channel.ready("loading the model")
         with _forwarder(context), prompt_launches() if config.trainer.device == "cuda" else nullcontext():

@@ -43,7 +43,9 @@ async def main(context: RoleContext) -> str:
         await _until_healthy(url, died, drained)
         if not context.draining.is_set():
             context.log.info("policy.serving", url=url, engine="vllm")
-            context.channel.ready("serving, vllm engine")
+            context.channel.ready(
+                "serving, vllm engine; logprobs are not exact (vLLM computes with kernels of its own)"
+            )
             await asyncio.wait({died, drained}, return_when=asyncio.FIRST_COMPLETED)
         if died.done() and not context.draining.is_set():
             raise WorkerError(f"vLLM exited with code {died.result()}; see its output above")

@@ -4,33 +4,39 @@ The chosen values become part of the run's recorded configuration, so that a res
 Without a GPU they are the defaults of the config classes.
 """
 
+import math
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rollbook.inference.config import InferenceConfig
 from rollbook.run.config.run import AUTO_SETTINGS, ConfigFault, LoadedConfig, RunConfig
+from rollbook.run.directory import model_directory
 from rollbook.run.policy_clients import chosen_transfer, reachable
 from rollbook.run.resources.division import best_division, division_of, numbers
 from rollbook.run.resources.machine import GB, Gpu, Machine
 from rollbook.run.resources.memory_plan import (
+    ALL_LAYERS,
     CONTEXT_BYTES,
     DISK,
     HEADROOM_SHARE,
     MAIN_MEMORY,
+    MB,
     PUBLISHED_COPIES,
     MemoryPlan,
     Sizes,
     gpu,
     kv_bytes_per_token,
+    longest_trainable,
     memory_plan,
     savings,
 )
 from rollbook.run.resources.model_facts import ModelFacts, model_facts
+from rollbook.run.resources.shared_base import why_not_shared, why_not_worth_it
 from rollbook.run.resources.size_choice import Demand, choose_sizes
 from rollbook.trainer.config import TrainerConfig
 
@@ -41,6 +47,10 @@ RUNNING_BUCKETS = (64, 128, 256, 384, 512, 768, 1024)
 GPU_PASS_COST = 8192
 BLOCK = 16
 """Tokens of a block of the engine's cache."""
+STEP_TOKENS = 4096
+"""Tokens of a forward of the engine on a GPU, unless it is set."""
+GPU_TRANSFERS = ("cuda_ipc", "nccl")
+"""Transports that keep copies on the trainer's GPU."""
 VLLM_SHARE = 0.9
 """vLLM's default."""
 
@@ -66,8 +76,10 @@ class Resolution:
         """Why the run cannot start on this machine. `needs_machine`: False if it may be started on another one, with
         other devices and programs."""
         faults = list(self.missing) if needs_machine else []
+        faults += _base_faults(self.loaded, self.sizes)
         if self.plan is None or self.model is None:
             return faults
+        faults += _route_faults(self.loaded.config, self.model)
         for place, missing in self.plan.overfull(self.capacity).items():
             has = self.capacity[place] / GB
             advice = [str(saving) for saving in savings(self.model, self.sizes, place)]
@@ -95,7 +107,7 @@ class Resolution:
         cache = inference.kv_memory_mb
         lines = [
             f"trainer: {trainer.device}, {trainer.compute_dtype}, {passes}, gradient checkpointing "
-            f"{'on' if trainer.gradient_checkpointing else 'off'}, {_count(trainer.threads, 'thread')}"
+            f"{_checkpointing(trainer)}, {_count(trainer.threads, 'thread')}"
             + (f", {trainer.ranks} ranks" if trainer.ranks > 1 else ""),
             f"policy: {inference.device}, {inference.dtype}, {inference.max_running} requests, keys and values "
             f"{cache if isinstance(cache, str) else f'{cache / 1000:.1f} GB'}, weights by {inference.transfer}"
@@ -140,6 +152,8 @@ def resolve(
         draft.choose_devices(machine, facts)
         draft.divide(machine, facts, capacity)
         draft.choose_transfer()
+        if has_trainer:
+            draft.choose_base(machine, facts, model_directory(loaded.config.model, loaded.source_dir))
     sizes = sizes_of(draft.config, machine)
     has_all = set(range(len(machine.gpus))) >= gpus_of(draft.config)
     facts = facts if has_trainer else None
@@ -211,7 +225,7 @@ class _Draft:
             self.choose("trainer.device", "cuda")
             if self.config.inference.engine != "scripted" and not self.config.inference.urls:
                 self.choose("inference.device", "cuda")
-        precise = precision_of(usable)
+        precise = precision_of(self._precise_gpus(usable, model))
         if self.config.trainer.device == "cuda":
             self.choose("trainer.compute_dtype", precise)
             self.choose("trainer.threads", max(1, min(TRAINER_THREADS, machine.cores // 2)))
@@ -222,6 +236,16 @@ class _Draft:
         groups = min(self.config.gate.max_groups_in_flight, MAX_WORKERS)
         self.choose("rollout.workers", max(1, min(groups, machine.cores // 2)))
 
+    def _precise_gpus(self, usable: Sequence[Gpu], model: ModelFacts | None) -> Sequence[Gpu]:
+        """Those that the run will use."""
+        counts = self.config.resources.gpus
+        if counts is not None:
+            return usable[: counts.trainer + counts.policy]
+        if self._is_divisible(model):
+            return usable
+        used = gpus_of(self.config)
+        return [device for device in usable if device.number in used] or usable
+
     def _choose_running(self, replicas: int) -> None:
         each = -(-episodes_in_flight(self.config) // max(replicas, self.config.inference.replicas))
         self.choose("inference.max_running", next((b for b in RUNNING_BUCKETS if b >= each), RUNNING_BUCKETS[-1]))
@@ -229,20 +253,15 @@ class _Draft:
     def divide(self, machine: Machine, model: ModelFacts | None, capacity: Mapping[str, int]) -> None:
         """GPUs of the trainer and of the policy servers, if there are several and the user has not named them."""
         config, counts = self.config, self.config.resources.gpus
-        is_divided = not (
-            {"trainer.ranks", "inference.replicas", "resources.trainer_gpus", "resources.policy_gpus"} - self._open
-        )
-        is_local = not (config.inference.urls or config.cluster.has_members or _engine(config.inference) == "none")
-        is_on_gpu = config.trainer.device == "cuda" and config.inference.device == "cuda"
-        if model is None or not (is_local and is_on_gpu) or not (is_divided or counts is not None):
+        if model is None or not self._is_divisible(model):
             return
         sizes = replace(sizes_of(config, machine), longest=longest_sequence(config, model))
         if counts is not None:
             memory = min(capacity.values(), default=0)
             found = division_of(model, sizes, trainer=counts.trainer, policy=counts.policy, memory=memory)
         elif len(machine.gpus) > 1:
-            demand = demand_of(config, model, sizes)
-            found = best_division(model, config, sizes, free=self._free_sizes(), capacity=capacity, demand=demand)
+            demand, free = demand_of(config, model, sizes), self._free_sizes() - {"has_gpu_checkpoint"}
+            found = best_division(model, config, sizes, free=free, capacity=capacity, demand=demand)
         else:
             return
         self.choose("trainer.ranks", len(found.trainer_gpus))
@@ -253,15 +272,32 @@ class _Draft:
         if "inference.max_running" in self.chosen:
             self._choose_running(found.replicas)
 
+    def _is_divisible(self, model: ModelFacts | None) -> bool:
+        """Whether the plan decides which GPUs trainer and policy get."""
+        config = self.config
+        is_open = {
+            "trainer.ranks",
+            "inference.replicas",
+            "resources.trainer_gpus",
+            "resources.policy_gpus",
+        } <= self._open
+        is_local = not (config.inference.urls or config.cluster.has_members or _engine(config.inference) == "none")
+        is_on_gpu = config.trainer.device == "cuda" and config.inference.device == "cuda"
+        return model is not None and is_local and is_on_gpu and (is_open or config.resources.gpus is not None)
+
     def _free_sizes(self) -> frozenset[str]:
         """Sizes that the memory plan chooses; see `choose_sizes`."""
         config = self.config
         names = {
             "trainer.max_tokens_per_microbatch": "tokens_per_pass",
-            "trainer.gradient_checkpointing": "is_checkpointing",
+            "trainer.gradient_checkpointing": "checkpointed_layers",
             "trainer.max_logits_mb": "logits_bytes",
+            "trainer.checkpoint_copy": "has_gpu_checkpoint",
+            "inference.transfer": "gpu_copies",
         }
         free = {name for path, name in names.items() if path in self._open and config.trainer.device == "cuda"}
+        if config.trainer.is_sharded:  # each rank copies its shards to main memory
+            free.discard("has_gpu_checkpoint")
         is_embedded = config.inference.engine == "transformers" and config.inference.device != "cpu"
         if is_embedded and "inference.kv_memory_mb" in self._open:
             free.add("kv_bytes")
@@ -275,6 +311,19 @@ class _Draft:
         self.choose(
             "inference.transfer", chosen_transfer(reachable(config), config.trainer.device, shares_gpu=shares_gpu)
         )
+
+    def choose_base(self, machine: Machine, model: ModelFacts | None, model_dir: Path | None) -> None:
+        """Whether the frozen base of adapters is shared. Where it could be on a GPU and is not, a note says why."""
+        config, sizes = self.config, sizes_of(self.config, machine)
+        if config.trainer.lora is None or config.trainer.device != "cuda" or "resources.shared_base" not in self._open:
+            return
+        reason = why_not_shared(config, sizes, model_dir)
+        if reason is None and model is not None:
+            reason = why_not_worth_it(model, sizes)
+        if reason is None:
+            self.choose("resources.shared_base", True)
+        elif set(sizes.trainer_gpus) & {number for group in sizes.policy_gpus for number in group}:
+            self.notes.append(f"base: each process loads its own, because {reason}")
 
     def choose_memory(self, model: ModelFacts, sizes: Sizes, capacity: Mapping[str, int], machine: Machine) -> Sizes:
         config = self.config
@@ -292,10 +341,20 @@ class _Draft:
         if is_vllm_open:
             free.add("kv_bytes")
         sizes = choose_sizes(model, sizes, frozenset(free), capacity, demand_of(config, model, sizes))
+        sizes = replace(sizes, kv_bytes=sizes.kv_bytes // MB * MB)
         if config.trainer.device == "cuda":
             self.choose("trainer.max_tokens_per_microbatch", sizes.tokens_per_pass)
-            self.choose("trainer.gradient_checkpointing", sizes.is_checkpointing)
+            is_whole = sizes.checkpointed_layers in (0, model.layers)
+            layers = bool(sizes.checkpointed_layers) if is_whole else sizes.checkpointed_layers
+            self.choose("trainer.gradient_checkpointing", layers)
             self.choose("trainer.max_logits_mb", sizes.logits_bytes >> 20)
+            self.choose("trainer.checkpoint_copy", "gpu" if sizes.has_gpu_checkpoint else "main_memory")
+            if not sizes.gpu_copies and config.inference.transfer in GPU_TRANSFERS:
+                without = config.inference.model_copy(update={"transfer": "auto"})
+                self.choose("inference.transfer", chosen_transfer(without, "cpu"))
+            longest = longest_trainable(model, sizes, capacity)
+            if longest is not None and model.context is not None and longest < model.context:
+                self.choose("trainer.max_sequence_tokens", longest)
         if is_embedded:
             self.choose("inference.kv_memory_mb", float(sizes.kv_bytes // 10**6))
         self._choose_limits(memory_plan(model, sizes), sizes, capacity, machine)
@@ -372,28 +431,36 @@ def sizes_of(config: RunConfig, machine: Machine) -> Sizes:
         is_alone = policy_gpus[0][0] not in trainer_gpus and config.run.gpu_memory_gb is None
         share = inference.vllm.gpu_memory_share or (VLLM_SHARE if is_alone else 0)
         vllm_bytes = 0 if first is None else round(share * first.memory_bytes)
+    shares_gpu = not (resources.are_separate or config.cluster.has_members)
+    transfer = chosen_transfer(reachable(config), trainer.device, shares_gpu=shares_gpu)
     return Sizes(
         trainer_device=trainer.device,
         compute_dtype=trainer.compute_dtype,
         lora=trainer.lora,
+        optimizer_state=trainer.optimizer_state,
         has_reference=trainer.kl_coef > 0,
         tokens_per_pass=trainer.tokens_per_pass,
         longest=longest_sequence(config, None),
-        is_checkpointing=trainer.gradient_checkpointing,
+        checkpointed_layers=ALL_LAYERS if trainer.gradient_checkpointing is True else trainer.gradient_checkpointing,
         logits_bytes=trainer.logits_bytes,
         keep_checkpoints=trainer.keep_checkpoints,
-        gpu_copies=PUBLISHED_COPIES if trainer.device == "cuda" and trainer.ranks == 1 else 0,
+        gpu_copies=PUBLISHED_COPIES if transfer in GPU_TRANSFERS else 0,
+        has_gpu_checkpoint=trainer.checkpoint_copy == "gpu" and not trainer.is_sharded,
+        is_merged=trainer.lora is not None and inference.publish == "full",
+        has_mapped_weights=transfer == "cuda_ipc",
         trainer_gpus=resources.trainer_gpus or ranks,
         engine=engine,
         policy_device=inference.device,
         policy_dtype=inference.dtype,
         kv_bytes=0 if isinstance(kv, str) else round(kv * 10**6),
         max_running=inference.max_running,
+        forward_tokens=inference.forward_tokens or STEP_TOKENS,
         has_graphs=inference.capture_steps,
         policy_gpus=policy_gpus,
         vllm_bytes=vllm_bytes,
         has_own_evaluation=config.evaluation.every_steps is not None and config.evaluation.policy == "own",
-        is_shared_memory=engine != "none" and inference.transfer == "shared_memory",
+        is_base_shared=resources.shared_base,
+        is_shared_memory=engine != "none" and transfer == "shared_memory",
         workers=config.rollout.workers,
     )
 
@@ -453,6 +520,37 @@ def _notes(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Seq
     return [f"{'; '.join(map(str, unused))}: not used: {reason}"]
 
 
+def _base_faults(loaded: LoadedConfig, sizes: Sizes) -> Iterator[ConfigFault]:
+    config = loaded.config
+    if config.resources.shared_base:
+        reason = why_not_shared(config, sizes, model_directory(config.model, loaded.source_dir))
+        if reason is not None:
+            yield ConfigFault("resources.shared_base", f"the base cannot be shared: {reason}; remove it")
+
+
+TOKEN_BYTES = 8
+"""Of the id and the logprob of a token in a payload."""
+
+
+def _route_faults(config: RunConfig, model: ModelFacts) -> Iterator[ConfigFault]:
+    """With router replay, a group must fit into a request to the ledger."""
+    if not config.trainer.router_replay or not model.route_bytes_per_token:
+        return
+    rollout, limit = config.rollout, config.ledger.max_body_mb
+    of_token, longest = model.route_bytes_per_token, longest_sequence(config, model)
+    needed = rollout.completions_per_prompt * longest * (of_token + TOKEN_BYTES) / MB
+    if needed > limit:
+        fitting = int(limit * MB / rollout.completions_per_prompt / (of_token + TOKEN_BYTES))
+        yield ConfigFault(
+            "trainer.router_replay",
+            f"a group may have {rollout.completions_per_prompt} samples × {longest:,} tokens × {of_token + TOKEN_BYTES} bytes "
+            f"({model.expert_layers} layers × {model.experts_per_token} experts = {of_token}, and {TOKEN_BYTES} of the token) = "
+            f"{needed:,.0f} MB, but ledger.max_body_mb = {limit:g}. Set ledger.max_body_mb = {math.ceil(needed)} and "
+            f"ledger.max_receiving_mb to several times that, or rollout.max_total_tokens = {fitting}, or remove "
+            "trainer.router_replay",
+        )
+
+
 def _missing(config: RunConfig, machine: Machine, *, is_resumed: bool) -> Sequence[ConfigFault]:
     """Devices and programs of the configuration that this machine does not have."""
     if config.cluster.ray.address is not None:
@@ -497,6 +595,11 @@ def trainer_choices(trainer: TrainerConfig, machine: Machine) -> dict[str, Any]:
     threads = max(1, min(TRAINER_THREADS, machine.cores // 2))
     values = {"device": "cuda", "compute_dtype": precision_of(machine.gpus), "threads": threads}
     return {name: value for name, value in values.items() if name not in trainer.model_fields_set}
+
+
+def _checkpointing(trainer: TrainerConfig) -> str:
+    layers = trainer.gradient_checkpointing
+    return "off" if not layers else "on" if layers is True else f"of {_count(layers, 'layer')}"
 
 
 def _count(number: int, what: str) -> str:

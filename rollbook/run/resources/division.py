@@ -98,18 +98,19 @@ def best_division(
 def with_division(sizes: Sizes, division: Division) -> Sizes:
     each = len(division.policy_gpus) // division.replicas
     policy = tuple(division.policy_gpus[n * each : (n + 1) * each] for n in range(division.replicas))
-    # Weights of several ranks are gathered in main memory.
-    copies = sizes.gpu_copies if len(division.trainer_gpus) == 1 else 0
-    return replace(sizes, trainer_gpus=division.trainer_gpus, policy_gpus=policy, gpu_copies=copies)
+    if sizes.has_mapped_weights:  # of another GPU, they cannot be mapped
+        sizes = replace(sizes, gpu_copies=0, has_mapped_weights=False, is_shared_memory=True)
+    return replace(sizes, trainer_gpus=division.trainer_gpus, policy_gpus=policy)
 
 
 def estimated_step_s(model: ModelFacts, config: RunConfig, division: Division) -> float:
     """Seconds a step of a simulated run."""
     tokens = max(1, round(MEAN_SHARE * config.rollout.max_total_tokens))
     ranks, each = len(division.trainer_gpus), len(division.policy_gpus) // division.replicas
-    operations = (6 if config.trainer.lora is None else 4) * model.parameters
+    operations = (6 if config.trainer.lora is None else 4) * model.active_parameters
     speed = FLOPS * ranks * (RANKS_SHARE if ranks > 1 else 1.0)
-    read, compute = 2 * model.parameters / BANDWIDTH, 2 * model.parameters / FLOPS
+    # The tokens of a step use all experts together.
+    read, compute = 2 * model.parameters / BANDWIDTH, 2 * model.active_parameters / FLOPS
     cached = kv_bytes_per_token(model, "bfloat16") * tokens / BANDWIDTH
     durations = Durations(
         tasks=(TaskDurations(groups=tuple(_group(tokens, work) for work in WORKS)),),

@@ -4,6 +4,7 @@ Pure arithmetic from the dimensions of the model and the settings. The constants
 compares the plan with the measured peak of each process.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,9 +22,10 @@ CONTEXT_BYTES = 700 * MB
 ALLOCATOR_SHARE = 1.03
 """Tensors of a pass, relative to those that the backward pass needs: gradients of activations and workspaces. The allocator may
 reserve more than that from a GPU with free memory; it returns what it does not use when the memory is needed."""
+CHUNK_BYTES = 250 * MB
+"""Memory of a chunk of the optimizer's state that is not updated where it is stored: its copies and intermediate results."""
 PUBLISHED_COPIES = 3
-"""Copies of the trained weights on the GPU, in the dtype of the passes: the next version, the one that servers load, and one they
-still map. Copies that do not fit are made in main memory."""
+"""Copies of the published weights on the GPU: the next version, the one that servers load, and the one before it."""
 GRAPH_BYTES_PER_LAYER = 12 * MB
 """Captured graphs of the engine, all shapes together."""
 LOGITS_COPIES = 1.75
@@ -37,23 +39,34 @@ HEADROOM_SHARE = 0.04
 
 # Main memory.
 TORCH_PROCESS_BYTES = 1200 * MB
+PINNED_SHARE = 1.25
+"""Size of pinned memory, relative to the tensors in it: torch rounds each one up to a power of two."""
 PLAIN_PROCESS_BYTES = 250 * MB
 PLAIN_PROCESSES = 4
 """Supervisor, ledger, dispatcher and dashboard."""
 
 # Bytes a parameter.
 MASTER, GRADIENT, ADAM = 4, 4, 8
+EIGHT_BIT_ADAM = 2 + 2 * 4 / 256
+"""The codes of both averages, and a scale of each for a block of 256."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 # The smallest sizes that are suggested.
 MIN_LOGITS_MB = 64
 MIN_RUNNING = 16
+MIN_FORWARD = 512
 MIN_LONGEST = 256
+MAX_LONGEST = 1 << 22
+"""Tokens. No model has a longer context."""
+ALL_LAYERS = 1 << 16
+"""No model has more."""
 LEAST_SEQUENCES = 4
 """Of keys and values: with less, requests wait for each other."""
 
 MAIN_MEMORY, DISK = "main memory", "disk"
+EVALUATION = "evaluation"
 Engine = Literal["embedded", "vllm", "none"]
+OptimizerState = Literal["device", "host", "8bit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +76,23 @@ class Sizes:
     trainer_device: str = "cpu"
     compute_dtype: str = "float32"
     lora: LoraSettings | None = None
+    optimizer_state: OptimizerState = "device"
     has_reference: bool = False
     tokens_per_pass: int = 16_384
     longest: int = 4096
     """Tokens of the longest sequence: it gets a pass of its own even if the pass size is smaller."""
-    is_checkpointing: bool = False
+    checkpointed_layers: int = 0
+    """Their activations are recomputed in the backward pass. `ALL_LAYERS`, or any number beyond the model's: all."""
     logits_bytes: int = 256 << 20
     keep_checkpoints: int = 2
     gpu_copies: int = 0
-    """Copies of the trained weights on the trainer's GPU, for publications."""
+    """Copies of the published weights on the GPU of the trainer's first rank."""
+    has_gpu_checkpoint: bool = False
+    """Whether the state of a checkpoint is copied on the GPU."""
+    is_merged: bool = False
+    """Whether adapters are merged with the base for a publication."""
+    has_mapped_weights: bool = False
+    """Whether a policy server reads published weights from the trainer's memory, without a copy of its own."""
     trainer_gpus: tuple[int, ...] = (0,)
     """One for each rank. Read if the device is a GPU."""
     engine: Engine = "embedded"
@@ -88,6 +109,8 @@ class Sizes:
     """What a vLLM server takes of each of its GPUs, whatever it needs. 0: what it needs with `kv_bytes`."""
     has_own_evaluation: bool = False
     """A second policy server for evaluations, on the GPU of the first."""
+    is_base_shared: bool = False
+    """Whether trainer and policy servers map the frozen base of adapters, which another process owns."""
     is_shared_memory: bool = False
     """Whether weights are published through main memory."""
     workers: int = 1
@@ -160,12 +183,16 @@ def memory_plan(model: ModelFacts, sizes: Sizes) -> MemoryPlan:
     return MemoryPlan(tuple(part for part in parts if part.num_bytes > 0))
 
 
-def activation_bytes_per_token(model: ModelFacts, *, dtype: str, is_checkpointing: bool) -> int:
-    """What the backward pass of one token needs: of all layers, or of one layer and the inputs of the others."""
+def activation_bytes_per_token(model: ModelFacts, *, dtype: str, checkpointed_layers: int) -> int:
+    """What the backward pass of one token needs: the activations of all layers, but only the inputs of those that it recomputes.
+    These are the first ones: when they are recomputed, the activations of the others are freed."""
     # Inputs and outputs of both norms; queries, keys, values and the result of attention; the gate before and after its activation,
     # the up projection, and their product.
     of_layer = 4 * model.hidden + 2 * model.query_width + 2 * model.key_width + 4 * model.intermediate
-    values = of_layer + model.layers * model.hidden if is_checkpointing else model.layers * of_layer
+    checkpointed = min(checkpointed_layers, model.layers)
+    # The activations of at least one layer are needed at a time; they contain its input.
+    whole = max(1, model.layers - checkpointed)
+    values = whole * of_layer + (model.layers - whole) * model.hidden
     return DTYPE_BYTES[dtype] * (values + 2 * model.hidden)
 
 
@@ -176,32 +203,53 @@ def kv_bytes_per_token(model: ModelFacts, dtype: str) -> int:
 def pass_bytes(model: ModelFacts, sizes: Sizes) -> int:
     """Activations and logits of a forward and backward pass."""
     tokens = max(sizes.tokens_per_pass, sizes.longest)
-    per_token = activation_bytes_per_token(model, dtype=sizes.compute_dtype, is_checkpointing=sizes.is_checkpointing)
+    per_token = activation_bytes_per_token(
+        model, dtype=sizes.compute_dtype, checkpointed_layers=sizes.checkpointed_layers
+    )
     logits = min(sizes.logits_bytes, 4 * model.vocabulary * tokens)
     return round(ALLOCATOR_SHARE * (tokens * per_token + LOGITS_COPIES * logits))
 
 
+def trained_parameters(model: ModelFacts, sizes: Sizes) -> int:
+    return model.parameters if sizes.lora is None else model.adapter_parameters(sizes.lora)
+
+
+def published_bytes(model: ModelFacts, sizes: Sizes) -> int:
+    """Bytes of one publication. Adapters and merged weights are float32, and so are weights that several ranks gather."""
+    if sizes.lora is not None:
+        return MASTER * (model.parameters if sizes.is_merged else trained_parameters(model, sizes))
+    return (DTYPE_BYTES[sizes.compute_dtype] if _ranks(sizes) == 1 else MASTER) * model.parameters
+
+
+def _ranks(sizes: Sizes) -> int:
+    return len(sizes.trainer_gpus) if sizes.trainer_device == "cuda" else 1
+
+
 def _trainer_parts(model: ModelFacts, sizes: Sizes) -> Iterator[Part]:
-    is_gpu = sizes.trainer_device == "cuda"
-    ranks = len(sizes.trainer_gpus) if is_gpu else 1
+    is_gpu, ranks = sizes.trainer_device == "cuda", _ranks(sizes)
     compute = DTYPE_BYTES[sizes.compute_dtype]
-    trained = model.parameters if sizes.lora is None else model.adapter_parameters(sizes.lora)
-    frozen = 0 if sizes.lora is None else model.parameters
-    is_mixed = compute < MASTER
+    trained = trained_parameters(model, sizes)
+    # Several ranks hold float32 weights, and cast each layer when they gather it.
+    untrained = compute if ranks == 1 else MASTER
+    shadow = trained if compute < MASTER and ranks == 1 else 0
+    frozen = 0 if sizes.lora is None or sizes.is_base_shared else model.parameters
     head = 0 if sizes.lora is not None else model.head_parameters
     shared = {
-        "weights": compute * (frozen + (trained if is_mixed else 0)),
+        "weights": untrained * frozen + compute * shadow,
         "master weights": MASTER * trained,
         "gradients": GRADIENT * trained,
-        "optimizer": ADAM * trained,
-        "published copies": sizes.gpu_copies * (compute if sizes.lora is None else MASTER) * trained if is_gpu else 0,
-        "reference": compute * model.parameters if sizes.has_reference and sizes.lora is None else 0,
+        "optimizer": 0 if sizes.optimizer_state == "host" and is_gpu else _optimizer_bytes(sizes, trained),
+        "chunk of the optimizer": CHUNK_BYTES if sizes.optimizer_state != "device" and is_gpu else 0,
+        "checkpoint": _gpu_checkpoint_bytes(sizes, trained) if is_gpu else 0,
+        "reference": untrained * model.parameters if sizes.has_reference and sizes.lora is None else 0,
     }
     for rank in range(ranks):
         place = gpu(sizes.trainer_gpus[rank]) if is_gpu else MAIN_MEMORY
         process = "trainer" if rank == 0 else f"rank {rank}"
         for what, num_bytes in shared.items():
             yield Part(place, process, what, -(-num_bytes // ranks))
+        if rank == 0 and is_gpu:
+            yield Part(place, process, "published copies", sizes.gpu_copies * published_bytes(model, sizes))
         if ranks > 1:
             gathered = 2 * (model.layer_parameters + model.head_parameters)
             yield Part(place, process, "gathered layers", compute * gathered)
@@ -209,6 +257,20 @@ def _trainer_parts(model: ModelFacts, sizes: Sizes) -> Iterator[Part]:
         yield Part(place, process, "activations", pass_bytes(model, sizes) + head * (GRADIENT + compute))
         if is_gpu:
             yield Part(place, process, "context", CONTEXT_BYTES)
+    if sizes.is_base_shared:
+        place = gpu(sizes.trainer_gpus[0]) if is_gpu else MAIN_MEMORY
+        yield Part(place, "base", "weights", compute * model.parameters)
+        yield Part(place, "base", "context", CONTEXT_BYTES if is_gpu else 0)
+
+
+def _gpu_checkpoint_bytes(sizes: Sizes, trained: int) -> int:
+    if not sizes.has_gpu_checkpoint:
+        return 0
+    return MASTER * trained + (0 if sizes.optimizer_state == "host" else _optimizer_bytes(sizes, trained))
+
+
+def _optimizer_bytes(sizes: Sizes, trained: int) -> int:
+    return round((EIGHT_BIT_ADAM if sizes.optimizer_state == "8bit" else ADAM) * trained)
 
 
 def _policy_parts(model: ModelFacts, sizes: Sizes) -> Iterator[Part]:
@@ -217,7 +279,7 @@ def _policy_parts(model: ModelFacts, sizes: Sizes) -> Iterator[Part]:
     names = ["policy", *(f"policy-{number}" for number in range(1, len(sizes.policy_gpus)))]
     servers = [*zip(names, sizes.policy_gpus, strict=True)]
     if sizes.has_own_evaluation:
-        servers.append(("evaluation", sizes.policy_gpus[0]))
+        servers.append((EVALUATION, sizes.policy_gpus[0]))
     for name, gpus in servers:
         if sizes.policy_device == "cpu":
             yield from _engine_parts(model, sizes, MAIN_MEMORY, name)
@@ -240,9 +302,13 @@ def _vllm_parts(model: ModelFacts, sizes: Sizes, place: str, process: str, *, of
 
 def _engine_parts(model: ModelFacts, sizes: Sizes, place: str, process: str) -> Iterator[Part]:
     size, is_gpu = DTYPE_BYTES[sizes.policy_dtype], place != MAIN_MEMORY
-    yield Part(place, process, "weights", size * model.parameters)
-    staged = model.parameters if sizes.lora is None else 2 * model.adapter_parameters(sizes.lora)
-    yield Part(place, process, "new weights", size * staged)
+    # An evaluation's own server loads whole weights.
+    is_base_shared = sizes.is_base_shared and process != EVALUATION
+    yield Part(place, process, "weights", 0 if is_base_shared else size * model.parameters)
+    if sizes.lora is not None and not sizes.is_merged:
+        yield Part(place, process, "new weights", 2 * size * trained_parameters(model, sizes))
+    elif not (sizes.has_mapped_weights and published_bytes(model, sizes) == size * model.parameters):
+        yield Part(place, process, "new weights", size * model.parameters)
     yield Part(place, process, "keys and values", sizes.kv_bytes)
     if is_gpu:
         tokens = max(sizes.forward_tokens, sizes.max_running)
@@ -255,45 +321,85 @@ def _engine_parts(model: ModelFacts, sizes: Sizes, place: str, process: str) -> 
 
 
 def _other_parts(model: ModelFacts, sizes: Sizes) -> Iterator[Part]:
-    trained = model.parameters if sizes.lora is None else model.adapter_parameters(sizes.lora)
-    state = (MASTER + ADAM) * trained
-    yield Part(MAIN_MEMORY, "trainer", "process", TORCH_PROCESS_BYTES)
+    trained, published = trained_parameters(model, sizes), published_bytes(model, sizes)
+    state = MASTER * trained + _optimizer_bytes(sizes, trained)
+    yield Part(MAIN_MEMORY, "trainer", "process", _ranks(sizes) * TORCH_PROCESS_BYTES)
     if sizes.trainer_device == "cuda":
+        if sizes.optimizer_state == "host":
+            yield Part(MAIN_MEMORY, "trainer", "optimizer", _optimizer_bytes(sizes, trained))
         yield Part(MAIN_MEMORY, "trainer", "copy for a checkpoint", state)
+        # Those of two steps, unless they are on the GPU: then the copy of which the digest is computed.
+        pinned = 1 if sizes.gpu_copies else 2
+        yield Part(MAIN_MEMORY, "trainer", "pinned weights", round(pinned * PINNED_SHARE * published))
+    if sizes.is_base_shared:
+        yield Part(MAIN_MEMORY, "base", "process", TORCH_PROCESS_BYTES)
     replicas = 0 if sizes.engine == "none" else len(sizes.policy_gpus)
     yield Part(MAIN_MEMORY, "policy", "process", replicas * TORCH_PROCESS_BYTES)
+    # Before the first checkpoint.
+    loading = max(0, _loading_bytes(model, sizes) - (state if sizes.trainer_device == "cuda" else 0))
+    yield Part(MAIN_MEMORY, "other", "models while they are loaded", loading)
     if sizes.is_shared_memory:
-        size = DTYPE_BYTES[sizes.compute_dtype]
-        yield Part(
-            MAIN_MEMORY, "trainer", "published weights", 2 * size * (model.parameters if not sizes.lora else trained)
-        )
+        # The previous one is removed when the next one is confirmed.
+        yield Part(MAIN_MEMORY, "trainer", "published weights", 3 * published)
     yield Part(MAIN_MEMORY, "rollout", "workers", sizes.workers * PLAIN_PROCESS_BYTES)
     yield Part(MAIN_MEMORY, "other", "processes", PLAIN_PROCESSES * PLAIN_PROCESS_BYTES)
     # One more while the next one is written.
     yield Part(DISK, "trainer", "checkpoints", (sizes.keep_checkpoints + 1) * state)
 
 
-def savings(model: ModelFacts, sizes: Sizes, place: str) -> list[Saving]:
-    """The changes of one setting that save most at a place, at most three."""
-    before = memory_plan(model, sizes).total(place)
+def _loading_bytes(model: ModelFacts, sizes: Sizes) -> int:
+    """Main memory through which models are loaded to GPUs: mixtures of experts, whose files are converted. A shared base and all
+    other models are read weight by weight."""
+    if sizes.is_base_shared or not model.experts:
+        return 0
+    of_trainer = MASTER if sizes.lora is None or _ranks(sizes) > 1 else DTYPE_BYTES[sizes.compute_dtype]
+    engines = len(sizes.policy_gpus) if sizes.engine == "embedded" and sizes.policy_device != "cpu" else 0
+    trainers = 1 if sizes.trainer_device == "cuda" else 0
+    return model.parameters * (trainers * of_trainer + engines * DTYPE_BYTES[sizes.policy_dtype])
+
+
+def longest_trainable(model: ModelFacts, sizes: Sizes, capacity: Mapping[str, int]) -> int | None:
+    """Tokens of the longest sequence that fits into the memory of the trainer, alone in a pass with checkpointing of all layers, to
+    which a step that does not fit is split. At least the planned one; None if the memory is unknown."""
+    place = gpu(sizes.trainer_gpus[0]) if sizes.trainer_device == "cuda" else MAIN_MEMORY
+    if place not in capacity:
+        return None
+
+    def is_too_long(tokens: int) -> bool:
+        alone = replace(sizes, longest=tokens, tokens_per_pass=tokens, checkpointed_layers=model.layers)
+        return memory_plan(model, alone).total(place) > capacity[place]
+
+    return sizes.longest + bisect_left(range(sizes.longest + 1, MAX_LONGEST), True, key=is_too_long)
+
+
+def savings(model: ModelFacts, sizes: Sizes, place: str, *, process: str | None = None) -> list[Saving]:
+    """The changes of one setting that save most at a place, at most three. `process`: what only this one saves counts."""
+    before = memory_plan(model, sizes).total(place, process)
     found = [
-        Saving(setting, value, before - memory_plan(model, changed).total(place))
+        Saving(setting, value, before - memory_plan(model, changed).total(place, process))
         for setting, value, changed in _smaller(model, sizes)
     ]
     return sorted((saving for saving in found if saving.num_bytes > 0), key=lambda saving: -saving.num_bytes)[:3]
 
 
 def _smaller(model: ModelFacts, sizes: Sizes) -> Iterator[tuple[str, str, Sizes]]:
-    """Settings with which a run needs less memory: path, value, and the sizes with it."""
+    """Settings with which a run needs less memory: path, value, and the sizes with it. A shared base has one dtype."""
     is_gpu, tokens = sizes.trainer_device == "cuda", max(sizes.longest, sizes.tokens_per_pass // 4)
     shorter = max(MIN_LONGEST, sizes.longest // 2)
+    can_store = sizes.optimizer_state == "device" and len(sizes.trainer_gpus) == 1
     cache_mb = -(-least_kv_bytes(model, sizes) // MB)
     changes: list[tuple[bool, str, str, dict[str, Any]]] = [
         (sizes.lora is None, "trainer.lora.rank", "16", {"lora": LoraSettings()}),
+        *((can_store, "trainer.optimizer_state", f'"{kind}"', {"optimizer_state": kind}) for kind in ("host", "8bit")),
         (sizes.has_reference, "trainer.kl_coef", "0.0", {"has_reference": False}),
-        (is_gpu, "trainer.compute_dtype", '"bfloat16"', {"compute_dtype": "bfloat16"}),
-        (sizes.policy_device != "cpu", "inference.dtype", '"bfloat16"', {"policy_dtype": "bfloat16"}),
-        (not sizes.is_checkpointing, "trainer.gradient_checkpointing", "true", {"is_checkpointing": True}),
+        (is_gpu and not sizes.is_base_shared, "trainer.compute_dtype", '"bfloat16"', {"compute_dtype": "bfloat16"}),
+        (
+            sizes.policy_device != "cpu" and not sizes.is_base_shared,
+            "inference.dtype",
+            '"bfloat16"',
+            {"policy_dtype": "bfloat16"},
+        ),
+        (True, "trainer.gradient_checkpointing", "true", {"checkpointed_layers": model.layers}),
         (True, "trainer.max_tokens_per_microbatch", str(tokens), {"tokens_per_pass": tokens}),
         (
             sizes.longest > shorter,
@@ -312,6 +418,24 @@ def _smaller(model: ModelFacts, sizes: Sizes) -> Iterator[tuple[str, str, Sizes]
             "inference.kv_memory_mb",
             str(cache_mb),
             {"kv_bytes": cache_mb * MB},
+        ),
+        (
+            sizes.gpu_copies > 0,
+            "inference.transfer",
+            '"shared_memory"',
+            {"gpu_copies": 0, "has_mapped_weights": False, "is_shared_memory": True},
+        ),
+        (
+            sizes.has_gpu_checkpoint,
+            "trainer.checkpoint_copy",
+            '"main_memory"',
+            {"has_gpu_checkpoint": False},
+        ),
+        (
+            sizes.forward_tokens > MIN_FORWARD,
+            "inference.forward_tokens",
+            str(MIN_FORWARD),
+            {"forward_tokens": MIN_FORWARD},
         ),
         (sizes.max_running > MIN_RUNNING, "inference.max_running", str(MIN_RUNNING), {"max_running": MIN_RUNNING}),
         (sizes.has_own_evaluation, "evaluation.policy", '"shared"', {"has_own_evaluation": False}),

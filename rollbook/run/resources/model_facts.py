@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import load_on_demand
+from rollbook.contracts.policy import routes_dtype
 from rollbook.run.directory import model_directory
 from rollbook.trainer.config import LoraSettings
 from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
@@ -27,13 +28,20 @@ class ModelFacts:
     layers: int
     hidden: int
     intermediate: int
-    """Width of the feed-forward part that a token passes; with experts, of all experts it uses."""
+    """Width of the feed-forward part that a token passes; with experts, of all experts it uses. The widest layer's."""
     heads: int
     kv_heads: int
     head_width: int
     vocabulary: int
     context: int | None
     """Longest sequence, if the config states it."""
+    experts: int = 0
+    """In each layer; 0: it is no mixture of experts."""
+    experts_per_token: int = 0
+    expert_layers: int = 0
+    expert_width: int = 0
+    kv_values_per_token: int
+    """Numbers that the cache keeps for a token, in all layers that keep some."""
 
     @property
     def head_parameters(self) -> int:
@@ -46,6 +54,17 @@ class ModelFacts:
         return self.hidden * (2 * self.query_width + 2 * self.key_width + 3 * self.intermediate)
 
     @property
+    def active_parameters(self) -> int:
+        """Without the experts that a token does not use."""
+        unused = self.expert_layers * (self.experts - self.experts_per_token)
+        return self.parameters - 3 * unused * self.hidden * self.expert_width
+
+    @property
+    def route_bytes_per_token(self) -> int:
+        """The experts of a token, with router replay, before compression."""
+        return self.expert_layers * self.experts_per_token * routes_dtype(self.experts + 1).itemsize
+
+    @property
     def query_width(self) -> int:
         return self.heads * self.head_width
 
@@ -53,13 +72,9 @@ class ModelFacts:
     def key_width(self) -> int:
         return self.kv_heads * self.head_width
 
-    @property
-    def kv_values_per_token(self) -> int:
-        """Numbers that the cache keeps for a token: keys and values of all layers."""
-        return 2 * self.layers * self.key_width
-
     def adapter_parameters(self, lora: LoraSettings) -> int:
-        """Of low-rank adapters at the layers that `lora.targets` names. Unknown names count as all linear layers."""
+        """Parameters of low-rank adapters at the layers that `lora.targets` names, and of each expert. Unknown names count as all
+        linear layers."""
         sizes = {
             "q_proj": self.hidden + self.query_width,
             "k_proj": self.hidden + self.key_width,
@@ -70,7 +85,10 @@ class ModelFacts:
             "down_proj": self.hidden + self.intermediate,
         }
         named = [] if isinstance(lora.targets, str) else [size for name, size in sizes.items() if name in lora.targets]
-        return lora.rank * self.layers * sum(named or sizes.values())
+        # Gate and up projections of an expert are one matrix.
+        of_expert = 2 * self.hidden + 3 * self.expert_width
+        of_experts = self.expert_layers * self.experts * of_expert if lora.experts else 0
+        return lora.rank * (self.layers * sum(named or sizes.values()) + of_experts)
 
 
 def model_facts(config: ModelConfig, source_dir: Path, *, may_download: bool = False) -> ModelFacts | None:
@@ -103,14 +121,22 @@ def _built_facts(build: ModelBuildConfig) -> ModelFacts:
 def facts_of(table: Mapping[str, Any], parameters: int | None) -> ModelFacts | None:
     """From the fields of a config.json. Without a count, the parameters are those of a Llama with these dimensions."""
     try:
-        hidden, layers = int(table["hidden_size"]), int(table["num_hidden_layers"])
-        heads, vocabulary = int(table["num_attention_heads"]), int(table["vocab_size"])
+        hidden, vocabulary = int(table["hidden_size"]), int(table["vocab_size"])
+        kinds = _layer_kinds(table)
+        layers = int(table.get("num_hidden_layers") or len(kinds))
+        # A model with recurrent states only has no heads.
+        heads = int(table.get("num_attention_heads", 0) if "state_size" in table else table["num_attention_heads"])
         kv_heads = int(table.get("num_key_value_heads") or heads)
-        head_width = int(table.get("head_dim") or hidden // heads)
-        experts = int(table.get("num_experts") or table.get("num_local_experts") or 0)
-        used = int(table.get("num_experts_per_tok") or 1) if experts else 1
-        width = int((experts and table.get("moe_intermediate_size")) or table["intermediate_size"])
-        context = table.get("max_position_embeddings")
+        head_width = int(table.get("head_dim") or hidden // heads) if heads else 0
+        experts = int(_first(table, "num_experts", "num_local_experts", "n_routed_experts") or 0)
+        used = (
+            int(_first(table, "num_experts_per_tok", "num_experts_per_token", "top_k_experts") or 1) if experts else 1
+        )
+        widths = (experts and table.get("moe_intermediate_size")) or table.get("intermediate_size")
+        # Recurrent layers without a feed-forward part expand to twice the width.
+        width = max(widths) if isinstance(widths, list) else int(widths or table.get("expand", 2) * hidden)
+        context = _first(table, "max_position_embeddings", "model_max_length")
+        cached = _cached_layers(table, kinds, layers) * _cached_values(table, 2 * kv_heads * head_width) if heads else 0
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
     attention = 2 * hidden * head_width * (heads + kv_heads)
@@ -126,7 +152,47 @@ def facts_of(table: Mapping[str, Any], parameters: int | None) -> ModelFacts | N
         head_width=head_width,
         vocabulary=vocabulary,
         context=context if isinstance(context, int) else None,
+        experts=experts,
+        experts_per_token=used if experts else 0,
+        expert_layers=_expert_layers(table, kinds, layers) if experts else 0,
+        expert_width=width if experts else 0,
+        kv_values_per_token=cached,
     )
+
+
+def _first(table: Mapping[str, Any], *names: str) -> Any:
+    return next((value for name in names if (value := table.get(name))), None)
+
+
+def _layer_kinds(table: Mapping[str, Any]) -> list[str]:
+    """The kind of each layer; empty if the config does not list them."""
+    # Nemotron-H: M for Mamba, * for attention, - for a feed-forward part, E for experts.
+    return list(_first(table, "layer_types", "layers_block_type", "hybrid_override_pattern") or [])
+
+
+def _cached_layers(table: Mapping[str, Any], kinds: Sequence[str], layers: int) -> int:
+    """Layers with keys and values of their own. Windows count as full attention."""
+    if kinds:
+        attending = sum(kind == "*" or ("attention" in kind and kind != "linear_attention") for kind in kinds)
+    elif listed := table.get("full_attn_idxs") or (table.get("linear_attn_config") or {}).get("full_attn_layers"):
+        attending = len(listed)
+    else:
+        attending = layers // int(_first(table, "full_attention_interval", "attn_layer_period") or 1)
+    return attending - int(table.get("num_kv_shared_layers") or 0)
+
+
+def _cached_values(table: Mapping[str, Any], ordinary: int) -> int:
+    """Numbers of one token in one layer: keys and values, or what they are computed from (multi-head latent attention)."""
+    latent = table.get("kv_lora_rank")
+    of_keys = int(latent) + int(table["qk_rope_head_dim"]) if latent else ordinary
+    return of_keys + (int(table.get("index_head_dim") or 0) if table.get("index_topk") else 0)
+
+
+def _expert_layers(table: Mapping[str, Any], kinds: Sequence[str], layers: int) -> int:
+    listed = table.get("mlp_layer_types") or kinds
+    if found := sum(kind in {"sparse", "moe", "E"} for kind in listed):
+        return found
+    return layers - int(table.get("first_k_dense_replace") or 0)
 
 
 def text_config(directory: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Chooses pass size, cache, chunks of logits and gradient checkpointing, so that a run fits in the memory of its GPUs."""
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rollbook.run.resources.memory_plan import (
@@ -39,32 +40,43 @@ class Demand:
 def choose_sizes(
     model: ModelFacts, sizes: Sizes, free: frozenset[str], capacity: Mapping[str, int], demand: Demand
 ) -> Sizes:
-    """Chooses the sizes named in `free`: `tokens_per_pass`, `is_checkpointing`, `logits_bytes`, `kv_bytes`.
+    """Chooses the sizes named in `free`: `tokens_per_pass`, `checkpointed_layers`, `logits_bytes`, `kv_bytes`, `gpu_copies`,
+    `has_gpu_checkpoint`.
 
-    What costs least speed is reduced first: cache and passes, then chunks of logits; then published copies are made in main memory,
-    and activations are recomputed. If nothing fits, the smallest sizes are returned.
+    What costs least speed is reduced first: cache and passes, then the copy for checkpoints is made in main memory, then chunks of
+    logits are smaller; then published copies are made in main memory, and the activations of as few layers as possible are
+    recomputed. If nothing fits, the smallest sizes are returned.
     """
-    candidates = [
-        _filled(
-            model,
-            replace(sizes, is_checkpointing=is_checkpointing, logits_bytes=logits_bytes, gpu_copies=gpu_copies),
-            free,
-            capacity,
-            demand,
-        )
-        for gpu_copies in dict.fromkeys((sizes.gpu_copies, 0))
-        for is_checkpointing in ((False, True) if "is_checkpointing" in free else (sizes.is_checkpointing,))
-        for logits_bytes in (
-            [megabytes << 20 for megabytes in LOGITS_MB] if "logits_bytes" in free else [sizes.logits_bytes]
-        )
-    ]
-    fitting = [found for found in candidates if not memory_plan(model, found).overfull(capacity)]
-    if not fitting:
-        return candidates[-1]
-    enough = min(filling_tokens(model), demand.step_tokens)
+    enough = min(filling_tokens(model), demand.step_tokens) if "tokens_per_pass" in free else sizes.tokens_per_pass
+    logits_choices = [mb << 20 for mb in LOGITS_MB] if "logits_bytes" in free else [sizes.logits_bytes]
+
+    copies = [sizes]
+    if "gpu_copies" in free and sizes.gpu_copies:
+        copies.append(replace(sizes, gpu_copies=0, has_mapped_weights=False, is_shared_memory=True))
+    forms: list[Sizes] = []
+    for one in copies:
+        small = replace(one, has_gpu_checkpoint=False) if "has_gpu_checkpoint" in free else one
+        if "has_gpu_checkpoint" in free:
+            forms.append(replace(one, has_gpu_checkpoint=True, logits_bytes=logits_choices[0]))
+        forms += [replace(small, logits_bytes=logits) for logits in logits_choices]
+
+    def candidates(checkpointed_layers: int) -> Iterator[Sizes]:
+        for one in forms:
+            yield _filled(model, replace(one, checkpointed_layers=checkpointed_layers), free, capacity, demand)
+
+    def fits(found: Sizes) -> bool:
+        return not memory_plan(model, found).overfull(capacity)
+
+    def is_enough(checkpointed_layers: int) -> bool:
+        return any(found.tokens_per_pass >= enough and fits(found) for found in candidates(checkpointed_layers))
+
+    layers = range(model.layers + 1) if "checkpointed_layers" in free else [sizes.checkpointed_layers]
+    fewest = layers[bisect_left(layers[:-1], True, key=is_enough)]
+    found = [*candidates(fewest)]
+    fitting = [one for one in found if fits(one)]
     return next(
-        (found for found in fitting if found.tokens_per_pass >= enough and not found.is_checkpointing),
-        max(fitting, key=lambda found: found.tokens_per_pass),
+        (one for one in fitting if one.tokens_per_pass >= enough),
+        max(fitting, key=lambda one: one.tokens_per_pass, default=found[-1]),
     )
 
 
@@ -107,7 +119,7 @@ def _with_larger_pass(
     model: ModelFacts, sizes: Sizes, places: Sequence[str], capacity: Mapping[str, int], demand: Demand
 ) -> Sizes:
     per_token = ALLOCATOR_SHARE * activation_bytes_per_token(
-        model, dtype=sizes.compute_dtype, is_checkpointing=sizes.is_checkpointing
+        model, dtype=sizes.compute_dtype, checkpointed_layers=sizes.checkpointed_layers
     )
     least, useful = sizes.tokens_per_pass, int(PASS_SHARE * min(capacity[place] for place in places) / per_token)
     low, high = 0, max(0, min(MAX_PASS_TOKENS, demand.step_tokens, useful) - least) // PASS_STEP

@@ -47,14 +47,18 @@ class Channel:
 
     def __init__(self, frames: BlockingFrames | None) -> None:
         self._frames = frames
+        self.activity = ""
+        """What the process last reported that it does."""
 
     def ready(self, message: str = "") -> None:
+        self.activity = message
         self._send(ReportKind.READY, message)
 
     def heartbeat(self) -> None:
         self._send(ReportKind.HEARTBEAT, "")
 
     def doing(self, message: str) -> None:
+        self.activity = message
         self._send(ReportKind.DOING, message)
 
     def problem(self, awaited: str, cause: str) -> None:

@@ -25,7 +25,7 @@ from rollbook.concurrency.child_process.frames import BlockingFrames
 from rollbook.concurrency.child_process.template import use_own_template
 from rollbook.concurrency.sockets import listening_socket
 from rollbook.concurrency.tasks import first_error
-from rollbook.contracts.errors import FencedError, RunError, machine_fault
+from rollbook.contracts.errors import FencedError, RunError, is_out_of_memory, machine_fault
 from rollbook.contracts.plugin import extend_search_path, load_on_demand
 from rollbook.run.config.run import LoadedConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
@@ -39,6 +39,9 @@ EXIT_DONE = 0
 EXIT_CRASHED = 1
 EXIT_STOP_RUN = 2
 EXIT_FENCED = 3
+EXIT_NO_MEMORY = 4
+"""The supervisor decides: a process that just trained or served may find more memory when it is started again."""
+SHORTAGE = "rollbook.run.resources.shortage:shortage"
 OPEN_FILE_CHECK_S = 1.0
 OPEN_FILE_FAILURES = 3
 """Checks in a row: a short peak is no reason to stop."""
@@ -47,13 +50,14 @@ OPEN_FILE_FAILURES = 3
 ROLES: dict[str, str] = {
     "prepare": "rollbook.run.processes.prepare",
     "ledger": "rollbook.run.processes.ledger_server",
+    "base": "rollbook.run.processes.base",
     "policy": "rollbook.run.processes.inference_server",
     "vllm": "rollbook.run.processes.vllm_server",
     "env": "rollbook.run.processes.env_server",
     "rollout": "rollbook.run.processes.rollout",
     "trainer": "rollbook.run.processes.trainer",
     "rank": "rollbook.run.processes.rank",
-    "evaluation": "rollbook.run.processes.evaluation",
+    "evaluation": "rollbook.run.processes.evaluations.evaluation",
     "report": "rollbook.run.processes.report",
     "dashboard": "rollbook.run.processes.dashboard",
 }
@@ -65,6 +69,7 @@ SERVERS = frozenset({"policy", "env"})
 # What a role does from its start until it is ready.
 STARTS: dict[str, str] = {
     "ledger": "opening its store",
+    "base": "loading the base model",
     "policy": "loading the model",
     "vllm": "waiting for the vLLM server to load the model",
     "env": "starting environments",
@@ -93,6 +98,8 @@ class RoleContext:
     """The supervisor of the run does not know this process: others find it by its lease in the ledger."""
     host: str = "127.0.0.1"
     """The address of this machine that other processes of the run reach."""
+    shared_base: Path | None = None
+    """The file with which the model's weights are mapped, if another process owns them."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by SIGTERM: finish the current work and end."""
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
@@ -141,6 +148,7 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_STOP_RUN
     log.info("process.started", pid=os.getpid(), role=args.role)
     WAITS.listen(partial(_report_wait, channel, log))
+    loaded: LoadedConfig | None = None
     try:
         loaded = load_resolved_config(directory)
         extend_search_path(loaded.search_path)
@@ -156,13 +164,14 @@ def main(argv: list[str] | None = None) -> int:
             server_socket=_server_socket(args),
             is_member=args.bind is not None,
             host=args.bind or loaded.config.cluster.host,
+            shared_base=args.shared_base,
         )
         channel.doing("importing its modules")
         module = cast(RoleModule, load_on_demand(ROLES[args.role]))
         channel.doing(STARTS.get(args.role, "starting"))
         return uvloop.run(_play(module, context))
     except Exception as error:
-        return exit_code_of(error, channel, log)
+        return exit_code_of(error, channel, log, name=args.name, loaded=loaded)
     finally:
         spans.close()
         log.close()
@@ -223,16 +232,22 @@ async def _stop_without_files(context: RoleContext) -> None:
     os._exit(EXIT_STOP_RUN)
 
 
-def exit_code_of(error: BaseException, channel: Channel, log: EventLog) -> int:
-    """Report an error that ended the role. The exit code says what follows: stop the run, fenced, or restart."""
+def exit_code_of(
+    error: BaseException, channel: Channel, log: EventLog, *, name: str = "", loaded: LoadedConfig | None = None
+) -> int:
+    """Report an error that ended the role. The exit code says what follows: stop the run, fenced, or restart.
+
+    `name`: of the process. `loaded`: for advice about its memory.
+    """
     cause = first_error(error, prefer=RunError)
     if isinstance(cause, FencedError):
         log.warning("process.fenced", cause=str(cause))
         return EXIT_FENCED
-    if isinstance(cause, RunError):
-        log.error("process.stop_run", cause=str(cause))
-        channel.fault(str(cause))
-        return EXIT_STOP_RUN
+    if isinstance(cause, RunError) or is_out_of_memory(cause):
+        text = _with_advice(cause, channel, name, loaded) if is_out_of_memory(cause) else str(cause)
+        log.error("process.stop_run", cause=text)
+        channel.fault(text)
+        return EXIT_STOP_RUN if isinstance(cause, RunError) else EXIT_NO_MEMORY
     if (fault := machine_fault(cause)) is not None:
         log.error("process.stop_run", cause=fault)
         channel.fault(f"{fault}. Then start the run again: it resumes")
@@ -241,6 +256,17 @@ def exit_code_of(error: BaseException, channel: Channel, log: EventLog) -> int:
     channel.fault(f"{type(cause).__name__}: {cause}")
     traceback.print_exception(error, file=sys.stderr)
     return EXIT_CRASHED
+
+
+def _with_advice(cause: BaseException, channel: Channel, name: str, loaded: LoadedConfig | None) -> str:
+    text = str(cause) or type(cause).__name__
+    if loaded is None:
+        return text
+    try:
+        described: str = load_on_demand(SHORTAGE)(loaded, name, channel.activity, cause)
+        return described
+    except Exception as error:  # there may be no memory for the advice either
+        return f"{text} (while {channel.activity}; no advice: {type(error).__name__}: {error})"
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -252,6 +278,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--local-dir", help="where this process writes its telemetry, instead of the run directory")
     parser.add_argument("--addresses", default="{}")
     parser.add_argument("--socket-fd", type=int)
+    parser.add_argument("--shared-base", type=Path, help="the file with which this process maps the model's weights")
     parser.add_argument(
         "--template-fd", type=int, help="the connection to a process template for children of this process"
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rollbook.concurrency.child_process.process import exit_reason
-from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
+from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_NO_MEMORY, EXIT_STOP_RUN
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,13 @@ class RestartRule:
             return GiveUp(f"it died {quick} times in a row within {self.healthy_s:g} s of being ready{progress}")
         return Restart(min(self.most_wait_s, self.first_wait_s * 2 ** max(0, quick - 1)))
 
+    def may_find_memory(self, lifetimes_s: Sequence[float], *, has_progressed: Sequence[bool] | None = None) -> bool:
+        """Whether to restart a process that ran out of memory: it was healthy, or the one before it was, whose memory may not have
+        been free yet. One that never fitted does not fit the next time either."""
+        progressed = [True] * len(lifetimes_s) if has_progressed is None else has_progressed
+        last = [*zip(lifetimes_s, progressed, strict=True)][-2:]
+        return any(lifetime >= self.healthy_s and is_progress for lifetime, is_progress in last)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessExit:
@@ -88,6 +95,8 @@ class ProcessExit:
     """A signal or an operator has stopped the run."""
     is_interrupted: bool = False
     """A signal has stopped the run: a person waits for its end."""
+    has_lost_base: bool = False
+    """It maps weights of a process that has died."""
 
 
 class ExitAction(StrEnum):
@@ -127,7 +136,13 @@ def judge(ended: ProcessExit, rule: RestartRule) -> ExitVerdict:
     if ended.code == EXIT_FENCED:
         cause = ended.fault or "another trainer took over this run"
         return ExitVerdict(action=ExitAction.FAIL_RUN, cause=cause, sentence=f"stopped the run: {cause}")
-    if ended.code == EXIT_STOP_RUN:
+    if ended.has_lost_base:
+        cause = "the process that owns its base died"
+        return ExitVerdict(action=ExitAction.RESTART, cause=cause, sentence=f"was ended, because {cause}")
+    is_too_large = ended.code == EXIT_NO_MEMORY and not rule.may_find_memory(
+        ended.lifetimes_s, has_progressed=ended.has_progressed
+    )
+    if ended.code == EXIT_STOP_RUN or is_too_large:
         cause = ended.fault or "it reported no reason"
         stopped = "stopped" if ended.is_optional else "stopped the run"
         return ExitVerdict(action=failure, cause=cause, sentence=f"{stopped}: {cause}")
@@ -142,5 +157,5 @@ def judge(ended: ProcessExit, rule: RestartRule) -> ExitVerdict:
                 cause=reason,
                 sentence=f"{reason}{fault}",
                 restart_after_s=after_s,
-                shows_output=ended.code > 0 and not ended.was_stopped,
+                shows_output=ended.code > 0 and ended.code != EXIT_NO_MEMORY and not ended.was_stopped,
             )

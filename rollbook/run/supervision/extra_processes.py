@@ -133,7 +133,7 @@ class ExtraProcesses:
             directory=self._directory,
             addresses=self._addresses,
             bind=self._config.cluster.host,
-            environment=environment_of(self._config, name, role),
+            environment=environment_of(self._config, self._directory, name, role),
         )
         process = SupervisedProcess(start, host=self._host, on_change=self._on_change, on_problem=self._on_problem)
         self._own[name] = process

@@ -8,13 +8,14 @@ import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Protocol
 
 from rollbook.concurrency.child_process.process import ChildProcess, ChildSpec, python_environment
 from rollbook.concurrency.child_process.template import ProcessTemplate
 from rollbook.run.directory import RunDirectory
 
-IMPORT_TORCH = frozenset({"prepare", "policy", "trainer", "evaluation"})
+IMPORT_TORCH = frozenset({"prepare", "base", "policy", "trainer", "evaluation"})
 """Roles whose modules take seconds to import: their start waits for a template that still imports the same modules."""
 HAVE_CHILDREN = frozenset({"rollout", "evaluation"})
 """Roles that start workers or policy servers."""
@@ -37,6 +38,8 @@ class ProcessStart:
     """Set for a process that joins a run: it is a member, and a server opens its own socket on this address."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that are added to those of the host."""
+    shared_base: Path | None = None
+    """Set for a process that maps weights of the process `base`: the file that describes them."""
     module: str = "rollbook.run.supervision.child_main"
 
     def on_another_machine(self) -> "ProcessStart":
@@ -48,6 +51,8 @@ class ProcessStart:
         found += ["--addresses", json.dumps(dict(self.addresses))]
         if self.directory.local is not None:
             found += ["--local-dir", str(self.directory.local)]
+        if self.shared_base is not None:
+            found += ["--shared-base", str(self.shared_base)]
         if self.listening is not None:
             found += ["--socket-fd", str(self.listening.fileno())]
         if self.bind is not None:

@@ -10,10 +10,11 @@ from rollbook.contracts.errors import UsageError
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import ENGINES
 from rollbook.run.config.run import RunConfig
-from rollbook.run.directory import RunDirectory
+from rollbook.run.directory import RunDirectory, machine_directory
 from rollbook.run.policy_clients import join_urls
 from rollbook.run.supervision.child_main import ROLES
 from rollbook.run.supervision.host import ProcessStart
+from rollbook.sandbox.quota import quota_variable
 from rollbook.telemetry.events import EventLog
 
 LOCAL = "127.0.0.1"
@@ -53,7 +54,10 @@ def plan_run(
     if config.ledger.url is not None:
         addresses["ledger"] = config.ledger.url
     addresses["policy"] = join_urls(config.inference.urls or list(replicas.values()))
+    has_base = has_trainer and config.resources.shared_base
+    mapping = {*policies, "trainer"} if has_base else set[str]()
     names = [
+        *(["base"] if has_base else []),
         *servers,
         *(["trainer"] if has_trainer else []),
         "rollout",
@@ -68,7 +72,8 @@ def plan_run(
             directory=directory,
             addresses={**addresses, "own": replicas[name]} if name in replicas else addresses,
             listening=sockets.get(name),
-            environment=environment_of(config, name, roles.get(name, name)),
+            environment=environment_of(config, directory, name, roles.get(name, name)),
+            shared_base=directory.shared_base_file if name in mapping else None,
         )
         for name in names
     ]
@@ -87,17 +92,19 @@ def open_dashboard_socket(host: str, port: int | None) -> socket.socket:
         ) from error
 
 
-def environment_of(config: RunConfig, name: str, role: str) -> dict[str, str]:
-    """The number of threads and the GPUs of a process. GPUs are assigned to the processes of the plan only."""
+def environment_of(config: RunConfig, directory: RunDirectory, name: str, role: str) -> dict[str, str]:
+    """Threads, GPUs and the quota of sandboxes of a process. GPUs are assigned to the processes of the plan only."""
     inference, trainer = config.inference.threads, config.trainer.threads
     threads = {"policy": inference, "vllm": inference, "trainer": trainer, "rank": trainer}
     policies = replica_names(config.inference)
     gpus = tuple[int, ...]()
     if name in policies:
         gpus = config.resources.of_replica(policies.index(name), len(policies))
-    elif name == "trainer":
+    elif name in ("trainer", "base"):
         gpus = config.resources.trainer_gpus
     found = {"OMP_NUM_THREADS": str(threads.get(role, 1)), "TOKENIZERS_PARALLELISM": "false"}
+    if config.sandbox.is_limited:
+        found |= quota_variable(config.sandbox, machine_directory(directory.id, "sandboxes") / "quota")
     return {**found, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else found
 
 
@@ -121,6 +128,7 @@ def template_modules(config: RunConfig, *, has_trainer: bool) -> list[str]:
     has_engine = config.inference.engine == "transformers" and not config.inference.urls
     heavy = [
         *(["rollbook.run.processes.trainer", "rollbook.trainer.model.model_directory"] if has_trainer else []),
+        *([ROLES["base"]] if has_trainer and config.resources.shared_base else []),
         *([ENGINES["transformers"].partition(":")[0]] if has_engine else []),
     ]
     light = [ROLES[role] for role in ("ledger", "policy", "rollout")]

@@ -1,7 +1,8 @@
-"""What processes of the run wait for in vain: said on the console when a wait begins, and in the summary at the end."""
+"""What processes of the run wait for in vain, and what is wrong with its settings: on the console when it begins, and in the
+summary at the end."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rollbook.telemetry.events import EventLog
@@ -33,6 +34,14 @@ class ProblemLog:
         self._say = say
         self._now = now
         self._problems: dict[tuple[str, str], _Problem] = {}
+        self._settings: list[str] = []
+
+    def report_unconfined(self, settings: Sequence[str]) -> None:
+        """Code of the policy runs without a sandbox, because of these settings."""
+        text = f"code of the policy runs unconfined, with all rights of its process: {', '.join(settings)}"
+        self._settings.append(text)
+        self._log.warning("run.unconfined_code", settings=list(settings))
+        self._say(text)
 
     def report(self, process: str, awaited: str, cause: str) -> None:
         """A process waits for something, because of the cause. Without a cause: it no longer does."""
@@ -55,13 +64,14 @@ class ProblemLog:
         problem.cause = cause
 
     def summary(self) -> tuple[str, ...]:
-        """One line for each wait, with its last cause."""
+        """One line for each wait, with its last cause, after those about settings."""
         now = self._now()
         longest = sorted(self._problems.values(), key=lambda problem: -problem.lasted_s(now))
-        return tuple(
+        waits = (
             f"{problem.process} waited {problem.lasted_s(now):.0f} s for {problem.awaited}: {problem.cause.splitlines()[0]}"
             for problem in longest[:MAX_PROBLEMS]
         )
+        return (*self._settings, *waits)
 
     def _announce(self, problem: _Problem) -> None:
         self._log.warning("run.process_waits", process=problem.process, awaited=problem.awaited, cause=problem.cause)

@@ -19,6 +19,8 @@ STOP_GRACE_S = 8.0
 """From SIGTERM to SIGKILL."""
 REPORTED_LINES = 12
 """Last lines of a dead process's output that are shown to a person."""
+SHORTEST_PART_S = 0.1
+"""Shorter parts of a start are not listed."""
 MAX_OUTPUT_BYTES = 32 << 20
 KEPT_OUTPUT_BYTES = 1 << 20
 REPORT_PROGRESS = frozenset({"trainer", "rollout"})
@@ -68,9 +70,14 @@ class SupervisedProcess:
         self.ended = asyncio.Event()
         """There is no incarnation at the moment: it has exited, and its successor was not started yet."""
         self.ended.set()
+        self.start_s: dict[str, float] = {}
+        """Seconds of each activity until it had first done what the run needs from it."""
+        self.has_delivered = asyncio.Event()
+        """It has done what the run needs from it: a trainer has trained a step, a server is ready."""
         self._on_change = on_change
         self._on_problem = on_problem
         self._is_progressing = False
+        self._num_excused = 0
         self._child: HostedProcess | None = None
         self._starting: asyncio.Task[HostedProcess] | None = None
         self._since = time.monotonic()
@@ -84,7 +91,17 @@ class SupervisedProcess:
 
     @property
     def restarts(self) -> int:
-        return max(0, len(self.lifetimes_s) - (0 if self.pid is not None else 1))
+        return max(0, len(self.lifetimes_s) + self._num_excused - (0 if self.pid is not None else 1))
+
+    @property
+    def maps_base(self) -> bool:
+        """Whether it maps weights of the process `base`, and must end if that dies."""
+        return self._start.shared_base is not None
+
+    def excuse_last_life(self) -> None:
+        """It was ended because of another process, so it does not count when this one dies."""
+        del self.lifetimes_s[-1], self.has_progressed[-1]
+        self._num_excused += 1
 
     @property
     def since_s(self) -> float:
@@ -97,8 +114,15 @@ class SupervisedProcess:
         return self._child.silent_s if self._child is not None else 0.0
 
     def move(self, state: ProcessState, doing: str = "") -> None:
-        self.state, self.doing, self._since = state, doing, time.monotonic()
+        self._begin(doing)
+        self.state = state
         self._on_change()
+
+    def _begin(self, activity: str) -> None:
+        if not self.has_delivered.is_set() and self.state is not ProcessState.WAITING:
+            ended = self.doing or "starting"
+            self.start_s[ended] = self.start_s.get(ended, 0.0) + self.since_s
+        self.doing, self._since = activity, time.monotonic()
 
     async def run(self) -> int:
         """Run one incarnation, from start to exit. Returns its exit code (negative: the signal that ended it)."""
@@ -213,11 +237,16 @@ class SupervisedProcess:
                 self.was_ready = True
                 self._ready_at = time.monotonic()
                 self.move(ProcessState.RUNNING, report.message)
+                if self._is_progressing:
+                    self.has_delivered.set()
             case ReportKind.DOING:
-                self.doing, self._since = report.message, time.monotonic()
+                self._begin(report.message)
             case ReportKind.PROBLEM:
                 self._set_problem(report.awaited, report.message)
             case ReportKind.PROGRESS:
+                if not self._is_progressing:
+                    self._begin(self.doing)
+                    self.has_delivered.set()
                 self._is_progressing = True
             case ReportKind.FAULT:
                 self.fault = report.message
@@ -239,6 +268,16 @@ class SupervisedProcess:
     def _end_problems(self) -> None:
         for awaited in tuple(self.problems):
             self._set_problem(awaited, "")
+
+
+def start_text(processes: Sequence[SupervisedProcess]) -> str:
+    """Seconds of each process by activity: `policy 8.3 (starting 5.1, loading the model 3.2); trainer 9.6 (…)`."""
+    found = []
+    for process in processes:
+        parts = [f"{activity} {s:.1f}" for activity, s in process.start_s.items() if s >= SHORTEST_PART_S]
+        if parts:
+            found.append(f"{process.name} {sum(process.start_s.values()):.1f} ({', '.join(parts)})")
+    return "; ".join(found)
 
 
 class ProcessFiles:

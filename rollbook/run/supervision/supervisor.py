@@ -33,7 +33,7 @@ from rollbook.run.supervision.host import LocalHost, ProcessHost, ProcessStart
 from rollbook.run.supervision.membership import machine_id, member_lease
 from rollbook.run.supervision.plan import plan_run, process_template
 from rollbook.run.supervision.problems import ProblemLog
-from rollbook.run.supervision.process import STOP_GRACE_S, ProcessFiles, ProcessState, SupervisedProcess
+from rollbook.run.supervision.process import STOP_GRACE_S, ProcessFiles, ProcessState, SupervisedProcess, start_text
 from rollbook.run.supervision.watchdog import DirectoryGuard, Watchdog
 from rollbook.telemetry.events import EventLog
 
@@ -78,8 +78,11 @@ class Supervisor:
         open_host: Callable[[], AbstractAsyncContextManager[ProcessHost]] | None = None,
         dashboard: socket.socket | None = None,
         until_over: Callable[[Mapping[str, str]], Awaitable[None]] | None = None,
+        began: float | None = None,
     ) -> None:
-        """`dashboard` is the listening socket of the run's dashboard; without one there is none.
+        """`began`: when the command started (`time.monotonic`), for the report of the first step.
+
+        `dashboard` is the listening socket of the run's dashboard; without one there is none.
 
         `until_over` is called with the addresses and awaited when the last process has ended, before the servers stop, unless the
         run was stopped.
@@ -92,9 +95,14 @@ class Supervisor:
         self._log = log
         self._say = say
         self._until_over = until_over
+        self._began = time.monotonic() if began is None else began
+        self._started_at = time.monotonic()
+        self._prepared: list[SupervisedProcess] = []
         self._restart_rule = RestartRule(most_quick_deaths=config.run.most_quick_deaths)
         self._failure: str | None = None
         self._problems = ProblemLog(log=log, say=say)
+        if config.unconfined:
+            self._problems.report_unconfined(config.unconfined)
         self._over = asyncio.Event()
         """The last process has ended, the run has failed, or it was stopped at once."""
         self._stopping = asyncio.Event()
@@ -118,6 +126,8 @@ class Supervisor:
         self.members: list[Member] = []
         """Processes that joined the run."""
         self._once: SupervisedProcess | None = None
+        self._base = next((p for p in self.processes if p.role == "base"), None)
+        """Owns weights that other processes map."""
         # Without a trainer, the run is over when the dispatcher ends.
         self._last = next(p for p in self.processes if p.role == ("trainer" if has_trainer else "rollout"))
 
@@ -177,6 +187,7 @@ class Supervisor:
             return
         finally:
             self._once = None
+        self._prepared.append(process)
         if code != EXIT_DONE and not self._drained:
             self._fail(process.fault or f"{role} failed with exit code {code}:\n{process.last_output()}")
 
@@ -199,6 +210,7 @@ class Supervisor:
                         group.create_task(self._watch(), name="run.watch"),
                         group.create_task(self._run_extras(), name="run.extras"),
                         group.create_task(self._drain_on_request(), name="run.drain_on_request"),
+                        group.create_task(self._report_first_step(), name="run.report_first_step"),
                     ]
                     await self._over.wait()
                     for task in tasks:
@@ -252,6 +264,16 @@ class Supervisor:
                 if not process.was_ready:
                     self._fail(f"{process.name} was not ready after {ready_s:g} s (run.ready_s). Its stacks:\n{stack}")
 
+    async def _report_first_step(self) -> None:
+        if self._last.role != "trainer":
+            return
+        await self._last.has_delivered.wait()
+        required = [*self._prepared, *(p for p in self.processes if p.role not in OPTIONAL)]
+        checks_s, seconds = self._started_at - self._began, time.monotonic() - self._began
+        parts = f"checks {checks_s:.1f}; {start_text(required)}"
+        self._log.info("run.first_step", seconds=round(seconds, 2), parts=parts)
+        self._say(f"first step after {seconds:.1f} s: {parts}")
+
     async def _report_slow_start(self, process: SupervisedProcess) -> None:
         stack = await process.stack()
         if not process.ready.is_set():
@@ -283,15 +305,20 @@ class Supervisor:
         Ends:   when the process ended as it should, or the run stops.
         """
         while not self._stopping.is_set():
+            if process.maps_base and not await self._has_base(process):
+                break
             try:
                 code = await process.run()
             except OSError as error:
                 process.move(ProcessState.FAILED, str(error))
                 self._fail(self._guard.explain_failed_start(process.name, error))
                 return
+            if process is self._base:
+                await self._end_mapping_processes()
             if self._stopping.is_set():
                 break
-            verdict = judge(self._exit_of(process, code), self._restart_rule)
+            ended = self._exit_of(process, code)
+            verdict = judge(ended, self._restart_rule)
             match verdict.action:
                 case ExitAction.END:
                     await self._on_end(process)
@@ -315,6 +342,8 @@ class Supervisor:
                     self._fail(f"{process.name} {verdict.sentence}{self._last_words(process, verdict)}")
                     return
                 case ExitAction.RESTART:
+                    if ended.has_lost_base:
+                        process.excuse_last_life()
                     wait_s = verdict.restart_after_s
                     self._log.warning(
                         "run.process_died", process=process.name, code=code, restart_in_s=round(wait_s, 2)
@@ -325,6 +354,23 @@ class Supervisor:
                     process.move(ProcessState.RESTARTING, verdict.cause)
                     await asyncio.sleep(wait_s)
         process.move(ProcessState.STOPPED)
+
+    async def _has_base(self, process: SupervisedProcess) -> bool:
+        """Wait for the owner of the weights that the process maps. False: the run is over before that."""
+        assert self._base is not None
+        while not self._base.ready.is_set() and not self._over.is_set():
+            process.move(ProcessState.WAITING, "for the shared base")
+            await self._unless_over(self._base.ready.wait())
+        return self._base.ready.is_set()
+
+    async def _end_mapping_processes(self) -> None:
+        """The owner of the base has died: end all processes that map it before it is loaded again. A GPU frees the memory with the
+        last of them."""
+        mapping = [process for process in self.processes if process.maps_base]
+        for process in mapping:
+            process.kill()
+        for process in mapping:
+            await process.ended.wait()
 
     def _last_words(self, process: SupervisedProcess, verdict: ExitVerdict) -> str:
         output = process.last_output() if verdict.shows_output else ""
@@ -343,6 +389,7 @@ class Supervisor:
             is_optional=process.role in OPTIONAL,
             is_draining=self._drained,
             is_interrupted=self._drained and not self._is_operator_drain,
+            has_lost_base=process.maps_base and self._base is not None and not self._base.ready.is_set(),
         )
 
     async def _on_end(self, process: SupervisedProcess) -> None:
@@ -448,6 +495,9 @@ class Supervisor:
         servers = [p for p in self.processes if p.role not in ("ledger", "rollout", "trainer", "evaluation")]
         trainers = [p for p in self.processes if p.role == "trainer"]
         await self._stop(*evaluation, rollout, *trainers, *reversed(servers))
+        if self._base is not None and self._base.fault is not None:
+            # It compares the weights again when it stops.
+            self._fail(f"base: {self._base.fault}")
 
     async def _stop(self, *processes: SupervisedProcess) -> None:
         for process in processes:

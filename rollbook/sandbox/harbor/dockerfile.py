@@ -16,10 +16,10 @@ from rollbook.sandbox.sandbox import SYSTEM_PATH
 IGNORED = frozenset({"CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "VOLUME", "HEALTHCHECK", "STOPSIGNAL", "MAINTAINER"})
 """They describe the process or the metadata of a container; a sandbox starts no process of the image."""
 NETWORK = re.compile(
-    r"(?:^|[\s;&|(])(?:sudo\s+)?(apt-get|apt|apk|yum|dnf|microdnf|pacman|curl|wget|conda|mamba|brew"
+    r"(?:^|[\s;&|(])(?:sudo\s+)?((?:/[\w./-]*bin/)?(?:apt-get|apt|apk|yum|dnf|microdnf|pacman|curl|wget|conda|mamba|brew"
     r"|pip3? (?:install|download)|python3? -m pip|uv (?:pip|tool|add|sync|venv)|uvx|npm|npx|yarn|pnpm|bun"
     r"|git (?:clone|fetch|pull|submodule)|cargo (?:install|fetch)|go (?:get|install|mod download)|gem install|opam"
-    r"|add-apt-repository|ssh|scp|rsync|ftp|nc)(?=$|[\s;&|)])"
+    r"|add-apt-repository|ssh|scp|rsync|ftp|nc))(?=$|[\s;&|)])"
 )
 VARIABLE = re.compile(r"\\\$|\$(?:\{([A-Za-z_]\w*)(?::-([^}]*))?\}|([A-Za-z_]\w*))")
 

@@ -1,7 +1,7 @@
 """What an estimator of advantages gets, and what it returns."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,8 @@ class AdvantageSettings:
     """Weight of the comparison at equal states, next to that of the episodes."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """Weight of each reward function; 1 for a function that is not listed."""
+    penalty_weight: float = 1.0
+    """Weight of the length penalty in `gdpo`, where it is one more reward function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,11 +33,17 @@ class RewardedBatch:
     rewards: NDArray[np.float64]
     """Of all samples in the order of the batch: length penalties are subtracted, NaN means unscorable."""
     settings: AdvantageSettings = AdvantageSettings()
+    penalties: NDArray[np.float64] | None = None
+    """The length penalties that were subtracted; None: there are none."""
 
     @classmethod
     def of(cls, batch: TrainingBatch, *, settings: AdvantageSettings) -> "RewardedBatch":
         rewards = [np.nan if s.reward is None else s.reward for group in batch.groups for s in group.samples]
         return cls(groups=tuple(batch.groups), rewards=np.array(rewards, dtype=np.float64), settings=settings)
+
+    def penalized(self, penalties: NDArray[np.float64]) -> "RewardedBatch":
+        """The batch with length penalties."""
+        return replace(self, rewards=self.rewards - penalties, penalties=penalties)
 
     @property
     def samples(self) -> list[RolloutSample]:

@@ -179,7 +179,8 @@ def gdpo(batch: RewardedBatch) -> Credit:
     """Each reward function is normalised over its group alone; the weighted sum is normalised over the batch.
 
     A sum of rewards loses what the functions say apart: samples with scores (1, 0) and (0, 1) look equal. A function that did not
-    score a sample adds nothing to it. A group without scores of functions is normalised by its reward.
+    score a sample adds nothing to it. The length penalty is one more function. A group without scores of functions is normalised by
+    its reward, penalties included.
     """
     total = np.zeros(len(batch.rewards))
     for start, group, rewards in batch.by_group():
@@ -193,6 +194,8 @@ def gdpo(batch: RewardedBatch) -> Credit:
         names = sorted({name for score in scores for name in score})
         weights = {name: batch.settings.reward_weights.get(name, 1.0) for name in names}
         columns = [(weights[name], [score.get(name, np.nan) for score in scores]) for name in names if weights[name]]
+        if columns and batch.penalties is not None:
+            columns.append((batch.settings.penalty_weight, (-batch.penalties[start + scorable]).tolist()))
         for weight, column in columns or [(1.0, rewards[scorable].tolist())]:
             values = np.array(column, dtype=np.float64)
             known = np.flatnonzero(~np.isnan(values))

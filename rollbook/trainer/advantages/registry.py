@@ -18,7 +18,7 @@ from rollbook.contracts.plugin import load_plugin
 from rollbook.contracts.user_errors import describe_error
 from rollbook.trainer.advantages.credit import AdvantageSettings, Credit, RewardedBatch, trained_mean
 from rollbook.trainer.advantages.episodes import BASELINES, advantages, gdpo, overlong_penalties
-from rollbook.trainer.advantages.turns import gigpo, producer, turn_group, turn_rloo
+from rollbook.trainer.advantages.turns import gigpo, producer, turn_group, turn_rloo, with_given
 from rollbook.trainer.config import TrainerConfig
 
 Estimator: TypeAlias = Callable[[RewardedBatch], Credit]
@@ -31,7 +31,8 @@ def credit(batch: TrainingBatch, config: TrainerConfig) -> Credit:
     """The advantages of the batch. Length penalties apply before the baseline.
 
     The baseline of a group in parts holds rewards without penalties: it is the same for all parts, and the lengths of the quorum
-    are not known to later ones.
+    are not known to later ones. An estimator that was named is used as it is; the default one is replaced where the producer
+    computed the advantages of a sequence.
     """
     recipe = config.recipe
     found = RewardedBatch.of(
@@ -40,17 +41,20 @@ def credit(batch: TrainingBatch, config: TrainerConfig) -> Credit:
             turn_discount=1.0 if recipe.turn_discount is None else recipe.turn_discount,
             gigpo_weight=1.0 if recipe.gigpo_weight is None else recipe.gigpo_weight,
             reward_weights=config.reward_weights or {},
+            penalty_weight=recipe.overlong_penalty,
         ),
     )
     if config.overlong_tokens is not None:
-        penalties = overlong_penalties(
-            found.num_tokens,
-            max_tokens=config.overlong_tokens,
-            buffer=recipe.overlong_buffer,
-            penalty=recipe.overlong_penalty,
+        found = found.penalized(
+            overlong_penalties(
+                found.num_tokens,
+                max_tokens=config.overlong_tokens,
+                buffer=recipe.overlong_buffer,
+                penalty=recipe.overlong_penalty,
+            )
         )
-        np.subtract(found.rewards, penalties, out=found.rewards)
-    return advantage_named(recipe.advantage)(found)
+    made = advantage_named(recipe.advantage)(found)
+    return with_given(made, found.samples) if config.advantage is None and recipe.advantage != "none" else made
 
 
 def by_episode(batch: RewardedBatch, *, kind: str) -> Credit:

@@ -53,18 +53,11 @@ def turn_rloo(batch: RewardedBatch) -> Credit:
     """G_t - b, where b is computed from other samples only: the mean of their returns at turn t.
 
     If no other sample has a turn t, b is the mean of their last returns. A baseline that holds a later turn of the same sample, as
-    pooled ones do, depends on the action and biases the gradient. In a group that arrived in parts, b is the mean reward of the
-    quorum, without what the sample had earned before turn t.
+    pooled ones do, depends on the action and biases the gradient.
     """
 
     def compare(group: PromptGroup, returns: Sequence[Values], rewards: Values) -> list[Values]:
-        quorum = group.compared_rewards()
-        if quorum is not None:
-            scorable = [sample for sample in group.samples if sample.is_scorable]
-            return [
-                values - (np.mean(others) - _earned_before(sample)) if others else np.zeros_like(values)
-                for sample, values, others in zip(scorable, returns, quorum, strict=True)
-            ]
+        _require_whole(group, "turn_rloo")
         found = []
         for number, values in enumerate(returns):
             others = [other for at, other in enumerate(returns) if at != number]
@@ -130,6 +123,21 @@ def producer(batch: RewardedBatch) -> Credit:
     return Credit(by_sample, by_token)
 
 
+def with_given(made: Credit, samples: Sequence[RolloutSample]) -> Credit:
+    """The credit with the producer's advantages instead, of the sequences that have them."""
+    by_sample, by_token = made.by_sample.copy(), dict(made.by_token)
+    for number, sample in enumerate(samples):
+        if not sample.is_scorable or all(row.advantages is None for row in sample.sequences):
+            continue
+        rows = []
+        for sequence, row in enumerate(sample.sequences):
+            other = by_token.get((number, sequence), np.full(len(row), by_sample[number], dtype=np.float32))
+            rows.append(other if row.advantages is None else row.advantages)
+            by_token[number, sequence] = rows[-1]
+        by_sample[number] = trained_mean(sample, rows)
+    return Credit(by_sample, by_token)
+
+
 Compare = Callable[[PromptGroup, Sequence[Values], Values], list[Values]]
 """The advantage of each turn of the scorable samples of a group, from their returns and rewards."""
 
@@ -155,17 +163,9 @@ def _by_turn(batch: RewardedBatch, compare: Compare) -> Credit:
     return Credit(by_sample, by_token)
 
 
-def _earned_before(sample: RolloutSample) -> Values:
-    """The rewards of a sample before each of its turns."""
-    rewards = sample.turn_rewards
-    if rewards is None:
-        return np.zeros(max(1, len(sample.turns)))
-    return np.concatenate([[0.0], np.cumsum(rewards)[:-1]])
-
-
 def _require_whole(group: PromptGroup, name: str) -> None:
     if group.baseline is not None:
         raise RunError(
-            f"trainer.advantage = {name!r} compares the turns of whole groups, and {group.id} arrived in parts; "
-            "use turn_rloo, or another gate.batch_policy"
+            f"trainer.advantage = {name!r} compares the turns of whole groups, and {group.id} arrived in parts, with the rewards "
+            "of its quorum only; use another gate.batch_policy"
         )

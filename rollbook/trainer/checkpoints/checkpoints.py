@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from rollbook.contracts.errors import RunError
+from rollbook.trainer.checkpoints.settings_history import LATER_SETTINGS
 from rollbook.trainer.checkpoints.shards import ShardStorage, load_shards, open_shards, save_shards
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.files.atomic_files import file_digest, sync_directory, sync_tree, writing
@@ -68,9 +69,19 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one run, in one directory."""
 
-    def __init__(self, directory: Path, *, model_dir: Path, config: TrainerConfig, token: str | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        model_dir: Path,
+        config: TrainerConfig,
+        token: str | None = None,
+        shared_base: Path | None = None,
+    ) -> None:
+        """`shared_base`: the file with which the base of adapters is mapped, see `shared_weights`."""
         self.directory = directory
         self._model_dir = model_dir
+        self._shared_base = shared_base
         self._config = config
         self._token = token or uuid.uuid4().hex[:12]
         """Part of the names of shards, so that two trainers never write to the same folder."""
@@ -145,8 +156,8 @@ class Checkpoints:
     def restore(self, checkpoint: Checkpoint | None) -> TrainStep:
         """The learner as it was at the checkpoint; from the initial weights without one. Random states are set too."""
         if checkpoint is None:
-            return initial_learner(self._model_dir, self._config)
-        self._require_same_adapters(checkpoint)
+            return initial_learner(self._model_dir, self._config, shared_base=self._shared_base)
+        self._require_same_state(checkpoint)
         learner = self._load_learner(checkpoint)
         model = learner.model
         if not model.has_digest(checkpoint.weights_digest):
@@ -156,14 +167,17 @@ class Checkpoints:
             )
         return learner
 
-    def _require_same_adapters(self, checkpoint: Checkpoint) -> None:
-        """Weights and optimizer state of a checkpoint fit only the adapters that it was trained with."""
-        saved, ours = self._manifest(checkpoint.step)["settings"]["lora"], self._config.numeric_settings()["lora"]
-        if saved != ours:
-            raise RunError(
-                f"checkpoint {checkpoint.path} was trained with trainer.lora = {saved}, but the setting is {ours} now."
-                " Restore it, or start a new run."
-            )
+    def _require_same_state(self, checkpoint: Checkpoint) -> None:
+        """Weights and state of a checkpoint fit only the adapters, and the form of the state, that it was trained with."""
+        # Earlier versions did not record later settings.
+        found = LATER_SETTINGS | self._manifest(checkpoint.step)["settings"]
+        settings = self._config.numeric_settings()
+        for name in ("lora", "optimizer_state"):
+            if found[name] != settings[name]:
+                raise RunError(
+                    f"checkpoint {checkpoint.path} was trained with trainer.{name} = {found[name]}, but the setting is"
+                    f" {settings[name]} now. Restore it, or start a new run."
+                )
 
     def _load_learner(self, checkpoint: Checkpoint) -> TrainStep:
         if self._config.lora is None and checkpoint.shards is None:
@@ -171,7 +185,8 @@ class Checkpoints:
         elif self._config.lora is None:
             model = _load(self._model_dir, self._config)  # the weights follow with the shards
         else:
-            model = _load(self._model_dir, self._config, adapters=checkpoint.model_dir)
+            adapters, base = checkpoint.model_dir, self._shared_base
+            model = _load(self._model_dir, self._config, adapters=adapters, shared_base=base)
         reference = reference_model(self._model_dir, self._config)
         learner = TrainStep(model, self._config, step=checkpoint.step, reference=reference)
         state = torch.load(checkpoint.path / STATE, map_location="cpu", weights_only=True)
@@ -283,9 +298,9 @@ def removable(steps: list[int], *, keep: int, keep_every: int | None) -> list[in
     return [step for step in steps[:-keep] if keep_every is None or step % keep_every]
 
 
-def initial_learner(model_dir: Path, config: TrainerConfig) -> TrainStep:
+def initial_learner(model_dir: Path, config: TrainerConfig, *, shared_base: Path | None = None) -> TrainStep:
     """A learner at step 0. The loop and the replay both use it, so that they start from the same state."""
-    model = _load(model_dir, config)
+    model = _load(model_dir, config, shared_base=shared_base)
     reference = reference_model(model_dir, config)
     seed_everything(config.seed)
     return TrainStep(model, config, reference=reference)
@@ -299,9 +314,11 @@ def reference_model(model_dir: Path, config: TrainerConfig) -> PolicyModel | Non
     return PolicyModel.load(model_dir, config.model_copy(update={"gradient_checkpointing": False}), is_reference=True)
 
 
-def _load(directory: Path, config: TrainerConfig, *, adapters: Path | None = None) -> PolicyModel:
+def _load(
+    directory: Path, config: TrainerConfig, *, adapters: Path | None = None, shared_base: Path | None = None
+) -> PolicyModel:
     torch.set_num_threads(config.threads)
-    return PolicyModel.load(directory, config, adapters=adapters)
+    return PolicyModel.load(directory, config, adapters=adapters, shared_base=shared_base)
 
 
 def _has_digest(path: Path, digest: str) -> bool:

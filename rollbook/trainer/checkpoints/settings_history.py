@@ -14,10 +14,21 @@ from typing import Any
 
 from rollbook.contracts.batch import PassSplit
 from rollbook.contracts.errors import RunError
-from rollbook.trainer.config import SPLIT_SETTINGS
+from rollbook.contracts.policy import SamplerExactness
+from rollbook.numerics.machine import differences
+from rollbook.trainer.config import SPLIT_SETTINGS, effective_exactness
 from rollbook.trainer.files.atomic_files import write_text_atomically
 
-LATER_SETTINGS = {"optimizer": "adamw", "ppo_epochs": 1, "observation_coef": 0.0, "distill_coef": 0.0}
+LATER_SETTINGS = {
+    "optimizer": "adamw",
+    "optimizer_state": "device",
+    "ppo_epochs": 1,
+    "observation_coef": 0.0,
+    "distill_coef": 0.0,
+    "distill_kl": "sampled",
+    "router_replay": False,
+    "exactness": "fast",
+}
 """Numeric settings that earlier versions did not record, with the values that they trained with."""
 SMALLER_STEPS = 50
 """For this many steps smaller passes are kept, then the settings are tried again: a batch may have been unusually long."""
@@ -31,6 +42,8 @@ class SettingsPeriod:
     settings: dict[str, Any]
     changes_bits: list[str] = field(default_factory=list)
     """Settings of the split that changed at the start of the period."""
+    machine: dict[str, str] = field(default_factory=dict)
+    """`machine_of_bits` of the trainer; empty in runs of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +70,8 @@ class SettingsHistory:
     initial_digest: str | None = None
     periods: tuple[SettingsPeriod, ...] = field(default_factory=tuple)
     out_of_memory: tuple[FailedAttempt, ...] = field(default_factory=tuple)
+    sampler: SamplerExactness | None = None
+    """What the policy servers said last of their logprobs."""
 
     @classmethod
     def read(cls, path: Path) -> "SettingsHistory":
@@ -68,14 +83,20 @@ class SettingsHistory:
             periods = tuple(
                 SettingsPeriod(
                     after_step=int(p["after_step"]),
-                    # A run of an earlier version was trained as the defaults of later settings say.
-                    settings={**LATER_SETTINGS, **p["settings"]},
+                    settings=_effective({**LATER_SETTINGS, **p["settings"]}),
                     changes_bits=list(p.get("changes_bits", ())),
+                    machine=dict(p.get("machine", {})),
                 )
                 for p in found["periods"]
             )
             attempts = tuple(FailedAttempt.read(attempt) for attempt in found.get("out_of_memory", ()))
-            return cls(initial_digest=found["initial_digest"], periods=periods, out_of_memory=attempts)
+            said = found.get("sampler")
+            return cls(
+                initial_digest=found["initial_digest"],
+                periods=periods,
+                out_of_memory=attempts,
+                sampler=None if said is None else SamplerExactness(**said),
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunError(
                 f"{path} cannot be read ({error!r}). Restore it, or start in a new run directory."
@@ -107,18 +128,37 @@ class SettingsHistory:
             for before, after in pairs
         }
 
-    def resumed(self, settings: dict[str, Any], *, acknowledged_step: int) -> "SettingsHistory":
-        """The history after a resume with `settings`. Unchanged settings start no new period.
+    def other_machines(self, machine: dict[str, str], *, until: int) -> list[str]:
+        """How the machines that trained the steps up to `until` differ from this one, in words."""
+        found = []
+        for period in self.periods:
+            others = differences(machine, period.machine)
+            if others and period.after_step < until:
+                found.append(f"the steps after {period.after_step} were trained with {', '.join(others)}")
+        return found
+
+    def resumed(
+        self, settings: dict[str, Any], *, acknowledged_step: int, machine: dict[str, str] | None = None
+    ) -> "SettingsHistory":
+        """The history after a resume with `settings`. Unchanged settings on the same machine start no new period.
 
         Another split is tried for the next steps, whatever failed before.
         """
-        if self.periods and self.periods[-1].settings == settings:
+        machine = machine or {}
+        if self.periods and (self.periods[-1].settings, self.periods[-1].machine) == (settings, machine):
             return self
         before = self.periods[-1].settings if self.periods else settings
         changes_bits = [name for name in SPLIT_SETTINGS if before.get(name) != settings.get(name)]
         kept = tuple(period for period in self.periods if period.after_step < acknowledged_step)
-        added = SettingsPeriod(after_step=acknowledged_step, settings=settings, changes_bits=changes_bits)
+        added = SettingsPeriod(
+            after_step=acknowledged_step, settings=settings, changes_bits=changes_bits, machine=machine
+        )
         return replace(self, periods=(*kept, added), out_of_memory=() if changes_bits else self.out_of_memory)
+
+
+def _effective(settings: dict[str, Any]) -> dict[str, Any]:
+    """The values that decided the numbers of a step, as `TrainerConfig.numeric_settings` has them."""
+    return {**settings, "exactness": effective_exactness(settings)}
 
 
 class PassSplits:
@@ -156,11 +196,17 @@ class PassSplits:
 
 
 def check_and_record(
-    path: Path, settings: dict[str, Any], *, restored_step: int, acknowledged_step: int, weights_digest: str
-) -> None:
-    """Record the settings. Raises `RunError` where a replay would give other weights than the run had.
+    path: Path,
+    settings: dict[str, Any],
+    *,
+    restored_step: int,
+    acknowledged_step: int,
+    weights_digest: str,
+    machine: dict[str, str] | None = None,
+) -> list[str]:
+    """Record the settings and the machine. Raises `RunError` where a replay would give other weights than the run had.
 
-    `weights_digest` is the digest of the restored weights.
+    `weights_digest` is the digest of the restored weights. Returns what may change the bits of the steps that are trained again.
     """
     history = SettingsHistory.read(path)
     changed = history.changed(settings, restored_step=restored_step, acknowledged_step=acknowledged_step)
@@ -175,5 +221,9 @@ def check_and_record(
             " Restore the model directory, or start a new run."
         )
     initial = weights_digest if restored_step == 0 else history.initial_digest
-    resumed = history.resumed(settings, acknowledged_step=acknowledged_step)
+    others = []
+    if restored_step < acknowledged_step:
+        others = history.other_machines(machine or {}, until=acknowledged_step)
+    resumed = history.resumed(settings, acknowledged_step=acknowledged_step, machine=machine)
     replace(resumed, initial_digest=initial).write(path)
+    return others

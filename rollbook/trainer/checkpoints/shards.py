@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import load_on_demand
@@ -110,8 +111,8 @@ def _number(key: str) -> int:
 
 
 def _like(parameter: Tensor, stored: Any) -> Tensor:
-    """Room for a stored tensor: sharded like its parameter if it has the same shape."""
-    if stored.size == parameter.shape:
+    """Room for a stored tensor: sharded like its parameter if it has the same shape. Others are in main memory, as in a file."""
+    if isinstance(parameter, DTensor) and stored.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=stored.properties.dtype, requires_grad=False)
     return torch.zeros(stored.size, dtype=stored.properties.dtype)
 

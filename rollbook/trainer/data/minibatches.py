@@ -11,6 +11,7 @@ tokens that they have in common at their start (`prefixes`). In a padded pass, o
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,12 +20,12 @@ from rollbook.contracts.batch import PassSplit, TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import lag
 from rollbook.contracts.group import GroupId
-from rollbook.contracts.policy import NOT_SAMPLED
+from rollbook.contracts.policy import NOT_SAMPLED, Routes, unknown_choice
 from rollbook.contracts.trajectory import TokenRow
 from rollbook.trainer.advantages.registry import credit
 from rollbook.trainer.config import SPLIT_SETTINGS, TrainerConfig
 from rollbook.trainer.data.prefixes import PackedSequences, packed_passes, prefix_order, prefix_tree
-from rollbook.trainer.metrics import MOST_LAG, publication_lags, token_lags
+from rollbook.trainer.metrics import MOST_LAG, mixed_caches, publication_lags, token_lags
 
 PAD_ID = 0
 """Any id works: padding is on the right, where causal attention does not look."""
@@ -50,6 +51,12 @@ class TrainRow:
     """Factor of each target's loss; None: 1."""
     reference_logprobs: NDArray[np.float32] | None = None
     """Logprobs of the reference policy from the producer; None, or NaN: unknown."""
+    teacher_logprobs: NDArray[np.float32] | None = None
+    """Logprobs of the teacher; None, or NaN: unknown."""
+    top_ids: NDArray[np.int32] | None = None
+    """For each target: the tokens that the teacher likes best there, -1 where there are fewer. None: not trained."""
+    top_logprobs: NDArray[np.float32] | None = None
+    """Their logprobs under the teacher; NaN where there is none."""
     place: tuple[int, int] = (0, 0)
     """Number of the sample in its group, and of the sequence in the sample."""
     num_tokens: int = 0
@@ -58,10 +65,16 @@ class TrainRow:
     """For each target: the publication that sampled it, -1 where unknown. None: all unknown."""
     lags: NDArray[np.int8] | None = None
     """For each target: `token_lags`. None: unknown."""
+    mixed: NDArray[np.bool_] | None = None
+    """For each target: `mixed_caches`. None: none is."""
+    is_renormalised: bool = False
+    """See `RolloutSample.is_renormalised`."""
     observed_at: NDArray[np.int64] | None = None
     """Input positions that predict the environment's tokens between the turns, if they are trained."""
     observed: NDArray[np.int32] | None = None
     """These tokens."""
+    routes: Routes | None = None
+    """The experts that the sampler chose for each input, if they are replayed."""
     trained_share: float = 1.0
     """Fraction of the batch's scorable samples that have a row: the others are masked or have no trained token."""
 
@@ -77,7 +90,18 @@ class TrainRow:
         return 0 if self.observed is None else len(self.observed)
 
 
-# B rows of inputs, T their length, N trained tokens. Packed: B is 1, and T counts the computed tokens of all sequences.
+@dataclass(frozen=True, slots=True)
+class RowSource:
+    """Where a row of a pass is from."""
+
+    group_id: GroupId
+    sample: int
+    """Number of the sample in its group; `sequence`: of the sequence in the sample."""
+    sequence: int
+
+
+# B rows of inputs, T their length, N trained tokens, K likeliest tokens of a teacher. Packed: B is 1, and T counts the computed
+# tokens of all sequences.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Microbatch:
     """One forward pass. Token n is predicted at flat position `predicted_at_N[n]` of the B*T inputs."""
@@ -85,7 +109,6 @@ class Microbatch:
     inputs_BT: NDArray[np.int64]
     sequences: PackedSequences | None
     """The packed sequences; None where each sequence has its own row, padded to the longest."""
-    num_padding: int
     num_shared: int
     """Tokens of the rows that are not computed, because another row of the pass has them too."""
     predicted_at_N: NDArray[np.int64]
@@ -98,12 +121,28 @@ class Microbatch:
     row_of_N: NDArray[np.int64]
     """Index of the sequence in this pass, for sequence-level losses."""
     num_rows: int
+    is_padding_BT: NDArray[np.bool_] | None = None
+    """None: no input is padding."""
     members: tuple[int, ...] = ()
     """The rows of this pass, as numbers of the minibatch's rows."""
+    sources: tuple[RowSource, ...] = ()
+    """Of each row."""
+    index_N: NDArray[np.int32] | None = None
+    """Index of each target in its row."""
     reference_logprobs_N: NDArray[np.float32] | None = None
     """From the producer, NaN where unknown; None if no sequence has them."""
+    teacher_logprobs_N: NDArray[np.float32] | None = None
+    """Of a teacher, NaN where unknown; None if no sequence has them."""
+    top_ids_NK: NDArray[np.int32] | None = None
+    """The tokens that a teacher likes best, if the divergence from it is trained; -1 where there are fewer."""
+    top_logprobs_NK: NDArray[np.float32] | None = None
+    """Their logprobs under the teacher; NaN where there is none."""
     lags_N: NDArray[np.int8] | None = None
     """Lag of each token, for metrics; -1 where unknown. None: all unknown."""
+    mixed_N: NDArray[np.bool_] | None = None
+    """Whether an update of weights met the request before this token, for metrics."""
+    renormalised_N: NDArray[np.bool_] | None = None
+    """Whether the logprob is that of a part of the vocabulary. None: none is."""
     publications_N: NDArray[np.int32] | None = None
     """The publication that sampled each token; -1 where unknown. None: all unknown."""
     observed_at_O: NDArray[np.int64] | None = None
@@ -112,6 +151,13 @@ class Microbatch:
     """These tokens."""
     observed_weight: float = 0.0
     """Weight of the cross-entropy of each: 1 / their number in the minibatch."""
+    routes_TLK: Routes | None = None
+    """The experts that the sampler chose for each of the flat inputs, if they are replayed. Rows that share a token have the
+    choices of one of them."""
+
+    @property
+    def num_padding(self) -> int:
+        return 0 if self.is_padding_BT is None else int(self.is_padding_BT.sum())
 
     @property
     def num_trained(self) -> int:
@@ -128,6 +174,14 @@ class Microbatch:
             targets_N=np.concatenate([self.targets_N, self.observed_O]),
             temperatures_N=np.concatenate([self.temperatures_N, plain]),
         )
+
+    def with_tops(self) -> "Microbatch":
+        """The pass with the tokens that a teacher likes best as further targets of each token, in columns after its own."""
+        if self.top_ids_NK is None:
+            return self
+        num_observed = len(self.targets_N) - len(self.top_ids_NK)
+        more_NK = np.pad(np.maximum(self.top_ids_NK, 0), ((0, num_observed), (0, 0)))
+        return replace(self, targets_N=np.column_stack([self.targets_N, more_NK.astype(np.int64)]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -148,18 +202,18 @@ class PlanSettings:
     config: TrainerConfig
     is_packed: bool
     vocabulary_size: int
+    routes_shape: tuple[int, int] | None = None
+    """With router replay: layers with experts, and experts in each."""
 
     @property
     def split(self) -> PassSplit:
-        return PassSplit(
-            max_tokens=self.config.tokens_per_pass, gradient_checkpointing=self.config.gradient_checkpointing
-        )
+        return PassSplit.of(self.config.tokens_per_pass, self.config.gradient_checkpointing)
 
     def with_split(self, split: PassSplit | None) -> "PlanSettings":
         """The settings with another split; None: the same."""
         if split is None:
             return self
-        changes = dict(zip(SPLIT_SETTINGS, (split.max_tokens, split.gradient_checkpointing), strict=True))
+        changes = dict(zip(SPLIT_SETTINGS, (split.max_tokens, split.checkpointing), strict=True))
         return replace(self, config=self.config.model_copy(update=changes))
 
 
@@ -190,12 +244,15 @@ def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
     number = -1
     lags = publication_lags(batch)
     distill_coef = distill_weight(config, batch.step)
-    if distill_coef and not any(
-        row.teacher_logprobs is not None for group in batch.groups for s in group.scorable for row in s.sequences
+    has_tops = distill_coef > 0 and config.distill_kl != "sampled"
+    if distill_coef:
+        _check_scores(batch, config)
+    if config.router_replay and not any(
+        row.routes is not None for group in batch.groups for s in group.scorable for row in s.sequences
     ):
         raise RunError(
-            f"batch {batch.step} has no scores of a teacher, and trainer.distill_coef is {config.recipe.distill_coef:g}: set"
-            " [rollout.teacher]"
+            f"batch {batch.step} has no routes of the sampler, and trainer.router_replay is true: the policy servers do not record"
+            " them. Start those at inference.urls with inference.record_routes = true"
         )
     num_scorable = sum(len(group.scorable) for group in batch.groups)
     for entry, group in batch.entries():
@@ -210,9 +267,10 @@ def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
                 observed = None
                 if config.observation_coef:
                     between = slice(trained[0] + 1, trained[-1])
-                    observed = trained[0] + 1 + np.flatnonzero(row.versions[between] == NOT_SAMPLED)
-                by_token = found.by_token.get((number, sequence), row.advantages)
-                if distill_coef and row.teacher_logprobs is not None:
+                    is_observed = (row.versions == NOT_SAMPLED) & ~sample.written_mask(sequence)
+                    observed = trained[0] + 1 + np.flatnonzero(is_observed[between])
+                by_token = found.by_token.get((number, sequence))
+                if distill_coef and not has_tops and row.teacher_logprobs is not None:
                     base = np.float32(found.by_sample[number]) if by_token is None else by_token
                     by_token = base + distill_coef * teacher_gaps(row)
                 rows.append(
@@ -229,17 +287,44 @@ def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
                         num_tokens=len(row),
                         publications=row.versions[trained],
                         lags=token_lags(row.versions[trained], lags),
+                        mixed=mixed_caches(row.versions)[trained],
+                        is_renormalised=sample.is_renormalised,
                         token_advantages=None if by_token is None else by_token[trained],
                         token_weights=None if row.weights is None else row.weights[trained],
                         reference_logprobs=None if row.reference_logprobs is None else row.reference_logprobs[trained],
+                        teacher_logprobs=None if row.teacher_logprobs is None else row.teacher_logprobs[trained],
+                        top_ids=row.teacher_top_ids[trained] if has_tops and row.teacher_top_ids is not None else None,
+                        top_logprobs=row.teacher_top_logprobs[trained].astype(np.float32)
+                        if has_tops and row.teacher_top_logprobs is not None
+                        else None,
                         observed_at=None if observed is None else observed - 1,
                         observed=None if observed is None else row.token_ids[observed],
+                        routes=row.routes[: trained[-1]] if config.router_replay and row.routes is not None else None,
                     )
                 )
     num_samples = len({row.sample for row in rows})
     if num_samples == num_scorable:
         return rows
     return [replace(row, trained_share=num_samples / num_scorable) for row in rows]
+
+
+def _check_scores(batch: TrainingBatch, config: TrainerConfig) -> None:
+    """Raises `RunError` if the batch has no scores of a teacher and nothing else to learn from, or no likeliest tokens.
+
+    Beside rewards, a batch may consist of tasks without a teacher.
+    """
+    rows = [row for group in batch.groups for sample in group.scorable for row in sample.sequences]
+    is_taught = any(row.teacher_logprobs is not None or row.teacher_top_ids is not None for row in rows)
+    if not is_taught and config.recipe.advantage == "none":
+        raise RunError(
+            f"batch {batch.step} has no scores of a teacher, and trainer.distill_coef is {config.recipe.distill_coef:g}: set"
+            " [rollout.teacher]"
+        )
+    if is_taught and config.distill_kl != "sampled" and all(row.teacher_top_ids is None for row in rows):
+        raise RunError(
+            f"batch {batch.step} has the teacher's scores of the sampled tokens only, and trainer.distill_kl is"
+            f' "{config.distill_kl}": set rollout.teacher.top_k, or distill_kl = "sampled"'
+        )
 
 
 def split(rows: Sequence[TrainRow], count: int, *, seed: int, step: int, epoch: int = 0) -> list[list[TrainRow]]:
@@ -327,15 +412,18 @@ def pad(rows: Sequence[TrainRow], bundles: Sequence[Sequence[int]], weights: Seq
     """Pad the first rows of the bundles into one array, and index each bundle's trained tokens into it."""
     width = max(len(rows[bundle[0]]) for bundle in bundles)
     inputs = np.full((len(bundles), width), PAD_ID, dtype=np.int64)
+    is_padding = np.ones(inputs.shape, dtype=np.bool_)
     for line, bundle in enumerate(bundles):
-        inputs[line, : len(rows[bundle[0]])] = rows[bundle[0]].inputs
+        length = len(rows[bundle[0]])
+        inputs[line, :length] = rows[bundle[0]].inputs
+        is_padding[line, :length] = False
     return _microbatch(
         rows,
         [number for bundle in bundles for number in bundle],
         weights,
         inputs_BT=inputs,
         sequences=None,
-        num_padding=inputs.size - sum(len(rows[bundle[0]]) for bundle in bundles),
+        is_padding_BT=is_padding if is_padding.any() else None,
         positions=[
             np.arange(len(rows[number])) + line * width for line, bundle in enumerate(bundles) for number in bundle
         ],
@@ -356,7 +444,7 @@ def pack(
         weights,
         inputs_BT=inputs[np.newaxis],
         sequences=sequences,
-        num_padding=0,
+        is_padding_BT=None,
         positions=indices,
     )
 
@@ -368,7 +456,7 @@ def _microbatch(
     *,
     inputs_BT: NDArray[np.int64],
     sequences: PackedSequences | None,
-    num_padding: int,
+    is_padding_BT: NDArray[np.bool_] | None,
     positions: Sequence[NDArray[np.int64]],
 ) -> Microbatch:
     """`positions`: for each member, the flat position of each of its input tokens."""
@@ -379,8 +467,10 @@ def _microbatch(
     return Microbatch(
         inputs_BT=inputs_BT,
         sequences=sequences,
-        num_padding=num_padding,
-        num_shared=sum(len(row) for row in chosen) - (inputs_BT.size - num_padding),
+        is_padding_BT=is_padding_BT,
+        num_shared=sum(len(row) for row in chosen)
+        - inputs_BT.size
+        + (0 if is_padding_BT is None else int(is_padding_BT.sum())),
         predicted_at_N=np.concatenate([at[row.predicted_at] for row, at in placed]),
         targets_N=np.concatenate([row.targets for row in chosen]).astype(np.int64),
         sampled_logprobs_N=np.concatenate([row.sampled_logprobs for row in chosen]),
@@ -398,10 +488,23 @@ def _microbatch(
         row_of_N=np.repeat(np.arange(len(members), dtype=np.int64), counts),
         num_rows=len(members),
         members=tuple(members),
+        sources=tuple(RowSource(row.group_id, *row.place) for row in chosen),
+        index_N=np.concatenate([row.predicted_at + 1 for row in chosen]).astype(np.int32),
         reference_logprobs_N=_per_token(
             [(np.nan if row.reference_logprobs is None else row.reference_logprobs, row) for row in chosen]
         )
         if any(row.reference_logprobs is not None for row in chosen)
+        else None,
+        teacher_logprobs_N=_per_token(
+            [(np.nan if row.teacher_logprobs is None else row.teacher_logprobs, row) for row in chosen]
+        )
+        if any(row.teacher_logprobs is not None for row in chosen)
+        else None,
+        top_ids_NK=_tops([row.top_ids for row in chosen], counts, unknown=-1),
+        top_logprobs_NK=_tops([row.top_logprobs for row in chosen], counts, unknown=np.nan),
+        mixed_N=np.concatenate([np.zeros(row.num_trained, bool) if row.mixed is None else row.mixed for row in chosen]),
+        renormalised_N=np.repeat([row.is_renormalised for row in chosen], counts)
+        if any(row.is_renormalised for row in chosen)
         else None,
         lags_N=np.concatenate(
             [np.full(row.num_trained, -1, np.int8) if row.lags is None else row.lags for row in chosen]
@@ -413,7 +516,20 @@ def _microbatch(
         observed_O=np.concatenate([row.observed for row, _ in observing if row.observed is not None]).astype(np.int64)
         if observing
         else None,
+        routes_TLK=_routes(placed, inputs_BT.size),
     )
+
+
+def _routes(placed: Sequence[tuple[TrainRow, NDArray[np.int64]]], num_inputs: int) -> Routes | None:
+    """The routes of all inputs of a pass; unknown for padding. None: no row has any."""
+    recorded = [(row.routes, at) for row, at in placed if row.routes is not None]
+    if not recorded:
+        return None
+    first = recorded[0][0]
+    routes = np.full((num_inputs, *first.shape[1:]), unknown_choice(first.dtype), dtype=first.dtype)
+    for own, at in recorded:
+        routes[at] = own
+    return routes
 
 
 def _per_token(values: Sequence[tuple[ArrayLike, TrainRow]]) -> NDArray[np.float32]:
@@ -422,6 +538,19 @@ def _per_token(values: Sequence[tuple[ArrayLike, TrainRow]]) -> NDArray[np.float
         shared = np.array([value for value, _ in values], dtype=np.float32)
         return shared.repeat([row.num_trained for _, row in values])
     return np.concatenate([np.broadcast_to(np.asarray(value, np.float32), row.num_trained) for value, row in values])
+
+
+def _tops(values: Sequence[NDArray[Any] | None], counts: NDArray[np.int64], *, unknown: float) -> NDArray[Any] | None:
+    """One array of the rows' likeliest tokens, with `unknown` where a row has fewer columns than another, or none."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    width = max(value.shape[1] for value in known)
+    joined = np.full((int(counts.sum()), width), unknown, dtype=known[0].dtype)
+    for value, end, count in zip(values, np.cumsum(counts), counts, strict=True):
+        if value is not None:
+            joined[end - count : end, : value.shape[1]] = value
+    return joined
 
 
 def plan_minibatch(rows: Sequence[TrainRow], config: TrainerConfig, *, is_packed: bool) -> Minibatch:
@@ -439,14 +568,14 @@ def plan_minibatch(rows: Sequence[TrainRow], config: TrainerConfig, *, is_packed
 
 
 def smaller_split(split: PassSplit, minibatches: Sequence[Minibatch]) -> PassSplit | None:
-    """What to try after these minibatches did not fit into memory: checkpointing, and passes of half the size.
+    """What to try after these minibatches did not fit into memory: checkpointing of all layers, and passes of half the size.
 
-    None: every sequence that is long had its own pass already, with checkpointing.
+    None: every sequence that is long had its own pass already, with checkpointing of all layers.
     """
     largest = max((micro.inputs_BT.size for part in minibatches for micro in part.microbatches), default=0)
     longest = max((part.longest for part in minibatches), default=0)
     tokens = min(split.max_tokens, largest)
-    if tokens <= longest and split.gradient_checkpointing:
+    if tokens <= longest and split.checkpoints_all:
         return None
     return PassSplit(max_tokens=max(longest, tokens // 2, 1), gradient_checkpointing=True)
 
@@ -476,10 +605,17 @@ def _padded(rows: Sequence[TrainRow], weights: Sequence[float], config: TrainerC
         yield pad(rows, [bundles[number] for number in numbers], weights)
 
 
-def with_lags(minibatches: Sequence[Minibatch], published: Mapping[int, int], *, step: int) -> list[Minibatch]:
-    """The minibatches with the lags that the versions of the trainer's own publications tell, by id, where they are unknown."""
+def with_lags(
+    minibatches: Sequence[Minibatch], published: Mapping[int, int], *, step: int, has_mixed: bool = True
+) -> list[Minibatch]:
+    """The minibatches with the lags that the versions of the trainer's own publications tell, by id, where they are unknown.
+
+    `has_mixed`: False where requests compute their keys again after an update, so that no token reads older ones.
+    """
 
     def known(micro: Microbatch) -> Microbatch:
+        if not has_mixed:
+            micro = replace(micro, mixed_N=None)
         if micro.lags_N is None or micro.publications_N is None or (micro.lags_N >= 0).all():
             return micro
         lags = micro.lags_N.copy()
@@ -495,6 +631,8 @@ def with_lags(minibatches: Sequence[Minibatch], published: Mapping[int, int], *,
 def plan_rows(rows: Sequence[TrainRow], settings: PlanSettings, *, step: int) -> list[Minibatch]:
     """Check the rows of a batch, and split them."""
     check_vocabulary(rows, settings.vocabulary_size, step=step)
+    if settings.routes_shape is not None:
+        check_routes(rows, settings.routes_shape, step=step)
     return plan(rows, settings.config, step=step, is_packed=settings.is_packed)
 
 
@@ -502,10 +640,34 @@ def check_vocabulary(rows: Sequence[TrainRow], size: int, *, step: int) -> None:
     """Before the step changes anything. The ledger refuses such groups if it knows the vocabulary of the run's model."""
     for row in rows:
         highest = max(int(row.inputs.max(initial=0)), int(row.targets.max(initial=0)))
+        if row.top_ids is not None:
+            highest = max(highest, int(row.top_ids.max(initial=0)))
         if highest >= size:
             raise RunError(
                 f"batch {step}: {row.group_id} has token id {highest}, but the vocabulary has {size} tokens. Data and trainer must"
                 " use the same model and tokenizer."
+            )
+
+
+def check_routes(rows: Sequence[TrainRow], shape: tuple[int, int], *, step: int) -> None:
+    """Before the step changes anything: a GPU would read outside of its memory."""
+    layers, experts = shape
+    first: Routes | None = None
+    for row in rows:
+        if (routes := row.routes) is None:
+            continue
+        first = routes if first is None else first
+        choices = routes[routes != unknown_choice(routes.dtype)]
+        if routes.shape[1] != layers or int(choices.max(initial=0)) >= experts:
+            raise RunError(
+                f"batch {step}: {row.group_id} has routes of {routes.shape[1]} layers and experts up to"
+                f" {choices.max(initial=0)}, but the model has {layers} layers of {experts} experts. Sampler and trainer must use"
+                " the same model."
+            )
+        if routes.shape[1:] != first.shape[1:] or routes.dtype != first.dtype:
+            raise RunError(
+                f"batch {step}: {row.group_id} has routes of shape {routes.shape[1:]} ({routes.dtype}), other groups of"
+                f" {first.shape[1:]} ({first.dtype}). All samplers must use the same model."
             )
 
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.trainer.data.minibatches import Microbatch, TrainRow
+from rollbook.trainer.data.minibatches import Microbatch, RowSource, TrainRow
 from rollbook.trainer.data.prefixes import PackedSequences
 from rollbook.trainer.distributed.sharding import Passes
 
@@ -61,7 +61,8 @@ def _microbatch(fields: Mapping[str, Any]) -> Microbatch:
     if sequences is not None:
         lengths, added = tuple(sequences["lengths"]), tuple(sequences["added"])
         sequences = PackedSequences(lengths=lengths, added=added, sources_F=sequences["sources_F"])
-    return Microbatch(**{**fields, "sequences": sequences, "members": tuple(fields["members"])})
+    sources = tuple(RowSource(**source) for source in fields["sources"])
+    return Microbatch(**{**fields, "sequences": sequences, "members": tuple(fields["members"]), "sources": sources})
 
 
 def _encode_array(value: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Importance weights that correct for numerical differences between engine and trainer, and the KL penalty.
+"""Importance weights that correct for numerical differences between engine and trainer, the KL penalty, and the divergence from a
+teacher.
 
 w = old / sampled multiplies the policy loss of each token: the ratio of the token, the geometric mean of the ratios of its
 sequence, or their product. The kinds of correction differ in how they bound w. They are independent of the loss and of its clip on
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 
 from rollbook.trainer.losses.inputs import MAX_LOG_RATIO, LossInputs
+
+MIN_REST = 1e-5
+"""The least probability of all tokens that a teacher did not list: rounding of their complement is far below it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,6 +72,26 @@ def kl_penalty(inputs: LossInputs, reference_N: Tensor, *, estimator: str) -> Te
     if estimator == "k3_weighted":
         return divergence_N * torch.exp((inputs.current_N - inputs.sampled_N).clamp(max=MAX_LOG_RATIO))
     raise ValueError(f"unknown KL estimator {estimator!r}")
+
+
+def top_k_divergence(current_NK: Tensor, teacher_NK: Tensor, *, kind: str) -> Tensor:
+    """The divergence of each token's distribution from the teacher's, over the K tokens that the teacher likes best.
+
+    `current_NK`: log p of these tokens under the policy; `teacher_NK`: log q, NaN where there is none. All other tokens count as
+    one, with the probability that is left: p_r = 1 - sum p, q_r = 1 - sum q. So the value is never negative, at most that of the
+    whole vocabulary, and 0 only where p = q for all K tokens. forward: sum q (log q - log p). reverse: sum p (log p - log q). Both
+    sums are over K + 1 tokens. The gradient flows through `current_NK`.
+    """
+    is_known_NK = ~torch.isnan(teacher_NK)
+    log_p_NK = torch.where(is_known_NK, current_NK, torch.zeros_like(current_NK))
+    log_q_NK = torch.where(is_known_NK, teacher_NK, torch.zeros_like(teacher_NK))
+    p_NK, q_NK = log_p_NK.exp() * is_known_NK, log_q_NK.exp() * is_known_NK
+    p_N, q_N = (1.0 - p_NK.sum(-1)).clamp(min=MIN_REST), (1.0 - q_NK.sum(-1)).clamp(min=MIN_REST)
+    if kind == "forward":
+        return (q_NK * (log_q_NK - log_p_NK)).sum(-1) + q_N * (q_N.log() - p_N.log())
+    if kind == "reverse":
+        return (p_NK * (log_p_NK - log_q_NK)).sum(-1) + p_N * (p_N.log() - q_N.log())
+    raise ValueError(f"unknown divergence {kind!r}")
 
 
 def k2_divergence(current_N: Tensor, reference_N: Tensor) -> Tensor:

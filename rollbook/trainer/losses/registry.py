@@ -6,7 +6,7 @@ r = current / old is the ratio of a token, or with `gspo` of a whole sequence.
 import torch
 from torch import Tensor
 
-from rollbook.contracts.errors import RollbookError, RunError
+from rollbook.contracts.errors import RollbookError, RunError, is_out_of_memory
 from rollbook.contracts.plugin import load_plugin
 from rollbook.contracts.user_errors import describe_error
 from rollbook.trainer.losses.inputs import MAX_LOG_RATIO, Loss, LossInputs, LossSettings, LossTerms
@@ -159,9 +159,11 @@ def _fenced(loss: Loss, name: str) -> Loss:
     def compute(inputs: LossInputs, settings: LossSettings) -> LossTerms:
         try:
             terms = loss(inputs, settings)
-        except (RollbookError, torch.OutOfMemoryError):  # the trainer tries smaller passes
+        except RollbookError:
             raise
         except Exception as error:
+            if is_out_of_memory(error):  # the trainer tries smaller passes
+                raise
             raise RunError(f"trainer.loss = {name!r} raised {describe_error(error)}") from error
         if not isinstance(terms, LossTerms):
             raise RunError(f"trainer.loss = {name!r} returned a {type(terms).__name__}; it must return LossTerms")

@@ -32,6 +32,11 @@ NAMES = (
     "bounded",
     "referred",
     "reference_kl",
+    "taught",
+    "teacher_kl",
+    "compared",
+    "unequal",
+    "mixed",
     "observed",
     "observed_logprob",
     *(f"{name}_{lag}" for name in ("at_lag", "lag_kl") for lag in LAGS),
@@ -46,6 +51,11 @@ class TokenStatistics:
 
     def __init__(self) -> None:
         self.sums: Tensor | None = None
+        self.largest: Tensor | None = None
+        """The compared token whose logprobs differ most: difference, number of the pass, number of the target, logprob of the
+        trainer, and of the sampler. A difference of -1: all are equal."""
+        self.largest_rank = 0
+        """The rank that computed it."""
 
     @torch.no_grad()
     def add(
@@ -57,24 +67,38 @@ class TokenStatistics:
         measures_drift: bool,
         entropy_N: Tensor,
         is_known_N: Tensor,
+        recorded_N: Tensor | None = None,
         lags_N: Tensor | None = None,
+        is_mixed_N: Tensor | None = None,
+        is_renormalised_N: Tensor | None = None,
+        pass_number: int | None = None,
         correction: Correction | None = None,
         reference_kl_N: Tensor | None = None,
+        teacher_kl_N: Tensor | None = None,
     ) -> None:
         """Add the tokens of one pass.
 
         `starting_N`: log-probabilities before the step; None: not computed. `measures_drift`: the pass is one of the last
-        minibatch. `is_known_N`: the producer recorded the sampling log-probability. `lags_N`: -1 where unknown.
+        minibatch. `is_known_N`: the producer recorded the sampling log-probability. `recorded_N`: these log-probabilities without
+        the bound of `inputs.sampled_N`; None: they have none. `lags_N`: -1 where unknown. `is_mixed_N`: see `mixed_caches`.
+        `is_renormalised_N`: see `Microbatch`. `pass_number`: set if logprobs of lag 0 are compared to the bit. `teacher_kl_N`: NaN
+        where a teacher gave no score.
         """
         one, none = torch.ones_like(entropy_N, dtype=torch.float64), torch.zeros_like(entropy_N, dtype=torch.float64)
         drifted = none if starting_N is None or not measures_drift else one
         known = none if starting_N is None else is_known_N.double()
         start_N = inputs.sampled_N if starting_N is None else starting_N
         moved = _bounded(inputs.current_N - start_N) * drifted
-        mismatch = _bounded(start_N - inputs.sampled_N) * known
+        # Exact, even for a token that is less likely than the bound.
+        is_equal_N = start_N == (inputs.sampled_N if recorded_N is None else recorded_N)
+        mismatch = _bounded(start_N - inputs.sampled_N).masked_fill(is_equal_N, 0.0) * known
         weight = mismatch.exp() * known
         mismatch_kl = _k3(mismatch)
         at_lag = [none if lags_N is None else known * (lags_N == lag) for lag in LAGS]
+        mixed = none if is_mixed_N is None else known * is_mixed_N
+        at_lag[0] = at_lag[0] * (1.0 - mixed)
+        if is_renormalised_N is not None:
+            at_lag[0] = at_lag[0] * ~is_renormalised_N
         corrected = none if correction is None else correction.weights_N.double()
         columns = [
             one,
@@ -94,6 +118,11 @@ class TokenStatistics:
             none if correction is None else correction.is_bounded_N.double(),
             none if reference_kl_N is None else one,
             none if reference_kl_N is None else reference_kl_N.detach().double(),
+            none if teacher_kl_N is None else one - teacher_kl_N.isnan().double(),
+            none if teacher_kl_N is None else teacher_kl_N.detach().double().nan_to_num(0.0),
+            none,
+            none,
+            mixed,
             none,
             none,
             *at_lag,
@@ -101,6 +130,26 @@ class TokenStatistics:
         ]
         sums = torch.stack([column.sum() for column in columns])
         self.sums = sums if self.sums is None else self.sums + sums
+        if pass_number is not None:
+            recorded = inputs.sampled_N if recorded_N is None else recorded_N
+            self.compare(start_N, recorded, at_lag[0] > 0, pass_number=pass_number)
+
+    @torch.no_grad()
+    def compare(self, trained_N: Tensor, recorded_N: Tensor, is_compared_N: Tensor, *, pass_number: int) -> None:
+        """Compare logprobs of the chosen tokens of a pass to the bit."""
+        is_unequal_N = is_compared_N & (trained_N != recorded_N)
+        sums = torch.zeros(len(NAMES), dtype=torch.float64, device=trained_N.device)
+        at = NAMES.index("compared")
+        sums[at], sums[at + 1] = is_compared_N.sum(), is_unequal_N.sum()
+        self.sums = sums if self.sums is None else self.sums + sums
+        # Not a number only where the trainer's logprob is none, which is the largest difference.
+        difference_N = (trained_N - recorded_N).double().abs().nan_to_num(torch.inf, torch.inf)
+        difference_N = torch.where(is_unequal_N, difference_N, -1.0)
+        difference, index = difference_N.max(dim=0)
+        number = torch.full_like(difference, float(pass_number))
+        both = (logprobs_N[index].double() for logprobs_N in (trained_N, recorded_N))
+        found = torch.stack([difference, number, index.double(), *both])
+        self.largest = found if self.largest is None else torch.where(found[0] > self.largest[0], found, self.largest)
 
     @torch.no_grad()
     def add_observed(self, logprobs_O: Tensor) -> None:
@@ -115,6 +164,18 @@ class TokenStatistics:
         if ranks.size > 1:
             own = torch.zeros(len(NAMES), dtype=torch.float64, device=device) if self.sums is None else self.sums
             self.sums = ranks.sum(own)
+            largest = torch.full((ranks.size, 5), 0.0, dtype=torch.float64, device=device)
+            largest[ranks.rank] = -1.0 if self.largest is None else self.largest
+            largest = ranks.sum(largest.nan_to_num())
+            self.largest_rank = int(largest[:, 0].argmax())
+            self.largest = largest[self.largest_rank]
+
+    def largest_difference(self) -> tuple[int, int, float, float] | None:
+        """Numbers of pass and target, and both logprobs, of the token with the largest difference. None: all are equal."""
+        if self.largest is None:
+            return None
+        difference, number, index, trained, sampled = self.largest.tolist()
+        return (int(number), int(index), trained, sampled) if difference >= 0 else None
 
     def metrics(self) -> dict[str, float | None]:
         """Means over the trained tokens; None where there were none."""
@@ -127,6 +188,9 @@ class TokenStatistics:
             "train/entropy": _mean(s["entropy"], s["tokens"]),
             "train/mean_kl": _mean(s["mean_kl"], s["known"]),
             "train/numerics_kl": _mean(s["lag_kl_0"], s["at_lag_0"]),
+            "train/inexact_share": _mean(s["unequal"], s["compared"]),
+            "train/compared_tokens": s["compared"],
+            "train/mixed_cache_share": _mean(s["mixed"], s["known"]),
             **{f"train/lag_kl_{lag}": _mean(s[f"lag_kl_{lag}"], s[f"at_lag_{lag}"]) for lag in LAGS if lag},
             "train/mismatch_weight_mean": _mean(s["weight"], s["known"]),
             "train/ess": _effective(s["weight"], s["weight_squared"], s["known"]),
@@ -135,6 +199,7 @@ class TokenStatistics:
             "train/correction_clip_frac": _mean(s["bounded"], s["corrected"]),
             "train/correction_ess": _effective(s["correction"], s["correction_squared"], s["corrected"]),
             "train/reference_kl": _mean(s["reference_kl"], s["referred"]),
+            "train/teacher_kl": _mean(s["teacher_kl"], s["taught"]),
             "train/observation_loss": _mean(-s["observed_logprob"], s["observed"]),
         }
 

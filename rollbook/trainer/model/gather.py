@@ -10,6 +10,14 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 
+def on_device(array: NDArray[Any], device: str | torch.device) -> Tensor:
+    """A copy, for which Python does not wait: from pageable memory, it would wait for everything that the device computes."""
+    host = torch.from_numpy(array)
+    if torch.device(device).type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Gather:
     """Selects rows like `index_select`, whose gradient on a GPU is a sum in random order: its last bits change from run to run.
@@ -25,7 +33,7 @@ class Gather:
 
     @classmethod
     def of(cls, index_F: NDArray[np.int64], num_rows: int, device: str | torch.device) -> "Gather":
-        index = torch.from_numpy(index_F).to(device, non_blocking=True)
+        index = on_device(index_F, device)
         rows, positions = torch.sort(index, stable=True)
         starts = torch.searchsorted(rows, torch.arange(num_rows + 1, device=device))
         return cls(index_F=index, positions_F=positions, starts=starts)

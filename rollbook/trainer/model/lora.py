@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from rollbook.contracts.errors import RunError
+from rollbook.shared_weights.modules import named_weights
 from rollbook.trainer.config import LoraSettings
 from rollbook.trainer.distributed.sharding import gathered
-from rollbook.trainer.model.weights import base_name, is_adapter, named_weights
+from rollbook.trainer.model.weights import base_name, is_adapter
 
 try:
     from peft.utils import transformers_weight_conversion as renamed_layers

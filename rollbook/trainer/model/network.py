@@ -1,36 +1,56 @@
 """The policy network: token ids in, log-probabilities of chosen tokens out. It can be sharded as one module.
 
-Probes with a few tokens at load time find out whether sequences can be packed, and whether the logits are a plain linear map of the
-last hidden state. So there is no list of supported model families.
+Probes with a few tokens at load time find out whether sequences can be packed, and how the logits are computed from the last hidden
+state. So there is no list of supported model families.
 """
 
+import math
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
+from rollbook.numerics import operations
+from rollbook.numerics.recipe import (
+    Activation,
+    Logits,
+    ModelRecipe,
+    Norm,
+    UnsupportedModelError,
+    activation_of,
+    short_windows,
+    windows_of,
+)
 from rollbook.trainer.data.prefixes import prefix_tree
 from rollbook.trainer.model.gather import Gather
+from rollbook.trainer.model.packed_attention import HAS_VARLEN, Packing
 from rollbook.trainer.model.packed_attention import NAME as PACKED_ATTENTION
-from rollbook.trainer.model.packed_attention import Packing
-from rollbook.trainer.model.token_head import token_head
+from rollbook.trainer.model.token_head import gathered_targets, token_head
 
 PROBE = (7, 6, 5)
 SHARED = (0, 4, 0)
 """Lengths of the probe's sequences, and how many tokens each shares with the one before."""
+PROBED_WINDOW, PROBED_LENGTH = 3, 8
 CLOSE = 1e-4
 
 
 class PolicyNetwork(nn.Module):
     """A Hugging Face causal LM that returns log-probabilities of chosen tokens."""
 
-    def __init__(self, language_model: Any, *, max_logits_bytes: int, has_plain_head: bool) -> None:
+    def __init__(
+        self, language_model: Any, *, max_logits_bytes: int, logits: Logits | None, is_exact: bool = False
+    ) -> None:
+        """`logits`: see `logits_of`. `is_exact`: logprobs have the bits of the sampler; see `make_exact`."""
         super().__init__()
+        self._is_exact = is_exact
         self.language_model: Any = language_model
         self._max_logits_bytes = max_logits_bytes
-        self._has_plain_head = has_plain_head
+        self._logits = logits
 
     # B rows of T inputs (one row of all where they are packed), N positions to predict from, H hidden width, V vocabulary
     def forward(
@@ -48,20 +68,42 @@ class PolicyNetwork(nn.Module):
         `predictions` selects the N positions; sequences that share tokens may predict several targets from one position. No
         attention mask is needed: padding comes after all tokens that are read.
         """
+        with operations.unsplit_products() if self._is_exact else nullcontext():
+            return self._forward(
+                inputs_BT,
+                packing,
+                predictions=predictions,
+                targets_N=targets_N,
+                temperatures_N=temperatures_N,
+                is_entropy_trained=is_entropy_trained,
+            )
+
+    def _forward(
+        self,
+        inputs_BT: Tensor,
+        packing: Packing | None,
+        *,
+        predictions: Gather,
+        targets_N: Tensor,
+        temperatures_N: Tensor | None,
+        is_entropy_trained: bool,
+    ) -> tuple[Tensor, Tensor]:
         inputs: dict[str, Any] = {"input_ids": inputs_BT, "use_cache": False}
         if packing is not None:
             inputs |= {"position_ids": packing.positions_T.unsqueeze(0), "packing": packing}
-        if self._has_plain_head:
+        if self._logits is not None:
             hidden_BTH: Tensor = _body(self.language_model)(**inputs).last_hidden_state
             head = self.language_model.get_output_embeddings()
             return token_head(
-                predictions(hidden_BTH.flatten(0, 1)),
+                predictions(hidden_BTH.flatten(0, 1)).to(head.weight.dtype),  # Mamba's last norm returns float32
                 head.weight,
                 head.bias,
                 targets_N,
                 temperatures_N,
                 max_bytes=self._max_logits_bytes,
                 is_entropy_trained=is_entropy_trained,
+                is_exact=self._is_exact,
+                logits=self._logits,
             )
         logits_BTV: Tensor = self.language_model(**inputs).logits
         logits_NV = predictions(logits_BTV.flatten(0, 1)).float()
@@ -70,47 +112,53 @@ class PolicyNetwork(nn.Module):
         logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
         with torch.set_grad_enabled(is_entropy_trained and torch.is_grad_enabled()):
             entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=-1)
-        return logprobs_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1), entropy_N
+        return gathered_targets(logprobs_NV, targets_N), entropy_N
 
 
 @torch.no_grad()
-def has_plain_head(language_model: Any) -> bool:
-    """Whether the logits are a linear map of the last hidden state: no scaling, no soft cap, no adapter."""
+def logits_of(language_model: Any) -> Logits | None:
+    """What the model does to the product of the last hidden state and the output embedding. None if it is something else."""
     head = language_model.get_output_embeddings()
     if type(head) is not nn.Linear or _body(language_model) is _inner(language_model):
-        return False
+        return None
     ids_BT = _probe_ids(language_model)[:1]
     hidden_BTH = _body(language_model)(input_ids=ids_BT, use_cache=False).last_hidden_state
-    return _is_close(head(hidden_BTH), language_model(input_ids=ids_BT, use_cache=False).logits)
+    logits = Logits.of(language_model.config.get_text_config())
+    expected_BTV = language_model(input_ids=ids_BT, use_cache=False).logits
+    return logits if _is_close(logits.applied(head(hidden_BTH)), expected_BTV) else None
 
 
 @torch.no_grad()
 def make_packable(language_model: Any) -> bool:
     """Switch the model to packed attention. False, with the model unchanged, where that gives other numbers."""
-    if not _has_full_attention(language_model.config.get_text_config()):
+    windows = attention_windows(language_model)
+    if windows is None:
         return False
     before = language_model.config._attn_implementation
     sequences, indices = prefix_tree(PROBE, SHARED)
     ids_1T = _probe_ids(language_model)[:, : sequences.num_computed]
-    alone = [language_model(input_ids=ids_1T[:, index], use_cache=False).logits[0] for index in indices]
     packing = Packing.of(sequences, ids_1T.device)
-    try:
-        language_model.set_attn_implementation(PACKED_ATTENTION)
-        together = language_model(
-            input_ids=ids_1T, position_ids=packing.positions_T.unsqueeze(0), packing=packing, use_cache=False
-        ).logits[0]
-        if all(_is_close(together[index], expected) for index, expected in zip(indices, alone, strict=True)):
-            return True
-    except (TypeError, ValueError, AttributeError):
-        # Its layers do not forward unknown arguments, or need attention features that packing does not support.
-        pass
+    with short_windows(language_model, PROBED_WINDOW) if any(windows) else nullcontext():
+        alone = [language_model(input_ids=ids_1T[:, index], use_cache=False).logits[0] for index in indices]
+        try:
+            language_model.set_attn_implementation(PACKED_ATTENTION)
+            together = language_model(
+                input_ids=ids_1T, position_ids=packing.positions_T.unsqueeze(0), packing=packing, use_cache=False
+            ).logits[0]
+            if all(_is_close(together[index], expected) for index, expected in zip(indices, alone, strict=True)):
+                return True
+        except (TypeError, ValueError, AttributeError):
+            # Its layers do not forward unknown arguments, or need attention features that packing does not support.
+            pass
     language_model.set_attn_implementation(before)
     return False
 
 
-def _has_full_attention(config: Any) -> bool:
-    """No window, chunk or sparse attention, which a probe of a few tokens would not detect, and no recurrent state."""
-    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+def attention_windows(language_model: Any) -> list[int | None] | None:
+    """The window of each layer, None for full attention. None if layers have chunks, sparse attention or a recurrent state: a probe
+    of a few tokens would not detect them."""
+    config = language_model.config.get_text_config()
+    return windows_of(config, DynamicCache(config=config).layers)
 
 
 def _body(language_model: Any) -> Any:
@@ -140,24 +188,61 @@ def fuse_norms(model: nn.Module) -> int:
 
     Written out in Python operations, as models have it, a norm makes nine passes over memory: a third of the step of a small model.
     """
-    norms: list[Any] = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
-    fusable = [norm for norm in norms if hasattr(norm, "variance_epsilon") and _is_plain_rms_norm(norm)]
-    for norm in fusable:
-        norm.forward = MethodType(_fused_rms_norm, norm)
-    return len(fusable)
+    count = 0
+    for part in model.modules():
+        with suppress(UnsupportedModelError):
+            if type(part).__name__.endswith("RMSNorm"):
+                norm = Norm.of(part)
+                part.forward = MethodType(partial(_fused_rms_norm, norm), part)
+                count += 1
+    return count
 
 
-def _fused_rms_norm(norm: Any, hidden_states: Tensor) -> Tensor:
-    return torch.nn.functional.rms_norm(hidden_states, norm.weight.shape, norm.weight, norm.variance_epsilon)
-
-
-@torch.no_grad()
-def _is_plain_rms_norm(norm: Any) -> bool:
-    probe = torch.linspace(-2, 3, 3 * norm.weight.shape[-1], device=norm.weight.device).view(3, -1)
-    original = norm.weight.data
-    # Compare in float32 whatever the weights' dtype: the question is which formula it is.
-    norm.weight.data = original.float() + 0.25
+def why_not_exact(model: Any, *, logits: Logits | None) -> str | None:
+    """Why the logprobs of a packed model cannot have the bits of the sampler; None if they can."""
+    if (reason := operations.why_not_here()) is not None:
+        return reason
+    if not HAS_VARLEN:
+        return "this version of PyTorch has no attention for sequences of different lengths"
+    if logits is None or model.get_output_embeddings().bias is not None:
+        return "its logits are not computed from a plain product"
+    inner = _inner(model)
     try:
-        return torch.allclose(norm(probe), _fused_rms_norm(norm, probe), rtol=1e-5, atol=1e-5)
-    finally:
-        norm.weight.data = original
+        ModelRecipe.of(
+            inner, max_model_len=PROBED_LENGTH, caches=DynamicCache(config=inner.config.get_text_config()).layers
+        )
+    except UnsupportedModelError as unsupported:
+        return f"the fast forward of the sampler does not support it: {unsupported}"
+    # PEFT's layers have the scale of each adapter by name.
+    scalings = [part.scaling for part in model.modules() if isinstance(getattr(part, "scaling", None), dict)]
+    scales = {scale for by_name in scalings for scale in by_name.values()}
+    if any(math.frexp(scale)[0] != 0.5 for scale in scales):
+        return "alpha / rank of its adapters is not a power of two"
+    return None
+
+
+def make_exact(model: Any) -> None:
+    """Compute norms and gates with the kernels of the sampler."""
+    body = _inner(model).model
+    for part in body.modules():
+        if type(part).__name__.endswith("RMSNorm"):
+            part.forward = MethodType(partial(_exact_rms_norm, Norm.of(part)), part)
+    for layer in body.layers:
+        layer.mlp.forward = MethodType(partial(_exact_mlp, activation_of(layer.mlp)), layer.mlp)
+
+
+def _exact_rms_norm(norm: Norm, module: Any, hidden_states: Tensor) -> Tensor:
+    return operations.rms_norm(hidden_states, replace(norm, weight_E=module.weight))
+
+
+def _exact_mlp(activation: Activation, mlp: Any, x: Tensor) -> Tensor:
+    if hasattr(mlp, "gate_up_proj"):
+        gates, ups = mlp.gate_up_proj(x).chunk(2, dim=-1)
+    else:
+        gates, ups = mlp.gate_proj(x), mlp.up_proj(x)
+    projected: Tensor = mlp.down_proj(operations.gate(gates, ups, activation))
+    return projected
+
+
+def _fused_rms_norm(norm: Norm, module: Any, hidden_states: Tensor) -> Tensor:
+    return replace(norm, weight_E=module.weight)(hidden_states)

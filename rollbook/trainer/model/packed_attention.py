@@ -3,15 +3,17 @@
 Sequences may share tokens at their start (`data/prefixes`). The model computes shared tokens once; attention copies their keys and
 values to every sequence that has them, and computes queries of the tokens that a sequence adds.
 
-Three kernels compute the same numbers. `varlen`: the variable-length kernel, in half precision on a GPU. `bucketed`: sequences of
+`exact` has the bits of the sampler (`rollbook.numerics`). Three others compute the same numbers, but for rounding.
+`varlen`: the variable-length kernel, in half precision on a GPU. `bucketed`: sequences of
 similar length form a bucket, padded to its longest, for the ordinary kernel; only attention sees the padding. `equal`: only equal
-lengths share a call, without padding. None of them needs a mask of tokens times tokens.
+lengths share a call, without padding. None of them needs a mask of tokens times tokens, unless a layer has a window: then the last
+two have masks for the sequences of a call.
 """
 
 import inspect
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -23,8 +25,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from rollbook.contracts.errors import is_out_of_memory
+from rollbook.numerics import operations
+from rollbook.numerics.gradients import with_torch_gradient
 from rollbook.trainer.data.prefixes import PackedSequences, prefix_tree
-from rollbook.trainer.model.gather import Gather
+from rollbook.trainer.model.gather import Gather, on_device
 
 NAME = "rollbook_packed"
 HALF = (torch.bfloat16, torch.float16)
@@ -40,7 +45,9 @@ except ImportError:  # before PyTorch 2.10
 
 
 HAS_VARLEN = bool(_KNOWN)
+HAS_WINDOWS = "window_size" in _KNOWN
 
+PROBED_WINDOW = 7
 MIN_BUCKET_FILL = 0.75
 """A sequence shorter than this fraction of its bucket's longest starts a new bucket."""
 
@@ -49,7 +56,10 @@ MIN_BUCKET_FILL = 0.75
 class Kernel(Protocol):
     """Attention over the sequences that it was made for."""
 
-    def __call__(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float | None) -> Tensor: ...
+    def __call__(
+        self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float | None, window: int | None = None
+    ) -> Tensor:
+        """`window`: a token sees so many tokens, itself included. None: all before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,15 +71,23 @@ class Packing:
     kernel: Kernel
 
     @classmethod
-    def of(cls, sequences: PackedSequences, device: str | torch.device, *, kernel: str = "equal") -> "Packing":
+    def of(
+        cls,
+        sequences: PackedSequences,
+        device: str | torch.device,
+        *,
+        kernel: str = "equal",
+        heads: tuple[int, int] | None = None,
+    ) -> "Packing":
+        """`heads`: numbers of heads, and of those of keys. What depends on them is then prepared before the first layer."""
         added = np.array(sequences.added, dtype=np.int64)
         # The added tokens are at the end of each sequence.
         shifts = np.array(sequences.lengths, dtype=np.int64) - np.cumsum(added)
         positions_T = np.arange(sequences.num_computed, dtype=np.int64) + np.repeat(shifts, added)
-        return cls(
-            positions_T=torch.from_numpy(positions_T).to(device, non_blocking=True),
-            kernel=KERNELS[kernel](sequences, positions_T, device),
-        )
+        attend = KERNELS[kernel](sequences, positions_T, device)
+        if heads is not None and isinstance(attend, _Exact):
+            attend.tiles_of(heads)
+        return cls(positions_T=on_device(positions_T, device), kernel=attend)
 
 
 def packed_attention(
@@ -80,20 +98,30 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     packing: Packing | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Called by transformers in every layer. Without a packing, each row is one causal sequence."""
-    unsupported = [name for name in ("softcap", "sliding_window", "s_aux") if others.get(name) is not None]
+    unsupported = [name for name in ("softcap", "s_aux") if others.get(name) is not None]
     if unsupported:
         raise ValueError(f"attention with {', '.join(unsupported)} is not supported in a packed row")
     if packing is None:
+        count = key_1KTD.shape[2]
+        if attention_mask is None and sliding_window is not None and sliding_window < count:
+            attention_mask = _seen_keys(count, count, sliding_window, device=key_1KTD.device)
         ordinary: tuple[Tensor, None] = sdpa_attention_forward(
             module, query_1HTD, key_1KTD, value_1KTD, attention_mask, scaling=scaling
         )
         return ordinary
     query_THD, key_TKD, value_TKD = (heads[0].transpose(0, 1) for heads in (query_1HTD, key_1KTD, value_1KTD))
-    return packing.kernel(query_THD, key_TKD, value_TKD, scaling).unsqueeze(0), None
+    return packing.kernel(query_THD, key_TKD, value_TKD, scaling, sliding_window).unsqueeze(0), None
+
+
+def _seen_keys(queries: int, keys: int, window: int | None, *, device: torch.device) -> Tensor:
+    """Which keys each query sees. Queries are aligned with the end of the keys."""
+    is_seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return is_seen if window is None else is_seen.triu(keys - queries + 1 - window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -113,17 +141,23 @@ class _Varlen:
         added, lengths = (np.cumsum([0, *counts]).astype(np.int32) for counts in (sequences.added, sequences.lengths))
         return cls(
             keys=_gather(sequences.sources_F, len(positions_T), device),
-            query_ends=torch.from_numpy(added).to(device, non_blocking=True),
-            key_ends=torch.from_numpy(lengths).to(device, non_blocking=True),
+            query_ends=on_device(added, device),
+            key_ends=on_device(lengths, device),
             longest_query=max(sequences.added),
             longest_key=max(sequences.lengths),
         )
 
-    def __call__(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float | None) -> Tensor:
+    def __call__(
+        self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float | None, window: int | None = None
+    ) -> Tensor:
         query, key, value = query_THD, key_TKD, value_TKD
         if self.keys is not None:
             key, value = self.keys(key), self.keys(value)
-        options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _KNOWN else {"is_causal": True}
+        # Keys before the token itself.
+        earlier = -1 if window is None else window - 1
+        options: dict[str, Any] = {"window_size": (earlier, 0)} if HAS_WINDOWS else {"is_causal": True}
+        if window is not None and not HAS_WINDOWS:
+            raise RuntimeError(f"the variable-length kernel of PyTorch {torch.__version__} has no windows")
         groups = query.shape[1] // key.shape[1]
         if groups > 1 and "enable_gqa" in _KNOWN:
             options["enable_gqa"] = True
@@ -147,6 +181,69 @@ class _Varlen:
         return attended
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Exact:
+    """The bits of the sampler; the gradient is that of the variable-length kernel, in a fixed order."""
+
+    varlen: _Varlen
+    first_keys: NDArray[np.int64]
+    added: NDArray[np.int64]
+    before: NDArray[np.int64]
+    """Of each sequence: its first key, the tokens that it adds, and the keys before them."""
+    tiles: dict[tuple[int, int], Tensor]
+    """By the numbers of heads."""
+    device: str | torch.device
+
+    @classmethod
+    def of(cls, sequences: PackedSequences, positions_T: NDArray[np.int64], device: str | torch.device) -> "_Exact":
+        lengths, added = (np.array(counts, dtype=np.int64) for counts in (sequences.lengths, sequences.added))
+        return cls(
+            varlen=_Varlen.of(sequences, positions_T, device),
+            first_keys=np.cumsum(lengths) - lengths,
+            added=added,
+            before=lengths - added,
+            tiles={},
+            device=device,
+        )
+
+    def __call__(
+        self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float | None, window: int | None = None
+    ) -> Tensor:
+        key, value = key_TKD, value_TKD
+        if self.varlen.keys is not None:
+            key, value = self.varlen.keys(key), self.varlen.keys(value)
+        tiles_4B = self.tiles_of((query_THD.shape[1], key.shape[1]))
+        scale = query_THD.shape[-1] ** -0.5 if scaling is None else scaling
+        plain = replace(self.varlen, keys=None)
+        return with_torch_gradient(
+            lambda query, key, value: operations.attention(query, key, value, tiles_4B, scale=scale, window=window),
+            lambda query, key, value: plain(query, key, value, scaling, window),
+            query_THD,
+            key,
+            value,
+        )
+
+    def tiles_of(self, heads: tuple[int, int]) -> Tensor:
+        """The same in all layers. `heads`: numbers of heads, and of those of keys."""
+        if heads not in self.tiles:
+            size = operations.tokens_per_tile(heads=heads[0], key_heads=heads[1])
+            counts = -(-self.added // size)
+            offsets = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * size
+            tiles_4B = np.stack(
+                [
+                    np.repeat(np.cumsum(self.added) - self.added, counts) + offsets,
+                    np.minimum(size, np.repeat(self.added, counts) - offsets),
+                    np.repeat(self.before, counts) + offsets,
+                    np.repeat(self.first_keys, counts),
+                ]
+            )
+            # Long sequences first: their tiles take the longest.
+            order = np.argsort(-tiles_4B[2], kind="stable")
+            sorted_4B = np.ascontiguousarray(tiles_4B[:, order], dtype=np.int32)
+            self.tiles[heads] = on_device(sorted_4B, self.device)
+        return self.tiles[heads]
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
     """Neighbouring sequences that one call computes."""
@@ -156,8 +253,6 @@ class _Call:
     """Queries per sequence, aligned with the end of the keys."""
     keys: int
     """Keys per sequence, padding included."""
-    mask: Tensor | None = None
-    """Which keys each query sees; None: the call is causal, with as many queries as keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -170,6 +265,8 @@ class _Grouped:
     """Copy the computed tokens to the layout of the calls; None where it is the same."""
     results_T: Tensor | None
     """Index of the computed tokens in the layout of the queries; None where it is the same."""
+    masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
+    """By queries, keys and window. The same in all layers."""
 
     @classmethod
     def of(
@@ -197,10 +294,12 @@ class _Grouped:
             calls=tuple(calls),
             queries=queries,
             keys=_gather(key_sources, len(positions_T), device) if num_before.any() else queries,
-            results_T=None if queries is None else torch.from_numpy(results_T).to(device, non_blocking=True),
+            results_T=None if queries is None else on_device(results_T, device),
         )
 
-    def __call__(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float | None) -> Tensor:
+    def __call__(
+        self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float | None, window: int | None = None
+    ) -> Tensor:
         num_queries = [call.count * call.queries for call in self.calls]
         num_keys = [call.count * call.keys for call in self.calls]
         pieces = []
@@ -212,18 +311,29 @@ class _Grouped:
             strict=True,
         ):
             query, key, value = (part.view(call.count, -1, *part.shape[1:]).transpose(1, 2) for part in parts)
+            mask = self._mask(call, window, query.device)
             attended = scaled_dot_product_attention(
                 query,
                 key,
                 value,
-                attn_mask=call.mask,
-                is_causal=call.mask is None,
+                attn_mask=mask,
+                is_causal=mask is None,
                 scale=scaling,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
             pieces.append(attended.transpose(1, 2).flatten(0, 1))
         whole = torch.cat(pieces)
         return whole if self.results_T is None else whole.index_select(0, self.results_T)
+
+    def _mask(self, call: _Call, window: int | None, device: torch.device) -> Tensor | None:
+        """None: the call is causal, with as many queries as keys."""
+        window = None if window is None or window >= call.keys else window
+        if window is None and call.queries == call.keys:
+            return None
+        shape = (call.queries, call.keys, window)
+        if shape not in self.masks:
+            self.masks[shape] = _seen_keys(*shape, device=device)
+        return self.masks[shape]
 
 
 def _split(heads: Tensor, gather: Gather | None, sizes: list[int]) -> tuple[Tensor, ...]:
@@ -247,11 +357,9 @@ def _equal_lengths(sequences: PackedSequences, positions_T: NDArray[np.int64], d
     """Sequences that share tokens are computed apart from those that do not, with as many queries as one of them adds."""
     calls = []
     pairs = zip(sequences.lengths, sequences.added, strict=True)
-    for (length, is_whole), same in groupby(pairs, key=lambda pair: (pair[0], pair[0] == pair[1])):
+    for (length, _), same in groupby(pairs, key=lambda pair: (pair[0], pair[0] == pair[1])):
         added = [own for _, own in same]
-        most = max(added)
-        mask = None if is_whole else torch.ones(most, length, dtype=torch.bool, device=device).tril(length - most)
-        calls.append(_Call(len(added), most, length, mask))
+        calls.append(_Call(len(added), max(added), length))
     return _Grouped.of(calls, sequences, positions_T, device)
 
 
@@ -271,13 +379,17 @@ def length_buckets(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 KERNELS: dict[str, Callable[[PackedSequences, NDArray[np.int64], str | torch.device], Kernel]] = {
     "varlen": _Varlen.of,
+    "exact": _Exact.of,
     "bucketed": _bucketed,
     "equal": _equal_lengths,
 }
 
 
-def fastest_kernel(*, device: str, dtype: torch.dtype, heads: int, kv_heads: int, width: int) -> str:
-    """Measured on a GPU: which kernel is faster depends on the card, the PyTorch version and the shape of the heads."""
+def fastest_kernel(
+    *, device: str, dtype: torch.dtype, heads: int, kv_heads: int, width: int, window: int | None = None
+) -> str:
+    """Measured on a GPU: which kernel is faster depends on the card, the PyTorch version and the shape of the heads. `window`: of
+    some layers."""
     if device != "cuda":
         return "equal"
     if dtype not in HALF or not HAS_VARLEN:
@@ -290,30 +402,36 @@ def fastest_kernel(*, device: str, dtype: torch.dtype, heads: int, kv_heads: int
         query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
         started = 0.0
         try:
-            if not aligns_with_the_end(kernel, query, key, value):
+            if not aligns_with_the_end(kernel, query, key, value, window=window):
                 continue
             for number in range(4):
                 if number == 1:  # the first is a warm-up
                     torch.cuda.synchronize()
                     started = time.perf_counter()
-                attended = attend(query, key, value, None)
+                attended = attend(query, key, value, None, window)
                 attended.backward(torch.ones_like(attended))  # type: ignore[no-untyped-call]  # torch leaves it untyped
             torch.cuda.synchronize()
             seconds[kernel] = time.perf_counter() - started
-        except RuntimeError:
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             # The kernel does not support this card or head width.
             continue
     return min(seconds, key=seconds.__getitem__) if seconds else "equal"
 
 
-def aligns_with_the_end(kernel: str, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> bool:
-    """Whether fewer queries than keys are the last ones, in both passes. PyTorch does not document it for `varlen`."""
+def aligns_with_the_end(
+    kernel: str, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, *, window: int | None = None
+) -> bool:
+    """Whether fewer queries than keys are the last ones, in both passes, and windows have the right size. PyTorch does not document
+    it for `varlen`."""
+    window = None if window is None else PROBED_WINDOW
     sequences, _ = prefix_tree([40, 33], [0, 20])
     heads = query_THD, key_TKD, value_TKD
     results = []
     for name in (kernel, "equal"):
         query, key, value = (tensor[: sequences.num_computed].detach().requires_grad_() for tensor in heads)
-        attended = Packing.of(sequences, query.device, kernel=name).kernel(query, key, value, None)
+        attended = Packing.of(sequences, query.device, kernel=name).kernel(query, key, value, None, window)
         results.append([attended, *torch.autograd.grad(attended.sum(), (query, key, value))])
     return all(torch.allclose(found, expected, rtol=0.05, atol=0.05) for found, expected in zip(*results, strict=True))
 

@@ -8,7 +8,7 @@ that are not trained (the base of adapters, a reference) exist once, in the comp
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,27 +17,56 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.weights import AdapterKind
+from rollbook.numerics import operations
+from rollbook.numerics.device_memory import limit_memory
+from rollbook.numerics.recipe import Logits
+from rollbook.shared_weights.base import SharedBase, map_base
+from rollbook.shared_weights.files import WeightFiles
+from rollbook.shared_weights.modules import named_weights
+from rollbook.shared_weights.packing import NAMES
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import Microbatch
 from rollbook.trainer.data.prefixes import PackedSequences
 from rollbook.trainer.distributed.sharding import gathered, shard
-from rollbook.trainer.flops import ModelShape
-from rollbook.trainer.model.gather import Gather
-from rollbook.trainer.model.network import PolicyNetwork, fuse_norms, has_plain_head, make_packable
+from rollbook.trainer.flops import ModelShape, first_layer_config
+from rollbook.trainer.model.frozen_base import module_of
+from rollbook.trainer.model.gather import Gather, on_device
+from rollbook.trainer.model.loading import (
+    adapters_module,
+    fill,
+    first_layers,
+    placed,
+    read_module,
+    with_adapters,
+)
+from rollbook.trainer.model.network import (
+    PolicyNetwork,
+    attention_windows,
+    fuse_norms,
+    logits_of,
+    make_exact,
+    make_packable,
+    why_not_exact,
+)
 from rollbook.trainer.model.packed_attention import NAME as PACKED_ATTENTION
-from rollbook.trainer.model.packed_attention import Packing, fastest_kernel
-from rollbook.trainer.model.routers import Routers, freeze_routers
-from rollbook.trainer.model.skeleton import WeightFiles, fill, first_layers, load_text_model, skeleton, with_adapters
-from rollbook.trainer.model.weights import NAMES, as_in_files, digest_of, named_weights, snapshot_of, to_ordinary_memory
+from rollbook.trainer.model.packed_attention import Packing, aligns_with_the_end, fastest_kernel
+from rollbook.trainer.model.router_replay import RouterReplay, is_experts
+from rollbook.trainer.model.routers import Routers, check_balance, freeze_routers
+from rollbook.trainer.model.weights import (
+    as_in_files,
+    digest_of,
+    published_copy,
+    snapshot_of,
+    to_ordinary_memory,
+)
 
-ADAPTER_FILE = "adapter_config.json"
-"""Its presence marks a PEFT directory."""
-
+PROBED_HEADS = 128
+"""Tokens with which a kernel of attention is compared."""
 PROBED_TOKENS = (1024, 2048)
 """The passes whose memory is compared."""
 MEMORY_SHARE_OF_PASS = 0.25
@@ -55,49 +84,73 @@ class PolicyModel:
         *,
         files: WeightFiles | None = None,
         is_reference: bool = False,
+        base: SharedBase | None = None,
     ) -> None:
-        """`files`: set if the module is a skeleton. Each rank fills its shards from them. `is_reference`: it is never trained."""
+        """`files`: set if the module is a skeleton, which they fill. `is_reference`: it is never trained.
+
+        `base`: holds the frozen weights of the module, in memory of another process.
+        """
         config = config or TrainerConfig()
         if is_reference:
             module.requires_grad_(False)
         _check_process_group(config)
-        _limit_memory(config)
-        self._adapters = _adapters_module() if config.lora is not None else None
+        limit_memory(config.device, config.gpu_memory_gb)
+        self._adapters = adapters_module() if config.lora is not None else None
         self.publishes_adapters = False
         """Whether publications and digests cover the adapters only. Set by `publish_adapters`."""
         self.device = config.device
+        self._base = base
         self._is_whole = config.ranks == 1
-        self.module: nn.Module = module if files is not None else _aligned(module, config)
+        self.module: nn.Module = placed(module, config, files=files, base=base)
+        files = None if self._is_whole else files
         _without_dropout(self.module)
         if config.freeze_routers:
             freeze_routers(self.module)
         self._module: Any = self.module
         self.config: Any = module.config
-        has_plain, self.is_packed = self._choose_passes(config, files)
+        is_replayed = config.router_replay and not is_reference
+        is_balanced = config.router_loss > 0 and not is_reference
+        logits, self.is_packed = self._choose_passes(config, files, is_replayed=is_replayed, is_balanced=is_balanced)
         computing, self._shadows = self._computing_module(config)
         self._computing: Any = computing
+        # Before the routers' hooks: these see the choices that were replayed.
+        self.replay = RouterReplay(computing, self.config.model_type) if is_replayed else None
         self.routers = Routers(computing)
-        self._is_checkpointing = False
-        if config.device == "cuda":
+        self._checkpointing = (False, 0)
+        """Whether it is used, and how many layers keep their activations."""
+        self.inexact_because = self._inexact_because(config, logits)
+        """Why logprobs do not have the bits of the sampler; None if they do."""
+        if self.inexact_because is None:
+            make_exact(computing)
+        elif config.device == "cuda":
             fuse_norms(computing)
         self.use_checkpointing(config.gradient_checkpointing)
         self.vocabulary_size = int(self._module.get_input_embeddings().weight.shape[0])
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
-        self.shape = _shape(self._module)
-        self.network = PolicyNetwork(computing, max_logits_bytes=config.logits_bytes, has_plain_head=has_plain)
-        self.attention_kernel = _attention_kernel(self.config, config) if self.is_packed else "none"
-        """The attention kernel for packed sequences. All kernels give the same numbers."""
+        self.shape = ModelShape.of(self._module)
+        is_exact = self.inexact_because is None
+        self.network = PolicyNetwork(computing, max_logits_bytes=config.logits_bytes, logits=logits, is_exact=is_exact)
+        self.attention_kernel = "none"
+        """The attention kernel for packed sequences. All kernels give the same numbers, but for rounding."""
+        if self.is_packed:
+            self.attention_kernel = "exact" if is_exact else _attention_kernel(self._module, config)
         if config.ranks > 1:
             shard(self.network, device=config.device, is_mixed=config.compute_dtype == "bfloat16")
         if files is not None:
             fill(self._module, files, device=config.device)
 
-    def _choose_passes(self, config: TrainerConfig, files: WeightFiles | None) -> tuple[bool, bool]:
-        """Whether the head is a plain linear layer, and whether sequences are packed. The probe needs float32: of a skeleton, or a
+    def _choose_passes(
+        self, config: TrainerConfig, files: WeightFiles | None, *, is_replayed: bool, is_balanced: bool
+    ) -> tuple[Logits | None, bool]:
+        """How logits are computed, see `logits_of`, and whether sequences are packed. The probe needs float32: of a skeleton, or a
         base in bfloat16, the first layers are probed."""
         is_whole = files is None and all(p.dtype is torch.float32 for p in self._module.parameters())
         probed = self._module if is_whole else first_layers(self._module, files, device=config.device)
-        has_plain = has_plain_head(probed)
+        if is_replayed:
+            self._check_replay(probed)
+        if is_balanced:
+            check_balance(self._module, probed)
+        logits = logits_of(probed)
         is_packed = config.packing != "padded" and make_packable(probed)
         if is_packed and not is_whole:
             self._module.set_attn_implementation(PACKED_ATTENTION)
@@ -106,7 +159,36 @@ class PolicyModel:
                 f"trainer.packing = 'packed': a model of type {self.config.model_type!r} computes other numbers with packed"
                 " sequences. Set trainer.packing = 'auto' or 'padded'."
             )
-        return has_plain, is_packed
+        return logits, is_packed
+
+    def _check_replay(self, probed: Any) -> None:
+        if not any(map(is_experts, self._module.modules())):
+            raise RunError(
+                f"trainer.router_replay: a model of type {self.config.model_type!r} has no experts that transformers calls in its"
+                " common form. Set trainer.router_replay = false; docs/models.md lists the models that can be replayed"
+            )
+        replay = RouterReplay(probed, self.config.model_type)
+        try:
+            replay.check(probed)
+        finally:
+            replay.close()
+
+    def _inexact_because(self, config: TrainerConfig, logits: Logits | None) -> str | None:
+        if config.exactness != "bitwise":
+            return "trainer.exactness is fast"
+        if config.device != "cuda" or config.compute_dtype != "bfloat16":
+            return "only passes in bfloat16 on a GPU are"
+        if not self.is_packed:
+            return "its sequences are not packed"
+        reason = why_not_exact(self._module, logits=logits)
+        if reason is None and (window := _window_of(self._module)) is not None:
+            query, key, value = (
+                torch.randn(PROBED_HEADS, count, width, device=config.device, dtype=torch.bfloat16)
+                for count, width in _head_shapes(self.config)
+            )
+            if not aligns_with_the_end("exact", query, key, value, window=window):
+                reason = "its windows have another size in the variable-length kernel of PyTorch"
+        return reason
 
     def _computing_module(self, config: TrainerConfig) -> tuple[Any, list[tuple[nn.Parameter, nn.Parameter]]]:
         """The module that computes the passes, and each weight with its bfloat16 shadow. Sharding has its own mixed precision."""
@@ -125,25 +207,31 @@ class PolicyModel:
         *,
         adapters: Path | None = None,
         is_reference: bool = False,
+        shared_base: Path | None = None,
     ) -> "PolicyModel":
         """Load a Hugging Face directory, or a PEFT directory with its adapter merged into the base.
 
         With LoRA the directory is the base; `adapters` is the directory of a checkpoint's adapters, None for new ones.
+        `shared_base`: the file with which the base is mapped, see `shared_weights`.
         """
         # Progress bars would disturb the run's live view.
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         config = config or TrainerConfig()
-        module, files = _read_module(directory, config, is_reference=is_reference)
+        base = None if shared_base is None else map_base(shared_base, device=config.device)
+        if base is None:
+            module, files = read_module(directory, config, is_reference=is_reference)
+        else:
+            module, files = module_of(directory, base), None
         if config.lora is not None:
             add = partial(
-                _adapters_module().with_adapters,
+                adapters_module().with_adapters,
                 settings=config.lora,
                 base_dir=directory,
                 seed=config.seed,
                 saved=adapters,
             )
             module = add(module) if files is None else with_adapters(module, add)
-        return cls(module, config, files=files, is_reference=is_reference)
+        return cls(module, config, files=files, is_reference=is_reference, base=base)
 
     def tokens_per_pass(self, config: TrainerConfig) -> int:
         """`max_tokens_per_microbatch`, or as many tokens as take a quarter of the GPU's memory.
@@ -181,17 +269,30 @@ class PolicyModel:
             parameter.grad = None
         return peak
 
-    def use_checkpointing(self, is_used: bool) -> None:
-        """Recompute the activations inside layers in the backward pass, or keep them."""
-        if is_used == self._is_checkpointing:
+    def use_checkpointing(self, checkpointing: bool | int) -> None:
+        """Recompute the activations inside all layers in the backward pass, inside the first ones, or keep them.
+
+        The first ones: when they are recomputed, the activations of the others are freed already.
+        """
+        layers = [part for part in self._computing.modules() if isinstance(part, GradientCheckpointingLayer)]
+        keeping = [] if checkpointing is True else layers[int(checkpointing) :]
+        is_used = bool(checkpointing)
+        if self._checkpointing == (is_used, len(keeping) * is_used):
             return
         # Layers recompute in training mode only; without dropout, that mode gives the same numbers.
         if is_used:
-            self._computing.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            options = {"use_reentrant": False, "context_fn": self._recomputing}
+            self._computing.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         else:
             self._computing.gradient_checkpointing_disable()
+        for layer in keeping:
+            layer.gradient_checkpointing = False
         self._computing.train(is_used)
-        self._is_checkpointing = is_used
+        self._checkpointing = (is_used, len(keeping) * is_used)
+
+    def _recomputing(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Contexts of a layer's forward, and of its recomputation, which the backward pass runs."""
+        return nullcontext(), operations.unsplit_products() if self.inexact_because is None else nullcontext()
 
     def discard_gradients(self) -> None:
         """Free all gradients, also those that a failed backward pass left at the bfloat16 shadow."""
@@ -201,15 +302,35 @@ class PolicyModel:
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
 
-    def tensor(self, array: Any) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+    def computing_weights(self) -> list[Tensor]:
+        """The trained weights as the passes read them: the bfloat16 shadow, if there is one."""
+        return [shadow for _, shadow in self._shadows] or [p for p in self.parameters() if p.requires_grad]
 
-    def token_logprobs(self, micro: Microbatch, *, is_entropy_trained: bool = False) -> tuple[Tensor, Tensor]:
+    def tensor(self, array: Any) -> Tensor:
+        return on_device(array, self.device)
+
+    def token_logprobs(
+        self, micro: Microbatch, *, is_entropy_trained: bool = False, is_replayed: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """Log-probability of each target of the pass at its temperature, and the entropy of its distribution.
 
-        The entropy has a gradient only with `is_entropy_trained`.
+        The entropy has a gradient only with `is_entropy_trained`. `is_replayed`: with the experts that the sampler chose, if they
+        are recorded. They stay in use until the next such call, because a backward pass may compute the layers again.
         """
-        self.routers.clear()
+        padding = micro.is_padding_BT
+        self.routers.clear(None if padding is None else ~self.tensor(padding).flatten())
+        if self.replay is not None:
+            before = self.replay.routes
+            routes = micro.routes_TLK if is_replayed else None
+            self.replay.use(None if routes is None else self.tensor(routes))
+            try:
+                return self._token_logprobs(micro, is_entropy_trained=is_entropy_trained)
+            finally:
+                if not is_replayed:
+                    self.replay.use(before)
+        return self._token_logprobs(micro, is_entropy_trained=is_entropy_trained)
+
+    def _token_logprobs(self, micro: Microbatch, *, is_entropy_trained: bool) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = self.network(
             self.tensor(micro.inputs_BT),
             self._packing(micro.sequences),
@@ -221,7 +342,13 @@ class PolicyModel:
         return result
 
     def _packing(self, sequences: PackedSequences | None) -> Packing | None:
-        return None if sequences is None else Packing.of(sequences, self.device, kernel=self.attention_kernel)
+        if sequences is None:
+            return None
+        heads = None
+        if self.attention_kernel == "exact":
+            (queries, _), (keys, _), _ = _head_shapes(self.config)
+            heads = queries, keys
+        return Packing.of(sequences, self.device, kernel=self.attention_kernel, heads=heads)
 
     def adapters_off(self) -> AbstractContextManager[Any]:
         """Compute with the base model, which is the initial policy, while the context lasts."""
@@ -252,31 +379,49 @@ class PolicyModel:
         return self._as_in_files(named_weights(self.module, dict(self._shadows)))
 
     def _as_in_files(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Under the names and shapes of the checkpoint's files, which engines read. Shards keep those of the module."""
+        """Under the names and shapes of the checkpoint's files, which engines read. Shards keep those of the module, see
+        `_published`."""
         return as_in_files(self._module, weights) if self._is_whole else weights
 
+    def _published(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Whole weights under the names and shapes of the checkpoint's files. With several ranks a collective, in main memory: the
+        shard of a rank may hold a part of an expert."""
+        if self._is_whole:
+            return as_in_files(self._module, weights)
+        return as_in_files(self._module, {name: gathered(weight.detach()).cpu() for name, weight in weights.items()})
+
     def checkpointed_weights(self) -> dict[str, Tensor]:
-        """The live weights that a checkpoint holds: the adapters only with LoRA."""
+        """The live weights that a checkpoint holds: the adapters only with LoRA. Under the names of the module, with any number of
+        ranks: shards are read and written in place."""
         if self._adapters is None:
-            return dict(self._as_in_files(named_weights(self.module)))
+            return named_weights(self.module)
         adapters: dict[str, Tensor] = self._adapters.adapter_weights(self.module)
         return adapters
 
-    def checkpoint_weights(self, published: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The weights for a checkpoint: the copy made for publication, unless that was cast to bfloat16 or merged with adapters."""
+    def checkpoint_weights(self, published: Mapping[str, Tensor], *, on_gpu: bool) -> Mapping[str, Tensor]:
+        """The weights for a checkpoint: the copy made for publication, unless that was cast to bfloat16 or merged with adapters.
+        `on_gpu`: see `snapshot_of`."""
         if self.publishes_adapters or (self._adapters is None and not self._shadows):
-            return published
-        return snapshot_of(self.checkpointed_weights())
+            return published if on_gpu else to_ordinary_memory(published)
+        return snapshot_of(self._saved_weights(), on_gpu=on_gpu)
+
+    def _saved_weights(self) -> Mapping[str, Tensor]:
+        """The live weights of a checkpoint of one rank, under the names of the files."""
+        weights = self.checkpointed_weights()
+        return weights if self._adapters is not None else self._as_in_files(weights)
 
     def publish_adapters(self) -> AdapterKind:
         """From now on, publications and digests cover the adapters only. Returns their settings and base."""
         if self._adapters is None:
             raise RunError("adapters cannot be published: trainer.lora is not set")
         self.publishes_adapters = True
+        if self._base is not None:
+            weights, digest = self._base.tensors, self._base.digest
+        else:
+            weights = self._published(self._adapters.base_weights(self.module))
+            digest = digest_of(weights)
         return AdapterKind(
-            settings=self._adapters.settings_of(self.module),
-            base_digest=digest_of(base := self._as_in_files(self._adapters.base_weights(self.module))),
-            base_dtype=_common_dtype(base),
+            settings=self._adapters.settings_of(self.module), base_digest=digest, base_dtype=_common_dtype(weights)
         )
 
     def has_digest(self, digest: str) -> bool:
@@ -284,15 +429,17 @@ class PolicyModel:
         if digest == self.digest():
             return True
         if self._adapters is None:
-            return bool(self._shadows) and digest == digest_of(self.checkpointed_weights())
+            return bool(self._shadows) and digest == digest_of(self._saved_weights())
         return digest in (
             digest_of(self._adapters.adapter_weights(self.module)),
-            digest_of(self._as_in_files(self._adapters.MergedWeights(self.module))),
+            digest_of(self._published(self._adapters.MergedWeights(self.module))),
         )
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """A copy of the weights, on their device if there is room. Training does not change it."""
-        return dict(snapshot_of(self.weights()))
+    def snapshot(self, *, on_gpu: bool = False) -> Mapping[str, Tensor]:
+        """A copy of the weights as engines read them. Training does not change it. `on_gpu`: on the GPU of a whole model."""
+        is_on_gpu = on_gpu and self._is_whole and self.device == "cuda"
+        copied = published_copy(self.weights(), device="cuda" if is_on_gpu else "cpu")
+        return copied if self._is_whole or self.publishes_adapters else as_in_files(self._module, copied)
 
     def send_weights(self) -> None:
         """At a rank other than 0, while rank 0 makes a snapshot: take part in gathering each weight, and keep none of them."""
@@ -300,16 +447,18 @@ class PolicyModel:
             gathered(weight)
 
     def digest(self) -> str:
-        return digest_of(self.weights())
+        is_named = self._is_whole or self.publishes_adapters
+        return digest_of(self.weights() if is_named else self._published(self.weights()))
 
     def save(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         """Write config and weights (its own, or a snapshot) as a Hugging Face directory, without the tokenizer."""
-        plain = to_ordinary_memory(dict(self.checkpoint_weights(self.snapshot()) if weights is None else weights))
+        found = self.checkpoint_weights(self.snapshot(), on_gpu=False) if weights is None else weights
+        plain = to_ordinary_memory(dict(found))
         if self._adapters is not None:
             self._adapters.save_adapters(self._module, directory, plain)
         else:
-            # With one rank, the weights already have the names of the files.
-            self._module.save_pretrained(str(directory), state_dict=plain, save_original_format=not self._is_whole)
+            # The weights already have the names of the files.
+            self._module.save_pretrained(str(directory), state_dict=plain, save_original_format=False)
 
 
 def _check_process_group(config: TrainerConfig) -> None:
@@ -320,100 +469,35 @@ def _check_process_group(config: TrainerConfig) -> None:
         )
 
 
-def _limit_memory(config: TrainerConfig) -> None:
-    """Beyond the limit torch first returns cached memory, then raises `OutOfMemoryError`."""
-    if config.gpu_memory_gb is not None and config.device == "cuda":
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, config.gpu_memory_gb * 1e9 / total))
-
-
-def _adapters_module() -> Any:
-    """Imported by name: PEFT is an extra that only runs with LoRA need."""
-    return load_on_demand("rollbook.trainer.model.lora")
-
-
 def _common_dtype(weights: Mapping[str, Tensor]) -> str | None:
     """In safetensors' name; None if they differ."""
     names = {NAMES[weight.dtype] for weight in weights.values()}
     return names.pop() if len(names) == 1 else None
 
 
-def _base_dtype(config: TrainerConfig) -> torch.dtype:
-    """Of weights that are not trained. Sharding casts by itself."""
-    return torch.bfloat16 if config.compute_dtype == "bfloat16" and config.ranks == 1 else torch.float32
-
-
-def _read_module(directory: Path, config: TrainerConfig, *, is_reference: bool) -> tuple[Any, WeightFiles | None]:
-    """A skeleton with the files that fill it, if every rank can read its own shards; otherwise the whole model."""
-    files = WeightFiles.of(directory) if config.ranks > 1 else None
-    try:
-        if files is not None and (module := skeleton(directory, files)) is not None:
-            return module, files
-        is_frozen = is_reference or config.lora is not None
-        return _whole(directory, _base_dtype(config) if is_frozen else torch.float32), None
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise RunError(f"cannot load a model from {directory}: {type(error).__name__}: {error}") from error
-
-
-def _whole(directory: Path, dtype: torch.dtype) -> Any:
-    """All weights of a Hugging Face directory, or of a PEFT directory with its adapter merged into the base."""
-    if (directory / ADAPTER_FILE).is_file():
-        return _adapters_module().merged_module(directory)
-    module = load_text_model(directory, dtype=dtype)
-    if any(buffer.dtype is torch.bfloat16 for buffer in module.buffers()):
-        # Such as rotary frequencies: they are computed in float32. The weights are rounded later.
-        return load_text_model(directory, dtype=torch.float32)
-    return module
-
-
-def _aligned(module: Any, config: TrainerConfig) -> Any:
-    """The module on its device; only one weight at a time is in memory twice. Equal weights give equal bits: kernels choose their
-    order of summation by memory alignment, tensors read from a file may be unaligned, and a copy is aligned the same way in every
-    process."""
-    moved = module.to(device=config.device)
-    for parameter in moved.parameters():
-        dtype = torch.float32 if parameter.requires_grad else _base_dtype(config)
-        parameter.data = parameter.data.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    for buffer in moved.buffers():
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.float()
-    return moved
-
-
-def _attention_kernel(architecture: Any, config: TrainerConfig) -> str:
-    architecture = _first_layer(architecture)
-    heads = architecture.num_attention_heads
+def _attention_kernel(module: Any, config: TrainerConfig) -> str:
+    (heads, width), (kv_heads, _), _ = _head_shapes(module.config)
     return fastest_kernel(
         device=config.device,
         dtype=torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32,
         heads=heads,
-        kv_heads=getattr(architecture, "num_key_value_heads", None) or heads,
-        width=getattr(architecture, "head_dim", None) or architecture.hidden_size // heads,
+        kv_heads=kv_heads,
+        width=width,
+        window=_window_of(module),
     )
 
 
-def _first_layer(config: Any) -> Any:
-    """Heads may differ between layers; the first stands for all. Older versions of transformers have one configuration for all."""
-    text = config.get_text_config()
-    return next(iter(getattr(text, "per_layer_config", None) or [text]))
+def _head_shapes(config: Any) -> list[tuple[int, int]]:
+    """Number and width of the heads of queries, keys and values."""
+    first = first_layer_config(config)
+    heads = first.num_attention_heads
+    width = getattr(first, "head_dim", None) or first.hidden_size // heads
+    return [(count, width) for count in (heads, *[getattr(first, "num_key_value_heads", None) or heads] * 2)]
 
 
-def _shape(module: Any) -> ModelShape:
-    config = _first_layer(module.config)
-    head, embedding = module.get_output_embeddings().weight, module.get_input_embeddings().weight
-    # A model with recurrent states only has no heads.
-    heads = getattr(config, "num_attention_heads", None) or 0
-    width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-    body = [parameter for parameter in module.parameters() if parameter is not head and parameter is not embedding]
-    return ModelShape(
-        body_parameters=sum(parameter.numel() for parameter in body),
-        frozen_parameters=sum(parameter.numel() for parameter in body if not parameter.requires_grad),
-        head_parameters=head.numel(),
-        is_head_frozen=not head.requires_grad,
-        layers=config.num_hidden_layers,
-        attention_width=heads * width,
-        width=config.hidden_size,
-    )
+def _window_of(module: Any) -> int | None:
+    """The shortest window of any layer; None if all have full attention."""
+    return min((window for window in attention_windows(module) or () if window is not None), default=None)
 
 
 def _without_dropout(module: nn.Module) -> None:

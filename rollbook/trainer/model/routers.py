@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollbook.contracts.errors import RunError
+
+PROBED_TOKENS = 5
+
 
 def is_router(module: nn.Module) -> bool:
     return type(module).__name__.lower().endswith("router") and getattr(module, "weight", None) is not None
@@ -22,6 +26,29 @@ def freeze_routers(module: nn.Module) -> None:
             part.requires_grad_(False)
 
 
+@torch.no_grad()
+def check_balance(module: nn.Module, probed: Any) -> None:
+    """Raises `RunError` if the load of the experts of a module cannot be balanced. `probed`: the module, or its first layers,
+    which may have no experts."""
+    reason = None
+    if not any(map(is_router, module.modules())):
+        reason = "it has no routers of experts"
+    elif routers := Routers(probed):
+        embedding = probed.get_input_embeddings().weight
+        ids_1T = torch.arange(PROBED_TOKENS, device=embedding.device).unsqueeze(0) % embedding.shape[0]
+        try:
+            probed(input_ids=ids_1T, use_cache=False)
+            if routers.largest_load() is None:
+                reason = "its routers do not return their choices"
+        finally:
+            routers.close()
+    if reason is not None:
+        raise RunError(
+            f"trainer.router_loss: the load of a model of type {probed.config.model_type!r} cannot be balanced, because {reason}."
+            " Set trainer.router_loss = 0"
+        )
+
+
 class Routers:
     """Keeps what the routers of a module chose in its last pass."""
 
@@ -29,8 +56,8 @@ class Routers:
         self._found = [part for part in module.modules() if is_router(part)]
         self._logits: dict[int, Tensor] = {}
         self._chosen: dict[int, Tensor] = {}
-        for layer, router in enumerate(self._found):
-            router.register_forward_hook(self._hook(layer))
+        self._is_token_T: Tensor | None = None
+        self._hooks = [router.register_forward_hook(self._hook(layer)) for layer, router in enumerate(self._found)]
 
     def __bool__(self) -> bool:
         return bool(self._found)
@@ -44,9 +71,14 @@ class Routers:
 
         return keep
 
-    def clear(self) -> None:
-        """Before a pass: the recomputation in a backward pass must not add to it."""
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def clear(self, is_token_T: Tensor | None = None) -> None:
+        """Before a pass: the recomputation in a backward pass must not add to it. `is_token_T`: False for padding."""
         self._logits, self._chosen = {}, {}
+        self._is_token_T = is_token_T
 
     def balance_loss(self) -> Tensor | None:
         """The mean over layers of E x sum of (share of choices) x (mean probability), as in the Switch Transformer: 1 if the load
@@ -55,7 +87,7 @@ class Routers:
         for layer, logits in self._logits.items():
             logits_TE = logits.flatten(0, -2)
             share_E = self._share(layer, logits_TE.shape[-1])
-            losses.append(logits_TE.shape[-1] * (share_E * logits_TE.float().softmax(dim=-1).mean(dim=0)).sum())
+            losses.append(logits_TE.shape[-1] * (share_E * self._mean(logits_TE.float().softmax(dim=-1))).sum())
         return torch.stack(losses).mean() if losses else None
 
     def largest_load(self) -> Tensor | None:
@@ -67,7 +99,14 @@ class Routers:
 
     def _share(self, layer: int, experts: int) -> Tensor:
         """The share of all choices that each expert got."""
-        chosen = self._chosen[layer].flatten().long()
+        chosen_TK = self._chosen[layer].flatten(0, -2).long()
         # Not `bincount`, for which Python would wait for the device.
-        counts_E = torch.zeros(experts, device=chosen.device).scatter_add_(0, chosen, torch.ones_like(chosen).float())
-        return counts_E / len(chosen)
+        counts_TE = torch.zeros(len(chosen_TK), experts, device=chosen_TK.device)
+        counts_TE.scatter_add_(1, chosen_TK, torch.ones(chosen_TK.shape, device=chosen_TK.device))
+        return self._mean(counts_TE) / chosen_TK.shape[-1]
+
+    def _mean(self, values_TE: Tensor) -> Tensor:
+        """Over the tokens of the pass."""
+        if self._is_token_T is None:
+            return values_TE.mean(dim=0)
+        return (values_TE * self._is_token_T[:, None]).sum(dim=0) / self._is_token_T.sum()

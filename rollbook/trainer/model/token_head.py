@@ -11,8 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollbook.numerics import operations
+from rollbook.numerics.recipe import Logits
 
-# N tokens, H hidden width, V vocabulary, C tokens of a chunk
+PLAIN = Logits()
+
+
+# N tokens, H hidden width, V vocabulary, C tokens of a chunk. Targets may have a second dimension: several for each token.
 class _TokenHead(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917  # torch passes positional arguments only
@@ -23,8 +28,10 @@ class _TokenHead(torch.autograd.Function):
         targets_N: Tensor,
         temperatures_N: Tensor | None,
         rows: int,
+        is_exact: bool,
+        logits: Logits,
     ) -> tuple[Tensor, Tensor]:
-        values_of = _for_device(_chunk_values, is_cuda=hidden_NH.is_cuda)
+        values_of = _exact_values if is_exact else _for_device(_chunk_values, is_cuda=hidden_NH.is_cuda)
         chunks = [
             values_of(
                 _chunk_of(hidden_NH, chunk),
@@ -32,12 +39,13 @@ class _TokenHead(torch.autograd.Function):
                 bias_V,
                 _chunk_of(targets_N, chunk),
                 _chunk_of(temperatures_N, chunk),
+                logits,
             )
             for chunk in _chunks(len(targets_N), rows)
         ]
         logprobs_N, entropy_N, normaliser_N = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, normaliser_N)
-        ctx.rows = rows
+        ctx.rows, ctx.logits = rows, logits
         ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N
 
@@ -62,6 +70,7 @@ class _TokenHead(torch.autograd.Function):
                 _chunk_of(entropy_N, chunk),
                 _chunk_of(grad_logprobs_N, chunk),
                 _chunk_of(grad_entropy_N, chunk),
+                ctx.logits,
             )
             grad_hidden_NH[chunk] = grad_CV @ weight_VH
             if grad_weight_VH is not None and weight_VH.dtype == torch.float32:
@@ -72,7 +81,7 @@ class _TokenHead(torch.autograd.Function):
                 grad_bias_V.add_(grad_CV.sum(dim=0, dtype=torch.float32))
         grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
         grad_bias = None if grad_bias_V is None or bias_V is None else grad_bias_V.to(bias_V.dtype)
-        return grad_hidden_NH, grad_weight, grad_bias, None, None, None
+        return grad_hidden_NH, grad_weight, grad_bias, *(None for _ in range(5))
 
 
 def token_head(
@@ -84,13 +93,19 @@ def token_head(
     *,
     max_bytes: int,
     is_entropy_trained: bool,
+    is_exact: bool = False,
+    logits: Logits = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target at its temperature (None: 1), and the entropy of its distribution.
 
-    The entropy has a gradient only with `is_entropy_trained`.
+    Several targets of a token that have a gradient must differ, except from the first one. The entropy has a gradient only with
+    `is_entropy_trained`. `is_exact`: log-probabilities of the first targets have the bits of the sampler. `logits`: what the model
+    does to the product of hidden states and weights.
     """
     rows = max(1, max_bytes // (4 * weight_VH.shape[0]))
-    logprobs_N, entropy_N = _TokenHead.apply(hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, rows)  # type: ignore[no-untyped-call]
+    logprobs_N, entropy_N = _TokenHead.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, rows, is_exact, logits
+    )
     return logprobs_N, entropy_N if is_entropy_trained else entropy_N.detach()
 
 
@@ -113,25 +128,64 @@ def _for_device(function: Any, *, is_cuda: bool) -> Any:
     return torch.compile(function, dynamic=True) if is_cuda else function
 
 
-def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperatures_C: Tensor | None) -> Tensor:
+def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, logits: Logits) -> Tensor:
     if hidden_CH.is_cuda and hidden_CH.dtype in (torch.bfloat16, torch.float16):
         # In bfloat16, logits between 16 and 32 would be multiples of 0.125. The engine does the same.
         logits_CV = torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32)
         logits_CV = logits_CV if bias_V is None else logits_CV + bias_V
     else:
         logits_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V).float()
+    return logits.applied(logits_CV)
+
+
+def _cooled(logits_CV: Tensor, temperatures_C: Tensor | None) -> Tensor:
     return logits_CV if temperatures_C is None else logits_CV / temperatures_C.unsqueeze(-1)
 
 
-def _chunk_values(
-    hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_C: Tensor, temperatures_C: Tensor | None
+def _chunk_values(  # noqa: PLR0917  # one call, in the order of the forward pass
+    hidden_CH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_C: Tensor,
+    temperatures_C: Tensor | None,
+    logits: Logits,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of the targets, entropies, and the logarithms of the sums that normalise the distributions."""
-    logits_CV = _logits(hidden_CH, weight_VH, bias_V, temperatures_C)
+    logits_CV = _cooled(_logits(hidden_CH, weight_VH, bias_V, logits), temperatures_C)
     normaliser_C = torch.logsumexp(logits_CV, dim=-1)
     log_probs_CV = logits_CV - normaliser_C.unsqueeze(-1)
-    logprobs_C = log_probs_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
-    return logprobs_C, -torch.linalg.vecdot(log_probs_CV.exp(), log_probs_CV), normaliser_C
+    return (
+        gathered_targets(log_probs_CV, targets_C),
+        -torch.linalg.vecdot(log_probs_CV.exp(), log_probs_CV),
+        normaliser_C,
+    )
+
+
+def gathered_targets(values_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """The values of the targets, in the shape of the targets."""
+    if targets_N.dim() == 2:
+        return values_NV.gather(-1, targets_N)
+    return values_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1)
+
+
+def _exact_values(  # one call, in the order of the forward pass
+    hidden_CH: Tensor,
+    weight_VH: Tensor,
+    _bias: Tensor | None,
+    targets_C: Tensor,
+    temperatures_C: Tensor | None,
+    logits: Logits,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with the kernels of the sampler, which have no bias."""
+    logits_CV = logits.applied(operations.float32_logits(hidden_CH, weight_VH))
+    if temperatures_C is None:
+        temperatures_C = torch.ones(len(targets_C), dtype=torch.float32, device=hidden_CH.device)
+    firsts_C = targets_C if targets_C.dim() == 1 else targets_C[:, 0].contiguous()
+    logprobs_C, entropy_C, normaliser_C = operations.token_logprobs(logits_CV, firsts_C, temperatures_C)
+    if targets_C.dim() == 1:
+        return logprobs_C, entropy_C, normaliser_C
+    others = gathered_targets(logits_CV, targets_C[:, 1:]) / temperatures_C[:, None] - normaliser_C[:, None]
+    return torch.cat([logprobs_C[:, None], others], dim=1), entropy_C, normaliser_C
 
 
 def _chunk_grad(  # noqa: PLR0917  # one call, in the order of the forward pass
@@ -144,20 +198,28 @@ def _chunk_grad(  # noqa: PLR0917  # one call, in the order of the forward pass
     entropy_C: Tensor,
     grad_logprobs_C: Tensor | None,
     grad_entropy_C: Tensor | None,
+    logits: Logits,
 ) -> Tensor:
-    """The gradient of the logits before the temperature, in the type of the weights: d log p(target) = onehot - p,
+    """The gradient of the product of hidden states and weights, in the type of the weights: d log p(target) = onehot - p,
     dH = -p * (log p + H)."""
-    log_probs_CV = _logits(hidden_CH, weight_VH, bias_V, temperatures_C) - normaliser_C.unsqueeze(-1)
+    logits_CV = _logits(hidden_CH, weight_VH, bias_V, logits)
+    slope_CV = logits.scale if logits.cap is None else logits.scale * (1 - (logits_CV / logits.cap).square())
+    log_probs_CV = _cooled(logits_CV, temperatures_C) - normaliser_C.unsqueeze(-1)
+    del logits_CV
     factor_CV = torch.zeros_like(entropy_C).unsqueeze(-1)
     if grad_logprobs_C is not None:
-        factor_CV = factor_CV - grad_logprobs_C.unsqueeze(-1)
+        sums_C = grad_logprobs_C if grad_logprobs_C.dim() == 1 else grad_logprobs_C.sum(-1)
+        factor_CV = factor_CV - sums_C.unsqueeze(-1)
     if grad_entropy_C is not None:
         factor_CV = factor_CV - (log_probs_CV + entropy_C.unsqueeze(-1)) * grad_entropy_C.unsqueeze(-1)
     grad_CV = log_probs_CV.exp() * factor_CV
     if grad_logprobs_C is not None:
+        if targets_C.dim() == 2:
+            # The first target may be one of the others: added apart, the order of additions is always the same.
+            grad_CV = grad_CV.scatter_add(-1, targets_C[:, 1:], grad_logprobs_C[:, 1:])
+            targets_C, grad_logprobs_C = targets_C[:, 0], grad_logprobs_C[:, 0]
         # Not a scatter: compiled, it would need another pass over the logits.
         is_target_CV = torch.arange(grad_CV.shape[-1], device=grad_CV.device) == targets_C.unsqueeze(-1)
         grad_CV = torch.where(is_target_CV, grad_CV + grad_logprobs_C.unsqueeze(-1), grad_CV)
-    if temperatures_C is not None:
-        grad_CV = grad_CV / temperatures_C.unsqueeze(-1)
-    return grad_CV.to(weight_VH.dtype)
+    grad_CV = _cooled(grad_CV, temperatures_C)
+    return (grad_CV if logits.is_plain else grad_CV * slope_CV).to(weight_VH.dtype)

@@ -1,5 +1,6 @@
 """A model's weights as named tensors: their names, their digest, and atomic weight files."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,17 +9,19 @@ from typing import Any, TypeVar, cast
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from rollbook.contracts.weights import DTYPE_NAMES, weights_digest
+from rollbook.contracts.errors import is_out_of_memory
+from rollbook.contracts.weights import weights_digest
+from rollbook.shared_weights.packing import NAMES, PackedWeights
 from rollbook.trainer.distributed.sharding import gathered
 from rollbook.trainer.files.atomic_files import sync_directory, sync_file, writing
 
 T = TypeVar("T")
 
-NAMES: dict[torch.dtype, str] = {getattr(torch, name): spelled for name, spelled in DTYPE_NAMES.items()}
+log = logging.getLogger(__name__)
 
 PEFT_PREFIX = "base_model.model."
 PEFT_BASE = ".base_layer"
@@ -33,16 +36,6 @@ class _Bytes:
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
-
-
-def named_weights(module: nn.Module, replaced: Mapping[nn.Parameter, Tensor] | None = None) -> dict[str, Tensor]:
-    """The tensors of `state_dict`, each once: tied weights appear under their first name, and receivers tie them again.
-
-    `replaced`: tensors that take the place of parameters.
-    """
-    first_names = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
-    held = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name in first_names}
-    return {name: (replaced or {}).get(tensor, tensor).detach() for name, tensor in held.items()}
 
 
 def as_in_files(module: Any, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -64,18 +57,38 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
-def snapshot_of(tree: T) -> T:
-    """Nested containers with a copy of every tensor, which later steps do not change.
+def snapshot_of(tree: T, *, on_gpu: bool) -> T:
+    """Nested containers with a copy of every tensor, which later steps do not change, for a checkpoint.
 
-    The copies stay on their GPU if it has room for them: that takes milliseconds, and `to_host` can copy them to main memory while
-    the next step trains. Tensors that are sharded over ranks are gathered in main memory.
+    `on_gpu`: copies of tensors of a GPU stay there, which takes milliseconds. Tensors that are sharded over ranks are gathered in
+    main memory.
     """
+    _wait_for_gpu()
+    copies = _copied_on_gpu(lambda: _mapped(tree, _copy)) if on_gpu else None
+    return _through_chunk(tree, _copy_unless_on_gpu) if copies is None else copies
+
+
+def published_copy(weights: Mapping[str, Tensor], *, device: str) -> Mapping[str, Tensor]:
+    """A copy of weights, which later steps do not change, for a publication.
+
+    With `device = "cuda"` it is made there, which takes milliseconds, in one block that servers can map; otherwise in main memory,
+    pinned if the weights are on a GPU. Weights that are sharded over ranks are gathered in main memory.
+    """
+    _wait_for_gpu()
+    copies = _copied_on_gpu(lambda: PackedWeights(weights, device=device)) if device == "cuda" else None
+    return _pinned(weights, _copy_unless_on_gpu) if copies is None else copies
+
+
+def _copied_on_gpu(copy: Callable[[], T]) -> T | None:
+    """None if the GPU has no memory left, against the memory plan."""
     try:
-        copies = _mapped(tree, _copy)
-    except torch.OutOfMemoryError:
-        return _mapped(tree, lambda tensor: gathered(tensor).to("cpu", copy=True))
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        torch.cuda.current_stream().synchronize()
+        copies = copy()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        log.warning("the GPU has no memory for a copy that was planned there; it is made in main memory: %s", error)
+        return None
+    _wait_for_gpu()
     return copies
 
 
@@ -84,24 +97,36 @@ def _copy(tensor: Tensor) -> Tensor:
     return full.clone() if full is tensor else full.to("cpu", copy=True)
 
 
-def to_host(snapshot: T) -> T:
-    """A snapshot in pinned memory, which torch keeps for the next one. For copies of every step: pinning new memory is slow.
+def _copy_unless_on_gpu(tensor: Tensor) -> Tensor:
+    full = gathered(tensor)
+    return full if full is tensor and full.is_cuda else full.to("cpu", copy=True)
 
-    Copies run on a separate stream, so that they do not delay the step that trains meanwhile.
-    """
+
+def _wait_for_gpu() -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        torch.cuda.current_stream().synchronize()
+
+
+def to_host(snapshot: T) -> T:
+    """A snapshot in pinned memory, which torch keeps for the next one. For copies of every step: pinning new memory is slow."""
+    return _pinned(snapshot, lambda tensor: tensor)
+
+
+def _pinned(tree: T, prepare: Callable[[Tensor], Tensor]) -> T:
+    """Copies run on a separate stream, so that they do not delay the step that trains meanwhile."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return snapshot
+        return _mapped(tree, prepare)
+
+    def pinned(tensor: Tensor) -> Tensor:
+        if not (found := prepare(tensor)).is_cuda:
+            return found
+        return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     with torch.cuda.stream(stream):
-        copies = _mapped(snapshot, _pinned)
+        copies = _mapped(tree, pinned)
     stream.synchronize()
     return copies
-
-
-def _pinned(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def to_ordinary_memory(snapshot: T) -> T:
@@ -110,14 +135,21 @@ def to_ordinary_memory(snapshot: T) -> T:
     While the driver pins gigabytes, no thread can launch kernels: the step that trains meanwhile would take seconds longer. So only
     one chunk is pinned, through which everything is copied.
     """
+    return _through_chunk(snapshot, lambda tensor: tensor)
+
+
+def _through_chunk(tree: T, prepare: Callable[[Tensor], Tensor]) -> T:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return snapshot
+        return _mapped(tree, prepare)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     chunk = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def ordinary(tensor: Tensor) -> Tensor:
+        found = prepare(tensor)
+        return copied_through(chunk, found, stream.synchronize) if found.is_cuda else found
+
     with torch.cuda.stream(stream):
-        return _mapped(
-            snapshot, lambda tensor: copied_through(chunk, tensor, stream.synchronize) if tensor.is_cuda else tensor
-        )
+        return _mapped(tree, ordinary)
 
 
 def copied_through(chunk: Tensor, tensor: Tensor, synchronize: Callable[[], None]) -> Tensor:

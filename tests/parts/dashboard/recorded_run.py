@@ -2,11 +2,12 @@
 
 import json
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import aiohttp
 
@@ -15,7 +16,7 @@ from rollbook.concurrency.clock import SystemClock
 from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.batch import EndOfRun
 from rollbook.contracts.group import DropKind, DropReason, GroupId, PromptGroup
-from rollbook.contracts.trajectory import TurnMark
+from rollbook.contracts.trajectory import RolloutSample, TurnMark
 from rollbook.dashboard.server.access import DashboardAccess
 from rollbook.dashboard.server.app import build_app
 from rollbook.dashboard.server.runs import open_runs
@@ -33,7 +34,15 @@ PER_STEP = 2
 HOSTILE = "<script>alert(1)</script> \x1b[31mred\x1b[0m \u202eright-to-left [link](javascript:alert(2))"
 
 
-def played(task: str, publication: int, more_messages: Sequence[Mapping[str, Any]] = ()) -> PromptGroup:
+Change: TypeAlias = Callable[[RolloutSample], RolloutSample]
+
+
+def played(
+    task: str,
+    publication: int,
+    more_messages: Sequence[Mapping[str, Any]] = (),
+    change: Change = lambda sample: sample,
+) -> PromptGroup:
     group = group_of(task, (publication,))
     messages = (
         {"role": "user", "content": HOSTILE},
@@ -41,23 +50,31 @@ def played(task: str, publication: int, more_messages: Sequence[Mapping[str, Any
         *more_messages,
     )
     samples = tuple(
-        replace(
-            sample,
-            messages=messages,
-            solved=number == 1,
-            turns=(TurnMark(sequence=0, start=2, end=3, seconds=0.5, queue_s=0.1, act_s=0.2),),
-            started_at=1000.0 + number,
-            ended_at=1002.0 + number,
+        change(
+            replace(
+                sample,
+                messages=messages,
+                solved=number == 1,
+                turns=(TurnMark(sequence=0, start=2, end=3, seconds=0.5, queue_s=0.1, act_s=0.2),),
+                started_at=1000.0 + number,
+                ended_at=1002.0 + number,
+            )
         ).with_turns(rewards=[sample.reward or 0.0])
         for number, sample in enumerate(group.samples)
     )
     return replace(group, samples=samples)
 
 
-async def record_run(path: Path, *, ends: bool = True, more_messages: Sequence[Mapping[str, Any]] = ()) -> RunDirectory:
+async def record_run(
+    path: Path,
+    *,
+    ends: bool = True,
+    more_messages: Sequence[Mapping[str, Any]] = (),
+    change: Change = lambda sample: sample,
+) -> RunDirectory:
     """Three trained steps of two groups, one dropped group, and, unless the run ends, one open group.
 
-    `more_messages`: further messages of the first group's samples.
+    `more_messages`: further messages of the first group's samples; `change`: what else is different in them.
     """
     directory = RunDirectory(path)
     directory.prepare()
@@ -77,7 +94,7 @@ async def record_run(path: Path, *, ends: bool = True, more_messages: Sequence[M
         open_sqlite_store(directory.ledger) as store,
         open_ledger(store, LedgerConfig(), clock=SystemClock(), log=log) as ledger,
     ):
-        await _train(ledger, more_messages)
+        await _train(ledger, partial(played, more_messages=more_messages, change=change))
         if ends:
             await ledger.finish(RUN, EndOfRun.STOPPED, epoch=1)
     rows = [
@@ -90,7 +107,7 @@ async def record_run(path: Path, *, ends: bool = True, more_messages: Sequence[M
     return directory
 
 
-async def _train(ledger: Ledger, more_messages: Sequence[Mapping[str, Any]]) -> None:
+async def _train(ledger: Ledger, play_first: Callable[[str, int], PromptGroup]) -> None:
     await ledger.create_run(RUN, settings(per_step=PER_STEP, in_flight=8))
     role = await ledger.take_role(RUN, restored_step=0)
     owner = await ledger.join(RUN, "worker")
@@ -102,9 +119,8 @@ async def _train(ledger: Ledger, more_messages: Sequence[Mapping[str, Any]]) -> 
         first = step * PER_STEP
         await ledger.open(RUN, owner, draws(first, PER_STEP), limit=PER_STEP)
         for number in range(first, first + PER_STEP):
-            await ledger.submit(
-                RUN, submission_of(played(f"task{number}", publication.id, more_messages if number == 0 else ()))
-            )
+            play = played if number else play_first
+            await ledger.submit(RUN, submission_of(play(f"task{number}", publication.id)))
         await ledger.decide(RUN, step + 1, epoch=role.epoch, wait_s=0)
         await ledger.acknowledge(RUN, step + 1, f"weights-{step + 1}", epoch=role.epoch)
     await ledger.checkpointed(RUN, STEPS - 1, oldest_kept=1, epoch=role.epoch)

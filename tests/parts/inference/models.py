@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Con
 from rollbook.contracts.policy import Publication, PublicationId
 from rollbook.contracts.weights import weights_digest
 from rollbook.inference.weights.safetensors import read_weights
+from rollbook.trainer.model.weights import as_in_files
 from tests.models.families import family
 
 VOCAB = 32
@@ -60,6 +61,7 @@ def write_weights(path: Path, model: Any) -> str:
         if tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())
             distinct[name] = tensor.contiguous()
+    distinct = {name: tensor.contiguous() for name, tensor in as_in_files(model, distinct).items()}
     partial = path.with_suffix(".partial")
     save_file(distinct, partial)
     partial.replace(path)

@@ -4,7 +4,7 @@ Replies are sampled one byte per token, while the tokenizer merges bytes into wo
 """
 
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,10 @@ async def agent_setup(
         ):
             record.url = url
             policy = EpisodePolicy(client, sampling)
-            async with open_proxy_sessions(policy, tokenizer, sampling, allowed) as open_proxy_session:
+            async with (
+                open_proxy_sessions(policy, tokenizer, sampling, allowed) as open_proxy_session,
+                AsyncExitStack() as resources,
+            ):
                 yield (
                     RolloutSetup(
                         policy=policy,
@@ -159,6 +162,7 @@ async def agent_setup(
                         log=EventLog("test"),
                         settings=settings or {},
                         open_proxy_session=open_proxy_session,
+                        resources=resources,
                     ),
                     record,
                 )

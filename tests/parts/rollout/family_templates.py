@@ -25,11 +25,19 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 WITHOUT_THOUGHT = "{{ (m.content or '').split('</think>')[-1].lstrip('\\n') }}"
 
 
-def chatml(assistant: str, *, start: str = "") -> str:
+QWEN_CALLS = (
+    "{% for c in m.tool_calls or [] %}{{ '\\n' if m.content or not loop.first }}<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for name, value in c.function.arguments.items() %}<parameter={{ name }}>\n"
+    "{{ value | tojson if value is mapping or (value is sequence and value is not string) else value | string }}\n</parameter>\n"
+    "{% endfor %}</function>\n</tool_call>{% endfor %}"
+)
+
+
+def chatml(assistant: str, *, start: str = "", calls: str = HERMES_CALLS) -> str:
     """Turns of ChatML with tools as Qwen writes them. `assistant`: the content of an earlier reply."""
     return (
         f"{start}{{% if tools %}}<|im_start|>system\n{TOOLS}<|im_end|>\n{{% endif %}}{{% for m in messages %}}"
-        "{% if m.role == 'assistant' %}<|im_start|>assistant\n" + assistant + HERMES_CALLS + "<|im_end|>\n"
+        "{% if m.role == 'assistant' %}<|im_start|>assistant\n" + assistant + calls + "<|im_end|>\n"
         "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
         "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + PROMPT
     )
@@ -63,6 +71,12 @@ STYLES = (
             start=LAST_USER,
         ),
         "reasoning before the last user turn is dropped; within a tool loop it stays",
+    ),
+    Style(
+        "Qwen3-Coder",
+        chatml("{{ m.content }}", calls=QWEN_CALLS),
+        "earlier replies are printed as they are, calls with one tag for each argument",
+        tool_style="qwen",
     ),
     Style(
         "LFM2 (thinking)",
@@ -105,7 +119,7 @@ STYLES = (
         "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
         "replies are trimmed, which keeps the sampled tokens; a call is the whole message, as bare JSON",
         eos="<|eot_id|>",
-        tool_style="json",
+        tool_style="llama",
     ),
     Style(
         "Gemma 3",

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,17 +13,19 @@ from aiohttp import web
 from rollbook.concurrency.sockets import listening_socket
 
 Behaviour = Callable[[int], str]
-"""What to do with the n-th request (from 0) for a content: `score`, or a failure."""
+"""What to do with the n-th request (from 0) for a content: `score`, `score=0.5`, or a failure."""
 
 
 class JudgeServer:
-    """Scores a prompt by its length. Counts requests by content."""
+    """Scores a prompt by its length, and each answer of a group that has no score by its own. Counts requests by content."""
 
     def __init__(self, behaviour: Behaviour = lambda number: "score") -> None:
         self.behaviour = behaviour
         self.requests: Counter[str] = Counter()
         self.answered: Counter[str] = Counter()
         """Usable answers, by content."""
+        self.paid: Counter[str] = Counter()
+        """Answers of the model, usable or not, by content."""
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.running = self.most_running = 0
@@ -46,11 +49,17 @@ class JudgeServer:
         finally:
             self.running -= 1
 
+    def _compared(self, number: int, text: str) -> dict[str, Any]:
+        score = len(text) % 10 / 10 if self.scored is None else self.scored
+        return {"answer": number, "reason": f"has {len(text)} characters", "score": score}
+
     async def _answer(self, kind: str, content: str, *, is_openai: bool) -> web.StreamResponse:
-        verdict = {
+        verdict: dict[str, Any] = {
             "reason": f"has {len(content)} characters",
             "score": (len(content) % 10) / 10 if self.scored is None else self.scored,
         }
+        if answers := re.findall(r'<answer number="(\d+)">\n(.*?)\n</answer>', content, re.DOTALL):
+            verdict = {"verdicts": [self._compared(int(number), text) for number, text in answers]}
         match kind:
             case "slow":
                 await asyncio.sleep(30)
@@ -66,8 +75,14 @@ class JudgeServer:
                 verdict = {"reason": "it is good", "score": "very"}
             case "beyond":
                 verdict = {"reason": "it is great", "score": 11}
+            case "short":
+                verdict = {"verdicts": verdict["verdicts"][1:]}
             case "score":
                 self.answered[content] += 1
+            case _ if kind.startswith("score="):
+                verdict["score"] = float(kind.removeprefix("score="))
+                self.answered[content] += 1
+        self.paid[content] += kind != "slow"  # that answer is not read
         text = f"My verdict: {json.dumps(verdict)}"
         if is_openai:
             usage = {"prompt_tokens": 100, "completion_tokens": 10}

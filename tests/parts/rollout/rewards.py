@@ -1,9 +1,11 @@
 """Reward functions, correct and faulty. Processes under test load them by dotted path."""
 
 import asyncio
+import json
 import os
 import re
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,25 @@ async def judge(case: RewardCase) -> float | None:
 
 def pid(case: RewardCase) -> float:
     return float(os.getpid())
+
+
+def compared(cases: list[RewardCase]) -> list[float | None]:
+    """A value for each sample of a group that changes if any of the cases does. None for the response `bad`."""
+    seen = json.dumps([(case.response, case.score, case.reward, case.num_sampled) for case in cases])
+    return [
+        None if case.response == "bad" else zlib.crc32(f"{number} {seen}".encode()) / 2**32
+        for number, case in enumerate(cases)
+    ]
+
+
+def compared_badly(cases: list[RewardCase]) -> Any:
+    """Returns, or does, what the row says."""
+    if (counted := cases[0].row.get("calls")) is not None:
+        with Path(counted).open("a", encoding="utf-8") as file:
+            file.write("x")
+        if len(Path(counted).read_text(encoding="utf-8")) <= cases[0].row.get("failing", 1_000):
+            raise ConnectionError("no ranking today")
+    return cases[0].row.get("returned", [1.0] * len(cases))
 
 
 def by_turn(case: RewardCase) -> Any:

@@ -1,7 +1,8 @@
 """A role of a run that does nothing until it is stopped. It is ready when the file `ready-ROLE` is in the run directory.
 
 With the file `dies-ROLE`, it dies when it should stop; the file is removed, so that its successor stops. With the file
-`crashes-ROLE`, it reports the text of the file as its error and exits, once it is ready.
+`crashes-ROLE`, it reports the text of the file as its error and exits, once it is ready. With the file `faults-ROLE`, it does the
+same when it should stop.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from pathlib import Path
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent
 from rollbook.concurrency.child_process.frames import BlockingFrames
 from rollbook.run.supervision.channel import Channel
+from rollbook.run.supervision.child_main import EXIT_STOP_RUN
 
 
 def main() -> int:
@@ -39,6 +41,10 @@ def main() -> int:
     if dies.exists():
         dies.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
+    faults = args.run_dir / f"faults-{args.role}"
+    if faults.exists():
+        channel.fault(faults.read_text(encoding="utf-8"))
+        return EXIT_STOP_RUN
     channel.stopped("stopped")
     return 0
 

@@ -93,6 +93,13 @@ class SmallRun:
         self._metrics = JsonTail(Path())
         self._step = 0
 
+    def plant(self, code: str) -> None:
+        """Python code that every process of the run executes at its start."""
+        planted = self.outputs / "planted"
+        planted.mkdir()
+        (planted / "sitecustomize.py").write_text(code, encoding="utf-8")
+        self.environment["PYTHONPATH"] = f"{REPOSITORY}:{planted}"
+
     def start(self) -> "SmallRun":
         command = [
             sys.executable,

@@ -1,4 +1,5 @@
-"""bubblewrap for tests: installed if it is missing, otherwise the tests that need it are skipped with the reason."""
+"""bubblewrap for tests: installed if it is missing, otherwise the tests that need it are skipped with the reason. podman is tested
+where it is installed."""
 
 import os
 import shutil
@@ -8,7 +9,7 @@ from functools import cache
 import pytest
 
 from rollbook.concurrency.blocking import run_blocking
-from rollbook.sandbox.bubblewrap import open_sandbox
+from rollbook.sandbox.bubblewrap import Kind, open_sandbox
 from rollbook.sandbox.sandbox import SandboxUnavailableError
 
 INSTALL_S = 300
@@ -29,6 +30,14 @@ def require_bubblewrap() -> None:
         pytest.skip(reason)
 
 
+def require_podman() -> None:
+    """Skip the test if podman cannot start a container here."""
+    try:
+        run_blocking(_start_one("podman"))
+    except SandboxUnavailableError as error:
+        pytest.skip(str(error))
+
+
 @cache
 def _why_not() -> str | None:
     if shutil.which("bwrap") is None and os.getuid() == 0 and shutil.which("apt-get") is not None:
@@ -40,12 +49,12 @@ def _why_not() -> str | None:
                 env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
             )
     try:
-        run_blocking(_start_one())
+        run_blocking(_start_one("bubblewrap"))
     except SandboxUnavailableError as error:
         return str(error)
     return None
 
 
-async def _start_one() -> None:
-    async with open_sandbox():
+async def _start_one(kind: Kind) -> None:
+    async with open_sandbox(kind=kind):
         pass

@@ -119,7 +119,6 @@ def one_pass(
     return Microbatch(
         inputs_BT=np.array(inputs, dtype=np.int64),
         sequences=None,
-        num_padding=0,
         num_shared=0,
         predicted_at_N=np.array(predicted_at, dtype=np.int64),
         targets_N=np.array(targets, dtype=np.int64),

@@ -12,7 +12,7 @@ from rollbook.contracts.admission import LedgerStatus
 from rollbook.contracts.batch import AckReceipt, EncodedBatch, EndOfRun, PassSplit, TrainerRole
 from rollbook.contracts.errors import FencedError, TransientError
 from rollbook.contracts.group import GroupId, PromptGroup
-from rollbook.contracts.policy import NOT_SAMPLED, Publication
+from rollbook.contracts.policy import NOT_SAMPLED, Publication, SamplerExactness
 from rollbook.contracts.ports import BatchSource, Fence, WeightReceiver
 from rollbook.ledger.records import PublicationRecord
 from rollbook.ledger.service import Ledger
@@ -161,6 +161,7 @@ class FakeReplicas:
         """The pushed steps, in order."""
         self.failures = 0
         """The number of attempts that will fail."""
+        self.says = SamplerExactness(inexact_because="it has no model")
 
     async def receive(
         self, publication: Publication, location: str, *, within_s: float | None = None, fence: Fence | None = None
@@ -180,6 +181,10 @@ class FakeReplicas:
 
     async def reported(self) -> Sequence[Publication | None]:
         return list(self.loaded)
+
+    @property
+    def exactness(self) -> SamplerExactness | None:
+        return self.says if any(self.loaded) else None
 
     def restart(self, number: int) -> None:
         self.loaded[number] = None

@@ -119,7 +119,7 @@ def test_a_frame_that_cannot_be_decoded_is_rejected(payload: bytes, message: str
     ("limits", "payload", "reason"),
     [
         (TrainingLimits(vocabulary_size=14), VALID, "token id 14 is outside of the vocabulary of 14"),
-        (TrainingLimits(max_tokens=4), VALID, "5 tokens, the model takes 4"),
+        (TrainingLimits(max_tokens=4), VALID, "5 tokens, the run trains at most 4"),
         (TrainingLimits(), frame_with_sample(sampling={"temperature": 0.0}), "temperature 0"),
         (
             TrainingLimits(needs_logprobs=True),

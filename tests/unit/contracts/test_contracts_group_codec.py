@@ -1,5 +1,6 @@
 """The group codec: encoding is exact, and payloads that are not groups are rejected."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from rollbook.contracts.decoding import MAX_DEPTH
@@ -28,7 +31,7 @@ from rollbook.contracts.group_codec import (
     decode_group,
     encode_group,
 )
-from rollbook.contracts.policy import SamplingParams
+from rollbook.contracts.policy import SamplingParams, is_routed, pack_routes, routes_dtype, with_length
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import COLUMNS, Column, EndReason, Extent, RolloutSample, TokenRow, TurnMark
 from tests.parts.ledger.frames import changed_frame
@@ -166,6 +169,53 @@ def test_a_frame_with_an_unknown_column_is_refused_with_the_format(monkeypatch: 
         decode_group(payload)
     with pytest.raises(UnusableGroupError, match=expected):
         inspect_frame(payload, "t@0")
+
+
+def taught_group(num_tokens: int, width: int) -> PromptGroup:
+    rng = np.random.default_rng(0)
+    mask = np.arange(num_tokens) >= num_tokens // 2
+    row = TokenRow.of(
+        token_ids=rng.integers(0, 150_000, num_tokens),
+        logprobs=np.where(mask, -1.0, 0.0),
+        loss_mask=mask,
+        versions=np.where(mask, 0, -1),
+        teacher_top_ids=np.where(mask[:, None], rng.integers(0, 150_000, (num_tokens, width)), -1),
+        teacher_top_logprobs=np.where(mask[:, None], -rng.exponential(5.0, (num_tokens, width)), np.nan),
+    )
+    sample = RolloutSample(sequences=(row,), sampling=SamplingParams(), reward=1.0)
+    return PromptGroup(id=group_id(TaskId("t"), 0), task_id=TaskId("t"), draw=0, samples=(sample,))
+
+
+def test_likeliest_tokens_of_a_teacher_are_compressed_in_the_frame_and_come_back() -> None:
+    group = taught_group(400, 20)
+    payload = encode_group(group).payload
+    assert_same_group(group, decode_group(payload))
+    assert inspect_frame(payload, group.id) == facts_of(group)
+    plain = len(encode_group(dataclasses.replace(group, samples=(without_columns(group.samples[0]),))).payload)
+    assert len(payload) - plain < 5.5 * 200 * 20, (
+        "six bytes without compression, and none for tokens that are not trained"
+    )
+
+
+def without_columns(sample: RolloutSample) -> RolloutSample:
+    return dataclasses.replace(sample, sequences=tuple(dataclasses.replace(r, columns={}) for r in sample.sequences))
+
+
+def test_damaged_or_swollen_compressed_columns_are_refused() -> None:
+    column = COLUMNS["teacher_top_ids"]
+    raw = column.encode(np.zeros((4, 2), dtype=np.int32))
+    assert column.decode(raw, num_tokens=4).tolist() == [[0, 0]] * 4
+    for bad in (
+        raw[:-6],
+        raw[:2] + b"y" + raw[3:],
+        b"\0\0" + raw[2:],
+        b"",
+        column.encode(np.zeros((10**6, 2), np.int32)),
+    ):
+        with pytest.raises(ValueError, match="compressed column"):
+            column.decode(bad, num_tokens=4)
+    with pytest.raises(ValueError, match="teacher_top_ids and teacher_top_logprobs must have the same shape"):
+        token_row([0, 0, 0]).with_columns(teacher_top_ids=np.zeros((5, 2)))
 
 
 def test_logprobs_keep_every_bit_including_nan() -> None:
@@ -314,3 +364,66 @@ def test_what_a_policy_wrote_is_recorded_even_if_a_frame_cannot_hold_it() -> Non
     assert found.messages is not None
     assert found.messages[0]["call"]["b"] == str(2**70)
     inspect_frame(encode_group(changed).payload, group.id)
+
+
+@given(
+    num_experts=st.sampled_from([4, 254, 300]),
+    shape=st.tuples(st.integers(1, 20), st.integers(1, 5), st.integers(1, 4)),
+    seed=st.integers(0, 99),
+)
+def test_routes_of_any_model_survive_a_frame(num_experts: int, shape: tuple[int, int, int], seed: int) -> None:
+    dtype = routes_dtype(num_experts)
+    routes = np.random.default_rng(seed).integers(0, num_experts, shape).astype(dtype)
+    row = TokenRow.of(
+        token_ids=np.arange(shape[0] + 1),
+        logprobs=np.zeros(shape[0] + 1),
+        loss_mask=np.arange(shape[0] + 1) > 0,
+        versions=np.zeros(shape[0] + 1),
+        routes=with_length(routes, shape[0] + 1),
+    )
+    task = TaskId("t")
+    sample = RolloutSample(sequences=(row,), reward=1.0)
+    group = PromptGroup(id=group_id(task, 0), task_id=task, draw=0, samples=(sample,))
+    payload = encode_group(group).payload
+    assert inspect_frame(payload, group.id) == facts_of(group)
+    found = decode_group(payload).samples[0].sequences[0].routes
+    assert found is not None
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found[:-1], routes)
+    assert is_routed(found).tolist() == [True] * shape[0] + [False]
+
+
+def test_sorted_routes_are_stored_in_two_thirds_of_their_bytes() -> None:
+    # 128 experts, 8 chosen, in 48 layers: Qwen3-30B-A3B.
+    scores = np.random.default_rng(0).random((200, 48, 128))
+    routes = np.sort(np.argpartition(scores, 8, axis=-1)[..., :8], axis=-1).astype(np.uint8)
+    assert routes.nbytes == 200 * 384
+    assert 0.6 < len(pack_routes(routes)) / routes.nbytes < 0.68
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda raw: raw[:5], "no header"),
+        (lambda raw: raw[:-3], "routes"),
+        (lambda raw: raw[:9] + b"??" + raw[11:], "cannot be decompressed"),
+        # A length that would allocate terabytes is compared with the number of tokens first.
+        (lambda raw: raw[:5] + (2**32 - 1).to_bytes(4, "little") + raw[9:], "those of 4294967295 tokens, not of 6"),
+        (lambda raw: raw[:1] + b"\xff\xff\xff\xff" + raw[5:], "routes of 65535 layers"),
+    ],
+)
+def test_damaged_routes_are_refused_by_ledger_and_trainer(damage: Callable[[bytes], bytes], message: str) -> None:
+    payload = encode_group(turned_group(routes=np.zeros((6, 2, 3), np.uint8))).payload
+    frame = msgspec.msgpack.decode(payload)
+    columns = frame["samples"][0]["columns"][1]
+    columns["routes"] = damage(columns["routes"])
+    broken = msgspec.msgpack.encode(frame)
+    with pytest.raises(RunError, match=message):
+        decode_group(broken)
+    with pytest.raises(UnusableGroupError, match=message):
+        inspect_frame(broken, "t@0")
+
+
+def test_routes_must_cover_every_token() -> None:
+    with pytest.raises(ValueError, match=r"routes must be uint8 or uint16 of shape \(6, layers, choices\)"):
+        turned_group(routes=np.zeros((5, 2, 3), np.uint8))

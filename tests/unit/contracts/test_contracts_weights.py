@@ -1,5 +1,6 @@
 """The digest of weights does not depend on the order of tensors and changes with any difference."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,6 +53,48 @@ def test_the_number_of_threads_does_not_change_the_digest(monkeypatch: pytest.Mo
     in_turn = weights_digest(tensors)
     monkeypatch.setattr(weights_module, "SHARE_BYTES", PIECE_BYTES)
     assert weights_digest(tensors) == in_turn
+
+
+class Counted(bytearray):
+    """Data that is alive until it is freed."""
+
+    alive = 0
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        Counted.alive += 1
+
+    def __del__(self) -> None:
+        Counted.alive -= 1
+
+
+@dataclass(frozen=True)
+class CopiedWhenRead:
+    name: str
+    dtype: str = "U8"
+    shape: tuple[int, ...] = (100,)
+
+    @property
+    def data(self) -> memoryview:
+        return memoryview(Counted(self.name.encode().ljust(100)))
+
+
+def test_data_is_freed_after_it_was_hashed_and_the_digest_is_that_of_all_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [f"layer.{number}" for number in range(50)]
+    at_once = weights_digest([Tensor(name, "U8", (100,), name.encode().ljust(100)) for name in names])
+    most = []
+
+    def hashed(pieces: Sequence[memoryview]) -> bytes:
+        most.append(Counted.alive)
+        return hashes(pieces)
+
+    hashes = weights_module._hashes
+    monkeypatch.setattr(weights_module, "_hashes", hashed)
+    monkeypatch.setattr(weights_module, "BATCH_BYTES", 250)
+    assert weights_digest(CopiedWhenRead(name) for name in names) == at_once
+    assert max(most) <= 6, "two batches of three tensors"
 
 
 @pytest.mark.parametrize("at", [0, PIECE_BYTES - 1, PIECE_BYTES, 2 * PIECE_BYTES])

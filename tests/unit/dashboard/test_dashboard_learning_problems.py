@@ -75,6 +75,19 @@ def test_each_problem_is_reported_once_with_the_setting_that_helps(
     assert 2 * WINDOW < found[0].step <= 3 * WINDOW
 
 
+def test_logprobs_that_should_be_equal_and_are_not_are_reported_at_once() -> None:
+    token = (
+        "token 7 of sample 2 of group t1:1, sampled by publication 12 (lag 0): -1.5 in the engine, -1.25 in the trainer"
+    )
+    wrong = dataclasses.replace(HEALTHY, step=3, inexact=0.25, unequal=token)
+    steps = [wrong if n == 3 else dataclasses.replace(HEALTHY, step=n, inexact=0.0) for n in range(1, 5)]
+    (found,) = learning_problems(steps)
+    assert (found.kind, found.step) == (ProblemKind.EXACTNESS, 3)
+    assert found.seen == (
+        f"25.00% of the compared tokens have other logprobs in the trainer than in the engine, most of all {token}"
+    )
+
+
 def test_equal_rewards_are_a_problem_unless_everything_is_solved() -> None:
     failing = [dataclasses.replace(HEALTHY, step=n, reward=0.0, solved=0.0) for n in range(1, 2 * WINDOW)]
     assert [problem.kind for problem in learning_problems(failing)] == [ProblemKind.VARIANCE]

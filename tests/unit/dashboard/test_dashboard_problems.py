@@ -16,13 +16,14 @@ def problems(
     replicas: tuple[str, ...] = (),
     now: float = 0.0,
     resumed_at: float | None = None,
+    unconfined: tuple[str, ...] = (),
 ) -> list[FoundProblem]:
     return find_problems(
         Facts(
             state=state,
             status=None,
             metrics=metrics or RunMetrics(),
-            details=RunDetails(key="run", name="run", source="directory", path="run"),
+            details=RunDetails(key="run", name="run", source="directory", path="run", unconfined=unconfined),
             processes=(),
             quarantined_replicas=replicas,
             problem=None,
@@ -38,6 +39,13 @@ def write_log(run_dir: Path, process: str, *rows: dict[str, object]) -> None:
     (run_dir / "logs").mkdir(exist_ok=True)
     lines = [json.dumps({"time": float(at), "level": "info", **row}) for at, row in enumerate(rows)]
     (run_dir / "logs" / f"{process}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_code_that_runs_unconfined_is_a_problem_of_every_run_with_that_setting() -> None:
+    for state in ("running", "finished"):
+        (found,) = problems(state=state, unconfined=('env.args.sandbox = "none"',))
+        assert (found.severity, found.kind) == ("warning", "unconfined")
+        assert 'env.args.sandbox = "none"' in found.text
 
 
 def test_what_stopped_the_learning_is_a_problem_of_a_running_and_of_a_finished_run() -> None:

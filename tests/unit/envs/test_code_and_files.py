@@ -1,17 +1,25 @@
 """The environments `code` and `files`: real code and a real shell in a sandbox."""
 
 import asyncio
+import io
 import os
+from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 
 from rollbook.commands.checks.tasks import check_tasks
+from rollbook.concurrency.deadline import Deadline
+from rollbook.contracts.errors import RunError
 from rollbook.envs.builtin.code import Code
 from rollbook.envs.builtin.code_tasks import tasks as code_tasks
 from rollbook.envs.builtin.shell import Files, file_tasks
+from rollbook.envs.catalog import open_environment_pool
+from rollbook.envs.config import EnvConfig
 from rollbook.sandbox.code import run_code
 from rollbook.sandbox.sandbox import Limits, SandboxDiedError, SandboxUnavailableError
+from rollbook.telemetry.events import EventLog
 from tests.parts.sandbox.bubblewrap import FORK_BOMB, require_bubblewrap
 
 
@@ -100,6 +108,27 @@ async def test_commands_that_exceed_a_limit_end_the_episode_with_no_reward() -> 
     assert "processes" in last.text
 
 
+async def test_the_time_of_the_policy_and_of_a_waiting_sandbox_ends_no_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Files, "warm_limits", replace(Files.warm_limits, wall_s=1.0))
+    log = EventLog("test", echo=io.StringIO())
+    async with open_environment_pool(EnvConfig(name="files"), size=1, log=log) as pool:
+        await asyncio.sleep(1.1)
+        env = await pool.acquire(Deadline(30.0, "test"))
+        await env.reset(FILES_TASK)
+        assert not (await env.step("sleep 100 & sleep 0.2")).done
+        await asyncio.sleep(0.5)
+        assert (await env.step("sleep 0.2; echo x > a.txt")).reward == 1.0
+        await env.close()
+
+
+@pytest.mark.parametrize("text", ["\0", "\ud800"])
+async def test_a_command_that_no_shell_can_run_is_a_failure_of_the_policy(text: str) -> None:
+    environment = Files()
+    await environment.reset(FILES_TASK)
+    assert "exit code 126" in (await environment.step(f"echo {text}")).text
+    assert (await environment.step("echo x > a.txt")).reward == 1.0
+
+
 async def test_a_sandbox_that_dies_is_not_scored() -> None:
     environment = Files()
     await environment.reset(next(iter(file_tasks())))
@@ -142,3 +171,48 @@ async def test_code_is_not_run_where_no_sandbox_can_run(monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxUnavailableError, match="bubblewrap is not installed"):
         await run_code("print(1)")
+
+
+FILES_TASK = {"goal": "Write x into a.txt.", "expect": {"a.txt": "x\n"}}
+
+
+def guests() -> set[int]:
+    """The sandboxes of this process."""
+    children = psutil.Process().children()
+    return {process.pid for process in children if process.name() == "bwrap"}
+
+
+async def test_a_pool_of_files_has_its_sandboxes_started_before_an_episode_and_uses_each_once() -> None:
+    log, before = EventLog("test", echo=io.StringIO()), guests()
+    async with open_environment_pool(EnvConfig(name="files"), size=2, log=log) as pool:
+        ready = guests() - before
+        assert len(ready) == 3  # and a spare one
+        for _ in range(4):
+            env = await pool.acquire(Deadline(30.0, "test"))
+            await env.reset(FILES_TASK)
+            seen = await env.step("ls; touch left-over")
+            assert seen.text == "(no output)"
+            assert (await env.step("echo x > a.txt")).reward == 1.0
+            await env.close()
+        assert pool.health().busy == 0
+    assert guests() == before
+
+
+async def test_a_sandbox_of_a_pool_that_is_killed_while_it_waits_reaches_no_episode() -> None:
+    log = EventLog("test", echo=io.StringIO())
+    async with open_environment_pool(EnvConfig(name="code"), size=1, log=log) as pool:
+        for pid in guests():
+            for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
+                process.kill()
+        env = await pool.acquire(Deadline(30.0, "test"))
+        task = next(iter(code_tasks()))
+        await env.reset(task)
+        assert (await env.step(Code.oracle(task))).reward == 1.0
+        await env.close()
+
+
+async def test_a_pool_of_sandboxes_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(RunError, match=r"the sandbox pool does not start: bubblewrap is not installed"):
+        async with open_environment_pool(EnvConfig(name="files"), size=1, log=EventLog("test", echo=io.StringIO())):
+            pass

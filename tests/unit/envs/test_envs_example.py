@@ -28,6 +28,9 @@ class WordTokenizer:
     def encode(self, text: str) -> list[int]:
         return [WORDS.index(word) for word in text.split()]
 
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return " ".join(WORDS[token] for token in token_ids if token or not skip_special_tokens)
 
@@ -46,6 +49,10 @@ class WordTokenizer:
 
     @property
     def identity(self) -> str:
+        return "words"
+
+    @property
+    def vocabulary_digest(self) -> str:
         return "words"
 
     @property

@@ -12,16 +12,20 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import RunError, is_out_of_memory
 from rollbook.contracts.policy import Completion, SamplingParams
 from rollbook.contracts.weights import RawTensor, TensorSource, WeightsError
 from rollbook.inference.engine import EngineClosedError, GenerationError
+from rollbook.inference.engines.embedded import build
 from rollbook.inference.engines.embedded.live_weights import LiveWeights, LoadPlan, Upload
+from rollbook.inference.engines.embedded.model.llama import LlamaForward, relative_error
+from rollbook.inference.engines.embedded.model.packed import PackedTorchOps
 from rollbook.inference.engines.embedded.paged.batch import PagedBatch
 from rollbook.inference.engines.embedded.paged.block_cache import BlockCache
 from rollbook.inference.engines.embedded.paged.runner import PackedRunner
 from rollbook.inference.engines.embedded.runner import PendingResults, Runner
 from rollbook.inference.pause import PauseMode
+from tests.models.families import Family
 from tests.parts.inference.engines import (
     TinyModel,
     assert_faithful,
@@ -55,9 +59,10 @@ async def test_a_cache_that_the_device_cannot_hold_is_refused_at_the_start(
         raise torch.OutOfMemoryError(f"no memory for {num_blocks} blocks")
 
     monkeypatch.setattr(BlockCache, "resize", refuse)
-    with pytest.raises(RunError, match=r"lower inference\.kv_memory_mb"):
+    with pytest.raises(RunError, match=r"lower inference\.kv_memory_mb") as refused:
         async with embedded(TinyModel(root=root), is_captured=True, kv_memory_mb=10):
             pass
+    assert is_out_of_memory(refused.value), "the plan is added to the report"
 
 
 async def test_a_missing_device_is_named_in_the_error(root: Path) -> None:
@@ -67,6 +72,24 @@ async def test_a_missing_device_is_named_in_the_error(root: Path) -> None:
         with pytest.raises(RunError, match=device):
             async with embedded(TinyModel(root=root), device=device):
                 raise AssertionError("the engine must not open")
+
+
+def test_kernels_that_fail_leave_torch_operations_that_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> Any:
+        raise RuntimeError("0 active drivers")
+
+    here: dict[str, Any] = {"kernels_missing": None, "why_not_here": lambda: None, "packed_error": fail}
+    unsplit: list[bool] = []
+    here |= {"KernelOps": PackedTorchOps, "set_unsplit_products": lambda *, is_unsplit: unsplit.append(is_unsplit)}
+    for name, value in here.items():
+        monkeypatch.setattr(build, name, value)
+    module = Family("deep", "qwen2", {"intermediate_size": 192}).model().bfloat16().requires_grad_(False)
+    llama = LlamaForward(module, max_model_len=64)
+    choices: list[str] = []
+    assert not build.use_kernels(llama, module, choices, exactness="bitwise")
+    assert choices == ["kernels: torch, because RuntimeError: 0 active drivers"]
+    assert unsplit == [True, False]
+    assert relative_error(llama, module) < 0.25
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
@@ -269,8 +292,11 @@ async def test_requests_wait_for_a_smaller_cache_when_a_forward_has_no_memory(
         capacity, generation, run, calls = batch.pool.capacity, runner.cache.generation, runner.run, count(1)
 
         def out_of_memory(*args: Any) -> None:
-            if next(calls) in (1, 12):
+            number = next(calls)
+            if number == 1:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            if number == 12:
+                raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
             run(*args)
 
         monkeypatch.setattr(runner, "run", out_of_memory)
@@ -330,6 +356,64 @@ async def test_an_update_without_memory_takes_it_from_the_cache_while_requests_w
             WeightsError, match=r"no memory for the new weights on cpu: .* Lower inference\.kv_memory_mb"
         ):
             await engine.load_weights(*tiny.weights(3))
+
+
+async def test_an_update_that_has_no_memory_while_it_is_applied_takes_it_from_the_cache(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = TinyModel(root=root)
+    async with embedded(tiny, is_captured=True, kv_memory_mb=10) as engine:
+        apply, calls = engine.parts.weights.apply, count(1)
+
+        def out_of_memory(plan: LoadPlan) -> None:
+            if next(calls) < 3:
+                raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+            apply(plan)
+
+        monkeypatch.setattr(engine.parts.weights, "apply", out_of_memory)
+        publication, path = tiny.weights(2)
+        await engine.load_weights(publication, path)
+        assert engine.stats().cache_shrinks == 2
+        assert await engine.weights_digest() == publication.digest
+        monkeypatch.setattr(engine.parts.scheduler.batch, "shrink", lambda: False)
+        monkeypatch.setattr(engine.parts.weights, "apply", lambda _: out_of_memory_always())
+        newer, path = tiny.weights(3)
+        with pytest.raises(WeightsError, match=r"no memory to apply the new weights on cpu: .*2\.00 GiB"):
+            await engine.load_weights(newer, path)
+        monkeypatch.setattr(engine.parts.weights, "apply", apply)
+        # Some of the weights may have been replaced: the publication before is loaded again too.
+        await engine.load_weights(*tiny.weights(2))
+        assert await engine.weights_digest() == publication.digest
+
+
+async def test_an_engine_without_memory_to_capture_its_steps_starts_with_a_smaller_cache(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, warm_up, calls = TinyModel(root=root), PackedRunner.warm_up, count(1)
+
+    def out_of_memory(runner: PackedRunner) -> None:
+        if next(calls) == 1:
+            out_of_memory_always()
+        warm_up(runner)
+
+    monkeypatch.setattr(PackedRunner, "warm_up", out_of_memory)
+    async with embedded(tiny, is_captured=True, kv_memory_mb=10) as engine:
+        assert engine.stats().cache_shrinks == 1
+        completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=9))
+    assert_faithful(tiny, [1, 2, 3], completion)
+    monkeypatch.setattr(PackedRunner, "warm_up", lambda _: out_of_memory_always())
+    with pytest.raises(RunError, match=r"no memory for its steps on cpu: .* Lower inference\.kv_memory_mb"):
+        async with embedded(tiny, is_captured=True, kv_memory_mb=10):
+            raise AssertionError("the engine must not open")
+
+
+async def test_a_model_that_does_not_fit_is_not_reported_as_a_missing_device(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.nn.Module, "to", lambda *_: out_of_memory_always())
+    with pytest.raises(torch.OutOfMemoryError):
+        async with embedded(TinyModel(root=root)):
+            raise AssertionError("the engine must not open")
 
 
 def out_of_memory_always() -> LoadPlan:

@@ -11,7 +11,9 @@ import torch
 
 from rollbook.contracts.policy import Completion, SamplingParams
 from rollbook.contracts.weights import WeightsError
+from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import Engine, GenerationError
+from rollbook.inference.engines.embedded.engine import open_engine
 from rollbook.inference.pause import PauseMode
 from tests.parts.inference.engines import TinyModel, next_step, until
 from tests.parts.inference.models import VOCAB, plain_logprobs, publish, write_weights
@@ -102,6 +104,22 @@ async def test_after_recompute_every_token_depends_on_the_new_weights_only(root:
         changed = int((completion.versions == 1).sum())
         assert 0 < changed < 60
         assert_faithful(tiny.model(2), prompt, completion, start=changed)
+
+
+async def test_a_prompt_that_an_update_meets_is_prefilled_again(root: Path) -> None:
+    """In the packed steps of a GPU: a first token reads keys of its own version only."""
+    tiny = TinyModel(root=root)
+    prompts = [[(3 * at + number) % VOCAB for at in range(100)] for number in range(4)]
+    config = InferenceConfig(max_running=4, step_prefill_tokens=2, kv_memory_mb=8.0)
+    async with open_engine(config, tiny.model_dir, capture=lambda operation: operation) as engine:
+        await engine.load_weights(*tiny.weights(1))
+        futures = [engine.submit(prompt, SamplingParams(max_tokens=4)) for prompt in prompts]
+        await until(lambda: engine.stats().steps > 10)
+        await engine.load_weights(*tiny.weights(2))
+        completions = await asyncio.gather(*futures)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert completion.versions.tolist() == [2] * 4
+        assert_faithful(tiny.model(2), prompt, completion)
 
 
 async def test_after_keep_the_cache_holds_keys_of_the_old_weights(root: Path) -> None:

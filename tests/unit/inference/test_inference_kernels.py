@@ -1,9 +1,11 @@
 """The Triton kernels compute what the operations in plain torch compute.
 
-They need a GPU, or Triton's interpreter: `TRITON_INTERPRET=1 pytest tests/unit/inference/test_inference_kernels.py`.
+They need a GPU, or Triton's interpreter: `make test-kernels`.
 """
 
+import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,14 +13,19 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollbook.inference.engines.embedded.model.kernels import KernelOps, kernels_missing, sample_with_kernels
-from rollbook.inference.engines.embedded.model.llama import float32_logits
+from rollbook.inference.engines.embedded.model.kernels import KernelOps, sample_with_kernels
+from rollbook.inference.engines.embedded.model.llama import LlamaForward
 from rollbook.inference.engines.embedded.model.packed import PackedStep, PackedTorchOps
-from rollbook.inference.engines.embedded.model.torch_ops import HeadNorms, HeadShape
+from rollbook.inference.engines.embedded.model.torch_ops import HeadShape
+from rollbook.inference.engines.embedded.paged.runner import packed_error
 from rollbook.inference.engines.embedded.paged.step_input import PromptSlice, StepShape, layout_of
 from rollbook.inference.engines.embedded.row_table import RowTable
 from rollbook.inference.engines.embedded.sampling import RowSampling, sample
+from rollbook.numerics.operations import float32_logits, kernels_missing
+from rollbook.numerics.recipe import Activation, Attention, HeadNorms, Norm, Rotary
+from tests.models.families import family
 
 CAN_RUN = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -55,16 +62,24 @@ class Case:
         return random(len(self.step.tokens_M), self.heads.fused * self.heads.size, seed=5)
 
 
+def rotary_of(width: int, **options: Any) -> Rotary:
+    angles_TF = random(WIDTH * PAGE, width // 2, seed=1)
+    return Rotary(cosines_TF=angles_TF.cos(), sines_TF=angles_TF.sin(), **{"is_paired": False, **options})
+
+
 def make_case(
-    heads: HeadShape, *, pieces: list[PromptSlice] | None = None, chunk: int = 1024, padding: int = 3
+    heads: HeadShape,
+    *,
+    pieces: list[PromptSlice] | None = None,
+    chunk: int = 1024,
+    padding: int = 3,
+    activation: Activation = "silu",
 ) -> Case:
     pieces = pieces or []
     positions = np.array([0, 15, 16, 37, 100])
     table = RowTable(ROWS)
     table.positions[: len(positions)] = positions
-    angles = random(128, heads.size // 2, seed=1)
-    angles_TD = {"cosines_TD": angles.cos().repeat(1, 2), "sines_TD": angles.sin().repeat(1, 2)}
-    ops = KernelOps(heads, **angles_TD), PackedTorchOps(heads, **angles_TD)
+    ops = KernelOps(heads, activation), PackedTorchOps(heads, activation)
     is_split = chunk < 128
     decoding = np.arange(len(positions))
     tokens = len(positions) + sum(len(piece.tokens) for piece in pieces) + padding
@@ -102,53 +117,168 @@ def is_real(case: Case) -> Tensor:
     return case.step.positions_M >= 0
 
 
+def assert_same_attention(case: Case, **options: Any) -> None:
+    attention = Attention(**{"scale": 0.3, **options})
+    ours, expected = (ops.attend(case.fused(), case.step, case.blocks, attention) for ops in case.ops)
+    torch.testing.assert_close(ours[is_real(case)], expected[is_real(case)], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("chunk", [16, 32, 1024], ids=["split by block", "split by two blocks", "not split"])
 def test_decode_attention(name: str, chunk: int) -> None:
-    case = make_case(SHAPES[name], chunk=chunk)
-    ours, expected = (ops.attend(case.fused(), case.step, case.blocks) for ops in case.ops)
-    torch.testing.assert_close(ours[is_real(case)], expected[is_real(case)], rtol=1e-4, atol=1e-5)
+    assert_same_attention(make_case(SHAPES[name], chunk=chunk))
+
+
+@pytest.mark.parametrize("chunk", [32, 64, 1024], ids=["split", "split by what a program reads", "not split"])
+@pytest.mark.parametrize("window", [1, 20, 37, 90])
+def test_decode_attention_in_a_window(window: int, chunk: int) -> None:
+    assert_same_attention(make_case(SHAPES["one key head"], chunk=chunk), window=window)
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Counts the elements of new tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.empty.memory_format:
+            self.count += math.prod(args[0])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parts_of_split_rows_take_no_memory_for_lanes_without_a_head(name: str) -> None:
+    case = make_case(SHAPES[name], chunk=16)
+    fused_MX = case.fused()
+    with Allocations() as allocated:  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        case.ops[0].attend(fused_MX, case.step, case.blocks, Attention(scale=1.0))
+    heads, items = case.heads, len(case.step.item_tokens_W)
+    result = len(case.step.tokens_M) * heads.queries * heads.size
+    # A mean and a weight for each part and head.
+    assert allocated.count <= result + items * heads.queries * (heads.size + 1)
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_attention_of_prompts_and_decoding_rows_in_one_step(name: str) -> None:
     tokens = np.arange(30, dtype=np.int32)
-    case = make_case(SHAPES[name], pieces=[PromptSlice(5, 0, tokens, is_last=True)], chunk=32)
-    ours, expected = (ops.attend(case.fused(), case.step, case.blocks) for ops in case.ops)
-    torch.testing.assert_close(ours[is_real(case)], expected[is_real(case)], rtol=1e-4, atol=1e-5)
+    assert_same_attention(make_case(SHAPES[name], pieces=[PromptSlice(5, 0, tokens, is_last=True)], chunk=32))
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "head norms"])
-def test_rotation_and_cache_write(name: str, has_norms: bool) -> None:
+@pytest.mark.parametrize("window", [3, 20, 70])
+def test_attention_of_prompts_in_a_window(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first chunk has keys of the first queries of a tile only.
+    monkeypatch.setattr("rollbook.inference.engines.embedded.model.kernels.CHUNK", 64)
+    piece = PromptSlice(5, 50, np.arange(60, dtype=np.int32), is_last=True)
+    assert_same_attention(make_case(SHAPES["one key head"], pieces=[piece], chunk=32), window=window)
+
+
+def test_capped_scores() -> None:
+    tokens = np.arange(30, dtype=np.int32)
+    case = make_case(SHAPES["one key head"], pieces=[PromptSlice(5, 0, tokens, is_last=True)], chunk=32)
+    assert_same_attention(case, scale=2.0, cap=3.0)
+
+
+def norms_of(size: int, *, heads: tuple[int, int] = (1, 1), **options: Any) -> HeadNorms:
+    queries, keys = (
+        Norm(random(size * count, seed=seed), 1e-5, True, True) for seed, count in zip((8, 9), heads, strict=True)
+    )
+    return HeadNorms(queries, keys, **options)
+
+
+LAYERS: dict[str, Callable[[HeadShape], dict[str, Any]]] = {
+    "halves": lambda heads: {"rotary": rotary_of(heads.size)},
+    "norms of heads": lambda heads: {"rotary": rotary_of(heads.size), "norms": norms_of(heads.size)},
+    "norms of all heads": lambda heads: {
+        "rotary": rotary_of(heads.size),
+        "norms": norms_of(heads.size, heads=(heads.queries, heads.keys)),
+    },
+    "norms after the rotation": lambda heads: {
+        "rotary": rotary_of(heads.size),
+        "norms": norms_of(heads.size, is_after_rotation=True),
+    },
+    "a part of each head": lambda heads: {"rotary": rotary_of(heads.size // 2)},
+    "pairs": lambda heads: {"rotary": rotary_of(heads.size, is_paired=True)},
+    "a part of each head, pairs": lambda heads: {"rotary": rotary_of(heads.size // 2, is_paired=True)},
+    "scaled queries": lambda heads: {
+        "rotary": rotary_of(heads.size, query_scales_T=random(WIDTH * PAGE, seed=11).abs())
+    },
+    "no positions": lambda _: {},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [*((name, "norms of heads") for name in SHAPES), *(("a size that is no power of two", layer) for layer in LAYERS)],
+)
+def test_rotation_and_cache_write(name: str, layer: str) -> None:
     case = make_case(SHAPES[name], pieces=[PromptSlice(5, 20, np.arange(14, dtype=np.int32), is_last=True)])
-    size = case.heads.size
-    norms = HeadNorms(queries_D=random(size, seed=8), keys_D=random(size, seed=9), epsilon=1e-5) if has_norms else None
+    attention = Attention(scale=1.0, **LAYERS[layer](case.heads))
     queries, stored = [], []
     for ops in case.ops:
         fused_MX, blocks = case.fused(), case.blocks.clone()
-        ops.rotate_and_store(fused_MX, case.step, blocks, norms)
-        queries.append(fused_MX[is_real(case), : case.heads.queries * size])
+        ops.rotate_and_store(fused_MX, case.step, blocks, attention)
+        queries.append(fused_MX[is_real(case), : case.heads.queries * case.heads.size])
         stored.append(blocks)
     torch.testing.assert_close(*queries, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(*stored, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-def test_norm_and_gate() -> None:
-    ours, expected = make_case(SHAPES["one key head"]).ops
-    x_ME, weight_E = random(21, 48), random(48, seed=2)
-    torch.testing.assert_close(
-        ours.norm(x_ME, weight_E, 1e-5), expected.norm(x_ME, weight_E, 1e-5), rtol=1e-4, atol=1e-5
-    )
+@pytest.mark.parametrize("is_wide", [False, True], ids=["every product", "once"])
+def test_a_rotation_is_rounded_as_in_the_module(is_wide: bool) -> None:
+    case = make_case(SHAPES["one key head"])
+    rotary = rotary_of(case.heads.size)
+    tables = (table.half().float() if is_wide else table.half() for table in (rotary.cosines_TF, rotary.sines_TF))
+    rotary = Rotary(**dict(zip(("cosines_TF", "sines_TF"), tables, strict=True)), is_paired=False)
+    fused_MX, expected_MX = case.fused().half(), case.fused().half()
+    attention = Attention(scale=1.0, rotary=rotary)
+    case.ops[0].rotate_and_store(fused_MX, case.step, case.blocks.half(), attention)
+    at_M = case.step.positions_M.clamp(min=0).long()
+    heads_MXD = expected_MX.view(len(expected_MX), -1, case.heads.size)
+    turned = heads_MXD[:, : case.heads.queries + case.heads.keys]
+    cosines, sines = (table[at_M][:, None] for table in rotary.tables_TW)
+    turned.copy_(turned * cosines + turned.roll(case.heads.size // 2, -1) * sines)
+    rotated = (case.heads.queries + case.heads.keys) * case.heads.size
+    assert torch.equal(fused_MX[is_real(case), :rotated], expected_MX[is_real(case), :rotated])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_norm_and_gate(activation: Activation) -> None:
+    ours, expected = make_case(SHAPES["one key head"], activation=activation).ops
+    x_ME, norm = random(21, 48), Norm(random(48, seed=2), 1e-5)
+    torch.testing.assert_close(ours.norm(x_ME, norm), expected.norm(x_ME, norm), rtol=1e-4, atol=1e-5)
     # Wider than what one program reads.
     both_MF = random(3, 2 * 1100)
     torch.testing.assert_close(ours.gate(both_MF), expected.gate(both_MF), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("adds_one", "rounds_once"), [(False, False), (False, True), (True, True)])
+def test_a_norm_is_rounded_as_in_the_module(adds_one: bool, rounds_once: bool) -> None:
+    ours, _ = make_case(SHAPES["one key head"]).ops
+    x_ME = random(21, 48).half()
+    norm = Norm(random(48, seed=2).half(), 1e-5, adds_one, rounds_once)
+    is_equal = ours.norm(x_ME, norm) == norm.reference(x_ME)
+    # The sum of squares may have another order.
+    assert is_equal.float().mean() > 0.97
+    other = Norm(norm.weight_E, 1e-5, adds_one, not rounds_once)
+    assert (ours.norm(x_ME, norm) == other.reference(x_ME)).float().mean() < 0.95
+
+
+FAMILIES = ["ministral3", "hunyuan_v1_dense", "granite", "phi3", "glm4", "ernie4_5", "olmo2", "smollm3", "gemma2"]
+
+
+@pytest.mark.parametrize("kind", ["llama", *FAMILIES])
+def test_a_packed_step_has_the_logits_of_the_module(kind: str) -> None:
+    module = family(kind).model().to(DEVICE).requires_grad_(False)
+    forward = LlamaForward(module, max_model_len=160)
+    forward.packed_ops = KernelOps(forward.heads, forward.recipe.activation)
+    with forward.short_windows(module):
+        assert packed_error(forward, module, block_size=PAGE) < 1e-4
+
+
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 64 tokens, because the interpreter is slow."""
-    monkeypatch.setattr("rollbook.inference.engines.embedded.model.triton_sampling.TILE", 64)
+    monkeypatch.setattr("rollbook.numerics.triton_logprobs.TILE", 64)
 
 
 def rows_of(count: int, *, temperature: float = 1.0, **changes: Any) -> RowSampling:
@@ -244,6 +374,21 @@ def test_truncated_rows_draw_from_the_most_likely_tokens_only() -> None:
     assert (top_NK.indices == tokens_N[:, None]).any(dim=1).all()
     expected_NK = torch.log_softmax(top_NK.values, dim=-1)
     torch.testing.assert_close(logprobs_N, expected_NK.gather(1, at_N[:, None])[:, 0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.usefixtures("small_tiles")
+def test_a_truncated_row_changes_no_bit_of_the_others(temperature: float) -> None:
+    count = 64
+    logits_NV = random(count, 150) * 3 + 5
+    alone = sample_with_kernels(logits_NV, rows_of(count, temperature=temperature))
+    top_k_N = torch.zeros(count, dtype=torch.int32, device=DEVICE)
+    top_p_N = torch.ones(count, device=DEVICE)
+    top_k_N[0], top_p_N[1] = 3, 0.5
+    mixed = rows_of(count, temperature=temperature, top_k_N=top_k_N, top_p_N=top_p_N, is_truncated=True)
+    together = sample_with_kernels(logits_NV, mixed)
+    for found, expected in zip(together, alone, strict=True):
+        assert found[2:].tolist() == expected[2:].tolist()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -21,7 +21,8 @@ from rollbook.inference.engines.embedded.live_weights import LiveWeights
 from rollbook.inference.engines.embedded.paged.runner import PackedRunner
 from rollbook.inference.pause import OutdatedUpdateError
 from rollbook.inference.weights.lora import checked_settings, low_rank_pairs, read_adapter
-from rollbook.trainer.model.weights import digest_of, named_weights
+from rollbook.shared_weights.modules import named_weights
+from rollbook.trainer.model.weights import digest_of
 from tests.parts.inference.adapters import make_adapter, peft_model, published_adapter
 from tests.parts.inference.engines import TinyModel
 from tests.parts.inference.models import build_model, plain_logprobs
@@ -135,6 +136,22 @@ async def test_one_wrong_bit_of_an_adapter_changes_the_digest(tiny: TinyModel, t
         # The same publication is then loaded again.
         await engine.load_weights(offered, path, adapter=adapter)
         assert await engine.weights_digest() == offered.digest
+
+
+@pytest.mark.parametrize("rank", [3, 16, 24])
+async def test_the_ranks_of_each_projection_begin_where_a_matrix_instruction_does(
+    tiny: TinyModel, tmp_path: Path, rank: int
+) -> None:
+    """Then a sum over them is grouped as in a product of this projection alone."""
+    offered, path, adapter = published_adapter(make_adapter(tmp_path / "adapter", tiny.model_dir, r=rank), 1)
+    async with open_engine(InferenceConfig(), tiny.model_dir) as engine:
+        await engine.load_weights(offered, path, adapter=adapter)
+        bank: Any = engine.parts.model.adapters
+        b_PRO = bank._factors["model.layers.0.self_attn.qkv"].b_LPRO[0]
+        used = b_PRO.flatten(0, 1).any(dim=1).nonzero()[:, 0].tolist()
+        width = b_PRO.shape[1]
+        assert used == [part * width + n for part in range(3) for n in range(rank)]
+        assert width % 16 == 0
 
 
 def test_an_adapter_that_was_never_applied_is_detected_however_small_it_is() -> None:

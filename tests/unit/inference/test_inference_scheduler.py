@@ -253,8 +253,9 @@ async def test_recomputing_after_an_update_includes_prompts_in_prefill(root: Pat
 
 
 async def test_the_engine_reports_its_choices_and_their_reasons(root: Path) -> None:
-    async with embedded(TinyModel(root=root, kind="gpt2")) as engine:
-        assert "because model type gpt2 is not supported" in engine.parts.choices[0]
+    async with embedded(TinyModel(root=root, kind="gpt2"), exactness="fast") as engine:
+        assert engine.exactness.inexact_because == "inference.exactness is fast"
+        assert "because it is not built like a Llama" in engine.parts.choices[0]
     async with embedded(TinyModel(root=root), forward="module") as engine:
         assert "because the config requires it" in engine.parts.choices[0]
         completion = await engine.generate([1, 2], SamplingParams(max_tokens=10))
@@ -366,6 +367,26 @@ async def test_all_row_counts_are_captured_before_the_first_request(root: Path) 
         assert runner.captures == captures
 
 
+async def test_steps_of_split_rows_are_captured_before_the_first_request(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollbook.inference.engines.embedded.paged.runner.CHUNK", 8)
+    monkeypatch.setattr("rollbook.inference.engines.embedded.paged.step_input.PROGRAMS_WANTED", 1)
+    async with embedded(TinyModel(root=root), is_captured=True, max_running=3, forward_tokens=128) as engine:
+        runner = engine.parts.runner
+        assert isinstance(runner, PackedRunner)
+        # With exact sums the length of chunks is fixed, so long rows have more parts.
+        runner.model.is_exact = True
+        runner.forget_graphs()
+        await engine.warm_up()
+        captures = runner.captures
+        prompts = some_prompts(6, 2, 100, seed=9)
+        completions = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=100)) for p in prompts))
+        assert runner.captures == captures
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert_faithful(TinyModel(root=root), prompt, completion)
+
+
 async def test_a_request_with_many_stop_tokens_does_not_slow_down_later_ones(root: Path) -> None:
     async with embedded(TinyModel(root=root), is_captured=True) as engine:
         many = await engine.generate([1], SamplingParams(max_tokens=20, stop_token_ids=tuple(range(8, 1000))))
@@ -391,3 +412,20 @@ async def test_a_preempted_request_does_not_report_its_own_prompt_as_cached(root
         assert engine.parts.scheduler.preemptions > 0
         assert [completion.cached_tokens for completion in completions] == [0, 0]
         assert engine.stats().cached_tokens == 0
+
+
+async def test_a_prompt_whose_prefill_starts_again_is_counted_once_as_cached(root: Path) -> None:
+    tiny = TinyModel(root=root)
+    shared, rest = some_prompts(2, 64, 64, seed=8)
+    async with embedded(
+        tiny, is_captured=True, step_prefill_tokens=8, forward_tokens=16, kv_after_update="recompute"
+    ) as engine:
+        first = engine.submit(shared, SamplingParams(max_tokens=60))
+        await until(lambda: engine.stats().tokens >= 1)
+        second = engine.submit([*shared, *rest], SamplingParams(max_tokens=2))
+        await until(lambda: engine.stats().cached_tokens > 0)
+        await engine.load_weights(*tiny.weights(2))
+        completion = await second
+        assert completion.versions.tolist() == [2, 2]
+        assert engine.stats().cached_tokens == completion.cached_tokens == 64
+        await first

@@ -21,8 +21,9 @@ from rollbook.inference.weights.safetensors import FileTensor
 from rollbook.inference.weights.shared_memory import ABANDONED_S, directory_name
 from rollbook.inference.weights.transport import TransportOptions, open_transport
 from rollbook.inference.weights.transports import files
-from rollbook.inference.weights.transports.cuda_ipc import decode_handle, encode_handle
-from rollbook.inference.weights.transports.packing import NAMES, headers_of, pack, unpack_views
+from rollbook.inference.weights.transports.cuda_ipc import _packed_on
+from rollbook.shared_weights.gpu_handles import decode_handle, encode_handle
+from rollbook.shared_weights.packing import NAMES, PackedWeights, headers_of, pack, unpack_views
 from rollbook.trainer.model.weights import digest_of
 from tests.parts.inference.engines import until
 from tests.parts.inference.models import publication
@@ -208,3 +209,13 @@ async def test_an_nccl_group_that_is_formed_after_its_deadline_is_destroyed(monk
             await transport.assemble(2)
     is_complete.set()
     await until(lambda: bool(formed) and formed[0].is_destroyed)
+
+
+def test_weights_that_were_copied_in_one_block_are_not_packed_again() -> None:
+    weights = {"a": torch.arange(5, dtype=torch.bfloat16), "b": torch.ones(3, 4)}
+    packed = PackedWeights(weights, device="cpu")
+    assert all(torch.equal(packed[name], weights[name]) for name in weights)
+    assert _packed_on("cpu", packed) is packed.block
+    assert packed["b"].untyped_storage().data_ptr() == packed.block.untyped_storage().data_ptr()
+    views = unpack_views(packed.block, headers_of(weights))
+    assert all(torch.equal(views[name], weights[name]) for name in weights)

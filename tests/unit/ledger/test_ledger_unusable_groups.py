@@ -45,7 +45,7 @@ def with_a_decided_batch() -> RunDriver:
     ("limits", "reason"),
     [
         (TrainingLimits(vocabulary_size=12), "token id 12 is outside of the vocabulary of 12"),
-        (TrainingLimits(max_tokens=2), "3 tokens, the model takes 2"),
+        (TrainingLimits(max_tokens=2), "3 tokens, the run trains at most 2"),
     ],
 )
 def test_a_group_outside_of_the_limits_is_refused_and_nothing_is_stored(limits: TrainingLimits, reason: str) -> None:

@@ -44,7 +44,9 @@ def test_a_built_in_rollout_function_has_a_short_name_and_keeps_its_dotted_name(
 
 
 def test_an_unknown_short_name_lists_the_known_ones_and_suggests_the_nearest() -> None:
-    with pytest.raises(RunError, match=r"'agnet'.*\(built in: agent, chat, remote, tools\); did you mean 'agent'\?"):
+    with pytest.raises(
+        RunError, match=r"'agnet'.*\(built in: agent, chat, remote, tools, verifiers\); did you mean 'agent'\?"
+    ):
         load_rollout("agnet")
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.contracts.trajectory import CHAT_FACT
 from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.chat.demonstrations import ChatError, DemonstrationError, chat_row, read_demonstrations
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
@@ -20,6 +22,9 @@ CHATML = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 NO_END = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+TOOLS = (
+    "{% for t in tools or [] %}<|tool|>{{ t.function.name }}{% endfor %}{% if is_brief %}<|brief|>{% endif %}" + CHATML
+)
 REWRITES_HISTORY = (
     "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}<|{{ m.role }}|>{{ m.content }}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -29,7 +34,12 @@ REWRITES_HISTORY = (
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelTokenizer]:
     loaded = {}
-    for name, template in (("chatml", CHATML), ("no_end", NO_END), ("rewrites_history", REWRITES_HISTORY)):
+    for name, template in (
+        ("chatml", CHATML),
+        ("no_end", NO_END),
+        ("tools", TOOLS),
+        ("rewrites_history", REWRITES_HISTORY),
+    ):
         directory = tmp_path_factory.mktemp(name)
         build = ModelBuildConfig(tokenizer="bytes", chat_template=template)
         build_tokenizer(build).save_pretrained(str(directory))
@@ -54,12 +64,18 @@ texts = (
 )
 
 
-@given(turns=st.lists(st.tuples(texts, texts), min_size=1, max_size=3))
+ADD: list[dict[str, Any]] = [{"type": "function", "function": {"name": "add"}}]
+
+
+@given(
+    turns=st.lists(st.tuples(texts, texts), min_size=1, max_size=3),
+    given=st.sampled_from([{}, {"tools": ADD}, {"tools": ADD, "template": {"is_brief": True}}]),
+)
 def test_a_demonstration_is_what_a_rollout_would_have_recorded(
-    tokenizers: dict[str, ModelTokenizer], turns: list[tuple[str, str]]
+    tokenizers: dict[str, ModelTokenizer], turns: list[tuple[str, str]], given: dict[str, Any]
 ) -> None:
-    tokenizer = tokenizers["chatml"]
-    assembler = MessageTrajectoryAssembler(tokenizer, SamplingParams())
+    tokenizer = tokenizers["tools"]
+    assembler = MessageTrajectoryAssembler(tokenizer, SamplingParams(), **given)
     for question, answer in turns:
         assembler.add_message("user", question)
         assembler.next_prompt()
@@ -73,8 +89,10 @@ def test_a_demonstration_is_what_a_rollout_would_have_recorded(
                 finish_reason=FinishReason.STOP,
             )
         )
-    recorded = assembler.build(reward=1.0).sequences[0]
-    demonstrated = chat_row(chat(*(text for turn in turns for text in turn)), tokenizer)
+    sample = assembler.build(reward=1.0)
+    recorded = sample.sequences[0]
+    assert sample.facts.get(CHAT_FACT, {}) == given
+    demonstrated = chat_row(chat(*(text for turn in turns for text in turn)), tokenizer, **given)
     assert demonstrated.token_ids.tolist() == recorded.token_ids.tolist()
     assert demonstrated.loss_mask.tolist() == recorded.loss_mask.tolist()
 
@@ -128,6 +146,32 @@ def test_every_bad_line_is_reported_with_number_and_cause(
     kept = read_demonstrations(path, tokenizers["chatml"], max_tokens=100, is_strict=False)
     assert len(kept.rows) == 1
     assert [line.number for line in kept.bad] == [2, 3, 4, 5, 6, 7]
+
+
+def test_a_line_with_tokens_is_trained_as_it_is_by_a_model_with_the_same_vocabulary_only(
+    tmp_path: Path, tokenizers: dict[str, ModelTokenizer]
+) -> None:
+    tokenizer = tokenizers["rewrites_history"]
+    row = chat_row(chat("hi", "yes"), tokenizers["chatml"])
+    line = {
+        "token_ids": row.token_ids.tolist(),
+        "loss_mask": row.loss_mask.astype(int).tolist(),
+        "vocabulary": tokenizer.vocabulary_digest,
+    }
+    found = read_demonstrations(write(tmp_path / "a.jsonl", line), tokenizer, max_tokens=99, is_strict=True)
+    assert found.rows[0].token_ids.tolist() == row.token_ids.tolist()
+    assert found.rows[0].loss_mask.tolist() == row.loss_mask.tolist()
+    bad: dict[str, dict[str, Any]] = {
+        "use a model with the same tokenizer": {"vocabulary": "another"},
+        "no list of numbers from 0 to": {"token_ids": [10**6, *line["token_ids"][1:]]},
+        "numbers that are 0 or 1": {"loss_mask": [0, 1]},
+        "not the first one": {"loss_mask": [1] * len(row)},
+    }
+    path = write(tmp_path / "b.jsonl", line, *({**line, **change} for change in bad.values()))
+    skipped = read_demonstrations(path, tokenizer, max_tokens=99, is_strict=False)
+    assert len(skipped.rows) == 1
+    for cause, entry in zip(bad, skipped.bad, strict=True):
+        assert cause in str(entry)
 
 
 def test_changes_to_other_lines_do_not_move_a_chat_across_the_split(

@@ -96,7 +96,10 @@ async def test_a_turn_keeps_its_reward_and_the_state_in_which_it_was_sampled() -
     assert len(set(by_fact.tolist())) == 3
     last = await played({"reward": "last"}, EpisodeLimits(max_turns=3))
     assert (last.reward, last.turn_rewards) == (3.0, None), "the rewards of the turns are not what it is made of"
-    assert (await played(limits=EpisodeLimits(max_turns=1))).turn_rewards is None, "its reward says the same"
+    short = await played(limits=EpisodeLimits(max_turns=1))
+    assert short.turn_rewards is None, "its reward says the same"
+    assert short.turn_states is not None
+    assert short.turn_states.tolist() == [first], "longer episodes begin in the same state"
 
 
 async def test_the_token_limit_is_never_exceeded_and_ends_as_truncated() -> None:

@@ -12,6 +12,7 @@ from tests.parts.rollout.family_templates import STYLES, Style, table
 
 PAGE = Path(__file__).parents[3] / "docs" / "token-fidelity.md"
 EXTENDING = {
+    "Qwen3-Coder",
     "Qwen2.5, Qwen3-Instruct, Hermes",
     "Llama 3.1 to 3.3",
     "Gemma 3",

@@ -200,9 +200,38 @@ async def test_a_group_with_constant_rewards_is_dropped_as_filtered_with_its_out
 async def test_a_run_with_turn_credit_keeps_equal_rewards_that_were_earned_in_other_turns() -> None:
     marks = tuple(TurnMark(sequence=0, start=1, end=2) for _ in range(2))
     early, late = (replace(sample(0.5), turns=marks).with_turns(rewards=turns) for turns in ([0.5, 0], [0, 0.5]))
-    assert (await play(scripted(early, late, late, late), turn_credit=True)).drop is None
-    assert str((await play(scripted(*[late] * 4), turn_credit=True)).drop) == "filtered: constant_reward"
+    assert (await play(scripted(early, late, late, late), turn_credit="rewards")).drop is None
+    assert str((await play(scripted(*[late] * 4), turn_credit="rewards")).drop) == "filtered: constant_reward"
     assert str((await play(scripted(early, late, late, late))).drop) == "filtered: constant_reward"
+    assert (await play(scripted(early, late, late, late), turn_credit="off")).drop is not None
+    # With a discount, the same reward is worth less after more turns; without one it is not.
+    short = replace(sample(0.5), turns=marks[:1]).with_turns(states=["start"])
+    at_door = replace(sample(0.5), turns=marks).with_turns(rewards=[0, 0.5], states=["start", "door"])
+    at_wall = replace(sample(0.5), turns=marks).with_turns(rewards=[0, 0.5], states=["start", "wall"])
+    kept = {
+        name: [
+            (await play(scripted(first, at_door, at_door, at_door), turn_credit=name)).drop is None
+            for first in (short, at_wall, at_door)
+        ]
+        for name in ("rewards", "lengths", "states")
+    }
+    assert kept == {
+        "rewards": [False, False, False],
+        "lengths": [True, False, False],
+        "states": [True, True, False],
+    }
+
+
+async def test_a_run_that_compares_reward_functions_keeps_equal_sums_of_other_scores() -> None:
+    right, brief = (
+        replace(sample(1.0), metrics={"reward/right": a, "reward/brief": 1.0 - a, "reward/seen": a}) for a in (0.0, 1.0)
+    )
+    names = ("right", "brief")
+    assert (await play(scripted(right, brief, brief, brief), score_credit=names)).drop is None
+    assert str((await play(scripted(*[brief] * 4), score_credit=names)).drop) == "filtered: constant_reward"
+    assert str((await play(scripted(right, brief, brief, brief))).drop) == "filtered: constant_reward"
+    other = await play(scripted(right, brief, brief, brief), score_credit=("other",))
+    assert str(other.drop) == "filtered: constant_reward"
 
 
 async def test_a_group_with_token_advantages_of_its_producer_is_kept_whatever_its_rewards_are() -> None:

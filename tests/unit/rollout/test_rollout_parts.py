@@ -17,6 +17,7 @@ from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.groups.parts import GroupParts
 from rollbook.rollout.groups.player import GroupOrder, GroupPlayer
 from rollbook.rollout.groups.results import PlayedPart
+from rollbook.rollout.rewards.scorer import Scorer
 from tests.unit.rollout.test_rollout_group import HurriedClock, sample
 
 WHOLE = OpenPart(group_id=GroupId("t@0"), number=1, num_samples=4)
@@ -25,18 +26,29 @@ WHOLE = OpenPart(group_id=GroupId("t@0"), number=1, num_samples=4)
 class Stage:
     """Episodes that end when the test says so, in the order of the test."""
 
-    def __init__(self, part: OpenPart = WHOLE, *, clock: Clock | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        part: OpenPart = WHOLE,
+        *,
+        clock: Clock | None = None,
+        scorer: Scorer | None = None,
+        first_part: bytes | None = None,
+        **settings: Any,
+    ) -> None:
         self._clock = clock or HurriedClock()
         self.results: list[PlayedPart] = []
         self._ends: list[asyncio.Future[Any]] = []
         self._have_started = asyncio.Event()
         self._part = part
+        self._scorer = scorer
+        self._first_part = first_part
         self._config = RolloutConfig.model_validate(
             {"completions_per_prompt": 4, "quorum": 2, "retry_budget": 0, **settings}
         )
 
     async def __aenter__(self) -> "Stage":
-        assembler = GroupPlayer(self._rollout, self._config, clock=self._clock)
+        score = None if self._scorer is None else self._scorer.score
+        assembler = GroupPlayer(self._rollout, self._config, score=score, group_scorer=self._scorer, clock=self._clock)
         order = GroupOrder(
             group_id=self._part.group_id,
             attempt=1,
@@ -48,6 +60,7 @@ class Stage:
             part=self._part.number,
             num_samples=self._part.num_samples,
             baseline=self._part.baseline,
+            first_part=self._first_part,
         )
 
         async def play() -> None:

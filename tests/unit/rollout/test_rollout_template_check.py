@@ -50,9 +50,10 @@ def test_tool_calls_are_checked_in_the_format_of_the_model() -> None:
     bare = (
         TOOLS_TEMPLATE.replace("<tool_call>\n", "").replace("\n</tool_call>", "").replace('"arguments"', '"parameters"')
     )
-    as_json = {finding.case: finding for finding in check_template(word_tokenizer(bare), style="json")}
-    assert as_json["tool call and result"].verdict is TemplateVerdict.EXACT
-    assert as_json["tool call and result"].drift is not None
+    for style in ("json", "llama"):
+        found = {finding.case: finding for finding in check_template(word_tokenizer(bare), style=style)}
+        assert found["tool call and result"].verdict is TemplateVerdict.EXACT
+        assert found["tool call and result"].drift is not None
     assert findings(bare)["tool call and result"].verdict is TemplateVerdict.REWRITTEN
 
 

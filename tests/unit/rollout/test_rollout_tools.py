@@ -7,19 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import Field
 
 from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.output_formats import ToolCall
 from rollbook.contracts.plugin import PluginError
-from rollbook.contracts.policy import Completion, SamplingParams
+from rollbook.contracts.policy import NOT_SAMPLED, Completion, SamplingParams
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.agents.tool_calls import ParsedText
 from rollbook.rollout.episodes.tools import load_tool, make_rollout
 from rollbook.rollout.policy import EpisodePolicy
 from rollbook.rollout.settings import EpisodeLimits
-from tests.parts.rollout.guessing import completion, letter_tokenizer, setup_of
+from tests.parts.rollout.family_templates import STYLES
+from tests.parts.rollout.guessing import CHATML, completion, letter_tokenizer, setup_of
 
 
 def add(left: int, right: int = 1) -> int:
@@ -53,6 +57,9 @@ def meets(left: int) -> int:
     """Returns when four calls are in progress."""
     MEETING.wait()
     return left
+
+
+QWEN_ADD = "<tool_call><function=add><parameter=left>2</parameter><parameter=right>3</parameter></function></tool_call>"
 
 
 def anything(*parts: int) -> int:
@@ -117,6 +124,39 @@ async def test_the_policy_calls_tools_until_it_answers() -> None:
     assert sample.reward is None
 
 
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("<think>\n", f"no</think>{QWEN_ADD}"),
+        ("", f"<think>{QWEN_ADD}</think>{QWEN_ADD}"),
+        ("[T]", f"no[/T]{QWEN_ADD}"),
+    ],
+)
+async def test_a_call_after_a_thought_is_executed_with_the_types_of_the_tool_and_none_in_a_thought_is(
+    prompt: str, said: str
+) -> None:
+    style = STYLES[0]
+    tokenizer = replace(
+        style, template=style.template.replace("assistant\n{% endif", f"assistant\n{prompt}{{% endif")
+    ).tokenizer()
+    texts = [said, f"{said.partition('/')[0]} {QWEN_ADD}"]
+
+    class Says:
+        async def complete(self, prompt_ids: Sequence[int], sampling: SamplingParams, **_: Any) -> Completion:
+            return completion(tokenizer.encode(f"{texts.pop(0)}<|im_end|>"))
+
+    tags = ("[T]", "[/T]") if prompt == "[T]" else ("<think>", "</think>")
+    setup, _ = setup_of(
+        settings={"tools": [f"{__name__}:add"], "tool_parser": "qwen", "thinking_tags": tags},
+        limits=EpisodeLimits(max_turns=3, max_total_tokens=4096),
+    )
+    sampling = SamplingParams(max_tokens=999)
+    play = make_rollout(replace(setup, tokenizer=tokenizer, policy=EpisodePolicy(Says(), sampling), sampling=sampling))
+    sample = await play({"question": "what is 2 and 3?"})
+    assert sample is not None
+    assert results(sample) == ["5"], "the second turn ends in its thought"
+
+
 async def test_a_limit_ends_an_episode_that_never_answers() -> None:
     sample = await played(*["call add 1 1"] * 3)
     assert sample.finish_reason is EndReason.MAX_TURNS
@@ -176,3 +216,111 @@ async def test_the_task_reaches_a_parameter_that_the_policy_does_not_see() -> No
 def test_a_function_without_named_parameters_cannot_be_a_tool() -> None:
     with pytest.raises(PluginError, match=r"whose parameter \*parts: int has no name of its own"):
         load_tool(f"{__name__}:anything")
+
+
+THINKING = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+
+
+class Script:
+    """A policy that says a text in each turn, as far as `max_tokens` allows, and continues it in the next request."""
+
+    def __init__(self, *turns: str) -> None:
+        self.tokenizer = letter_tokenizer()
+        self._turns = [self.tokenizer.encode(f"{text}<|im_end|>") for text in turns]
+        self._answer = self.tokenizer.encode("5<|im_end|>")
+        self.requests: list[tuple[list[int], list[int]]] = []
+
+    async def complete(self, prompt_ids: Sequence[int], sampling: SamplingParams, **_: Any) -> Completion:
+        prompt = list(prompt_ids)
+        rest = self._answer if self.requests and self._is_ended(prompt) else self._turns[0]
+        said, left = rest[: sampling.max_tokens], rest[sampling.max_tokens :]
+        self.requests.append((prompt, said))
+        self._turns[0] = left
+        if not left:
+            self._turns.pop(0)
+        return completion(said, version=len(self.requests), is_truncated=bool(left))
+
+    def _is_ended(self, prompt: Sequence[int]) -> bool:
+        return self.tokenizer.decode(list(prompt)).endswith("\n</think>\n\n")
+
+
+async def thought(
+    text: str, budget: int | None, *, template: str = CHATML, max_tokens: int = 64
+) -> tuple[RolloutSample, Script]:
+    script = Script(text)
+    setup, _ = setup_of(
+        settings={
+            "tools": [f"{__name__}:add"],
+            "tool_parser": f"{__name__}:lines",
+            **({} if budget is None else {"max_thinking_tokens": budget}),
+        },
+        template=template,
+    )
+    sampling = SamplingParams(max_tokens=max_tokens)
+    play = make_rollout(replace(setup, policy=EpisodePolicy(script, sampling), sampling=sampling))
+    sample = await play({"question": "what is 2 and 3?"})
+    assert sample is not None
+    return sample, script
+
+
+def require_exact_tokens(sample: RolloutSample, script: Script) -> None:
+    """The tokens are those that the policy read and sampled, and exactly the sampled ones are trained."""
+    (row,) = sample.sequences
+    sampled = np.zeros(len(row.token_ids), dtype=bool)
+    for number, (prompt, said) in enumerate(script.requests, start=1):
+        assert row.token_ids[: len(prompt) + len(said)].tolist() == [*prompt, *said]
+        place = slice(len(prompt), len(prompt) + len(said))
+        sampled[place] = True
+        assert set(row.versions[place].tolist()) == {number}
+    np.testing.assert_array_equal(row.loss_mask, sampled)
+    np.testing.assert_array_equal(row.logprobs, np.where(sampled, np.float32(-0.5), np.float32(0.0)))
+    assert set(row.versions[~sampled].tolist()) == {NOT_SAMPLED}
+    assert sample.metrics["thought_tokens"] + sample.metrics["answer_tokens"] == sample.num_trained
+
+
+@pytest.mark.parametrize(("template", "opening"), [(CHATML, "<think>\n"), (THINKING, "")])
+async def test_a_thought_beyond_its_budget_is_ended_and_the_policy_answers(template: str, opening: str) -> None:
+    sample, script = await thought(opening + "a" * 99, 20, template=template)
+    require_exact_tokens(sample, script)
+    assert len(script.requests) == 2
+    said = (opening + "a" * 99)[:20] + "\n</think>\n\n5"
+    assert sample.messages is not None
+    assert sample.messages[-1]["content"] == said
+    assert len(sample.turns) == 1
+    assert (sample.metrics["thought_tokens"], sample.metrics["answer_tokens"]) == (20.0, 2.0)
+    assert sample.metrics["ended_thoughts"] == 1.0
+    assert sample.finish_reason is EndReason.DONE
+
+
+@pytest.mark.parametrize("budget", [None, 5, 16, 17, 22, 40])
+async def test_a_budget_does_not_touch_a_turn_that_does_not_think_or_ends_its_thought(budget: int | None) -> None:
+    plain, script = await thought("it is 5, because 2 and 3 are 5", budget)
+    require_exact_tokens(plain, script)
+    assert (plain.metrics["thought_tokens"], plain.metrics["answer_tokens"]) == (0.0, 31.0)
+    if budget is None or budget > 16:
+        ended, script = await thought("<think>a</think>5 and nothing else", budget)
+        require_exact_tokens(ended, script)
+        assert (ended.metrics["thought_tokens"], ended.metrics["answer_tokens"]) == (16.0, 19.0)
+        assert ended.metrics.get("ended_thoughts", 0.0) == 0.0
+
+
+async def test_a_thought_that_leaves_no_room_for_an_answer_is_a_cut_turn() -> None:
+    sample, script = await thought("<think>" + "a" * 99, 20, max_tokens=25)
+    require_exact_tokens(sample, script)
+    assert sample.finish_reason is EndReason.MAX_TOKENS
+    assert (len(script.requests), sample.metrics["thought_tokens"]) == (1, 20.0)
+
+
+@given(
+    st.text("ab5 ", max_size=30),
+    st.sampled_from(["", "<think>", "<think>a", "<think>a</think>", "</think>"]),
+    st.integers(len("<think>") + 1, 50),
+    st.sampled_from([CHATML, THINKING]),
+)
+def test_tokens_are_those_that_the_policy_read_and_sampled_at_any_budget(
+    text: str, opening: str, budget: int, template: str
+) -> None:
+    sample, script = asyncio.run(thought(opening + text, budget, template=template))
+    require_exact_tokens(sample, script)
+    assert len(script.requests) <= 2
+    assert sample.metrics["thought_tokens"] <= budget

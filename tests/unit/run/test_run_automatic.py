@@ -1,50 +1,32 @@
 """Settings that a run file leaves open: chosen from the machine and the model, recorded, and kept by a resumed run."""
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rollbook.commands.checks import config as config_command
 from rollbook.commands.checks import doctor
+from rollbook.commands.output import stderr_console
 from rollbook.commands.training import train as train_module
 from rollbook.commands.training.init import init_project
 from rollbook.run.config.run import AUTO_SETTINGS, ConfigError, RunConfig, dump_toml, flat_values, load_config
 from rollbook.run.config.sft import load_sft_config
-from rollbook.run.resources.automatic import Resolution, resolve, trainer_choices, value_at
+from rollbook.run.directory import RunDirectory
+from rollbook.run.ledger_clients import model_limits
+from rollbook.run.resources.automatic import Resolution, resolve, sizes_of, trainer_choices, value_at
+from rollbook.run.resources.division import Division, estimated_step_s
 from rollbook.run.resources.machine import GB, Gpu, Machine, this_machine, visible
-from rollbook.run.resources.memory_plan import gpu
+from rollbook.run.resources.memory_plan import ALL_LAYERS, DISK, MAIN_MEMORY, gpu, memory_plan
 from rollbook.run.supervision.plan import environment_of
+from rollbook.trainer.config import TrainerConfig
+from tests.parts.run.projects import SHAPES, project
 
 H200 = Gpu(number=0, name="NVIDIA H200", memory_bytes=150 * GB)
 WITH_GPU = Machine(gpus=(H200,), cores=16, memory_bytes=128 * GB)
 WITHOUT_GPU = Machine(cores=16, memory_bytes=128 * GB)
-SHAPES: dict[str, dict[str, Any]] = {
-    "135m": {"hidden": 576, "layers": 30, "heads": 9, "kv_heads": 3, "ffn": 1536, "vocab": 49_152},
-    "0.5b": {"hidden": 896, "layers": 24, "heads": 14, "kv_heads": 2, "ffn": 4864, "vocab": 151_936},
-    "1.5b": {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "ffn": 8960, "vocab": 151_936},
-    "8b": {"hidden": 4096, "layers": 36, "heads": 32, "kv_heads": 8, "ffn": 12_288, "vocab": 151_936},
-}
-
-
-def project(tmp_path: Path, model: str) -> Path:
-    """The run file of a new project with a model of this shape, of which only the config exists."""
-    home, shape = tmp_path / model, SHAPES[model]
-    home.mkdir()
-    table = {
-        "hidden_size": shape["hidden"],
-        "num_hidden_layers": shape["layers"],
-        "num_attention_heads": shape["heads"],
-        "num_key_value_heads": shape["kv_heads"],
-        "intermediate_size": shape["ffn"],
-        "vocab_size": shape["vocab"],
-        "max_position_embeddings": 32_768,
-        "tie_word_embeddings": model != "8b",
-    }
-    (home / "config.json").write_text(json.dumps(table), encoding="utf-8")
-    init_project(tmp_path / f"run-{model}", template="single_turn", model=str(home))
-    return tmp_path / f"run-{model}" / "run.toml"
 
 
 def resolved(file: Path, *overrides: str, machine: Machine = WITH_GPU, recorded: RunConfig | None = None) -> Resolution:
@@ -211,17 +193,63 @@ def test_runs_of_the_sizes_that_users_have_fit(tmp_path: Path, model: str, limit
     assert trainer + policy <= limit
 
 
+def test_only_as_many_layers_are_recomputed_as_needed_and_the_number_is_recorded(tmp_path: Path) -> None:
+    file = project(tmp_path, "1.5b")
+    found = resolved(file, "run.gpu_memory_gb=48")
+    number = found.loaded.config.trainer.gradient_checkpointing
+    assert number is not True
+    assert 0 < number < SHAPES["1.5b"]["layers"]
+    assert f"gradient checkpointing of {number} layer" in "\n".join(found.lines())
+    (file.parent / "again.toml").write_text(dump_toml(found.loaded.config), encoding="utf-8")
+    assert load_config(file.parent / "again.toml").config.trainer.gradient_checkpointing == number
+    everything = resolved(file, "run.gpu_memory_gb=40").loaded.config.trainer.gradient_checkpointing
+    assert everything is True
+
+
+@pytest.mark.parametrize(("written", "read"), [("true", True), ("false", False), ("0", 0), ("1", 1), ("12", 12)])
+def test_a_number_of_recomputed_layers_is_not_a_switch(tmp_path: Path, written: str, read: bool | int) -> None:
+    config = load_config(project(tmp_path, "135m"), [f"trainer.gradient_checkpointing={written}"]).config
+    found = config.trainer.gradient_checkpointing
+    assert (found, type(found)) == (read, type(read))
+    assert TrainerConfig.model_validate(config.trainer.model_dump(mode="json")).gradient_checkpointing is found
+
+
+def test_a_negative_number_of_recomputed_layers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.gradient_checkpointing"):
+        load_config(project(tmp_path, "135m"), ["trainer.gradient_checkpointing=-1"])
+
+
 def test_without_a_limit_no_process_is_limited(tmp_path: Path) -> None:
     config = resolved(project(tmp_path, "135m")).loaded.config
     assert (config.trainer.gpu_memory_gb, config.inference.gpu_memory_gb) == (None, None)
 
 
 def test_a_run_that_does_not_fit_is_refused_with_settings_that_help(tmp_path: Path) -> None:
-    (fault,) = resolved(project(tmp_path, "8b"), "run.gpu_memory_gb=80").faults()
+    fault = resolved(project(tmp_path, "8b"), "run.gpu_memory_gb=80").faults()[0]
     assert "of GPU 0, which has 76.8" in fault.message
     assert "optimizer" in fault.message
     assert "trainer.lora.rank = 16 saves 15" in fault.message
     assert resolved(tmp_path / "run-8b" / "run.toml", "run.gpu_memory_gb=80", "trainer.lora.rank=16").faults() == []
+
+
+@pytest.mark.parametrize(("kind", "on_gpu", "in_main_memory"), [("host", 0, 8), ("8bit", 2, 0)])
+def test_a_state_of_the_optimizer_in_another_form_is_planned_and_suggested(
+    tmp_path: Path, kind: str, on_gpu: int, in_main_memory: int
+) -> None:
+    file = project(tmp_path, "1.5b")
+    (fault,) = resolved(file, "run.gpu_memory_gb=36").faults()
+    assert f'trainer.optimizer_state = "{kind}" saves' in fault.message
+    found = resolved(file, "run.gpu_memory_gb=36", f"trainer.optimizer_state={kind}")
+    assert found.plan is not None
+    assert found.model is not None
+
+    def bytes_at(place: str) -> int:
+        assert found.plan is not None
+        return sum(part.num_bytes for part in found.plan.parts if (part.place, part.what) == (place, "optimizer"))
+
+    assert bytes_at(gpu(0)) == pytest.approx(on_gpu * found.model.parameters, rel=0.02)
+    assert bytes_at(MAIN_MEMORY) == in_main_memory * found.model.parameters
+    assert found.faults() == []
 
 
 def test_train_refuses_before_it_creates_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +317,7 @@ def test_several_gpus_are_divided_between_trainer_and_policy(tmp_path: Path, cou
 def test_a_model_that_needs_several_gpus_gets_enough_ranks(tmp_path: Path) -> None:
     found = resolved(project(tmp_path, "8b"), machine=several(4))
     assert found.faults() == []
-    assert found.loaded.config.trainer.ranks == 3
+    assert found.loaded.config.trainer.ranks == 2
 
 
 def test_gpus_are_divided_by_the_numbers_of_the_user(tmp_path: Path) -> None:
@@ -300,7 +328,7 @@ def test_gpus_are_divided_by_the_numbers_of_the_user(tmp_path: Path) -> None:
     assert config.resources.policy_gpus == (6, 7)
     assert (config.trainer.ranks, config.inference.replicas) == (6, 2)
     visible_gpus = [
-        environment_of(config, name, role)["CUDA_VISIBLE_DEVICES"]
+        environment_of(config, RunDirectory(tmp_path), name, role)["CUDA_VISIBLE_DEVICES"]
         for name, role in (("trainer", "trainer"), ("policy", "policy"), ("policy-1", "policy"))
     ]
     assert visible_gpus == ["0,1,2,3,4,5", "6", "7"]
@@ -338,3 +366,155 @@ def test_supervised_fine_tuning_uses_the_gpu_unless_its_file_says_otherwise(tmp_
     assert loaded.with_trainer(trainer_choices(loaded.config.trainer, WITHOUT_GPU)).config == loaded.config
     on_cpu = load_sft_config(tmp_path / "sft.toml", ["trainer.device=cpu"]).config.trainer
     assert trainer_choices(on_cpu, WITH_GPU) == {}
+
+
+def mixture(tmp_path: Path) -> Path:
+    """The run file of a project with a model of the shape of Qwen3-30B-A3B, of which only the config exists."""
+    file = project(tmp_path, "8b")
+    config = tmp_path / "8b" / "config.json"
+    table = json.loads(config.read_text(encoding="utf-8")) | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    }
+    config.write_text(json.dumps(table), encoding="utf-8")
+    return file
+
+
+def test_router_replay_is_refused_with_the_arithmetic_if_a_group_does_not_fit_into_a_request(tmp_path: Path) -> None:
+    file = mixture(tmp_path)
+    sizes = ("rollout.max_total_tokens=32768", "rollout.completions_per_prompt=64", "trainer.router_replay=true")
+    assert load_config(file, sizes).config.inference.record_routes
+    faults = [f for f in resolved(file, *sizes, "trainer.lora.rank=8").faults() if f.path == "trainer.router_replay"]
+    assert len(faults) == 1
+    for part in (
+        "64 samples × 32,768 tokens × 392 bytes (48 layers × 8 experts = 384, and 8 of the token) = 822 MB",
+        "ledger.max_body_mb = 256",
+        "Set ledger.max_body_mb = 823",
+        "rollout.max_total_tokens = 10204",
+    ):
+        assert part in faults[0].message
+    enough = (*sizes, "ledger.max_body_mb=823", "ledger.max_receiving_mb=4000")
+    assert not [f for f in resolved(file, *enough).faults() if f.path == "trainer.router_replay"]
+    assert not [f for f in resolved(file, *sizes[:2]).faults() if f.path == "trainer.router_replay"]
+
+
+def test_the_longest_trained_sequence_is_what_the_memory_plan_has_room_for(tmp_path: Path) -> None:
+    file = project(tmp_path, "8b")
+    config = tmp_path / "8b" / "config.json"
+    table = json.loads(config.read_text(encoding="utf-8")) | {"max_position_embeddings": 1_000_000}
+    config.write_text(json.dumps(table), encoding="utf-8")
+    found = resolved(file, "trainer.lora.rank=8", "rollout.max_total_tokens=8192")
+    longest = found.loaded.config.trainer.max_sequence_tokens
+    assert longest is not None
+    assert 8192 < longest < 1_000_000
+    assert found.model is not None
+    for tokens, is_fitting in ((longest, True), (longest + 1, False)):
+        alone = replace(found.sizes, longest=tokens, tokens_per_pass=tokens, checkpointed_layers=ALL_LAYERS)
+        assert (gpu(0) not in memory_plan(found.model, alone).overfull(found.capacity)) is is_fitting
+    # It is recorded: a run that is resumed with another memory has the same limit.
+    smaller = Machine(gpus=(replace(H200, memory_bytes=100 * GB),), cores=16, memory_bytes=128 * GB)
+    again = resolved(file, "trainer.lora.rank=8", machine=smaller, recorded=found.loaded.config)
+    assert again.loaded.config.trainer.max_sequence_tokens == longest
+    limits = model_limits(tmp_path / "8b", needs_logprobs=True, most=longest)
+    assert limits.max_tokens == longest
+    assert model_limits(tmp_path / "8b", needs_logprobs=True).max_tokens == 1_000_000
+    # A model whose context fits needs no limit.
+    assert resolved(project(tmp_path, "135m")).loaded.config.trainer.max_sequence_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "transfer", "copy"),
+    [
+        ("1.5b", [], "cuda_ipc", "gpu"),
+        ("1.5b", ["run.gpu_memory_gb=60"], "cuda_ipc", "main_memory"),
+        ("1.5b", ["run.gpu_memory_gb=48"], "shared_memory", "main_memory"),
+        ("1.5b", ["run.gpu_memory_gb=48", "inference.transfer=cuda_ipc"], "cuda_ipc", "main_memory"),
+        ("1.5b", ["trainer.checkpoint_copy=main_memory"], "cuda_ipc", "main_memory"),
+        ("8b", ["trainer.lora.rank=16", "inference.forward_tokens=9000"], "cuda_ipc", "gpu"),
+        ("8b", ["trainer.lora.rank=16", "inference.publish=full"], "shared_memory", "gpu"),
+    ],
+)
+def test_what_the_run_will_do_is_what_was_planned(
+    tmp_path: Path, model: str, overrides: list[str], transfer: str, copy: str
+) -> None:
+    found = resolved(project(tmp_path, model), *overrides)
+    config = found.loaded.config
+    assert (config.inference.transfer, config.trainer.checkpoint_copy) == (transfer, copy)
+    assert found.model is not None
+    assert memory_plan(found.model, sizes_of(config, WITH_GPU)) == found.plan
+
+
+def planned(found: Resolution, place: str, process: str, what: str) -> int:
+    assert found.plan is not None
+    wanted = (place, process, what)
+    return sum(part.num_bytes for part in found.plan.parts if (part.place, part.process, part.what) == wanted)
+
+
+def test_merged_adapters_are_planned_as_float32_copies_of_the_whole_model(tmp_path: Path) -> None:
+    found = resolved(project(tmp_path, "0.5b"), "trainer.lora.rank=16", "inference.publish=full")
+    assert found.model is not None
+    assert found.loaded.config.inference.transfer == "cuda_ipc"
+    assert planned(found, gpu(0), "trainer", "published copies") == 3 * 4 * found.model.parameters
+    assert planned(found, gpu(0), "policy", "new weights") == 2 * found.model.parameters
+
+
+def test_several_ranks_are_planned_with_float32_weights_and_no_second_copy(tmp_path: Path) -> None:
+    counts = ["resources.gpus.trainer=2", "resources.gpus.policy=1", "trainer.kl_coef=0.1"]
+    full = resolved(project(tmp_path, "1.5b"), *counts, machine=several(3))
+    assert full.model is not None
+    parameters = full.model.parameters
+    for rank in ("trainer", "rank 1"):
+        place = gpu(0 if rank == "trainer" else 1)
+        assert planned(full, place, rank, "weights") == 0
+        assert planned(full, place, rank, "master weights") == 2 * parameters
+        assert planned(full, place, rank, "reference") == 2 * parameters
+    lora = resolved(tmp_path / "run-1.5b" / "run.toml", *counts, "trainer.lora.rank=8", machine=several(3))
+    assert planned(lora, gpu(1), "rank 1", "weights") == 2 * parameters
+
+
+def test_only_the_precision_of_gpus_that_the_run_uses_matters(tmp_path: Path) -> None:
+    old = Gpu(number=1, name="V100", memory_bytes=32 * GB, capability=7)
+    both, file = Machine(gpus=(H200, old), cores=8, memory_bytes=64 * GB), project(tmp_path, "135m")
+    one = resolved(file, "trainer.ranks=1", machine=both).loaded.config
+    assert (one.trainer.compute_dtype, one.inference.dtype) == ("bfloat16", "bfloat16")
+    divided = resolved(file, machine=both).loaded.config
+    assert (divided.trainer.compute_dtype, divided.inference.dtype) == ("float32", "float32")
+    counted = ["resources.gpus.trainer=1", "resources.gpus.policy=1"]
+    three = replace(both, gpus=(H200, replace(H200, number=1), replace(old, number=2)))
+    assert resolved(file, *counted, machine=three).loaded.config.trainer.compute_dtype == "bfloat16"
+
+
+def test_a_mixture_of_experts_is_estimated_by_the_experts_that_a_token_uses(tmp_path: Path) -> None:
+    found = resolved(mixture(tmp_path), "trainer.lora.rank=8")
+    assert found.model is not None
+    # 48 layers of 120 experts that a token does not use, of three matrices each.
+    assert found.model.parameters - found.model.active_parameters == 48 * 120 * 3 * 2048 * 768
+    division = Division(trainer_gpus=(0,), policy_gpus=(1,), replicas=1)
+    dense = replace(found.model, experts=0, experts_per_token=0, expert_layers=0)
+    config = found.loaded.config
+    assert estimated_step_s(found.model, config, division) < estimated_step_s(dense, config, division) / 2
+
+
+def test_checkpoints_of_a_run_that_is_resumed_are_not_counted_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_module, "this_machine", lambda: WITH_GPU)
+    file, directory = project(tmp_path, "0.5b"), RunDirectory(tmp_path / "run")
+    found = resolved(file)
+    assert found.plan is not None
+    needed, state = found.plan.total(DISK), found.plan.total(DISK) // 3
+    for step in (10, 20, 30):  # the first one is no longer kept
+        folder = directory.checkpoints / f"step-{step:06d}" / "model"
+        folder.mkdir(parents=True)
+        with (folder / "model.safetensors").open("wb") as weights:
+            weights.truncate(state)
+    (directory.path / "config.toml").write_text(dump_toml(found.loaded.config), encoding="utf-8")
+    monkeypatch.setattr(train_module, "load_resolved_config", lambda _: found.loaded)
+    monkeypatch.setattr(RunDirectory, "exists", True)
+    for free, is_accepted in ((needed - 2 * state, True), (needed - 2 * state - GB, False)):
+        monkeypatch.setattr(train_module, "free_disk_bytes", lambda _, free=free: free)
+        with nullcontext() if is_accepted else pytest.raises(ConfigError, match="of disk"):
+            train_module.fitted_run(load_config(file), directory, [], stderr_console())

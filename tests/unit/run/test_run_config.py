@@ -48,6 +48,16 @@ def test_a_small_config_is_enough(tmp_path: Path) -> None:
     assert loaded.source_dir == tmp_path.resolve()
 
 
+def test_settings_that_run_code_of_the_policy_unconfined_are_named(tmp_path: Path) -> None:
+    file = write_config(tmp_path, GOOD)
+    assert load_config(file).config.unconfined == ()
+    agent = ("rollout.function=agent", "rollout.settings.agent=codex", "rollout.settings.reward=rollout.rewards")
+    for table in ("env.args.sandbox", "rollout.settings.sandbox"):
+        chosen = agent if table.startswith("rollout") else ("env.name=files", "env.args={}")
+        found = load_config(file, (*chosen, f"{table}=none")).config
+        assert found.unconfined == (f'{table} = "none"',)
+
+
 def test_a_model_tasks_and_a_reward_are_enough(tmp_path: Path) -> None:
     (tmp_path / "scores.py").write_text("def length(case): return 0.0\n", encoding="utf-8")
     scored = GOOD.replace('[rollout]\nfunction = "chat"\n', "")
@@ -385,12 +395,44 @@ def test_other_sections_follow_the_advantage_of_the_run(tmp_path: Path) -> None:
     gdpo = load_config(path, (function, "trainer.advantage=gdpo")).config
     assert gdpo.trainer.reward_weights == {"right": 0.5, "environment": 0.0}
     assert (gdpo.gate.batch_policy, gdpo.rollout.turn_credit) == (BatchPolicy.TRIM, None)
+    assert gdpo.rollout.score_credit == ("right",), "the environment has no weight"
+    ranked = 'rollout.rewards.functions.ranked={path = "my_rewards:right", GROUP = true}'
+    whole = load_config(path, (ranked.replace("GROUP", "whole_group"),)).config
+    assert whole.gate.batch_policy is BatchPolicy.TRIM, "its default"
+    assert load_config(path, (ranked.replace("GROUP", "group"),)).config.gate.batch_policy is BatchPolicy.PARTS
+    faults = faults_of(tmp_path, GOOD, (ranked.replace("GROUP", "whole_group"), "gate.batch_policy=parts"))
+    assert "set group = true if" in faults["rollout.rewards.functions.ranked.whole_group"]
+    unknown = faults_of(tmp_path, GOOD, ('rollout.rewards.functions.ranked={path = "pass_at_3"}',))
+    assert "pass_at_2" in unknown["rollout.rewards.functions.ranked.path"]
+    alone = (ranked.replace("GROUP", "group"), "rollout.completions_per_prompt=1", "trainer.advantage=reinforce_pp")
+    assert "nothing to compare" in str(faults_of(tmp_path, GOOD, alone))
     own = load_config(path, (function, "trainer.advantage=gdpo", "trainer.reward_weights={right = 2.0}")).config
-    assert own.trainer.reward_weights == {"right": 2.0}
+    assert own.trainer.reward_weights == {"right": 2.0, "environment": 0.0}
+    recorded = function.replace("right=", "seen=").replace("0.5", "0.0")
+    several = load_config(path, (function, recorded, "trainer.advantage=gdpo", "trainer.reward_weights={right = 2.0}"))
+    assert several.config.trainer.reward_weights == {"right": 2.0, "seen": 0.0, "environment": 0.0}
+    faults = faults_of(tmp_path, GOOD, (function, "trainer.advantage=gdpo", "trainer.reward_weights={rihgt = 2.0}"))
+    assert "'rihgt' is no reward function" in faults["trainer.reward_weights"]
+    assert "did you mean 'right'?" in faults["trainer.reward_weights"]
     turns = load_config(path, ("trainer.advantage=turn_rloo",)).config
-    assert (turns.gate.batch_policy, turns.rollout.turn_credit) == (BatchPolicy.PARTS, True)
+    assert (turns.gate.batch_policy, turns.rollout.turn_credit) == (BatchPolicy.TRIM, "rewards")
+    later = load_config(path, ("trainer.advantage=turn_rloo", "trainer.turn_discount=0.9")).config
+    states = load_config(path, ("trainer.advantage=gigpo",)).config
+    assert (later.rollout.turn_credit, states.rollout.turn_credit) == ("lengths", "states")
     assert load_config(path).config.rollout.turn_credit is None
-    faults = faults_of(tmp_path, GOOD, ("trainer.advantage=gigpo", "gate.batch_policy=parts"))
-    assert "compares the samples of whole groups" in faults["trainer.advantage"]
+    assert load_config(path).config.rollout.score_credit is None
+    for name in ("gigpo", "turn_rloo"):
+        faults = faults_of(tmp_path, GOOD, (f"trainer.advantage={name}", "gate.batch_policy=parts"))
+        assert "compares the samples of whole groups" in faults["trainer.advantage"]
     faults = faults_of(tmp_path, GOOD, ("trainer.turn_discount=0.9",))
     assert "'group' does not read turn_discount" in faults["trainer.turn_discount"]
+
+
+def test_router_replay_turns_on_the_record_of_the_engine_and_needs_one_that_has_it(tmp_path: Path) -> None:
+    replayed = GOOD.replace("max_steps = 3", "max_steps = 3\nrouter_replay = true")
+    assert load_config(write_config(tmp_path, replayed)).config.inference.record_routes
+    assert not load_config(write_config(tmp_path, GOOD)).config.inference.record_routes
+    scripted = faults_of(tmp_path, replayed + '[inference]\nengine = "scripted"\n')
+    assert "engine = 'scripted' does not report them" in scripted["trainer.router_replay"]
+    unread = faults_of(tmp_path, GOOD + "[inference]\nrecord_routes = true\n")
+    assert "nothing reads the routes" in unread["inference.record_routes"]

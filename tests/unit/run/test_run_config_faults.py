@@ -1,6 +1,7 @@
 """A configuration with several faults: all are reported at once, each with its line and, for unknown names, with a suggestion."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,32 @@ def test_a_fault_that_follows_from_another_one_is_not_reported(tmp_path: Path) -
     assert "vocabulary is empty" in message
 
 
+def test_a_divergence_that_no_teacher_gives_is_reported(tmp_path: Path) -> None:
+    alone = GOOD + 'loss = "distill"\n[rollout]\nfunction = "chat"\n'
+    assert any("rollout.teacher: a divergence from a teacher is trained" in one for one in messages_of(tmp_path, alone))
+    taught = alone + '[rollout.teacher]\nurl = "http://teacher/v1"\nmodel = "m"\n'
+    assert any(
+        "set rollout.teacher.top_k" in one for one in messages_of(tmp_path, taught, 'trainer.distill_kl="forward"')
+    )
+
+
+def test_settings_of_distillation_that_nothing_reads_are_reported_with_what_to_set(tmp_path: Path) -> None:
+    run = GOOD + '[rollout]\nfunction = "chat"\n'
+    for setting in ("trainer.distill_until=5", 'trainer.distill_kl="reverse"'):
+        [message] = messages_of(tmp_path, run, setting)
+        assert "the divergence from a teacher has no weight. Set distill_coef" in message
+    taught = run + '[rollout.teacher]\nurl = "http://teacher/v1"\nmodel = "m"\n'
+    [message] = messages_of(tmp_path, taught)
+    assert "rollout.teacher: nothing is trained on its scores: set trainer.distill_coef" in message
+    for used in ("trainer.distill_coef=0.1", "trainer.distill_coef=0", 'trainer.loss="distill"'):
+        load_config(tmp_path / "run.toml", (used,))
+    hinted = (
+        run + '[rollout.teacher]\npolicy = true\ncontext = "hint"\n[inference]\nengine = "vllm"\nurls = ["http://v"]\n'
+    )
+    [message] = messages_of(tmp_path, hinted, "trainer.distill_coef=0.1")
+    assert "engine = 'vllm' does not report the version that scored a prompt" in message
+
+
 def test_a_misspelt_setting_is_checked_under_its_right_name(tmp_path: Path) -> None:
     first, second = messages_of(tmp_path, GOOD.replace("max_steps = 10", "max_steps = 10\nlearning_rate = -1"))
     assert first == "run.toml:8: trainer.learning_rate: unknown field; did you mean 'trainer.lr'?"
@@ -142,3 +169,63 @@ def test_only_what_differs_from_the_defaults_is_shown(tmp_path: Path) -> None:
         '[tasks]\nsource = "rollbook.envs.builtin.number_guessing:number_guessing_tasks"',
         "[trainer]\nmax_steps = 10\nlr = 0.001\n",
     ]
+
+
+TASKSET = """
+[model.build]
+vocabulary = ["a"]
+[trainer]
+max_steps = 10
+"""
+
+
+def test_a_taskset_of_verifiers_brings_its_tasks_and_its_rollout_function(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    file.write_text(f'env = "verifiers:sums-v1"\n{TASKSET}[rollout.settings]\npython = "./python"\n', encoding="utf-8")
+    short = load_config(file).config
+    long_text = f'{TASKSET}[env]\nname = "verifiers:sums-v1"\npython = "./python"\nargs = {{ taskset = {{ n = 3 }} }}\n'
+    file.write_text(long_text, encoding="utf-8")
+    long = load_config(file, ["tasks.limit=5"]).config
+    assert short.rollout.function == long.rollout.function == "verifiers"
+    assert short.rollout.settings == {"taskset": "sums-v1", "python": str(python), "args": {}}
+    assert long.tasks.source == "rollbook.rollout.verifiers.process:rows"
+    assert long.tasks.args == {**short.rollout.settings, "args": {"taskset": {"n": 3}}, "limit": 5}
+    assert load_config(file, ["tasks.source=mine.jsonl"], source_dir=tmp_with_tasks(tmp_path)).config.tasks.args == {}
+
+
+def tmp_with_tasks(tmp_path: Path) -> Path:
+    (tmp_path / "mine.jsonl").write_text('{"task": {}}\n', encoding="utf-8")
+    return tmp_path
+
+
+def test_faulty_settings_of_verifiers_say_what_to_do(tmp_path: Path) -> None:
+    named = f'{TASKSET}[env]\nname = "verifiers:sums-v1"\n'
+    with_tasks = f'{GOOD}[env]\nname = "verifiers:sums-v1"\n'
+    (fault,) = messages_of(tmp_path, named)
+    assert "env.python is not set. Name the Python of a virtual environment" in fault
+    (fault,) = messages_of(tmp_path, f'{named}python = "no/python"\n')
+    assert f"env.python = '{tmp_path}/no/python' is not a program" in fault
+    (fault,) = messages_of(tmp_path, f"{with_tasks}pool_size = 3\n")
+    assert "pool_size: no effect with name = 'verifiers:sums-v1'; remove pool_size" in fault
+    (fault,) = messages_of(tmp_path, f'{with_tasks}[rollout]\nfunction = "chat"\n')
+    assert "the rollout function `verifiers` must play name = 'verifiers:sums-v1'; remove rollout.function" in fault
+    (fault,) = messages_of(tmp_path, f'{GOOD}[env]\nname = "aws"\npython = "python3"\n')
+    assert "python: it is for name = 'verifiers:NAME' only" in fault
+    shared = (
+        f"{named}python = {sys.executable!r}\n[rollout]\ncompletions_per_prompt = 6\nsettings.samples_per_episode = 4\n"
+    )
+    (fault,) = messages_of(tmp_path, shared)
+    assert "6 is not a multiple of rollout.settings.samples_per_episode = 4" in fault
+
+
+def test_an_sglang_engine_needs_urls_and_a_directory(tmp_path: Path) -> None:
+    (fault,) = messages_of(tmp_path, f'{GOOD}[inference]\nengine = "sglang"\n')
+    assert "engine = 'sglang' needs the urls of running servers; the run starts none" in fault
+    external = f'{GOOD}[inference]\nengine = "sglang"\nurls = ["http://gpu1:30000"]\n'
+    (fault,) = messages_of(tmp_path, external + 'transfer = "pull"\n')
+    assert "SGLang loads weights from a directory, not by 'pull'" in fault
+    file = tmp_path / "run.toml"
+    file.write_text(external, encoding="utf-8")
+    assert load_config(file).config.inference.engine == "sglang"

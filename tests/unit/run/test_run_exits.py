@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.run.supervision.child_main import EXIT_CRASHED, EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
+from rollbook.run.supervision.child_main import (
+    EXIT_CRASHED,
+    EXIT_DONE,
+    EXIT_FENCED,
+    EXIT_NO_MEMORY,
+    EXIT_STOP_RUN,
+)
 from rollbook.run.supervision.exits import ExitAction, GiveUp, ProcessExit, Restart, RestartRule, judge
 
 
@@ -63,6 +69,21 @@ QUICK_DEATHS = (0.5,) * 10
 @pytest.mark.parametrize(
     ("ended", "action", "sentence"),
     [
+        pytest.param(
+            ProcessExit(code=KILLED, has_lost_base=True, lifetimes_s=(0.0,) * 9, was_ready=False),
+            ExitAction.RESTART,
+            "was ended, because the process that owns its base died",
+            id="it mapped weights of a process that died",
+        ),
+        pytest.param(
+            ProcessExit(code=EXIT_FENCED, has_lost_base=True),
+            ExitAction.FAIL_RUN,
+            "stopped the run: another trainer took over this run",
+            id="a trainer that lost its base was fenced",
+        ),
+        pytest.param(
+            ProcessExit(code=KILLED, has_ended=True, has_lost_base=True), ExitAction.END, "", id="it ended before"
+        ),
         pytest.param(ProcessExit(code=EXIT_DONE), ExitAction.END, "", id="it ended with code 0"),
         pytest.param(ProcessExit(code=KILLED, has_ended=True), ExitAction.END, "", id="it was killed after its work"),
         pytest.param(
@@ -106,6 +127,36 @@ QUICK_DEATHS = (0.5,) * 10
             ExitAction.DROP,
             "stopped: it reported no reason",
             id="the evaluation stopped without a reason",
+        ),
+        pytest.param(
+            ProcessExit(code=EXIT_NO_MEMORY, fault="out of memory while loading the model", was_ready=False),
+            ExitAction.FAIL_RUN,
+            "stopped the run: out of memory while loading the model",
+            id="it has never had enough memory",
+        ),
+        pytest.param(
+            ProcessExit(code=EXIT_NO_MEMORY, fault="out of memory", lifetimes_s=(90.0,)),
+            ExitAction.RESTART,
+            "exited with status 4: out of memory",
+            id="it ran out of memory after a while",
+        ),
+        pytest.param(
+            ProcessExit(code=EXIT_NO_MEMORY, fault="out of memory", lifetimes_s=(90.0, 0.0)),
+            ExitAction.RESTART,
+            "exited with status 4: out of memory",
+            id="the memory of the one before was not free yet",
+        ),
+        pytest.param(
+            ProcessExit(code=EXIT_NO_MEMORY, fault="out of memory", lifetimes_s=(90.0, 0.0, 0.0)),
+            ExitAction.FAIL_RUN,
+            "stopped the run: out of memory",
+            id="there is no memory for it any more",
+        ),
+        pytest.param(
+            ProcessExit(code=EXIT_NO_MEMORY, fault="x", lifetimes_s=(90.0,), has_progressed=(False,)),
+            ExitAction.FAIL_RUN,
+            "stopped the run: x",
+            id="it ran out of memory before it trained a step",
         ),
         pytest.param(
             ProcessExit(code=EXIT_FENCED, is_last=True),

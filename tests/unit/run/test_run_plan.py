@@ -64,3 +64,16 @@ def test_a_run_with_an_external_ledger_starts_no_ledger(tmp_path: Path) -> None:
     assert "ledger" not in [start.name for start in plan.starts]
     assert plan.addresses["ledger"] == "http://ledger.example:8000"
     assert {start.addresses["ledger"] for start in plan.starts} == {"http://ledger.example:8000"}
+
+
+def test_only_trainer_and_policy_servers_map_the_base_and_its_owner_sees_the_gpu_of_the_trainer(tmp_path: Path) -> None:
+    gpus = ["resources.trainer_gpus=[1]", "resources.policy_gpus=[1]", "trainer.device=cuda", "inference.device=cuda"]
+    more = ["evaluation.every_steps=40", "env.pool_size=400"]
+    shared = ["trainer.lora.rank=4", "resources.shared_base=true"]
+    starts = {start.name: start for start in planned(tmp_path, [*gpus, *more, *shared]).starts}
+    file = RunDirectory(tmp_path).shared_base_file
+    assert {name for name, start in starts.items() if start.shared_base is not None} == {"policy", "trainer"}
+    assert all("--shared-base" in start.arguments() for name, start in starts.items() if start.shared_base == file)
+    assert starts["base"].environment["CUDA_VISIBLE_DEVICES"] == "1"
+    assert list(starts).index("base") < list(starts).index("policy"), "servers are stopped in reverse"
+    assert "base" not in [start.name for start in planned(tmp_path, [*gpus, *more]).starts]

@@ -45,3 +45,13 @@ def test_the_longest_waits_come_first() -> None:
     console.problems.report("b", "y", "long")
     console.now = 9.0
     assert [line.split()[0] for line in console.problems.summary()] == ["b", "a"]
+
+
+def test_code_that_runs_unconfined_is_said_at_once_and_is_first_in_the_summary() -> None:
+    console = Console()
+    console.problems.report_unconfined(['env.args.sandbox = "none"'])
+    console.problems.report("trainer", "the ledger", "refused")
+    text = 'code of the policy runs unconfined, with all rights of its process: env.args.sandbox = "none"'
+    assert console.said[0] == text
+    assert console.problems.summary()[0] == text
+    assert len(console.problems.summary()) == 2

@@ -77,3 +77,22 @@ async def test_a_process_that_starts_at_the_moment_of_a_cancellation_is_ended_an
         os.kill(host.pid, 0)
     del running
     gc.collect()  # a connection that was not closed would warn now, and warnings are errors
+
+
+def test_the_text_of_a_start_has_the_seconds_of_each_process_by_activity(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    policy, env = (
+        supervised.SupervisedProcess(ProcessStart(name=name, role=name, directory=directory))
+        for name in ("policy", "env")
+    )
+    policy.start_s = {"starting": 0.04, "importing its modules": 5.1, "loading the model": 3.16}
+    assert supervised.start_text([policy, env]) == "policy 8.3 (importing its modules 5.1, loading the model 3.2)"
+
+
+def test_waiting_is_not_a_part_of_a_start(tmp_path: Path) -> None:
+    process = supervised.SupervisedProcess(ProcessStart(name="env", role="env", directory=RunDirectory(tmp_path)))
+    process.move(supervised.ProcessState.WAITING, "for the ledger")
+    process.move(supervised.ProcessState.STARTING)
+    assert process.start_s == {}
+    process.move(supervised.ProcessState.RUNNING, "serving")
+    assert list(process.start_s) == ["starting"]

@@ -1,5 +1,7 @@
 """Harbor tasks: the format, the Dockerfiles that a sandbox builds, and verdicts of the verifier."""
 
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -7,12 +9,16 @@ import pytest
 from rollbook.commands.checks.tasks import check_tasks
 from rollbook.envs.builtin.shell import Harbor
 from rollbook.sandbox.harbor.dockerfile import Copy, DockerfileError, Run, read_dockerfile
+from rollbook.sandbox.harbor.image import root_of
 from rollbook.sandbox.harbor.task import HarborTaskError, read_task
-from rollbook.sandbox.harbor.trial import VerifierError, open_trial
+from rollbook.sandbox.harbor.trial import open_trial
+from rollbook.sandbox.harbor.verifier import VerifierError
 from rollbook.tasks.config import TasksConfig
 from rollbook.tasks.dataset import load_tasks
 from tests.parts.sandbox.bubblewrap import require_bubblewrap
-from tests.parts.sandbox.harbor import TOML, write_task
+from tests.parts.sandbox.harbor import DOCKERFILE, TOML, write_task
+
+HOST = {"*": "host"}
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +50,7 @@ def test_a_dockerfile_gives_its_steps_variables_and_directory() -> None:
         ("RUN true", "the first instruction must be FROM"),
         ("# nothing", "has no FROM"),
         ("FROM a\nRUN apt-get update && apt-get install -y tmux", r"line 2.*'apt-get' needs a network"),
+        ("FROM a\nRUN /usr/bin/apt-get update", r"'/usr/bin/apt-get' needs a network"),
         ("FROM a\nRUN cd /tmp; pip install pytest", r"'pip install' needs a network"),
         ("FROM a\nRUN (curl -s example.org)", r"'curl' needs a network"),
         ("FROM a\nFROM b", "one stage"),
@@ -100,7 +107,7 @@ def test_a_directory_of_tasks_is_a_source_of_rows(tmp_path: Path) -> None:
 async def test_an_agent_finds_the_image_and_the_verifier_scores_what_it_left(tmp_path: Path) -> None:
     task = read_task(write_task(tmp_path))
     for _ in range(2):  # built, then taken from the cache
-        async with open_trial(task, cache=tmp_path / "cache") as trial:
+        async with open_trial(task, images=HOST, cache=tmp_path / "cache") as trial:
             seen = await trial.sandbox.exec("pwd; cat data/readme.txt start.txt; tool; ls /tests /solution")
             assert seen.stdout == b"/app\na note\nstart\ntool\n"
             assert (await trial.sandbox.exec("echo hello > greeting.txt")).is_ok
@@ -113,9 +120,116 @@ async def test_an_agent_cannot_write_its_own_reward_or_tests(tmp_path: Path) -> 
     task = read_task(write_task(tmp_path))
     loop = "while :; do mkdir -p /logs/verifier /tests; echo 1 > /logs/verifier/reward.txt; sleep .01; done"
     ready = """mkdir -p /logs/verifier; echo '{"reward": 1}' > /logs/verifier/reward.json"""
-    async with open_trial(task, cache=tmp_path / "cache") as trial:
+    async with open_trial(task, images=HOST, cache=tmp_path / "cache") as trial:
         await trial.sandbox.exec(f"setsid sh -c '{loop}' > /dev/null 2>&1 & {ready}")
         assert (await trial.verify()).reward == 0.0
+
+
+def test_a_base_image_is_a_named_root_or_the_programs_of_this_machine_and_never_guessed(tmp_path: Path) -> None:
+    named = tmp_path / "named"
+    named.mkdir()
+    images = {"debian:12": str(named), "node:20": "host"}
+    assert root_of("debian:12", images) == named
+    assert root_of("node:20", images) is None
+    assert root_of("python:3.13", HOST) is None
+    with pytest.raises(DockerfileError, match=r'FROM python:3.13: .*made by debootstrap.*{ "python:3.13" = "host" }'):
+        root_of("python:3.13", images)
+    with pytest.raises(DockerfileError, match="which is not a directory"):
+        root_of("a", {"a": "/nowhere"})
+
+
+LOOK_AROUND = """#!/bin/bash
+(bash -lc true; bash -ic true) 2> /dev/null
+python3 -c pass; /usr/bin/python3 -c 'import hashlib'; /bin/python3 -c pass
+perl -Mstrict -e 1
+cat note.txt
+grep -sqx hello greeting.txt && r=1 || r=0
+echo $r > /logs/verifier/reward.txt
+"""
+BY_SHELL = "echo 1 > /logs/verifier/reward.json"
+BY_PYTHON = "open('/logs/verifier/reward.json', 'w').write('1')"
+BY_PERL = "open(F, '>', '/logs/verifier/reward.json'); print F 1; 1"
+FORGERIES = {
+    "a shell in the search path": f"""
+        printf '#!/bin/sh\n{BY_SHELL}' > /app/bin/bash
+        chmod 755 /app/bin/bash""",
+    "files of a shell": f"""
+        mkdir /etc/profile.d
+        for file in ~/.profile ~/.bashrc /etc/profile /etc/bash.bashrc; do echo "{BY_SHELL}" > $file; done""",
+    "settings of Python": f"""
+        mkdir -p /etc/python3.{{9,10,11,12,13}}
+        for directory in /etc/python3.*; do echo "{BY_PYTHON}" > $directory/sitecustomize.py; done""",
+    "packages in the home": f"""
+        directory=$(python3 -m site --user-site); mkdir -p $directory
+        echo "{BY_PYTHON}" > $directory/usercustomize.py""",
+    "a virtual environment": f"""
+        standard={sysconfig.get_path("stdlib")}; forged=/evil/lib/$(basename $standard)
+        mkdir -p /evil/bin $forged; ln -s $standard/* $forged
+        echo "{BY_PYTHON}" > $forged/sitecustomize.py
+        echo 'home = /evil/bin' | tee /pyvenv.cfg > {Path(sys.base_prefix, "pyvenv.cfg")}""",
+    "modules of Perl": f"""
+        mkdir -p /etc/perl
+        echo "{BY_PERL}" > /etc/perl/strict.pm""",
+    "a library that every program loads": "echo /nowhere/forged.so > /etc/ld.so.preload",
+    "another loader": "cp -r /lib64/. /lib65; rm /lib64; mv /lib65 /lib64",
+    "another /etc": "cp -r /etc /etc2; mv /etc /etc3; mv /etc2 /etc",
+}
+
+
+@pytest.mark.usefixtures("_bubblewrap")
+@pytest.mark.parametrize("attack", FORGERIES.values(), ids=FORGERIES)
+async def test_nothing_that_an_agent_plants_runs_before_the_tests_have_scored_it(tmp_path: Path, attack: str) -> None:
+    task = read_task(write_task(tmp_path, test=LOOK_AROUND, dockerfile=DOCKERFILE + "RUN echo noted > /app/note.txt"))
+    async with open_trial(task, images=HOST, cache=tmp_path / "cache") as trial:
+        await trial.sandbox.exec(["bash", "-c", attack])
+        verdict = await trial.verify()
+    assert verdict.reward == 0.0
+    assert verdict.output == "noted\n" or "not in their place" in verdict.output
+
+
+RUINS = {
+    "a full disk": "head -c 900M /dev/zero > /fill",
+    "too many files": "seq 99500 | xargs touch",
+    "no working directory": "cd /; rm -r /app",
+    "a working directory without rights": "chmod 0 /app",
+    "a file in its place": "cd /; mv /app /app2; touch /app",
+    "a system in another place": "mv /etc /etc2",
+    "shared memory that cannot be removed": "mkdir -p /dev/shm/a/b; chmod 0 /dev/shm/a",
+    "programs without end for the tests": "printf 'while :; do sleep 9 & done' > greeting.txt",
+}
+RUNS_IT = "if [ -s greeting.txt ]; then sh greeting.txt; fi; echo 1 > /logs/verifier/reward.txt\n"
+
+
+@pytest.mark.usefixtures("_bubblewrap")
+@pytest.mark.parametrize("ruin", RUINS.values(), ids=RUINS)
+async def test_an_agent_that_ruins_its_sandbox_gets_nothing_instead_of_another_try(tmp_path: Path, ruin: str) -> None:
+    task = read_task(write_task(tmp_path, test=RUNS_IT))
+    async with open_trial(task, images=HOST, cache=tmp_path / "cache") as trial:
+        await trial.sandbox.exec(["bash", "-c", ruin])
+        verdict = await trial.verify()
+        assert verdict.reward == (1.0 if ruin.startswith("cd /; rm") else 0.0), verdict.output
+
+
+@pytest.mark.usefixtures("_bubblewrap")
+async def test_what_an_agent_leaves_in_the_way_of_the_tests_costs_it_nothing(tmp_path: Path) -> None:
+    task = read_task(write_task(tmp_path))
+    left = "mkdir -p /tests/a /logs; touch /logs/verifier; chmod 0 /tests/a; printf '#!/bin/sh' > bin/mkdir; chmod 755 bin/mkdir"
+    for more in ("", "; rm -r /logs; touch /logs", "; chmod 555 /logs"):
+        async with open_trial(task, images=HOST, cache=tmp_path / "cache") as trial:
+            assert (await trial.sandbox.exec(f"{left}; echo hello > greeting.txt{more}")).is_ok
+            verdict = await trial.verify()
+            assert verdict.reward == 1.0, verdict.output
+
+
+@pytest.mark.usefixtures("_bubblewrap")
+async def test_settings_of_the_image_are_there_again_when_the_tests_run(tmp_path: Path) -> None:
+    dockerfile = """FROM a
+        RUN mkdir /etc/profile.d && echo WORD=own > /etc/profile.d/a.sh && echo '. /etc/profile.d/*.sh' > /etc/profile"""
+    test = "bash -lc 'echo $WORD'; echo 1 > /logs/verifier/reward.txt"
+    task = read_task(write_task(tmp_path, dockerfile=dockerfile, test=test))
+    async with open_trial(task, images=HOST, cache=tmp_path / "cache") as trial:
+        await trial.sandbox.exec("echo WORD=planted | tee /etc/profile > /etc/profile.d/a.sh")
+        assert (await trial.verify()).output == "own\n"
 
 
 @pytest.mark.usefixtures("_bubblewrap")
@@ -136,7 +250,7 @@ async def test_a_verifier_gives_a_reward_or_the_episode_is_not_scored(
 ) -> None:
     toml = TOML.replace("timeout_sec = 20.0", "timeout_sec = 1.0") if "sleep" in written else TOML
     task = read_task(write_task(tmp_path, toml=toml, dockerfile="FROM scratch", test=f"{written}\n"))
-    async with open_trial(task, cache=tmp_path / "cache") as trial:
+    async with open_trial(task, images=HOST, cache=tmp_path / "cache") as trial:
         if isinstance(reward, float):
             assert (await trial.verify()).reward == reward
         else:
@@ -152,7 +266,7 @@ async def test_the_oracle_check_names_each_faulty_task(tmp_path: Path) -> None:
     write_task(tmp_path, "unknown", solve=None)
     write_task(tmp_path, "network", dockerfile="FROM a\nRUN apt-get install -y tmux\n")
     write_task(tmp_path, "readonly", dockerfile="FROM a\nRUN touch /usr/bin/tool\n")
-    checks = {check.name: check for check in await check_tasks(str(tmp_path), is_oracle=True)}
+    checks = {check.name: check for check in await check_tasks(str(tmp_path), is_oracle=True, images=HOST)}
     assert (checks["good"].fault, checks["good"].solved, checks["good"].empty) == (None, 1.0, 0.0)
     faults = {name: str(check.fault) for name, check in checks.items() if check.fault is not None}
     assert faults["unsolvable"] == "the reference solution gets 0, and must get 1"
@@ -165,7 +279,7 @@ async def test_the_oracle_check_names_each_faulty_task(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_bubblewrap")
 async def test_the_environment_plays_a_harbor_task(tmp_path: Path) -> None:
-    environment = Harbor(cache=str(tmp_path / "cache"))
+    environment = Harbor(images=HOST, cache=str(tmp_path / "cache"))
     row = {"path": str(write_task(tmp_path))}
     assert "Write the word hello" in (await environment.reset(row)).text
     assert (await environment.step("cat start.txt")).text == "start\n"
@@ -175,3 +289,14 @@ async def test_the_environment_plays_a_harbor_task(tmp_path: Path) -> None:
     await environment.reset(row)
     assert (await environment.step("submit")).reward == 0.0
     await environment.close()
+
+
+@pytest.mark.usefixtures("_bubblewrap")
+async def test_commands_of_the_agent_run_no_longer_than_the_task_allows(tmp_path: Path) -> None:
+    environment = Harbor(images=HOST, cache=str(tmp_path / "cache"))
+    toml = TOML.replace("[agent]\ntimeout_sec = 30", "[agent]\ntimeout_sec = 1")
+    await environment.reset({"path": str(write_task(tmp_path, toml=toml))})
+    assert not (await environment.step("echo hello > greeting.txt; sleep 0.3")).done
+    last = await environment.step("sleep 60")
+    assert (last.done, last.reward) == (True, 1.0)
+    assert "killed after 0." in last.text

@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollbook.contracts.errors import RunError
+from rollbook.shared_weights.modules import named_weights
 from rollbook.trainer.checkpoints.checkpoints import Checkpoints, initial_learner
-from rollbook.trainer.model.weights import copied_through, digest_of, named_weights
+from rollbook.trainer.model.weights import copied_through, digest_of
 from rollbook.trainer.step import TrainStep
 from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
 

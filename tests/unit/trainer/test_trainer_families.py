@@ -1,9 +1,11 @@
 """Model families other than Llama in the trainer: packing, experts and their routers, adapters of experts, names of weights, and
 text parts of multimodal checkpoints."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,12 +16,13 @@ from rollbook.contracts.errors import RunError
 from rollbook.inference.engines.embedded.model.module import load_module
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.config import LoraSettings
+from rollbook.trainer.data.minibatches import flatten, plan
 from rollbook.trainer.model.packed_attention import NAME as PACKED_ATTENTION
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.routers import Routers, is_router
-from tests.models.families import family
+from tests.models.families import EXPERTS, Family, family
 from tests.models.survey import leaks
-from tests.parts.trainer.batches import one_pass, quick, recorded_batch
+from tests.parts.trainer.batches import batch_of, one_pass, quick, recorded_batch, row, sample
 
 VISION: dict[str, dict[str, Any]] = {
     "gemma3": {
@@ -45,6 +48,7 @@ def mixture(tmp_path: Path) -> Path:
     ("kind", "is_packed"),
     [
         ("qwen3_moe", True),
+        ("gemma3_text", True),  # windows
         ("gpt_oss", False),  # windows and sinks
         ("llama4_text", False),  # chunks
         ("qwen3_5_text", False),  # gated delta
@@ -147,6 +151,50 @@ def test_an_even_load_is_one_and_a_single_expert_has_all_of_it() -> None:
         assert float(routers.largest_load() or 0) == 2.0
         assert float(routers.balance_loss() or 0) == pytest.approx(1.0)
     assert not Routers(family("llama").model())
+
+
+def test_padding_is_no_load_of_an_expert() -> None:
+    config = quick(packing="padded")
+    model = PolicyModel(family("qwen3_moe").model(), config)
+    samples = [sample(row(list(range(start, start + 3 * start)), [start])) for start in (3, 9)]
+    (minibatch,) = plan(flatten(batch_of(1, [samples]), config), config, step=1, is_packed=False)
+    (padded,) = minibatch.microbatches
+    assert padded.is_padding_BT is not None
+    terms = []
+    for token in (0, 99):
+        inputs_BT = np.where(padded.is_padding_BT, token, padded.inputs_BT)
+        for is_known in (True, False):
+            with torch.no_grad():
+                model.token_logprobs(
+                    replace(padded, inputs_BT=inputs_BT, is_padding_BT=padded.is_padding_BT if is_known else None)
+                )
+                terms.append((float(model.routers.largest_load() or 0), float(model.routers.balance_loss() or 0)))
+    assert terms[0] == terms[2]
+    assert terms[1] != terms[3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("qwen3", "it has no routers of experts"), ("llama4_text", "its routers do not return their choices")],
+)
+def test_a_router_loss_that_would_have_no_effect_is_refused(kind: str, reason: str) -> None:
+    with pytest.raises(RunError, match=f"{reason}. Set trainer.router_loss = 0"):
+        PolicyModel(family(kind).model(), quick(router_loss=0.1))
+    PolicyModel(family(kind).model(), quick(router_loss=0.1), is_reference=True)
+
+
+def test_the_flops_of_a_mixture_are_those_of_the_chosen_experts() -> None:
+    shapes = [
+        PolicyModel(Family("", "qwen3_moe", {**EXPERTS, "num_experts_per_tok": used}).model(), quick()).shape
+        for used in (1, 2, 4)
+    ]
+    counts = [shape.body_parameters for shape in shapes]
+    # Two layers, three matrices of 32 x 24 in each expert.
+    assert counts[2] - counts[1] == 2 * (counts[1] - counts[0]) == 2 * (2 * 3 * 32 * 24)
+    assert (
+        shapes[2].body_parameters + 2 * shapes[2].head_parameters
+        == PolicyModel(Family("", "qwen3_moe", EXPERTS).model(), quick()).num_parameters
+    )
 
 
 @pytest.mark.parametrize("kind", sorted(VISION))

@@ -19,7 +19,8 @@ import numpy as np
 import psutil
 import pytest
 
-from rollbook.trainer.data.minibatches import Microbatch
+from rollbook.contracts.group import GroupId
+from rollbook.trainer.data.minibatches import Microbatch, RowSource
 from rollbook.trainer.data.prefixes import PackedSequences
 from rollbook.trainer.distributed import links
 from rollbook.trainer.distributed.calls import InvalidCallError, decode_call, encode_call, read_passes
@@ -266,7 +267,6 @@ def test_a_pass_reaches_another_rank_with_the_same_bits() -> None:
     micro = Microbatch(
         inputs_BT=np.arange(6, dtype=np.int64).reshape(2, 3)[:, ::-1],
         sequences=PackedSequences.unshared([4, 2]),
-        num_padding=0,
         num_shared=1,
         predicted_at_N=np.array([0, 4]),
         targets_N=np.array([5, 6]),
@@ -278,12 +278,14 @@ def test_a_pass_reaches_another_rank_with_the_same_bits() -> None:
         num_rows=2,
         members=(0, 1),
         lags_N=np.array([0, -1], dtype=np.int8),
+        sources=(RowSource(GroupId("a@0"), 1, 0), RowSource(GroupId("b@0"), 0, 2)),
     )
     call = decode_call(encode_call("train", (7, [[(micro, True)], [(micro, False)]])))
     step, found = call.arguments
     passes = read_passes(found)
     assert (step, [[own for _, own in part] for part in passes]) == (7, [[True], [False]])
     sent, received = asdict(micro), asdict(passes[0][0][0])
+    assert passes[0][0][0].sources == micro.sources
     assert sent["sequences"].pop("sources_F").tolist() == received["sequences"].pop("sources_F").tolist()
     for name, value in sent.items():
         if isinstance(value, np.ndarray):

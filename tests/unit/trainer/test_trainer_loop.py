@@ -12,10 +12,11 @@ import pytest
 from rollbook.contracts.admission import ActionKind
 from rollbook.contracts.batch import EncodedBatch, EndOfRun
 from rollbook.contracts.errors import RunError, TransientError
-from rollbook.contracts.policy import Publication
+from rollbook.contracts.policy import Publication, SamplerExactness
 from rollbook.telemetry.events import read_json_lines
 from rollbook.telemetry.metrics import read_metrics
 from rollbook.telemetry.spans import read_spans
+from rollbook.trainer.checkpoints.settings_history import SettingsHistory
 from rollbook.trainer.data.minibatches import PlanSettings
 from rollbook.trainer.data.planning import PlannedBatch
 from rollbook.trainer.loop import LoopEnd, LoopOutcome
@@ -68,6 +69,20 @@ async def test_each_step_is_acknowledged_before_it_is_published_and_published_be
     acknowledged = await ledger.acknowledged()
     assert [p.digest for p in await ledger.publications()][1:] == [acknowledged[s] for s in (1, 2, 3)]
     assert replicas.pushes == [0, 1, 2, 3]
+
+
+async def test_what_the_policy_servers_say_of_their_logprobs_is_recorded_once(
+    ledger: TrainerLedger, tmp_path: Path
+) -> None:
+    replicas = FakeReplicas()
+    replicas.says = SamplerExactness(inexact_because=None, machine={"GPU": "NVIDIA H200"})
+    await ledger.create(max_steps=3)
+    await TinyLoop(ledger.source(), replicas, tmp_path, quick()).run()
+    (event,) = events_of(tmp_path, "trainer.exactness")
+    assert event["level"] == "info", "on a CPU nobody expects equal bits"
+    assert (event["is_exact"], event["cause"]) == (False, "trainer: only passes in bfloat16 on a GPU are")
+    assert SettingsHistory.read(tmp_path / "trainer_state.json").sampler == replicas.says
+    assert [row["train/inexact_share"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [None] * 3
 
 
 async def test_resume_publishes_nothing_below_what_was_confirmed(ledger: TrainerLedger, tmp_path: Path) -> None:
@@ -315,11 +330,16 @@ async def test_metrics_and_spans_are_recorded_for_each_step(ledger: TrainerLedge
         "train/correction_clip_frac",
         "train/correction_ess",
         "train/reference_kl",
+        "train/teacher_kl",
         "train/observation_loss",
         "train/expert_load_max",
+        "train/router_mismatch",
+        "train/router_replayed",
+        "train/own_routes_kl",
+        "train/replayed_kl",
     }
     lags = {f"async/version_offset_{kind}" for kind in ("min", "mean", "max", "long", "short")}
-    lags |= {"train/numerics_kl", *(f"train/lag_kl_{lag}" for lag in (1, 2, 3, 4))}
+    lags |= {"train/numerics_kl", "train/inexact_share", *(f"train/lag_kl_{lag}" for lag in (1, 2, 3, 4))}
     assert missing == {"rollout/accuracy", *lags, *not_configured}, "the groups have no solved flag and no version"
     assert rows[0]["train/optimizer_steps"] == 2
     named = {(span.name, span.fields.get("step")) for span in read_spans(tmp_path / "spans.jsonl")}

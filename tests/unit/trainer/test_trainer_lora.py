@@ -12,10 +12,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from rollbook.contracts.errors import RunError
+from rollbook.shared_weights.modules import named_weights
 from rollbook.trainer.checkpoints.checkpoints import Checkpoints, initial_learner
 from rollbook.trainer.config import LoraSettings, TrainerConfig
 from rollbook.trainer.model.policy_model import PolicyModel
-from rollbook.trainer.model.weights import digest_of, named_weights
+from rollbook.trainer.model.weights import digest_of
 from tests.parts.trainer.batches import batch_of, quick, recorded_batch, row, sample, tiny_model_dir
 
 

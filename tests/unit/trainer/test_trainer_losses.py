@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.trajectory import TurnMark
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
+from rollbook.trainer.data.minibatches import flatten
 from rollbook.trainer.losses.registry import LOSSES
 from tests.parts.trainer.batches import batch_of, one_pass, quick, recorded_batch, row, sample, tiny_model_dir
 
@@ -94,6 +97,15 @@ def test_tokens_of_the_environment_between_turns_can_be_trained_by_cross_entropy
             (policy.metrics["train/loss"] or 0) + 0.5 * cross_entropy, rel=1e-5
         )
         assert policy.metrics["train/observation_loss"] is None
+
+
+def test_the_end_of_a_thought_that_a_budget_wrote_is_not_trained_as_an_observation() -> None:
+    # Tokens 3 and 4 are inside the first turn and were not sampled; tokens 6 and 7 are between the turns.
+    marks = (TurnMark(sequence=0, start=2, end=6), TurnMark(sequence=0, start=8, end=9))
+    played = replace(sample(row([1, 5, 6, 7, 8, 9, 10, 11, 12], [2, 5, 8]), reward=1.0), turns=marks)
+    (found, _) = flatten(batch_of(1, [[played, sample(reward=0.0)]]), quick(observation_coef=0.5))
+    assert found.observed is not None
+    assert found.observed.tolist() == [10, 11]
 
 
 def test_a_masked_sequence_has_no_loss_and_counts_as_clipped(model_dir: Path) -> None:

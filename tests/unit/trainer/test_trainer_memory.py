@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollbook.trainer.checkpoints.checkpoints import Checkpoints, initial_learner, reference_model
+from rollbook.trainer.model import weights as weights_module
 from rollbook.trainer.model.policy_model import PolicyModel
-from rollbook.trainer.model.weights import digest_of
+from rollbook.trainer.model.weights import digest_of, published_copy, snapshot_of
 from rollbook.trainer.step import TrainStep
 from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
 
@@ -111,3 +112,38 @@ def test_the_bfloat16_weights_are_made_without_a_second_copy_in_float32(model_di
     assert floats.count <= num_buffers
     assert {parameter.dtype for parameter in computing.parameters()} == {torch.bfloat16}
     assert [id(shadow) for _, shadow in shadows] == [id(parameter) for parameter in computing.parameters()]
+
+
+@pytest.mark.parametrize("where", ["main_memory", "gpu"])
+def test_a_checkpoint_is_copied_where_the_plan_says_and_not_where_there_is_room(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    learner = initial_learner(model_dir, BFLOAT16.model_copy(update={"checkpoint_copy": where}))
+    learner.run(recorded_batch(1))
+    copied, copy = [0], weights_module._copy
+
+    def counted(tensor: Tensor) -> Tensor:
+        copied[0] += tensor.nbytes
+        return copy(tensor)
+
+    monkeypatch.setattr(weights_module, "_copy", counted)
+    learner.state_snapshot(learner.snapshot())
+    steps = 4 * len(learner.trained)
+    assert copied[0] == (12 * learner.num_parameters + steps if where == "gpu" else 0)
+
+
+def test_a_copy_for_which_the_gpu_has_no_memory_is_made_in_main_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def out_of_memory(*_: Any, **__: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    weights = {"a": torch.ones(3), "b": torch.zeros(2, 2)}
+    monkeypatch.setattr(weights_module, "_copy", out_of_memory)
+    monkeypatch.setattr(weights_module, "PackedWeights", out_of_memory)
+    state = snapshot_of({"state": weights}, on_gpu=True)["state"]
+    published = published_copy(weights, device="cuda")
+    for copies in (state, published):
+        assert all(torch.equal(copies[name], weights[name]) for name in weights)
+        assert copies["a"].data_ptr() != weights["a"].data_ptr()
+    assert caplog.text.count("it is made in main memory") == 2

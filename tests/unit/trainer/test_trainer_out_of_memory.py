@@ -127,6 +127,23 @@ def test_passes_are_halved_down_to_the_longest_sequence(
     assert [is_checkpointing for _, is_checkpointing in tried] == [False, *[True] * (len(sizes) - 1)]
 
 
+@pytest.mark.parametrize("checkpointing", [1, 2])
+def test_after_some_layers_all_are_recomputed_even_if_passes_cannot_be_smaller(
+    model_dir: Path, checkpointing: int
+) -> None:
+    learner = initial_learner(model_dir, quick(max_tokens_per_microbatch=4, gradient_checkpointing=checkpointing))
+    minibatches = learner.plan_batch(batch_of(1, [[sample(row([1, *range(4, 14)], [10]))]]))
+    split = learner.plan_settings.split
+    assert split.checkpointing == checkpointing
+    assert str(split) == f"passes of 4 tokens and checkpointing of {checkpointing} layers"
+    smaller = smaller_split(split, minibatches)
+    assert smaller is not None
+    assert smaller != split, "the loop plans the step again"
+    assert smaller.checkpoints_all
+    assert learner.plan_settings.with_split(smaller).config.gradient_checkpointing is True
+    assert smaller_split(smaller, minibatches) is None
+
+
 async def test_a_step_that_fits_in_no_way_stops_the_run_with_sizes_and_settings(tmp_path: Path) -> None:
     async with open_trainer_ledger() as ledger:
         await ledger.create(max_steps=1)

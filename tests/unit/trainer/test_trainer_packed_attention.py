@@ -1,7 +1,10 @@
 """A packed pass computes the same values as each sequence alone. Model families that cannot be packed are padded."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.batch import PassSplit, TrainingBatch
 from rollbook.contracts.errors import RunError
+from rollbook.numerics import operations
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import flatten, plan
 from rollbook.trainer.data.prefixes import PackedSequences
+from rollbook.trainer.distributed.sharding import layers_of
 from rollbook.trainer.model.network import make_packable
 from rollbook.trainer.model.packed_attention import KERNELS, aligns_with_the_end, length_buckets
 from rollbook.trainer.model.policy_model import PolicyModel
@@ -123,14 +128,13 @@ def test_a_model_that_computes_other_numbers_with_shared_tokens_is_padded() -> N
 
 def test_models_are_packed_if_their_attention_allows_it() -> None:
     packed = {family: policy_model(family).is_packed for family in FAMILIES}
-    assert all(packed[family] for family in ("llama", "qwen2", "qwen3"))
-    assert not packed["mistral"], "its window of 4 tokens would be lost"
+    assert all(packed[family] for family in ("llama", "qwen2", "qwen3", "mistral"))
     assert not packed["gemma2"], "it caps its attention scores"
-    with pytest.raises(RunError, match="'mistral' computes other numbers with packed sequences"):
-        policy_model("mistral", packing="packed")
+    with pytest.raises(RunError, match="'gemma2' computes other numbers with packed sequences"):
+        policy_model("gemma2", packing="packed")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("batch", [recorded_batch(1), grouped_batch(1)], ids=["random", "grouped"])
 def test_packing_and_recomputation_change_no_gradient(family: str, checkpointing: bool, batch: TrainingBatch) -> None:
@@ -150,6 +154,74 @@ def test_packing_and_recomputation_change_no_gradient(family: str, checkpointing
     assert packed.metrics["train/entropy"] == pytest.approx(padded.metrics["train/entropy"], rel=1e-5)
     for name, mean in padded_means.items():
         torch.testing.assert_close(packed_means[name], mean, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", [LlamaConfig, Gemma2Config])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_number_of_recomputed_layers_gives_the_same_weights(family: Any, dtype: str) -> None:
+    torch.manual_seed(3)
+    module = new_model(family(**{**SMALL, "num_hidden_layers": 3}, head_dim=8))
+    digests = set()
+    for checkpointing in (False, 0, 1, 2, 3, 4, True):
+        config = quick(compute_dtype=dtype, gradient_checkpointing=checkpointing, max_tokens_per_microbatch=500)
+        learner = TrainStep(PolicyModel(copy.deepcopy(module), config), config)
+        computed: list[int] = []
+        for number, layer in enumerate(layers_of(learner.model.network)):
+            layer.register_forward_pre_hook(partial(_note, computed, number))
+        learner.run(recorded_batch(1))
+        again = 3 if checkpointing is True else min(checkpointing, 3)
+        assert computed == [0, 1, 2, *reversed(range(again))], "the first layers, the last of them first"
+        learner.run(recorded_batch(2))
+        digests.add(learner.model.digest())
+    assert len(digests) == 1
+
+
+def _note(computed: list[int], number: int, _layer: Any, _inputs: Any) -> None:
+    computed.append(number)
+
+
+@pytest.mark.parametrize("reason", [None, "not here"], ids=["exact", "fast"])
+def test_layers_are_recomputed_with_the_products_of_the_forward_pass(
+    reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = policy_model("llama", gradient_checkpointing=True)
+    model.inexact_because = reason
+    computed: list[bool] = []
+    unsplit = [False]
+
+    @contextmanager
+    def recorded() -> Iterator[None]:
+        unsplit.append(True)
+        yield
+        unsplit.pop()
+
+    monkeypatch.setattr(operations, "unsplit_products", recorded)
+    for layer in layers_of(model.network):
+        layer.register_forward_pre_hook(lambda *_: computed.append(unsplit[-1]))
+    (minibatch,) = plan(flatten(recorded_batch(1), quick()), quick(), step=1, is_packed=True)
+    model.token_logprobs(minibatch.microbatches[0])[0].sum().backward()  # type: ignore[no-untyped-call]
+    assert computed == [False, False, reason is None, reason is None], (
+        "the forward pass of an exact network has its own"
+    )
+
+
+def test_the_tiles_of_an_exact_pass_are_prepared_before_its_first_layer() -> None:
+    model = policy_model("llama")
+    model.attention_kernel = "exact"
+    packing: Any = model._packing(PackedSequences.unshared([7, 70]))
+    (tiles_4B,) = packing.kernel.tiles.values()
+    assert list(packing.kernel.tiles) == [(4, 2)]
+    assert tiles_4B.tolist() == [[71, 0, 7], [6, 7, 64], [64, 0, 0], [7, 0, 7]], "first the tile that reads most keys"
+
+
+def test_the_number_of_recomputed_layers_may_change_from_step_to_step(tmp_path: Path) -> None:
+    plain, changing = (initial_learner(tiny_model_dir(tmp_path / "model"), quick()) for _ in range(2))
+    for step, checkpointing in enumerate((1, True, False, 2, 1, 0), start=1):
+        plain.run(recorded_batch(step))
+        changing.run(
+            replace(recorded_batch(step), split=PassSplit.of(plain.plan_settings.split.max_tokens, checkpointing))
+        )
+        assert changing.model.digest() == plain.model.digest()
 
 
 def test_a_metric_reports_the_share_of_tokens_that_are_not_computed() -> None:
@@ -193,16 +265,28 @@ def test_passes_use_a_bfloat16_copy_and_updates_use_float32_weights(tmp_path: Pa
 def test_a_kernel_that_aligns_queries_with_the_first_keys_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def aligned_with_the_start(sequences: PackedSequences, positions_T: NDArray[np.int64], device: Any) -> Any:
         kernel: Any = KERNELS["equal"](sequences, positions_T, device)
-        masks = [call.mask if call.mask is None else call.mask.tril() for call in kernel.calls]
-        return replace(
-            kernel, calls=tuple(replace(call, mask=mask) for call, mask in zip(kernel.calls, masks, strict=True))
-        )
+        shapes = [(call.queries, call.keys) for call in kernel.calls]
+        kernel.masks.update({(*shape, None): torch.ones(shape, dtype=torch.bool).tril() for shape in shapes})
+        return kernel
 
     generator = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(64, heads, 8, generator=generator, dtype=torch.bfloat16) for heads in (4, 2, 2))
     assert aligns_with_the_end("bucketed", query, key, value)
     monkeypatch.setitem(KERNELS, "varlen", aligned_with_the_start)
     assert not aligns_with_the_end("varlen", query, key, value)
+
+
+def test_a_kernel_with_longer_windows_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def longer(sequences: PackedSequences, positions_T: NDArray[np.int64], device: Any) -> Any:
+        kernel: Any = KERNELS["equal"](sequences, positions_T, device)
+        return lambda query, key, value, scaling, window: kernel(query, key, value, scaling, window and window + 1)
+
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(64, heads, 8, generator=generator, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    assert aligns_with_the_end("bucketed", query, key, value, window=7)
+    monkeypatch.setitem(KERNELS, "varlen", longer)
+    assert aligns_with_the_end("varlen", query, key, value)
+    assert not aligns_with_the_end("varlen", query, key, value, window=7)
 
 
 def test_length_buckets_limit_padding() -> None:

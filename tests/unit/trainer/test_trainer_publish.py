@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ class Setup:
         self.replicas = FakeReplicas()
         self.clock = ManualClock()
         self.directory = tmp_path / "weights"
-        self.log = EventLog("trainer", tmp_path / "log.jsonl")
+        self.log_path = tmp_path / "log.jsonl"
+        self.log = EventLog("trainer", self.log_path)
         self._step = 0
         self.publisher = Publisher(
             source=self.source,
@@ -73,6 +75,59 @@ async def test_replicas_receive_the_registered_publication(setup: Setup) -> None
     (record,) = await setup.ledger.publications()
     assert record.contract == publication
     assert record.confirmed_at is not None
+
+
+async def test_of_weights_on_a_gpu_only_the_current_publication_is_kept(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup.publisher._stage, "takes_gpu_weights", True)
+    for step in range(3):
+        await setup.publish(step)
+    assert [path.name for path in setup.directory.iterdir()] == ["publication-00000002.safetensors"]
+
+
+def full_memory(stage: Any, monkeypatch: pytest.MonkeyPatch, *, failures: int) -> list[list[str]]:
+    """The next attempts to store weights find no memory. Yields what is kept at each of them."""
+    put, kept = stage.put, []
+
+    async def failing(*args: Any, **options: Any) -> str:
+        kept.append(sorted(path.name for path in stage._directory.iterdir()))
+        if len(kept) <= failures:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
+        location: str = await put(*args, **options)
+        return location
+
+    monkeypatch.setattr(stage, "put", failing)
+    return kept
+
+
+async def test_a_publication_without_memory_is_stored_once_more_without_what_late_replicas_read(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(2):
+        await setup.publish(step)
+    kept = full_memory(setup.publisher._stage, monkeypatch, failures=1)
+    await setup.publish(2)
+    assert kept == [
+        ["publication-00000000.safetensors", "publication-00000001.safetensors"],
+        ["publication-00000001.safetensors"],
+    ]
+    assert setup.replicas.pushes == [0, 1, 2]
+    assert "trainer.publication_retried" in (setup.log_path).read_text(encoding="utf-8")
+
+
+async def test_a_publication_that_has_no_memory_twice_stops_the_run_with_its_size_and_a_setting(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await setup.publish(0)
+    kept = full_memory(setup.publisher._stage, monkeypatch, failures=9)
+    with pytest.raises(
+        RunError,
+        match=r"copy of its weights .* \(step 1, 0\.00 GB\)\. inference\.transfer = 'shared_memory'.*3\.00 GiB",
+    ):
+        await setup.publish(1)
+    assert len(kept) == 2
+    assert setup.replicas.pushes == [0]
 
 
 async def test_old_and_leftover_weight_files_are_removed(setup: Setup) -> None:

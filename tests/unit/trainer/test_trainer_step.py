@@ -16,9 +16,11 @@ from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.data.minibatches import flatten, plan, with_lags
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
 from rollbook.trainer.losses.registry import LOSSES
+from rollbook.trainer.losses.statistics import TokenStatistics
+from rollbook.trainer.metrics import mixed_caches
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model_config import ModelBuildConfig
-from rollbook.trainer.step import TrainStep
+from rollbook.trainer.step import MIN_SAMPLED_LOGPROB, TrainStep
 from tests.parts.trainer.batches import BUILD, batch_of, one_pass, quick, recorded_batch, row, sample, tiny_model_dir
 
 
@@ -155,6 +157,49 @@ def test_the_trainers_own_publications_tell_lags_that_the_manifest_does_not() ->
     assert lags({13: 7, 14: 8}) == [4, 1, 0, 0] * 2
 
 
+def test_tokens_after_an_update_of_their_request_are_not_compared_with_the_newest_policy() -> None:
+    versions = np.array([-1, -1, 7, 7, 8, -1, 8, 8, 9], dtype=np.int32)
+    assert mixed_caches(versions).tolist() == [False, False, False, False, True, False, False, False, True]
+    statistics = TokenStatistics()
+    count, zeros = 4, torch.zeros(4)
+    sampled = torch.tensor([-1.0, -2.0, -3.0, -4.0])
+    inputs = LossInputs(
+        current_N=sampled + 0.5, old_N=sampled, sampled_N=sampled, advantages_N=zeros, row_of_N=zeros.long(), num_rows=1
+    )
+    statistics.add(
+        inputs,
+        LossTerms(loss_N=zeros, is_clipped_N=zeros.bool()),
+        starting_N=sampled + torch.tensor([0.0, 0.1, 0.1, 0.1]),
+        measures_drift=True,
+        entropy_N=zeros,
+        is_known_N=torch.ones(count, dtype=torch.bool),
+        lags_N=torch.tensor([0, 0, 0, 1]),
+        is_mixed_N=torch.tensor([False, False, True, True]),
+        pass_number=5,
+    )
+    found = statistics.metrics()
+    assert found["train/compared_tokens"] == 2
+    number, at, trained, recorded = statistics.largest_difference() or (0, 0, 0.0, 0.0)
+    assert (number, at, recorded) == (5, 1, -2.0)
+    assert trained == pytest.approx(-1.9)
+    assert found["train/inexact_share"] == 0.5
+    assert found["train/mixed_cache_share"] == 0.5
+    assert found["train/numerics_kl"] == pytest.approx((math.expm1(0.1) - 0.1) / 2, rel=1e-3)
+    assert found["train/lag_kl_1"] == pytest.approx(math.expm1(0.1) - 0.1, rel=1e-3)
+
+
+def test_an_equal_logprob_is_equal_even_if_the_token_is_less_likely_than_the_bound_of_ratios(model_dir: Path) -> None:
+    learner = initial_learner(model_dir, quick())
+    with torch.no_grad():
+        learner.model.module.get_output_embeddings().weight.mul_(2000)  # type: ignore[operator]
+        logprobs = learner.model.token_logprobs(one_pass([[1, 5]] * 8, [1, 3, 5, 7, 9, 11, 13, 15], [*range(8)]))[0]
+    unlikely = int(logprobs.argmin())
+    assert float(logprobs[unlikely]) < MIN_SAMPLED_LOGPROB
+    tokens = row([1, 5, unlikely], [2], logprob=float(logprobs[unlikely]), version=3)
+    batch = batch_of(1, [[sample(tokens, reward=reward) for reward in (0.0, 1.0)]], oldest=0)
+    assert learner.run(batch).metrics["train/numerics_kl"] == 0.0
+
+
 def test_later_minibatches_are_compared_with_the_start_of_the_step(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +247,7 @@ def test_logprobs_use_the_temperature_of_each_sample(model_dir: Path) -> None:
 def test_a_model_with_a_custom_head_gives_the_same_logprobs(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = one_pass([[1, 5, 6, 7], [1, 9, 0, 0]], [2, 1, 5], [7, 6, 4])
     logprobs, entropy = PolicyModel.load(model_dir).token_logprobs(rows)
-    monkeypatch.setattr("rollbook.trainer.model.policy_model.has_plain_head", lambda module: False)
+    monkeypatch.setattr("rollbook.trainer.model.policy_model.logits_of", lambda module: None)
     full_logprobs, full_entropy = PolicyModel.load(model_dir).token_logprobs(rows)
     torch.testing.assert_close(logprobs, full_logprobs, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(entropy, full_entropy, rtol=1e-5, atol=1e-6)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rollbook.numerics.recipe import Logits
 from rollbook.trainer.model import token_head as token_head_module
 from rollbook.trainer.model.token_head import token_head
 
@@ -27,13 +28,28 @@ def random_inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, T
 
 @pytest.mark.parametrize("rows", [1, 5, 1000])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_values_and_gradients_equal_those_of_full_logits(rows: int, has_bias: bool) -> None:
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_values_and_gradients_equal_those_of_full_logits(
+    rows: int, has_bias: bool, scale: float, cap: float | None
+) -> None:
     hidden, weight, bias_, targets, temperatures = random_inputs(torch.float32)
     bias = bias_ if has_bias else None
     arguments = [hidden, weight, *([bias_] if has_bias else [])]
-    found = token_head(hidden, weight, bias, targets, temperatures, max_bytes=4 * V * rows, is_entropy_trained=True)
-    logits = torch.nn.functional.linear(hidden, weight, bias) / temperatures[:, None]
-    table = torch.log_softmax(logits, -1)
+    found = token_head(
+        hidden,
+        weight,
+        bias,
+        targets,
+        temperatures,
+        max_bytes=4 * V * rows,
+        is_entropy_trained=True,
+        logits=Logits(scale=scale, cap=cap),
+    )
+    logits = scale * torch.nn.functional.linear(hidden, weight, bias)
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    table = torch.log_softmax(logits / temperatures[:, None], -1)
     expected = (table[torch.arange(N), targets], -(table.exp() * table).sum(-1))
     weights = torch.linspace(-1, 1, N)
     for value, expected_value in zip(found, expected, strict=True):
@@ -42,6 +58,22 @@ def test_values_and_gradients_equal_those_of_full_logits(rows: int, has_bias: bo
     expected_gradients = torch.autograd.grad((expected[0] * weights + 0.3 * expected[1]).sum(), arguments)
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 1000])
+def test_several_targets_of_a_token_have_the_values_and_gradients_of_full_logits(rows: int) -> None:
+    hidden, weight, _, targets, temperatures = random_inputs(torch.float32)
+    more = torch.stack([torch.randperm(V, generator=torch.Generator().manual_seed(n))[:4] for n in range(N)])
+    more[0, 2] = targets[0]
+    both = torch.cat([targets[:, None], more], 1)
+    found, _ = token_head(hidden, weight, None, both, temperatures, max_bytes=4 * V * rows, is_entropy_trained=False)
+    table = torch.log_softmax(hidden @ weight.T / temperatures[:, None], -1)
+    expected = table.gather(-1, both)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    weights = torch.linspace(-1, 1, N * 5).view(N, 5)
+    gradients, wanted = (torch.autograd.grad((one * weights).sum(), [hidden, weight]) for one in (found, expected))
+    for gradient, want in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-5)
 
 
 def test_entropy_and_frozen_weights_get_no_gradient_unless_trained() -> None:

@@ -80,11 +80,10 @@ def test_without_rewards_of_turns_turn_credit_is_episode_credit() -> None:
     )
 
 
-def test_a_late_part_is_compared_with_the_quorum_less_what_it_earned_before() -> None:
+def test_turns_of_a_part_are_not_compared_because_the_quorum_has_no_rewards_of_turns() -> None:
     batch = batch_of(1, [[episode([1.0, 2.0])]])
     late = replace(batch, groups=(replace(batch.groups[0], part=2, baseline=(1.0, 3.0)),))
-    assert by_turn(late, advantage="turn_rloo") == [[3.0 - 2.0, 2.0 - (2.0 - 1.0)]]
-    for name in ("turn_group", "gigpo", "gdpo"):
+    for name in ("turn_group", "turn_rloo", "gigpo", "gdpo"):
         with pytest.raises(RunError, match=f"{name}.*arrived in parts"):
             credit(late, quick(advantage=name))
 
@@ -137,6 +136,22 @@ def test_gdpo_normalises_each_reward_function_before_it_adds_them() -> None:
     expected = [(value - statistics.fmean(total)) / (statistics.stdev(total) + 1e-4) for value in total]
     config = quick(advantage="gdpo", reward_weights={"right": 1.0, "brief": 2.0})
     np.testing.assert_allclose(credit(batch_of(1, [group]), config).by_sample, expected, rtol=1e-6)
+    # The length penalty is one more function: sample 0 is the only long one.
+    long = replace(group[0], sequences=(row([1, *[5] * 9], range(1, 10)),))
+    penalties = [2.0, 0.0, 0.0, 0.0]
+    total = [
+        value - 2.0 * (penalty - 0.5) / (statistics.stdev(penalties) + 1e-4)
+        for value, penalty in zip(total, penalties, strict=True)
+    ]
+    expected = [(value - statistics.fmean(total)) / (statistics.stdev(total) + 1e-4) for value in total]
+    long_config = quick(
+        advantage="gdpo",
+        reward_weights={"right": 1.0, "brief": 2.0},
+        overlong_tokens=9,
+        overlong_buffer=2,
+        overlong_penalty=2.0,
+    )
+    np.testing.assert_allclose(credit(batch_of(1, [[long, *group[1:]]]), long_config).by_sample, expected, rtol=1e-6)
     plain = [sample(reward=1.0), sample(reward=0.0)]
     np.testing.assert_allclose(
         credit(batch_of(1, [plain]), quick(advantage="gdpo")).by_sample, [0.7071, -0.7071], rtol=1e-3
@@ -150,6 +165,29 @@ def test_advantages_of_the_producer_are_used_as_they_are_and_must_exist() -> Non
     assert credit(batch, quick(advantage="producer")).by_sample.tolist() == [0.5, 0.5]
     with pytest.raises(RunError, match="sample 1 of t0@1 has no token advantages"):
         credit(batch_of(1, [[sample(own), sample()]]), quick(advantage="producer"))
+
+
+def test_the_default_estimator_gives_way_to_the_producer_and_a_named_one_does_not() -> None:
+    own = row([1, 5, 6, 7], [1, 3]).with_columns(advantages=[0.0, 2.0, 9.0, -1.0])
+    batch = batch_of(1, [[sample(own, reward=0.0), sample(row([1, 5], [1]), own, reward=1.0), sample(reward=None)]])
+
+    def of_rows(**settings: object) -> list[list[float]]:
+        rows = flatten(batch, quick(**settings))
+        return [
+            [found.advantage] * found.num_trained if found.token_advantages is None else found.token_advantages.tolist()
+            for found in rows
+        ]
+
+    of_group = pytest.approx([0.7071], rel=1e-3)
+    assert of_rows() == [[2.0, -1.0], of_group, [2.0, -1.0]], "the second sample has one sequence without"
+    np.testing.assert_allclose(credit(batch, quick()).by_sample, [0.5, (0.7071 + 1.0) / 3, 0.0], rtol=1e-3)
+    assert of_rows(advantage="rloo") == [[-1.0, -1.0], [1.0], [1.0, 1.0]]
+    assert of_rows(advantage="none") == [[0.0, 0.0], [0.0], [0.0, 0.0]]
+    assert of_rows(loss="distill", distill_coef=0.0) == of_rows(advantage="none"), "rewards do not count there"
+    for name in ("group", "turn_rloo", "reinforce_pp"):
+        assert of_rows(advantage=name)[0] != [2.0, -1.0]
+    by_name = {name: quick(advantage=name).numeric_settings()["advantage"] for name in (None, "group")}
+    assert by_name == {None: None, "group": "group"}, "a resumed run must not change from one to the other"
 
 
 PROBABILITIES = {(): 0.3, (0,): 0.6, (1,): 0.8}

@@ -7,7 +7,7 @@ The factors have the model's dtype, as in the passes of the trainer. The scale i
 
 # N rows, M tokens, L slots, P projections that share an input, R rank, K = L x P x R, E in, O out
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,18 +17,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from rollbook.contracts.weights import Adapter
 from rollbook.inference.weights.lora import LowRankPair
+from rollbook.numerics.operations import product
 
 POLICY, BASE = 0, -1
 """The slot of the published adapter, and the number of a row that uses none. Named adapters have the other slots."""
 Kind = Literal["policy", "mixed"] | None
 """What a forward computes: the published adapter for all rows, a mix, or the base alone."""
-RANK_STEP = 8
-"""Ranks are padded to a multiple of it, because matrix products need aligned rows to be fast."""
+RANK_STEP = 16
+"""Ranks are padded to a multiple of it, which a matrix instruction adds at once. So the ranks of a projection are grouped as in a
+product of its own, which the trainer computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +59,15 @@ class Factors:
     a_LPRE: Tensor
     b_LPRO: Tensor
 
-    def product(self, x_ME: Tensor, rows: AdapterRows) -> tuple[Tensor, Tensor]:
+    def product(
+        self, x_ME: Tensor, rows: AdapterRows, *, multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul
+    ) -> tuple[Tensor, Tensor]:
         """The factors whose product is the change of the output: A x (M, K), and B (K, O)."""
         if rows.slot is not None:
-            return F.linear(x_ME, self.a_LPRE[rows.slot].flatten(0, 1)), self.b_LPRO[rows.slot].flatten(0, 1)
+            return multiply(x_ME, self.a_LPRE[rows.slot].flatten(0, 1).t()), self.b_LPRO[rows.slot].flatten(0, 1)
         assert rows.mask_NL is not None, "rows have a slot or a mask"
         count, slots = rows.mask_NL.shape
-        low_MK = F.linear(x_ME, self.a_LPRE.flatten(0, 2))
+        low_MK = multiply(x_ME, self.a_LPRE.flatten(0, 2).t())
         # Each row keeps the part of its own adapter; zeros make the others add nothing.
         low_MK.view(count, -1, slots, low_MK.shape[-1] // slots).mul_(rows.mask_NL[:, None, :, None])
         return low_MK, self.b_LPRO.flatten(0, 2)
@@ -84,6 +87,8 @@ class AdapterBank:
 
     def __init__(self, model: nn.Module, *, fused: Mapping[str, Sequence[str]] | None = None) -> None:
         """`fused`: names for projections that the forward computes as one, and their layers in order."""
+        self.is_exact = False
+        """Whether the parts of adapters have the bits of the trainer."""
         self.generation = 0
         """Changes when the buffers move; then captured graphs are void."""
         self._layers: dict[str, Any] = {
@@ -107,8 +112,8 @@ class AdapterBank:
         """Add the adapters' part to the output of a projection, in place."""
         if rows is None or (factors := self._factors.get(group)) is None:
             return
-        low_MK, b_KO = factors.product(x_ME, rows)
-        if output_MO.dtype == low_MK.dtype:
+        low_MK, b_KO = factors.product(x_ME, rows, multiply=product if self.is_exact else torch.matmul)
+        if output_MO.dtype == low_MK.dtype and not self.is_exact:
             output_MO.addmm_(low_MK, b_KO)
         else:
             output_MO.add_(low_MK @ b_KO)

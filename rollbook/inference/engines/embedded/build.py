@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import RunError, is_out_of_memory
 from rollbook.contracts.weights import Adapter, WeightsError
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.batching import SlotBudget
 from rollbook.inference.engines.embedded.live_weights import LiveWeights
 from rollbook.inference.engines.embedded.model.forward import SlotModel
-from rollbook.inference.engines.embedded.model.kernels import KernelOps, kernels_missing, sample_with_kernels
-from rollbook.inference.engines.embedded.model.llama import LlamaForward, relative_error, unsupported_reason
+from rollbook.inference.engines.embedded.model.kernels import KernelOps, sample_with_kernels
+from rollbook.inference.engines.embedded.model.llama import LlamaForward, relative_error
 from rollbook.inference.engines.embedded.model.module import (
     ModuleForward,
     StateForward,
@@ -33,11 +33,16 @@ from rollbook.inference.engines.embedded.paged.batch import PagedBatch
 from rollbook.inference.engines.embedded.paged.block_cache import BlockCache
 from rollbook.inference.engines.embedded.paged.block_pool import BlockPool
 from rollbook.inference.engines.embedded.paged.runner import Capture, CudaCapture, PackedRunner, packed_error
+from rollbook.inference.engines.embedded.routes import RouteRecorder
 from rollbook.inference.engines.embedded.runner import Runner
 from rollbook.inference.engines.embedded.sampling import sample
 from rollbook.inference.engines.embedded.scheduler import Scheduler
 from rollbook.inference.engines.embedded.slot_batch import SlotBatch
 from rollbook.inference.weights.lora import CONFIG_FILE, read_adapter
+from rollbook.numerics.device_memory import limit_memory
+from rollbook.numerics.operations import EXACT_DTYPES, kernels_missing, set_unsplit_products, why_not_here
+from rollbook.numerics.recipe import UnsupportedModelError
+from rollbook.shared_weights.base import map_base
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """Largest accepted relative error of the Llama forward. A wrong implementation has an error above 1."""
@@ -68,24 +73,28 @@ class EngineParts:
     """The Hugging Face module. It shares its weights with `model`."""
     choices: tuple[str, ...]
     """The chosen implementations, for people."""
+    inexact_because: str | None
+    """Why logprobs do not have the bits of the trainer; None: they have."""
 
 
-def build_parts(config: InferenceConfig, model_dir: Path, *, capture: Capture | None = None) -> EngineParts:
-    """`capture` replaces CUDA graphs, to run the steps of a GPU without one."""
-    if config.gpu_memory_gb is not None and config.device.startswith("cuda"):
-        limit = config.gpu_memory_gb * 1e9 / torch.cuda.get_device_properties(config.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit), config.device)
+def build_parts(
+    config: InferenceConfig, model_dir: Path, *, capture: Capture | None = None, shared_base: Path | None = None
+) -> EngineParts:
+    """`capture` replaces CUDA graphs, to run the steps of a GPU without one. `shared_base`: see `shared_weights`."""
+    limit_memory(config.device, config.gpu_memory_gb)
+    base = None if shared_base is None else map_base(shared_base, device=config.device)
     module, max_model_len = load_module(
-        model_dir, device=config.device, dtype=config.dtype, max_model_len=config.max_model_len
+        model_dir, device=config.device, dtype=config.dtype, max_model_len=config.max_model_len, base=base
     )
     device: torch.device = next(module.parameters()).device
     is_gpu = device.type == "cuda"
     with torch.cuda.device(device) if is_gpu else nullcontext():
         model, choices = _model(module, max_model_len, config)
         is_paged = isinstance(model, LlamaForward) and (
-            _has_kernels(model, module, choices) if is_gpu else capture is not None
+            use_kernels(model, module, choices, exactness=config.exactness) if is_gpu else capture is not None
         )
-    weights = LiveWeights(module, device, model.adapters)
+    inexact_because = _inexact_because(config, model, choices)
+    weights = LiveWeights(module, device, model.adapters, base=base)
     if (model_dir / CONFIG_FILE).is_file():
         _apply_adapter(weights, model_dir)
     batch: SlotBatch | PagedBatch
@@ -108,6 +117,7 @@ def build_parts(config: InferenceConfig, model_dir: Path, *, capture: Capture | 
         model=model,
         module=module,
         choices=tuple(choices),
+        inexact_because=inexact_because,
     )
 
 
@@ -121,30 +131,46 @@ def _apply_adapter(weights: LiveWeights, directory: Path) -> None:
 
 
 def _model(module: Any, max_model_len: int, config: InferenceConfig) -> tuple[SlotModel, list[str]]:
-    required = config.forward == "module"
-    reason = "the config requires it" if required else unsupported_reason(module, max_model_len=max_model_len)
-    if reason is None:
-        llama = LlamaForward(module, max_model_len=max_model_len)
-        error = relative_error(llama, module)
-        # Not `>`: a comparison with NaN must not pass.
-        if error <= TOLERANCE[llama.dtype]:
-            return llama, [f"forward: llama (relative error {error:.1e})"]
-        reason = f"the llama forward has a relative error of {error:.2g}"
-        log.warning("the model runs through its Hugging Face module: %s", reason)
-    return _module_forward(module, max_model_len, reason)
+    required = config.forward == "module" or config.record_routes
+    reason = "the config requires it"
+    if not required:
+        try:
+            llama = LlamaForward(module, max_model_len=max_model_len)
+        except UnsupportedModelError as unsupported:
+            reason = str(unsupported)
+        else:
+            with llama.short_windows(module):
+                error = _error_of(llama, module)
+            # Not `>`: a comparison with NaN must not pass.
+            if error <= TOLERANCE[llama.dtype]:
+                return llama, [f"forward: llama (relative error {error:.1e})"]
+            reason = f"the llama forward has a relative error of {error:.2g}"
+            log.warning("the model runs through its Hugging Face module: %s", reason)
+    recorder = RouteRecorder(module) if config.record_routes else None
+    model, choices = _module_forward(module, max_model_len, reason, recorder)
+    if recorder is not None:
+        shape = recorder.shape
+        choices.append(
+            f"routes: {shape.layers} layers x {shape.choices} choices, {shape.num_bytes} bytes for each token"
+        )
+    return model, choices
 
 
-def _module_forward(module: Any, max_model_len: int, reason: str) -> tuple[SlotModel, list[str]]:
+def _module_forward(
+    module: Any, max_model_len: int, reason: str, recorder: RouteRecorder | None
+) -> tuple[SlotModel, list[str]]:
     """The fastest way of calling the module whose logits are those of a plain forward."""
     choice = f"forward: Hugging Face module, because {reason}"
     if has_full_attention(module.config, max_model_len):
-        slots = ModuleForward(module, max_model_len=max_model_len)
+        slots = ModuleForward(module, max_model_len=max_model_len, recorder=recorder)
         if _error_of(slots, module) <= TOLERANCE[slots.dtype]:
             return slots, [choice]
         slots.discard()
     errors = []
     for is_merged, is_chunked in product((True, False), repeat=2):
-        states = StateForward(module, max_model_len=max_model_len, is_merged=is_merged, is_chunked=is_chunked)
+        states = StateForward(
+            module, max_model_len=max_model_len, is_merged=is_merged, is_chunked=is_chunked, recorder=recorder
+        )
         if is_merged and not states.new_memory().is_mergeable:
             continue
         errors.append(_error_of(states, module))
@@ -161,27 +187,62 @@ def _error_of(forward: SlotModel, module: Any) -> float:
     try:
         return relative_error(forward, module)
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+        if is_out_of_memory(error):
+            raise
         log.info("the module cannot be run as %s: %s", type(forward).__name__, error)
         return math.inf
 
 
-def _has_kernels(llama: LlamaForward, module: Any, choices: list[str]) -> bool:
-    """Use the Triton kernels if they are installed, compile, and agree with the module."""
+def use_kernels(llama: LlamaForward, module: Any, choices: list[str], *, exactness: str) -> bool:
+    """Use the Triton kernels if they are installed, compile, and agree with the module. Otherwise nothing is changed."""
     reason = kernels_missing
     if reason is None:
+        torch_ops = llama.packed_ops
         try:
-            llama.packed_ops = KernelOps(llama.heads, **llama.rotary_tables(module))
-            error = packed_error(llama, module, block_size=BLOCK_SIZE)
-            reason = None if error <= TOLERANCE[llama.dtype] else f"their relative error is {error:.2g}"
-            choices.append(f"kernels: Triton (relative error {error:.1e})")
+            is_exact = exactness == "bitwise" and llama.dtype in EXACT_DTYPES and why_not_here() is None
+            llama.packed_ops = KernelOps(llama.heads, llama.recipe.activation)
+            if is_exact:
+                # Before the check, because exact products have kernels of their own.
+                _set_exact(llama, is_exact=True)
+            with llama.short_windows(module):
+                error = packed_error(llama, module, block_size=BLOCK_SIZE)
+            if error <= TOLERANCE[llama.dtype]:
+                numbers = "with the bits of the trainer, " if is_exact else ""
+                choices.append(f"kernels: Triton ({numbers}relative error {error:.1e})")
+            else:
+                reason = f"their relative error is {error:.2g}"
         except (
             Exception
         ) as raised:  # Another version of the compiler may raise anything; torch's operations always work.
+            if is_out_of_memory(raised):
+                raise
             reason = f"{type(raised).__name__}: {raised}"
+        if reason is not None:
+            llama.packed_ops = torch_ops
+            if llama.is_exact:
+                _set_exact(llama, is_exact=False)
     if reason is not None:
         choices.append(f"kernels: torch, because {reason}")
         log.warning("the engine runs without the Triton kernels, several times slower: %s", reason)
     return reason is None
+
+
+def _inexact_because(config: InferenceConfig, model: SlotModel, choices: list[str]) -> str | None:
+    """Why logprobs do not have the bits of the trainer, whose passes are in bfloat16; None: they have."""
+    if config.exactness != "bitwise":
+        return "inference.exactness is fast"
+    if model.device.type != "cuda":
+        return "only logprobs of a GPU are"
+    if not isinstance(model, LlamaForward):
+        return choices[0]
+    if model.dtype is not torch.bfloat16:
+        return f"inference.dtype is {config.dtype}"
+    return None if model.is_exact else why_not_here() or choices[-1]
+
+
+def _set_exact(llama: LlamaForward, *, is_exact: bool) -> None:
+    set_unsplit_products(is_unsplit=is_exact)
+    llama.use_exact_products(is_exact=is_exact)
 
 
 def _plain_call(operation: Callable[[], None]) -> Callable[[], None]:
@@ -197,7 +258,9 @@ def _slot_batch(config: InferenceConfig, model: SlotModel) -> tuple[SlotBatch, R
         budget=budget,
         round_tokens=config.step_prefill_tokens or CPU_ROUND_TOKENS,
         forward_tokens=config.forward_tokens or CPU_FORWARD_TOKENS,
-        memo_rows=int(config.prompt_memo_mb * 1_000_000) // (4 * model.vocab_size),
+        # A memoized prompt is not computed, so its routes would be missing.
+        memo_rows=0 if config.record_routes else int(config.prompt_memo_mb * 1_000_000) // (4 * model.vocab_size),
+        has_routes=config.record_routes,
         prefix_tokens=prefix_tokens,
         min_prefix=min_prefix,
     )
@@ -245,8 +308,8 @@ def _paged_batch(config: InferenceConfig, model: LlamaForward, capture: Capture)
     )
     if not batch.grow(first_blocks):
         raise RunError(
-            f"the device has no {first_blocks * per_block / 1e6:.0f} MB left for keys and values; lower inference.kv_memory_mb, or "
-            "give the trainer another device"
+            f"out of memory: the device has no {first_blocks * per_block / 1e6:.0f} MB left for keys and values; lower "
+            "inference.kv_memory_mb, or give the trainer another device"
         )
     return batch, runner
 

@@ -8,9 +8,10 @@ import logging
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -20,8 +21,8 @@ import numpy as np
 import torch
 
 from rollbook.concurrency.gpu_launches import prompt_launches
-from rollbook.contracts.errors import RunError
-from rollbook.contracts.policy import Completion, OnTokens, Publication, SamplingParams, TokenIds
+from rollbook.contracts.errors import RunError, is_out_of_memory
+from rollbook.contracts.policy import Completion, OnTokens, Publication, SamplerExactness, SamplingParams, TokenIds
 from rollbook.contracts.weights import Adapter, RawTensor, TensorSource, WeightsError, weights_digest
 from rollbook.inference.config import InferenceConfig, KvAfterUpdate
 from rollbook.inference.engine import (
@@ -44,6 +45,7 @@ from rollbook.inference.engines.embedded.thread import MEMORY_ADVICE, EngineThre
 from rollbook.inference.pause import PauseMode, needs_loading, require_unpublished
 from rollbook.inference.request import GenerationRequest, checked_prompt, checked_request
 from rollbook.inference.weights.safetensors import read_published_weights, require_published
+from rollbook.numerics.machine import machine_of_bits
 from rollbook.telemetry.spans import SpanRecorder
 
 log = logging.getLogger(__name__)
@@ -65,13 +67,14 @@ async def open_engine(
     *,
     spans: SpanRecorder | None = None,
     capture: Capture | None = None,
+    shared_base: Path | None = None,
 ) -> AsyncIterator["TransformersEngine"]:
     """Load the model and start the engine's thread. On exit, the remaining requests fail."""
     if model_dir is None:
         raise RunError("the transformers engine needs a model directory")
     torch.set_num_threads(config.threads)
     started = time.perf_counter()
-    parts = await asyncio.to_thread(build_parts, config, model_dir, capture=capture)
+    parts = await asyncio.to_thread(build_parts, config, model_dir, capture=capture, shared_base=shared_base)
     engine = TransformersEngine(parts, config, loop=asyncio.get_running_loop(), spans=spans)
     thread = threading.Thread(target=engine.thread.run, name="policy-engine", daemon=True)
     thread.start()
@@ -99,6 +102,7 @@ class TransformersEngine:
         self.parts = parts
         self.opening_s = 0.0
         self._model = parts.model
+        self._machine = machine_of_bits(parts.model.device.type)
         self._config = config
         self._loop = loop
         self._rng = random.Random(config.seed)
@@ -138,6 +142,14 @@ class TransformersEngine:
     @property
     def is_paused(self) -> bool:
         return not self.thread.gate.may_admit
+
+    @property
+    def exactness(self) -> SamplerExactness:
+        return SamplerExactness(
+            inexact_because=self.parts.inexact_because,
+            recomputes=self._config.kv_after_update is KvAfterUpdate.RECOMPUTE,
+            machine=self._machine,
+        )
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -191,7 +203,7 @@ class TransformersEngine:
     async def warm_up(self) -> None:
         """Capture graphs before the first request: at once, or with the first adapter if adapters will be published."""
         if self._config.publish != "adapter" or self.adapter is not None:
-            await self.thread.between_rounds(self._warm_up)
+            await self._fitting(lambda: self.thread.between_rounds(self._warm_up), "for its steps")
 
     def _warm_up(self) -> None:
         with torch.inference_mode():
@@ -210,7 +222,9 @@ class TransformersEngine:
 
         def score() -> None:
             with bank.in_module(bank.rows(np.array([slot], dtype=np.int32))):
-                scores.append(score_prompt(self.parts.module, prompt, top_logprobs))
+                found = score_prompt(self.parts.module, prompt, top_logprobs)
+                publication = self.thread.publication
+                scores.append(replace(found, publication=None if publication is None else publication.id))
 
         await self.thread.between_rounds(score)
         return scores[0]
@@ -251,7 +265,7 @@ class TransformersEngine:
             if slot > MAX_NAMED:
                 raise WeightsError(f"{MAX_NAMED} adapters are loaded, which is the limit; unload one first")
             plan = await self._planned(lambda: self.parts.weights.plan_adapter(adapter, tensors, slot=slot))
-            await self.thread.between_rounds(lambda: self._apply(plan))
+            await self._applied(lambda: self._apply(plan))
             self._named[adapter.name] = slot
 
     async def remove_adapter(self, name: str) -> None:
@@ -276,7 +290,9 @@ class TransformersEngine:
         if self._model.adapters.generation != generation:
             try:
                 self._warm_up()
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 log.warning("no memory to capture all steps now; they are captured when they are used (%s)", error)
 
     async def base_digest(self) -> str:
@@ -290,17 +306,27 @@ class TransformersEngine:
         return await self._loop.run_in_executor(self._stager, function)
 
     async def _planned(self, make_plan: Callable[[], LoadPlan]) -> LoadPlan:
-        """Stage an update. While the device has no memory for it, the cache gets smaller."""
+        """Stage an update."""
+        return await self._fitting(lambda: self._staged(make_plan), "for the new weights")
+
+    async def _applied(self, apply: Callable[[], None]) -> None:
+        """Apply a staged update between two rounds. A repetition copies everything again."""
+        await self._fitting(lambda: self.thread.between_rounds(apply), "to apply the new weights")
+
+    async def _fitting(self, work: Callable[[], Awaitable[T]], purpose: str) -> T:
+        """Do the work. While the device has no memory for it, the cache gets smaller."""
         while True:
             try:
-                return await self._staged(make_plan)
-            except torch.OutOfMemoryError as error:
+                return await work()
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 cause = str(error)
             before = self.thread.shrinks
             await self.thread.between_rounds(partial(self.thread.shrink_cache, cause))
             if self.thread.shrinks == before:
                 raise WeightsError(
-                    f"the policy server has no memory for the new weights on {self._model.device}: {cause}. {MEMORY_ADVICE}"
+                    f"the policy server has no memory {purpose} on {self._model.device}: {cause}. {MEMORY_ADVICE}"
                 )
 
     def _plan(self, tensors: Mapping[str, TensorSource], adapter: Adapter | None) -> LoadPlan:
@@ -322,13 +348,14 @@ class TransformersEngine:
                 self.thread.fail_adapters(
                     named, UnknownAdapterError("the adapter was unloaded, because its base model was replaced")
                 )
+                self._is_damaged = True
                 self._apply(plan)
                 self._is_damaged = False
                 self.thread.is_cache_outdated = self._config.kv_after_update is KvAfterUpdate.RECOMPUTE
                 self.thread.publication = publication
                 self._busy.updated(started, publication=publication.id, step=publication.step)
 
-            await self.thread.between_rounds(apply)
+            await self._applied(apply)
 
     async def adopt(self, publication: Publication) -> None:
         async with self._updating:

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.core_model_loading import revert_weight_conversion
 
+from rollbook.contracts.errors import is_out_of_memory
 from rollbook.contracts.weights import Adapter, RawTensor, TensorSource, WeightsError, weights_digest
 from rollbook.inference.engines.embedded.adapters import POLICY, AdapterBank, Factors, LoadedAdapter
 from rollbook.inference.weights.lora import checked_settings, low_rank_pairs
 from rollbook.inference.weights.safetensors import FileTensor, is_raw
-from rollbook.inference.weights.transports.packing import DTYPES, NAMES, layout, unpack_views
+from rollbook.shared_weights.base import SharedBase
+from rollbook.shared_weights.packing import DTYPES, NAMES, layout, unpack_views
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,15 @@ class LoadPlan:
 class LiveWeights:
     """`plan` may be called from any thread, `apply` only from the engine's thread."""
 
-    def __init__(self, model: nn.Module, device: torch.device, adapters: AdapterBank | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        adapters: AdapterBank | None = None,
+        *,
+        base: SharedBase | None = None,
+    ) -> None:
+        """`base`: holds the weights of the model, which other processes read too. Then only adapters are replaced."""
         self._matrices = dict(model.state_dict())
         """By the names in the module."""
         self._targets = checkpoint_views(model)
@@ -60,7 +70,8 @@ class LiveWeights:
         self._staging = _stream(device) if device.type == "cuda" else None
         self.is_comparable = False
         """The value in the last applied plan."""
-        self._base_digest: str | None = None
+        self._is_shared = base is not None
+        self._base_digest = None if base is None else base.digest
         self._upload = Upload(device) if device.type == "cuda" else None
         self._applied: torch.cuda.Event | None = None
 
@@ -81,6 +92,11 @@ class LiveWeights:
 
     def plan(self, tensors: Mapping[str, TensorSource]) -> LoadPlan:
         """Tied weights may be named once or by each of their names. On a GPU, the transfer is complete when this returns."""
+        if self._is_shared:
+            raise WeightsError(
+                "this engine shares the memory of its base with the trainer (resources.shared_base): it loads adapters only; "
+                "nothing was loaded"
+            )
         unknown = sorted(set(tensors) - set(self._targets))
         if unknown:
             raise WeightsError(
@@ -103,7 +119,9 @@ class LiveWeights:
                     placed = [uploaded[n] if n in uploaded else _host_tensor(tensor) for n, tensor in tensors.items()]
                     sources = [s.to(device=self._device, dtype=t.dtype) for s, t in zip(placed, targets, strict=True)]
                 is_staged = True
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 # Without a second copy on the device: decoding waits while the tensors are transferred one by one.
                 uploaded = {}
                 sources = placed = [_host_tensor(tensor) for tensor in tensors.values()]

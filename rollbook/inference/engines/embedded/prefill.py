@@ -59,7 +59,10 @@ class Prefiller:
         forward_tokens: int,
         memo_rows: int,
         prefixes: PrefixCache,
+        copies_all: bool = False,
     ) -> None:
+        """`copies_all`: siblings that need a single token get a copy of the row, too."""
+        self._copies_all = copies_all
         self._runner = runner
         self._prefixes = prefixes
         self._table = table
@@ -204,7 +207,7 @@ class Prefiller:
         return _ForwardOutput(logits_NV, completed)
 
     def _copy_to_siblings(self, prefill: Prefill) -> None:
-        targets = [sibling.row for sibling in prefill.siblings if sibling.limit - len(sibling.tokens) > 1]
+        targets = [s.row for s in prefill.siblings if self._copies_all or s.limit - len(s.tokens) > 1]
         for sibling in prefill.siblings:
             if sibling.row not in targets:
                 # Its only token is sampled from the leader's logits, so its row stays empty.

@@ -30,8 +30,10 @@ class SlotBatch:
         memo_rows: int = 0,
         prefix_tokens: int = 0,
         min_prefix: int = 1,
+        has_routes: bool = False,
     ) -> None:
-        """`round_tokens`: maximum number of prompt tokens prefilled in a round. `forward_tokens`: of one forward, with padding."""
+        """`round_tokens`: maximum number of prompt tokens prefilled in a round. `forward_tokens`: of one forward, with padding.
+        `has_routes`: the chosen experts are recorded."""
         self.table = RowTable(budget.max_rows)
         self.prefixes = PrefixCache(
             runner.slots, max_tokens=prefix_tokens, min_length=min_prefix, row_tokens=budget.row_tokens
@@ -47,6 +49,7 @@ class SlotBatch:
             forward_tokens=forward_tokens,
             memo_rows=memo_rows,
             prefixes=self.prefixes,
+            copies_all=has_routes,
         )
         with torch.inference_mode():
             self._capacity.fit(1, round_number=0)
@@ -90,6 +93,7 @@ class SlotBatch:
     def retire(self, request: GenerationRequest) -> None:
         # Copied now, because the row's next owner may be launched before this round is processed.
         row = request.row
+        request.routes = self._runner.slots.read_routes(row, int(self.table.positions[row]))
         request.cached_kv = self.prefixes.copy_out(
             row, int(self.table.positions[row]), weights_generation=request.weights_generation
         )
@@ -97,8 +101,14 @@ class SlotBatch:
 
     def keep(self, request: GenerationRequest) -> None:
         generation = request.weights_generation
-        if request.cached_kv is None and self.table.owners[request.row] is request:
-            length = len(request.prompt) + len(request.tokens) - 1
+        length = len(request.prompt) + len(request.tokens) - 1
+        has_row = self.table.owners[request.row] is request
+        if has_row:
+            request.routes = self._runner.slots.read_routes(request.row, length)
+        elif request.routes is not None:
+            # A stop token was sampled before the limit, after which its row was freed.
+            request.routes = request.routes[:length]
+        if request.cached_kv is None and has_row:
             request.cached_kv = self.prefixes.copy_out(request.row, length, weights_generation=generation)
         if request.cached_kv is not None:
             tokens = [*request.prompt.tolist(), *request.tokens[:-1]]

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from rollbook.inference.engines.embedded.routes import RouteShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,9 @@ class RowMemory(Protocol):
     def copy_in(self, row: int, copied: Any, length: int) -> None:
         """Write the first `length` positions of a copy by `copy_out` into a row."""
 
+    def read_routes(self, row: int, length: int) -> NDArray[Any] | None:
+        """The experts chosen in the first `length` positions of a row; None if they are not recorded."""
+
     def release(self, row: int) -> None:
         """The row has no owner any more."""
 
@@ -72,8 +78,19 @@ class RowMemory(Protocol):
 class SlotCache:
     is_croppable = True
 
-    def __init__(self, shapes: Sequence[LayerShape], *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        routes: RouteShape | None = None,
+    ) -> None:
+        """`routes`: set if the chosen experts are kept, too."""
         self._shapes = list(shapes)
+        self._route_shape = routes
+        self.routes: Tensor | None = None
+        """Chosen experts, (S + 1, T, L, K)."""
         self._dtype, self._device = dtype, device
         self.rows = 0
         self.length = 0
@@ -117,6 +134,11 @@ class SlotCache:
                     new_SHTD[:keep_rows, :, :keep_length] = old_SHTD[:keep_rows, :, :keep_length]
             self.pairs[index : index + 1] = [pair]
             del old
+        if (kept := self._route_shape) is not None:
+            routes = torch.zeros((rows + 1, length, kept.layers, kept.choices), dtype=kept.dtype, device=self._device)
+            if self.routes is not None:
+                routes[:keep_rows, :keep_length] = self.routes[:keep_rows, :keep_length]
+            self.routes = routes
         self.rows, self.length = rows, length
         self.generation += 1
         if self._device.type == "cuda":
@@ -129,15 +151,26 @@ class SlotCache:
         for pair in self.pairs:
             for slots_SHTD in pair:
                 slots_SHTD[targets_N, :, :length] = slots_SHTD[sources_N, :, :length]
+        if self.routes is not None:
+            self.routes[targets_N, :length] = self.routes[sources_N, :length]
 
     def copy_out(self, row: int, length: int) -> list[Tensor]:
         """A copy of the first `length` positions of a row."""
+        routes = [] if self.routes is None else [self.routes[row, :length].clone()]
         if self.joint:
-            return [joint[:, row, :, :length].clone() for joint in self.joint]
-        return [slots_SHTD[row, :, :length].clone() for pair in self.pairs for slots_SHTD in pair]
+            return [*(joint[:, row, :, :length].clone() for joint in self.joint), *routes]
+        return [*(slots_SHTD[row, :, :length].clone() for pair in self.pairs for slots_SHTD in pair), *routes]
+
+    def read_routes(self, row: int, length: int) -> NDArray[Any] | None:
+        if self.routes is None or self._route_shape is None:
+            return None
+        return self._route_shape.read(self.routes[row, :length])
 
     def copy_in(self, row: int, copied: Sequence[Tensor], length: int) -> None:
         """Write the first `length` positions of a copy by `copy_out` into a row."""
+        if self.routes is not None:
+            *copied, routes = copied
+            self.routes[row, :length] = routes[:length]
         if self.joint:
             for joint, layer in zip(self.joint, copied, strict=True):
                 joint[:, row, :, :length] = layer[:, :, :length]

@@ -15,6 +15,7 @@ from queue import Empty, SimpleQueue
 
 import torch
 
+from rollbook.contracts.errors import is_out_of_memory
 from rollbook.contracts.policy import Completion, FinishReason, OnTokens, Publication, TokenChunk
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import EngineClosedError, GenerationError
@@ -268,7 +269,7 @@ class EngineThread:
     def _recover(self, failure: Exception, results: RoundResults) -> None:
         """A forward failed as a whole. Without memory, its requests wait for a smaller cache; otherwise they fail, and the engine
         continues."""
-        if isinstance(failure, torch.OutOfMemoryError):
+        if is_out_of_memory(failure):
             try:
                 if self._shrink_cache(str(failure), results):
                     return

@@ -329,6 +329,7 @@ def _block_after(
         tokens=[first, *(prompt.tokens or ()), *(sampled.tokens or ())] if is_text else None,
         text_offset=[start, *(prompt.text_offset or ()), *(sampled.text_offset or ())] if is_text else None,
         top_logprobs=[None, *(prompt.top_logprobs or ()), *(sampled.top_logprobs or ())] if has_tops else None,
+        prompt_version=scores.publication,
     )
 
 

@@ -24,6 +24,8 @@ from rollbook.inference.wire.token_stream import (
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_SENT = 1024
 """Outcomes, and parts of streams, in one frame. More are sent in several frames."""
+MAX_SENT_BYTES = 16 * 2**20
+"""Routes in one frame, unless a single outcome has more."""
 STARTED_AT_ONCE = 64
 """Requests of a frame that are started before other connections get their turn."""
 HEARTBEAT_S = 30.0
@@ -170,11 +172,22 @@ class StreamSession:
         self._has_messages.clear()
         # In the order of their lists: the tokens of a request are sent before its outcome, or with it.
         while outcomes or tokens:
-            sent = [] if len(tokens) > MAX_SENT else outcomes[:MAX_SENT]
+            sent = [] if len(tokens) > MAX_SENT else _first(outcomes)
             await self._socket.send_bytes(self._encode(ServerFrame(sent, tokens[:MAX_SENT])))
             outcomes, tokens = outcomes[len(sent) :], tokens[MAX_SENT:]
             if outcomes or tokens:
                 await asyncio.sleep(0)
+
+
+def _first(outcomes: list[StreamedOutcome]) -> list[StreamedOutcome]:
+    """The outcomes of the next frame."""
+    num_bytes = 0
+    for count, outcome in enumerate(outcomes[:MAX_SENT]):
+        routes = None if outcome.completion is None else outcome.completion.routes
+        num_bytes += 0 if routes is None else len(routes)
+        if num_bytes > MAX_SENT_BYTES and count:
+            return outcomes[:count]
+    return outcomes[:MAX_SENT]
 
 
 def _failure(number: int, error: BaseException) -> StreamedOutcome:

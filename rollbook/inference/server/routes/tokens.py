@@ -80,5 +80,6 @@ class TokenRoutes:
                 "eos_token": ends[0] if ends else None,
                 "bos_token": tokenizer.decode(starts[:1], skip_special_tokens=False) if starts else None,
                 "model_max_length": self._service.engine.max_model_len,
+                "vocabulary_digest": tokenizer.vocabulary_digest,
             }
         )

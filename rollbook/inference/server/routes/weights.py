@@ -76,7 +76,9 @@ class WeightRoutes:
         return json_response({"success": True, "new_version": version})
 
     async def info(self, _request: web.Request) -> web.Response:
-        return json_response(WeightInfo.of(self._engine.publication, self._dtype, self._engine.adapter))
+        engine = self._engine
+        info = WeightInfo.of(engine.publication, exactness=engine.exactness, dtype=self._dtype, adapter=engine.adapter)
+        return json_response(info)
 
     async def check(self, request: web.Request) -> web.Response:
         raw = await request.read()

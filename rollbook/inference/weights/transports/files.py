@@ -24,8 +24,8 @@ from rollbook.contracts.weights import Adapter
 from rollbook.inference.weights.lora import CONFIG_FILE, TENSOR_FILE
 from rollbook.inference.weights.shared_memory import LOCK_FILE, SHARED, directory_name, is_at, remove_abandoned
 from rollbook.inference.weights.transport import TransportOptions, update_message
-from rollbook.inference.weights.transports.packing import NAMES
 from rollbook.inference.wire.weights import Backend, UpdateInfo
+from rollbook.shared_weights.packing import NAMES
 
 HEADER_ALIGNMENT = 8
 """The data after the header starts at a multiple of this, so that views into a mapped file are aligned."""

@@ -129,7 +129,9 @@ class SqlGroups:
     def releasable(self, run_id: RunId, up_to_step: int, limit: int, *, dropped_only: bool) -> list[GroupRecord]:
         only = "AND state = 'dropped'" if dropped_only else ""
         return self._where(
-            f"has_payload = 1 AND release_step IS NOT NULL AND release_step <= ? {only} ORDER BY release_step LIMIT ?",
+            f"has_payload = 1 AND release_step IS NOT NULL AND release_step <= ? {only} AND NOT (part = 1 AND EXISTS "
+            "(SELECT 1 FROM groups later WHERE later.run_id = groups.run_id AND later.sequence = groups.sequence "
+            "AND later.state = 'dispatched')) ORDER BY release_step LIMIT ?",
             run_id,
             up_to_step,
             limit,

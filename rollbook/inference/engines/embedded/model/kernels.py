@@ -11,46 +11,49 @@ import torch
 from torch import Tensor
 
 from rollbook.inference.engines.embedded.model.packed import PackedStep
-from rollbook.inference.engines.embedded.model.torch_ops import HeadNorms, HeadShape
+from rollbook.inference.engines.embedded.model.torch_ops import HeadShape
 from rollbook.inference.engines.embedded.sampling import RowSampling, truncated
+from rollbook.numerics.operations import CHUNK, kernels_missing, rms_norm
+from rollbook.numerics.recipe import Activation, Attention, Norm
 
-try:
+if kernels_missing is None:
     from rollbook.inference.engines.embedded.model import triton_kernels, triton_sampling
-except ImportError as error:
-    kernels_missing: str | None = f"Triton cannot be imported: {error}"
-else:
-    kernels_missing = None
+    from rollbook.numerics import triton_rows
 
 
 class KernelOps:
-    """Implements `packed.PackedOps`. The only state is the tables of the rotary embedding."""
+    """Implements `packed.PackedOps`."""
 
-    def __init__(self, heads: HeadShape, *, cosines_TD: Tensor, sines_TD: Tensor) -> None:
+    def __init__(self, heads: HeadShape, activation: Activation) -> None:
         self._heads = heads
+        self._activation = activation
         self.query_tile = triton_kernels.query_tile(heads)
-        half = heads.size // 2
-        self._cosines_TF = cosines_TD[:, :half].contiguous()
-        self._sines_TF = sines_TD[:, :half].contiguous()
 
-    def norm(self, x_ME: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
-        out_ME = torch.empty_like(x_ME)
-        triton_kernels.launch_rms_norm(x_ME, weight_E, out_ME, epsilon)
-        return out_ME
+    def norm(self, x_ME: Tensor, norm: Norm) -> Tensor:
+        return rms_norm(x_ME, norm)
 
-    def rotate_and_store(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor, norms: HeadNorms | None) -> None:
-        triton_kernels.launch_rotate_and_store(
-            fused_MX, self._cosines_TF, self._sines_TF, step=step, blocks=blocks, heads=self._heads, norms=norms
-        )
+    def rotate_and_store(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor, attention: Attention) -> None:
+        heads, norms, rotary = self._heads, attention.norms, attention.rotary
+        if norms is not None and norms.is_after_rotation:
+            triton_kernels.launch_rotate_and_store(fused_MX, rotary, step=step, blocks=None, heads=heads)
+            rotary = None
+        if norms is not None:
+            ends = heads.queries * heads.size, (heads.queries + heads.keys) * heads.size
+            queries_MX, keys_MX = fused_MX[:, : ends[0]], fused_MX[:, ends[0] : ends[1]]
+            triton_rows.launch_rms_norm(queries_MX, norms.queries, queries_MX)
+            triton_rows.launch_rms_norm(keys_MX, norms.keys, keys_MX)
+        triton_kernels.launch_rotate_and_store(fused_MX, rotary, step=step, blocks=blocks, heads=heads)
 
-    def attend(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor) -> Tensor:
+    def attend(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor, attention: Attention) -> Tensor:
         shape = (len(fused_MX), self._heads.queries * self._heads.size)
         out_MX = torch.empty(shape, dtype=fused_MX.dtype, device=fused_MX.device)
-        triton_kernels.launch_attention(fused_MX, step, blocks, out_MX, heads=self._heads)
+        triton_kernels.launch_attention(fused_MX, step, blocks, out_MX, heads=self._heads, of=attention, chunk=CHUNK)
         return out_MX
 
     def gate(self, both_MF: Tensor) -> Tensor:
         out_MF = torch.empty((len(both_MF), both_MF.shape[1] // 2), dtype=both_MF.dtype, device=both_MF.device)
-        triton_kernels.launch_gate(both_MF, out_MF)
+        gates_MF, ups_MF = both_MF.chunk(2, dim=1)
+        triton_rows.launch_gate(gates_MF, ups_MF, out_MF, self._activation)
         return out_MF
 
 
@@ -59,11 +62,13 @@ def sample_with_kernels(logits_NV: Tensor, rows: RowSampling) -> tuple[Tensor, T
     temperatures_N = rows.temperatures_N
     is_greedy_N = temperatures_N == 0
     if rows.is_truncated:
+        # The others keep their logits: with scaled ones, their logprobs would have other bits than in a batch of their own.
+        is_truncated_N = ~is_greedy_N & ((rows.top_k_N > 0) | (rows.top_p_N < 1.0))
         scale_N1 = torch.where(is_greedy_N, 1.0, temperatures_N)[:, None]
         logits_NV = logits_NV.float()
-        logits_NV = (logits_NV - logits_NV.amax(dim=-1, keepdim=True)) / scale_N1
-        logits_NV = truncated(logits_NV, rows)
-        temperatures_N = torch.where(is_greedy_N, 0.0, 1.0)
+        scaled_NV = truncated((logits_NV - logits_NV.amax(dim=-1, keepdim=True)) / scale_N1, rows)
+        logits_NV = torch.where(is_truncated_N[:, None], scaled_NV, logits_NV)
+        temperatures_N = torch.where(is_truncated_N, 1.0, temperatures_N)
     tokens_N = torch.empty(len(logits_NV), dtype=torch.long, device=logits_NV.device)
     logprobs_N = torch.empty(len(logits_NV), dtype=torch.float32, device=logits_NV.device)
     triton_sampling.launch_sample(logits_NV, temperatures_N, rows.keys_N, tokens_N, logprobs_N)

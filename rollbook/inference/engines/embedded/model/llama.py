@@ -1,14 +1,16 @@
 """A fast forward for Llama-like decoders: fused projections, few operations, slots read and written in place.
 
-The fused projections own the weights; the projections of the Hugging Face module are views into them, so updates and digests use
-the module's names. Before it is used, its logits are compared with those of the module. Adapters are added to the output of each
-projection.
+What differs between families is read from the module (`rollbook.numerics.recipe`). The fused projections own the weights; the
+projections of the Hugging Face module are views into them, so updates and digests use the module's names. Before it is used, its
+logits are compared with those of the module. Adapters are added to the output of each projection.
 """
 
-# M tokens of a forward, N rows, C tokens a row, T positions, V vocabulary, E hidden size, X fused projection, D head size
+# M tokens of a forward, N rows, C tokens a row, T positions, V vocabulary, E hidden size, X fused projection, D head size, O output
+# of a projection
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,62 +20,51 @@ from torch.nn import functional as F
 from rollbook.inference.engines.embedded.adapters import AdapterBank, AdapterRows
 from rollbook.inference.engines.embedded.model.forward import PrefillInput, PrefillPositions, SlotModel
 from rollbook.inference.engines.embedded.model.packed import PackedOps, PackedStep, PackedTorchOps
-from rollbook.inference.engines.embedded.model.torch_ops import HeadNorms, HeadShape, TorchOps
+from rollbook.inference.engines.embedded.model.row_states import new_layers
+from rollbook.inference.engines.embedded.model.torch_ops import HeadShape, TorchOps
 from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache
+from rollbook.numerics.operations import float32_logits, product
+from rollbook.numerics.recipe import (
+    GATE_PARTS,
+    QUERY_PARTS,
+    Attention,
+    ModelRecipe,
+    Norm,
+    layer_norms,
+    short_windows,
+)
 
 HEAD = "lm_head"
-SUPPORTED_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+PROBED_WINDOW = 4
+Ops = TorchOps | PackedOps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Projection:
+    """Its adapters have the name."""
+
+    name: str
+    weight_OE: Tensor
+    weight_EO: Tensor
+    bias_O: Tensor | None
+    norm: Norm | None
+    """Of the result."""
+
+    @classmethod
+    def of(cls, name: str, weight_OE: Tensor, bias_O: Tensor | None, norm: Norm | None = None) -> "_Projection":
+        return cls(name=name, weight_OE=weight_OE, weight_EO=weight_OE.t(), bias_O=bias_O, norm=norm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    name: str
-    before_attention_E: Tensor
-    fused_XE: Tensor
-    fused_bias_X: Tensor | None
-    head_norms: HeadNorms | None
-    out_DE: Tensor
-    before_mlp_E: Tensor
-    gate_up_FE: Tensor
-    down_FE: Tensor
-
-    @property
-    def fused_name(self) -> str:
-        return f"{self.name}.self_attn.qkv"
-
-    @property
-    def out_name(self) -> str:
-        return f"{self.name}.self_attn.o_proj"
-
-    @property
-    def gate_up_name(self) -> str:
-        return f"{self.name}.mlp.gate_up"
-
-    @property
-    def down_name(self) -> str:
-        return f"{self.name}.mlp.down_proj"
-
-
-def unsupported_reason(model: Any, *, max_model_len: int) -> str | None:
-    """Why this forward does not support a module; None if it does."""
-    config = model.config
-    if config.model_type not in SUPPORTED_TYPES:
-        return f"model type {config.model_type} is not supported"
-    if getattr(config, "hidden_act", None) != "silu":
-        return f"its activation is {getattr(config, 'hidden_act', None)}, not silu"
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") in ("dynamic", "longrope"):
-        return f"its rotary embedding ({rope['rope_type']}) depends on the length"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return "its rotary embedding covers only a part of each head"
-    if (window := getattr(config, "sliding_window", None)) is not None and window < max_model_len:
-        kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
-        if kinds != {"full_attention"}:
-            return f"its attention has a window of {window} tokens"
-    attention = model.model.layers[0].self_attn
-    if attention.o_proj.bias is not None or model.model.layers[0].mlp.down_proj.bias is not None:
-        return "its output projections have biases"
-    return None
+    attention: Attention
+    fused: _Projection
+    """Queries, keys and values."""
+    out: _Projection
+    gate_up: _Projection
+    down: _Projection
+    before_attention: Norm | None
+    before_mlp: Norm | None
 
 
 class LlamaForward:
@@ -82,30 +73,54 @@ class LlamaForward:
     is_dense = True
 
     def __init__(self, model: Any, *, max_model_len: int) -> None:
-        config = model.config
+        """Raises `UnsupportedModelError`. Then the module is unchanged."""
+        config = model.config.get_text_config()
+        self.recipe = ModelRecipe.of(model, max_model_len=max_model_len, caches=new_layers(config))
         self.vocab_size: int = config.vocab_size
         self.max_model_len = max_model_len
         parameter: Tensor = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
-        keys = int(config.num_key_value_heads)
-        size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        keys, size = int(config.num_key_value_heads), int(model.model.layers[0].self_attn.head_dim)
         self.heads = HeadShape(queries=int(config.num_attention_heads), keys=keys, size=size)
-        self.shapes = [LayerShape(keys, size, size)] * int(config.num_hidden_layers)
-        self._epsilon: float = config.rms_norm_eps
+        self.shapes = [LayerShape(keys, size, size)] * len(self.recipe.attention)
         self._embedding_VE: Tensor = model.model.embed_tokens.weight
         self._head_VE: Tensor = model.get_output_embeddings().weight
-        self._last_norm_E: Tensor = model.model.norm.weight
-        self._layers = [_fused_layer(f"model.layers.{at}", layer) for at, layer in enumerate(model.model.layers)]
-        self.adapters = AdapterBank(model, fused=_fused_names(self._layers))
-        tables = self.rotary_tables(model)
-        self.ops = TorchOps(self.heads, **tables)
-        self.packed_ops: PackedOps = PackedTorchOps(self.heads, **tables)
+        self._last_norm = Norm.of(model.model.norm)
+        groups: dict[str, Sequence[str]] = {}
+        self._layers = [
+            _layer_of(f"model.layers.{at}", layer, attention, groups)
+            for at, (layer, attention) in enumerate(zip(model.model.layers, self.recipe.attention, strict=True))
+        ]
+        self.adapters = AdapterBank(model, fused=groups)
+        self.is_exact = False
+        """Whether packed steps have the bits of the trainer. Set by `use_exact_products`."""
+        self.ops = TorchOps(self.heads, self.recipe.activation)
+        self.packed_ops: PackedOps = PackedTorchOps(self.heads, self.recipe.activation)
 
-    def rotary_tables(self, model: Any) -> dict[str, Tensor]:
-        positions_1T = torch.arange(self.max_model_len, device=self.device)[None]
-        with torch.inference_mode():
-            cosines_1TD, sines_1TD = model.model.rotary_emb(self._embedding_VE[:1], positions_1T)
-        return {"cosines_TD": cosines_1TD[0].contiguous(), "sines_TD": sines_1TD[0].contiguous()}
+    def use_exact_products(self, *, is_exact: bool) -> None:
+        """Whether to compute products and sums as the trainer does. The kernels must be exact too."""
+        self.is_exact = self.adapters.is_exact = is_exact
+
+    @property
+    def has_windows(self) -> bool:
+        return any(attention.window is not None for attention in self.recipe.attention)
+
+    @contextmanager
+    def short_windows(self, module: Any) -> Iterator[None]:
+        """Within the context, windows of this forward and of the module are so short that a comparison over a few tokens shows
+        them."""
+        layers = self._layers
+        self._layers = [
+            layer
+            if layer.attention.window is None
+            else replace(layer, attention=replace(layer.attention, window=PROBED_WINDOW))
+            for layer in layers
+        ]
+        try:
+            with short_windows(module, PROBED_WINDOW) if self.has_windows else nullcontext():
+                yield
+        finally:
+            self._layers = layers
 
     def new_memory(self) -> SlotCache:
         return SlotCache(self.shapes, dtype=self.dtype, device=self.device)
@@ -115,19 +130,17 @@ class LlamaForward:
 
     def prefill(self, inputs: PrefillInput, slots: SlotCache) -> Tensor:
         positions = PrefillPositions.of(inputs, scratch_row=slots.scratch_row, max_model_len=self.max_model_len)
-        step = self.ops.prefill_step(positions, slots)
-        hidden_ME = F.embedding(inputs.tokens_NC.flatten(), self._embedding_VE)
-        adapters = inputs.adapters
+        step, ops, adapters = self.ops.prefill_step(positions, slots), self.ops, inputs.adapters
+        hidden_ME = self._embedded(inputs.tokens_NC.flatten())
         for layer, joint in zip(self._layers, slots.joint, strict=True):
-            normed_ME = self.ops.norm(hidden_ME, layer.before_attention_E, self._epsilon)
-            fused_MX = self._fused(normed_ME, layer, adapters)
-            self.ops.rotate_and_store(fused_MX, step, joint, layer.head_norms)
-            attended_MD = self.ops.attend_many(fused_MX, step, joint, positions)
-            self._add(hidden_ME, attended_MD, layer.out_DE, layer.out_name, adapters)
-            self._mlp(hidden_ME, layer, self.ops, adapters)
+            fused_MX = self._fused(hidden_ME, layer, ops, adapters)
+            ops.rotate_and_store(fused_MX, step, joint, layer.attention)
+            attended_MD = ops.attend_many(fused_MX, step, joint, layer.attention, positions.rows_N)
+            self._add(hidden_ME, attended_MD, layer.out, ops, adapters)
+            self._mlp(hidden_ME, layer, ops, adapters)
         rows, tokens = inputs.tokens_NC.shape
         last_N = torch.arange(rows, device=hidden_ME.device) * tokens + inputs.lasts_N
-        return self._logits(hidden_ME[last_N], self.ops, adapters)
+        return self._logits(hidden_ME[last_N], ops, adapters)
 
     def decode(
         self,
@@ -139,66 +152,75 @@ class LlamaForward:
         length: int,
         adapters: AdapterRows | None = None,
     ) -> Tensor:
-        step = self.ops.decode_step(positions_N, slots, length=length)
-        hidden_NE = F.embedding(tokens_N, self._embedding_VE)
+        step, ops = self.ops.decode_step(positions_N, slots, length=length), self.ops
+        hidden_NE = self._embedded(tokens_N)
         for layer, joint in zip(self._layers, slots.joint, strict=True):
-            normed_NE = self.ops.norm(hidden_NE, layer.before_attention_E, self._epsilon)
-            fused_NX = self._fused(normed_NE, layer, adapters)
-            self.ops.rotate_and_store(fused_NX, step, joint, layer.head_norms)
-            self._add(hidden_NE, self.ops.attend_one(fused_NX, step, joint), layer.out_DE, layer.out_name, adapters)
-            self._mlp(hidden_NE, layer, self.ops, adapters)
-        return self._logits(hidden_NE, self.ops, adapters)
+            fused_NX = self._fused(hidden_NE, layer, ops, adapters)
+            ops.rotate_and_store(fused_NX, step, joint, layer.attention)
+            attended_ND = ops.attend_one(fused_NX, step, joint, layer.attention)
+            self._add(hidden_NE, attended_ND, layer.out, ops, adapters)
+            self._mlp(hidden_NE, layer, ops, adapters)
+        return self._logits(hidden_NE, ops, adapters)
 
     def packed(self, step: PackedStep, layers: Sequence[Tensor]) -> Tensor:
         """Logits (N, V) of the sampled tokens of a packed step. `layers`: the cache blocks of each layer."""
         ops, adapters = self.packed_ops, step.adapters
-        hidden_ME = F.embedding(step.tokens_M, self._embedding_VE)
+        hidden_ME = self._embedded(step.tokens_M)
         for layer, blocks in zip(self._layers, layers, strict=True):
-            normed_ME = ops.norm(hidden_ME, layer.before_attention_E, self._epsilon)
-            fused_MX = self._fused(normed_ME, layer, adapters)
-            ops.rotate_and_store(fused_MX, step, blocks, layer.head_norms)
-            self._add(hidden_ME, ops.attend(fused_MX, step, blocks), layer.out_DE, layer.out_name, adapters)
+            fused_MX = self._fused(hidden_ME, layer, ops, adapters)
+            ops.rotate_and_store(fused_MX, step, blocks, layer.attention)
+            attended_MD = ops.attend(fused_MX, step, blocks, layer.attention)
+            self._add(hidden_ME, attended_MD, layer.out, ops, adapters)
             self._mlp(hidden_ME, layer, ops, adapters)
         sampled = None if adapters is None else adapters.of_tokens(step.samples_N)
         return self._logits(hidden_ME[step.samples_N], ops, sampled)
 
-    def _fused(self, normed_ME: Tensor, layer: _Layer, adapters: AdapterRows | None) -> Tensor:
-        fused_MX = F.linear(normed_ME, layer.fused_XE, layer.fused_bias_X)
-        self.adapters.add(layer.fused_name, fused_MX, normed_ME, adapters)
-        return fused_MX
+    def _embedded(self, tokens_M: Tensor) -> Tensor:
+        hidden_ME = F.embedding(tokens_M, self._embedding_VE)
+        return hidden_ME if self.recipe.embedding_scale == 1.0 else hidden_ME.mul_(self.recipe.embedding_scale)
 
-    def _mlp(self, hidden_ME: Tensor, layer: _Layer, ops: TorchOps | PackedOps, adapters: AdapterRows | None) -> None:
+    def _fused(self, hidden_ME: Tensor, layer: _Layer, ops: Ops, adapters: AdapterRows | None) -> Tensor:
+        norm = layer.before_attention
+        return self._projected(hidden_ME if norm is None else ops.norm(hidden_ME, norm), layer.fused, adapters)
+
+    def _projected(self, x_ME: Tensor, projection: _Projection, adapters: AdapterRows | None) -> Tensor:
+        projected_MO = F.linear(x_ME, projection.weight_OE, projection.bias_O)
+        self.adapters.add(projection.name, projected_MO, x_ME, adapters)
+        return projected_MO
+
+    def _mlp(self, hidden_ME: Tensor, layer: _Layer, ops: Ops, adapters: AdapterRows | None) -> None:
         """Adds to the residual stream in place."""
-        normed_ME = ops.norm(hidden_ME, layer.before_mlp_E, self._epsilon)
-        both_MF = F.linear(normed_ME, layer.gate_up_FE)
-        self.adapters.add(layer.gate_up_name, both_MF, normed_ME, adapters)
-        self._add(hidden_ME, ops.gate(both_MF), layer.down_FE, layer.down_name, adapters)
+        norm = layer.before_mlp
+        normed_ME = hidden_ME if norm is None else ops.norm(hidden_ME, norm)
+        both_MF = self._projected(normed_ME, layer.gate_up, adapters)
+        self._add(hidden_ME, ops.gate(both_MF), layer.down, ops, adapters)
 
-    def _add(self, hidden_ME: Tensor, x_MD: Tensor, weight_DE: Tensor, name: str, adapters: AdapterRows | None) -> None:
-        """Add a projection to the residual stream in place."""
-        if not self.adapters.has(name, adapters):
-            hidden_ME.addmm_(x_MD, weight_DE)
+    def _add(
+        self, hidden_ME: Tensor, x_MD: Tensor, projection: _Projection, ops: Ops, adapters: AdapterRows | None
+    ) -> None:
+        """Add a projection, normalised and scaled, to the residual stream in place."""
+        is_plain, norm, scale = projection.bias_O is None, projection.norm, self.recipe.residual_scale
+        is_alone = norm is None and scale == 1.0 and not self.adapters.has(projection.name, adapters)
+        if is_plain and is_alone and not self.is_exact:
+            hidden_ME.addmm_(x_MD, projection.weight_EO)
             return
-        # The sum of base and adapter is rounded before it is added, as in the trainer.
-        projected_ME = x_MD @ weight_DE
-        self.adapters.add(name, projected_ME, x_MD, adapters)
+        # The product, and the sum of base and adapter, are rounded before they are added, as in the trainer.
+        if is_plain and self.is_exact:
+            projected_ME = product(x_MD, projection.weight_EO)
+            self.adapters.add(projection.name, projected_ME, x_MD, adapters)
+        else:
+            projected_ME = self._projected(x_MD, projection, adapters)
+        if norm is not None:
+            projected_ME = ops.norm(projected_ME, norm)
+        if scale != 1.0:
+            projected_ME.mul_(scale)
         hidden_ME.add_(projected_ME)
 
-    def _logits(self, hidden_NE: Tensor, ops: TorchOps | PackedOps, adapters: AdapterRows | None) -> Tensor:
-        normed_NE = ops.norm(hidden_NE, self._last_norm_E, self._epsilon)
+    def _logits(self, hidden_NE: Tensor, ops: Ops, adapters: AdapterRows | None) -> Tensor:
+        normed_NE = ops.norm(hidden_NE, self._last_norm)
         logits_NV = float32_logits(normed_NE, self._head_VE)
         self.adapters.add(HEAD, logits_NV, normed_NE, adapters)
-        return logits_NV
-
-
-def float32_logits(hidden_NE: Tensor, head_VE: Tensor) -> Tensor:
-    """On a GPU in float32 whatever the type of the inputs: in bfloat16, logits between 16 and 32 would be multiples of 0.125.
-
-    A CPU has no such product, so its logits are rounded. The head of the trainer does the same (`token_head.py`).
-    """
-    if hidden_NE.is_cuda and hidden_NE.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(hidden_NE, head_VE.t(), out_dtype=torch.float32)
-    return F.linear(hidden_NE, head_VE)
+        return self.recipe.logits.applied(logits_NV)
 
 
 def relative_error(forward: SlotModel, model: nn.Module) -> float:
@@ -235,49 +257,46 @@ def relative_error(forward: SlotModel, model: nn.Module) -> float:
         return float(torch.stack(errors).amax()) / deviation
 
 
-def _fused_names(layers: Sequence[_Layer]) -> dict[str, Sequence[str]]:
-    names: dict[str, Sequence[str]] = {}
-    for layer in layers:
-        names[layer.fused_name] = [f"{layer.name}.self_attn.{part}_proj" for part in "qkv"]
-        names[layer.gate_up_name] = [f"{layer.name}.mlp.{part}_proj" for part in ("gate", "up")]
-    return names
-
-
-def _fused_layer(name: str, layer: Any) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    fused, bias = _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
-    gate_up, gate_up_bias = _fuse([mlp.gate_proj, mlp.up_proj])
-    if gate_up_bias is not None:
-        raise ValueError("biases in the feed-forward part are not supported")
+def _layer_of(name: str, layer: Any, attention: Attention, groups: dict[str, Sequence[str]]) -> _Layer:
+    """Fuses projections of the same input. `groups` gets the names of those that are fused."""
+    norms = {place: Norm.of(norm) for place, norm in layer_norms(layer).items()}
+    attending, mlp = f"{name}.self_attn", f"{name}.mlp"
     return _Layer(
-        name=name,
-        before_attention_E=layer.input_layernorm.weight,
-        fused_XE=fused,
-        fused_bias_X=bias,
-        head_norms=_head_norms(attention),
-        out_DE=attention.o_proj.weight.t(),
-        before_mlp_E=layer.post_attention_layernorm.weight,
-        gate_up_FE=gate_up,
-        down_FE=mlp.down_proj.weight.t(),
+        attention=attention,
+        fused=_fused(attending, "qkv", layer.self_attn, QUERY_PARTS, groups),
+        out=_projection(attending, "o_proj", layer.self_attn, norms.get("after_attention")),
+        gate_up=_fused(mlp, "gate_up", layer.mlp, GATE_PARTS, groups),
+        down=_projection(mlp, "down_proj", layer.mlp, norms.get("after_mlp")),
+        before_attention=norms.get("before_attention"),
+        before_mlp=norms.get("before_mlp"),
     )
 
 
-def _head_norms(attention: Any) -> HeadNorms | None:
-    if getattr(attention, "q_norm", None) is None:
-        return None
-    queries, keys = attention.q_norm, attention.k_norm
-    return HeadNorms(queries_D=queries.weight, keys_D=keys.weight, epsilon=queries.variance_epsilon)
+def _projection(owner: str, name: str, module: Any, norm: Norm | None = None) -> _Projection:
+    layer = getattr(module, name)
+    return _Projection.of(f"{owner}.{name}", layer.weight, layer.bias, norm)
 
 
-def _fuse(parts: list[Any]) -> tuple[Tensor, Tensor | None]:
-    """One weight (and bias) for several projections of the same input; their weights become views into it."""
-    weight = torch.cat([part.weight.data for part in parts])
-    bias = None if parts[0].bias is None else torch.cat([part.bias.data for part in parts])
-    start = 0
-    for part in parts:
-        end = start + part.weight.shape[0]
-        part.weight.data = weight[start:end]
-        if bias is not None:
-            part.bias.data = bias[start:end]
-        start = end
-    return weight, bias
+def _fused(owner: str, name: str, module: Any, names: Sequence[str], groups: dict[str, Sequence[str]]) -> _Projection:
+    """One weight (and bias) for several projections of the same input; their weights are views into it."""
+    found = [part for part in (f"{name}_proj", *names) if hasattr(module, part)]
+    if found == [f"{name}_proj"]:
+        return _projection(owner, f"{name}_proj", module)
+    groups[f"{owner}.{name}"] = [f"{owner}.{part}" for part in found]
+    parts = [getattr(module, part) for part in found]
+    weight = _joined([part.weight for part in parts])
+    bias = None if parts[0].bias is None else _joined([part.bias for part in parts])
+    return _Projection.of(f"{owner}.{name}", weight, bias)
+
+
+def _joined(parts: list[nn.Parameter]) -> Tensor:
+    """Without a copy, if they are next to each other in memory already. Otherwise they become views into one copy."""
+    ends = [part.data_ptr() + part.nbytes for part in parts]
+    is_one = len({part.untyped_storage().data_ptr() for part in parts}) == 1 and all(p.is_contiguous() for p in parts)
+    if is_one and [part.data_ptr() for part in parts[1:]] == ends[:-1]:
+        first = parts[0].data
+        return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+    whole = torch.cat([part.data for part in parts])
+    for part, rows in zip(parts, torch.split(whole, [len(part) for part in parts]), strict=True):
+        part.data = rows
+    return whole

@@ -9,6 +9,7 @@ layers, over the caches of transformers. Only the last real position of each row
 
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import RunError, is_out_of_memory
 from rollbook.contracts.policy import TopLogprobs
 from rollbook.contracts.weights import WeightsError
 from rollbook.inference.engine import PromptScores
@@ -29,26 +30,39 @@ from rollbook.inference.engines.embedded.adapters import AdapterBank, AdapterRow
 from rollbook.inference.engines.embedded.model.forward import PrefillInput, PrefillPositions
 from rollbook.inference.engines.embedded.model.hf_cache import DecodeCache, PrefillCache, ProbeCache
 from rollbook.inference.engines.embedded.model.row_states import RowStates, bytes_of_layers, cache_of, new_layers
+from rollbook.inference.engines.embedded.routes import RouteRecorder
 from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache
 from rollbook.inference.weights.lora import CONFIG_FILE, read_settings
+from rollbook.shared_weights.base import SharedBase
+from rollbook.shared_weights.files import load_model
+from rollbook.shared_weights.modules import assign, empty_model
 
 FORWARD_TOKENS = 256
 """Tokens of one scoring forward: logits of all positions of a long prompt would need gigabytes."""
-TEXT_PARTS: tuple[dict[str, str] | None, ...] = (
-    None,
-    {r"^language_model\.": ""},
-    {r"^model\.language_model\.": "model."},
-)
-"""How the names of a multimodal checkpoint become those of its text model, where transformers does not know it."""
 
 
-def load_module(directory: Path, *, device: str, dtype: str, max_model_len: int | None) -> tuple[Any, int]:
-    """The model in a Hugging Face directory, or the base of a PEFT directory, and its maximum length. Nothing is downloaded."""
+def load_module(
+    directory: Path, *, device: str, dtype: str, max_model_len: int | None, base: SharedBase | None = None
+) -> tuple[Any, int]:
+    """The model in a Hugging Face directory, or the base of a PEFT directory, and its maximum length. Nothing is downloaded.
+
+    `base`: its weights, in memory of another process.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch raises either
+        if is_out_of_memory(error):
+            raise
+        raise RunError(f"inference.device is {device!r}, which this machine does not have: {error}") from error
     try:
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         is_adapter = (directory / CONFIG_FILE).is_file()
         source = read_settings(directory)["base_model_name_or_path"] if is_adapter else directory
-        model = load_text_model(str(source), dtype=getattr(torch, dtype))
+        if base is None:
+            model = load_model(Path(source), device=device, dtype=getattr(torch, dtype))
+        else:
+            model = empty_model(directory, dtype=getattr(torch, dtype))
+            assign(model, base.tensors)
     except (OSError, ValueError, KeyError, WeightsError) as error:
         raise RunError(f"no causal language model could be loaded from {directory}: {error}") from error
     built_for = positions_of(model.config)
@@ -61,34 +75,7 @@ def load_module(directory: Path, *, device: str, dtype: str, max_model_len: int 
         raise RunError(
             f"max_model_len {max_model_len} does not fit the model in {directory}, which supports {built_for} positions"
         )
-    try:
-        return model.to(device).eval().requires_grad_(False), length
-    except (RuntimeError, AssertionError) as error:  # torch raises either
-        raise RunError(f"inference.device is {device!r}, which this machine does not have: {error}") from error
-
-
-def load_text_model(source: str, *, dtype: torch.dtype) -> Any:
-    """A causal language model, or the text part of a multimodal checkpoint. Raises `ValueError` if weights are missing:
-    transformers would initialise them at random."""
-    config: Any = AutoConfig.from_pretrained(source, local_files_only=True)
-    text = config.get_text_config()
-    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        text = config
-    missing: list[str] = []
-    for mapping in TEXT_PARTS if text is not config else TEXT_PARTS[:1]:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=text,
-            dtype=dtype,
-            local_files_only=True,
-            output_loading_info=True,
-            key_mapping=mapping,
-        )
-        model, found = loaded
-        if not found["missing_keys"]:
-            return model
-        missing = missing or sorted(found["missing_keys"])
-    raise ValueError(f"its files lack {len(missing)} weights of a {text.model_type} model, such as {missing[0]}")
+    return model.to(device).eval().requires_grad_(False), length
 
 
 class ModuleForward:
@@ -96,8 +83,10 @@ class ModuleForward:
 
     is_dense = True
 
-    def __init__(self, model: Any, *, max_model_len: int) -> None:
+    def __init__(self, model: Any, *, max_model_len: int, recorder: RouteRecorder | None = None) -> None:
+        """`recorder`: set if the chosen experts are recorded."""
         self._model = model
+        self._recorder = recorder
         self.vocab_size: int = model.config.vocab_size
         self.max_model_len = max_model_len
         parameter: Tensor = next(model.parameters())
@@ -113,10 +102,12 @@ class ModuleForward:
         self._hook.remove()
 
     def new_memory(self) -> SlotCache:
-        return SlotCache(self.shapes, dtype=self.dtype, device=self.device)
+        routes = None if self._recorder is None else self._recorder.shape
+        return SlotCache(self.shapes, dtype=self.dtype, device=self.device, routes=routes)
 
     def bytes_per_row(self) -> tuple[int, int]:
-        return SlotCache.bytes_per_token(self.shapes, self.dtype), 0
+        routes = 0 if self._recorder is None else self._recorder.shape.num_bytes
+        return SlotCache.bytes_per_token(self.shapes, self.dtype) + routes, 0
 
     def prefill(self, inputs: PrefillInput, slots: SlotCache) -> Tensor:
         positions = PrefillPositions.of(inputs, scratch_row=slots.scratch_row, max_model_len=self.max_model_len)
@@ -125,12 +116,15 @@ class ModuleForward:
             masked = {"position_ids": positions.positions_NC, "attention_mask": positions.mask_N1CT(self.dtype)}
         self._last_N = inputs.lasts_N
         try:
-            with self.adapters.in_module(inputs.adapters):
+            with self.adapters.in_module(inputs.adapters), recording(self._recorder) as chosen:
                 logits_N1V: Tensor = self._model(
                     input_ids=inputs.tokens_NC, past_key_values=PrefillCache(slots, positions), use_cache=True, **masked
                 ).logits
         finally:
             self._last_N = None
+        if self._recorder is not None and slots.routes is not None:
+            routes_NCLK = self._recorder.stacked(chosen, len(inputs.tokens_NC))
+            slots.routes[positions.write_rows_NC, positions.write_at_NC] = routes_NCLK
         return logits_N1V[:, 0]
 
     def decode(
@@ -147,7 +141,7 @@ class ModuleForward:
         is_future_NT = torch.arange(length, device=self.device) > positions_N[:, None]
         mask_NT = torch.zeros(is_future_NT.shape, dtype=self.dtype, device=self.device)
         mask_NT.masked_fill_(is_future_NT, float("-inf"))
-        with self.adapters.in_module(adapters):
+        with self.adapters.in_module(adapters), recording(self._recorder) as chosen:
             logits_N1V: Tensor = self._model(
                 input_ids=tokens_N[:, None],
                 position_ids=positions_N[:, None],
@@ -155,6 +149,8 @@ class ModuleForward:
                 past_key_values=DecodeCache(slots, rows_N=rows_N, positions_N=positions_N, length=length),
                 use_cache=True,
             ).logits
+        if self._recorder is not None and slots.routes is not None:
+            slots.routes[rows_N, positions_N] = self._recorder.stacked(chosen, len(tokens_N))[:, 0]
         return logits_N1V[:, 0]
 
     def _probed_shapes(self, num_layers: int) -> list[LayerShape]:
@@ -182,10 +178,19 @@ class StateForward:
 
     is_dense = False
 
-    def __init__(self, model: Any, *, max_model_len: int, is_merged: bool = True, is_chunked: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_model_len: int,
+        is_merged: bool = True,
+        is_chunked: bool = True,
+        recorder: RouteRecorder | None = None,
+    ) -> None:
         """`is_merged`: rows of different lengths decode in one forward; otherwise each in its own. `is_chunked`: a row is continued
-        with several tokens in a forward; otherwise with one."""
+        with several tokens in a forward; otherwise with one. `recorder`: set if the chosen experts are recorded."""
         self._is_chunked = is_chunked
+        self._recorder = recorder
         self._model = model
         self._config = model.config.get_text_config()
         self._is_merged = is_merged
@@ -204,10 +209,11 @@ class StateForward:
         return decoding if self._is_chunked else f"{decoding}, prompts continued token by token"
 
     def new_memory(self) -> RowStates:
-        return RowStates(self._config, is_mergeable=self._is_merged)
+        routes = None if self._recorder is None else self._recorder.shape
+        return RowStates(self._config, is_mergeable=self._is_merged, routes=routes)
 
     def bytes_per_row(self) -> tuple[int, int]:
-        layers = new_layers(self._config)
+        layers = self.new_memory().fresh()
         ids_11 = torch.ones((1, 1), dtype=torch.long, device=self.device)
         with torch.inference_mode():
             self._logits(ids_11, layers, lengths=[0])
@@ -268,8 +274,15 @@ class StateForward:
         if min(lengths) < longest:
             is_token_NT = torch.arange(longest + count, device=self.device) >= longest - lengths_N1
             inputs["attention_mask"] = is_token_NT.long()
-        logits_N1V: Tensor = self._model(**inputs, logits_to_keep=1).logits
+        with recording(self._recorder) as chosen:
+            logits_N1V: Tensor = self._model(**inputs, logits_to_keep=1).logits
+        if self._recorder is not None:
+            layers[-1].append(self._recorder.stacked(chosen, len(tokens_NC)))
         return logits_N1V[:, -1]
+
+
+def recording(recorder: RouteRecorder | None) -> AbstractContextManager[dict[int, Tensor]]:
+    return nullcontext({}) if recorder is None else recorder.recording()
 
 
 def has_full_attention(config: Any, length: int) -> bool:

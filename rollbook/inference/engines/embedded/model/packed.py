@@ -13,10 +13,16 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from rollbook.inference.engines.embedded.adapters import AdapterRows
-from rollbook.inference.engines.embedded.model.torch_ops import HeadNorms, HeadShape, normed_heads
+from rollbook.inference.engines.embedded.model.torch_ops import (
+    HeadShape,
+    attend,
+    hidden_keys,
+    rotation_at,
+    turned_heads,
+)
+from rollbook.numerics.recipe import ACTIVATIONS, Activation, Attention, Norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +55,12 @@ class PackedOps(Protocol):
     query_tile: int
     """Maximum number of tokens in a tile of prefill attention."""
 
-    def norm(self, x_ME: Tensor, weight_E: Tensor, epsilon: float) -> Tensor: ...
+    def norm(self, x_ME: Tensor, norm: Norm) -> Tensor: ...
 
-    def rotate_and_store(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor, norms: HeadNorms | None) -> None:
+    def rotate_and_store(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor, attention: Attention) -> None:
         """Rotate queries and keys in place, and write keys and values to their blocks."""
 
-    def attend(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor) -> Tensor:
+    def attend(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor, attention: Attention) -> Tensor:
         """Attention of every token over its row, up to its own position."""
 
     def gate(self, both_MF: Tensor) -> Tensor: ...
@@ -65,30 +71,25 @@ class PackedTorchOps:
 
     query_tile = 16
 
-    def __init__(self, heads: HeadShape, *, cosines_TD: Tensor, sines_TD: Tensor) -> None:
+    def __init__(self, heads: HeadShape, activation: Activation) -> None:
         self._heads = heads
-        self._cosines_TD, self._sines_TD = cosines_TD, sines_TD
+        self._activation = ACTIVATIONS[activation]
 
-    def norm(self, x_ME: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
-        return F.rms_norm(x_ME, weight_E.shape, weight_E, epsilon)
+    def norm(self, x_ME: Tensor, norm: Norm) -> Tensor:
+        return norm(x_ME)
 
-    def rotate_and_store(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor, norms: HeadNorms | None) -> None:
+    def rotate_and_store(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor, attention: Attention) -> None:
         heads = self._heads
-        fused_MXD = fused_MX.view(len(fused_MX), heads.fused, heads.size)
-        if norms is not None:
-            normed_heads(fused_MXD, heads, norms)
         at_M = step.positions_M.clamp(min=0).long()
-        rotated_MRD = fused_MXD[:, : heads.queries + heads.keys]
-        first, second = rotated_MRD.chunk(2, dim=-1)
-        swapped_MRD = torch.cat((-second, first), dim=-1)
-        rotated_MRD.mul_(self._cosines_TD[at_M][:, None]).addcmul_(swapped_MRD, self._sines_TD[at_M][:, None])
+        rotation = None if attention.rotary is None else rotation_at(attention.rotary, at_M)
+        fused_MXD = turned_heads(fused_MX, heads, attention, rotation)
         size = blocks.shape[3]
         is_real_M = step.positions_M >= 0
         block_M = step.tables_SP[step.rows_M.long(), at_M // size].long()
         keys_values_M2HD = fused_MXD[:, heads.queries :].reshape(-1, 2, heads.keys, heads.size)
         blocks[block_M[is_real_M], :, :, (at_M % size)[is_real_M]] = keys_values_M2HD[is_real_M]
 
-    def attend(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor) -> Tensor:
+    def attend(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor, attention: Attention) -> Tensor:
         heads, count, size = self._heads, len(fused_MX), blocks.shape[3]
         queries_MHGD = fused_MX.view(count, heads.fused, heads.size)[:, : heads.queries].view(
             count, heads.keys, heads.group, heads.size
@@ -97,14 +98,16 @@ class PackedTorchOps:
         tables_MP = step.tables_SP[step.rows_M.long(), :used].long()
         # (M, P, 2, H, B, D) to (2, M, H, T, D)
         both = blocks[tables_MP].permute(2, 0, 3, 1, 4, 5).reshape(2, count, heads.keys, used * size, heads.size)
-        is_future_MT = torch.arange(used * size, device=both.device) > step.positions_M[:, None]
+        positions_M1, seen_T = step.positions_M[:, None], torch.arange(used * size, device=both.device)
         # Zero, not only masked: a block may hold NaN of an earlier owner, and 0 x NaN is NaN.
-        both = both.masked_fill(is_future_MT[None, :, None, :, None], 0)
-        mask_MT = torch.zeros(is_future_MT.shape, dtype=both.dtype, device=both.device)
-        mask_MT.masked_fill_(is_future_MT & (step.positions_M >= 0)[:, None], float("-inf"))
-        attended = F.scaled_dot_product_attention(queries_MHGD, both[0], both[1], attn_mask=mask_MT[:, None, None])
+        both = both.masked_fill((seen_T > positions_M1)[None, :, None, :, None], 0)
+        is_hidden_MT = hidden_keys(positions_M1, seen_T, attention.window) & (positions_M1 >= 0)
+        mask_MT = torch.zeros(is_hidden_MT.shape, dtype=both.dtype, device=both.device)
+        mask_MT.masked_fill_(is_hidden_MT, float("-inf"))
+        attended = attend(queries_MHGD, both[0], both[1], mask_MT[:, None, None], attention)
         return attended.reshape(count, heads.queries * heads.size)
 
     def gate(self, both_MF: Tensor) -> Tensor:
         gates, ups = both_MF.chunk(2, dim=-1)
-        return F.silu(gates).mul_(ups)
+        gated: Tensor = self._activation(gates).mul_(ups)
+        return gated

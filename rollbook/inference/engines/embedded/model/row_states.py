@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from rollbook.inference.engines.embedded.routes import RouteShape
 
 BY_POSITION = ("keys", "values", "indexer_keys")
 """Tensors (N, …, T, D) that end with the newest position."""
@@ -46,6 +49,29 @@ class RowState:
     length: int
 
 
+class RouteLayer:
+    """The chosen experts of the positions of some rows, in the form of a layer of keys: (N, 1, T, L x K). The model does not see
+    it."""
+
+    def __init__(self, shape: RouteShape) -> None:
+        self._shape = shape
+        self.keys: Tensor | None = None
+
+    def append(self, routes_NCLK: Tensor) -> None:
+        new = routes_NCLK.flatten(2).unsqueeze(1)
+        self.keys = new if self.keys is None else torch.cat([self.keys, new], dim=-2)
+
+    def crop(self, change: int) -> None:
+        """`change`: minus the number of positions that are dropped."""
+        assert self.keys is not None
+        self.keys = self.keys[..., :change, :] if change else self.keys
+
+    def read(self, length: int) -> NDArray[Any]:
+        """The first positions of a single row."""
+        assert self.keys is not None
+        return self._shape.read(self.keys[0, 0, :length])
+
+
 def new_layers(config: Any) -> list[Any]:
     """Empty layers, as the model needs them."""
     return list(DynamicCache(config=config).layers)
@@ -53,7 +79,7 @@ def new_layers(config: Any) -> list[Any]:
 
 def cache_of(layers: Sequence[Any]) -> DynamicCache:
     cache = DynamicCache()
-    cache.layers = list(layers)
+    cache.layers = [layer for layer in layers if not isinstance(layer, RouteLayer)]
     # Without a class to replicate, transformers adds no layers of its own.
     cache.layer_class_to_replicate = None
     return cache
@@ -62,8 +88,10 @@ def cache_of(layers: Sequence[Any]) -> DynamicCache:
 class RowStates:
     """Has the interface of `SlotCache`; rows have no common length, and memory is allocated when a row is computed."""
 
-    def __init__(self, config: Any, *, is_mergeable: bool = True) -> None:
+    def __init__(self, config: Any, *, is_mergeable: bool = True, routes: RouteShape | None = None) -> None:
+        """`routes`: set if the chosen experts are kept, too. They are then the last layer of each row."""
         self._config = config
+        self._route_shape = routes
         layers = new_layers(config)
         self.is_mergeable = is_mergeable and all(map(_is_mergeable, layers))
         kinds = {type(layer).__name__ for layer in layers}
@@ -85,7 +113,8 @@ class RowStates:
         self.rows, self.length = rows, length
 
     def fresh(self) -> list[Any]:
-        return new_layers(self._config)
+        layers = new_layers(self._config)
+        return layers if self._route_shape is None else [*layers, RouteLayer(self._route_shape)]
 
     def put(self, rows: Sequence[int], layers: Sequence[Any], length: int) -> None:
         """Layers of these rows, each of the same length."""
@@ -140,6 +169,13 @@ class RowStates:
         whole = RowState([_row(layer, 0, copied.length, is_copy=True) for layer in copied.layers], copied.length)
         self._alone[row] = whole if length == copied.length else _cropped(whole, length)
 
+    def read_routes(self, row: int, length: int) -> NDArray[Any] | None:
+        if self._route_shape is None or not (row in self._alone or row in self._merged_rows):
+            return None
+        last = self._view(row).layers[-1]
+        assert isinstance(last, RouteLayer)
+        return last.read(length)
+
     def release(self, row: int) -> None:
         self._alone.pop(row, None)
         # Its part of the merged cache is freed with the next merge.
@@ -163,6 +199,8 @@ class RowStates:
 
 
 def _is_mergeable(layer: Any) -> bool:
+    if isinstance(layer, RouteLayer):
+        return True
     states = [getattr(layer, name, {}) for name in BY_ROW]
     return (
         type(layer).__module__ == cache_utils.__name__

@@ -6,7 +6,7 @@
 # M tokens of a forward, N rows, C tokens a row, S slots, H key/value heads, G query heads a key/value head, Q = H x G, T positions,
 # D head size, X = Q + 2H heads of a fused projection
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from rollbook.inference.engines.embedded.model.forward import PrefillPositions
 from rollbook.inference.engines.embedded.slot_cache import SlotCache
+from rollbook.numerics.recipe import ACTIVATIONS, Activation, Attention, HeadNorms, Norm, Rotary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,138 +32,169 @@ class HeadShape:
         return self.queries + 2 * self.keys
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadNorms:
-    """Weights of the norms over each query head and each key head (Qwen3)."""
+def normed_heads(fused_MX: Tensor, heads: HeadShape, norms: HeadNorms) -> None:
+    """Normalise queries and keys in place."""
+    starts = 0, heads.queries * heads.size, (heads.queries + heads.keys) * heads.size
+    for start, end, norm in ((starts[0], starts[1], norms.queries), (starts[1], starts[2], norms.keys)):
+        part_MRE = fused_MX[:, start:end].view(len(fused_MX), -1, len(norm.weight_E))
+        part_MRE.copy_(norm(part_MRE))
 
-    queries_D: Tensor
-    keys_D: Tensor
-    epsilon: float
+
+def turned_heads(
+    fused_MX: Tensor, heads: HeadShape, attention: Attention, rotation: tuple[Tensor, Tensor, Tensor | None] | None
+) -> Tensor:
+    """Normalise and rotate queries and keys in place, as the layer does it. Returns all heads (M, X, D).
+
+    `rotation`: cosines and sines (M, 1, W) of the tokens, and factors of their queries (M, 1, 1).
+    """
+    fused_MXD = fused_MX.view(len(fused_MX), heads.fused, heads.size)
+    norms, rotary = attention.norms, attention.rotary
+    if norms is not None and not norms.is_after_rotation:
+        normed_heads(fused_MX, heads, norms)
+    if rotary is not None and rotation is not None:
+        cosines_M1W, sines_M1W, scales_M11 = rotation
+        rotary.rotate(fused_MXD[:, : heads.queries + heads.keys], cosines_M1W, sines_M1W)
+        if scales_M11 is not None:
+            fused_MXD[:, : heads.queries].mul_(scales_M11)
+    if norms is not None and norms.is_after_rotation:
+        normed_heads(fused_MX, heads, norms)
+    return fused_MXD
 
 
-def normed_heads(fused_MXD: Tensor, heads: HeadShape, norms: HeadNorms) -> None:
-    """Normalise every query head and every key head in place."""
-    for start, end, weight_D in (
-        (0, heads.queries, norms.queries_D),
-        (heads.queries, heads.queries + heads.keys, norms.keys_D),
-    ):
-        part_MXD = fused_MXD[:, start:end]
-        part_MXD.copy_(F.rms_norm(part_MXD, weight_D.shape, weight_D, norms.epsilon))
+def rotation_at(rotary: Rotary, positions_M: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """For `turned_heads`."""
+    cosines_TW, sines_TW = rotary.tables_TW
+    scales_T = rotary.query_scales_T
+    scales_M11 = None if scales_T is None else scales_T[positions_M][:, None, None]
+    return cosines_TW[positions_M][:, None], sines_TW[positions_M][:, None], scales_M11
+
+
+def hidden_keys(positions: Tensor, seen_T: Tensor, window: int | None) -> Tensor:
+    """Which keys a token does not see. `positions`: (..., 1)."""
+    is_future = seen_T > positions
+    return is_future if window is None else is_future | (seen_T <= positions - window)
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, attention: Attention) -> Tensor:
+    """Over heads (..., queries, D). `mask`: additive; None: causal, with as many queries as keys."""
+    if attention.cap is None:
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=mask is None, scale=attention.scale
+        )
+    assert mask is not None, "capped scores need a mask"
+    scores = (query @ keys.transpose(-1, -2)).float() * attention.scale
+    weights = torch.softmax(torch.tanh(scores / attention.cap) * attention.cap + mask, dim=-1)
+    return weights.to(values.dtype) @ values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotStep:
-    """Shared by all layers of one forward: rotary factors (cosines and signed sines, M x 1 x D) and target slots of its tokens."""
+    """Shared by all layers of one forward."""
 
-    cosines_M1D: Tensor
-    sines_M1D: Tensor
+    positions_NC: Tensor
     write_at: Tensor
     """(M x 2 x H) indices into a layer's slots, viewed as rows of D numbers."""
-    mask: Tensor | None
-    """Additive. None: causal attention among the tokens of this forward."""
     length: int
+    """Attention reads so many positions of the slots."""
+    is_fresh: bool
+    """Every row starts at 0: attention may read the tokens of this forward only."""
+    rotations: dict[Rotary, tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=dict)
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    """Additive, (N, 1, C, T), by window."""
+
+    def rotation(self, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        if rotary is not None and rotary not in self.rotations:
+            self.rotations[rotary] = rotation_at(rotary, self.positions_NC.flatten())
+        return None if rotary is None else self.rotations[rotary]
+
+    def mask(self, attention: Attention, dtype: torch.dtype) -> Tensor | None:
+        """None: causal attention among the tokens of this forward."""
+        window = None if attention.window is None or attention.window >= self.length else attention.window
+        if self.is_fresh and window is None and attention.cap is None:
+            return None
+        if window not in self.masks:
+            seen_T = torch.arange(self.length, device=self.positions_NC.device)
+            # Padding may have positions that are not read.
+            positions_NC = self.positions_NC.clamp(max=self.length - 1)
+            is_hidden_NCT = hidden_keys(positions_NC[:, :, None], seen_T, window)
+            mask_NCT = torch.zeros(is_hidden_NCT.shape, dtype=dtype, device=seen_T.device)
+            self.masks[window] = mask_NCT.masked_fill_(is_hidden_NCT, float("-inf"))[:, None]
+        return self.masks[window]
 
 
 class TorchOps:
-    """The only state is the tables of the rotary embedding."""
-
-    def __init__(self, heads: HeadShape, *, cosines_TD: Tensor, sines_TD: Tensor) -> None:
+    def __init__(self, heads: HeadShape, activation: Activation) -> None:
         self._heads = heads
-        self._cosines_TD = cosines_TD
-        half = heads.size // 2
-        # The table includes the sign of the rotation, so that rotating only swaps the halves.
-        self._signed_sines_TD = torch.cat((-sines_TD[:, :half], sines_TD[:, half:]), dim=1)
+        self._activation = ACTIVATIONS[activation]
 
     def decode_step(self, positions_N: Tensor, slots: SlotCache, *, length: int) -> SlotStep:
-        count = len(positions_N)
-        rows_N = torch.arange(count, device=positions_N.device)
-        is_future_NT = torch.arange(length, device=positions_N.device) > positions_N[:, None]
-        mask_NT = torch.zeros(is_future_NT.shape, dtype=self._cosines_TD.dtype, device=positions_N.device)
-        mask_NT.masked_fill_(is_future_NT, float("-inf"))
-        return self._step(positions_N, rows_N, positions_N, slots, mask=mask_NT[:, None, None], length=length)
-
-    def prefill_step(self, positions: PrefillPositions, slots: SlotCache) -> SlotStep:
-        positions_M = positions.positions_NC.flatten()
-        mask = None if positions.is_fresh else positions.mask_N1CT(self._cosines_TD.dtype)
-        return self._step(
-            positions_M,
-            positions.write_rows_NC.flatten(),
-            positions.write_at_NC.flatten(),
-            slots,
-            mask=mask,
-            length=positions.attention_length,
+        rows_N = torch.arange(len(positions_N), device=positions_N.device)
+        return SlotStep(
+            positions_NC=positions_N[:, None],
+            write_at=self._write_at(rows_N, positions_N, slots),
+            length=length,
+            is_fresh=False,
         )
 
-    def norm(self, x_ME: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
-        return F.rms_norm(x_ME, weight_E.shape, weight_E, epsilon)
+    def prefill_step(self, positions: PrefillPositions, slots: SlotCache) -> SlotStep:
+        return SlotStep(
+            positions_NC=positions.positions_NC,
+            write_at=self._write_at(positions.write_rows_NC.flatten(), positions.write_at_NC.flatten(), slots),
+            length=positions.attention_length,
+            is_fresh=positions.is_fresh,
+        )
 
-    def rotate_and_store(self, fused_MX: Tensor, step: SlotStep, joint: Tensor, norms: HeadNorms | None) -> None:
+    def norm(self, x_ME: Tensor, norm: Norm) -> Tensor:
+        return norm(x_ME)
+
+    def rotate_and_store(self, fused_MX: Tensor, step: SlotStep, joint: Tensor, attention: Attention) -> None:
         """Rotate queries and keys in place, and write keys and values to the slots."""
         heads = self._heads
-        fused_MXD = fused_MX.view(len(fused_MX), heads.fused, heads.size)
-        if norms is not None:
-            normed_heads(fused_MXD, heads, norms)
-        rotated_MRD = fused_MXD[:, : heads.queries + heads.keys]
-        first, second = rotated_MRD.chunk(2, dim=-1)
-        swapped_MRD = torch.cat((second, first), dim=-1)
-        rotated_MRD.mul_(step.cosines_M1D).addcmul_(swapped_MRD, step.sines_M1D)
+        fused_MXD = turned_heads(fused_MX, heads, attention, step.rotation(attention.rotary))
         joint.view(-1, heads.size).index_copy_(0, step.write_at, fused_MXD[:, heads.queries :].reshape(-1, heads.size))
 
-    def attend_one(self, fused_NX: Tensor, step: SlotStep, joint: Tensor) -> Tensor:
+    def attend_one(self, fused_NX: Tensor, step: SlotStep, joint: Tensor, attention: Attention) -> Tensor:
         """One query per row, over the row's slot. Queries that share keys form one block, so keys are not repeated."""
         heads, count = self._heads, len(fused_NX)
         queries_NHGD = fused_NX.view(count, heads.fused, heads.size)[:, : heads.queries].view(
             count, heads.keys, heads.group, heads.size
         )
         keys_NHTD, values_NHTD = joint[0, :count, :, : step.length], joint[1, :count, :, : step.length]
-        attended = F.scaled_dot_product_attention(queries_NHGD, keys_NHTD, values_NHTD, attn_mask=step.mask)
+        attended = attend(queries_NHGD, keys_NHTD, values_NHTD, step.mask(attention, fused_NX.dtype), attention)
         return attended.reshape(count, heads.queries * heads.size)
 
-    def attend_many(self, fused_MX: Tensor, step: SlotStep, joint: Tensor, positions: PrefillPositions) -> Tensor:
+    def attend_many(
+        self, fused_MX: Tensor, step: SlotStep, joint: Tensor, attention: Attention, rows_N: Tensor
+    ) -> Tensor:
         heads = self._heads
-        rows, tokens = positions.positions_NC.shape
+        rows, tokens = step.positions_NC.shape
+        mask = step.mask(attention, fused_MX.dtype)
         fused_NXCD = fused_MX.view(rows, tokens, heads.fused, heads.size).transpose(1, 2)
         queries = fused_NXCD[:, : heads.queries]
-        if step.mask is None:
+        if mask is None:
             keys, values = fused_NXCD[:, heads.queries :].chunk(2, dim=1)
         else:
-            keys, values = joint[:, positions.rows_N, :, : step.length]
-        is_fused = queries.device.type == "cuda" and queries.dtype != torch.float32
+            keys, values = joint[:, rows_N, :, : step.length]
+        is_fused = queries.device.type == "cuda" and queries.dtype != torch.float32 and attention.cap is None
         if heads.group > 1 and not is_fused:
             keys, values = keys.repeat_interleave(heads.group, dim=1), values.repeat_interleave(heads.group, dim=1)
-        attended_NQCD = F.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=step.mask,
-            is_causal=step.mask is None,
-            enable_gqa=heads.group > 1 and is_fused,
-        )
+        if heads.group > 1 and is_fused:
+            attended_NQCD = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=attention.scale, enable_gqa=True
+            )
+        else:
+            attended_NQCD = attend(queries, keys, values, mask, attention)
         return attended_NQCD.transpose(1, 2).reshape(rows * tokens, heads.queries * heads.size)
 
     def gate(self, both_MF: Tensor) -> Tensor:
         gates, ups = both_MF.chunk(2, dim=-1)
-        return F.silu(gates).mul_(ups)
+        gated: Tensor = self._activation(gates).mul_(ups)
+        return gated
 
-    def _step(
-        self,
-        positions_M: Tensor,
-        rows_M: Tensor,
-        write_at_M: Tensor,
-        slots: SlotCache,
-        *,
-        mask: Tensor | None,
-        length: int,
-    ) -> SlotStep:
-        device, keys = positions_M.device, self._heads.keys
+    def _write_at(self, rows_M: Tensor, at_M: Tensor, slots: SlotCache) -> Tensor:
+        device, keys = at_M.device, self._heads.keys
         joint = slots.joint[0]
         kinds_2, heads_H = torch.arange(2, device=device), torch.arange(keys, device=device)
         slot_M2 = kinds_2 * joint.shape[1] + rows_M[:, None]
-        write_at_M2H = (slot_M2[:, :, None] * keys + heads_H) * joint.shape[3] + write_at_M[:, None, None]
-        return SlotStep(
-            cosines_M1D=self._cosines_TD[positions_M][:, None],
-            sines_M1D=self._signed_sines_TD[positions_M][:, None],
-            write_at=write_at_M2H.flatten(),
-            mask=mask,
-            length=length,
-        )
+        write_at_M2H = (slot_M2[:, :, None] * keys + heads_H) * joint.shape[3] + at_M[:, None, None]
+        return write_at_M2H.flatten()

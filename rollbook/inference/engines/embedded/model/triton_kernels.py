@@ -14,102 +14,97 @@ import triton.language as tl
 from torch import Tensor
 
 from rollbook.inference.engines.embedded.model.packed import PackedStep
-from rollbook.inference.engines.embedded.model.torch_ops import HeadNorms, HeadShape
+from rollbook.inference.engines.embedded.model.torch_ops import HeadShape
+from rollbook.numerics.recipe import Attention, Rotary
+from rollbook.numerics.triton_attention import (
+    KEY_BLOCK,
+    LOG2_E,
+    attend_block,
+    first_key,
+    is_in_window,
+    join_chunk,
+    mean_of_chunk,
+)
 
-DECODE_TILE, DECODE_STAGES = 64, 3
-"""Positions that an attention program reads at once, and its pipeline stages. Measured on an H200, as the numbers of warps."""
-PREFILL_TILE, PREFILL_WARPS, PREFILL_STAGES = 64, 4, 3
+DECODE_STAGES, PREFILL_STAGES, PREFILL_WARPS = 3, 3, 4
+"""Measured on an H200."""
 QUERY_LINES = 64
 """Queries (tokens times the heads that share keys) of a program of prefill attention."""
-LOG2_E = 1.4426950408889634
-GATE_BLOCK = 1024
-
-
-@triton.jit
-def _rms_norm(x_ptr, weight_ptr, out_ptr, epsilon, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    is_in = columns < width
-    x = tl.load(x_ptr + row * width + columns, mask=is_in, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / width + epsilon)
-    weight = tl.load(weight_ptr + columns, mask=is_in, other=0.0).to(tl.float32)
-    normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + row * width + columns, (normed * weight).to(out_ptr.dtype.element_ty), mask=is_in)
-
-
-def launch_rms_norm(x_ME: Tensor, weight_E: Tensor, out_ME: Tensor, epsilon: float) -> None:
-    width = x_ME.shape[1]
-    block = triton.next_power_of_2(width)
-    _rms_norm[(len(x_ME),)](x_ME, weight_E, out_ME, epsilon, width, BLOCK=block, num_warps=4 if block <= 2048 else 8)
 
 
 @triton.jit
 def _rotate_and_store(
-    fused_ptr, cosines_ptr, sines_ptr, rows_ptr, positions_ptr, tables_ptr, blocks_ptr, query_norm_ptr, key_norm_ptr,
-    table_width, epsilon,
+    fused_ptr, cosines_ptr, sines_ptr, scales_ptr, rows_ptr, positions_ptr, tables_ptr, blocks_ptr,
+    table_width,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, HEADS_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, HAS_NORMS: tl.constexpr,
+    PAGE: tl.constexpr, ANGLES: tl.constexpr, IS_PAIRED: tl.constexpr, HAS_SCALES: tl.constexpr, IS_STORED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token)
     if position < 0:
         return
-    row = tl.load(rows_ptr + token).to(tl.int64)
-    block = tl.load(tables_ptr + row * table_width + position // PAGE).to(tl.int64)
     heads = tl.arange(0, HEADS_BLOCK)
     lanes = tl.arange(0, HALF_BLOCK)
+    # The places of a pair of numbers: with halves, numbers that are not rotated form pairs of neighbours.
+    first_at, second_at = lanes, lanes + HALF
+    if IS_PAIRED:
+        first_at, second_at = 2 * lanes, 2 * lanes + 1
+    elif ANGLES < HALF:
+        first_at = tl.where(lanes < ANGLES, lanes, 2 * lanes)
+        second_at = tl.where(lanes < ANGLES, lanes + ANGLES, 2 * lanes + 1)
     is_in = (heads < QUERIES + 2 * KEYS)[:, None] & (lanes < HALF)[None, :]
-    first_ptr = fused_ptr + token * ((QUERIES + 2 * KEYS) * 2 * HALF) + heads[:, None] * (2 * HALF) + lanes[None, :]
-    first_in = tl.load(first_ptr, mask=is_in, other=0.0)
-    second_in = tl.load(first_ptr + HALF, mask=is_in, other=0.0)
-    first, second = first_in.to(tl.float32), second_in.to(tl.float32)
-    is_rotated = (heads < QUERIES + KEYS)[:, None]
-    if HAS_NORMS:
-        scale = 1.0 / tl.sqrt(tl.sum(first * first + second * second, axis=1) / (2 * HALF) + epsilon)[:, None]
-        is_query = (heads < QUERIES)[:, None]
-        is_lane = lanes < HALF
-        query_first = tl.load(query_norm_ptr + lanes, mask=is_lane, other=0.0).to(tl.float32)[None, :]
-        query_second = tl.load(query_norm_ptr + HALF + lanes, mask=is_lane, other=0.0).to(tl.float32)[None, :]
-        key_first = tl.load(key_norm_ptr + lanes, mask=is_lane, other=0.0).to(tl.float32)[None, :]
-        key_second = tl.load(key_norm_ptr + HALF + lanes, mask=is_lane, other=0.0).to(tl.float32)[None, :]
-        normed_first = (first * scale).to(first_in.dtype).to(tl.float32) * tl.where(is_query, query_first, key_first)
-        normed_second = (second * scale).to(first_in.dtype).to(tl.float32) * tl.where(
-            is_query, query_second, key_second
-        )
-        first = tl.where(is_rotated, normed_first.to(first_in.dtype).to(tl.float32), first)
-        second = tl.where(is_rotated, normed_second.to(first_in.dtype).to(tl.float32), second)
-    cosine = tl.load(cosines_ptr + position * HALF + lanes, mask=lanes < HALF, other=0.0).to(tl.float32)[None, :]
-    sine = tl.load(sines_ptr + position * HALF + lanes, mask=lanes < HALF, other=0.0).to(tl.float32)[None, :]
-    rotated_first = tl.where(is_rotated, first * cosine - second * sine, first).to(first_in.dtype)
-    rotated_second = tl.where(is_rotated, second * cosine + first * sine, second).to(first_in.dtype)
-    tl.store(first_ptr, rotated_first, mask=is_in & is_rotated)
-    tl.store(first_ptr + HALF, rotated_second, mask=is_in & is_rotated)
-    # Heads after the queries: first all keys, then all values, as in a block.
-    at = (block * (2 * KEYS) + (heads - QUERIES)) * PAGE + position % PAGE
-    to_ptr = blocks_ptr + at[:, None] * (2 * HALF) + lanes[None, :]
-    is_stored = is_in & (heads >= QUERIES)[:, None]
-    tl.store(to_ptr, rotated_first, mask=is_stored)
-    tl.store(to_ptr + HALF, rotated_second, mask=is_stored)
+    head_ptr = fused_ptr + token * ((QUERIES + 2 * KEYS) * 2 * HALF) + heads[:, None] * (2 * HALF)
+    rotated_first = tl.load(head_ptr + first_at[None, :], mask=is_in, other=0.0)
+    rotated_second = tl.load(head_ptr + second_at[None, :], mask=is_in, other=0.0)
+    if ANGLES > 0:
+        kind = rotated_first.dtype
+        first, second = rotated_first.to(tl.float32), rotated_second.to(tl.float32)
+        is_rotated = is_in & (heads < QUERIES + KEYS)[:, None] & (lanes < ANGLES)[None, :]
+        cosine = tl.load(cosines_ptr + position * ANGLES + lanes, mask=lanes < ANGLES, other=0.0)
+        sine = tl.load(sines_ptr + position * ANGLES + lanes, mask=lanes < ANGLES, other=0.0)
+        # Products are rounded as in the Hugging Face modules: to the type of the tables.
+        product = cosine.dtype
+        cosine, sine = cosine.to(tl.float32)[None, :], sine.to(tl.float32)[None, :]
+        turned_first = (first * cosine).to(product).to(tl.float32) - (second * sine).to(product).to(tl.float32)
+        turned_second = (second * cosine).to(product).to(tl.float32) + (first * sine).to(product).to(tl.float32)
+        if HAS_SCALES:
+            scale = tl.load(scales_ptr + position).to(tl.float32)
+            is_query = (heads < QUERIES)[:, None]
+            turned_first = tl.where(is_query, turned_first.to(kind).to(tl.float32) * scale, turned_first)
+            turned_second = tl.where(is_query, turned_second.to(kind).to(tl.float32) * scale, turned_second)
+        rotated_first = tl.where(is_rotated, turned_first, first).to(kind)
+        rotated_second = tl.where(is_rotated, turned_second, second).to(kind)
+        tl.store(head_ptr + first_at[None, :], rotated_first, mask=is_rotated)
+        tl.store(head_ptr + second_at[None, :], rotated_second, mask=is_rotated)
+    if IS_STORED:
+        row = tl.load(rows_ptr + token).to(tl.int64)
+        block = tl.load(tables_ptr + row * table_width + position // PAGE).to(tl.int64)
+        # Heads after the queries: first all keys, then all values, as in a block.
+        at = (block * (2 * KEYS) + (heads - QUERIES)) * PAGE + position % PAGE
+        to_ptr = blocks_ptr + at[:, None] * (2 * HALF)
+        is_stored = is_in & (heads >= QUERIES)[:, None]
+        tl.store(to_ptr + first_at[None, :], rotated_first, mask=is_stored)
+        tl.store(to_ptr + second_at[None, :], rotated_second, mask=is_stored)
 
 
 def launch_rotate_and_store(
-    fused_MX: Tensor,
-    cosines_TF: Tensor,
-    sines_TF: Tensor,
-    *,
-    step: PackedStep,
-    blocks: Tensor,
-    heads: HeadShape,
-    norms: HeadNorms | None,
+    fused_MX: Tensor, rotary: Rotary | None, *, step: PackedStep, blocks: Tensor | None, heads: HeadShape
 ) -> None:
+    """`rotary`: None if nothing is rotated. `blocks`: None if nothing is stored."""
     half = heads.size // 2
-    query_norm, key_norm = (cosines_TF, cosines_TF) if norms is None else (norms.queries_D, norms.keys_D)
+    scales = None if rotary is None else rotary.query_scales_T
+    # A tensor that is not read takes the place of one that is not there.
+    cosines, sines = (fused_MX, fused_MX) if rotary is None else (rotary.cosines_TF, rotary.sines_TF)
     _rotate_and_store[(len(fused_MX),)](
-        fused_MX, cosines_TF, sines_TF, step.rows_M, step.positions_M, step.tables_SP, blocks, query_norm, key_norm,
-        step.tables_SP.shape[1], 0.0 if norms is None else norms.epsilon,
+        fused_MX, cosines, sines, fused_MX if scales is None else scales, step.rows_M, step.positions_M, step.tables_SP,
+        fused_MX if blocks is None else blocks, step.tables_SP.shape[1],
         QUERIES=heads.queries, KEYS=heads.keys, HALF=half,
         HEADS_BLOCK=triton.next_power_of_2(heads.fused), HALF_BLOCK=triton.next_power_of_2(half),
-        PAGE=blocks.shape[3], HAS_NORMS=norms is not None, num_warps=4,
+        PAGE=1 if blocks is None else blocks.shape[3], ANGLES=0 if rotary is None else rotary.width // 2,
+        IS_PAIRED=rotary is not None and rotary.is_paired, HAS_SCALES=scales is not None, IS_STORED=blocks is not None,
+        num_warps=4,
+        # Fused into one operation, products would not be rounded.
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -119,7 +114,8 @@ def _attend_decode(
     out_ptr, partial_ptr, lse_ptr,
     scale, table_width,
     KEYS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0)
     head = tl.program_id(1)
@@ -132,10 +128,19 @@ def _attend_decode(
         begin = tl.load(item_starts_ptr + item)
     elif token >= tl.load(num_decode_ptr):
         return
-    count = tl.load(positions_ptr + token) + 1
+    position = tl.load(positions_ptr + token)
+    count = position + 1
     end = count
     if IS_SPLIT:
         end = tl.minimum(count, begin + tl.load(chunk_ptr))
+    lowest = 0
+    if WINDOW > 0:
+        lowest = first_key(position, WINDOW, TILE)
+        if end <= lowest:
+            return
+    is_part = begin > lowest or end < count
+    if WINDOW > 0:
+        begin = tl.maximum(lowest, begin)
     table_ptr = tables_ptr + tl.load(rows_ptr + token).to(tl.int64) * table_width
     group = tl.arange(0, GROUP_BLOCK)
     lanes = tl.arange(0, SIZE_BLOCK)
@@ -149,7 +154,7 @@ def _attend_decode(
     keys_ptr = blocks_ptr + head * (PAGE * SIZE)
     values_ptr = keys_ptr + KEYS * PAGE * SIZE
     best = tl.full((GROUP_BLOCK,), -float("inf"), dtype=tl.float32)
-    total = tl.zeros((GROUP_BLOCK,), dtype=tl.float32)
+    total = tl.zeros((GROUP_BLOCK, 16), dtype=tl.float32)
     sums = tl.zeros((GROUP_BLOCK, SIZE_BLOCK), dtype=tl.float32)
     for start in range(begin, end, TILE):
         at = start + steps
@@ -161,35 +166,36 @@ def _attend_decode(
             block = tl.load(table_ptr + at // PAGE, mask=at < end, other=0).to(tl.int64) * (2 * KEYS * PAGE * SIZE)
             offsets = (block + (at % PAGE) * SIZE)[:, None] + lanes[None, :]
         keys = tl.load(keys_ptr + offsets, mask=is_in, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        scores = tl.where((at < end)[None, :], scores, -float("inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_best[:, None])
-        fade = tl.exp2(best - new_best)
-        total = total * fade + tl.sum(weights, axis=1)
         values = tl.load(values_ptr + offsets, mask=is_in, other=0.0)
-        sums = sums * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
-        best = new_best
-    if IS_SPLIT and (begin > 0 or end < count):
-        base = (item.to(tl.int64) * KEYS + head) * GROUP_BLOCK + group
-        tl.store(lse_ptr + base, best + tl.log2(total))
-        tl.store(partial_ptr + base[:, None] * SIZE_BLOCK + lanes[None, :], sums / total[:, None])
+        is_seen = ((at < end) & is_in_window(at, position, WINDOW))[None, :]
+        best, total, sums = attend_block(queries, keys, values, is_seen, scale, best, total, sums, PRECISION, CAP)
+    weight, mean = mean_of_chunk(best, total, sums)
+    if IS_SPLIT and is_part:
+        base = (item.to(tl.int64) * KEYS + head) * GROUP + group
+        tl.store(lse_ptr + base, weight, mask=group < GROUP)
+        tl.store(partial_ptr + base[:, None] * SIZE + lanes[None, :], mean, mask=is_query)
     else:
         to_ptr = out_ptr + token * (KEYS * GROUP * SIZE) + (head * GROUP + group)[:, None] * SIZE + lanes[None, :]
-        tl.store(to_ptr, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query)
+        tl.store(to_ptr, mean.to(out_ptr.dtype.element_ty), mask=is_query)
 
 
 @triton.jit
 def _join_splits(
     partial_ptr, lse_ptr, out_ptr, positions_ptr, num_decode_ptr, chunk_ptr, first_items_ptr,
     KEYS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     head = tl.program_id(1)
     if token >= tl.load(num_decode_ptr):
         return
-    parts = tl.cdiv(tl.load(positions_ptr + token) + 1, tl.load(chunk_ptr))
-    if parts == 1:
+    position, chunk = tl.load(positions_ptr + token), tl.load(chunk_ptr)
+    parts = tl.cdiv(position + 1, chunk)
+    first_part = 0
+    if WINDOW > 0:
+        # Parts before the window were not computed.
+        first_part = first_key(position, WINDOW, TILE) // chunk
+    if parts - first_part == 1:
         return
     first = tl.load(first_items_ptr + token).to(tl.int64)
     group = tl.arange(0, GROUP_BLOCK)
@@ -197,21 +203,15 @@ def _join_splits(
     best = tl.full((GROUP_BLOCK,), -float("inf"), dtype=tl.float32)
     total = tl.zeros((GROUP_BLOCK,), dtype=tl.float32)
     sums = tl.zeros((GROUP_BLOCK, SIZE_BLOCK), dtype=tl.float32)
-    for part in range(0, parts):
-        base = ((first + part) * KEYS + head) * GROUP_BLOCK + group
-        lse = tl.load(lse_ptr + base)
-        new_best = tl.maximum(best, lse)
-        fade = tl.exp2(best - new_best)
-        weight = tl.exp2(lse - new_best)
-        total = total * fade + weight
-        sums = sums * fade[:, None] + weight[:, None] * tl.load(
-            partial_ptr + base[:, None] * SIZE_BLOCK + lanes[None, :]
-        )
-        best = new_best
+    is_query = (group < GROUP)[:, None] & (lanes < SIZE)[None, :]
+    for part in range(first_part, parts):
+        base = ((first + part) * KEYS + head) * GROUP + group
+        mean = tl.load(partial_ptr + base[:, None] * SIZE + lanes[None, :], mask=is_query, other=0.0)
+        weight = tl.load(lse_ptr + base, mask=group < GROUP, other=0.0)
+        best, total, sums = join_chunk(weight, mean, best, total, sums)
     to_ptr = (
         out_ptr + token.to(tl.int64) * (KEYS * GROUP * SIZE) + (head * GROUP + group)[:, None] * SIZE + lanes[None, :]
     )
-    is_query = (group < GROUP)[:, None] & (lanes < SIZE)[None, :]
     tl.store(to_ptr, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query)
 
 
@@ -220,7 +220,8 @@ def _attend_tiles(
     fused_ptr, blocks_ptr, rows_ptr, positions_ptr, tables_ptr, tile_starts_ptr, tile_sizes_ptr, out_ptr,
     scale, table_width,
     KEYS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, QUERY_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -244,31 +245,37 @@ def _attend_tiles(
     queries = tl.load(query_ptr, mask=is_query, other=0.0)
     keys_ptr = blocks_ptr + head * (PAGE * SIZE)
     values_ptr = keys_ptr + KEYS * PAGE * SIZE
-    best = tl.full((QUERY_BLOCK,), -float("inf"), dtype=tl.float32)
-    total = tl.zeros((QUERY_BLOCK,), dtype=tl.float32)
-    sums = tl.zeros((QUERY_BLOCK, SIZE_BLOCK), dtype=tl.float32)
+    all_best = tl.full((QUERY_BLOCK,), -float("inf"), dtype=tl.float32)
+    all_total = tl.zeros((QUERY_BLOCK,), dtype=tl.float32)
+    all_sums = tl.zeros((QUERY_BLOCK, SIZE_BLOCK), dtype=tl.float32)
     end = position + size
-    for start in range(0, end, TILE):
-        at = start + steps
-        is_in = (at < end)[:, None] & (lanes < SIZE)[None, :]
-        if PAGE >= TILE:
-            block = tl.load(table_ptr + start // PAGE).to(tl.int64) * (2 * KEYS * PAGE * SIZE)
-            offsets = block + ((start % PAGE + steps) * SIZE)[:, None] + lanes[None, :]
-        else:
-            block = tl.load(table_ptr + at // PAGE, mask=at < end, other=0).to(tl.int64) * (2 * KEYS * PAGE * SIZE)
-            offsets = (block + (at % PAGE) * SIZE)[:, None] + lanes[None, :]
-        keys = tl.load(keys_ptr + offsets, mask=is_in, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        scores = tl.where(at[None, :] <= (position + tokens)[:, None], scores, -float("inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_best[:, None])
-        fade = tl.exp2(best - new_best)
-        total = total * fade + tl.sum(weights, axis=1)
-        values = tl.load(values_ptr + offsets, mask=is_in, other=0.0)
-        sums = sums * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
-        best = new_best
+    lowest = 0
+    if WINDOW > 0:
+        lowest = first_key(position, WINDOW, TILE)
+    for begin in range(lowest // CHUNK * CHUNK, end, CHUNK):
+        best = tl.full((QUERY_BLOCK,), -float("inf"), dtype=tl.float32)
+        total = tl.zeros((QUERY_BLOCK, 16), dtype=tl.float32)
+        sums = tl.zeros((QUERY_BLOCK, SIZE_BLOCK), dtype=tl.float32)
+        low = begin
+        if WINDOW > 0:
+            low = tl.maximum(begin, lowest)
+        for start in range(low, tl.minimum(end, begin + CHUNK), TILE):
+            at = start + steps
+            is_in = (at < end)[:, None] & (lanes < SIZE)[None, :]
+            if PAGE >= TILE:
+                block = tl.load(table_ptr + start // PAGE).to(tl.int64) * (2 * KEYS * PAGE * SIZE)
+                offsets = block + ((start % PAGE + steps) * SIZE)[:, None] + lanes[None, :]
+            else:
+                block = tl.load(table_ptr + at // PAGE, mask=at < end, other=0).to(tl.int64) * (2 * KEYS * PAGE * SIZE)
+                offsets = (block + (at % PAGE) * SIZE)[:, None] + lanes[None, :]
+            keys = tl.load(keys_ptr + offsets, mask=is_in, other=0.0)
+            values = tl.load(values_ptr + offsets, mask=is_in, other=0.0)
+            is_seen = is_in_window(at[None, :], (position + tokens)[:, None], WINDOW)
+            best, total, sums = attend_block(queries, keys, values, is_seen, scale, best, total, sums, PRECISION, CAP)
+        weight, mean = mean_of_chunk(best, total, sums)
+        all_best, all_total, all_sums = join_chunk(weight, mean, all_best, all_total, all_sums)
     to_ptr = out_ptr + (at_token * (KEYS * GROUP) + head * GROUP + members)[:, None] * SIZE + lanes[None, :]
-    tl.store(to_ptr, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query)
+    tl.store(to_ptr, (all_sums / all_total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query)
 
 
 def query_tile(heads: HeadShape) -> int:
@@ -276,34 +283,35 @@ def query_tile(heads: HeadShape) -> int:
     return max(1, QUERY_LINES // heads.group)
 
 
-def launch_attention(fused_MX: Tensor, step: PackedStep, blocks: Tensor, out_MX: Tensor, *, heads: HeadShape) -> None:
-    """Decoding tokens first, then the tiles of prompts."""
+def launch_attention(
+    fused_MX: Tensor, step: PackedStep, blocks: Tensor, out_MX: Tensor, *, heads: HeadShape, of: Attention, chunk: int
+) -> None:
+    """Decoding tokens first, then the tiles of prompts. `chunk`: of prompts."""
     size_block = max(16, triton.next_power_of_2(heads.size))
     # tl.dot needs at least sixteen rows.
     group_block = max(16, triton.next_power_of_2(heads.group))
     table_width, page = step.tables_SP.shape[1], blocks.shape[3]
-    # Exponentials to base two are faster.
-    scale = heads.size**-0.5 * LOG2_E
+    scale, cap, window = of.scale * LOG2_E, (of.cap or 0.0) * LOG2_E, of.window or 0
     precision = "ieee" if fused_MX.dtype == torch.float32 else "tf32"
     num_rows = len(step.samples_N)
     items = len(step.item_tokens_W) if step.is_split else num_rows
     partial, lse = out_MX, out_MX
     if step.is_split:
-        lse = torch.empty((items, heads.keys, group_block), dtype=torch.float32, device=out_MX.device)
-        partial = torch.empty((*lse.shape, size_block), dtype=torch.float32, device=out_MX.device)
+        lse = torch.empty((items, heads.keys, heads.group), dtype=torch.float32, device=out_MX.device)
+        partial = torch.empty((*lse.shape, heads.size), dtype=torch.float32, device=out_MX.device)
     _attend_decode[(items, heads.keys)](
         fused_MX, blocks, step.rows_M, step.positions_M, step.tables_SP, step.num_decode_1, step.chunk_1,
         step.item_tokens_W, step.item_starts_W, out_MX, partial, lse,
         scale, table_width,
         KEYS=heads.keys, GROUP=heads.group, SIZE=heads.size, GROUP_BLOCK=group_block, SIZE_BLOCK=size_block,
-        PAGE=page, TILE=DECODE_TILE, IS_SPLIT=step.is_split, PRECISION=precision,
+        PAGE=page, TILE=KEY_BLOCK, IS_SPLIT=step.is_split, PRECISION=precision, WINDOW=window, CAP=cap,
         num_warps=2 if size_block <= 64 else 4, num_stages=DECODE_STAGES,
     )  # fmt: skip
     if step.is_split:
         _join_splits[(num_rows, heads.keys)](
             partial, lse, out_MX, step.positions_M, step.num_decode_1, step.chunk_1, step.first_items_N,
             KEYS=heads.keys, GROUP=heads.group, SIZE=heads.size, GROUP_BLOCK=group_block, SIZE_BLOCK=size_block,
-            num_warps=2,
+            TILE=KEY_BLOCK, WINDOW=window, num_warps=2,
         )  # fmt: skip
     if len(step.tile_sizes_K):
         _attend_tiles[(len(step.tile_sizes_K), heads.keys)](
@@ -311,23 +319,6 @@ def launch_attention(fused_MX: Tensor, step: PackedStep, blocks: Tensor, out_MX:
             scale, table_width,
             KEYS=heads.keys, GROUP=heads.group, SIZE=heads.size, SIZE_BLOCK=size_block,
             QUERY_BLOCK=max(16, triton.next_power_of_2(query_tile(heads) * heads.group)),
-            PAGE=page, TILE=PREFILL_TILE, PRECISION=precision, num_warps=PREFILL_WARPS, num_stages=PREFILL_STAGES,
+            PAGE=page, TILE=KEY_BLOCK, CHUNK=chunk, PRECISION=precision, WINDOW=window, CAP=cap,
+            num_warps=PREFILL_WARPS, num_stages=PREFILL_STAGES,
         )  # fmt: skip
-
-
-@triton.jit
-def _gate(both_ptr, out_ptr, width, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_in = columns < width
-    gates = tl.load(both_ptr + token * 2 * width + columns, mask=is_in, other=0.0)
-    ups = tl.load(both_ptr + token * 2 * width + width + columns, mask=is_in, other=0.0).to(tl.float32)
-    wide = gates.to(tl.float32)
-    passed = (wide / (1.0 + tl.exp(-wide))).to(gates.dtype).to(tl.float32)
-    tl.store(out_ptr + token * width + columns, (passed * ups).to(out_ptr.dtype.element_ty), mask=is_in)
-
-
-def launch_gate(both_MF: Tensor, out_MF: Tensor) -> None:
-    width = out_MF.shape[1]
-    block = min(GATE_BLOCK, triton.next_power_of_2(width))
-    _gate[(len(out_MF), triton.cdiv(width, block))](both_MF, out_MF, width, BLOCK=block, num_warps=4)

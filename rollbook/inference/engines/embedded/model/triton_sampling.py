@@ -1,8 +1,9 @@
 """Triton kernels that sample a token for each row, and their launch function.
 
 They invert the cumulative distribution, as `sampling.sample` does, so that a row draws the same token on a CPU and on a GPU, except
-for rounding. The vocabulary is divided into tiles. The first kernel reduces every tile of every row to its largest logit and its
-sum of exponentials. The second finds the tile that contains the point of a row, and then the token in it.
+for rounding. The vocabulary is divided into tiles. The sums of all tiles are those of `triton_logprobs.py`, and so is the
+logprob of the token, which the trainer computes in the same way. The kernel here finds the tile that contains the point of a row,
+and then the token in it.
 """
 
 # N rows, V vocabulary, T tiles
@@ -10,44 +11,22 @@ sum of exponentials. The second finds the tile that contains the point of a row,
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: PLR0917  # kernels take many positional arguments
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 2048
-"""Tokens in a tile. Measured on an H200, as the numbers of warps."""
-
-
-@triton.jit
-def _cold(temperature):
-    """1 / temperature, and 1 for a greedy row."""
-    return tl.minimum(1.0 / tl.where(temperature == 0.0, 1.0, temperature), 1e37)
-
-
-@triton.jit
-def _reduce_tiles(logits_ptr, temperatures_ptr, peaks_ptr, totals_ptr, vocab_size, TILE: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    at = tile * TILE + tl.arange(0, TILE)
-    logits = tl.load(logits_ptr + row * vocab_size + at, mask=at < vocab_size, other=-float("inf")).to(tl.float32)
-    highest = tl.max(logits, axis=0)
-    # The largest logit is subtracted before scaling: a very small temperature must not overflow.
-    peak = tl.where(highest == -float("inf"), 0.0, highest)
-    total = tl.sum(tl.exp((logits - peak) * _cold(tl.load(temperatures_ptr + row))), axis=0)
-    to = row * tl.num_programs(1) + tile
-    tl.store(peaks_ptr + to, highest)
-    tl.store(totals_ptr + to, total)
+from rollbook.numerics import triton_logprobs
+from rollbook.numerics.triton_logprobs import cold_of
 
 
 @triton.jit
 def _choose(
-    logits_ptr, temperatures_ptr, keys_ptr, peaks_ptr, totals_ptr, tokens_ptr, logprobs_ptr, vocab_size, num_tiles,
+    logits_ptr, temperatures_ptr, keys_ptr, peaks_ptr, totals_ptr, tokens_ptr, vocab_size, num_tiles,
     TILE: tl.constexpr, TILES_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row)
-    cold = _cold(temperature)
+    cold = cold_of(temperature)
     is_greedy = temperature == 0.0
     # 53 random bits, as a number from 0 up to 1.
     uniform = ((tl.load(keys_ptr + row) >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * (1.0 / (1 << 53))
@@ -59,7 +38,6 @@ def _choose(
     shares = totals * tl.exp((peaks - peak) * cold)
     # In float64, so that unlikely tokens keep their probabilities.
     ends = tl.cumsum(shares.to(tl.float64), axis=0)
-    total = tl.sum(shares, axis=0)
     point = uniform * tl.max(ends, axis=0)
     # The first tile that ends above the point; if rounding leaves none, the last that is not empty.
     last = tl.max(tl.where(shares > 0.0, tiles, 0), axis=0)
@@ -79,19 +57,17 @@ def _choose(
     inner = tl.where(is_greedy, tl.min(tl.where(logits == tile_peak, lanes, TILE - 1), axis=0), inner)
     # If the logits are not numbers, the token must still be in the vocabulary.
     token = tl.minimum(chosen * TILE + inner, vocab_size - 1)
-    logit = tl.load(logits_ptr + row * vocab_size + token).to(tl.float32)
     tl.store(tokens_ptr + row, token.to(tl.int64))
-    tl.store(logprobs_ptr + row, (logit - peak) * cold - tl.log(total))
 
 
 def launch_sample(
     logits_NV: Tensor, temperatures_N: Tensor, keys_N: Tensor, tokens_N: Tensor, logprobs_N: Tensor
 ) -> None:
     rows, vocab_size = logits_NV.shape
-    tiles = triton.cdiv(vocab_size, TILE)
-    peaks_NT, totals_NT = torch.empty((2, rows, tiles), dtype=torch.float32, device=logits_NV.device)
-    _reduce_tiles[(rows, tiles)](logits_NV, temperatures_N, peaks_NT, totals_NT, vocab_size, TILE=TILE, num_warps=2)
+    peaks_NT, totals_NT, _ = triton_logprobs.launch_reduce(logits_NV, temperatures_N)
+    tiles = peaks_NT.shape[1]
     _choose[(rows,)](
-        logits_NV, temperatures_N, keys_N, peaks_NT, totals_NT, tokens_N, logprobs_N, vocab_size, tiles,
-        TILE=TILE, TILES_BLOCK=triton.next_power_of_2(tiles), num_warps=4,
+        logits_NV, temperatures_N, keys_N, peaks_NT, totals_NT, tokens_N, vocab_size, tiles,
+        TILE=triton_logprobs.TILE, TILES_BLOCK=triton.next_power_of_2(tiles), num_warps=4,
     )  # fmt: skip
+    triton_logprobs.launch_score(logits_NV, temperatures_N, (peaks_NT, totals_NT), tokens_N, logprobs_N)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollbook.contracts.errors import is_out_of_memory
 from rollbook.inference.engines.embedded.paged.block_pool import BlockPool, RowBlocks
 from rollbook.inference.engines.embedded.paged.runner import PackedRunner
 from rollbook.inference.engines.embedded.paged.step_input import PromptSlice
@@ -150,12 +151,18 @@ class PagedBatch:
             try:
                 self._cache.replace(num_blocks)
                 return True
-            except torch.OutOfMemoryError:
-                continue
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
         return False
 
     def weights_changed(self) -> None:
         self.pool.weights_changed()
+        # Prompts that are prefilled in part start again. So the keys that a first token reads are of one version: its own.
+        for prefill in self._prefills:
+            if (row := prefill.request.cached_kv) is not None:
+                self.pool.release(row)
+                prefill.request.cached_kv = None
 
     def recompute(self, decoding: Sequence[GenerationRequest]) -> None:
         """Every row starts again: its tokens so far are prefilled in the next rounds, and its next token is sampled after them."""
@@ -229,8 +236,9 @@ class PagedBatch:
         prefill.done = row.num_known * pool.size
         if not request.tokens:
             # A preempted request may find its own blocks again: they are not counted.
+            # Prefill may start again after an update. A counter must not fall.
+            self.cached_tokens += max(0, prefill.done - request.cached_tokens)
             request.cached_tokens = prefill.done
-            self.cached_tokens += prefill.done
         self._room[request.row] = len(row.blocks) * pool.size
         self._cache.set_row(request.row, row.blocks)
         return True
@@ -261,7 +269,9 @@ class PagedBatch:
         try:
             with torch.inference_mode():
                 self._cache.resize(num_blocks)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             return False
         self.pool.grow(num_blocks)
         return True

@@ -29,11 +29,13 @@ from rollbook.inference.engines.embedded.paged.step_input import (
     StepShape,
     bucket,
     chunk_length,
+    item_counts,
     layout_of,
 )
 from rollbook.inference.engines.embedded.row_table import RowTable
 from rollbook.inference.engines.embedded.runner import PendingResults, Sampler
 from rollbook.inference.engines.embedded.sampling import constrained, most_likely
+from rollbook.numerics.operations import CHUNK
 
 Operation = Callable[[], None]
 Capture = Callable[[Operation], Operation]
@@ -104,18 +106,18 @@ class PackedRunner:
         self._drop_stale_graphs()
         keys = self.model.heads.keys
         shapes = [
-            StepShape.decode(rows, key_heads=keys, is_split=is_split)
+            StepShape.decode(rows, key_heads=keys, is_split=bool(parts), parts=parts)
             for rows in [*(rows for rows in ROW_BUCKETS if rows < self._max_rows), self._max_rows]
-            for is_split in (False, True)
+            for parts in self._usual_parts(rows)
         ]
         shapes += [
-            StepShape.mixed(tokens, rows, key_heads=keys, query_tile=self.query_tile, is_split=is_split)
+            StepShape.mixed(tokens, rows, key_heads=keys, query_tile=self.query_tile, is_split=bool(parts), parts=parts)
             for tokens in [
                 *(tokens for tokens in TOKEN_BUCKETS if tokens < self._max_tokens),
                 bucket(self._max_tokens, TOKEN_BUCKETS),
             ]
             for rows in self._mixed_rows()
-            for is_split in (False, True)
+            for parts in self._usual_parts(rows)
         ]
         table = RowTable(self._max_rows)
         kind = self.model.adapters.kind(table.adapters)
@@ -125,6 +127,17 @@ class PackedRunner:
             nothing = np.empty(0, dtype=np.int64)
             layout.fill(block, table, nothing, [], changes=self.cache.take_changes(0), chunk=1, query_tile=1)
             self._run(shape, torch.from_numpy(block), is_truncated=False, has_tops=False, kind=kind)
+
+    def _usual_parts(self, rows: int) -> list[int]:
+        """The numbers of parts that steps of so many rows usually have; 0: no row is split."""
+        if not self.model.is_exact:
+            return [0, 1]  # chunks are as long as the parts of a batch require
+        if self.model.max_model_len <= CHUNK:
+            return [0]
+        # Rows that share blocks may have more.
+        known = self.cache.num_blocks * self.cache.block_size // CHUNK + rows
+        most = min(rows * -(-self.model.max_model_len // CHUNK), known)
+        return [0, *item_counts(rows, self.model.heads.keys, most)]
 
     def run(self, table: RowTable, decoding: NDArray[np.int64], pieces: Sequence[PromptSlice]) -> None:
         """Sample one token in each decoding row, and in each row whose prompt is complete after its piece."""
@@ -137,13 +150,13 @@ class PackedRunner:
             rows = next(rows for rows in self._mixed_rows() if len(decoding) + len(pieces) <= rows)
         else:
             rows = min(self._max_rows, bucket(len(decoding), ROW_BUCKETS))
-        chunk = chunk_length(lengths, rows=rows, key_heads=keys)
-        is_split = int(lengths.max(initial=0)) > chunk
+        chunk = CHUNK if self.model.is_exact else chunk_length(lengths, rows=rows, key_heads=keys)
+        is_split, parts = int(lengths.max(initial=0)) > chunk, int((-(-lengths // chunk)).sum())
         if pieces:
             tokens = bucket(len(decoding) + sum(len(piece.tokens) for piece in pieces), TOKEN_BUCKETS)
-            shape = StepShape.mixed(tokens, rows, key_heads=keys, query_tile=tile, is_split=is_split)
+            shape = StepShape.mixed(tokens, rows, key_heads=keys, query_tile=tile, is_split=is_split, parts=parts)
         else:
-            shape = StepShape.decode(rows, key_heads=keys, is_split=is_split)
+            shape = StepShape.decode(rows, key_heads=keys, is_split=is_split, parts=parts)
         layout = layout_of(shape)
         block = torch.empty(layout.length, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         layout.fill(block.numpy(), table, decoding, pieces, changes=changes, chunk=chunk, query_tile=tile)
@@ -227,7 +240,8 @@ def packed_error(model: LlamaForward, module: nn.Module, *, block_size: int) -> 
     """The largest error of prefill, continued prefill and decode: root mean square difference from the module's logits, divided
     by their standard deviation."""
     generator = torch.Generator().manual_seed(0)
-    count = min(2 * block_size + 6, model.max_model_len - 1)
+    # With windows, longer than what attention reads at once: then it skips keys.
+    count = min(9 * block_size if model.has_windows else 2 * block_size + 6, model.max_model_len - 1)
     tokens = torch.randint(0, model.vocab_size, (count + 1,), generator=generator, dtype=torch.int32)
     cache = BlockCache(
         model.shapes[0],

@@ -70,16 +70,28 @@ class StepShape:
     """0: no prompts."""
 
     @classmethod
-    def decode(cls, rows: int, *, key_heads: int, is_split: bool) -> "StepShape":
-        return cls(rows, rows, _items(rows, key_heads) if is_split else 0, 0)
+    def decode(cls, rows: int, *, key_heads: int, is_split: bool, parts: int = 0) -> "StepShape":
+        """`parts`: of all split rows."""
+        return cls(rows, rows, _items(rows, key_heads, parts) if is_split else 0, 0)
 
     @classmethod
-    def mixed(cls, tokens: int, rows: int, *, key_heads: int, query_tile: int, is_split: bool = True) -> "StepShape":
-        return cls(tokens, rows, _items(rows, key_heads) if is_split else 0, tokens // query_tile + rows)
+    def mixed(
+        cls, tokens: int, rows: int, *, key_heads: int, query_tile: int, is_split: bool = True, parts: int = 0
+    ) -> "StepShape":
+        items = _items(rows, key_heads, parts) if is_split else 0
+        return cls(tokens, rows, items, tokens // query_tile + rows)
 
 
-def _items(rows: int, key_heads: int) -> int:
-    return max(2 * rows, -(-PROGRAMS_WANTED // key_heads))
+def _items(rows: int, key_heads: int, parts: int = 0) -> int:
+    return item_counts(rows, key_heads, parts)[-1]
+
+
+def item_counts(rows: int, key_heads: int, parts: int) -> list[int]:
+    """The numbers of items that steps are captured for, up to the first that holds `parts`. Items without a part cost little."""
+    counts = [max(2 * rows, -(-PROGRAMS_WANTED // key_heads))]
+    while counts[-1] < parts:
+        counts.append(2 * counts[-1])
+    return counts
 
 
 @cache

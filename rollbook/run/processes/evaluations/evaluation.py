@@ -11,7 +11,12 @@ from rollbook.contracts.errors import RunError
 from rollbook.ledger.client.client import LedgerClient
 from rollbook.run.directory import write_json
 from rollbook.run.ledger_clients import open_run_ledger
-from rollbook.run.processes.measurement import EvaluationSession, Measurement, held_out_tasks, open_evaluation
+from rollbook.run.processes.evaluations.measurement import (
+    EvaluationSession,
+    Measurement,
+    held_out_tasks,
+    open_evaluation,
+)
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.metrics import Metric, MetricRecorder, Reduction
 from rollbook.trainer.checkpoints.checkpoints import Checkpoints

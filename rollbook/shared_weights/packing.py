@@ -31,7 +31,7 @@ class PackedTensor:
     end: int
 
 
-def layout(headers: Sequence[TensorHeader]) -> tuple[list[PackedTensor], int]:
+def layout(headers: Sequence[TensorHeader], *, alignment: int = ALIGNMENT) -> tuple[list[PackedTensor], int]:
     """The byte range of each tensor, and the total size. Raises `WeightsError` for an unknown dtype."""
     ranges: list[PackedTensor] = []
     start = 0
@@ -40,7 +40,7 @@ def layout(headers: Sequence[TensorHeader]) -> tuple[list[PackedTensor], int]:
             raise WeightsError(f"tensor {name} has dtype {dtype}; supported are {', '.join(DTYPES)}")
         size = prod(shape) * DTYPES[dtype].itemsize
         ranges.append(PackedTensor(name, dtype, shape, start, start + size))
-        start += -(-size // ALIGNMENT) * ALIGNMENT
+        start += -(-size // alignment) * alignment
     return ranges, start
 
 
@@ -68,9 +68,17 @@ def pack(weights: Mapping[str, Tensor], *, device: str = "cpu") -> Tensor:
     return packed
 
 
-def unpack_views(packed: Tensor, headers: Sequence[TensorHeader]) -> dict[str, Tensor]:
+class PackedWeights(dict[str, Tensor]):
+    """Copies of weights as views into one block. Nothing changes them, so other processes may map the block."""
+
+    def __init__(self, weights: Mapping[str, Tensor], *, device: str) -> None:
+        self.block = pack(weights, device=device)
+        super().__init__(unpack_views(self.block, headers_of(weights)))
+
+
+def unpack_views(packed: Tensor, headers: Sequence[TensorHeader], *, alignment: int = ALIGNMENT) -> dict[str, Tensor]:
     """Tensors that share the memory of the buffer."""
-    ranges, size = layout(headers)
+    ranges, size = layout(headers, alignment=alignment)
     if packed.numel() != size:
         raise WeightsError(f"received {packed.numel()} bytes for tensors of {size} bytes")
     return {part.name: packed[part.start : part.end].view(DTYPES[part.dtype]).view(part.shape) for part in ranges}

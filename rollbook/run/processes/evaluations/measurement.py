@@ -136,6 +136,7 @@ async def _workers(context: RoleContext) -> AsyncIterator[Evaluator]:
             "oversample": 0,
             "drop_constant_reward": False,
             "filter": None,
+            "teacher": (),
         }
     )
     spec = worker_spec(context)

@@ -16,7 +16,7 @@ from rollbook.run.config.evaluation import WARNING, EvaluationRequest
 from rollbook.run.config.run import LoadedConfig, dump_toml, load_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.held_out import evaluated, training_tasks
-from rollbook.run.processes.measurement import Measurement, held_out_tasks, open_evaluation
+from rollbook.run.processes.evaluations.measurement import Measurement, held_out_tasks, open_evaluation
 from rollbook.run.supervision.channel import Channel
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.events import EventLog

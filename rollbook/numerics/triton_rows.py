@@ -1,0 +1,184 @@
+"""Triton kernels that compute one row at a time, and their launch functions. Imported by `operations.py` only, if Triton is
+installed.
+
+Results are rounded to the model's dtype at the same places as in the Hugging Face modules.
+"""
+
+# M tokens, E hidden size, F feed-forward size, K summed dimension, N outputs
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# ruff: noqa: PLR0917  # kernels take many positional arguments
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rollbook.numerics.recipe import Activation, Norm
+
+GATE_BLOCK = 1024
+MOST_PARTS = 1024
+"""Programs that sum the gradient of a norm's weight."""
+FEW = 16
+"""The smallest tile of `tl.dot`."""
+
+
+@triton.jit
+def _rms_norm(
+    x_ptr, weight_ptr, out_ptr, epsilon, width, stride,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, ADDS_ONE: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_in = columns < width
+    start = (row // HEADS) * stride + (row % HEADS) * width
+    x = tl.load(x_ptr + start + columns, mask=is_in, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / width + epsilon)
+    weight = tl.load(weight_ptr + columns, mask=is_in, other=0.0).to(tl.float32)
+    if ADDS_ONE:
+        weight += 1.0
+    normed = x * scale
+    if not ROUNDS_ONCE:
+        normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + start + columns, (normed * weight).to(out_ptr.dtype.element_ty), mask=is_in)
+
+
+def launch_rms_norm(x_ME: Tensor, norm: Norm, out_ME: Tensor) -> None:
+    """Rows that are longer than the norm's weight consist of parts, which are normalised separately. `out_ME` may be `x_ME`."""
+    width = len(norm.weight_E)
+    heads, block = x_ME.shape[1] // width, triton.next_power_of_2(width)
+    _rms_norm[(len(x_ME) * heads,)](
+        x_ME, norm.weight_E, out_ME, norm.epsilon, width, x_ME.stride(0), HEADS=heads, BLOCK=block,
+        ADDS_ONE=norm.adds_one, ROUNDS_ONCE=norm.rounds_once, num_warps=4 if block <= 2048 else 8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rms_norm_gradient(
+    x_ptr, weight_ptr, gradient_ptr, out_ptr, partial_ptr, epsilon, rows, width,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS_ONE: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_in = columns < width
+    weight = tl.load(weight_ptr + columns, mask=is_in, other=0.0).to(tl.float32)
+    if ADDS_ONE:
+        weight += 1.0
+    partial = tl.zeros((BLOCK,), dtype=tl.float32)
+    for row in range(program * ROWS, tl.minimum(rows, (program + 1) * ROWS)):
+        x = tl.load(x_ptr + row * width + columns, mask=is_in, other=0.0).to(tl.float32)
+        gradient = tl.load(gradient_ptr + row * width + columns, mask=is_in, other=0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / width + epsilon)
+        normed = x * scale
+        partial += gradient * normed
+        weighted = gradient * weight
+        along = tl.sum(weighted * normed, axis=0) / width
+        change = (weighted - normed * along) * scale
+        tl.store(out_ptr + row * width + columns, change.to(out_ptr.dtype.element_ty), mask=is_in)
+    tl.store(partial_ptr + program * width + columns, partial, mask=is_in)
+
+
+def launch_rms_norm_gradient(x_ME: Tensor, norm: Norm, gradient_ME: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the inputs and of the weight."""
+    rows, width = x_ME.shape
+    block = triton.next_power_of_2(width)
+    each = max(FEW, triton.cdiv(rows, MOST_PARTS))
+    parts = triton.cdiv(rows, each)
+    out_ME = torch.empty_like(x_ME)
+    partial_PE = torch.empty((parts, width), dtype=torch.float32, device=x_ME.device)
+    _rms_norm_gradient[(parts,)](
+        x_ME, norm.weight_E, gradient_ME, out_ME, partial_PE, norm.epsilon, rows, width, ROWS=each, BLOCK=block,
+        ADDS_ONE=norm.adds_one, num_warps=4 if block <= 2048 else 8,
+    )  # fmt: skip
+    return out_ME, partial_PE.sum(dim=0).to(norm.weight_E.dtype)
+
+
+@triton.jit
+def _sigmoid_of(gates, ACTIVATION: tl.constexpr):
+    """Each activation is its input times a sigmoid: `gelu_tanh` is x sigmoid(2 z) with z = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    inner = gates
+    if ACTIVATION == "gelu_tanh":
+        inner = 1.5957691216057308 * (gates + 0.044715 * gates * gates * gates)
+    return 1.0 / (1.0 + tl.exp(-inner))
+
+
+@triton.jit
+def _gate(gates_ptr, ups_ptr, out_ptr, width, stride, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_in = columns < width
+    gates = tl.load(gates_ptr + token * stride + columns, mask=is_in, other=0.0)
+    ups = tl.load(ups_ptr + token * stride + columns, mask=is_in, other=0.0).to(tl.float32)
+    wide = gates.to(tl.float32)
+    passed = wide / (1.0 + tl.exp(-wide))
+    if ACTIVATION != "silu":
+        passed = wide * _sigmoid_of(wide, ACTIVATION)
+    passed = passed.to(gates.dtype).to(tl.float32)
+    tl.store(out_ptr + token * width + columns, (passed * ups).to(out_ptr.dtype.element_ty), mask=is_in)
+
+
+def launch_gate(gates_MF: Tensor, ups_MF: Tensor, out_MF: Tensor, activation: Activation) -> None:
+    width = out_MF.shape[1]
+    block = min(GATE_BLOCK, triton.next_power_of_2(width))
+    grid = (len(out_MF), triton.cdiv(width, block))
+    _gate[grid](
+        gates_MF, ups_MF, out_MF, width, gates_MF.stride(0), BLOCK=block, ACTIVATION=activation, num_warps=4
+    )  # fmt: skip
+
+
+@triton.jit
+def _gate_gradient(
+    gates_ptr, ups_ptr, gradient_ptr, to_gates_ptr, to_ups_ptr, count, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_in = at < count
+    gates = tl.load(gates_ptr + at, mask=is_in, other=0.0).to(tl.float32)
+    ups = tl.load(ups_ptr + at, mask=is_in, other=0.0).to(tl.float32)
+    gradient = tl.load(gradient_ptr + at, mask=is_in, other=0.0).to(tl.float32)
+    sigmoid = _sigmoid_of(gates, ACTIVATION)
+    slope = 1.0
+    if ACTIVATION == "gelu_tanh":
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * gates * gates)
+    to_gates = gradient * ups * sigmoid * (1.0 + gates * slope * (1.0 - sigmoid))
+    tl.store(to_gates_ptr + at, to_gates.to(to_gates_ptr.dtype.element_ty), mask=is_in)
+    tl.store(to_ups_ptr + at, (gradient * gates * sigmoid).to(to_ups_ptr.dtype.element_ty), mask=is_in)
+
+
+def launch_gate_gradient(gates: Tensor, ups: Tensor, gradient: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    """All contiguous."""
+    to_gates, to_ups = torch.empty_like(gates), torch.empty_like(ups)
+    grid = (triton.cdiv(gates.numel(), GATE_BLOCK),)
+    _gate_gradient[grid](
+        gates, ups, gradient, to_gates, to_ups, gates.numel(), BLOCK=GATE_BLOCK, ACTIVATION=activation, num_warps=4
+    )  # fmt: skip
+    return to_gates, to_ups
+
+
+@triton.jit
+def _product(
+    x_ptr, weight_ptr, out_ptr, rows, width, depth, x_stride, weight_stride,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    at_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at_width = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    at_depth = tl.arange(0, DEPTH)
+    x_ptrs = x_ptr + at_rows[:, None].to(tl.int64) * x_stride + at_depth[None, :]
+    weight_ptrs = weight_ptr + at_width[None, :].to(tl.int64) * weight_stride + at_depth[:, None]
+    sums = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+    for start in range(0, depth, DEPTH):
+        is_in = at_depth + start < depth
+        x = tl.load(x_ptrs + start, mask=(at_rows < rows)[:, None] & is_in[None, :], other=0.0)
+        weight = tl.load(weight_ptrs + start, mask=(at_width < width)[None, :] & is_in[:, None], other=0.0)
+        sums = tl.dot(x, weight, sums)
+    out_ptrs = out_ptr + at_rows[:, None].to(tl.int64) * width + at_width[None, :]
+    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=(at_rows < rows)[:, None] & (at_width < width)[None, :])
+
+
+def launch_product(x_MK: Tensor, weight_KN: Tensor, out_MN: Tensor) -> None:
+    """x @ weight for few rows: narrow tiles, so that many programs share the weight."""
+    (rows, depth), width = x_MK.shape, weight_KN.shape[1]
+    tile = FEW if rows <= FEW else 64
+    _product[(triton.cdiv(rows, tile), triton.cdiv(width, FEW))](
+        x_MK, weight_KN, out_MN, rows, width, depth, x_MK.stride(0), weight_KN.stride(1),
+        ROWS=tile, WIDTH=FEW, DEPTH=256 if rows <= FEW else 128, num_warps=4, num_stages=4,
+    )  # fmt: skip

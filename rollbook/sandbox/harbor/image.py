@@ -1,0 +1,113 @@
+"""Builds the image of a task from its Dockerfile, in a sandbox, once for each content."""
+
+import asyncio
+import hashlib
+import io
+import os
+import tarfile
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from rollbook.sandbox.bubblewrap import open_sandbox
+from rollbook.sandbox.harbor.dockerfile import Copy, DockerfileError, Run
+from rollbook.sandbox.harbor.task import HarborTask
+from rollbook.sandbox.sandbox import Image, Sandbox, SandboxError
+
+DEFAULT_CACHE = Path.home() / ".cache" / "rollbook" / "images"
+HOST, ANY = "host", "*"
+"""In `images`: programs of this machine, and all base images that are not named."""
+
+
+def root_of(base: str, images: Mapping[str, str | Path]) -> Path | None:
+    """The local root of a base image. None: `/usr` of this machine. Raises `DockerfileError` if nothing was said about it."""
+    chosen = images.get(base) or images.get(ANY)
+    if chosen is None:
+        raise DockerfileError(
+            f"FROM {base}: there is no local root for this base image. Name one, for example made by debootstrap, in env.args: "
+            f'images = {{ "{base}" = "/path/of/a/root" }}, or use the programs of this machine instead: '
+            f'images = {{ "{base}" = "{HOST}" }} ("{ANY}" stands for all base images)'
+        )
+    if str(chosen) == HOST:
+        return None
+    if not Path(chosen).is_dir():
+        raise DockerfileError(f"FROM {base}: images names {chosen}, which is not a directory")
+    return Path(chosen)
+
+
+async def build_image(task: HarborTask, *, images: Mapping[str, str | Path], cache: Path) -> Image:
+    """Concurrent builds of the same content give the same file."""
+    recipe = task.recipe
+    root = root_of(recipe.base, images)
+    env = {**recipe.env, **task.env}
+    context = task.directory / "environment"
+    if not recipe.steps:
+        return Image(root=root, env=env, workdir=recipe.workdir)
+    layer = cache / f"{await asyncio.to_thread(_digest, task, root)}.tar"
+    image = Image(root=root, layer=layer, env=env, workdir=recipe.workdir)
+    if layer.exists():
+        return image
+    cache.mkdir(parents=True, exist_ok=True)
+    limits = replace(
+        task.limits, wall_s=task.build_timeout_s + 60.0, cpu_s=max(task.limits.cpu_s, task.build_timeout_s)
+    )
+    async with open_sandbox(Image(root=root, workdir="/"), limits) as sandbox:
+        for step in recipe.steps:
+            await _build_step(sandbox, step, context, task)
+        await sandbox.end_processes()
+        with tempfile.TemporaryDirectory(dir=cache) as partial:
+            built = Path(partial, "layer.tar")
+            await sandbox.snapshot(built)
+            built.replace(layer)
+    return image
+
+
+async def _build_step(sandbox: Sandbox, step: Run | Copy, context: Path, task: HarborTask) -> None:
+    where = f"{context / 'Dockerfile'}, line {step.line}"
+    if isinstance(step, Run):
+        result = await sandbox.exec(step.command, env=step.env, cwd=step.cwd, timeout_s=task.build_timeout_s)
+        if not result.is_ok:
+            raise DockerfileError(
+                f"{where}: {' '.join(step.command)} failed in a sandbox (/usr is read-only, there is no network): "
+                f"{result.text[-400:]}"
+            )
+        return
+    for source in step.sources:
+        for path in sorted(context.glob(source)) if any(c in source for c in "*?[") else [context / source]:
+            if not path.resolve().is_relative_to(context.resolve()) or not path.exists():
+                raise DockerfileError(f"{where}: {source} is not in {context}")
+            if path.is_dir():
+                await copy_tree(sandbox, path, step.target)
+            else:
+                target = step.target + path.name if step.target.endswith("/") else step.target
+                await sandbox.write(target, path.read_bytes(), mode=path.stat().st_mode & 0o777)
+
+
+async def copy_tree(sandbox: Sandbox, source: Path, target: str) -> None:
+    """Copy the content of a directory of this machine into a directory of the sandbox."""
+    result = await sandbox.exec(["mkdir", "-p", target], cwd="/")
+    if result.is_ok:
+        data = await asyncio.to_thread(tar_of, source)
+        result = await sandbox.exec(["tar", "-C", target, "--no-same-owner", "-xf", "-"], stdin=data, cwd="/")
+    if not result.is_ok:
+        raise SandboxError(f"{source} cannot be copied to {target}: {result.text[-400:]}")
+
+
+def tar_of(source: Path) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for path in sorted(source.rglob("*")):
+            archive.add(path, arcname=path.relative_to(source).as_posix(), recursive=False)
+    return buffer.getvalue()
+
+
+def _digest(task: HarborTask, root: Path | None) -> str:
+    """Of everything that the image depends on."""
+    digest = hashlib.blake2b(repr((task.recipe, str(root), os.uname().machine)).encode(), digest_size=16)
+    context = task.directory / "environment"
+    for path in sorted(context.rglob("*")):
+        digest.update(f"\0{path.relative_to(context)}\0{path.lstat().st_mode}\0".encode())
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,125 @@
+"""Memory that is missing outside of a step: the run goes on, or ends with the process, what it did, the sizes and the settings that
+help."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parts.run.small import SmallRun
+
+pytestmark = pytest.mark.slow
+
+CAUSE = "CUDA out of memory. Tried to allocate 61.00 GiB"
+PLANTED = f"""
+import torch
+
+def fail(*args, **options):
+    raise torch.OutOfMemoryError({CAUSE!r})
+
+async def fail_later(*args, **options):
+    fail()
+"""
+CASES = {
+    "loading the model in the trainer": (
+        """
+from rollbook.trainer.model.policy_model import PolicyModel
+PolicyModel.load = fail
+""",
+        f"trainer stopped the run: out of memory while loading the model: {CAUSE}",
+    ),
+    "loading the model in the policy server": (
+        """
+import rollbook.inference.engines.embedded.build as build
+build.load_module = fail
+""",
+        f"policy stopped the run: out of memory while loading the model: {CAUSE}",
+    ),
+    "warming up": (
+        """
+from rollbook.inference.engines.embedded.runner import Runner
+Runner.warm_up = fail
+""",
+        f"policy stopped the run: the policy server has no memory for its steps on cpu: {CAUSE}",
+    ),
+    "publishing": (
+        """
+from rollbook.inference.weights.transports.files import FileTransport
+FileTransport.put = fail_later
+""",
+        "trainer stopped the run: the trainer has no memory for the copy of its weights that policy servers read (step 0",
+    ),
+    "applying an adapter": (
+        """
+from rollbook.inference.engines.embedded.live_weights import LiveWeights
+LiveWeights.plan_adapter = fail
+""",
+        "the policy server has no memory for the new weights on cpu",
+    ),
+    "training": (
+        """
+from rollbook.trainer.model.policy_model import PolicyModel
+PolicyModel.token_logprobs = fail
+""",
+        "trainer stopped the run: step 1 does not fit into the memory of the trainer (cpu)",
+    ),
+    "the state of the optimizer": (
+        """
+import sys
+allocate = torch.zeros_like
+
+def zeros_like(*args, **options):
+    callers = {sys._getframe(number).f_code.co_name for number in (1, 2, 3)}
+    return fail() if "allocate" in callers else allocate(*args, **options)
+
+torch.zeros_like = zeros_like
+""",
+        "trainer stopped the run: the state of the optimizer",
+    ),
+}
+
+
+def run_with(directory: Path, code: str, overrides: list[str]) -> dict[str, Any]:
+    run = SmallRun(directory, overrides)
+    run.plant(PLANTED + code)
+    run.start()
+    try:
+        return run.wait()
+    finally:
+        run.stop()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_without_enough_memory_ends_with_what_did_not_fit_and_the_settings_that_help(
+    tmp_path: Path, case: str
+) -> None:
+    code, expected = CASES[case]
+    summary = run_with(tmp_path, code, ["trainer.lora.rank=2"] if "adapter" in case else [])
+    shown = re.sub(r"\s+", " ", summary["stderr"])
+    assert summary["end"] == "failed"
+    assert expected in shown
+    assert CAUSE in shown
+    assert "planned for main memory, in GB: " in shown
+    assert "Free some memory there" in shown
+    assert "Traceback" not in shown
+    assert summary["restarts"] == 0
+
+
+def test_a_publication_that_finds_no_memory_once_is_repeated_and_the_run_goes_on(tmp_path: Path) -> None:
+    code = """
+from itertools import count
+from rollbook.inference.weights.transports.files import FileTransport
+put, calls = FileTransport.put, count(1)
+
+async def once(self, *args, **options):
+    if next(calls) == 3:
+        fail()
+    return await put(self, *args, **options)
+
+FileTransport.put = once
+"""
+    summary = run_with(tmp_path, code, ["trainer.max_steps=4"])
+    assert (summary["end"], summary["restarts"]) == ("finished", 0)
+    log = (tmp_path / "run" / "logs" / "trainer.jsonl").read_text(encoding="utf-8")
+    assert log.count("trainer.publication_retried") == 1
