@@ -49,8 +49,9 @@ SOCKET_BYTES = 256 * 1024
 """The buffer of a socket by default, with what the kernel needs for it. The system call filter forbids enlarging it."""
 FEW_SOCKETS = 16
 """Not counted: every program has some."""
-YOUNG_S = 0.1
-"""A process may share the memory of its parent until it runs a program of its own, and nothing tells."""
+YOUNG_CHECKS = 2
+"""A new process may share the memory of its parent until it runs a program, which the kernel does not report. Its memory counts
+from the next check on. Checks, not seconds: on a stalled machine no process makes progress, and none may be ended for that."""
 
 
 class Guest:
@@ -239,6 +240,7 @@ class ProcessUsage:
     def __init__(self, limits: dict[str, float]) -> None:
         self._limits = limits
         self._ticks: dict[tuple[str, bytes], int] = {}  # of the processes of the last count, by number and start
+        self._checks: dict[tuple[str, bytes], int] = {}  # in which each of them was counted before
         self._ended_ticks = 0
         self._reaped_before = reaped_ticks()
 
@@ -250,22 +252,24 @@ class ProcessUsage:
             return {"processes": len(names) + terminals}
         threads = pages = tables = with_children = 0
         ticks: dict[tuple[str, bytes], int] = {}
+        checks: dict[tuple[str, bytes], int] = {}
         reporting = []
-        grown_before = (time.clock_gettime(time.CLOCK_BOOTTIME) - YOUNG_S) * CLOCK_HZ
         for name in names:
             fields = stat_fields(name)
             if fields is None:
                 continue
             threads += int(fields[17])  # they count as processes, as the kernel does
             own = int(fields[11]) + int(fields[12])
-            ticks[name, fields[19]] = own
+            process = name, fields[19]
+            ticks[process] = own
+            checks[process] = self._checks.get(process, 0) + 1
             with_children += own + int(fields[13]) + int(fields[14])
-            is_grown = int(fields[19]) <= grown_before
             task, fields = living_task(name, fields)
-            if is_grown:
+            if checks[process] > YOUNG_CHECKS:
                 reporting.append(task)
             pages += int(fields[21])
             tables += int(fields[20]) // MAPPED_BY_TABLE
+        self._checks = checks
         disk, shared = os.statvfs("/"), os.statvfs("/dev/shm")
         of_no_process = (shared.f_blocks - shared.f_bfree) * shared.f_frsize + self._socket_bytes()
         memory_bytes = of_no_process + pages * PAGE_BYTES + tables

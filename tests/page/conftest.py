@@ -33,8 +33,10 @@ class Watched:
     """What went wrong on a page: console errors, exceptions, violations of the policy, requests to other machines, dialogs."""
 
     problems: list[str] = field(default_factory=list)
+    pages: list[Page] = field(default_factory=list)
 
     def follow(self, page: Page) -> Page:
+        self.pages.append(page)
         page.on("console", lambda message: self._console(message.type, message.text))
         page.on("pageerror", lambda error: self.problems.append(f"exception: {error}"))
         page.on("dialog", lambda dialog: self.problems.append(f"dialog: {dialog.message}"))
@@ -68,9 +70,11 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def watched() -> Iterator[Watched]:
-    """Fails the test if a page that it follows had a problem."""
+    """Fails the test if a page that it follows had a problem. Closes the pages, even of a test that fails: they hold sessions."""
     found = Watched()
     yield found
+    for page in found.pages:
+        page.close()
     assert found.problems == []
 
 
