@@ -35,7 +35,12 @@ demo: $(STAMP) ## train a small policy from scratch, asynchronously, in a few mi
 check: $(STAMP) ## format, lint, types, import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	@$(MAKE) --no-print-directory -j 2 types architecture
+
+types: $(STAMP)
 	$(BIN)/mypy
+
+architecture: $(STAMP)
 	$(BIN)/python -m pytest -q tests/architecture
 
 test: check ## check, then every test that fits in 15 minutes on two cores

@@ -222,6 +222,7 @@ def report_of_stopped_process(run: SmallRun, role: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_stopped_policy_server_is_reported_and_replaced_and_the_run_continues(run: SmallRun) -> None:
     assert "stopped by a signal" in report_of_stopped_process(run, "policy")["stack"]

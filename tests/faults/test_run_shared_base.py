@@ -23,10 +23,11 @@ def run(tmp_path: Path) -> Iterator[SmallRun]:
     run.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("rounds", "dtype"),
-    [(1, "bfloat16"), pytest.param(10, "float32", marks=pytest.mark.slow)],
+    [(1, "bfloat16"), (10, "float32")],
     ids=["once", "ten times"],
 )
 def test_kills_of_all_that_share_the_base_change_no_bit_and_end_only_the_processes_that_map_it(

@@ -66,6 +66,7 @@ def running(tmp_path: Path) -> Iterator[list[SmallRun]]:
         run.stop()
 
 
+@pytest.mark.slow
 def test_a_rollout_that_fails_now_and_then_is_retried_one_that_returns_none_makes_smaller_groups_and_both_are_counted(
     tmp_path: Path, running: list[SmallRun]
 ) -> None:

@@ -46,6 +46,7 @@ def assert_only_the_token_steers(run: SmallRun) -> None:
             assert token not in str(process.environ())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_with_two_replicas_survives_the_death_of_one(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, ["inference.replicas=2", "trainer.max_steps=10", "inference.confirm_s=20.0"]).start()

