@@ -31,6 +31,8 @@ ROUTERS, EXPERTS = ("gate", "router"), "experts"
 SHARED, SHARED_GATE = ("shared_expert", "shared_experts", "shared_mlp"), "shared_expert_gate"
 WEIGHTS = {"gate_up_proj", "down_proj"}
 BIASES = {f"{name}_bias" for name in WEIGHTS}
+INEXACT = "grouped products of experts have no fixed order of sums"
+"""Why sampler and trainer do not compute the same bits."""
 ALIGNED = 8
 """Sizes of grouped products in bfloat16 are multiples of it."""
 PROBED_TOKENS = 5

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rollbook.numerics.experts import Experts, check_mixture, compare, is_mixture, shared_of
+from rollbook.numerics.experts import INEXACT, Experts, check_mixture, compare, is_mixture, shared_of
 from rollbook.numerics.module_parts import (
     GATE_PARTS,
     QUERY_PARTS,
@@ -265,7 +265,7 @@ class ModelRecipe:
     def inexact_because(self) -> str | None:
         """Why sampler and trainer do not compute the same bits; None: they can."""
         if any(self.experts):
-            return "grouped products of experts have no fixed order of sums"
+            return INEXACT
         if any(attention.sinks_R is not None for attention in self.attention):
             return "attention sinks have no kernel in the trainer"
         return None

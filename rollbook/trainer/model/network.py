@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from rollbook.numerics import operations
+from rollbook.numerics.experts import INEXACT, is_mixture
 from rollbook.numerics.module_parts import Activation, UnsupportedModelError, activation_of
 from rollbook.numerics.recipe import Logits, ModelRecipe, Norm, short_windows, windows_of
 from rollbook.trainer.data.prefixes import prefix_tree
@@ -199,6 +200,9 @@ def why_not_exact(model: Any, *, logits: Logits | None) -> str | None:
     if logits is None or model.get_output_embeddings().bias is not None:
         return "its logits are not computed from a plain product"
     inner = _inner(model)
+    # Before the recipe is read, which calls experts with weights as the sampler has them.
+    if any(map(is_mixture, inner.modules())):
+        return INEXACT
     try:
         recipe = ModelRecipe.of(
             inner, max_model_len=PROBED_LENGTH, caches=DynamicCache(config=inner.config.get_text_config()).layers

@@ -150,11 +150,10 @@ def _attend_with_sinks(
     of_heads = (sinks_H / scale).to(query.dtype)[:, None, None].expand(*query.shape[:-1], 1)
     query = F.pad(torch.cat((query, of_heads), dim=-1), (0, more - 1))
     key, value = (F.pad(heads, (0, more, 0, 1)) for heads in (key, value))
-    is_sink = torch.zeros_like(key)
-    is_sink[..., -1, width] = 1.0
+    key[..., -1, width] = 1.0
     mask = F.pad(mask, (0, 1), value=True if mask.dtype is torch.bool else 0.0)
     attended = scaled_dot_product_attention(
-        query, key + is_sink, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
     return attended[..., :width]
 

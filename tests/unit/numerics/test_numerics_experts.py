@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from rollbook.numerics.experts import Experts, grouped_product
@@ -49,6 +50,36 @@ def test_the_product_of_a_cpu_is_that_of_the_operation_for_gpus(ends: list[int])
     torch.testing.assert_close(
         grouped_product(x_PI, weight_XIO, ends_X), F.grouped_mm(x_PI, weight_XIO, offs=ends_X), rtol=1e-5, atol=1e-5
     )
+
+
+class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Refuses operations whose result the host must know before it can continue: they cannot be captured."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        is_mask = function is aten.index.Tensor and any(i is not None and i.dtype is torch.bool for i in args[1])
+        if is_mask or function in {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default}:
+            raise AssertionError(f"the host waits for {function}")
+        return function(*args, **(kwargs or {}))
+
+
+MIXTURES = ["gpt_oss", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "minimax_m2", "granitemoe", "hunyuan_v1_moe"]
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_routers_and_experts_can_be_captured(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, _ = mixture(kind)
+    x_ME = random(6, 32)
+    expected_ME = experts(x_ME, *experts.routed(x_ME))
+    # As on a GPU.
+    monkeypatch.setattr(
+        "rollbook.numerics.experts.grouped_product", lambda x, weight, ends: F.grouped_mm(x, weight, offs=ends)
+    )
+    with Waits():  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        found_ME = experts(x_ME, *experts.routed(x_ME))
+        with pytest.raises(AssertionError, match="the host waits"):
+            x_ME[x_ME > 0]
+    torch.testing.assert_close(found_ME, expected_ME, rtol=1e-5, atol=1e-5)
 
 
 def doubled(block: Any) -> None:
