@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rollbook.numerics.recipe import Activation, Norm
+from rollbook.numerics.module_parts import Activation
+from rollbook.numerics.recipe import Norm
 
 try:
     from rollbook.numerics import triton_attention, triton_logprobs, triton_rows

@@ -14,18 +14,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Activation = Literal["silu", "gelu_tanh"]
-ACTIVATIONS: dict[Activation, Any] = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+from rollbook.numerics.experts import INEXACT, Experts, check_mixture, compare, is_mixture, shared_of
+from rollbook.numerics.module_parts import (
+    GATE_PARTS,
+    QUERY_PARTS,
+    Activation,
+    UnsupportedModelError,
+    activation_of,
+    parts_of,
+    refuse_other_parts,
+)
+
 BODY_PARTS = {"embed_tokens", "layers", "norm"}
+FEED_FORWARD = ("mlp", "block_sparse_moe")
 LAYER_PARTS = {
     "self_attn",
-    "mlp",
+    *FEED_FORWARD,
     "input_layernorm",
     "post_attention_layernorm",
     "post_self_attn_layernorm",
@@ -34,13 +44,8 @@ LAYER_PARTS = {
     "post_mlp_layernorm",
 }
 ATTENTION_PARTS = {"o_proj", "q_norm", "k_norm", "query_layernorm", "key_layernorm"}
-QUERY_PARTS, GATE_PARTS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-"""Or one layer for all of them: `qkv_proj`, `gate_up_proj`."""
+SINKS = "sinks"
 WINDOWED_CACHES = {"DynamicLayer", "DynamicSlidingWindowLayer"}
-
-
-class UnsupportedModelError(Exception):
-    """A model has something that is not known here. The text says what."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,6 +172,13 @@ class Attention:
     """A token sees so many tokens, itself included. None: all before it."""
     cap: float | None = None
     """Scores are replaced by cap x tanh(score / cap)."""
+    sinks_R: Tensor | None = None
+    """A score of each query head that has no key: it takes its part of the weights, and adds nothing."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether weights are the softmax of the products."""
+        return self.cap is None and self.sinks_R is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,11 +206,14 @@ class Logits:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelRecipe:
-    """The computation of a decoder whose layers consist of attention and a gated feed-forward part."""
+    """The computation of a decoder whose layers consist of attention and a gated feed-forward part, or a mixture of them."""
 
     attention: tuple[Attention, ...]
     """Of each layer."""
     activation: Activation
+    """Of gates that are no experts'."""
+    experts: tuple[Experts | None, ...]
+    """Of each layer; None: one feed-forward part for all tokens."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """A factor of what a layer adds to the residual stream."""
@@ -214,7 +229,7 @@ class ModelRecipe:
             raise UnsupportedModelError("its layers do not all have full attention or a sliding window")
         kinds = getattr(config, "layer_types", None) or [None] * len(windows)
         rotaries: dict[str | None, Rotary] = {}
-        attention = []
+        attention: list[Attention] = []
         for layer, kind, window in zip(body.layers, kinds, windows, strict=True):
             part = layer.self_attn
             of = kind if _has_layer_types(body.rotary_emb) else None
@@ -227,17 +242,49 @@ class ModelRecipe:
                     norms=HeadNorms.of(part),
                     window=None if window is None or window >= max_model_len else window,
                     cap=getattr(part, "attn_logit_softcapping", None) or None,
+                    sinks_R=getattr(part, SINKS, None),
                 )
             )
+        blocks = [feed_forward_of(layer)[1] for layer in body.layers]
+        experts = [Experts.of(block) if is_mixture(block) else None for block in blocks]
+        mixtures = {type(block): (own, block) for own, block in zip(experts, blocks, strict=True) if own is not None}
+        for own, block in mixtures.values():
+            compare(own, block)
         return cls(
             attention=tuple(attention),
-            activation=_only({activation_of(layer.mlp) for layer in body.layers}, "activations"),
+            activation=_only({*map(activation_of, filter(None, map(dense_part, blocks)))} or {"silu"}, "activations"),
+            experts=tuple(experts),
             embedding_scale=_embedding_scale(body),
             residual_scale=_only(
                 {float(getattr(layer, "residual_multiplier", 1.0)) for layer in body.layers}, "residual multipliers"
             ),
             logits=Logits.of(config),
         )
+
+    @property
+    def inexact_because(self) -> str | None:
+        """Why sampler and trainer do not compute the same bits; None: they can."""
+        if any(self.experts):
+            return INEXACT
+        if any(attention.sinks_R is not None for attention in self.attention):
+            return "attention sinks have no kernel in the trainer"
+        return None
+
+
+def feed_forward_of(layer: Any) -> tuple[str, Any]:
+    """Name and module of the part after attention."""
+    for name in FEED_FORWARD:
+        if hasattr(layer, name):
+            return name, getattr(layer, name)
+    raise UnsupportedModelError("some layers have no feed-forward part")
+
+
+def dense_part(block: Any) -> Any:
+    """What computes all tokens in a feed-forward part, which may be a mixture; None if there is nothing."""
+    if not is_mixture(block):
+        return block
+    shared = shared_of(block)
+    return None if shared is None else shared[1]
 
 
 def layer_norms(layer: Any) -> dict[str, Any]:
@@ -263,46 +310,29 @@ def check_parts(model: Any) -> None:
     body = getattr(model, "model", None)
     if body is None or not hasattr(body, "rotary_emb"):
         raise UnsupportedModelError("it is not built like a Llama")
-    _refuse_other_parts("model", body, BODY_PARTS)
+    refuse_other_parts("model", body, BODY_PARTS)
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise UnsupportedModelError("its output embedding has a bias")
     Norm.of(body.norm)
+    sizes = set()
     for layer in body.layers:
-        _refuse_other_parts("layers", layer, LAYER_PARTS)
-        if not {"self_attn", "mlp"} <= dict(layer.named_children()).keys():
-            raise UnsupportedModelError("some layers have no attention or no feed-forward part")
-        _refuse_other_parts("attention", layer.self_attn, ATTENTION_PARTS | parts_of(layer.self_attn, QUERY_PARTS))
-        _refuse_other_parts("feed-forward part", layer.mlp, {"down_proj"} | parts_of(layer.mlp, GATE_PARTS))
+        refuse_other_parts("layers", layer, LAYER_PARTS)
+        _, block = feed_forward_of(layer)
+        if not hasattr(layer, "self_attn"):
+            raise UnsupportedModelError("some layers have no attention")
+        attention_parts = ATTENTION_PARTS | parts_of(layer.self_attn, QUERY_PARTS)
+        refuse_other_parts("attention", layer.self_attn, attention_parts, parameters={SINKS})
+        if is_mixture(block):
+            check_mixture(block)
+        else:
+            refuse_other_parts("feed-forward part", block, {"down_proj"} | parts_of(block, GATE_PARTS))
         for norm in layer_norms(layer).values():
             Norm.of(norm)
         if getattr(layer.self_attn, "is_causal", True) is False:
             raise UnsupportedModelError("its attention is not causal")
-
-
-def parts_of(module: Any, names: Sequence[str]) -> set[str]:
-    """The names of the projections of one input: these, or that of one layer for all of them."""
-    joint = {"qkv_proj" if names is QUERY_PARTS else "gate_up_proj"}
-    found = {name for name, _ in module.named_children()}
-    if not (joint <= found or set(names) <= found):
-        raise UnsupportedModelError(f"{type(module).__name__} has no {', '.join(names)}")
-    return joint if joint <= found else set(names)
-
-
-def _refuse_other_parts(what: str, module: Any, known: set[str]) -> None:
-    own = {name for name, _ in module.named_parameters(recurse=False)}
-    others = own | {name for name, child in module.named_children() if any(True for _ in child.parameters())} - known
-    if others:
-        raise UnsupportedModelError(f"its {what} has other parts: {', '.join(sorted(others))}")
-
-
-def activation_of(mlp: Any) -> Activation:
-    """Of the gate of a feed-forward part."""
-    function = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
-    x = torch.linspace(-4, 4, 65)
-    for name, known in ACTIVATIONS.items():
-        if function is not None and torch.allclose(function(x), known(x), rtol=0, atol=1e-6):
-            return name
-    raise UnsupportedModelError(f"its activation is {type(function).__name__}")
+        sizes.add(sum(len(getattr(layer.self_attn, name).weight) for name in parts_of(layer.self_attn, QUERY_PARTS)))
+    if len(sizes) > 1:
+        raise UnsupportedModelError("its layers have different numbers of heads")
 
 
 def windows_of(config: Any, caches: Sequence[Any]) -> list[int | None] | None:
@@ -368,10 +398,12 @@ def _rotary_of(model: Any, attention: Any, kind: str | None, *, max_model_len: i
 
 
 def _tables_of(rotary: Any, x: Tensor, positions_1T: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, F). Their second half repeats the first."""
-    cosines, sines = rotary(x, positions_1T) if kind is None else rotary(x, positions_1T, kind)
-    half = cosines.shape[-1] // 2
-    return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
+    """Cosines and sines (T, F). In most families, their second half repeats the first."""
+    tables = rotary(x, positions_1T) if kind is None else rotary(x, positions_1T, kind)
+    first, second = tables[0].chunk(2, dim=-1)
+    width = first.shape[-1] if torch.equal(first, second) else tables[0].shape[-1]
+    cosines, sines = (table[0, :, :width].contiguous() for table in tables)
+    return cosines, sines
 
 
 def _rotation_of(model: Any, attention: Any, kind: str | None) -> tuple[bool, bool]:

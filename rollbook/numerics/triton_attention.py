@@ -17,6 +17,7 @@ from torch import Tensor
 
 KEY_BLOCK = 64
 LOG2_E = 1.4426950408889634
+LOG2E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
@@ -78,6 +79,15 @@ def mean_of_chunk(best, total, sums):
     is_any = found > 0.0
     whole = tl.where(is_any, found, 1.0)
     return tl.where(is_any, best + tl.log2(whole), -float("inf")), sums / whole[:, None]
+
+
+@triton.jit
+def with_sink(mean, weight, sinks_ptr, heads, is_head, HAS_SINKS: tl.constexpr):
+    """A mean of values, when the sinks of its heads take their part of the weights. `weight`: the logarithm of their sum so far."""
+    if HAS_SINKS:
+        sinks = tl.load(sinks_ptr + heads, mask=is_head, other=0.0).to(tl.float32) * LOG2E
+        mean = mean / (1.0 + tl.exp2(sinks - weight))[:, None]
+    return mean
 
 
 @triton.jit

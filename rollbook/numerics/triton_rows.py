@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollbook.numerics.recipe import Activation, Norm
+from rollbook.numerics.module_parts import Activation
+from rollbook.numerics.recipe import Norm
 
 GATE_BLOCK = 1024
 MOST_PARTS = 1024

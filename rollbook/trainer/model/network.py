@@ -16,16 +16,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from rollbook.numerics import operations
-from rollbook.numerics.recipe import (
-    Activation,
-    Logits,
-    ModelRecipe,
-    Norm,
-    UnsupportedModelError,
-    activation_of,
-    short_windows,
-    windows_of,
-)
+from rollbook.numerics.experts import INEXACT, is_mixture
+from rollbook.numerics.module_parts import Activation, UnsupportedModelError, activation_of
+from rollbook.numerics.recipe import Logits, ModelRecipe, Norm, short_windows, windows_of
 from rollbook.trainer.data.prefixes import prefix_tree
 from rollbook.trainer.model.gather import Gather
 from rollbook.trainer.model.packed_attention import HAS_VARLEN, Packing
@@ -207,12 +200,17 @@ def why_not_exact(model: Any, *, logits: Logits | None) -> str | None:
     if logits is None or model.get_output_embeddings().bias is not None:
         return "its logits are not computed from a plain product"
     inner = _inner(model)
+    # Before the recipe is read, which calls experts with weights as the sampler has them.
+    if any(map(is_mixture, inner.modules())):
+        return INEXACT
     try:
-        ModelRecipe.of(
+        recipe = ModelRecipe.of(
             inner, max_model_len=PROBED_LENGTH, caches=DynamicCache(config=inner.config.get_text_config()).layers
         )
     except UnsupportedModelError as unsupported:
         return f"the fast forward of the sampler does not support it: {unsupported}"
+    if recipe.inexact_because is not None:
+        return recipe.inexact_because
     # PEFT's layers have the scale of each adapter by name.
     scalings = [part.scaling for part in model.modules() if isinstance(getattr(part, "scaling", None), dict)]
     scales = {scale for by_name in scalings for scale in by_name.values()}

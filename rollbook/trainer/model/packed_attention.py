@@ -6,8 +6,8 @@ values to every sequence that has them, and computes queries of the tokens that 
 `exact` has the bits of the sampler (`rollbook.numerics`). Three others compute the same numbers, but for rounding.
 `varlen`: the variable-length kernel, in half precision on a GPU. `bucketed`: sequences of
 similar length form a bucket, padded to its longest, for the ordinary kernel; only attention sees the padding. `equal`: only equal
-lengths share a call, without padding. None of them needs a mask of tokens times tokens, unless a layer has a window: then the last
-two have masks for the sequences of a call.
+lengths share a call, without padding. None of them needs a mask of tokens times tokens, unless a layer has a window or sinks: then
+the last two have masks for the sequences of a call.
 """
 
 import inspect
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -48,6 +49,8 @@ HAS_VARLEN = bool(_KNOWN)
 HAS_WINDOWS = "window_size" in _KNOWN
 
 PROBED_WINDOW = 7
+SINK_WIDTH = 8
+"""Kernels of a GPU need heads whose width is a multiple of it."""
 MIN_BUCKET_FILL = 0.75
 """A sequence shorter than this fraction of its bucket's longest starts a new bucket."""
 
@@ -57,9 +60,17 @@ class Kernel(Protocol):
     """Attention over the sequences that it was made for."""
 
     def __call__(
-        self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float | None, window: int | None = None
+        self,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        scaling: float | None,
+        window: int | None = None,
+        *,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """`window`: a token sees so many tokens, itself included. None: all before it."""
+        """`window`: a token sees so many tokens, itself included. None: all before it. `sinks_H`: a score of each head that takes
+        part in the softmax, and has no value. Only kernels with masks compute it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,19 +114,48 @@ def packed_attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Called by transformers in every layer. Without a packing, each row is one causal sequence."""
-    unsupported = [name for name in ("softcap", "s_aux") if others.get(name) is not None]
-    if unsupported:
-        raise ValueError(f"attention with {', '.join(unsupported)} is not supported in a packed row")
+    if others.get("softcap") is not None:
+        raise ValueError("attention with softcap is not supported in a packed row")
+    sinks_H: Tensor | None = others.get("s_aux")
     if packing is None:
         count = key_1KTD.shape[2]
-        if attention_mask is None and sliding_window is not None and sliding_window < count:
-            attention_mask = _seen_keys(count, count, sliding_window, device=key_1KTD.device)
+        window = sliding_window if sliding_window is not None and sliding_window < count else None
+        if attention_mask is None and (window is not None or sinks_H is not None):
+            attention_mask = _seen_keys(count, count, window, device=key_1KTD.device)
+        if sinks_H is not None:
+            assert attention_mask is not None, "made above"
+            attended = _attend_with_sinks(
+                query_1HTD, key_1KTD, value_1KTD, attention_mask, scaling=scaling, sinks_H=sinks_H
+            )
+            return attended.transpose(1, 2), None
         ordinary: tuple[Tensor, None] = sdpa_attention_forward(
             module, query_1HTD, key_1KTD, value_1KTD, attention_mask, scaling=scaling
         )
         return ordinary
     query_THD, key_TKD, value_TKD = (heads[0].transpose(0, 1) for heads in (query_1HTD, key_1KTD, value_1KTD))
-    return packing.kernel(query_THD, key_TKD, value_TKD, scaling, sliding_window).unsqueeze(0), None
+    return packing.kernel(query_THD, key_TKD, value_TKD, scaling, sliding_window, sinks_H=sinks_H).unsqueeze(0), None
+
+
+def _attend_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None, sinks_H: Tensor
+) -> Tensor:
+    """Over heads (B, heads, tokens, D). `mask`: which keys are seen, or what is added to their scores.
+
+    The sink is one more key, whose product with a query is the score of the head: queries get a number that holds it, keys one that
+    is 1 for the sink only. So ordinary kernels compute it, with its gradient.
+    """
+    width = query.shape[-1]
+    scale = width**-0.5 if scaling is None else scaling
+    more = SINK_WIDTH - width % SINK_WIDTH
+    of_heads = (sinks_H / scale).to(query.dtype)[:, None, None].expand(*query.shape[:-1], 1)
+    query = F.pad(torch.cat((query, of_heads), dim=-1), (0, more - 1))
+    key, value = (F.pad(heads, (0, more, 0, 1)) for heads in (key, value))
+    key[..., -1, width] = 1.0
+    mask = F.pad(mask, (0, 1), value=True if mask.dtype is torch.bool else 0.0)
+    attended = scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return attended[..., :width]
 
 
 def _seen_keys(queries: int, keys: int, window: int | None, *, device: torch.device) -> Tensor:
@@ -148,8 +188,17 @@ class _Varlen:
         )
 
     def __call__(
-        self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float | None, window: int | None = None
+        self,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        scaling: float | None,
+        window: int | None = None,
+        *,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
+        if sinks_H is not None:
+            raise RuntimeError("the variable-length kernel has no sinks")
         query, key, value = query_THD, key_TKD, value_TKD
         if self.keys is not None:
             key, value = self.keys(key), self.keys(value)
@@ -207,8 +256,17 @@ class _Exact:
         )
 
     def __call__(
-        self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float | None, window: int | None = None
+        self,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        scaling: float | None,
+        window: int | None = None,
+        *,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
+        if sinks_H is not None:
+            raise RuntimeError("the exact kernel has no sinks")
         key, value = key_TKD, value_TKD
         if self.varlen.keys is not None:
             key, value = self.varlen.keys(key), self.varlen.keys(value)
@@ -298,7 +356,14 @@ class _Grouped:
         )
 
     def __call__(
-        self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float | None, window: int | None = None
+        self,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        scaling: float | None,
+        window: int | None = None,
+        *,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         num_queries = [call.count * call.queries for call in self.calls]
         num_keys = [call.count * call.keys for call in self.calls]
@@ -311,6 +376,11 @@ class _Grouped:
             strict=True,
         ):
             query, key, value = (part.view(call.count, -1, *part.shape[1:]).transpose(1, 2) for part in parts)
+            if sinks_H is not None:
+                seen = self._seen(call, window, query.device)
+                attended = _attend_with_sinks(query, key, value, seen, scaling=scaling, sinks_H=sinks_H)
+                pieces.append(attended.transpose(1, 2).flatten(0, 1))
+                continue
             mask = self._mask(call, window, query.device)
             attended = scaled_dot_product_attention(
                 query,
@@ -327,10 +397,11 @@ class _Grouped:
 
     def _mask(self, call: _Call, window: int | None, device: torch.device) -> Tensor | None:
         """None: the call is causal, with as many queries as keys."""
-        window = None if window is None or window >= call.keys else window
-        if window is None and call.queries == call.keys:
-            return None
-        shape = (call.queries, call.keys, window)
+        is_causal = (window is None or window >= call.keys) and call.queries == call.keys
+        return None if is_causal else self._seen(call, window, device)
+
+    def _seen(self, call: _Call, window: int | None, device: torch.device) -> Tensor:
+        shape = (call.queries, call.keys, None if window is None or window >= call.keys else window)
         if shape not in self.masks:
             self.masks[shape] = _seen_keys(*shape, device=device)
         return self.masks[shape]
@@ -386,13 +457,20 @@ KERNELS: dict[str, Callable[[PackedSequences, NDArray[np.int64], str | torch.dev
 
 
 def fastest_kernel(
-    *, device: str, dtype: torch.dtype, heads: int, kv_heads: int, width: int, window: int | None = None
+    *,
+    device: str,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    window: int | None = None,
+    has_sinks: bool = False,
 ) -> str:
     """Measured on a GPU: which kernel is faster depends on the card, the PyTorch version and the shape of the heads. `window`: of
     some layers."""
     if device != "cuda":
         return "equal"
-    if dtype not in HALF or not HAS_VARLEN:
+    if dtype not in HALF or not HAS_VARLEN or has_sinks:
         return "bucketed"
     seconds: dict[str, float] = {}
     sequences = PackedSequences.unshared(range(1024, 64, -32))

@@ -24,7 +24,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.weights import AdapterKind
 from rollbook.numerics import operations
 from rollbook.numerics.device_memory import limit_memory
-from rollbook.numerics.recipe import Logits
+from rollbook.numerics.recipe import SINKS, Logits
 from rollbook.shared_weights.base import SharedBase, map_base
 from rollbook.shared_weights.files import WeightFiles
 from rollbook.shared_weights.modules import named_weights
@@ -484,6 +484,7 @@ def _attention_kernel(module: Any, config: TrainerConfig) -> str:
         kv_heads=kv_heads,
         width=width,
         window=_window_of(module),
+        has_sinks=any(hasattr(part, SINKS) for part in module.modules()),
     )
 
 

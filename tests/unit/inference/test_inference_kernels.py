@@ -23,8 +23,9 @@ from rollbook.inference.engines.embedded.paged.runner import packed_error
 from rollbook.inference.engines.embedded.paged.step_input import PromptSlice, StepShape, layout_of
 from rollbook.inference.engines.embedded.row_table import RowTable
 from rollbook.inference.engines.embedded.sampling import RowSampling, sample
+from rollbook.numerics.module_parts import Activation
 from rollbook.numerics.operations import float32_logits, kernels_missing
-from rollbook.numerics.recipe import Activation, Attention, HeadNorms, Norm, Rotary
+from rollbook.numerics.recipe import Attention, HeadNorms, Norm, Rotary
 from tests.models.families import family
 
 CAN_RUN = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
@@ -178,6 +179,14 @@ def test_capped_scores() -> None:
     assert_same_attention(case, scale=2.0, cap=3.0)
 
 
+@pytest.mark.parametrize("chunk", [16, 1024], ids=["split", "not split"])
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks_take_their_part_of_the_weights(window: int | None, chunk: int) -> None:
+    piece = PromptSlice(5, 50, np.arange(30, dtype=np.int32), is_last=True)
+    case = make_case(SHAPES["three key heads"], pieces=[piece], chunk=chunk)
+    assert_same_attention(case, window=window, sinks_R=2 * random(case.heads.queries, seed=12))
+
+
 def norms_of(size: int, *, heads: tuple[int, int] = (1, 1), **options: Any) -> HeadNorms:
     queries, keys = (
         Norm(random(size * count, seed=seed), 1e-5, True, True) for seed, count in zip((8, 9), heads, strict=True)
@@ -263,7 +272,18 @@ def test_a_norm_is_rounded_as_in_the_module(adds_one: bool, rounds_once: bool) -
     assert (ours.norm(x_ME, norm) == other.reference(x_ME)).float().mean() < 0.95
 
 
-FAMILIES = ["ministral3", "hunyuan_v1_dense", "granite", "phi3", "glm4", "ernie4_5", "olmo2", "smollm3", "gemma2"]
+FAMILIES = [
+    "ministral3",
+    "hunyuan_v1_dense",
+    "granite",
+    "phi3",
+    "glm4",
+    "ernie4_5",
+    "olmo2",
+    "smollm3",
+    "gemma2",
+    "gpt_oss",
+]
 
 
 @pytest.mark.parametrize("kind", ["llama", *FAMILIES])

@@ -64,6 +64,23 @@ async def test_logprobs_with_an_adapter_equal_those_of_pefts_forward(
         assert await engine.weights_digest() == offered.digest
 
 
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(("kind", "targets"), [("gpt_oss", []), ("qwen2_moe", ["shared_expert_gate"])])
+async def test_an_adapter_of_a_mixture_of_experts_is_computed_next_to_it(
+    tiny: TinyModel, tmp_path: Path, kind: str, targets: list[str], captured: bool
+) -> None:
+    model = replace(tiny, kind=kind)
+    every = ["q_proj", "k_proj", "v_proj", "o_proj", *targets]
+    directory = make_adapter(tmp_path / "adapter", model.model_dir, target_modules=every)
+    offered, path, adapter = published_adapter(directory, 1)
+    capture = (lambda operation: operation) if captured else None
+    async with open_engine(InferenceConfig(**SMALL), model.model_dir, capture=capture) as engine:
+        assert engine.parts.choices[0].startswith("forward: llama")
+        await engine.load_weights(offered, path, adapter=adapter)
+        assert await deviation(engine, peft_model(model.model_dir, directory)) < 1e-4
+        assert await deviation(engine, build_model(kind, seed=0)) > 1e-2, "the base alone differs"
+
+
 async def test_an_adapter_replaces_another_and_the_base_is_never_changed(tiny: TinyModel, tmp_path: Path) -> None:
     wide = make_adapter(tmp_path / "wide", tiny.model_dir, seed=1, r=12)
     narrow = make_adapter(tmp_path / "narrow", tiny.model_dir, seed=2, target_modules=["q_proj"], r=2)

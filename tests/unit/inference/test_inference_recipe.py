@@ -13,7 +13,8 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.embedded.build import build_parts
 from rollbook.inference.engines.embedded.model.llama import LlamaForward, relative_error
 from rollbook.inference.engines.embedded.paged.runner import packed_error
-from rollbook.numerics.recipe import Attention, Logits, ModelRecipe, UnsupportedModelError
+from rollbook.numerics.module_parts import UnsupportedModelError
+from rollbook.numerics.recipe import Attention, Logits, ModelRecipe
 from tests.models.families import FAMILIES, family
 
 FAST = [
@@ -34,6 +35,14 @@ FAST = [
     "Seed-OSS",
     "ERNIE 4.5",
     "Hunyuan",
+    "gpt-oss",
+    "Qwen3-MoE",
+    "Mixtral",
+    "GLM 4.5 (MoE)",
+    "MiniMax M2",
+    "Qwen1.5-MoE",
+    "Granite 3 MoE",
+    "FlexOlmo",
 ]
 
 
@@ -66,6 +75,7 @@ OPTIONS: Mapping[str, tuple[str, Change]] = {
     "norms of all heads": ("OLMo 2", lambda *_: {"norms": None}),
     "norms after the rotation": ("Hunyuan", lambda own, _: {"norms": changed(own.norms, is_after_rotation=False)}),
     "factor of queries": ("Ministral 3", lambda own, _: {"rotary": changed(own.rotary, query_scales_T=None)}),
+    "sinks": ("gpt-oss", lambda *_: {"sinks_R": None}),
     "pairs": ("ERNIE 4.5", lambda own, _: {"rotary": changed(own.rotary, is_paired=False)}),
 }
 
@@ -100,8 +110,9 @@ def test_the_comparison_finds_a_wrong_factor(name: str, changes: dict[str, Any])
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("qwen3_moe", "Qwen3MoeSparseMoeBlock has no gate_proj, up_proj"),
-        ("gpt_oss", "its attention has other parts: sinks"),
+        ("qwen3_next", "its layers has other parts: linear_attn"),
+        ("mimo_v2_flash", "its layers have different numbers of heads"),
+        ("afmoe", "its layers has other parts: pre_mlp_layernorm"),
         ("gemma4_text", "its model has other parts: embed_tokens_per_layer"),
         ("starcoder2", "its norms are of type LayerNorm"),
         ("deepseek_v3", "DeepseekV3Attention has no q_proj, k_proj, v_proj"),

@@ -16,9 +16,18 @@ from rollbook.inference.client.client import open_policy_client
 from rollbook.inference.pause import PauseMode
 from rollbook.inference.server.app import build_app, serve
 from tests.parts.inference.engines import TinyModel, embedded, engine_config, some_prompts, until
+from tests.parts.inference.models import plain_logprobs
 
 SETTINGS: dict[str, Any] = {"max_model_len": 128, "kv_memory_mb": 20, "prefix_cache_least": 8, "record_routes": True}
-KINDS = ["qwen3_moe", "gpt_oss"]  # slots, and states
+MODULE: dict[str, Any] = {"forward": "module"}
+CASES: list[Any] = [
+    pytest.param("qwen3_moe", {}, id="slots"),
+    pytest.param("gpt_oss", {}, id="slots with windows"),
+    pytest.param("qwen3_moe", {"is_captured": True}, id="blocks"),
+    pytest.param("gpt_oss", {"is_captured": True}, id="blocks with windows"),
+    pytest.param("qwen3_moe", MODULE, id="slots of a module"),
+    pytest.param("gpt_oss", MODULE, id="states of a module"),
+]
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4 + 2 * 2
 """Of the mixture: keys and values of two layers in float32, and two choices in each."""
 
@@ -44,14 +53,17 @@ def assert_routed(tiny: TinyModel, prompt: list[int], completion: Completion) ->
     np.testing.assert_array_equal(completion.routes, plain_routes(tiny, tokens))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "settings"), CASES)
 async def test_routes_are_those_of_a_plain_forward_with_prefixes_siblings_and_rows_that_move(
-    root: Path, kind: str
+    root: Path, kind: str, settings: dict[str, Any]
 ) -> None:
     tiny = TinyModel(root=root, kind=kind)
     prompts = [*some_prompts(8, 1, 40), *[some_prompts(1, 20, 20)[0]] * 3]
     lengths = [(1, 2, 5, 24)[number % 4] for number in range(len(prompts))]
-    async with embedded(tiny, max_running=5, **SETTINGS) as engine:
+    async with embedded(tiny, max_running=5, **SETTINGS, **settings) as engine:
+        assert engine.parts.choices[0].startswith(
+            "forward: Hugging Face" if "forward" in settings else "forward: llama"
+        )
         await engine.pause(PauseMode.KEEP)
         futures = [
             engine.submit(p, SamplingParams(max_tokens=n, stop_token_ids=(3,), seed=n))
@@ -64,24 +76,30 @@ async def test_routes_are_those_of_a_plain_forward_with_prefixes_siblings_and_ro
         assert engine.stats().cached_tokens > 50
     for prompt, completion in [*zip(prompts, completions, strict=True), *zip(turns, continued, strict=True)]:
         assert_routed(tiny, prompt, completion)
+        tokens = [*prompt, *completion.token_ids.tolist()]
+        np.testing.assert_allclose(
+            completion.logprobs, plain_logprobs(tiny.model(1), tokens, len(prompt)), rtol=1e-4, atol=1e-4
+        )
 
 
-async def test_a_preempted_request_has_the_routes_of_all_its_tokens(root: Path) -> None:
+@pytest.mark.parametrize("is_captured", [False, True], ids=["slots", "blocks"])
+async def test_a_preempted_request_has_the_routes_of_all_its_tokens(root: Path, is_captured: bool) -> None:
     tiny = TinyModel(root=root, kind="qwen3_moe")
     prompts = some_prompts(8, 10, 40)
     # Two rows of the full length: one is the scratch row.
     limits = {"kv_memory_mb": 3 * 128 * BYTES_PER_TOKEN / 1e6, "prefix_cache_share": 0.0}
-    async with embedded(tiny, max_running=8, **SETTINGS | limits) as engine:
+    async with embedded(tiny, max_running=8, is_captured=is_captured, **SETTINGS | limits) as engine:
         completions = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=60)) for p in prompts))
         assert engine.parts.scheduler.preemptions > 0
     for prompt, completion in zip(prompts, completions, strict=True):
         assert_routed(tiny, prompt, completion)
 
 
-async def test_after_recompute_the_routes_are_those_of_the_new_weights(root: Path) -> None:
+@pytest.mark.parametrize("is_captured", [False, True], ids=["slots", "blocks"])
+async def test_after_recompute_the_routes_are_those_of_the_new_weights(root: Path, is_captured: bool) -> None:
     tiny = TinyModel(root=root, kind="qwen3_moe")
     prompt = some_prompts(1, 20, 20)[0]
-    async with embedded(tiny, kv_after_update="recompute", **SETTINGS) as engine:
+    async with embedded(tiny, kv_after_update="recompute", is_captured=is_captured, **SETTINGS) as engine:
         future = engine.submit(prompt, SamplingParams(max_tokens=50))
         await until(lambda: engine.stats().tokens > 5)
         await engine.pause(PauseMode.KEEP)

@@ -27,7 +27,7 @@ KINDS = [
     pytest.param("gemma3n_text", marks=pytest.mark.slow),  # keys shared by layers
     pytest.param("jamba", marks=pytest.mark.slow),  # a state that is continued token by token
 ]
-SETTINGS: dict[str, Any] = {"max_model_len": 128, "kv_memory_mb": 20, "prefix_cache_least": 8}
+SETTINGS: dict[str, Any] = {"max_model_len": 128, "kv_memory_mb": 20, "prefix_cache_least": 8, "forward": "module"}
 
 
 @pytest.fixture(scope="module")

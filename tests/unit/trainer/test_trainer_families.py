@@ -49,7 +49,7 @@ def mixture(tmp_path: Path) -> Path:
     [
         ("qwen3_moe", True),
         ("gemma3_text", True),  # windows
-        ("gpt_oss", False),  # windows and sinks
+        ("gpt_oss", True),  # windows and sinks
         ("llama4_text", False),  # chunks
         ("qwen3_5_text", False),  # gated delta
         ("falcon_h1", False),  # Mamba next to attention

@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -53,6 +54,15 @@ FAMILIES: dict[str, Any] = {
     "qwen2": lambda: Qwen2Config(**SMALL),
     "qwen3": lambda: Qwen3Config(**SMALL, head_dim=8),
     "mistral": lambda: MistralConfig(**SMALL, sliding_window=4),
+    "gpt_oss": lambda: GptOssConfig(
+        **SMALL,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
     "gemma2": lambda: Gemma2Config(**SMALL, head_dim=8),
     "gpt2": lambda: GPT2Config(
         vocab_size=32, n_embd=16, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5
@@ -128,13 +138,13 @@ def test_a_model_that_computes_other_numbers_with_shared_tokens_is_padded() -> N
 
 def test_models_are_packed_if_their_attention_allows_it() -> None:
     packed = {family: policy_model(family).is_packed for family in FAMILIES}
-    assert all(packed[family] for family in ("llama", "qwen2", "qwen3", "mistral"))
+    assert all(packed[family] for family in ("llama", "qwen2", "qwen3", "mistral", "gpt_oss"))
     assert not packed["gemma2"], "it caps its attention scores"
     with pytest.raises(RunError, match="'gemma2' computes other numbers with packed sequences"):
         policy_model("gemma2", packing="packed")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gpt_oss"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("batch", [recorded_batch(1), grouped_batch(1)], ids=["random", "grouped"])
 def test_packing_and_recomputation_change_no_gradient(family: str, checkpointing: bool, batch: TrainingBatch) -> None:

@@ -33,15 +33,15 @@ from rollbook.inference.engines.embedded.paged.batch import PagedBatch
 from rollbook.inference.engines.embedded.paged.block_cache import BlockCache
 from rollbook.inference.engines.embedded.paged.block_pool import BlockPool
 from rollbook.inference.engines.embedded.paged.runner import Capture, CudaCapture, PackedRunner, packed_error
-from rollbook.inference.engines.embedded.routes import RouteRecorder
+from rollbook.inference.engines.embedded.routes import RouteRecorder, has_experts, no_experts
 from rollbook.inference.engines.embedded.runner import Runner
 from rollbook.inference.engines.embedded.sampling import sample
 from rollbook.inference.engines.embedded.scheduler import Scheduler
 from rollbook.inference.engines.embedded.slot_batch import SlotBatch
 from rollbook.inference.weights.lora import CONFIG_FILE, read_adapter
 from rollbook.numerics.device_memory import limit_memory
+from rollbook.numerics.module_parts import UnsupportedModelError
 from rollbook.numerics.operations import EXACT_DTYPES, kernels_missing, set_unsplit_products, why_not_here
-from rollbook.numerics.recipe import UnsupportedModelError
 from rollbook.shared_weights.base import map_base
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
@@ -49,6 +49,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 CPU_FORWARD_TOKENS, GPU_STEP_TOKENS = 768, 4096
 CPU_ROUND_TOKENS = 4096
 GPU_AHEAD = 2
+ROUTED_TEXTS = 4
 FIRST_SHARE = 0.25
 """Share of an automatic limit that is allocated at first: a trainer may use the same GPU. More follows on demand."""
 BLOCK_SIZE = 16
@@ -131,28 +132,27 @@ def _apply_adapter(weights: LiveWeights, directory: Path) -> None:
 
 
 def _model(module: Any, max_model_len: int, config: InferenceConfig) -> tuple[SlotModel, list[str]]:
-    required = config.forward == "module" or config.record_routes
     reason = "the config requires it"
-    if not required:
+    if config.forward != "module":
         try:
-            llama = LlamaForward(module, max_model_len=max_model_len)
+            llama = LlamaForward(module, max_model_len=max_model_len, records_routes=config.record_routes)
         except UnsupportedModelError as unsupported:
             reason = str(unsupported)
         else:
+            if config.record_routes and llama.route_shape is None:
+                raise RunError(no_experts(module.config.model_type))
             with llama.short_windows(module):
                 error = _error_of(llama, module)
             # Not `>`: a comparison with NaN must not pass.
             if error <= TOLERANCE[llama.dtype]:
-                return llama, [f"forward: llama (relative error {error:.1e})"]
+                choice = f"forward: llama (relative error {error:.1e})"
+                return llama, [choice, *([] if llama.route_shape is None else [str(llama.route_shape)])]
             reason = f"the llama forward has a relative error of {error:.2g}"
             log.warning("the model runs through its Hugging Face module: %s", reason)
     recorder = RouteRecorder(module) if config.record_routes else None
     model, choices = _module_forward(module, max_model_len, reason, recorder)
     if recorder is not None:
-        shape = recorder.shape
-        choices.append(
-            f"routes: {shape.layers} layers x {shape.choices} choices, {shape.num_bytes} bytes for each token"
-        )
+        choices.append(str(recorder.shape))
     return model, choices
 
 
@@ -185,12 +185,23 @@ def _module_forward(
 def _error_of(forward: SlotModel, module: Any) -> float:
     """Infinite where the module does not accept this way of calling it."""
     try:
-        return relative_error(forward, module)
+        return _least_error(module, TOLERANCE[forward.dtype], lambda seed: relative_error(forward, module, seed=seed))
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
         if is_out_of_memory(error):
             raise
         log.info("the module cannot be run as %s: %s", type(forward).__name__, error)
         return math.inf
+
+
+def _least_error(module: Any, accepted: float, error_of: Callable[[int], float]) -> float:
+    """Of a text; with experts, of several texts, until one is accepted. Where two scores of a router are nearly equal, another
+    rounding chooses another expert; a wrong implementation has an error in every text."""
+    errors = [math.inf]
+    for seed in range(ROUTED_TEXTS if has_experts(module) else 1):
+        errors.append(error_of(seed))
+        if errors[-1] <= accepted:
+            return errors[-1]
+    return min(errors[1:])
 
 
 def use_kernels(llama: LlamaForward, module: Any, choices: list[str], *, exactness: str) -> bool:
@@ -199,13 +210,18 @@ def use_kernels(llama: LlamaForward, module: Any, choices: list[str], *, exactne
     if reason is None:
         torch_ops = llama.packed_ops
         try:
-            is_exact = exactness == "bitwise" and llama.dtype in EXACT_DTYPES and why_not_here() is None
+            can_be = llama.recipe.inexact_because is None and llama.dtype in EXACT_DTYPES and why_not_here() is None
+            is_exact = exactness == "bitwise" and can_be
             llama.packed_ops = KernelOps(llama.heads, llama.recipe.activation)
             if is_exact:
                 # Before the check, because exact products have kernels of their own.
                 _set_exact(llama, is_exact=True)
             with llama.short_windows(module):
-                error = packed_error(llama, module, block_size=BLOCK_SIZE)
+                error = _least_error(
+                    module,
+                    TOLERANCE[llama.dtype],
+                    lambda seed: packed_error(llama, module, block_size=BLOCK_SIZE, seed=seed),
+                )
             if error <= TOLERANCE[llama.dtype]:
                 numbers = "with the bits of the trainer, " if is_exact else ""
                 choices.append(f"kernels: Triton ({numbers}relative error {error:.1e})")
@@ -237,6 +253,8 @@ def _inexact_because(config: InferenceConfig, model: SlotModel, choices: list[st
         return choices[0]
     if model.dtype is not torch.bfloat16:
         return f"inference.dtype is {config.dtype}"
+    if model.recipe.inexact_because is not None:
+        return model.recipe.inexact_because
     return None if model.is_exact else why_not_here() or choices[-1]
 
 
@@ -270,7 +288,9 @@ def _slot_batch(config: InferenceConfig, model: SlotModel) -> tuple[SlotBatch, R
 def _paged_batch(config: InferenceConfig, model: LlamaForward, capture: Capture) -> tuple[PagedBatch, PackedRunner]:
     shape, num_layers, max_rows = model.shapes[0], len(model.shapes), config.max_running
     step_tokens = config.forward_tokens or GPU_STEP_TOKENS
-    per_block = BlockCache.bytes_per_block(shape, num_layers=num_layers, block_size=BLOCK_SIZE, dtype=model.dtype)
+    per_block = BlockCache.bytes_per_block(
+        shape, num_layers=num_layers, block_size=BLOCK_SIZE, dtype=model.dtype, routes=model.route_shape
+    )
     max_bytes = _cache_bytes(model.device, config.kv_memory_mb)
     allowed, needed = max_bytes // per_block, -(-model.max_model_len // BLOCK_SIZE) + 1
     if allowed < needed:
@@ -290,6 +310,7 @@ def _paged_batch(config: InferenceConfig, model: LlamaForward, capture: Capture)
         max_length=model.max_model_len,
         dtype=model.dtype,
         device=model.device,
+        routes=model.route_shape,
     )
     runner = PackedRunner(
         model,

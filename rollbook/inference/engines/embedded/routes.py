@@ -8,7 +8,7 @@ or reuses a prefix copies them too, and a position that is computed again has th
 # N rows, C tokens a row, L layers, K choices
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import routes_dtype, unknown_choice
+from rollbook.numerics.experts import Experts
+from rollbook.numerics.module_parts import UnsupportedModelError
 
 CHOSEN = ("top_k_index", "router_indices")
 """Names of the argument with the indices of the chosen experts."""
@@ -33,6 +35,9 @@ class RouteShape:
     choices: int
     stored: np.dtype[Any]
 
+    def __str__(self) -> str:
+        return f"routes: {self.layers} layers x {self.choices} choices, {self.num_bytes} bytes for each token"
+
     @property
     def num_bytes(self) -> int:
         return self.layers * self.choices * self.stored.itemsize
@@ -40,6 +45,22 @@ class RouteShape:
     @property
     def dtype(self) -> torch.dtype:
         return torch.uint8 if self.stored.itemsize == 1 else torch.int16
+
+    @classmethod
+    def of_experts(cls, experts: Sequence[Experts]) -> "RouteShape | None":
+        """None without experts. Raises `UnsupportedModelError` if layers choose different numbers of experts."""
+        if not experts:
+            return None
+        choices = {own.choices for own in experts}
+        if len(choices) != 1:
+            raise UnsupportedModelError(f"its layers choose {sorted(choices)} experts, and routes need the same number")
+        # One more than there are experts is a choice, too: that of no expert.
+        stored = routes_dtype(max(own.count for own in experts) + 1)
+        return cls(layers=len(experts), choices=choices.pop(), stored=stored)
+
+    def stacked(self, chosen: Sequence[Tensor]) -> Tensor:
+        """The choices of each layer (M, K) as (M, L, K), in ascending order."""
+        return torch.stack(list(chosen), dim=1).sort(dim=-1).values.to(self.dtype)
 
     def read(self, routes: Tensor) -> NDArray[Any]:
         """Routes of some tokens in main memory, (tokens, L, K)."""
@@ -73,10 +94,7 @@ class RouteRecorder:
     def _probed_shape(self, module: Any) -> RouteShape:
         kind = module.config.model_type
         if not self._experts:
-            raise RunError(
-                f"inference.record_routes: a model of type {kind!r} has no experts whose choices can be recorded. Remove "
-                "trainer.router_replay"
-            )
+            raise RunError(no_experts(kind))
         device = next(module.parameters()).device
         with torch.inference_mode(), self.recording() as chosen:
             module(input_ids=torch.ones((1, 1), dtype=torch.long, device=device), use_cache=False)
@@ -110,8 +128,18 @@ class RouteRecorder:
         first = next(iter(chosen.values()))
         skipped = torch.full_like(first, unknown_choice(shape.stored))
         layers = [chosen.get(layer, skipped) for layer in range(shape.layers)]
-        stacked = torch.stack(layers, dim=1).sort(dim=-1).values.to(shape.dtype)
-        return stacked.view(rows, -1, shape.layers, shape.choices)
+        return shape.stacked(layers).view(rows, -1, shape.layers, shape.choices)
+
+
+def no_experts(model_type: str) -> str:
+    return (
+        f"inference.record_routes: a model of type {model_type!r} has no experts whose choices can be recorded. Remove "
+        "trainer.router_replay"
+    )
+
+
+def has_experts(module: nn.Module) -> bool:
+    return any(_chosen_argument(part) is not None for part in module.modules())
 
 
 def _chosen_argument(module: nn.Module) -> tuple[int, str] | None:

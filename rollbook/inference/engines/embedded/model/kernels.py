@@ -13,8 +13,9 @@ from torch import Tensor
 from rollbook.inference.engines.embedded.model.packed import PackedStep
 from rollbook.inference.engines.embedded.model.torch_ops import HeadShape
 from rollbook.inference.engines.embedded.sampling import RowSampling, truncated
+from rollbook.numerics.module_parts import Activation
 from rollbook.numerics.operations import CHUNK, kernels_missing, rms_norm
-from rollbook.numerics.recipe import Activation, Attention, Norm
+from rollbook.numerics.recipe import Attention, Norm
 
 if kernels_missing is None:
     from rollbook.inference.engines.embedded.model import triton_kernels, triton_sampling

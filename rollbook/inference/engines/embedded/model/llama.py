@@ -6,7 +6,7 @@ logits are compared with those of the module. Adapters are added to the output o
 """
 
 # M tokens of a forward, N rows, C tokens a row, T positions, V vocabulary, E hidden size, X fused projection, D head size, O output
-# of a projection
+# of a projection, F feed-forward size, L layers with experts, K experts of a token
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,17 +22,12 @@ from rollbook.inference.engines.embedded.model.forward import PrefillInput, Pref
 from rollbook.inference.engines.embedded.model.packed import PackedOps, PackedStep, PackedTorchOps
 from rollbook.inference.engines.embedded.model.row_states import new_layers
 from rollbook.inference.engines.embedded.model.torch_ops import HeadShape, TorchOps
+from rollbook.inference.engines.embedded.routes import RouteShape
 from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache
+from rollbook.numerics.experts import SHARED_GATE, Experts, shared_of
+from rollbook.numerics.module_parts import GATE_PARTS, QUERY_PARTS
 from rollbook.numerics.operations import float32_logits, product
-from rollbook.numerics.recipe import (
-    GATE_PARTS,
-    QUERY_PARTS,
-    Attention,
-    ModelRecipe,
-    Norm,
-    layer_norms,
-    short_windows,
-)
+from rollbook.numerics.recipe import Attention, ModelRecipe, Norm, feed_forward_of, layer_norms, short_windows
 
 HEAD = "lm_head"
 PROBED_WINDOW = 4
@@ -56,13 +51,29 @@ class _Projection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _FeedForward:
+    gate_up: _Projection
+    down: _Projection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mixture:
+    experts: Experts
+    shared_gate: _Projection | None
+    """Of what the layer's feed-forward part adds to the experts."""
+    norm: Norm | None
+    """Of the sum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
     attention: Attention
     fused: _Projection
     """Queries, keys and values."""
     out: _Projection
-    gate_up: _Projection
-    down: _Projection
+    mlp: _FeedForward | None
+    """None: nothing computes all tokens."""
+    mixture: _Mixture | None
     before_attention: Norm | None
     before_mlp: Norm | None
 
@@ -72,10 +83,13 @@ class LlamaForward:
 
     is_dense = True
 
-    def __init__(self, model: Any, *, max_model_len: int) -> None:
-        """Raises `UnsupportedModelError`. Then the module is unchanged."""
+    def __init__(self, model: Any, *, max_model_len: int, records_routes: bool = False) -> None:
+        """Raises `UnsupportedModelError`. Then the module is unchanged. `records_routes`: keep the chosen experts of each position
+        with its keys."""
         config = model.config.get_text_config()
         self.recipe = ModelRecipe.of(model, max_model_len=max_model_len, caches=new_layers(config))
+        self.route_shape = RouteShape.of_experts(list(filter(None, self.recipe.experts))) if records_routes else None
+        """None: chosen experts are not recorded, or there are none."""
         self.vocab_size: int = config.vocab_size
         self.max_model_len = max_model_len
         parameter: Tensor = next(model.parameters())
@@ -88,8 +102,10 @@ class LlamaForward:
         self._last_norm = Norm.of(model.model.norm)
         groups: dict[str, Sequence[str]] = {}
         self._layers = [
-            _layer_of(f"model.layers.{at}", layer, attention, groups)
-            for at, (layer, attention) in enumerate(zip(model.model.layers, self.recipe.attention, strict=True))
+            _layer_of(f"model.layers.{at}", layer, attention, experts, groups)
+            for at, (layer, attention, experts) in enumerate(
+                zip(model.model.layers, self.recipe.attention, self.recipe.experts, strict=True)
+            )
         ]
         self.adapters = AdapterBank(model, fused=groups)
         self.is_exact = False
@@ -123,22 +139,26 @@ class LlamaForward:
             self._layers = layers
 
     def new_memory(self) -> SlotCache:
-        return SlotCache(self.shapes, dtype=self.dtype, device=self.device)
+        return SlotCache(self.shapes, dtype=self.dtype, device=self.device, routes=self.route_shape)
 
     def bytes_per_row(self) -> tuple[int, int]:
-        return SlotCache.bytes_per_token(self.shapes, self.dtype), 0
+        routes = 0 if self.route_shape is None else self.route_shape.num_bytes
+        return SlotCache.bytes_per_token(self.shapes, self.dtype) + routes, 0
 
     def prefill(self, inputs: PrefillInput, slots: SlotCache) -> Tensor:
         positions = PrefillPositions.of(inputs, scratch_row=slots.scratch_row, max_model_len=self.max_model_len)
         step, ops, adapters = self.ops.prefill_step(positions, slots), self.ops, inputs.adapters
-        hidden_ME = self._embedded(inputs.tokens_NC.flatten())
+        hidden_ME, chosen = self._embedded(inputs.tokens_NC.flatten()), list[Tensor]()
         for layer, joint in zip(self._layers, slots.joint, strict=True):
             fused_MX = self._fused(hidden_ME, layer, ops, adapters)
             ops.rotate_and_store(fused_MX, step, joint, layer.attention)
             attended_MD = ops.attend_many(fused_MX, step, joint, layer.attention, positions.rows_N)
             self._add(hidden_ME, attended_MD, layer.out, ops, adapters)
-            self._mlp(hidden_ME, layer, ops, adapters)
+            self._mlp(hidden_ME, layer, ops, adapters, chosen)
         rows, tokens = inputs.tokens_NC.shape
+        if slots.routes is not None and self.route_shape is not None:
+            at = positions.write_rows_NC.flatten(), positions.write_at_NC.flatten()
+            slots.routes[at] = self.route_shape.stacked(chosen)
         last_N = torch.arange(rows, device=hidden_ME.device) * tokens + inputs.lasts_N
         return self._logits(hidden_ME[last_N], ops, adapters)
 
@@ -153,25 +173,31 @@ class LlamaForward:
         adapters: AdapterRows | None = None,
     ) -> Tensor:
         step, ops = self.ops.decode_step(positions_N, slots, length=length), self.ops
-        hidden_NE = self._embedded(tokens_N)
+        hidden_NE, chosen = self._embedded(tokens_N), list[Tensor]()
         for layer, joint in zip(self._layers, slots.joint, strict=True):
             fused_NX = self._fused(hidden_NE, layer, ops, adapters)
             ops.rotate_and_store(fused_NX, step, joint, layer.attention)
             attended_ND = ops.attend_one(fused_NX, step, joint, layer.attention)
             self._add(hidden_NE, attended_ND, layer.out, ops, adapters)
-            self._mlp(hidden_NE, layer, ops, adapters)
+            self._mlp(hidden_NE, layer, ops, adapters, chosen)
+        if slots.routes is not None and self.route_shape is not None:
+            rows_N = torch.arange(len(tokens_N), device=self.device)
+            slots.routes[rows_N, positions_N] = self.route_shape.stacked(chosen)
         return self._logits(hidden_NE, ops, adapters)
 
-    def packed(self, step: PackedStep, layers: Sequence[Tensor]) -> Tensor:
-        """Logits (N, V) of the sampled tokens of a packed step. `layers`: the cache blocks of each layer."""
+    def packed(self, step: PackedStep, layers: Sequence[Tensor], routes: Tensor | None = None) -> Tensor:
+        """Logits (N, V) of the sampled tokens of a packed step. `layers`: the cache blocks of each layer. `routes`: blocks for the
+        chosen experts, if they are recorded."""
         ops, adapters = self.packed_ops, step.adapters
-        hidden_ME = self._embedded(step.tokens_M)
+        hidden_ME, chosen = self._embedded(step.tokens_M), list[Tensor]()
         for layer, blocks in zip(self._layers, layers, strict=True):
             fused_MX = self._fused(hidden_ME, layer, ops, adapters)
             ops.rotate_and_store(fused_MX, step, blocks, layer.attention)
             attended_MD = ops.attend(fused_MX, step, blocks, layer.attention)
             self._add(hidden_ME, attended_MD, layer.out, ops, adapters)
-            self._mlp(hidden_ME, layer, ops, adapters)
+            self._mlp(hidden_ME, layer, ops, adapters, chosen)
+        if routes is not None and self.route_shape is not None:
+            routes[step.places(routes.shape[1])] = self.route_shape.stacked(chosen)
         sampled = None if adapters is None else adapters.of_tokens(step.samples_N)
         return self._logits(hidden_ME[step.samples_N], ops, sampled)
 
@@ -188,12 +214,34 @@ class LlamaForward:
         self.adapters.add(projection.name, projected_MO, x_ME, adapters)
         return projected_MO
 
-    def _mlp(self, hidden_ME: Tensor, layer: _Layer, ops: Ops, adapters: AdapterRows | None) -> None:
-        """Adds to the residual stream in place."""
-        norm = layer.before_mlp
+    def _mlp(
+        self,
+        hidden_ME: Tensor,
+        layer: _Layer,
+        ops: Ops,
+        adapters: AdapterRows | None,
+        chosen: list[Tensor],
+    ) -> None:
+        """Adds to the residual stream in place. The chosen experts of a mixture are appended to `chosen`."""
+        norm, mixture, mlp = layer.before_mlp, layer.mixture, layer.mlp
         normed_ME = hidden_ME if norm is None else ops.norm(hidden_ME, norm)
-        both_MF = self._projected(normed_ME, layer.gate_up, adapters)
-        self._add(hidden_ME, ops.gate(both_MF), layer.down, ops, adapters)
+        gated_MF = None if mlp is None else ops.gate(self._projected(normed_ME, mlp.gate_up, adapters))
+        if mixture is None:
+            assert mlp is not None, "a layer has a feed-forward part, or experts"
+            assert gated_MF is not None, "a layer has a feed-forward part, or experts"
+            self._add(hidden_ME, gated_MF, mlp.down, ops, adapters)
+            return
+        # A router may have layers with adapters of its own.
+        with self.adapters.in_module(adapters):
+            chosen_MK, weights_MK = mixture.experts.routed(normed_ME)
+        chosen.append(chosen_MK)
+        mixed_ME = mixture.experts(normed_ME, chosen_MK, weights_MK, gate=ops.gate)
+        if mlp is not None and gated_MF is not None:
+            shared_ME = self._projected(gated_MF, mlp.down, adapters)
+            if mixture.shared_gate is not None:
+                shared_ME.mul_(torch.sigmoid(self._projected(normed_ME, mixture.shared_gate, adapters)))
+            mixed_ME += shared_ME
+        self._add_result(hidden_ME, mixed_ME, mixture.norm, ops)
 
     def _add(
         self, hidden_ME: Tensor, x_MD: Tensor, projection: _Projection, ops: Ops, adapters: AdapterRows | None
@@ -210,11 +258,14 @@ class LlamaForward:
             self.adapters.add(projection.name, projected_ME, x_MD, adapters)
         else:
             projected_ME = self._projected(x_MD, projection, adapters)
+        self._add_result(hidden_ME, projected_ME, norm, ops)
+
+    def _add_result(self, hidden_ME: Tensor, result_ME: Tensor, norm: Norm | None, ops: Ops) -> None:
         if norm is not None:
-            projected_ME = ops.norm(projected_ME, norm)
-        if scale != 1.0:
-            projected_ME.mul_(scale)
-        hidden_ME.add_(projected_ME)
+            result_ME = ops.norm(result_ME, norm)
+        if self.recipe.residual_scale != 1.0:
+            result_ME.mul_(self.recipe.residual_scale)
+        hidden_ME.add_(result_ME)
 
     def _logits(self, hidden_NE: Tensor, ops: Ops, adapters: AdapterRows | None) -> Tensor:
         normed_NE = ops.norm(hidden_NE, self._last_norm)
@@ -223,10 +274,10 @@ class LlamaForward:
         return self.recipe.logits.applied(logits_NV)
 
 
-def relative_error(forward: SlotModel, model: nn.Module) -> float:
+def relative_error(forward: SlotModel, model: nn.Module, *, seed: int = 0) -> float:
     """The largest error of prefill, continued prefill and a decode step of two rows of different lengths: root mean square
     difference from the module's logits, divided by their standard deviation."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     count = min(12, forward.max_model_len - 1)
     tokens_1T = torch.randint(0, forward.vocab_size, (1, count + 1), generator=generator).to(forward.device)
     first = max(1, count // 2)
@@ -257,18 +308,36 @@ def relative_error(forward: SlotModel, model: nn.Module) -> float:
         return float(torch.stack(errors).amax()) / deviation
 
 
-def _layer_of(name: str, layer: Any, attention: Attention, groups: dict[str, Sequence[str]]) -> _Layer:
+def _layer_of(
+    name: str, layer: Any, attention: Attention, experts: Experts | None, groups: dict[str, Sequence[str]]
+) -> _Layer:
     """Fuses projections of the same input. `groups` gets the names of those that are fused."""
     norms = {place: Norm.of(norm) for place, norm in layer_norms(layer).items()}
-    attending, mlp = f"{name}.self_attn", f"{name}.mlp"
+    attending = f"{name}.self_attn"
+    block_name, block = feed_forward_of(layer)
+    mixing = f"{name}.{block_name}"
+    mlp = mixture = None
+    if experts is None:
+        mlp = _feed_forward(mixing, block, groups, norms.get("after_mlp"))
+    else:
+        if (shared := shared_of(block)) is not None:
+            mlp = _feed_forward(f"{mixing}.{shared[0]}", shared[1], groups)
+        gate = _projection(mixing, SHARED_GATE, block) if hasattr(block, SHARED_GATE) else None
+        mixture = _Mixture(experts=experts, shared_gate=gate, norm=norms.get("after_mlp"))
     return _Layer(
         attention=attention,
         fused=_fused(attending, "qkv", layer.self_attn, QUERY_PARTS, groups),
         out=_projection(attending, "o_proj", layer.self_attn, norms.get("after_attention")),
-        gate_up=_fused(mlp, "gate_up", layer.mlp, GATE_PARTS, groups),
-        down=_projection(mlp, "down_proj", layer.mlp, norms.get("after_mlp")),
+        mlp=mlp,
+        mixture=mixture,
         before_attention=norms.get("before_attention"),
         before_mlp=norms.get("before_mlp"),
+    )
+
+
+def _feed_forward(name: str, module: Any, groups: dict[str, Sequence[str]], norm: Norm | None = None) -> _FeedForward:
+    return _FeedForward(
+        gate_up=_fused(name, "gate_up", module, GATE_PARTS, groups), down=_projection(name, "down_proj", module, norm)
     )
 
 

@@ -22,7 +22,8 @@ from rollbook.inference.engines.embedded.model.torch_ops import (
     rotation_at,
     turned_heads,
 )
-from rollbook.numerics.recipe import ACTIVATIONS, Activation, Attention, Norm
+from rollbook.numerics.module_parts import ACTIVATIONS, Activation
+from rollbook.numerics.recipe import Attention, Norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,11 @@ class PackedStep:
     tile_sizes_K: Tensor
     """A tile is `size` consecutive tokens of one row, from token `start`. Prompts are attended to in tiles."""
     adapters: AdapterRows | None = None
+
+    def places(self, block_size: int) -> tuple[Tensor, Tensor]:
+        """The block of each token, and the place in it. The block of padding has no owner."""
+        at_M = self.positions_M.clamp(min=0).long()
+        return self.tables_SP[self.rows_M.long(), at_M // block_size].long(), at_M % block_size
 
 
 class PackedOps(Protocol):
@@ -80,14 +86,12 @@ class PackedTorchOps:
 
     def rotate_and_store(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor, attention: Attention) -> None:
         heads = self._heads
-        at_M = step.positions_M.clamp(min=0).long()
-        rotation = None if attention.rotary is None else rotation_at(attention.rotary, at_M)
+        rotary, is_real_M = attention.rotary, step.positions_M >= 0
+        rotation = None if rotary is None else rotation_at(rotary, step.positions_M.clamp(min=0).long())
         fused_MXD = turned_heads(fused_MX, heads, attention, rotation)
-        size = blocks.shape[3]
-        is_real_M = step.positions_M >= 0
-        block_M = step.tables_SP[step.rows_M.long(), at_M // size].long()
+        block_M, at_M = step.places(blocks.shape[3])
         keys_values_M2HD = fused_MXD[:, heads.queries :].reshape(-1, 2, heads.keys, heads.size)
-        blocks[block_M[is_real_M], :, :, (at_M % size)[is_real_M]] = keys_values_M2HD[is_real_M]
+        blocks[block_M[is_real_M], :, :, at_M[is_real_M]] = keys_values_M2HD[is_real_M]
 
     def attend(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor, attention: Attention) -> Tensor:
         heads, count, size = self._heads, len(fused_MX), blocks.shape[3]

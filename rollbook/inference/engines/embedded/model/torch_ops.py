@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from rollbook.inference.engines.embedded.model.forward import PrefillPositions
 from rollbook.inference.engines.embedded.slot_cache import SlotCache
-from rollbook.numerics.recipe import ACTIVATIONS, Activation, Attention, HeadNorms, Norm, Rotary
+from rollbook.numerics.module_parts import ACTIVATIONS, Activation
+from rollbook.numerics.recipe import Attention, HeadNorms, Norm, Rotary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +78,20 @@ def hidden_keys(positions: Tensor, seen_T: Tensor, window: int | None) -> Tensor
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, attention: Attention) -> Tensor:
     """Over heads (..., queries, D). `mask`: additive; None: causal, with as many queries as keys."""
-    if attention.cap is None:
+    if attention.is_plain:
         return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, is_causal=mask is None, scale=attention.scale
         )
-    assert mask is not None, "capped scores need a mask"
+    assert mask is not None, "capped scores and sinks need a mask"
     scores = (query @ keys.transpose(-1, -2)).float() * attention.scale
-    weights = torch.softmax(torch.tanh(scores / attention.cap) * attention.cap + mask, dim=-1)
+    if attention.cap is not None:
+        scores = torch.tanh(scores / attention.cap) * attention.cap
+    scores = scores + mask
+    if attention.sinks_R is not None:
+        # (heads, 1, 1), or for queries that share keys (key heads, queries, 1).
+        sinks = attention.sinks_R.float().view(query.shape[1], -1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : keys.shape[-2]]
     return weights.to(values.dtype) @ values
 
 
@@ -110,7 +118,7 @@ class SlotStep:
     def mask(self, attention: Attention, dtype: torch.dtype) -> Tensor | None:
         """None: causal attention among the tokens of this forward."""
         window = None if attention.window is None or attention.window >= self.length else attention.window
-        if self.is_fresh and window is None and attention.cap is None:
+        if self.is_fresh and window is None and attention.is_plain:
             return None
         if window not in self.masks:
             seen_T = torch.arange(self.length, device=self.positions_NC.device)
@@ -175,7 +183,7 @@ class TorchOps:
             keys, values = fused_NXCD[:, heads.queries :].chunk(2, dim=1)
         else:
             keys, values = joint[:, rows_N, :, : step.length]
-        is_fused = queries.device.type == "cuda" and queries.dtype != torch.float32 and attention.cap is None
+        is_fused = queries.device.type == "cuda" and queries.dtype != torch.float32 and attention.is_plain
         if heads.group > 1 and not is_fused:
             keys, values = keys.repeat_interleave(heads.group, dim=1), values.repeat_interleave(heads.group, dim=1)
         if heads.group > 1 and is_fused:

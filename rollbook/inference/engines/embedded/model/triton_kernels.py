@@ -24,6 +24,7 @@ from rollbook.numerics.triton_attention import (
     is_in_window,
     join_chunk,
     mean_of_chunk,
+    with_sink,
 )
 
 DECODE_STAGES, PREFILL_STAGES, PREFILL_WARPS = 3, 3, 4
@@ -111,11 +112,11 @@ def launch_rotate_and_store(
 @triton.jit
 def _attend_decode(
     fused_ptr, blocks_ptr, rows_ptr, positions_ptr, tables_ptr, num_decode_ptr, chunk_ptr, item_tokens_ptr, item_starts_ptr,
-    out_ptr, partial_ptr, lse_ptr,
+    out_ptr, partial_ptr, lse_ptr, sinks_ptr,
     scale, table_width,
     KEYS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
+    CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0)
     head = tl.program_id(1)
@@ -175,15 +176,16 @@ def _attend_decode(
         tl.store(lse_ptr + base, weight, mask=group < GROUP)
         tl.store(partial_ptr + base[:, None] * SIZE + lanes[None, :], mean, mask=is_query)
     else:
+        mean = with_sink(mean, weight, sinks_ptr, head * GROUP + group, group < GROUP, HAS_SINKS)
         to_ptr = out_ptr + token * (KEYS * GROUP * SIZE) + (head * GROUP + group)[:, None] * SIZE + lanes[None, :]
         tl.store(to_ptr, mean.to(out_ptr.dtype.element_ty), mask=is_query)
 
 
 @triton.jit
 def _join_splits(
-    partial_ptr, lse_ptr, out_ptr, positions_ptr, num_decode_ptr, chunk_ptr, first_items_ptr,
+    partial_ptr, lse_ptr, out_ptr, positions_ptr, num_decode_ptr, chunk_ptr, first_items_ptr, sinks_ptr,
     KEYS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr,
-    TILE: tl.constexpr, WINDOW: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     head = tl.program_id(1)
@@ -212,16 +214,18 @@ def _join_splits(
     to_ptr = (
         out_ptr + token.to(tl.int64) * (KEYS * GROUP * SIZE) + (head * GROUP + group)[:, None] * SIZE + lanes[None, :]
     )
-    tl.store(to_ptr, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query)
+    weight, mean = best + tl.log2(total), sums / total[:, None]
+    mean = with_sink(mean, weight, sinks_ptr, head * GROUP + group, group < GROUP, HAS_SINKS)
+    tl.store(to_ptr, mean.to(out_ptr.dtype.element_ty), mask=is_query)
 
 
 @triton.jit
 def _attend_tiles(
-    fused_ptr, blocks_ptr, rows_ptr, positions_ptr, tables_ptr, tile_starts_ptr, tile_sizes_ptr, out_ptr,
+    fused_ptr, blocks_ptr, rows_ptr, positions_ptr, tables_ptr, tile_starts_ptr, tile_sizes_ptr, out_ptr, sinks_ptr,
     scale, table_width,
     KEYS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, QUERY_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
+    CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -275,7 +279,9 @@ def _attend_tiles(
         weight, mean = mean_of_chunk(best, total, sums)
         all_best, all_total, all_sums = join_chunk(weight, mean, all_best, all_total, all_sums)
     to_ptr = out_ptr + (at_token * (KEYS * GROUP) + head * GROUP + members)[:, None] * SIZE + lanes[None, :]
-    tl.store(to_ptr, (all_sums / all_total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query)
+    all_weight, all_mean = all_best + tl.log2(all_total), all_sums / all_total[:, None]
+    mean = with_sink(all_mean, all_weight, sinks_ptr, head * GROUP + members, members < GROUP, HAS_SINKS)
+    tl.store(to_ptr, mean.to(out_ptr.dtype.element_ty), mask=is_query)
 
 
 def query_tile(heads: HeadShape) -> int:
@@ -292,6 +298,8 @@ def launch_attention(
     group_block = max(16, triton.next_power_of_2(heads.group))
     table_width, page = step.tables_SP.shape[1], blocks.shape[3]
     scale, cap, window = of.scale * LOG2_E, (of.cap or 0.0) * LOG2_E, of.window or 0
+    # A tensor that is not read takes the place of one that is not there.
+    sinks, has_sinks = (out_MX, False) if of.sinks_R is None else (of.sinks_R, True)
     precision = "ieee" if fused_MX.dtype == torch.float32 else "tf32"
     num_rows = len(step.samples_N)
     items = len(step.item_tokens_W) if step.is_split else num_rows
@@ -301,24 +309,26 @@ def launch_attention(
         partial = torch.empty((*lse.shape, heads.size), dtype=torch.float32, device=out_MX.device)
     _attend_decode[(items, heads.keys)](
         fused_MX, blocks, step.rows_M, step.positions_M, step.tables_SP, step.num_decode_1, step.chunk_1,
-        step.item_tokens_W, step.item_starts_W, out_MX, partial, lse,
+        step.item_tokens_W, step.item_starts_W, out_MX, partial, lse, sinks,
         scale, table_width,
         KEYS=heads.keys, GROUP=heads.group, SIZE=heads.size, GROUP_BLOCK=group_block, SIZE_BLOCK=size_block,
         PAGE=page, TILE=KEY_BLOCK, IS_SPLIT=step.is_split, PRECISION=precision, WINDOW=window, CAP=cap,
+        HAS_SINKS=has_sinks,
         num_warps=2 if size_block <= 64 else 4, num_stages=DECODE_STAGES,
     )  # fmt: skip
     if step.is_split:
         _join_splits[(num_rows, heads.keys)](
-            partial, lse, out_MX, step.positions_M, step.num_decode_1, step.chunk_1, step.first_items_N,
+            partial, lse, out_MX, step.positions_M, step.num_decode_1, step.chunk_1, step.first_items_N, sinks,
             KEYS=heads.keys, GROUP=heads.group, SIZE=heads.size, GROUP_BLOCK=group_block, SIZE_BLOCK=size_block,
-            TILE=KEY_BLOCK, WINDOW=window, num_warps=2,
+            TILE=KEY_BLOCK, WINDOW=window, HAS_SINKS=has_sinks, num_warps=2,
         )  # fmt: skip
     if len(step.tile_sizes_K):
         _attend_tiles[(len(step.tile_sizes_K), heads.keys)](
             fused_MX, blocks, step.rows_M, step.positions_M, step.tables_SP, step.tile_starts_K, step.tile_sizes_K, out_MX,
-            scale, table_width,
+            sinks, scale, table_width,
             KEYS=heads.keys, GROUP=heads.group, SIZE=heads.size, SIZE_BLOCK=size_block,
             QUERY_BLOCK=max(16, triton.next_power_of_2(query_tile(heads) * heads.group)),
             PAGE=page, TILE=KEY_BLOCK, CHUNK=chunk, PRECISION=precision, WINDOW=window, CAP=cap,
+            HAS_SINKS=has_sinks,
             num_warps=PREFILL_WARPS, num_stages=PREFILL_STAGES,
         )  # fmt: skip

@@ -109,6 +109,7 @@ class PagedBatch:
             start = row.num_known * self.pool.size - len(request.prompt)
             new = token_array(request.tokens[max(0, start) : -1])
             self.pool.register(row, new if start >= 0 else np.concatenate([request.prompt[start:], new]))
+            request.routes = self._cache.read_routes(row.blocks, len(request.prompt) + len(request.tokens) - 1)
 
     def remove(self, request: GenerationRequest) -> None:
         if request.cached_kv is not None:

@@ -3,9 +3,10 @@
 The tensors grow on demand. `generation` changes whenever their memory moves, so that captured graphs are captured again.
 """
 
-# S rows, P blocks a row, B tokens a block, H key/value heads, D head size
+# S rows, P blocks a row, B tokens a block, H key/value heads, D head size, L layers with experts, K experts of a token
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollbook.inference.engines.embedded.paged.block_pool import SCRATCH
+from rollbook.inference.engines.embedded.routes import RouteShape
 from rollbook.inference.engines.embedded.slot_cache import LayerShape, to_device
 
 _NOTHING = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32))
@@ -31,8 +33,13 @@ class BlockCache:
         max_length: int,
         dtype: torch.dtype,
         device: torch.device,
+        routes: RouteShape | None = None,
     ) -> None:
+        """`routes`: set if the chosen experts are kept, too."""
         self.block_size = block_size
+        self._route_shape = routes
+        self.routes: Tensor | None = None
+        """Chosen experts, (blocks, B, L, K)."""
         self.num_blocks = 0
         self.generation = 0
         self._block_shape = (2, shape.heads, block_size, shape.key_size)
@@ -44,8 +51,16 @@ class BlockCache:
         self._changed: list[NDArray[np.int64]] = []
 
     @staticmethod
-    def bytes_per_block(shape: LayerShape, *, num_layers: int, block_size: int, dtype: torch.dtype) -> int:
-        return num_layers * block_size * shape.elements * dtype.itemsize
+    def bytes_per_block(
+        shape: LayerShape,
+        *,
+        num_layers: int,
+        block_size: int,
+        dtype: torch.dtype,
+        routes: RouteShape | None = None,
+    ) -> int:
+        of_routes = 0 if routes is None else routes.num_bytes
+        return block_size * (num_layers * shape.elements * dtype.itemsize + of_routes)
 
     def resize(self, num_blocks: int) -> None:
         """Grow to `num_blocks`. Layer by layer, to limit the extra memory. If the memory is not enough for all layers, some have
@@ -56,6 +71,7 @@ class BlockCache:
             new[: len(old)] = old
             self.layers[index] = new
             del old
+        self._set_routes(num_blocks)
         self.num_blocks = num_blocks
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -65,11 +81,29 @@ class BlockCache:
         self.generation += 1
         self.num_blocks = 0
         self.layers = [layer[:0].clone() for layer in self.layers]
+        self.routes = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         for index in range(len(self.layers)):
             self.layers[index] = torch.empty(num_blocks, *self._block_shape, dtype=self._dtype, device=self._device)
+        self._set_routes(num_blocks)
         self.num_blocks = num_blocks
+
+    def read_routes(self, blocks: Sequence[int], length: int) -> NDArray[Any] | None:
+        """The experts chosen in the first `length` positions of a row with these blocks; None if they are not recorded."""
+        if self.routes is None or self._route_shape is None:
+            return None
+        used = to_device(torch.tensor(blocks[: -(-length // self.block_size)], dtype=torch.long), self._device)
+        return self._route_shape.read(self.routes[used].flatten(0, 1)[:length])
+
+    def _set_routes(self, num_blocks: int) -> None:
+        """Blocks for routes, with the content of those so far."""
+        if (shape := self._route_shape) is not None:
+            size = (num_blocks, self.block_size, shape.layers, shape.choices)
+            new = torch.empty(size, dtype=shape.dtype, device=self._device)
+            if self.routes is not None:
+                new[: len(self.routes)] = self.routes
+            self.routes = new
 
     def set_blocks(self, rows: NDArray[np.int64], at: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
         """Block `blocks[i]` becomes number `at[i]` of row `rows[i]`. Reaches the device with `take_changes`."""

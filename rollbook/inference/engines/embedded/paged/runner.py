@@ -207,7 +207,7 @@ class PackedRunner:
         def operation() -> None:
             adapters = self.model.adapters.rows_of_kind(kind, layout.adapters(block))
             step = layout.step(block, last_tokens_S=self._tokens_S, tables_SP=self.cache.tables_SP, adapters=adapters)
-            logits_NV = constrained(self.model.packed(step, self.cache.layers), line_masks)
+            logits_NV = constrained(self.model.packed(step, self.cache.layers, self.cache.routes), line_masks)
             tokens_N, logprobs_N = self._sampler(logits_NV, sampling)
             self._tokens_S[rows_N] = tokens_N.to(torch.int32)
             self._logprobs_S[rows_N] = logprobs_N
@@ -236,10 +236,10 @@ class PackedRunner:
             self._generation = generation
 
 
-def packed_error(model: LlamaForward, module: nn.Module, *, block_size: int) -> float:
+def packed_error(model: LlamaForward, module: nn.Module, *, block_size: int, seed: int = 0) -> float:
     """The largest error of prefill, continued prefill and decode: root mean square difference from the module's logits, divided
     by their standard deviation."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     # With windows, longer than what attention reads at once: then it skips keys.
     count = min(9 * block_size if model.has_windows else 2 * block_size + 6, model.max_model_len - 1)
     tokens = torch.randint(0, model.vocab_size, (count + 1,), generator=generator, dtype=torch.int32)
