@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rollbook.contracts.errors import is_out_of_memory
 from rollbook.numerics.module_parts import (
     ACTIVATIONS,
     GATE_PARTS,
@@ -182,7 +183,12 @@ def compare(experts: Experts, block: Any) -> None:
     x_ME = torch.randn(PROBED_TOKENS, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
     expected = block(x_ME[None])
     expected_ME = (expected[0] if isinstance(expected, tuple) else expected).view(x_ME.shape).float()
-    found_ME = experts(x_ME, *experts.routed(x_ME))
+    try:
+        found_ME = experts(x_ME, *experts.routed(x_ME))
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise UnsupportedModelError(f"this machine cannot compute its experts in groups: {error}") from error
     if (shared := shared_of(block)) is not None:
         added_ME = shared[1](x_ME)
         if hasattr(block, SHARED_GATE):
