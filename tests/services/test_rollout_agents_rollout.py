@@ -15,8 +15,9 @@ from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.agents import sandboxed
-from rollbook.rollout.agents.program import command_program, run_in_thread
+from rollbook.rollout.agents.program import AgentLog, command_program, run_in_thread
 from rollbook.rollout.agents.rollout import make_rollout
+from rollbook.rollout.agents.session import ProxySession
 from rollbook.rollout.contract import ChatSession
 from rollbook.rollout.policy import EpisodeContext, enter_episode
 from rollbook.rollout.settings import TO_BE_SCORED, EpisodeLimits
@@ -133,6 +134,33 @@ async def test_what_the_commands_of_an_agent_ruin_is_scored(
     assert sample.reward == (2 if "-9" in error else 1), "files are those of the start, unless they could be copied out"
 
 
+@pytest.mark.parametrize("sandbox", ["none", "bubblewrap"])
+async def test_the_log_of_an_agent_that_is_ended_at_the_deadline_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sandbox: str
+) -> None:
+    if sandbox == "bubblewrap":
+        require_bubblewrap()
+    printed = asyncio.Event()
+    add = AgentLog.add
+
+    def add_and_notify(log: AgentLog, data: bytes) -> None:
+        add(log, data)
+        printed.set()
+
+    async def out_of_time(session: ProxySession) -> None:
+        await printed.wait()
+        session._end = EndReason.TIME
+
+    monkeypatch.setattr(AgentLog, "add", add_and_notify)
+    monkeypatch.setattr(ProxySession, "out_of_time", out_of_time)
+    settings = scripted_agent(tmp_path / "bin", "echo I am still looking >&2; sleep 987654")
+    settings |= {"sandbox": sandbox, "reward": f"{__name__}:files_of_the_workspace"}
+    sample, _ = await play(tmp_path, {"task": "?"}, **settings)
+    assert sample is not None
+    assert (sample.finish_reason, sample.reward) == (EndReason.TIME, 1.0), "late.txt is scored"
+    assert sample.facts["agent_log"] == "I am still looking"
+
+
 def scripted_agent(directory: Path, command: str) -> dict[str, Any]:
     """Settings of a program in this directory that asks the policy once and then runs a shell command."""
     program = directory / "mini"
@@ -197,13 +225,14 @@ async def test_any_error_of_a_plain_function_is_raised_at_once(error: type[BaseE
 async def test_only_the_end_of_what_a_command_prints_is_kept() -> None:
     """The command prints 64 MB and does not read its input."""
     prints = "import sys\nfor _ in range(64):\n    print('x' * 2**20)\n    sys.stderr.write('y' * 2**16)\nprint(7)"
-    session = cast(ChatSession, SimpleNamespace(base_url="http://127.0.0.1", id="none"))
+    session, log = cast(ChatSession, SimpleNamespace(base_url="http://127.0.0.1", id="none")), AgentLog()
     tracemalloc.start()
     try:
-        assert (await command_program([sys.executable, "-c", prints], {})(dict(ROW), session)).result == 7
+        assert await command_program([sys.executable, "-c", prints], {})(dict(ROW), session, log) == 7
         assert tracemalloc.get_traced_memory()[1] < 32 * 2**20
     finally:
         tracemalloc.stop()
+    assert set(log.text) == {"y"}
 
 
 async def test_a_command_is_killed_when_its_episode_is_cancelled(tmp_path: Path) -> None:

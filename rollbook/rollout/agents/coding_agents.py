@@ -54,6 +54,10 @@ class Launch:
     files: Mapping[str, str] = field(default_factory=dict)
     """Contents by path below the home."""
 
+    def arguments(self, options: CodingOptions) -> list[str]:
+        """Those of the settings come after the first: Codex reads the task where "-" is, the last argument."""
+        return [self.command[1], *options.arguments, *self.command[2:]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodingAgent:

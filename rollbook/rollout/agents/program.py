@@ -14,7 +14,7 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -36,31 +36,36 @@ TERMINATE_S = 2.0
 
 LOG_CHARS = 16_384
 """The end of a program's output that is kept with the sample."""
+LOG_BYTES = 4 * LOG_CHARS
+"""The most that so many characters take."""
 MARK = "ROLLBOOK_EPISODE"
 """Environment variable by which the processes of an episode are found, even those that left their process group."""
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "TERM", "SSL_CERT_FILE", "NODE_EXTRA_CA_CERTS")
 """Environment variables of this process that a coding agent gets. It gets no others: they may have secrets."""
 
 
-@dataclass(frozen=True, slots=True)
-class AgentOutput:
-    result: Any
-    log: str = ""
-    """The end of what the program printed."""
+class AgentLog:
+    """The end of what a program prints, in the order in which it arrives. It outlives the program, however that ends."""
+
+    def __init__(self) -> None:
+        self._kept = bytearray()
+
+    def add(self, printed: bytes) -> None:
+        self._kept += printed
+        if len(self._kept) > 2 * LOG_BYTES:
+            del self._kept[:-LOG_BYTES]
+
+    @property
+    def text(self) -> str:
+        return self._kept.decode(errors="replace").strip()[-LOG_CHARS:]
 
 
-Program: TypeAlias = Callable[[dict[str, Any], ChatSession], Coroutine[Any, Any, AgentOutput]]
+Program: TypeAlias = Callable[[dict[str, Any], ChatSession, AgentLog], Coroutine[Any, Any, Any]]
+"""Runs an agent and returns its result."""
 
 
 class AgentError(EpisodeError):
-    """The agent failed, by its own fault or because of what the policy wrote. `log` is the end of what it printed."""
-
-    def __init__(self, message: str, log: str = "") -> None:
-        super().__init__(message)
-        self.log = log
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.args[0], self.log))
+    """The agent failed, by its own fault or because of what the policy wrote."""
 
 
 class AgentOutcomeError(AgentError):
@@ -72,10 +77,9 @@ def function_program(function: Callable[..., Any]) -> Program:
     method = getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__ is accepted
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
-    async def run(row: dict[str, Any], session: ChatSession) -> AgentOutput:
+    async def run(row: dict[str, Any], session: ChatSession, _log: AgentLog) -> Any:
         try:
-            call = function(row, session.base_url) if is_async else run_in_thread(function, row, session.base_url)
-            return AgentOutput(await call)
+            return await (function if is_async else partial(run_in_thread, function))(row, session.base_url)
         except Exception as error:
             raise AgentError(f"the agent raised {describe_error(error)}") from error
 
@@ -113,7 +117,7 @@ async def run_in_thread(function: Callable[..., Any], *args: Any) -> Any:
 def command_program(command: Sequence[str], extra: Mapping[str, str]) -> Program:
     """Runs a command with the row as JSON on standard input. Its last line of output, parsed as JSON if possible, is the result."""
 
-    async def run(row: dict[str, Any], session: ChatSession) -> AgentOutput:
+    async def run(row: dict[str, Any], session: ChatSession, log: AgentLog) -> Any:
         environment = {
             **os.environ,
             **extra,
@@ -122,8 +126,8 @@ def command_program(command: Sequence[str], extra: Mapping[str, str]) -> Program
             "ANTHROPIC_BASE_URL": session.base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": session.id,
         }
-        out, err = await _run_to_end(command, environment, json.dumps(row).encode(), session)
-        return AgentOutput(_result(out.decode(errors="replace")), log_of(err))
+        out = await _run_to_end(command, environment, json.dumps(row).encode(), session, log)
+        return _result(out.decode(errors="replace"))
 
     return run
 
@@ -134,7 +138,7 @@ def coding_program(name: str, options: CodingOptions) -> Program:
     path = options.environment.get("PATH")
     program = find_program(name, path=path)
 
-    async def run(row: dict[str, Any], session: ChatSession) -> AgentOutput:
+    async def run(row: dict[str, Any], session: ChatSession, log: AgentLog) -> str:
         work = Path(row[WORKSPACE])
         with tempfile.TemporaryDirectory(prefix="rollbook-agent-", ignore_cleanup_errors=True) as home:
             launch = agent.launch(place_of(row, session, options, home=home, work=str(work), base_url=session.base_url))
@@ -144,10 +148,9 @@ def coding_program(name: str, options: CodingOptions) -> Program:
                 file.write_text(text, encoding="utf-8")
             ours = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
             environment = {**ours, "HOME": home, "TMPDIR": home, **launch.env, **options.environment}
-            # Codex reads the task where "-" is, the last argument.
-            command = [str(program), launch.command[1], *options.arguments, *launch.command[2:]]
-            out, err = await _run_to_end(command, environment, launch.stdin.encode(), session, directory=work)
-        return AgentOutput(session.last_text, log_of(out + err))
+            command = [str(program), *launch.arguments(options)]
+            await _run_to_end(command, environment, launch.stdin.encode(), session, log, directory=work)
+        return session.last_text
 
     return run
 
@@ -176,10 +179,12 @@ async def _run_to_end(
     environment: Mapping[str, str],
     sent: bytes,
     session: ChatSession,
+    log: AgentLog,
     *,
     directory: Path | None = None,
-) -> tuple[bytes, bytes]:
-    """The ends of output and errors of a command. However this ends, no process of the command is left."""
+) -> bytes:
+    """The end of the output of a command. Its errors are logged, and its output too if it has a working directory. However this
+    ends, no process of the command is left."""
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -193,14 +198,14 @@ async def _run_to_end(
     except OSError as error:
         raise AgentError(f"the agent's command {command[0]!r} cannot be started: {error}") from error
     try:
-        out, err = await _exchange(process, sent)
+        out, err = await _exchange(process, sent, log, is_output_logged=directory is not None)
     finally:
         await end_process(process, grace_s=TERMINATE_S, has_own_group=True)
         _end_marked(session.id)
     if process.returncode:
         output = err.decode(errors="replace").strip()[-STDERR_CHARS:]
-        raise AgentError(f"the agent's command ended with code {process.returncode}: {output}", log_of(out + err))
-    return out, err
+        raise AgentError(f"the agent's command ended with code {process.returncode}: {output}")
+    return out
 
 
 def _end_marked(mark: str) -> None:
@@ -222,11 +227,9 @@ def _has_variable(process: Path, wanted: bytes) -> bool:
         return False  # it has ended, or is another user's
 
 
-def log_of(printed: bytes) -> str:
-    return printed.decode(errors="replace").strip()[-LOG_CHARS:]
-
-
-async def _exchange(process: asyncio.subprocess.Process, sent: bytes) -> tuple[bytes, bytes]:
+async def _exchange(
+    process: asyncio.subprocess.Process, sent: bytes, log: AgentLog, *, is_output_logged: bool
+) -> tuple[bytes, bytes]:
     """Send the input, and return the ends of the output and of the errors when both are closed."""
     stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
     assert stdin is not None
@@ -241,17 +244,19 @@ async def _exchange(process: asyncio.subprocess.Process, sent: bytes) -> tuple[b
 
     async with asyncio.TaskGroup() as group:
         group.create_task(send(), name="rollout.agent_input")
-        out = group.create_task(_end_of(stdout), name="rollout.agent_output")
-        err = group.create_task(_end_of(stderr), name="rollout.agent_errors")
+        out = group.create_task(_end_of(stdout, log if is_output_logged else None), name="rollout.agent_output")
+        err = group.create_task(_end_of(stderr, log), name="rollout.agent_errors")
     await process.wait()
     return out.result(), err.result()
 
 
-async def _end_of(stream: asyncio.StreamReader) -> bytes:
+async def _end_of(stream: asyncio.StreamReader, log: AgentLog | None) -> bytes:
     """The last `MAX_OUTPUT_BYTES` of a stream. The rest is not kept: a program may print without end."""
     kept = bytearray()
     while chunk := await stream.read(READ_BYTES):
         kept += chunk
+        if log is not None:
+            log.add(chunk)
         if len(kept) > 2 * MAX_OUTPUT_BYTES:
             del kept[:-MAX_OUTPUT_BYTES]
     return bytes(kept[-MAX_OUTPUT_BYTES:])

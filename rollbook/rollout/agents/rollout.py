@@ -34,8 +34,8 @@ from rollbook.rollout.agents.coding_agents import CODING_AGENTS, CodingOptions
 from rollbook.rollout.agents.lineage import TrainOnly
 from rollbook.rollout.agents.program import (
     AgentError,
+    AgentLog,
     AgentOutcomeError,
-    AgentOutput,
     Program,
     coding_program,
     command_program,
@@ -139,13 +139,14 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
             if settings.is_coding:
                 row = await stack.enter_async_context(open_workspace(row, template))
                 facts["sandbox"] = settings.sandbox
-            output = await _run(program, row, session, is_error_scored=settings.on_agent_error == "score")
-            if output.log:
-                facts["agent_log"] = output.log
+            log = AgentLog()
+            result = await _run(program, row, session, log, is_error_scored=settings.on_agent_error == "score")
+            if log.text:
+                facts["agent_log"] = log.text
             if is_scored_by_run:
-                facts["result"] = _plain(output.result)
+                facts["result"] = _plain(result)
                 return session.build(reward=None, invalid_cause=TO_BE_SCORED, facts=facts)
-            return await _sample(row, output.result, session, reward, facts)
+            return await _sample(row, result, session, reward, facts)
 
     return play
 
@@ -168,27 +169,29 @@ def _program(settings: AgentSettings, setup: RolloutSetup) -> Program:
     return sandboxed_program(settings.agent, options, limits, kind=settings.sandbox)
 
 
-async def _run(program: Program, row: dict[str, Any], session: ChatSession, *, is_error_scored: bool) -> AgentOutput:
+async def _run(
+    program: Program, row: dict[str, Any], session: ChatSession, log: AgentLog, *, is_error_scored: bool
+) -> Any:
     """The agent's return value, or its error if that is an outcome. Raises policy failures even if the agent caught them."""
     try:
-        output = await _within_the_time(program(dict(row), session), session)
+        result = await _within_the_time(program(dict(row), session, log), session)
     except AgentError as error:
         if session.failure is not None:
             raise session.failure from error
         if session.end_reason is None and not is_error_scored and not isinstance(error, AgentOutcomeError):
             raise
-        output = AgentOutput(error, error.log)
+        result = error
     await session.settled()
     if session.failure is not None:
         raise session.failure
     if session.num_turns == 0:
         raise EpisodeError(
-            f"the agent ended without a request to the policy (it returned {output.result!r}): does it use the base_url?"
+            f"the agent ended without a request to the policy (it returned {result!r}): does it use the base_url?"
         )
-    return output
+    return result
 
 
-async def _within_the_time(program: Coroutine[Any, Any, AgentOutput], session: ChatSession) -> AgentOutput:
+async def _within_the_time(program: Coroutine[Any, Any, Any], session: ChatSession) -> Any:
     """End the agent shortly before the episode's time is over, so that what it did can still be scored."""
     running = asyncio.create_task(program, name="rollout.agent")
     deadline = asyncio.create_task(session.out_of_time(), name="rollout.agent_deadline")

@@ -9,7 +9,7 @@ import io
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,9 @@ from rollbook.rollout.agents.program import (
     STDERR_CHARS,
     WORKSPACE,
     AgentError,
+    AgentLog,
     AgentOutcomeError,
-    AgentOutput,
     Program,
-    log_of,
 )
 from rollbook.rollout.contract import ChatSession
 from rollbook.rollout.policy import pause_episode_time
@@ -76,7 +75,7 @@ def sandboxed_program(name: str, options: CodingOptions, limits: Limits, *, kind
     )
     environment = {**options.environment, "PATH": f"{path}:{SYSTEM_PATH}", "HOME": HOME}
 
-    async def run(row: dict[str, Any], session: ChatSession) -> AgentOutput:
+    async def run(row: dict[str, Any], session: ChatSession, log: AgentLog) -> str:
         proxy = urlsplit(session.base_url)
         launch = agent.launch(
             place_of(row, session, options, home=HOME, work=WORK, base_url=f"http://127.0.0.1:{PORT}{proxy.path}")
@@ -91,20 +90,13 @@ def sandboxed_program(name: str, options: CodingOptions, limits: Limits, *, kind
                 assert proxy.hostname is not None
                 assert proxy.port is not None
                 async with sandbox.forward(PORT, (proxy.hostname, proxy.port)):
-                    return await _play(sandbox, program, launch, options, row, session)
+                    await _play(sandbox, [str(program), *launch.arguments(options)], launch, Path(row[WORKSPACE]), log)
+        return session.last_text
 
     return run
 
 
-async def _play(  # noqa: PLR0917 - one caller
-    sandbox: Sandbox,
-    program: Path,
-    launch: Launch,
-    options: CodingOptions,
-    row: Mapping[str, Any],
-    session: ChatSession,
-) -> AgentOutput:
-    command = [str(program), launch.command[1], *options.arguments, *launch.command[2:]]
+async def _play(sandbox: Sandbox, command: Sequence[str], launch: Launch, workspace: Path, log: AgentLog) -> None:
     try:
         result = await sandbox.exec(
             command,
@@ -113,22 +105,20 @@ async def _play(  # noqa: PLR0917 - one caller
             cwd=WORK,
             timeout_s=None,  # the episode has a deadline
             output_bytes=MAX_OUTPUT_BYTES,
+            on_output=lambda _stream, printed: log.add(printed),
         )
-        await _copy_out(sandbox, Path(row[WORKSPACE]))
+        await _copy_out(sandbox, workspace)
     except SandboxLimitError as error:
         raise AgentOutcomeError(f"the sandbox ended the agent: {error}") from error
     except asyncio.CancelledError:
         # The time is over. What it did until then is scored.
-        await finish(_copy_out(sandbox, Path(row[WORKSPACE])), within_s=COPY_S, name="agent.copy_out")
+        await finish(_copy_out(sandbox, workspace), within_s=COPY_S, name="agent.copy_out")
         raise
     if result.exit_code:
         output = result.stderr.decode(errors="replace").strip()[-STDERR_CHARS:]
         # Only the policy's own commands can signal it.
         error_class = AgentOutcomeError if result.exit_code < 0 else AgentError
-        raise error_class(
-            f"the agent's command ended with code {result.exit_code}: {output}", log_of(result.stdout + result.stderr)
-        )
-    return AgentOutput(session.last_text, log_of(result.stdout + result.stderr))
+        raise error_class(f"the agent's command ended with code {result.exit_code}: {output}")
 
 
 def _pack(layer: Path, workspace: Path, launch: Launch) -> None:
