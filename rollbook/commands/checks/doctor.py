@@ -11,12 +11,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
 from rollbook.commands.arguments import Argument, AsJson, Option, Overrides
+from rollbook.commands.checks.findings import LABELS, DoctorFinding, Verdict, finding_lines
+from rollbook.commands.checks.sandboxes import agent_findings, run_findings, sandbox_findings
 from rollbook.commands.output import EXIT_FAILED, result, result_json
 from rollbook.contracts.plugin import EXTRAS, install_command, load_on_demand, require_libraries
 from rollbook.run.config.run import load_config
@@ -32,22 +33,6 @@ MIN_FILES = 1024
 MAX_CLOCK_OFFSET_S = 5.0
 """Leases use the ledger's clock alone, but times in logs and spans of several machines are compared."""
 GIB = 2**30
-
-
-class Verdict(StrEnum):
-    OK = "ok"
-    ABSENT = "absent"
-    """Optional, and not there."""
-    BROKEN = "broken"
-    """It is there, or required, and does not work."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorFinding:
-    name: str
-    verdict: Verdict
-    found: str
-    advice: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +69,7 @@ def examine(directory: Path) -> list[DoctorFinding]:
         _postgres,
         _confinement,
     )
-    return [check() for check in checks]
+    return [*(check() for check in checks), *sandbox_findings(), *agent_findings()]
 
 
 def examine_cluster(address: str, *, host: str, directory: Path) -> list[DoctorFinding]:
@@ -331,9 +316,6 @@ def _confinement() -> DoctorFinding:
     return DoctorFinding(name="confinement", verdict=verdict, found=text, advice=advice)
 
 
-SIGNS = {Verdict.OK: "ok     ", Verdict.ABSENT: "absent ", Verdict.BROKEN: "BROKEN "}
-
-
 def plan_lines(found: Resolution) -> list[str]:
     """The memory plan of a run by place, with every part."""
     lines: list[str] = []
@@ -347,9 +329,11 @@ def plan_lines(found: Resolution) -> list[str]:
 
 
 def print_plan(config: Path, overrides: Sequence[str], *, directory: Path, as_json: bool) -> int:
-    """What a run would need on this machine. Nothing is loaded or started."""
-    found = resolve(load_config(config, overrides), this_machine(), disk_bytes=free_disk_bytes(directory.resolve()))
-    faults = found.faults()
+    """What a run would need on this machine. No process of it is started, except a sandbox if it uses some."""
+    run = load_config(config, overrides)
+    found = resolve(run, this_machine(), disk_bytes=free_disk_bytes(directory.resolve()))
+    faults, findings = found.faults(), run_findings(run.config)
+    exit_code = EXIT_FAILED if faults or _is_broken(findings) else 0
     if as_json:
         parts = [] if found.plan is None else [asdict(part) for part in found.plan.parts]
         result_json(
@@ -359,16 +343,21 @@ def print_plan(config: Path, overrides: Sequence[str], *, directory: Path, as_js
                 "capacity": dict(found.capacity),
                 "notes": list(found.notes),
                 "faults": [str(fault) for fault in faults],
+                "findings": [asdict(finding) for finding in findings],
             }
         )
-        return EXIT_FAILED if faults else 0
+        return exit_code
     for line in [*found.lines(), *plan_lines(found)]:
         result(line)
     if found.plan is None:
         result("no memory plan: the model is not on this machine, or its config.json has unknown fields")
-    for fault in faults:
-        result(f"{SIGNS[Verdict.BROKEN]}{fault}")
-    return EXIT_FAILED if faults else 0
+    for line in (*finding_lines(findings), *(f"{LABELS[Verdict.BROKEN]}{fault}" for fault in faults)):
+        result(line)
+    return exit_code
+
+
+def _is_broken(findings: Sequence[DoctorFinding]) -> bool:
+    return any(finding.verdict is Verdict.BROKEN for finding in findings)
 
 
 def doctor_command(  # noqa: PLR0917 - a command line is a list of flags
@@ -392,10 +381,11 @@ def doctor_command(  # noqa: PLR0917 - a command line is a list of flags
     ] = "127.0.0.1",
     as_json: AsJson = False,
 ) -> int:
-    """Check torch, GPUs, vLLM, ports, disk, shared memory, PostgreSQL and confinement. Exits 1 if something is broken.
+    """Check torch, GPUs, vLLM, ports, disk, shared memory, PostgreSQL, confinement, sandboxes and coding agents. Fails on faults.
 
-    With a run file: the settings that would be chosen, and the memory that the run needs by GPU, process and purpose; exits 1 if it
-    does not fit. With --cluster: the versions, GPUs, clock, shared directory and network of every node.
+    With a run file: the settings that would be chosen, the memory that the run needs by GPU, process and purpose, and whether its
+    sandboxes and its coding agent work here; exits 1 if not, or if it does not fit. With --cluster: the versions, GPUs, clock,
+    shared directory and network of every node.
     """
     if config is not None:
         return print_plan(config, override or (), directory=directory, as_json=as_json)
@@ -403,8 +393,6 @@ def doctor_command(  # noqa: PLR0917 - a command line is a list of flags
     if as_json:
         result_json({"findings": [asdict(finding) for finding in findings]})
     else:
-        width = max(14, *(len(finding.name) + 2 for finding in findings))
-        for finding in findings:
-            advice = f": {finding.advice}" if finding.advice else ""
-            result(f"{SIGNS[finding.verdict]}{finding.name:<{width}}{finding.found}{advice}")
-    return EXIT_FAILED if any(finding.verdict is Verdict.BROKEN for finding in findings) else 0
+        for line in finding_lines(findings):
+            result(line)
+    return EXIT_FAILED if _is_broken(findings) else 0

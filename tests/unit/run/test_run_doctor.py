@@ -1,11 +1,16 @@
 """What `rollbook doctor` concludes from the facts of a machine."""
 
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from rollbook.commands.checks.doctor import NodeFacts, Verdict, examine, node_findings
+from rollbook.commands.checks.doctor import NodeFacts, examine, node_findings
+from rollbook.commands.checks.findings import Verdict
+from rollbook.commands.checks.sandboxes import agent_findings, run_findings, sandbox_findings
+from rollbook.run.config.run import RunConfig
+from tests.parts.sandbox.bubblewrap import require_bubblewrap
 
 OURS = {"python": "3.11.7", "torch": "2.13.0"}
 GOOD = NodeFacts(address="10.0.0.6", versions=OURS, sees_directory=True, mib_per_s=900.0)
@@ -52,3 +57,69 @@ def test_bytecode_that_is_not_cached_is_named(
     monkeypatch.setattr("rollbook.commands.checks.doctor._run", lambda code: (0, "1.0"))
     (found,) = [finding for finding in examine(tmp_path) if finding.name == "bytecode"]
     assert (found.verdict, found.advice) == (verdict, advice)
+
+
+def test_a_sandbox_is_started_and_its_commands_run() -> None:
+    require_bubblewrap()
+    (found,) = sandbox_findings()
+    assert (found.name, found.verdict, found.advice) == ("sandbox bubblewrap", Verdict.OK, "")
+
+
+@pytest.mark.parametrize(("is_required", "verdict"), [(False, Verdict.ABSENT), (True, Verdict.BROKEN)])
+def test_a_sandbox_that_cannot_start_is_broken_only_for_a_run_that_needs_it(
+    monkeypatch: pytest.MonkeyPatch, is_required: bool, verdict: Verdict
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    (found,) = sandbox_findings(is_required=is_required)
+    assert found.verdict is verdict
+    assert "apt-get install bubblewrap" in found.found
+    assert 'sandbox = "none"' in found.found
+
+
+def test_a_sandbox_of_another_kind_that_works_here_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    require_bubblewrap()
+    (tmp_path / "bwrap").symlink_to(str(shutil.which("bwrap")))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (found,) = sandbox_findings("podman", is_required=True)
+    assert (found.verdict, found.advice) == (Verdict.BROKEN, 'sandbox = "bubblewrap" works on this machine. ')
+
+
+def install(directory: Path, **programs: str) -> str:
+    """Programs with these shell scripts. Returns the search path."""
+    for name, script in programs.items():
+        (directory / name).write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+        (directory / name).chmod(0o755)
+    return f"{directory}:/usr/bin:/bin"
+
+
+def test_each_coding_agent_is_named_with_its_version_or_how_to_install_it(tmp_path: Path) -> None:
+    path = install(tmp_path, codex="echo codex-cli 0.99.1", pi="exit 1", claude="echo 2.1.9 '(Claude Code)'")
+    found = {finding.name.removeprefix("agent "): finding for finding in agent_findings(path=path)}
+    assert (found["codex"].verdict, found["codex"].found) == (Verdict.OK, f"0.99.1 ({tmp_path / 'codex'})")
+    assert found["claude-code"].found.startswith("2.1.9 (")
+    assert (found["pi"].verdict, found["pi"].advice) == (
+        Verdict.BROKEN,
+        "install it again: npm install -g @mariozechner/pi-coding-agent",
+    )
+    assert found["mini-swe-agent"].verdict is Verdict.ABSENT
+    assert found["mini-swe-agent"].advice.startswith("pip install mini-swe-agent")
+
+
+def test_a_run_needs_the_agent_and_the_sandbox_that_it_names(tmp_path: Path) -> None:
+    config = {
+        "run": {"name": "agents"},
+        "model": {"path": "somewhere"},
+        "tasks": {"source": "somewhere:tasks"},
+        "rollout": {
+            "function": "agent",
+            "settings": {"agent": "codex", "sandbox": "none", "environment": {"PATH": install(tmp_path)}},
+        },
+    }
+    found = {finding.name: finding for finding in run_findings(RunConfig.model_validate(config))}
+    assert found["sandbox none"].found == "code runs unconfined, as configured"
+    assert (found["agent codex"].verdict, found["agent codex"].advice) == (
+        Verdict.BROKEN,
+        "npm install -g @openai/codex",
+    )
+    guessing = {**config, "rollout": {}}
+    assert run_findings(RunConfig.model_validate(guessing)) == []
