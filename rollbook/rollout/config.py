@@ -304,6 +304,15 @@ class RewardsConfig(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(
                 f"{', '.join(bad)}: a name must consist of letters, digits and underscores, and must not be `environment`"
             )
+        statistics = {
+            "seconds",
+            "seconds_max",
+            *(f"{one}_{what}" for one in self.functions for what in ("std", "unscored")),
+        }
+        if clashes := sorted(statistics & self.functions.keys()):
+            raise ValueError(
+                f"{', '.join(clashes)}: the metric reward/{clashes[0]} has another meaning; choose another name"
+            )
         return self
 
     @property

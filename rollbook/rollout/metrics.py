@@ -72,6 +72,8 @@ def rollout_metrics(config: RolloutConfig) -> tuple[Metric, ...]:
     found = list(ROLLOUT_METRICS)
     for name in reward_names(config):
         found.append(Metric(score_key(name), "reward", f"mean value of {name}", Reduction.MEAN))
+        spread = f"standard deviation of {name} over the samples"
+        found.append(Metric(f"{score_key(name)}_std", "reward", spread, Reduction.STD))
         unscored = f"samples that {name} could not score: None, NaN, exception or timeout"
         found.append(Metric(f"{score_key(name)}_unscored", "samples", unscored, Reduction.SUM))
     if config.rewards.functions:
@@ -108,6 +110,7 @@ def record_rewards(metrics: MetricRecorder, scores: Sequence[Mapping[str, float]
         for name in names:
             value = sample.get(score_key(name))
             metrics.add(score_key(name), value)
+            metrics.add(f"{score_key(name)}_std", value)
             metrics.add(f"{score_key(name)}_unscored", value is None)
         for metric in JUDGE_METRICS:
             if metric.name in sample:

@@ -22,6 +22,7 @@ class Reduction(StrEnum):
     MEAN = "mean"
     MAX = "max"
     MIN = "min"
+    STD = "std"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class _Cell:
     def __init__(self) -> None:
         self.total = 0.0
         self.count = 0.0
+        self.mean = 0.0
+        self.squares = 0.0  # of the distances from the mean: those of the values themselves would cancel
         self.most = -math.inf
         self.least = math.inf
         self.last = math.nan
@@ -45,6 +48,9 @@ class _Cell:
     def add(self, value: float, weight: float) -> None:
         self.total += value * weight
         self.count += weight
+        distance = value - self.mean
+        self.mean += distance * weight / self.count
+        self.squares += distance * (value - self.mean) * weight
         self.most = max(self.most, value)
         self.least = min(self.least, value)
         self.last = value
@@ -58,6 +64,7 @@ class _Cell:
             Reduction.MEAN: self.total / self.count,
             Reduction.MAX: self.most,
             Reduction.MIN: self.least,
+            Reduction.STD: math.sqrt(self.squares / self.count),
         }[reduction]
 
 

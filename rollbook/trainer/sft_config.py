@@ -10,6 +10,7 @@ READ_BY_SFT = frozenset(
     {
         "max_steps",
         "lr",
+        "optimizer",
         "optimizer_state",
         "betas",
         "eps",

@@ -214,7 +214,8 @@ async def test_a_group_is_scored_by_weighted_functions_and_all_of_them_are_recor
         assert (metrics["reward/judge"], metrics["reward/crash"]) == (0.75, 0.25)
         assert sample.reward == pytest.approx(metrics["reward/environment"] + 0.5 * metrics["reward/brief"] + 1.5)
     rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert any(row["reward/judge"] == 0.75 for row in rows)
+    assert any(row["reward/judge"] == 0.75 and row["reward/judge_std"] == 0.0 for row in rows)
+    assert any((row["reward/brief_std"] or 0) > 0 for row in rows)
     assert sum(row["reward/judge_unscored"] for row in rows) == 0
     assert any(row["reward/seconds_max"] is not None for row in rows)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -122,6 +123,23 @@ def test_sft_learns_and_a_killed_run_ends_with_the_same_weights(home: Path) -> N
     assert report["digest"] == uninterrupted.checkpoint.weights_digest
     model = AutoModelForCausalLM.from_pretrained(report["model"])
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(report["model"]))
+
+
+def test_muon_trains_demonstrations(home: Path) -> None:
+    config = (home / "sft.toml").read_text(encoding="utf-8")
+    (home / "sft.toml").write_text(
+        config.replace("epochs = 10", "epochs = 3").replace("[trainer]", '[trainer]\noptimizer = "muon"'),
+        encoding="utf-8",
+    )
+    found = train_in_process(home)
+    assert found.eval_loss is not None
+    assert found.eval_loss_before is not None
+    assert found.eval_loss < 0.9 * found.eval_loss_before
+    (groups,) = {
+        tuple("momentum" in group for group in torch.load(path, weights_only=True)["optimizer"]["param_groups"])
+        for path in (home / "uninterrupted" / "checkpoints").glob("*/*.pt")
+    }
+    assert groups == (True, False, False)
 
 
 def test_sft_ends_at_enough_loss_and_a_second_start_adds_nothing(home: Path) -> None:

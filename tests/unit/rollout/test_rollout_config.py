@@ -31,6 +31,13 @@ def test_settings_that_cannot_work_are_rejected() -> None:
             RolloutConfig.model_validate(wrong)
 
 
+@pytest.mark.parametrize("name", ["brief_std", "brief_unscored", "seconds"])
+def test_a_reward_function_named_like_a_metric_of_another_is_rejected(name: str) -> None:
+    functions = {"brief": {"path": "rewards:brief"}, name: {"path": "rewards:other"}}
+    with pytest.raises(ValidationError, match=f"{name}: the metric reward/{name} has another meaning"):
+        RolloutConfig.model_validate({"rewards": {"functions": functions}})
+
+
 def test_limits_slots_and_sampling_come_from_the_config() -> None:
     config = RolloutConfig(max_seconds=9, max_turns=2, max_total_tokens=77, workers=2, groups_per_worker=3)
     limits = config.limits

@@ -19,6 +19,7 @@ TABLE = tuple(Metric(f"test/{reduction}", "s", "a value reduced this way", reduc
         (Reduction.MEAN, 2.75),
         (Reduction.MAX, 5.0),
         (Reduction.MIN, 2.0),
+        (Reduction.STD, (14 / 9) ** 0.5),
     ],
 )
 def test_each_metric_is_reduced_as_declared(reduction: Reduction, expected: float) -> None:
@@ -35,6 +36,13 @@ def test_a_mean_is_weighted() -> None:
     assert recorder.tick()["test/mean"] == pytest.approx(0.99)
 
 
+def test_a_standard_deviation_is_weighted_and_exact_far_from_zero() -> None:
+    recorder = MetricRecorder("trainer", TABLE, None)
+    for value, weight in ((1e9, 1.0), (1e9 + 2, 3.0)):
+        recorder.add("test/std", value, weight=weight)
+    assert recorder.tick()["test/std"] == pytest.approx(0.75**0.5)
+
+
 def test_a_row_has_every_declared_key_even_without_values(tmp_path: Path) -> None:
     recorder = MetricRecorder("trainer", TABLE, tmp_path / "metrics.jsonl")
     recorder.tick(step=1)
@@ -46,6 +54,7 @@ def test_a_row_has_every_declared_key_even_without_values(tmp_path: Path) -> Non
         "test/mean": None,
         "test/max": None,
         "test/min": None,
+        "test/std": None,
     }
 
 

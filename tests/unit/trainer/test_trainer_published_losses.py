@@ -302,9 +302,8 @@ def test_a_step_has_the_value_and_the_gradient_of_the_published_objective(tmp_pa
     rows, data = recorded(tables)
     value = objective(tables, frozen, data)
     by_table = slopes(lambda now: objective(now, frozen, data), tables)
-    sum(
-        (one * torch.tensor(slope, dtype=torch.float64)).sum() for one, slope in zip(found, by_table, strict=True)
-    ).backward()
+    products = [(one * torch.tensor(by, dtype=torch.float64)).sum() for one, by in zip(found, by_table, strict=True)]
+    torch.stack(products).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     expected = {n: p.grad.clone() for n, p in learner.model.module.named_parameters() if p.grad is not None}
     learner.model.discard_gradients()
 
