@@ -11,12 +11,15 @@ import re
 import shutil
 import tempfile
 import time
+import tomllib
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from rollbook import __version__
 from rollbook.access.private_files import make_private_directory
@@ -166,6 +169,13 @@ class RunDirectory:
                 f"{self.path} is not a run directory: it has no {self.config_file.name} that can be read"
             )
         return self.config_file
+
+    def record_settings(self, section: str, values: Mapping[str, Any]) -> None:
+        """Change settings of the resolved configuration that were found out when the run began. Processes that start later, also in
+        resumed runs, read them."""
+        table = tomllib.loads(self.require_config().read_text(encoding="utf-8"))
+        table[section] = {**table.get(section, {}), **values}
+        write_atomically(self.config_file, tomli_w.dumps(table))
 
     def record_model(self, location: Path) -> None:
         """Record where the initial model is. A model inside the run directory is recorded as a relative path, so that a copied run

@@ -329,7 +329,8 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
 
     max_tokens_per_microbatch: int | None = Field(default=None, ge=1)
     """Computed tokens per forward pass, padding included; a longer sequence gets its own pass. On a GPU, the memory plan chooses at
-    most as many as take a quarter of its memory; without a plan they are measured when the model is loaded. Otherwise 16384."""
+    most as many as take a quarter of its memory; without a plan they are measured when the model is loaded. A pass of that size is
+    tried before the first step, and what fits is recorded. Without a GPU: 16384."""
 
     packing: Literal["auto", "packed", "padded"] = "auto"
     """`packed`: sequences are concatenated in one row, with attention inside each sequence only, without padding, and tokens that

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollbook.concurrency.clock import SystemClock
 from rollbook.concurrency.tasks import first_error
-from rollbook.contracts.batch import EndOfRun, TrainerRole
+from rollbook.contracts.batch import EndOfRun, PassSplit, TrainerRole
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.contracts.policy import SamplerExactness
 from rollbook.contracts.weights import AdapterKind
@@ -50,7 +50,14 @@ from rollbook.trainer.pipeline import (
 )
 from rollbook.trainer.publish import Publisher
 from rollbook.trainer.step import LearnerSnapshot, StepMemoryError, StepReport
-from rollbook.trainer.team import Learner, RemoteRanks, StoppedBeforeAssemblyError, Team, restored_learner
+from rollbook.trainer.team import (
+    Learner,
+    RemoteRanks,
+    StoppedBeforeAssemblyError,
+    Team,
+    fitting_split,
+    restored_learner,
+)
 
 LONG_POLL_S = 20.0
 """How long the ledger may hold a request for a batch before it responds that there is none yet."""
@@ -92,8 +99,10 @@ class TrainerLoop:
         reports: LoopReports,
         ranks: RankHosts | None = None,
         shared_base: Path | None = None,
+        probes: bool = False,
     ) -> None:
-        """`shared_base`: the file with which the base of adapters is mapped, see `shared_weights`."""
+        """`shared_base`: the file with which the base of adapters is mapped, see `shared_weights`. `probes`: whether the pass size
+        is tried before the first step."""
         self._directory = directory
         self._batches = batches
         self._source = batches.source
@@ -104,6 +113,7 @@ class TrainerLoop:
         self._publishes_adapters = targets.adapters_only
         self._adapter_kind: AdapterKind | None = None
         self._config = config
+        self._probes = probes
         self._clock = SystemClock()
         self._checkpoints = Checkpoints(
             directory / "checkpoints", model_dir=model_dir, config=config, shared_base=shared_base
@@ -209,6 +219,8 @@ class TrainerLoop:
             return await self._stopped(learner)
         digest = await self._acknowledged
         await self._settling.start(self._publish(learner.step, self._weights, digest))
+        if self._probes and learner.step == 0:
+            await self._probe(learner)
         await self._fetching.start(self._next_batch(learner))
         while True:
             started = self._clock.now()
@@ -336,6 +348,23 @@ class TrainerLoop:
             await self._train(learner, planned, started=started, replays=role)
             if step % self._config.checkpoint_every == 0 and step > role.durable_step:
                 await self._checkpoint(learner)
+
+    async def _probe(self, learner: Learner) -> None:
+        """Find out before the first step whether the planned passes fit, while the first episodes are played. What fits is recorded
+        like a setting: all steps, also those of a resumed run, are split by it."""
+        planned = self._splits.of(1)
+        self._doing(f"trying {planned}")
+        with self._spans.span("trainer.probe") as fields:
+            found = await asyncio.to_thread(fitting_split, learner, planned, self._record_failure)
+            fields["tokens"] = found.max_tokens
+        if found == planned and self._config.max_tokens_per_microbatch is None:
+            # Measured when the model was loaded.
+            await asyncio.to_thread(self._begin_with, found)
+        self._log.info("trainer.probed", planned=str(planned), found=str(found))
+
+    def _begin_with(self, split: PassSplit) -> None:
+        self._splits.begin_with(split)
+        self._reports.on_split(split)
 
     # One step ----------------------------------------------------------------------------------------------------------------
 
@@ -466,10 +495,13 @@ class TrainerLoop:
                 raise ChildProcessError(f"{failure} The trainer is restarted, and trains it with {failure.smaller}.")
 
     def _record_failure(self, failure: StepMemoryError) -> None:
-        """On disk: a trainer that is killed now must train the step as this one would."""
-        self._splits.add(
-            FailedAttempt(step=failure.step, failed=failure.failed, retried=failure.smaller, cause=str(failure))
-        )
+        """On disk: a trainer that is killed now must train the step as this one would. Step 0 is the probe."""
+        if failure.step > 0:
+            self._splits.add(
+                FailedAttempt(step=failure.step, failed=failure.failed, retried=failure.smaller, cause=str(failure))
+            )
+        elif failure.smaller is not None:
+            self._begin_with(failure.smaller)
         self._log.warning(
             "trainer.out_of_memory",
             step=failure.step,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from rollbook.contracts.batch import AckReceipt
+from rollbook.contracts.batch import AckReceipt, PassSplit
 from rollbook.contracts.ports import BatchSource, WeightReceiver, WeightStage
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
@@ -68,6 +68,8 @@ class LoopReports:
     """Called after each new step that is acknowledged, and after each publication."""
     on_trained: Callable[[int, Sequence[ShownSample]], None] | None = None
     """Called in a thread with each acknowledged step and `num_shown` of its samples."""
+    on_split: Callable[[PassSplit], None] = lambda split: None
+    """Called in a thread, before the first step, with a split other than that of the settings. Resumed runs begin with it."""
     num_shown: int = 0
     token_records: TokenRecordWriter | None = None
     """Records single tokens of some steps."""

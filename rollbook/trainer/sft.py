@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rollbook.contracts.batch import PassSplit
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import TokenRow
 from rollbook.telemetry.events import EventLog
@@ -24,7 +25,7 @@ from rollbook.trainer.data.minibatches import TrainRow
 from rollbook.trainer.model.weights import digest_of
 from rollbook.trainer.sft_config import SftConfig, sft_trainer
 from rollbook.trainer.step import StepMemoryError, StepReport
-from rollbook.trainer.team import Learner, restored_learner
+from rollbook.trainer.team import Learner, fitting_split, restored_learner
 
 SFT_METRICS = (
     Metric("train/loss", "nats", "mean negative log-probability of the assistant's tokens in the step"),
@@ -96,7 +97,11 @@ class SftLoop:
         metrics: MetricRecorder,
         log: EventLog,
         on_metrics: Callable[[dict[str, Any]], None] = lambda row: None,
+        on_split: Callable[[PassSplit], None] = lambda split: None,
+        probes: bool = False,
     ) -> None:
+        """`probes`: whether the pass size is tried before the first step. `on_split` is called with one that differs from that of
+        the settings: a resumed training begins with it."""
         self._config = config
         self._directory = directory
         self._total = steps_of(len(demonstrations), config, max_steps=trainer.max_steps)
@@ -108,6 +113,8 @@ class SftLoop:
         self._metrics = metrics
         self._log = log
         self._on_metrics = on_metrics
+        self._on_split = on_split
+        self._probes = probes
         self._is_stopping = False
         self._saved: Checkpoint | None = None
         self._splits: PassSplits
@@ -128,6 +135,8 @@ class SftLoop:
 
     def _train(self, learner: Learner) -> SftOutcome:
         self._log.info("sft.started", step=learner.step, of=self._total, demonstrations=len(self._rows))
+        if self._probes and learner.step == 0:
+            self._probe(learner)
         before = measured = self._measure(learner)
         losses: list[float] = []
         while not self._is_finished(learner.step, measured) and not self._is_stopping:
@@ -152,6 +161,29 @@ class SftLoop:
             eval_loss_before=before,
             eval_loss=measured,
         )
+
+    def _probe(self, learner: Learner) -> None:
+        """Find out whether the passes fit, and record the size that does."""
+        planned = self._splits.of(1)
+        found = fitting_split(learner, planned, self._record_failure)
+        if found == planned and self._trainer.max_tokens_per_microbatch is None:
+            # Measured when the model was loaded.
+            self._begin_with(found)
+        self._log.info("sft.probed", planned=str(planned), found=str(found))
+
+    def _begin_with(self, split: PassSplit) -> None:
+        self._splits.begin_with(split)
+        self._on_split(split)
+
+    def _record_failure(self, failure: StepMemoryError) -> None:
+        """Before the next attempt. Step 0 is the probe."""
+        if failure.step > 0:
+            self._splits.add(
+                FailedAttempt(step=failure.step, failed=failure.failed, retried=failure.smaller, cause=str(failure))
+            )
+        elif failure.smaller is not None:
+            self._begin_with(failure.smaller)
+        self._log.warning("sft.out_of_memory", step=failure.step, retried=str(failure.smaller), cause=str(failure))
 
     def _is_finished(self, step: int, measured: float | None) -> bool:
         """Checked only at evaluation steps, so that a killed and resumed run ends at the same step as an uninterrupted one."""
@@ -183,10 +215,7 @@ class SftLoop:
                 failure = error
             if failure.smaller is None or not failure.can_retry:
                 raise failure
-            self._splits.add(
-                FailedAttempt(step=step, failed=failure.failed, retried=failure.smaller, cause=str(failure))
-            )
-            self._log.warning("sft.out_of_memory", step=step, retried=str(failure.smaller), cause=str(failure))
+            self._record_failure(failure)
 
     def _measure(self, learner: Learner) -> float | None:
         """The validation loss."""

@@ -37,6 +37,7 @@ from rollbook.trainer.data.minibatches import (
     plan_rows,
     smaller_split,
 )
+from rollbook.trainer.data.probe import probe_pass, smaller_probe
 from rollbook.trainer.distributed.sharding import Passes, Ranks, cpu_mesh, gathered, own_shards, shard_state
 from rollbook.trainer.exactness import LogprobComparison, UnequalToken
 from rollbook.trainer.files.random_states import random_states, set_random_states
@@ -65,6 +66,14 @@ from rollbook.trainer.optimizer import (
 
 MIN_SAMPLED_LOGPROB = -20.0
 """Less likely tokens are sampled about once in 500 million."""
+
+FEW_TOKENS = 64
+"""Of a pass that only allocates the gradients."""
+LESS_MEMORY = (
+    "Give a policy server on the same device less (inference.kv_memory_mb), set trainer.lora, trainer.optimizer_state = 'host', a"
+    " smaller trainer.max_logits_mb or more trainer.ranks, or play shorter episodes (rollout.max_total_tokens), and start the run"
+    " again: it resumes"
+)
 
 
 class PassMemoryError(Exception):
@@ -301,6 +310,61 @@ class TrainStep:
         self.step = step
         return tally
 
+    def probe(self, split: PassSplit) -> None:
+        """Compute a pass of this size, forward and backward, and discard it. Raises `StepMemoryError` if it does not fit."""
+        try:
+            self.probe_pass(split.max_tokens, checkpointing=split.checkpointing)
+        except PassMemoryError as error:
+            failure = self.probe_error(error, split=split)
+        else:
+            return
+        raise failure
+
+    def probe_pass(self, num_tokens: int, *, checkpointing: bool | int) -> None:
+        """The probe of one rank. All ranks must call it. Raises `PassMemoryError`."""
+        torch.set_num_threads(self._config.threads)
+        self.model.use_checkpointing(checkpointing)
+        states = random_states()
+        self._allocate_optimizer()
+
+        def compute() -> None:
+            # Passes after the first one need memory next to the gradients.
+            for size in (min(num_tokens, FEW_TOKENS), num_tokens):
+                micro = probe_pass(
+                    size,
+                    vocabulary_size=self.vocabulary_size,
+                    context=getattr(self.model.config, "max_position_embeddings", None),
+                    is_packed=self.model.is_packed,
+                )
+                logprobs, entropy = self.model.token_logprobs(micro, is_entropy_trained=self._config.entropy_bonus > 0)
+                (logprobs.mean() + self._config.entropy_bonus * entropy.mean()).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+        detail = self._failure_of(compute)
+        self.model.discard_gradients()
+        set_random_states(states)
+        if detail is not None:
+            raise PassMemoryError(detail)
+
+    def probe_error(self, error: PassMemoryError, *, split: PassSplit, rank: int | None = None) -> StepMemoryError:
+        """What to do about a probe that does not fit into the memory of a rank (default: this one)."""
+        if error.is_optimizer:
+            return self.memory_error(error, (), step=0, split=split, rank=rank)
+        smaller = smaller_probe(split)
+        advice = "" if smaller is not None else f". {LESS_MEMORY}"
+        return StepMemoryError(
+            f"a trial pass does not fit into the memory of {self._process(rank)} with {split}{advice}. {error}",
+            step=0,
+            failed=split,
+            smaller=smaller,
+            can_retry=self.ranks.size == 1,
+        )
+
+    def _process(self, rank: int | None) -> str:
+        """`rank`: None for this one."""
+        number = self.ranks.rank if rank is None else rank
+        process = "the trainer" if self.ranks.size == 1 else f"trainer rank {number}"
+        return f"{process} ({self.model.device})"
+
     def memory_error(
         self,
         error: PassMemoryError,
@@ -311,23 +375,15 @@ class TrainStep:
         rank: int | None = None,
     ) -> StepMemoryError:
         """What to do about a step that does not fit into the memory of a rank (default: this one)."""
-        rank = self.ranks.rank if rank is None else rank
-        process = "the trainer" if self.ranks.size == 1 else f"trainer rank {rank}"
+        process = self._process(rank)
         smaller = None if error.is_optimizer else smaller_split(split, minibatches)
-        text = f"step {step} does not fit into the memory of {process} ({self.model.device}) with {split}"
+        text = f"step {step} does not fit into the memory of {process} with {split}"
         if error.is_optimizer:
-            text = (
-                f"the state of the optimizer ({state_bytes(self.optimizer) / 1e9:.2f} GB) does not fit into the memory of"
-                f" {process} ({self.model.device})"
-            )
+            size = state_bytes(self.optimizer) / 1e9
+            text = f"the state of the optimizer ({size:.2f} GB) does not fit into the memory of {process}"
         if smaller is None:
             longest = max((part.longest for part in minibatches), default=0)
-            text += (
-                f". Its longest sequence has {longest} tokens. Give a policy server on the same device less"
-                " (inference.kv_memory_mb), set trainer.lora, trainer.optimizer_state = 'host', a smaller trainer.max_logits_mb or"
-                " more trainer.ranks, or play"
-                " shorter episodes (rollout.max_total_tokens), and start the run again: it resumes"
-            )
+            text += (f". Its longest sequence has {longest} tokens" if longest else "") + f". {LESS_MEMORY}"
         return StepMemoryError(
             f"{text}. {error}",
             step=step,

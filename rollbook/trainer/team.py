@@ -9,8 +9,8 @@ import os
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -110,8 +110,8 @@ class Team:
         self._learner: TrainStep
         self._links: list[Link] = []
         self._children: list[BlockingChild] = []
-        self._training: tuple[Sequence[Minibatch], int, PassSplit] | None = None
-        """The step that the ranks train: its minibatches, number and split."""
+        self._failure_of: Callable[[PassMemoryError, int], StepMemoryError] | None = None
+        """What to do if a rank runs out of memory in the step or probe that the ranks compute."""
         self.on_out_of_memory: Callable[[StepMemoryError], None] = lambda error: None
         """Called in a thread when another rank ran out of memory, before this process ends."""
 
@@ -225,25 +225,32 @@ class Team:
         """Send each rank its own passes, and train."""
         size = len(self._links) + 1
         split = split or self.plan_settings.split
-        self._training = (minibatches, step, split)
+        self._failure_of = lambda error, rank: self._learner.memory_error(
+            error, minibatches, step=step, split=split, rank=rank
+        )
         for rank in range(1, size):
             ranks = Ranks(rank=rank, size=size)
             own = [ranks.own_passes(part.microbatches) for part in minibatches]
             self._send(rank, "train", (step, split.checkpointing, own))
         return self._learner.train(minibatches, step=step, split=split)
 
+    def probe(self, split: PassSplit) -> None:
+        """The pass of each rank has this size."""
+        self._failure_of = lambda error, rank: self._learner.probe_error(error, split=split, rank=rank)
+        for rank in range(1, len(self._links) + 1):
+            self._send(rank, "probe", (split.max_tokens, split.checkpointing))
+        self._learner.probe(split)
+
     def _rank_failed(self, rank: int, message: bytes) -> None:
         """Another rank ran out of memory. This one waits for it in a collective, which cannot be interrupted: end the process.
 
-        The trainer is restarted with all ranks, and trains the step as `on_out_of_memory` recorded.
+        The trainer is restarted with all ranks, and continues as `on_out_of_memory` recorded.
         """
-        assert self._training is not None
-        minibatches, step, split = self._training
+        assert self._failure_of is not None
         kind, _, detail = message.decode().partition(":")
-        error = PassMemoryError(detail, is_optimizer=kind == OPTIMIZER)
-        failure = self._learner.memory_error(error, minibatches, step=step, split=split, rank=rank)
+        failure = self._failure_of(PassMemoryError(detail, is_optimizer=kind == OPTIMIZER), rank)
         self.on_out_of_memory(failure)
-        then = "" if failure.smaller is None else f" All ranks are restarted, and train it with {failure.smaller}."
+        then = "" if failure.smaller is None else f" All ranks are restarted, and continue with {failure.smaller}."
         sys.stderr.write(f"{failure}{then}\n")
         sys.stderr.flush()
         os._exit(1)
@@ -285,6 +292,26 @@ class Team:
 
 
 Learner = TrainStep | Team
+
+
+def fitting_split(learner: Learner, split: PassSplit, on_failure: Callable[[StepMemoryError], None]) -> PassSplit:
+    """The largest split, at most this one, whose passes fit into memory: tried before the first step. Blocks.
+
+    `on_failure` is called with each failure after which a smaller split is tried. Raises `StepMemoryError` if nothing fits, and
+    `ChildProcessError` if the other ranks must be restarted before the next attempt.
+    """
+    while True:
+        try:
+            learner.probe(split)
+            return split
+        except StepMemoryError as error:
+            failure = error
+        if failure.smaller is None:
+            raise failure
+        on_failure(failure)
+        if not failure.can_retry:
+            raise ChildProcessError(f"{failure} The trainer is restarted, and tries {failure.smaller}.")
+        split = failure.smaller
 
 
 def restored_learner(
@@ -344,13 +371,11 @@ def follow(
     while True:
         match decode_call(link.receive()):
             case RankCall("train", [step, checkpointing, passes]):
-                try:
+                with _reporting_memory(link):
                     learner.train_passes(read_passes(passes), step=step, checkpointing=checkpointing)
-                except PassMemoryError as error:
-                    # Rank 0 records it and ends, which ends this process too.
-                    link.send(f"{OPTIMIZER if error.is_optimizer else 'pass'}:{error}".encode())
-                    link.wait_closed(COLLECTIVE_S)
-                    raise
+            case RankCall("probe", [num_tokens, checkpointing]):
+                with _reporting_memory(link):
+                    learner.probe_pass(num_tokens, checkpointing=checkpointing)
             case RankCall("mean_logprob", rows):
                 learner.mean_logprob(read_rows(rows))
             case RankCall("snapshot"):
@@ -369,6 +394,17 @@ def follow(
                 return
             case RankCall(method):
                 raise InvalidCallError(f"the other trainer rank sent an unknown call {method!r}")
+
+
+@contextmanager
+def _reporting_memory(link: Link) -> Iterator[None]:
+    """Report missing memory to rank 0, which records it and ends. That ends this process too."""
+    try:
+        yield
+    except PassMemoryError as error:
+        link.send(f"{OPTIMIZER if error.is_optimizer else 'pass'}:{error}".encode())
+        link.wait_closed(COLLECTIVE_S)
+        raise
 
 
 def join_team(invitation: Invitation) -> Link:

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.parts.run.small import SmallRun
+from rollbook.contracts.batch import PassSplit
+from rollbook.run.config.run import load_resolved_config
+from rollbook.run.directory import RunDirectory
+from rollbook.run.reader import open_run
+from tests.parts.run.small import SmallRun, rollbook
 
 pytestmark = pytest.mark.slow
 
@@ -123,3 +127,34 @@ FileTransport.put = once
     assert (summary["end"], summary["restarts"]) == ("finished", 0)
     log = (tmp_path / "run" / "logs" / "trainer.jsonl").read_text(encoding="utf-8")
     assert log.count("trainer.publication_retried") == 1
+
+
+def test_the_pass_size_that_fits_is_tried_before_the_first_step_and_recorded(tmp_path: Path) -> None:
+    code = """
+from rollbook.trainer.loop import TrainerLoop
+from rollbook.trainer.model.policy_model import PolicyModel
+begin, compute = TrainerLoop.__init__, PolicyModel.token_logprobs
+
+def probing(self, **options):
+    begin(self, **{**options, "probes": True})
+
+def limited(self, micro, **options):
+    return fail() if micro.inputs_BT.size > 600 else compute(self, micro, **options)
+
+TrainerLoop.__init__ = probing
+PolicyModel.token_logprobs = limited
+"""
+    sizes = ["trainer.max_steps=3", "trainer.max_tokens_per_microbatch=5000"]
+    summary = run_with(tmp_path, code, sizes)
+    assert (summary["end"], summary["restarts"]) == ("finished", 0)
+    recorded = load_resolved_config(RunDirectory(tmp_path / "run")).config.trainer
+    assert (recorded.max_tokens_per_microbatch, recorded.gradient_checkpointing) == (312, True)
+    with open_run(tmp_path / "run") as run:
+        assert {step.split for step in run.steps()} == {PassSplit(max_tokens=312, gradient_checkpointing=True)}
+    replay = rollbook("replay", str(tmp_path / "run"), "--verify")
+    assert replay.returncode == 0, replay.stderr
+    resumed = rollbook(
+        "train", str(tmp_path / "run"), "--set", "trainer.max_steps=4", "--no-preflight", "--no-dashboard"
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert "max_tokens_per_microbatch" not in resumed.stderr, "nothing changed"

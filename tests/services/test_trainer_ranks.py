@@ -14,6 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rollbook.contracts.batch import PassSplit
 from rollbook.contracts.policy import Publication, PublicationId
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.embedded.engine import open_engine
@@ -47,6 +48,7 @@ def train(
     steps: int,
     ranks: int,
     publishes_adapters: bool = False,
+    probes: bool = False,
     model_dir: Path | None = None,
     **settings: object,
 ) -> tuple[dict[str, torch.Tensor], dict[int, str]]:
@@ -64,6 +66,8 @@ def train(
         digests = {}
         if publishes_adapters:
             learner.publish_adapters()
+        if probes:
+            learner.probe(PassSplit(max_tokens=200, gradient_checkpointing=True))
         while learner.step < steps:
             learner.run(recorded_batch(learner.step + 1))
             digests[learner.step] = digest_of(learner.snapshot())
@@ -113,6 +117,14 @@ def test_two_ranks_learn_what_one_does_and_resume_to_the_bit_or_within_rounding(
     assert {**first, **second} == whole_digests, "a resume with as many ranks is exact"
     fewer, _ = train(tmp_path, "fewer", steps=4, ranks=1)
     require_close(fewer, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_trial_pass_of_two_ranks_changes_nothing(tmp_path: Path) -> None:
+    _, expected = train(tmp_path, "plain", steps=2, ranks=2)
+    _, found = train(tmp_path, "tried", steps=2, ranks=2, probes=True)
+    assert found == expected
 
 
 @pytest.mark.slow

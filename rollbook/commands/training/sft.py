@@ -44,9 +44,12 @@ def _resolve(source: Path, out: Path | None, overrides: Sequence[str]) -> tuple[
             raise RunDirectoryError(f"{source} is not an output directory of `rollbook sft`: {error}") from error
         return load_sft_config(source / "config.toml", overrides, source_dir=home), RunDirectory(source.resolve())
     loaded = load_sft_config(source, overrides)
-    loaded = loaded.with_trainer(trainer_choices(loaded.config.trainer, this_machine()))
     chosen = out or Path("runs") / f"{loaded.config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return loaded, RunDirectory(chosen.resolve())
+    directory, recorded = RunDirectory(chosen.resolve()), None
+    if (directory.path / MANIFEST).exists():
+        recorded = load_sft_config(directory.require_config(), source_dir=loaded.source_dir).config.trainer
+    loaded = loaded.with_trainer(trainer_choices(loaded.config.trainer, this_machine(), recorded=recorded))
+    return loaded, directory
 
 
 def _prepare(path: Path) -> None:

@@ -21,6 +21,7 @@ from rollbook.run.config.sft import FINAL, MANIFEST, LoadedSftConfig, load_sft_c
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
+from rollbook.trainer.checkpoints.settings_history import split_settings
 from rollbook.trainer.config import SPLIT_SETTINGS
 from rollbook.trainer.model.model_directory import prepare_model_directory
 from rollbook.trainer.sft import SFT_METRICS, SftLoop, SftOutcome, steps_of
@@ -37,14 +38,14 @@ def main(argv: list[str]) -> int:
         # The writing process holds the lock: it may still finish a step after its command was killed.
         with run.locked():
             run.config_file.write_text(sys.stdin.read(), encoding="utf-8")
-            return _train(directory, load_sft_config(run.config_file, source_dir=source_dir))
+            return _train(run, load_sft_config(run.config_file, source_dir=source_dir))
     except RunError as error:
         _print(f"error: {error}")
         return 1
 
 
-def _train(directory: Path, loaded: LoadedSftConfig) -> int:
-    config = loaded.config
+def _train(run: RunDirectory, loaded: LoadedSftConfig) -> int:
+    config, directory = loaded.config, run.path
     model_dir = prepare_model_directory(loaded.model, directory / "model", seed=config.run.seed)
     train, validation = _rows(loaded, ModelTokenizer.from_directory(model_dir))
     log = EventLog("sft", directory / "logs" / "sft.jsonl")
@@ -60,6 +61,8 @@ def _train(directory: Path, loaded: LoadedSftConfig) -> int:
         metrics=MetricRecorder("sft", SFT_METRICS, directory / "metrics.jsonl"),
         log=log,
         on_metrics=_ProgressPrinter(),
+        on_split=lambda split: run.record_settings("trainer", split_settings(split)),
+        probes=config.trainer.device == "cuda",
     )
     _print(f"{len(train)} demonstrations, {len(validation)} for validation, {total_steps} steps")
     for number in (signal.SIGINT, signal.SIGTERM):

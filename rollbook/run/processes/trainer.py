@@ -17,6 +17,7 @@ from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.sinks.forwarder import ROLLOUTS_FILE, Forwarder, open_sinks
 from rollbook.telemetry.token_records import TokenRecordWriter
+from rollbook.trainer.checkpoints.settings_history import split_settings
 from rollbook.trainer.data.planner import OpenSource
 from rollbook.trainer.files.rollout_table import RolloutTable
 from rollbook.trainer.loop import LoopEnd, LoopOutcome, TrainerLoop
@@ -58,6 +59,7 @@ async def main(context: RoleContext) -> str:
                 doing=context.channel.doing,
                 progressed=context.channel.progress,
                 on_trained=_rollout_table(context).add,
+                on_split=lambda split: context.directory.record_settings("trainer", split_settings(split)),
                 num_shown=config.telemetry.rollouts_per_step,
                 token_records=TokenRecordWriter(
                     context.directory.path,
@@ -67,6 +69,7 @@ async def main(context: RoleContext) -> str:
             ),
             ranks=RankHosts(remote=config.cluster.ranks, host=config.cluster.host),
             shared_base=context.shared_base,
+            probes=config.trainer.device == "cuda",
         )
         context.channel.ready("loading the model")
         with _forwarder(context), prompt_launches() if config.trainer.device == "cuda" else nullcontext():

@@ -38,7 +38,7 @@ from rollbook.run.resources.memory_plan import (
 from rollbook.run.resources.model_facts import ModelFacts, model_facts
 from rollbook.run.resources.shared_base import why_not_shared, why_not_worth_it
 from rollbook.run.resources.size_choice import Demand, choose_sizes
-from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.config import SPLIT_SETTINGS, TrainerConfig
 
 MIN_GPU_PARAMETERS = 5_000_000
 """A smaller model is not faster on a GPU: starting its kernels takes longer than running them on a CPU."""
@@ -588,8 +588,16 @@ def precision_of(gpus: Sequence[Gpu]) -> str:
     return "bfloat16" if all(device.has_bfloat16 for device in gpus) else "float32"
 
 
-def trainer_choices(trainer: TrainerConfig, machine: Machine) -> dict[str, Any]:
-    """Device, precision and threads of `rollbook sft`. Its pass size is measured when the model is loaded."""
+def trainer_choices(
+    trainer: TrainerConfig, machine: Machine, *, recorded: TrainerConfig | None = None
+) -> dict[str, Any]:
+    """Device, precision and threads of `rollbook sft`. Its pass size is measured when the model is loaded.
+
+    `recorded`: the settings of the training that is resumed, which keeps what was chosen and measured when it began.
+    """
+    if recorded is not None:
+        names = {"device", "compute_dtype", "threads", *SPLIT_SETTINGS} & recorded.model_fields_set
+        return {name: getattr(recorded, name) for name in sorted(names - trainer.model_fields_set)}
     if not machine.gpus or (trainer.device == "cpu" and "device" in trainer.model_fields_set):
         return {}
     threads = max(1, min(TRAINER_THREADS, machine.cores // 2))

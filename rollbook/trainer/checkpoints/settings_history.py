@@ -161,6 +161,11 @@ def _effective(settings: dict[str, Any]) -> dict[str, Any]:
     return {**settings, "exactness": effective_exactness(settings)}
 
 
+def split_settings(split: PassSplit) -> dict[str, Any]:
+    """The settings of the trainer that have this split."""
+    return dict(zip(SPLIT_SETTINGS, (split.max_tokens, split.checkpointing), strict=True))
+
+
 class PassSplits:
     """The split of each step: that of the settings, or a smaller one after an attempt that did not fit into memory."""
 
@@ -175,6 +180,15 @@ class PassSplits:
         if tried and tried[-1].retried is not None and (recorded is None or tried[-1].step == step):
             return tried[-1].retried
         return recorded or self._default
+
+    def begin_with(self, split: PassSplit) -> None:
+        """Use another default, as if the settings had it from the start. Before the first step."""
+        self._default = split
+        history = SettingsHistory.read(self._path)
+        if history.periods:
+            last = history.periods[-1]
+            settings = {**last.settings, **split_settings(split)}
+            replace(history, periods=(*history.periods[:-1], replace(last, settings=settings))).write(self._path)
 
     def failed(self, step: int) -> list[FailedAttempt]:
         return [attempt for attempt in self._attempts if attempt.step == step]

@@ -1,7 +1,7 @@
 """A trainer loop on a real ledger in memory, with fake replicas."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -203,6 +203,8 @@ class TinyLoop:
         max_head_offpolicy_versions: int = 0,
         open_in_child: OpenSource | None = None,
         token_records: TokenRecordWriter | None = None,
+        probes: bool = False,
+        on_split: Callable[[PassSplit], None] = lambda split: None,
     ) -> None:
         self._spans = SpanRecorder("trainer", directory / "spans.jsonl")
         self._log = EventLog("trainer", directory / "logs" / "trainer.jsonl")
@@ -221,7 +223,9 @@ class TinyLoop:
                 spans=self._spans,
                 log=self._log,
                 token_records=token_records,
+                on_split=on_split,
             ),
+            probes=probes,
         )
 
     def stop_after_step(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,8 +15,15 @@ from rollbook.contracts.errors import RunError
 from rollbook.telemetry.events import EventLog, read_json_lines
 from rollbook.telemetry.metrics import MetricRecorder, read_metrics
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
-from rollbook.trainer.checkpoints.settings_history import SMALLER_STEPS, FailedAttempt, PassSplits, SettingsHistory
+from rollbook.trainer.checkpoints.settings_history import (
+    SMALLER_STEPS,
+    FailedAttempt,
+    PassSplits,
+    SettingsHistory,
+    split_settings,
+)
 from rollbook.trainer.data.minibatches import smaller_split
+from rollbook.trainer.data.probe import probe_pass, smaller_probe
 from rollbook.trainer.loop import LoopEnd
 from rollbook.trainer.replay import replay
 from rollbook.trainer.sft import SFT_METRICS, SftLoop, SftOutcome
@@ -290,3 +298,89 @@ def test_tokens_are_not_recorded_if_there_is_no_memory_for_it(model_dir: Path) -
     with small_device(2):
         assert learner.token_values(recorded_batch(1)) == {}
     assert learner.token_values(recorded_batch(1))
+
+
+def test_a_trial_pass_has_the_size_of_the_planned_ones_and_changes_nothing(model_dir: Path) -> None:
+    config = quick(max_tokens_per_microbatch=40)
+    learner, other = initial_learner(model_dir, config), initial_learner(model_dir, config)
+    longest = learner.model.config.max_position_embeddings
+    with small_device(2000) as sizes:
+        for tokens in (40, longest, 2 * longest):
+            learner.probe(PassSplit(max_tokens=tokens, gradient_checkpointing=True))
+    few = min(64, longest)
+    assert sizes == [40, 40, few, longest, few, 2 * longest], "two passes each, the first for gradients"
+    assert all(parameter.grad is None for parameter in learner.model.parameters())
+    for trained in (learner, other):
+        trained.run(recorded_batch(1))
+    digest, state = weights_and_state(learner)
+    expected, expected_state = weights_and_state(other)
+    assert digest == expected
+    assert all(torch.equal(*pair) for pair in zip(state, expected_state, strict=True))
+
+
+@pytest.mark.parametrize("checkpointing", [False, 1, True])
+def test_smaller_trial_passes_end_with_checkpointing_of_all_layers(checkpointing: bool | int) -> None:
+    split: PassSplit | None = PassSplit.of(16_384, checkpointing)
+    tried: list[PassSplit] = []
+    while split is not None:
+        tried.append(split)
+        split = smaller_probe(split)
+    plain = [one.max_tokens for one in tried if not one.checkpoints_all]
+    checkpointed = [one.max_tokens for one in tried if one.checkpoints_all]
+    assert plain == ([] if checkpointing is True else [16_384, 8192, 4096, 2048])
+    assert checkpointed == ([16_384, 8192, 4096] if checkpointing is True else []) + [2048, 1024, 512, 256]
+
+
+async def test_the_pass_size_is_tried_before_the_first_step_and_a_resumed_run_keeps_what_fits(tmp_path: Path) -> None:
+    found: list[PassSplit] = []
+    settings: dict[str, Any] = {"max_tokens_per_microbatch": 1200, "checkpoint_every": 100}
+    async with open_trainer_ledger() as ledger:
+        await ledger.create(max_steps=3, submitted=2)
+        with small_device(300):
+            loop = TinyLoop(
+                ledger.source(), FakeReplicas(), tmp_path, quick(**settings), probes=True, on_split=found.append
+            )
+            running = asyncio.create_task(loop.run())
+            await until(lambda: "publish 2" in ledger.calls)
+            running.cancel()  # before the first checkpoint
+            with pytest.raises(asyncio.CancelledError):
+                await running
+        fits = PassSplit(max_tokens=300, gradient_checkpointing=True)
+        assert found == [PassSplit(max_tokens=1200, gradient_checkpointing=True), replace(fits, max_tokens=600), fits]
+        await ledger.submit(3)
+        # As a process of the run reads them from the recorded configuration.
+        resumed = quick(**{**settings, **split_settings(fits)})
+        with small_device(300) as sizes:
+            outcome = await TinyLoop(ledger.source(), FakeReplicas(), tmp_path, resumed, probes=True).run()
+        assert set((await splits_of(ledger)).values()) == {fits}
+        assert (outcome.end, outcome.step) == (LoopEnd.ENDED, 3)
+        assert max(sizes) < 300, "its first step is a recorded one: nothing is tried"
+        assert await ledger.acknowledged() == await replayed(ledger, tmp_path, 3, **settings)
+    history = SettingsHistory.read(tmp_path / "trainer_state.json")
+    assert len(history.periods) == 1, "the resumed run has the same settings"
+    assert history.periods[0].settings["max_tokens_per_microbatch"] == 300
+    assert not history.out_of_memory
+    (event,) = [e for e in read_json_lines(tmp_path / "logs" / "trainer.jsonl") if e["event"] == "trainer.probed"]
+    assert (event["planned"], event["found"]) == ("passes of 1200 tokens", str(fits))
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_sequences_of_a_trial_pass_fit_into_the_context_of_the_model(is_packed: bool) -> None:
+    for tokens in (1, 63, 64, 65, 1000):
+        found = probe_pass(tokens, vocabulary_size=5, context=64, is_packed=is_packed)
+        assert tokens - found.num_rows < found.inputs_BT.size <= tokens
+        assert len(found.targets_N) == found.inputs_BT.size
+        assert max(np.bincount(found.row_of_N)) <= 64
+
+
+async def test_a_model_of_which_no_pass_fits_ends_the_run_before_its_first_batch(tmp_path: Path) -> None:
+    async with open_trainer_ledger() as ledger:
+        await ledger.create(max_steps=1)
+        with (
+            small_device(100),
+            pytest.raises(
+                RunError, match=r"a trial pass does not fit into the memory of the trainer \(cpu\) with passes of"
+            ),
+        ):
+            await TinyLoop(ledger.source(), FakeReplicas(), tmp_path, quick(), probes=True).run()
+        assert await ledger.acknowledged() == {}
