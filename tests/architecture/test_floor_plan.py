@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "telemetry": {"contracts", "concurrency", "access"},
     "access": {"contracts", "concurrency"},
     "sandbox": {"contracts", "concurrency"},
-    "numerics": set(),
+    "numerics": {"contracts"},
     "shared_weights": {"contracts"},
     **dict.fromkeys(ROOMS, GROUND),
     "dashboard": GROUND,
