@@ -6,11 +6,11 @@ logits. Cancelling the future of `submit` frees the request's slot before the ne
 """
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -197,6 +197,9 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
 
+ProbeComparison = Callable[[Any, Sequence[Any]], str | None]
+"""Gets a model and what an engine sampled with it (`numerics.machine.ProbedAnswer`). Says what a trainer computes differently."""
+
 # Each engine is imported only where it is configured, so that a scripted server starts without torch.
 ENGINES: dict[str, str] = {
     "transformers": "rollbook.inference.engines.embedded.engine:open_engine",
@@ -210,12 +213,14 @@ def open_engine(
     *,
     spans: SpanRecorder | None = None,
     shared_base: Path | None = None,
+    compare: ProbeComparison | None = None,
 ) -> AbstractAsyncContextManager[Engine]:
     """The configured engine. `model_dir`: a Hugging Face directory with config and weights; the scripted engine needs none.
 
-    `shared_base`: the file with which the transformers engine maps the weights of another process, see `shared_weights`.
+    `shared_base`: the file with which the transformers engine maps the weights of another process, see `shared_weights`. `compare`:
+    how it checks its exact logprobs before it serves.
     """
     opener = load_on_demand(ENGINES[config.engine])
-    more = {} if shared_base is None else {"shared_base": shared_base}
+    more = {"shared_base": shared_base, "compare": compare} if config.engine == "transformers" else {}
     engine: AbstractAsyncContextManager[Engine] = opener(config, model_dir, spans=spans, **more)
     return engine

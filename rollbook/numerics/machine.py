@@ -3,10 +3,13 @@
 import platform
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 DRIVER = "driver"
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -40,3 +43,15 @@ def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
     """What differs, in words, of what is known of both."""
     names = [name for name in here if there.get(name, here[name]) != here[name]]
     return [f"{name} {there[name]} instead of {here[name]}" for name in names]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbedAnswer:
+    """What a sampler drew to show which bits it computes on this machine."""
+
+    how: str
+    """The batch, in words."""
+    prompt: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    temperature: float

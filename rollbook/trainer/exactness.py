@@ -4,17 +4,20 @@ Tokens of the newest policy are compared in the pass that trains them. In steps 
 it are computed once more with its weights, of which the trainer keeps a copy if there is memory for it.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollbook.contracts.group import GroupId
 from rollbook.contracts.policy import SamplerExactness
-from rollbook.numerics.machine import DRIVER, differences
+from rollbook.numerics.machine import DRIVER, ProbedAnswer, differences
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import Microbatch, Minibatch, TrainRow, plan_minibatch
 from rollbook.trainer.distributed.sharding import Ranks
@@ -85,6 +88,66 @@ def why_inexact(
         return f"policy server: {sampler.inexact_because}"
     others = differences({name: value for name, value in machine.items() if name != DRIVER}, sampler.machine)
     return f"the policy server has {', '.join(others)}" if others else None
+
+
+def compare_probe(module: Any, answers: Sequence[ProbedAnswer]) -> str | None:
+    """What differs between logprobs that an engine computed with the module, and those of a pass of a trainer. None: nothing, or a
+    trainer of this model is not exact either."""
+    weight = next(module.parameters())
+    config = TrainerConfig(
+        device=weight.device.type, compute_dtype="bfloat16" if weight.dtype is torch.bfloat16 else "float32"
+    )
+    with torch.cuda.device(weight.device) if weight.is_cuda else nullcontext():
+        model = PolicyModel.over(module, config)
+        found = unequal_answers(model, config, answers) if model.inexact_because is None else None
+        del model
+        if weight.is_cuda:
+            torch.cuda.empty_cache()
+    return found
+
+
+@torch.no_grad()
+def unequal_answers(model: PolicyModel, config: TrainerConfig, answers: Sequence[ProbedAnswer]) -> str | None:
+    """Answers whose logprobs have other bits in a pass over all of them, or in one over each."""
+    rows = [row_of_answer(number, answer) for number, answer in enumerate(answers)]
+    one_pass = config.model_copy(update={"max_tokens_per_microbatch": max(1, sum(map(len, rows)))})
+    unequal: list[tuple[ProbedAnswer, int, float, float]] = []
+    compared = Counter[str]()
+    for part in (rows, *([row] for row in rows)):
+        for micro in plan_minibatch(part, one_pass, is_packed=model.is_packed).microbatches:
+            trained_N = model.token_logprobs(micro)[0].float().cpu().numpy()
+            assert micro.index_N is not None
+            for n, (sampled, trained) in enumerate(zip(micro.sampled_logprobs_N, trained_N, strict=True)):
+                answer = answers[micro.sources[int(micro.row_of_N[n])].sample]
+                compared[answer.how] += 1
+                if sampled != trained:
+                    token = int(micro.index_N[n]) - len(answer.prompt)
+                    unequal.append((answer, token, float(sampled), float(trained)))
+    if not unequal:
+        return None
+    counts = Counter(answer.how for answer, *_ in unequal)
+    answer, token, sampled, trained = max(unequal, key=lambda found: abs(found[2] - found[3]))
+    shares = ", ".join(f"{how}: {counts[how]} of {number}" for how, number in sorted(compared.items()))
+    return (
+        f"{len(unequal)} of {compared.total()} logprobs of the check at the start have other bits than in a pass of the trainer"
+        f" (sampled {shares}). The largest difference: token {token} after a prompt of {len(answer.prompt)}, sampled {answer.how}:"
+        f" {sampled!r} in the engine, {trained!r} in the trainer"
+    )
+
+
+def row_of_answer(number: int, answer: ProbedAnswer) -> TrainRow:
+    start, count = len(answer.prompt), len(answer.tokens)
+    return TrainRow(
+        group_id=GroupId("probe"),
+        sample=number,
+        place=(number, 0),
+        inputs=np.concatenate([answer.prompt, answer.tokens[:-1]]).astype(np.int32),
+        predicted_at=np.arange(start - 1, start - 1 + count),
+        targets=answer.tokens,
+        sampled_logprobs=answer.logprobs,
+        advantage=0.0,
+        temperature=answer.temperature,
+    )
 
 
 def is_comparable(micro: Microbatch, lag: int) -> NDArray[np.bool_]:

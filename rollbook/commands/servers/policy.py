@@ -28,7 +28,7 @@ from rollbook.inference.engine import Engine, UnpublishedError, open_engine
 from rollbook.inference.pause import ADOPTED_EPOCH
 from rollbook.inference.server.app import SERVICE, build_app
 from rollbook.run.directory import write_json
-from rollbook.run.processes.inference_server import load_tokenizer
+from rollbook.run.processes.inference_server import compare_with_trainer, load_tokenizer
 from rollbook.run.resources.automatic import precision_of
 from rollbook.run.resources.machine import this_machine
 from rollbook.trainer.model_config import ModelConfig
@@ -112,7 +112,7 @@ async def _serve(
     except OSError as error:
         raise RunError(f"cannot listen on {options.host}:{options.port}: {error.strerror or error}") from error
     say(f"loading {options.model or 'the scripted engine'} ({config.engine}, {config.device}, {config.dtype})")
-    async with open_engine(config, directory) as engine:
+    async with open_engine(config, directory, compare=compare_with_trainer) as engine:
         await adopt_directory_weights(engine)
         tokenizer = load_tokenizer(directory)
         if tokenizer is None:

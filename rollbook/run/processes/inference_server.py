@@ -1,6 +1,8 @@
 """The policy process: the engine and its HTTP server. It samples nothing before the trainer has published weights."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rollbook.access.server import serve_app
 from rollbook.contracts.admission import MemberRole
@@ -17,7 +19,13 @@ from rollbook.run.supervision.membership import membership, until_unused
 
 async def main(context: RoleContext) -> str:
     config, model_dir = context.loaded.config, context.directory.initial_model
-    opened = open_engine(config.inference, model_dir, spans=context.spans, shared_base=context.shared_base)
+    opened = open_engine(
+        config.inference,
+        model_dir,
+        spans=context.spans,
+        shared_base=context.shared_base,
+        compare=compare_with_trainer if config.trainer.exactness == "bitwise" else None,
+    )
     async with opened as engine:
         app = build_app(
             engine,
@@ -49,6 +57,12 @@ def _about(exactness: SamplerExactness, config: RunConfig) -> str:
     if exactness.inexact_because is None:
         return ", exact logprobs"
     return f"; logprobs are not exact ({exactness.inexact_because})"
+
+
+def compare_with_trainer(module: Any, answers: Sequence[Any]) -> str | None:
+    """Loads the trainer's passes only where an engine has something to compare."""
+    found: str | None = load_on_demand("rollbook.trainer.exactness:compare_probe")(module, answers)
+    return found
 
 
 def load_tokenizer(model_dir: Path | None) -> TextTokenizer | None:

@@ -85,10 +85,11 @@ class PolicyModel:
         files: WeightFiles | None = None,
         is_reference: bool = False,
         base: SharedBase | None = None,
+        is_borrowed: bool = False,
     ) -> None:
         """`files`: set if the module is a skeleton, which they fill. `is_reference`: it is never trained.
 
-        `base`: holds the frozen weights of the module, in memory of another process.
+        `base`: holds the frozen weights of the module, in memory of another process. `is_borrowed`: see `over`.
         """
         config = config or TrainerConfig()
         if is_reference:
@@ -101,7 +102,7 @@ class PolicyModel:
         self.device = config.device
         self._base = base
         self._is_whole = config.ranks == 1
-        self.module: nn.Module = placed(module, config, files=files, base=base)
+        self.module: nn.Module = module if is_borrowed else placed(module, config, files=files, base=base)
         files = None if self._is_whole else files
         _without_dropout(self.module)
         if config.freeze_routers:
@@ -232,6 +233,12 @@ class PolicyModel:
             )
             module = add(module) if files is None else with_adapters(module, add)
         return cls(module, config, files=files, is_reference=is_reference, base=base)
+
+    @classmethod
+    def over(cls, module: Any, config: TrainerConfig) -> "PolicyModel":
+        """Computes with the weights of a module that something else uses. They stay where they are, in their types."""
+        own = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+        return cls(own, config, is_reference=True, is_borrowed=True)
 
     def tokens_per_pass(self, config: TrainerConfig) -> int:
         """`max_tokens_per_microbatch`, or as many tokens as take a quarter of the GPU's memory.

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import Engine, GenerationError
 from rollbook.inference.engines.embedded.engine import open_engine
 from rollbook.inference.pause import PauseMode
-from tests.parts.inference.engines import TinyModel, next_step, until
+from rollbook.numerics.machine import ProbedAnswer
+from tests.parts.inference.engines import TinyModel, embedded, next_step, until
 from tests.parts.inference.models import VOCAB, plain_logprobs, publish, write_weights
 
 KINDS = ["llama", "qwen2", "qwen3", "gpt2"]
@@ -120,6 +122,54 @@ async def test_a_prompt_that_an_update_meets_is_prefilled_again(root: Path) -> N
     for prompt, completion in zip(prompts, completions, strict=True):
         assert completion.versions.tolist() == [2] * 4
         assert_faithful(tiny.model(2), prompt, completion)
+
+
+@pytest.mark.parametrize("is_captured", [True, False])
+async def test_the_probe_of_a_start_samples_the_same_prompts_in_several_ways(root: Path, is_captured: bool) -> None:
+    tiny, found = TinyModel(root=root), list[ProbedAnswer]()
+
+    def compare(module: Any, answers: Sequence[ProbedAnswer]) -> None:
+        found.extend(answers)
+        for answer in answers:
+            tokens = [*answer.prompt.tolist(), *answer.tokens.tolist()]
+            expected = plain_logprobs(module, tokens, len(answer.prompt), temperature=answer.temperature)
+            np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
+
+    async with embedded(tiny, is_captured=is_captured, kv_memory_mb=8.0) as engine:
+        await engine.check_exactness(compare)
+        cached, rounds = engine.stats().cached_tokens, engine.stats().steps
+        after = await engine.generate(found[-1].prompt, SamplingParams(max_tokens=3))
+        assert engine.stats().cached_tokens == cached
+    alone, together = ([a for a in found if a.how == how] for how in ("one at a time", "in a batch"))
+    assert len(alone) == 4
+    assert cached > 0
+    assert rounds == 0
+    assert len(after.token_ids) == 3
+    for answer in alone:
+        twin = next(other for other in together if np.array_equal(other.prompt, answer.prompt))
+        assert np.array_equal(twin.tokens, answer.tokens)  # the same seeds
+    assert {a.how for a in found} == {"one at a time", "after a cached turn", "in a batch"}
+
+
+async def test_an_engine_whose_probe_differs_is_not_exact_and_says_which_operations_depend_on_the_batch(
+    root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = torch.nn.functional.linear
+
+    def depends_on_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return plain(x, weight, bias) * (1.0 if len(x) > 2 or len(weight) != VOCAB else 1.001)
+
+    async with embedded(TinyModel(root=root), is_captured=True, kv_memory_mb=8.0) as engine:
+        monkeypatch.setattr(torch.nn.functional, "linear", depends_on_rows)
+        await engine.check_exactness(lambda _module, _answers: "3 of 9 logprobs have other bits")
+        assert engine.exactness.inexact_because == "the check at its start found other bits than the trainer's"
+        await engine.check_exactness(lambda _module, _answers: 1 / 0)  # type: ignore[return-value, arg-type]  # it fails
+        assert len((await engine.generate([1, 2], SamplingParams(max_tokens=2))).token_ids) == 2
+    (different, failed) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert different.startswith("logprobs are not exact: 3 of 9 logprobs have other bits. ")
+    assert "product lm_head with 1, 2" in different
+    assert "inference.exactness" in different
+    assert "ZeroDivisionError" in failed
 
 
 async def test_after_keep_the_cache_holds_keys_of_the_old_weights(root: Path) -> None:

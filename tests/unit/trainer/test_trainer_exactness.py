@@ -10,10 +10,21 @@ import torch
 
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.policy import SamplerExactness, SamplingParams
+from rollbook.numerics.machine import ProbedAnswer
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
-from rollbook.trainer.data.minibatches import Microbatch, flatten, with_lags
-from rollbook.trainer.exactness import EarlierWeights, pass_to_check, why_inexact
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.data.minibatches import Microbatch, flatten, plan_minibatch, with_lags
+from rollbook.trainer.exactness import (
+    EarlierWeights,
+    compare_probe,
+    pass_to_check,
+    row_of_answer,
+    unequal_answers,
+    why_inexact,
+)
+from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.step import TrainStep
+from tests.parts.inference.models import build_model
 from tests.parts.trainer.batches import batch_of, quick, recorded_batch, row, sample, tiny_model_dir
 
 EXACT = SamplerExactness(inexact_because=None, machine={"GPU": "H200", "torch": "2.11", "driver": "570"})
@@ -200,3 +211,44 @@ def test_samplers_are_exact_together_if_all_are_on_equal_machines() -> None:
     mixed = SamplerExactness.of_all([replace(EXACT, recomputes=True), replace(EXACT, inexact_because="fast")])
     assert mixed is not None
     assert (mixed.inexact_because, mixed.recomputes) == ("fast", False)
+
+
+# In float64, the bits of a float32 logprob do not depend on the pass.
+PROBED = [
+    ProbedAnswer(
+        how=how,
+        prompt=np.array(prompt, dtype=np.int32),
+        tokens=np.array([6, 7, 8], dtype=np.int32),
+        logprobs=np.zeros(3, dtype=np.float32),
+        temperature=temperature,
+    )
+    for how, prompt, temperature in (("alone", [3, 4, 5], 1.0), ("in a batch", [3, 4, 5, 9], 0.7))
+]
+
+
+def with_logprobs_of(model: PolicyModel, answer: ProbedAnswer) -> ProbedAnswer:
+    (micro,) = plan_minibatch([row_of_answer(0, answer)], TrainerConfig(), is_packed=model.is_packed).microbatches
+    with torch.no_grad():
+        return replace(answer, logprobs=model.token_logprobs(micro)[0].float().numpy())
+
+
+def test_a_probe_with_one_other_bit_is_described() -> None:
+    model = PolicyModel.over(build_model().double(), TrainerConfig())
+    answers = [with_logprobs_of(model, answer) for answer in PROBED]
+    assert unequal_answers(model, TrainerConfig(), answers) is None
+    logprobs = answers[1].logprobs.copy()
+    logprobs[1] = np.nextafter(logprobs[1], np.float32(-9.0))
+    found = unequal_answers(model, TrainerConfig(), [answers[0], replace(answers[1], logprobs=logprobs)])
+    assert found is not None
+    assert found.startswith("2 of 12 logprobs")  # in the pass over all, and in its own
+    assert "(sampled alone: 0 of 6, in a batch: 2 of 6)" in found
+    assert "token 1 after a prompt of 4, sampled in a batch" in found
+    assert f"{float(logprobs[1])!r} in the engine, {float(answers[1].logprobs[1])!r} in the trainer" in found
+
+
+def test_a_probe_is_compared_only_where_a_trainer_is_exact_and_changes_nothing_in_the_model_of_the_engine() -> None:
+    module = build_model()
+    before = [parameter.data_ptr() for parameter in module.parameters()]
+    assert compare_probe(module, PROBED) is None
+    assert [parameter.data_ptr() for parameter in module.parameters()] == before
+    assert module.config._attn_implementation != "rollbook_packed"

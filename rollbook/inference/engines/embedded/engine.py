@@ -30,6 +30,7 @@ from rollbook.inference.engine import (
     EngineClosedError,
     EngineQueueFullError,
     EngineStats,
+    ProbeComparison,
     PromptScores,
     TokenConstraint,
     UnknownAdapterError,
@@ -39,8 +40,10 @@ from rollbook.inference.engines.busy import BusyPeriods
 from rollbook.inference.engines.embedded.adapters import BASE, POLICY
 from rollbook.inference.engines.embedded.build import EngineParts, build_parts
 from rollbook.inference.engines.embedded.live_weights import LoadPlan
+from rollbook.inference.engines.embedded.model.llama import LlamaForward
 from rollbook.inference.engines.embedded.model.module import score_prompt
 from rollbook.inference.engines.embedded.paged.runner import Capture
+from rollbook.inference.engines.embedded.probe import batch_dependent, probe
 from rollbook.inference.engines.embedded.thread import MEMORY_ADVICE, EngineThread
 from rollbook.inference.pause import PauseMode, needs_loading, require_unpublished
 from rollbook.inference.request import GenerationRequest, checked_prompt, checked_request
@@ -52,6 +55,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+EXACTNESS_ADVICE = (
+    "The engine serves all the same. docs/engine.md names versions of torch with which they were exact; to do without, set "
+    "inference.exactness and trainer.exactness to 'fast'"
+)
 RETRY_FULL_S = 0.2
 """Retry advice for a client when the queue is full."""
 MAX_NAMED = 16
@@ -68,8 +75,9 @@ async def open_engine(
     spans: SpanRecorder | None = None,
     capture: Capture | None = None,
     shared_base: Path | None = None,
+    compare: ProbeComparison | None = None,
 ) -> AsyncIterator["TransformersEngine"]:
-    """Load the model and start the engine's thread. On exit, the remaining requests fail."""
+    """Load the model and start the engine's thread. On exit, the remaining requests fail. `compare`: see `check_exactness`."""
     if model_dir is None:
         raise RunError("the transformers engine needs a model directory")
     torch.set_num_threads(config.threads)
@@ -80,6 +88,8 @@ async def open_engine(
     thread.start()
     try:
         await engine.warm_up()
+        if compare is not None and parts.inexact_because is None:
+            await engine.check_exactness(compare)
         engine.opening_s = time.perf_counter() - started
         with prompt_launches() if parts.model.device.type == "cuda" else nullcontext():
             yield engine
@@ -103,6 +113,7 @@ class TransformersEngine:
         self.opening_s = 0.0
         self._model = parts.model
         self._machine = machine_of_bits(parts.model.device.type)
+        self._inexact_because = parts.inexact_because
         self._config = config
         self._loop = loop
         self._rng = random.Random(config.seed)
@@ -146,9 +157,46 @@ class TransformersEngine:
     @property
     def exactness(self) -> SamplerExactness:
         return SamplerExactness(
-            inexact_because=self.parts.inexact_because,
+            inexact_because=self._inexact_because,
             recomputes=self._config.kv_after_update is KvAfterUpdate.RECOMPUTE,
             machine=self._machine,
+        )
+
+    async def check_exactness(self, compare: ProbeComparison) -> None:
+        """Before the first request: sample a few answers, and compare their logprobs with those of a trainer.
+
+        If `compare` finds a difference, the engine does not call itself exact, and the log says what differs, which operations
+        depend on the batch, and what to do.
+        """
+        model, found = self._model, list[str]()
+
+        def check() -> None:
+            answers = probe(self.parts.scheduler, vocab_size=model.vocab_size, max_model_len=model.max_model_len)
+            if (difference := compare(self.parts.module, answers)) is not None:
+                found.extend([difference, *(batch_dependent(model) if isinstance(model, LlamaForward) else [])])
+
+        try:
+            await self.thread.between_rounds(check)
+        except Exception as error:  # a check must not end what it checks; the trainer compares tokens in every step
+            log.warning("exact logprobs could not be checked at the start: %s: %s", type(error).__name__, error)
+            return
+        if not found:
+            log.info("exact logprobs: checked at the start")
+            return
+        self._inexact_because = "the check at its start found other bits than the trainer's"
+        difference, *operations = found
+        cause = (
+            f"The bits of a row depend on the number of rows in: {'; '.join(operations)}"
+            if operations
+            else "Products, norms and gates do not depend on the number of rows, so attention or the sampling of tokens does"
+        )
+        log.warning(
+            "logprobs are not exact: %s. %s (%s; %s). %s",
+            difference,
+            cause,
+            ", ".join(f"{name} {value}" for name, value in self._machine.items()),
+            "; ".join(self.parts.choices),
+            EXACTNESS_ADVICE,
         )
 
     def stats(self) -> EngineStats:

@@ -8,7 +8,7 @@ logits are compared with those of the module. Adapters are added to the output o
 # M tokens of a forward, N rows, C tokens a row, T positions, V vocabulary, E hidden size, X fused projection, D head size, O output
 # of a projection, F feed-forward size, L layers with experts, K experts of a token
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -137,6 +137,28 @@ class LlamaForward:
                 yield
         finally:
             self._layers = layers
+
+    def row_operations(self) -> Iterator[tuple[str, int, Callable[[Tensor], Tensor]]]:
+        """The operations of the first layer that compute each row by itself: name, width of their input, and the operation."""
+        layer, ops, head_EV = self._layers[0], self.packed_ops, self._head_VE.t()
+        wide = len(head_EV)
+
+        def added(projection: _Projection) -> Callable[[Tensor], Tensor]:
+            def operation(x_MD: Tensor) -> Tensor:
+                hidden_ME = torch.zeros(len(x_MD), wide, dtype=self.dtype, device=self.device)
+                self._add(hidden_ME, x_MD, projection, ops, None)
+                return hidden_ME
+
+            return operation
+
+        yield "norm", wide, lambda x_ME: ops.norm(x_ME, self._last_norm)
+        yield f"product {layer.fused.name}", wide, lambda x_ME: self._projected(x_ME, layer.fused, None)
+        yield f"product {layer.out.name}", layer.out.weight_OE.shape[1], added(layer.out)
+        if (mlp := layer.mlp) is not None:
+            yield f"product {mlp.gate_up.name}", wide, lambda x_ME: self._projected(x_ME, mlp.gate_up, None)
+            yield "gate", len(mlp.gate_up.weight_OE), ops.gate
+            yield f"product {mlp.down.name}", mlp.down.weight_OE.shape[1], added(mlp.down)
+        yield f"product {HEAD}", wide, lambda x_ME: float32_logits(x_ME, self._head_VE)
 
     def new_memory(self) -> SlotCache:
         return SlotCache(self.shapes, dtype=self.dtype, device=self.device, routes=self.route_shape)
