@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,6 +19,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 from benchmarks.dashboard.index import PER_STEP as LARGE_STEP
 from benchmarks.dashboard.index import RUN as LARGE_RUN
 from benchmarks.dashboard.index import write_ledger
+from rollbook.contracts.trajectory import RolloutSample
 from rollbook.run.config.run import RunConfig, dump_toml
 from rollbook.run.directory import RunDirectory
 from tests.page.conftest import Watched, run_elsewhere, running_server, serious_findings
@@ -75,6 +76,15 @@ def pages_of(group: str, step: int) -> dict[str, str]:
 PAGES = pages_of("task0@0", STEPS - 1)
 
 
+def judged(sample: RolloutSample) -> RolloutSample:
+    """Two judges of one function, one of which did not answer."""
+    notes = [
+        {"model": "grader-<i>large</i>", "score": 0.75, "text": "The answer is <script>alert(4)</script> short."},
+        {"model": "grader-small", "score": None, "text": "HTTP 500: overloaded"},
+    ]
+    return replace(sample, facts={"judges": {"helpful": notes}}, metrics={"reward/helpful": 0.75})
+
+
 @dataclass(frozen=True)
 class Shown:
     """A dashboard of a folder with three runs, one of them with a damaged ledger."""
@@ -91,7 +101,7 @@ class Shown:
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     folder = tmp_path_factory.mktemp("runs")
     run = run_elsewhere(record_run(folder / "first", ends=False, more_messages=MESSAGES))
-    run_elsewhere(record_run(folder / "second"))
+    run_elsewhere(record_run(folder / "second", change=judged))
     damaged = run_elsewhere(record_run(folder / "damaged"))
     for file in damaged.ledger.glob("ledger.sqlite*"):
         file.write_bytes(b"not a database" * 100)
@@ -143,6 +153,77 @@ def test_messages_with_scripts_links_escape_sequences_and_direction_marks_stay_t
         expect(main).to_contain_text(text)
     assert page.locator("main script, main img, main a[href^='javascript:'], main a[href^='https:']").count() == 0
     assert len(page.locator("main").inner_text()) < 1_000_000
+    page.close()
+
+
+def test_a_rollout_shows_what_the_judges_wrote_and_the_reward_of_each_turn(
+    browser: Browser, shown: Shown, watched: Watched
+) -> None:
+    page = watched.follow(browser.new_page(viewport={"width": 1280, "height": 900}))
+    opened(page, shown, "/rollout/task0%400/1", run="second")
+    judges = page.get_by_role("region", name="Judges")
+    expect(judges.locator("article")).to_have_count(2)
+    expect(judges.locator("article").first).to_contain_text("helpful: 0.75 grader-<i>large</i>")
+    expect(judges.locator("article").first).to_contain_text("The answer is <script>alert(4)</script> short.")
+    expect(judges.locator("article").last).to_contain_text("HTTP 500: overloaded")
+    main = page.get_by_role("main")
+    expect(main.locator("article.message.assistant header")).to_contain_text("reward 1,")
+    expect(main).to_contain_text("reward: helpful")
+    assert serious_findings(page) == []
+    opened(page, shown, "/rollout/task0%400/0", run="second")
+    expect(main.locator("article.message.assistant header")).to_contain_text("reward 0,")
+    page.close()
+
+
+@pytest.mark.parametrize(
+    ("sequences", "lineage", "expected"),
+    [
+        # An answer of the prompt comes first; the turns belong to the last two.
+        ([0, 0], None, ["", "reward 0.5", "reward -2"]),
+        # The turns of a sub-agent are not those of the conversation.
+        ([0, 1, 1, 0], [("main", None), ("subagent", 0)], ["", "reward 0.5", "reward 7"]),
+        # Which answers the further turns belong to is not known.
+        ([0, 0, 0, 0], None, ["", "", ""]),
+    ],
+)
+def test_the_rewards_of_turns_are_at_the_answers_of_these_turns(
+    browser: Browser,
+    shown: Shown,
+    watched: Watched,
+    sequences: list[int],
+    lineage: list[tuple[str, int | None]] | None,
+    expected: list[str],
+) -> None:
+    def with_turns(route: Route) -> None:
+        response = route.fetch()
+        answer = response.json()
+        (one, *_) = answer["samples"][0]["turns"]
+        roles = ("user", "assistant", "user", "assistant", "tool", "assistant")
+        found = answer["samples"][0]
+        found |= {
+            "messages": [{**found["messages"][0], "role": role, "content": role} for role in roles],
+            "sequences": 2,
+            "turns": [
+                {**one, "sequence": sequence, "reward": reward}
+                for sequence, reward in zip(sequences, (0.5, -2, 3, 7), strict=False)
+            ],
+        }
+        if lineage is not None:
+            told = [{"sequence": at, "role": role, "parent": parent} for at, (role, parent) in enumerate(lineage)]
+            found["facts"] = {"lineage": told}
+        route.fulfill(response=response, json=answer)
+
+    page = watched.follow(browser.new_page(viewport={"width": 1280, "height": 900}))
+    page.route(re.compile(r"/api/groups/task1%400\?"), with_turns)
+    opened(page, shown, "/rollout/task1%400/0")
+    headers = page.locator("main article.message.assistant header")
+    expect(headers).to_have_count(len(expected))
+    for at, text in enumerate(expected):
+        if text:
+            expect(headers.nth(at)).to_contain_text(f", {text},")
+        else:
+            expect(headers.nth(at)).not_to_contain_text("reward")
+    expect(page.get_by_role("main")).to_contain_text("; ".join(["0.5", "-2", "3", "7"][: len(sequences)]))
     page.close()
 
 

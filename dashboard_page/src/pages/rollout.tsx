@@ -1,5 +1,5 @@
 // One rollout: its conversation, tokens, rewards, and what became of it.
-import { type GroupAnswer, type Runs, type Sample, type Tokens, apiPath, useResource } from "../api";
+import { type GroupAnswer, type Runs, type Sample, type Tokens, type Turn, apiPath, useResource } from "../api";
 import { onlyFilters } from "../filters";
 import { clock, duration, fixed, number, plural, words } from "../format";
 import { useKeys } from "../keys";
@@ -50,7 +50,7 @@ export function RolloutPage({ runs }: { runs: Runs }) {
                       <kbd>j</kbd> <kbd>k</kbd> group, <kbd>h</kbd> <kbd>l</kbd> sample, <kbd>t</kbd> tokens, <kbd>g</kbd> side by side
                     </span>
                   </div>
-                  {view === "tokens" ? <SampleTokens group={id} sample={sample} /> : <Conversation messages={sample.messages ?? []} turns={sample.turns} />}
+                  {view === "tokens" ? <SampleTokens group={id} sample={sample} /> : <Conversation messages={sample.messages ?? []} turns={mainTurns(sample)} />}
                 </div>
                 <div class="span-4 stack">
                   <Lineage sample={sample} link={(sequence) => href("rollout", [id, sample.sample], { ...keep, view: "tokens", sequence: String(sequence) })} />
@@ -150,6 +150,14 @@ function branches(sample: Sample): Branch[] {
     const parent: unknown = entry.parent;
     return [{ sequence, role: text(entry.role) ?? "?", parent: typeof parent === "number" ? parent : null, agent: text(entry.agent), left_out: text(entry.left_out) }];
   });
+}
+
+/** The turns of the conversation that is shown: of the last sequence that is no sub-agent's and no side request's. */
+function mainTurns(sample: Sample): Turn[] {
+  const all = branches(sample);
+  const isMain = (one: Branch | undefined): boolean => one?.role === "main" || (one?.role === "rewrite" && isMain(all.find((other) => other.sequence === one.parent && other.sequence < one.sequence)));
+  const main = all.filter(isMain).at(-1);
+  return main === undefined ? sample.turns : sample.turns.filter((turn) => turn.sequence === main.sequence);
 }
 
 /** The conversations of an episode: sub-agents, compactions, retries and side requests below the one that they came from. */
@@ -262,6 +270,7 @@ function SampleFacts({ sample, data, operator }: { sample: Sample; data: GroupAn
             ["ended by", words(sample.end)],
             ["tokens", `${number(sample.num_tokens)}, ${number(sample.num_trained)} trained`],
             ["turns", number(sample.turns.length)],
+            ...(sample.turns.some((turn) => turn.reward !== null) ? ([["rewards of turns", oneLine(sample.turns.map((turn) => number(turn.reward)).join("; "), 400)]] as [string, string][]) : []),
             ...(sample.score_s === null ? [] : ([["scored in", duration(sample.score_s)]] as [string, string][])),
             ["sampled by", data.publications.length ? `publication ${data.publications.join(", ")}` : "–"],
             ...metrics.map(([name, value]): [string, string] => [words(name), number(value, 3)]),
@@ -270,8 +279,8 @@ function SampleFacts({ sample, data, operator }: { sample: Sample; data: GroupAn
       </Panel>
       {judges.length ? (
         <Panel title="Judges">
-          {judges.map((judge) => (
-            <article>
+          {judges.map((judge, at) => (
+            <article key={at}>
               <header>
                 {words(judge.name)}: <b>{number(judge.score, 3)}</b> <span class="mono">{visible(judge.model)}</span>
               </header>
