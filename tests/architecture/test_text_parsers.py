@@ -278,7 +278,7 @@ OTHER_TEXT: Mapping[str, str] = {
     "rollout/agents/session.py:_grammar": "an error message of ours",
     "rollout/agents/lineage.py:read_origin": "a header, limited by aiohttp",
     "rollout/agents/program.py:_has_variable": "environment variables of a process",
-    "rollout/agents/sandboxed.py:_interpreter": "the first line of an installed program",
+    "rollout/agents/sandboxed.py:_first_line": "the first line of an installed program",
     "rollout/agents/session.py:_checked": "an error message of ours",
     "rollout/chat/demonstrations.py:_lines": "a file of the user",
     "rollout/chat/demonstrations.py:_object": "a file of the user",

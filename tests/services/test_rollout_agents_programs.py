@@ -19,6 +19,7 @@ from rollbook.rollout.agents.coding_agents import CODING_AGENTS, launch_pi
 from rollbook.rollout.agents.rollout import make_rollout
 from rollbook.rollout.settings import EpisodeLimits
 from tests.parts.rollout.agents import EngineRecord, Reply, agent_setup, assert_matches_engine
+from tests.parts.sandbox.harbor import keep_images_in, write_task
 
 ROOT = Path(__file__).parents[2]
 BINS = (ROOT / ".venvs" / "agents" / "npm" / "node_modules" / ".bin", ROOT / ".venvs" / "agents" / "bin")
@@ -104,6 +105,27 @@ async def test_a_coding_agent_works_in_its_directory_with_the_exact_tokens_of_th
     assert sample.messages is not None
     assert any("be brief" in str(message["content"]) for message in sample.messages), "it read the file of the row"
     assert "agent_log" in sample.facts
+
+
+@CONFINED
+@pytest.mark.parametrize("agent", [pytest.param(name, marks=needs(name)) for name in CODING_AGENTS])
+async def test_a_coding_agent_works_in_the_image_of_a_harbor_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: str
+) -> None:
+    keep_images_in(tmp_path / "images", monkeypatch)
+    check = "grep -qx rollbook /app/answer.txt && r=1 || r=0; echo $r > /logs/verifier/reward.txt\n"
+    dockerfile = "FROM debian:12\nWORKDIR /app\nRUN echo be brief > notes.txt\n"
+    directory = write_task(tmp_path, dockerfile=dockerfile, test=check)
+    settings = {"agent": agent, "reward": "harbor", "images": {"*": "host"}, "environment": {"PATH": PATH}}
+    async with agent_setup(
+        tmp_path, policy(agent), settings=settings, limits=LONG, max_tokens=1000, max_model_len=130_000
+    ) as (setup, record):
+        sample = await make_rollout(setup)({"instruction": TASK["instruction"], "path": str(directory)})
+    assert sample is not None
+    assert sample.reward == 1.0, sample.facts
+    assert_matches_engine(sample, record)
+    assert sample.messages is not None
+    assert any("be brief" in str(message["content"]) for message in sample.messages), "it read the file of the image"
 
 
 PI_APIS = ("openai-completions", "openai-responses", "anthropic-messages")

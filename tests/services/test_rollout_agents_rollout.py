@@ -21,7 +21,7 @@ from rollbook.rollout.agents.session import ProxySession
 from rollbook.rollout.contract import ChatSession
 from rollbook.rollout.policy import EpisodeContext, enter_episode
 from rollbook.rollout.settings import TO_BE_SCORED, EpisodeLimits
-from tests.parts.rollout.agents import EngineRecord, agent_setup, assert_matches_engine
+from tests.parts.rollout.agents import EngineRecord, agent_setup, assert_matches_engine, scripted_agent
 from tests.parts.sandbox.bubblewrap import require_bubblewrap
 
 PROGRAMS = "tests.parts.rollout.agent_programs"
@@ -97,20 +97,6 @@ async def test_an_episode_at_a_limit_has_a_reward_even_if_the_agent_raises(tmp_p
     assert_matches_engine(sample, record)
 
 
-SCRIPTED_AGENT = """#!/usr/bin/env python3
-import os, urllib.request, json
-
-request = urllib.request.Request(
-    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-    data=json.dumps({"model": "policy", "messages": [{"role": "user", "content": "?"}]}).encode(),
-    headers={"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
-)
-urllib.request.urlopen(request, timeout=60).read()
-open("late.txt", "w").close()
-os.system(%r)
-"""
-
-
 @pytest.mark.parametrize(
     ("command", "error"),
     [
@@ -159,16 +145,6 @@ async def test_the_log_of_an_agent_that_is_ended_at_the_deadline_is_kept(
     assert sample is not None
     assert (sample.finish_reason, sample.reward) == (EndReason.TIME, 1.0), "late.txt is scored"
     assert sample.facts["agent_log"] == "I am still looking"
-
-
-def scripted_agent(directory: Path, command: str) -> dict[str, Any]:
-    """Settings of a program in this directory that asks the policy once and then runs a shell command."""
-    program = directory / "mini"
-    directory.mkdir(exist_ok=True)
-    program.write_text(SCRIPTED_AGENT % command)
-    program.chmod(0o755)
-    path = f"{directory}:{Path(sys.executable).resolve().parent}:/usr/bin:/bin"
-    return {"agent": "mini-swe-agent", "environment": {"PATH": path}}
 
 
 async def test_an_agent_that_is_installed_in_the_home_directory_does_not_see_the_files_next_to_it(

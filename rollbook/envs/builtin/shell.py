@@ -151,11 +151,13 @@ class Harbor(Shell):
         images: Mapping[str, str] | None = None,
         cache: str | None = None,
         network: bool = False,
+        sandbox: Kind = "bubblewrap",
     ) -> None:
         super().__init__(max_turns=max_turns, command_s=command_s)
         self._images = dict(images or {})
         self._cache = DEFAULT_CACHE if cache is None else Path(cache)
         self._network = network
+        self._kind = sandbox
         self._trial: Trial | None = None
 
     async def reset(self, task: Mapping[str, Any]) -> Observation:
@@ -163,7 +165,13 @@ class Harbor(Shell):
             raise ValueError('the task lacks path; set tasks.source = "harbor:DIR"')
         await self.close()
         self._commands = []
-        trial = open_trial(read_task(Path(task["path"])), images=self._images, cache=self._cache, network=self._network)
+        trial = open_trial(
+            read_task(Path(task["path"])),
+            images=self._images,
+            cache=self._cache,
+            network=self._network,
+            kind=self._kind,
+        )
         self._trial = await self._resources.enter_async_context(trial)
         self._sandbox = self._trial.sandbox
         self._left_s = self._trial.task.agent_timeout_s

@@ -19,7 +19,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,11 +43,11 @@ from rollbook.rollout.agents.program import (
     open_workspace,
     run_in_thread,
 )
-from rollbook.rollout.agents.sandboxed import sandbox_limits, sandboxed_program
+from rollbook.rollout.agents.sandboxed import HarborAgent, InstalledAgent, sandbox_limits, sandboxed_program
 from rollbook.rollout.contract import ChatSession, RolloutFn, RolloutSetup
 from rollbook.rollout.settings import TO_BE_SCORED
 
-RUN_REWARDS = "rollout.rewards"
+RUN_REWARDS, HARBOR = "rollout.rewards", "harbor"
 
 
 class AgentSettings(BaseModel, frozen=True, extra="forbid"):
@@ -83,7 +83,11 @@ class AgentSettings(BaseModel, frozen=True, extra="forbid"):
 
     reward: str | None = None
     """`module:function`: `function(row, result, messages)`, async or plain, returns a number, or None if it cannot score.
-    `rollout.rewards`: the functions of that table. Unset: the agent's return value is the reward."""
+    `rollout.rewards`: the functions of that table. `harbor`: the coding agent works in the image of the Harbor task, and the task's
+    verifier gives the reward. Unset: the agent's return value is the reward."""
+
+    images: dict[str, str] = Field(default_factory=dict)
+    """With `reward = "harbor"`: local roots of base images, by name, or `host`: programs of this machine; `*`: all others."""
 
     assembler: Literal["linear", "branching", "per_turn"] = "branching"
     """A rewritten history is refused (`linear`) or starts a new sequence (`branching`); `per_turn`: each turn is a sequence."""
@@ -111,8 +115,19 @@ class AgentSettings(BaseModel, frozen=True, extra="forbid"):
             )
         if self.is_coding and self.reward is None:
             raise ValueError(f"agent = {self.agent!r} returns a text, so a reward is required")
+        if self.images and not self.is_harbor:
+            raise ValueError('images: only with reward = "harbor"')
+        if self.is_harbor and (not self.is_coding or self.sandbox == "none" or self.workspace is not None):
+            raise ValueError(
+                f'reward = "harbor": a coding agent ({", ".join(CODING_AGENTS)}) works in the image of the task, in a sandbox; '
+                'other agents, sandbox = "none" and workspace are not possible'
+            )
         sandbox_limits(self.sandbox_limits)
         return self
+
+    @property
+    def is_harbor(self) -> bool:
+        return self.reward == HARBOR
 
     @property
     def is_coding(self) -> bool:
@@ -121,6 +136,8 @@ class AgentSettings(BaseModel, frozen=True, extra="forbid"):
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:
     settings = setup.read_settings(AgentSettings)
+    if settings.is_harbor:
+        return _harbor_rollout(settings, setup)
     program = _program(settings, setup)
     is_scored_by_run = settings.reward == RUN_REWARDS
     reward = None
@@ -130,11 +147,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
 
     async def play(row: dict[str, Any]) -> RolloutSample | None:
         async with AsyncExitStack() as stack:
-            session = await stack.enter_async_context(
-                setup.open_proxy_session(
-                    assembler=settings.assembler, tool_parser=settings.tool_parser, train_only=settings.train_only
-                )
-            )
+            session = await stack.enter_async_context(_open_session(settings, setup))
             facts: dict[str, Any] = {}
             if settings.is_coding:
                 row = await stack.enter_async_context(open_workspace(row, template))
@@ -151,22 +164,59 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
     return play
 
 
+def _harbor_rollout(settings: AgentSettings, setup: RolloutSetup) -> RolloutFn:
+    assert settings.agent is not None
+    assert settings.sandbox != "none"
+    agent = HarborAgent(
+        InstalledAgent.locate(settings.agent, _options(settings, setup)),
+        settings.images,
+        sandbox_limits(settings.sandbox_limits),
+        settings.sandbox,
+    )
+    is_error_scored = settings.on_agent_error == "score"
+
+    async def play(row: dict[str, Any]) -> RolloutSample | None:
+        async with _open_session(settings, setup) as session, agent.open_trial(row) as trial:
+            log = AgentLog()
+            result = await _run(agent.program(trial), row, session, log, is_error_scored=is_error_scored)
+            verdict = await agent.verify(trial)
+            facts: dict[str, Any] = {"sandbox": settings.sandbox, "verifier": verdict.output}
+            facts["rewards"] = dict(verdict.rewards)
+            if log.text:
+                facts["agent_log"] = log.text
+            if isinstance(result, AgentError):
+                facts["agent_error"] = str(result)
+            return session.build(reward=verdict.reward, solved=verdict.reward >= 1.0, facts=facts)
+
+    return play
+
+
+def _open_session(settings: AgentSettings, setup: RolloutSetup) -> AbstractAsyncContextManager[ChatSession]:
+    return setup.open_proxy_session(
+        assembler=settings.assembler, tool_parser=settings.tool_parser, train_only=settings.train_only
+    )
+
+
 def _program(settings: AgentSettings, setup: RolloutSetup) -> Program:
     if settings.command is not None:
         return command_program(settings.command, settings.environment)
     assert settings.agent is not None
     if not settings.is_coding:
         return function_program(load_plugin(settings.agent, setting="rollout.settings.agent"))
-    options = CodingOptions(
+    options = _options(settings, setup)
+    if settings.sandbox == "none":
+        return coding_program(settings.agent, options)
+    agent = InstalledAgent.locate(settings.agent, options)
+    return sandboxed_program(agent, sandbox_limits(settings.sandbox_limits), kind=settings.sandbox)
+
+
+def _options(settings: AgentSettings, setup: RolloutSetup) -> CodingOptions:
+    return CodingOptions(
         environment=settings.environment,
         arguments=settings.arguments,
         context_tokens=setup.limits.max_total_tokens,
         reply_tokens=setup.sampling.max_tokens,
     )
-    if settings.sandbox == "none":
-        return coding_program(settings.agent, options)
-    limits = sandbox_limits(settings.sandbox_limits)
-    return sandboxed_program(settings.agent, options, limits, kind=settings.sandbox)
 
 
 async def _run(

@@ -2,6 +2,8 @@
 
 The sandbox sees the program and its interpreter read-only, a home with the program's configuration, and the working directory. When
 the agent has ended, its processes are killed and the working directory is copied out, so that it can be scored.
+
+For a Harbor task it is the sandbox of the task's image, in which the verifier runs afterwards.
 """
 
 import asyncio
@@ -9,14 +11,15 @@ import io
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from rollbook.concurrency.deadline import finish
-from rollbook.contracts.errors import EpisodeError
+from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.rollout.agents.coding_agents import CODING_AGENTS, CodingOptions, Launch, find_program, place_of
 from rollbook.rollout.agents.program import (
     MAX_OUTPUT_BYTES,
@@ -30,7 +33,12 @@ from rollbook.rollout.agents.program import (
 from rollbook.rollout.contract import ChatSession
 from rollbook.rollout.policy import pause_episode_time
 from rollbook.sandbox.bubblewrap import Kind, open_sandbox
-from rollbook.sandbox.sandbox import LIFETIME_S, SYSTEM_PATH, Image, Limits, Sandbox, SandboxLimitError
+from rollbook.sandbox.harbor.image import root_of
+from rollbook.sandbox.harbor.task import HarborTask, read_task
+from rollbook.sandbox.harbor.trial import Trial, open_trial
+from rollbook.sandbox.harbor.verifier import TaskVerdict
+from rollbook.sandbox.root import search_path
+from rollbook.sandbox.sandbox import LIFETIME_S, SYSTEM_PATH, ExecResult, Image, Limits, Sandbox, SandboxLimitError
 
 HOME, WORK, PORT = "/episode/home", "/episode/work", 8080
 """Inside the sandbox. Programs are there under the paths of this machine, which may begin with /work or /home."""
@@ -64,56 +72,169 @@ def sandbox_limits(given: Mapping[str, float]) -> Limits:
     )
 
 
-def sandboxed_program(name: str, options: CodingOptions, limits: Limits, *, kind: Kind = "bubblewrap") -> Program:
+@dataclass(frozen=True, slots=True)
+class InstalledAgent:
+    """A coding agent on this machine."""
+
+    name: str
+    program: Path
+    interpreter: Path | None
+    """If the program is a script."""
+    is_interpreter_searched: bool
+    """The script leaves its interpreter to the search path: `#!/usr/bin/env node`."""
+    directories: tuple[Path, ...]
+    """What it needs and a sandbox does not see."""
+    options: CodingOptions
+
+    @classmethod
+    def locate(cls, name: str, options: CodingOptions) -> "InstalledAgent":
+        """Raises `RunError` if it is not installed."""
+        path = options.environment.get("PATH")
+        program = find_program(name, path=path).resolve()
+        words = _first_line(program)
+        interpreter = _interpreter(words, path)
+        is_searched = interpreter is not None and len(words) == 2 and words[0].endswith("/env")
+        return cls(name, program, interpreter, is_searched, tuple(_directories(program, interpreter)), options)
+
+    @property
+    def binds(self) -> dict[str, Path]:
+        return {str(one): one for one in self.directories}
+
+    @property
+    def search_path(self) -> str:
+        bins = (f"{one}/bin" for one in self.directories)
+        return ":".join(dict.fromkeys([str(self.program.parent), *bins, *map(str, self.directories)]))
+
+    def launch(self, row: Mapping[str, Any], session: ChatSession, work: str) -> Launch:
+        base_url = f"http://127.0.0.1:{PORT}{urlsplit(session.base_url).path}"
+        place = place_of(row, session, self.options, home=HOME, work=work, base_url=base_url)
+        return CODING_AGENTS[self.name].launch(place)
+
+    def command(self, launch: Launch) -> list[str]:
+        # An image may have another interpreter of the same name.
+        interpreter = [str(self.interpreter)] if self.is_interpreter_searched else []
+        return [*interpreter, str(self.program), *launch.arguments(self.options)]
+
+
+def sandboxed_program(agent: InstalledAgent, limits: Limits, *, kind: Kind = "bubblewrap") -> Program:
     """Like `coding_program`, in a sandbox. An agent that exceeds a limit of its sandbox ends with an `AgentOutcomeError`; its files
     are lost, so the reward function finds the working directory as it was at the start."""
-    agent = CODING_AGENTS[name]
-    program = find_program(name, path=options.environment.get("PATH")).resolve()
-    directories = list(_directories(program, options.environment.get("PATH")))
-    path = ":".join(
-        dict.fromkeys([str(program.parent), *(f"{one}/bin" for one in directories), *map(str, directories)])
-    )
-    environment = {**options.environment, "PATH": f"{path}:{SYSTEM_PATH}", "HOME": HOME}
+    environment = {**agent.options.environment, "PATH": f"{agent.search_path}:{SYSTEM_PATH}", "HOME": HOME}
 
     async def run(row: dict[str, Any], session: ChatSession, log: AgentLog) -> str:
-        proxy = urlsplit(session.base_url)
-        launch = agent.launch(
-            place_of(row, session, options, home=HOME, work=WORK, base_url=f"http://127.0.0.1:{PORT}{proxy.path}")
-        )
+        launch, workspace = agent.launch(row, session, WORK), Path(row[WORKSPACE])
         with tempfile.TemporaryDirectory(prefix="rollbook-layer-") as directory:
             layer = Path(directory, "layer.tar")
-            await asyncio.to_thread(_pack, layer, Path(row[WORKSPACE]), launch)
-            image = Image(layer=layer, binds={str(one): one for one in directories}, env=environment, workdir=WORK)
+            await asyncio.to_thread(_pack, layer, workspace, launch)
+            image = Image(layer=layer, binds=agent.binds, env=environment, workdir=WORK)
             async with AsyncExitStack() as stack:
                 with pause_episode_time():  # the quota of the run may be used up
                     sandbox = await stack.enter_async_context(open_sandbox(image, limits, kind=kind))
-                assert proxy.hostname is not None
-                assert proxy.port is not None
-                async with sandbox.forward(PORT, (proxy.hostname, proxy.port)):
-                    await _play(sandbox, [str(program), *launch.arguments(options)], launch, Path(row[WORKSPACE]), log)
+                try:
+                    result = await _play(sandbox, agent.command(launch), launch.env, launch.stdin, session, log)
+                    await _copy_out(sandbox, workspace)
+                except SandboxLimitError as error:
+                    raise AgentOutcomeError(f"the sandbox ended the agent: {error}") from error
+                except asyncio.CancelledError:
+                    # The time is over. What it did until then is scored.
+                    await finish(_copy_out(sandbox, workspace), within_s=COPY_S, name="agent.copy_out")
+                    raise
+                _require_success(result)
         return session.last_text
 
     return run
 
 
-async def _play(sandbox: Sandbox, command: Sequence[str], launch: Launch, workspace: Path, log: AgentLog) -> None:
-    try:
-        result = await sandbox.exec(
+@dataclass(frozen=True, slots=True)
+class HarborAgent:
+    """Plays Harbor tasks with a coding agent in the images of the tasks."""
+
+    agent: InstalledAgent
+    images: Mapping[str, str]
+    """Local roots of base images, or `host`: programs of this machine."""
+    limits: Limits
+    """The least that a sandbox allows: the task's, if they are larger."""
+    kind: Kind = "bubblewrap"
+
+    @asynccontextmanager
+    async def open_trial(self, row: Mapping[str, Any]) -> AsyncIterator[Trial]:
+        if "path" not in row:
+            raise RunError('reward = "harbor": the task lacks path; set tasks.source = "harbor:DIR"')
+        task = await asyncio.to_thread(read_task, Path(row["path"]))
+        self._require_visible(task)
+        largest = {name: max(getattr(self.limits, name), getattr(task.limits, name)) for name in DEFAULT_LIMITS}
+        limits = replace(self.limits, **{**largest, "disk_mb": task.limits.disk_mb})
+        trial = open_trial(task, images=self.images, kind=self.kind, binds=self.agent.binds, limits=limits)
+        async with AsyncExitStack() as stack:
+            with pause_episode_time():  # the image may have to be built
+                opened = await stack.enter_async_context(trial)
+            yield opened
+
+    def program(self, trial: Trial) -> Program:
+        """The agent finds the programs of the image before its own. Its home is not that of the verifier."""
+        workdir = trial.image.workdir
+        path = f"{search_path(trial.image)}:{self.agent.search_path}"
+        environment = {**self.agent.options.environment, "PATH": path, "HOME": HOME}
+
+        async def run(row: dict[str, Any], session: ChatSession, log: AgentLog) -> str:
+            launch = self.agent.launch(row, session, workdir)
+            try:
+                for at, text in launch.files.items():
+                    await trial.sandbox.write(f"{HOME}/{at}", text.encode())
+                command, env = self.agent.command(launch), {**environment, **launch.env}
+                result = await _play(trial.sandbox, command, env, launch.stdin, session, log, cwd=workdir)
+            except SandboxLimitError as error:
+                raise AgentOutcomeError(f"the sandbox ended the agent: {error}") from error
+            _require_success(result)
+            return session.last_text
+
+        return run
+
+    async def verify(self, trial: Trial) -> TaskVerdict:
+        """The time of the tests is not that of the episode: the task limits it."""
+        with pause_episode_time():
+            return await trial.verify()
+
+    def _require_visible(self, task: HarborTask) -> None:
+        """An image with a root of its own has its own `/usr`."""
+        root = root_of(task.recipe.base, self.images)
+        used = (self.agent.program, *(() if self.agent.interpreter is None else (self.agent.interpreter,)))
+        if root is None:
+            return
+        for one in used:
+            if one.is_relative_to("/usr") and not (root / one.relative_to("/")).exists():
+                raise RunError(
+                    f"agent = {self.agent.name!r}: {one} is not in {root}, the root of {task.recipe.base}: install it there, or "
+                    "install the agent with its interpreter outside of /usr, from where it is bound into the sandbox"
+                )
+
+
+async def _play(  # noqa: PLR0917 - two callers
+    sandbox: Sandbox,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    stdin: str,
+    session: ChatSession,
+    log: AgentLog,
+    *,
+    cwd: str = WORK,
+) -> ExecResult:
+    proxy = urlsplit(session.base_url)
+    assert proxy.hostname is not None
+    assert proxy.port is not None
+    async with sandbox.forward(PORT, (proxy.hostname, proxy.port)):
+        return await sandbox.exec(
             command,
-            stdin=launch.stdin.encode(),
-            env=launch.env,
-            cwd=WORK,
+            stdin=stdin.encode(),
+            env=env,
+            cwd=cwd,
             timeout_s=None,  # the episode has a deadline
             output_bytes=MAX_OUTPUT_BYTES,
             on_output=lambda _stream, printed: log.add(printed),
         )
-        await _copy_out(sandbox, workspace)
-    except SandboxLimitError as error:
-        raise AgentOutcomeError(f"the sandbox ended the agent: {error}") from error
-    except asyncio.CancelledError:
-        # The time is over. What it did until then is scored.
-        await finish(_copy_out(sandbox, workspace), within_s=COPY_S, name="agent.copy_out")
-        raise
+
+
+def _require_success(result: ExecResult) -> None:
     if result.exit_code:
         output = result.stderr.decode(errors="replace").strip()[-STDERR_CHARS:]
         # Only the policy's own commands can signal it.
@@ -161,9 +282,8 @@ def _unpack(packed: bytes, workspace: Path) -> None:
         unpacked.rename(workspace)
 
 
-def _directories(program: Path, path: str | None) -> Iterator[Path]:
+def _directories(program: Path, interpreter: Path | None) -> Iterator[Path]:
     """The directories that a program needs and that a sandbox does not see: its installation, and that of its interpreter."""
-    interpreter = _interpreter(program, path)
     for one in (program, *(() if interpreter is None else (interpreter, interpreter.resolve()))):
         root = _installation(one)
         if not root.is_relative_to("/usr"):
@@ -181,12 +301,15 @@ def _installation(program: Path) -> Path:
     return program if program.parent in {Path.home(), Path("/")} else program.parent
 
 
-def _interpreter(program: Path, path: str | None) -> Path | None:
-    """From the first line of a script: `#!/path/to/python`, `#!/usr/bin/env node`."""
+def _first_line(program: Path) -> list[str]:
+    """The words after `#!`, or none: `/path/to/python`, or `/usr/bin/env` and `node`."""
     with program.open("rb") as file:
         first = file.readline(1024)
-    if not first.startswith(b"#!"):
+    return first[2:].decode(errors="replace").split() if first.startswith(b"#!") else []
+
+
+def _interpreter(words: Sequence[str], path: str | None) -> Path | None:
+    if not words:
         return None
-    words = first[2:].decode(errors="replace").split()
     found = shutil.which(words[-1] if words[0].endswith("/env") else words[0], path=path)
     return None if found is None else Path(found)

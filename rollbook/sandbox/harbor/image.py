@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from rollbook.sandbox.bubblewrap import open_sandbox
+from rollbook.sandbox.bubblewrap import Kind, open_sandbox
 from rollbook.sandbox.harbor.dockerfile import Copy, DockerfileError, Run
 from rollbook.sandbox.harbor.task import HarborTask
 from rollbook.sandbox.sandbox import Image, Sandbox, SandboxError
@@ -36,7 +36,9 @@ def root_of(base: str, images: Mapping[str, str | Path]) -> Path | None:
     return Path(chosen)
 
 
-async def build_image(task: HarborTask, *, images: Mapping[str, str | Path], cache: Path) -> Image:
+async def build_image(
+    task: HarborTask, *, images: Mapping[str, str | Path], cache: Path, kind: Kind = "bubblewrap"
+) -> Image:
     """Concurrent builds of the same content give the same file."""
     recipe = task.recipe
     root = root_of(recipe.base, images)
@@ -52,7 +54,7 @@ async def build_image(task: HarborTask, *, images: Mapping[str, str | Path], cac
     limits = replace(
         task.limits, wall_s=task.build_timeout_s + 60.0, cpu_s=max(task.limits.cpu_s, task.build_timeout_s)
     )
-    async with open_sandbox(Image(root=root, workdir="/"), limits) as sandbox:
+    async with open_sandbox(Image(root=root, workdir="/"), limits, kind=kind) as sandbox:
         for step in recipe.steps:
             await _build_step(sandbox, step, context, task)
         await sandbox.end_processes()

@@ -10,15 +10,15 @@ A verifier that fails, hangs or writes no reward raises `VerifierError`: the epi
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollbook.contracts.errors import RunError
-from rollbook.sandbox.bubblewrap import open_sandbox
+from rollbook.sandbox.bubblewrap import Kind, open_sandbox
 from rollbook.sandbox.harbor.image import DEFAULT_CACHE, build_image, copy_tree
 from rollbook.sandbox.harbor.task import HarborTask
 from rollbook.sandbox.harbor.verifier import SHOWN_CHARS, TaskVerdict, verify
-from rollbook.sandbox.sandbox import Image, Sandbox, SandboxError, SandboxState
+from rollbook.sandbox.sandbox import Image, Limits, Sandbox, SandboxError, SandboxState
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,15 @@ async def open_trial(
     images: Mapping[str, str | Path] | None = None,
     cache: Path = DEFAULT_CACHE,
     network: bool = False,
+    kind: Kind = "bubblewrap",
+    binds: Mapping[str, Path] | None = None,
+    limits: Limits | None = None,
 ) -> AsyncIterator[Trial]:
-    """`images`: local roots of base images, or `host`: `/usr` of this machine. `cache`: where built images are kept."""
-    image = await build_image(task, images=images or {}, cache=cache)
-    async with open_sandbox(image, task.limits, network=network) as sandbox:
+    """`images`: local roots of base images, or `host`: `/usr` of this machine. `cache`: where built images are kept. `binds`: files
+    of this machine that an agent needs. `limits`: instead of those of the task."""
+    image = await build_image(task, images=images or {}, cache=cache, kind=kind)
+    image = replace(image, binds={**image.binds, **(binds or {})})
+    async with open_sandbox(image, limits or task.limits, kind=kind, network=network) as sandbox:
         before = await sandbox.inspect()
         if before.moved:
             raise SandboxError(f"{', '.join(before.moved)} of this machine changed while the sandbox started")

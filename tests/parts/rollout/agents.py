@@ -3,6 +3,7 @@
 Replies are sampled one byte per token, while the tokenizer merges bytes into words: tokenising a reply again would be detected.
 """
 
+import sys
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -166,6 +167,30 @@ async def agent_setup(
                     ),
                     record,
                 )
+
+
+SCRIPTED_AGENT = """#!/usr/bin/env python3
+import os, urllib.request, json
+
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    data=json.dumps({"model": "policy", "messages": [{"role": "user", "content": "?"}]}).encode(),
+    headers={"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+)
+urllib.request.urlopen(request, timeout=60).read()
+open("late.txt", "w").close()
+os.system(%r)
+"""
+
+
+def scripted_agent(directory: Path, command: str) -> dict[str, Any]:
+    """Settings of a program in this directory that asks the policy once and then runs a shell command."""
+    program = directory / "mini"
+    directory.mkdir(exist_ok=True)
+    program.write_text(SCRIPTED_AGENT % command)
+    program.chmod(0o755)
+    path = f"{directory}:{Path(sys.executable).resolve().parent}:/usr/bin:/bin"
+    return {"agent": "mini-swe-agent", "environment": {"PATH": path}}
 
 
 def assert_matches_engine(

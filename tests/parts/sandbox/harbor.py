@@ -1,6 +1,14 @@
 """Small Harbor tasks for tests."""
 
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook.sandbox.harbor.image import build_image
+from rollbook.sandbox.harbor.task import HarborTask
+from rollbook.sandbox.sandbox import Image
 
 TOML = """
 schema_version = "1.1"
@@ -60,3 +68,12 @@ def write_task(
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
         (directory / path).write_text(text)
     return directory
+
+
+def keep_images_in(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built images of tasks, instead of in the home directory."""
+
+    def build(task: HarborTask, **settings: Any) -> Coroutine[Any, Any, Image]:
+        return build_image(task, **{**settings, "cache": cache})
+
+    monkeypatch.setattr("rollbook.sandbox.harbor.trial.build_image", build)
