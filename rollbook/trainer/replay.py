@@ -7,7 +7,8 @@ settings changed when it was resumed is replayed by period: each step with the s
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,19 @@ class ReplayResult:
     final_digest: str
     digests: Mapping[int, str]
     """Digest of the weights after each step; step 0 is the initial weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedStep:
+    """A recorded batch was trained again."""
+
+    step: int
+    seconds: float
+    is_equal: bool | None = None
+    """Whether its weights have the recorded digest. None: not compared."""
+
+
+OnStep = Callable[[ReplayedStep], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +133,7 @@ async def replay(
     until: int | None = None,
     publishes_adapters: bool = False,
     recorded: Mapping[int, str] | None = None,
+    on_step: OnStep | None = None,
 ) -> ReplayResult:
     """Train the recorded batches in order from the initial weights in `model_dir`, up to step `until`.
 
@@ -132,12 +147,16 @@ async def replay(
     async for batch in _stream(batches):
         if until is not None and batch.step > until:
             break
+        started = time.perf_counter()
         learner = await asyncio.to_thread(learners.of_step, batch.step)
         await asyncio.to_thread(learner.run, batch)
         last, digests[batch.step] = batch.step, await asyncio.to_thread(learner.model.digest)
         known = None if recorded is None else recorded.get(batch.step)
         if known is not None and known != digests[last] and await asyncio.to_thread(learner.model.has_digest, known):
             digests[last] = known
+        if on_step is not None:
+            is_equal = None if known is None else known == digests[last]
+            on_step(ReplayedStep(step=last, seconds=time.perf_counter() - started, is_equal=is_equal))
     return ReplayResult(final_digest=digests[last], digests=digests)
 
 
@@ -156,6 +175,7 @@ async def retrain(
     model_dir: Path,
     config: TrainerConfig | Sequence[ReplayPeriod],
     judged_by: TrainerConfig,
+    on_step: OnStep | None = None,
 ) -> tuple[list[CounterfactualStep], str]:
     """Train a recorded stream with the settings of `config`, without generation. Returns the steps and the final digest.
 
@@ -168,10 +188,13 @@ async def retrain(
     learners = await asyncio.to_thread(_Learners, periods, model_dir)
     steps: list[CounterfactualStep] = []
     for batch in batches:
+        started = time.perf_counter()
         learner = await asyncio.to_thread(learners.of_step, batch.step)
         gain = await asyncio.to_thread(learner.gain, flatten(batch, judged_by))
         report = await asyncio.to_thread(learner.run, batch if keeps_splits else replace(batch, split=None))
         steps.append(CounterfactualStep(step=batch.step, gain=gain, metrics=report.metrics))
+        if on_step is not None:
+            on_step(ReplayedStep(step=batch.step, seconds=time.perf_counter() - started))
     return steps, await asyncio.to_thread(learners.learner.model.digest)
 
 

@@ -1,5 +1,6 @@
 """A whole run with LoRA: only adapters are published, the trainer is killed and resumes, and a replay gives the same digests."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -36,5 +37,12 @@ def test_adapters_are_published_after_a_kill_and_the_audit_passes(tmp_path: Path
     assert not [row for row in read_json_lines(trainer) if row.get("event") == "trainer.diverged"]
     evaluations = sorted(path.name for path in (run.directory / "evaluations").iterdir())
     assert len(evaluations) >= 2, "the evaluation server loaded the merged weights of a checkpoint"
+    history = run.directory / "trainer_state.json"
+    history.write_text(re.sub(r'"torch": ?"[^"]+"', '"torch": "1.0"', history.read_text()))
     replayed = rollbook("replay", str(run.directory), "--verify")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    first, *steps, verdict = replayed.stderr.splitlines()
+    assert first.startswith("the steps after 0 were trained with torch 1.0 instead of ")
+    assert [line.split(":")[0] for line in steps] == [f"step {step} of 8" for step in range(1, 9)]
+    assert all(line.endswith(", the recorded bits") for line in steps)
+    assert verdict == "8 steps reproduced bit for bit"

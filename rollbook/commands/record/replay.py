@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,7 +79,9 @@ class LossComparison:
 
 
 @overload
-def replay(run: str | Path, *, until: int | None = None) -> ReplayReport: ...
+def replay(
+    run: str | Path, *, until: int | None = None, on_progress: Callable[[str], None] | None = None
+) -> ReplayReport: ...
 
 
 @overload
@@ -90,6 +93,7 @@ def replay(
     advantage: Callable[..., Any] | str | None = None,
     overrides: Sequence[str] = (),
     out: str | Path | None = None,
+    on_progress: Callable[[str], None] | None = None,
 ) -> LossComparison: ...
 
 
@@ -102,6 +106,7 @@ def replay(
     advantage: Callable[..., Any] | str | None = None,
     overrides: Sequence[str] = (),
     out: str | Path | None = None,
+    on_progress: Callable[[str], None] | None = None,
 ) -> ReplayReport | LossComparison: ...
 
 
@@ -113,19 +118,20 @@ def replay(
     advantage: Callable[..., Any] | str | None = None,
     overrides: Sequence[str] = (),
     out: str | Path | None = None,
+    on_progress: Callable[[str], None] | None = None,
 ) -> ReplayReport | LossComparison:
     """Train the recorded batches of a run again from the initial weights, without generation.
 
     Without `loss`, `advantage` and `overrides` the digests of all steps are compared with the recorded ones. With another loss or
     advantage (a name or a function) or other settings (`"trainer.lr=1e-4"`), both trainings are compared, and their curves are
-    drawn into `out`.
+    drawn into `out`. `on_progress` gets lines about the replay while it runs.
     """
     path = Path(run)
     directory = RunDirectory(path.resolve())
     directory.read_manifest()
     arguments = [] if until is None else ["--until", str(until)]
     if loss is None and advantage is None and not overrides:
-        return convert(_run_replay(path, arguments), ReplayReport, dec_hook=_path)
+        return convert(_run_replay(path, arguments, on_progress), ReplayReport, dec_hook=_path)
     if callable(loss):
         loss = reference_to(loss, setting="loss", directory=directory.objects)
     if callable(advantage):
@@ -136,16 +142,31 @@ def replay(
     folder = out or path / "replays" / re.sub(
         r"[^A-Za-z0-9_.-]+", "-", "-".join(filter(None, (loss, advantage))) or "settings"
     )
-    return convert(_run_replay(path, [*arguments, "--out", str(folder)]), LossComparison, dec_hook=_path)
+    report = _run_replay(path, [*arguments, "--out", str(folder)], on_progress)
+    return convert(report, LossComparison, dec_hook=_path)
 
 
-def _run_replay(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
+def _run_replay(
+    path: Path, arguments: Sequence[str], on_progress: Callable[[str], None] | None = None
+) -> dict[str, Any]:
     require_libraries("torch", "transformers")
     command = python_command("rollbook.run.processes.replay", str(path), *arguments)
-    done = subprocess.run(command, env=python_environment(), capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RunError(f"the replay of {path} failed:\n{done.stderr.strip()[-2000:]}")
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    last = ""
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, env=python_environment(), stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for last in process.stdout:
+            # Functions of the user may print, too.
+            if last.startswith('{"said":') and on_progress is not None:
+                on_progress(json.loads(last)["said"])
+        if process.wait() != 0:
+            errors.seek(0)
+            raise RunError(f"the replay of {path} failed:\n{errors.read().strip()[-2000:]}")
+    report: dict[str, Any] = json.loads(last)
     return report
 
 
@@ -182,7 +203,9 @@ def replay_command(
     """Train the recorded batches again from the initial weights, without generation. The record is only read."""
     if verify and (loss is not None or advantage is not None or override):
         raise UsageError("--verify cannot be combined with --loss, --advantage or --set")
-    report = replay(run, until=until, loss=loss, advantage=advantage, overrides=override or (), out=out)
+    report = replay(
+        run, until=until, loss=loss, advantage=advantage, overrides=override or (), out=out, on_progress=say
+    )
     if as_json:
         result_json(report.row())
     if report.note is not None:
@@ -199,8 +222,6 @@ def replay_command(
         stderr_console().print(f"{report.steps} steps reproduced bit for bit", style="green")
         return 0
     stderr_console().print(f"the weights differ from step {report.diverged_at} on", style="red")
-    for difference in report.machines:
-        say(f"{difference}: other last bits are expected there")
     return EXIT_FAILED if verify else 0
 
 

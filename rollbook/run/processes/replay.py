@@ -1,4 +1,4 @@
-"""The replay process: `python -m rollbook.run.processes.replay RUN [--until N]`. Prints one JSON line.
+"""The replay process: `python -m rollbook.run.processes.replay RUN [--until N]`. Prints JSON lines: its progress, then the report.
 
 A verification writes nothing. Training with another loss writes curves and a plot to the output folder.
 """
@@ -25,7 +25,7 @@ from rollbook.run.reader import open_run
 from rollbook.run.user_modules import recorded_modules
 from rollbook.trainer.checkpoints.settings_history import SettingsHistory
 from rollbook.trainer.config import LOSS_NUMBERS, TrainerConfig
-from rollbook.trainer.replay import CounterfactualStep, replay, replay_periods, retrain
+from rollbook.trainer.replay import CounterfactualStep, ReplayedStep, replay, replay_periods, retrain
 
 ADVANTAGE_SETTINGS = ("turn_discount", "gigpo_weight", "reward_weights")
 LOSS_SETTINGS = (
@@ -45,12 +45,45 @@ MEASURES = {
 }
 
 
+PROGRESS_LINES = 50
+"""About as many lines show the progress of a replay."""
+
+
+def say(text: str) -> None:
+    """A line for people."""
+    sys.stdout.write(json.dumps({"said": text}) + "\n")
+    sys.stdout.flush()
+
+
+class Progress:
+    """Shows some of the steps, and the first one whose weights differ."""
+
+    def __init__(self, last: int, *, name: str = "") -> None:
+        self._last = last
+        self._name = name and f"{name}: "
+        self._is_exact = True
+        self._seconds = 0.0
+
+    def __call__(self, done: ReplayedStep) -> None:
+        self._seconds += done.seconds
+        is_first_difference = done.is_equal is False and self._is_exact
+        self._is_exact &= done.is_equal is not False
+        if done.step % max(1, self._last // PROGRESS_LINES) == 0 or done.step == self._last or is_first_difference:
+            bits = {None: "", True: ", the recorded bits", False: ", other bits than recorded"}[done.is_equal]
+            say(
+                f"{self._name}step {done.step} of {self._last}: {done.seconds:.2f} s, {self._seconds:.0f} s in all{bits}"
+            )
+
+
 async def compare(path: Path, until: int | None) -> dict[str, Any]:
     with open_run(path) as run:
         # After a takeover a step may be acknowledged twice; the last acknowledgement is the one the run continued from.
         recorded = {step.step: step.digest for step in run.steps()}
         last = min(until or len(recorded), len(recorded))
         history = SettingsHistory.read(run.directory.trainer_state_file)
+        machines = history.other_machines(machine_of_bits(run.config.trainer.device), until=last)
+        for difference in machines:
+            say(f"{difference}: other last bits are expected there")
         made = await replay(
             run.batches(last),
             model_dir=run.directory.initial_model,
@@ -58,6 +91,7 @@ async def compare(path: Path, until: int | None) -> dict[str, Any]:
             until=last,
             publishes_adapters=run.config.inference.publish == "adapter",
             recorded=recorded,
+            on_step=Progress(last),
         )
     diverged = [step for step in range(1, last + 1) if made.digests.get(step) != recorded[step]]
     return {
@@ -71,7 +105,7 @@ async def compare(path: Path, until: int | None) -> dict[str, Any]:
             for step, changed in history.changes().items()
             if step < last and changed
         ],
-        "machines": history.other_machines(machine_of_bits(run.config.trainer.device), until=last),
+        "machines": machines,
     }
 
 
@@ -103,7 +137,13 @@ async def compare_losses(
         both: dict[str, dict[str, list[float | None]]] = {}
         digests = {}
         for name, config in zip(names, (periods, others), strict=True):
-            steps, digest = await retrain(run.batches(last), model_dir=model_dir, config=config, judged_by=recorded)
+            steps, digest = await retrain(
+                run.batches(last),
+                model_dir=model_dir,
+                config=config,
+                judged_by=recorded,
+                on_step=Progress(last, name=name),
+            )
             both[name], digests[name] = curves(steps), digest
     panels = {title: {name: lines[key] for name, lines in both.items()} for key, title in MEASURES.items()}
     picture = draw_comparison(out / "curves.png", f"{run.run_id}: {last} recorded steps", panels)
