@@ -30,9 +30,9 @@ from rollbook.run.resources.memory_plan import (
     MemoryPlan,
     Sizes,
     gpu,
-    kv_bytes_per_token,
     longest_trainable,
     memory_plan,
+    row_bytes,
     savings,
 )
 from rollbook.run.resources.model_facts import ModelFacts, model_facts
@@ -408,7 +408,8 @@ def longest_sequence(config: RunConfig, model: ModelFacts | None) -> int:
 def demand_of(config: RunConfig, model: ModelFacts, sizes: Sizes) -> Demand:
     rows = min(sizes.max_running, -(-episodes_in_flight(config) // max(1, len(sizes.policy_gpus))))
     length = (config.inference.max_model_len or sizes.longest) + BLOCK
-    cache = rows * length * kv_bytes_per_token(model, sizes.policy_dtype)
+    # One row more: the engine has a slot for padding.
+    cache = (rows + 1) * row_bytes(model, sizes.policy_dtype, length, has_routes=sizes.has_routes)
     per_step = config.gate.groups_per_step * config.rollout.completions_per_prompt
     return Demand(
         kv_bytes=round(cache / (1 - config.inference.prefix_cache_share)), step_tokens=per_step * sizes.longest
@@ -456,6 +457,7 @@ def sizes_of(config: RunConfig, machine: Machine) -> Sizes:
         max_running=inference.max_running,
         forward_tokens=inference.forward_tokens or STEP_TOKENS,
         has_graphs=inference.capture_steps,
+        has_routes=inference.record_routes,
         policy_gpus=policy_gpus,
         vllm_bytes=vllm_bytes,
         has_own_evaluation=config.evaluation.every_steps is not None and config.evaluation.policy == "own",

@@ -12,9 +12,9 @@ from rollbook.run.resources.memory_plan import (
     DTYPE_BYTES,
     VLLM_BYTES,
     Sizes,
-    kv_bytes_per_token,
     least_kv_bytes,
     memory_plan,
+    row_bytes,
 )
 from rollbook.run.resources.model_facts import ModelFacts
 from rollbook.run.resources.size_choice import Demand, choose_sizes
@@ -111,7 +111,7 @@ def estimated_step_s(model: ModelFacts, config: RunConfig, division: Division) -
     speed = FLOPS * ranks * (RANKS_SHARE if ranks > 1 else 1.0)
     # The tokens of a step use all experts together.
     read, compute = 2 * model.parameters / BANDWIDTH, 2 * model.active_parameters / FLOPS
-    cached = kv_bytes_per_token(model, "bfloat16") * tokens / BANDWIDTH
+    cached = row_bytes(model, "bfloat16", tokens) / BANDWIDTH
     durations = Durations(
         tasks=(TaskDurations(groups=tuple(_group(tokens, work) for work in WORKS)),),
         request=RequestTime(base_s=tokens * read / each, per_request_s=tokens * (cached + compute) / each),

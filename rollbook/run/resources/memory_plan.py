@@ -98,6 +98,8 @@ class Sizes:
     engine: Engine = "embedded"
     policy_device: str = "cpu"
     policy_dtype: str = "float32"
+    has_routes: bool = False
+    """Whether the chosen experts are kept with the keys and values."""
     kv_bytes: int = 0
     """0: as much as is left."""
     max_running: int = 256
@@ -196,8 +198,10 @@ def activation_bytes_per_token(model: ModelFacts, *, dtype: str, checkpointed_la
     return DTYPE_BYTES[dtype] * (values + 2 * model.hidden)
 
 
-def kv_bytes_per_token(model: ModelFacts, dtype: str) -> int:
-    return DTYPE_BYTES[dtype] * model.kv_values_per_token
+def row_bytes(model: ModelFacts, dtype: str, length: int, *, has_routes: bool = False) -> int:
+    """What the engine's cache keeps of a request with so many tokens. `has_routes`: with the chosen experts."""
+    kept = sum(layer.num_bytes(DTYPE_BYTES[dtype], length) for layer in model.cache)
+    return kept + (length * model.route_bytes_per_token if has_routes else 0)
 
 
 def pass_bytes(model: ModelFacts, sizes: Sizes) -> int:
@@ -449,4 +453,4 @@ def _smaller(model: ModelFacts, sizes: Sizes) -> Iterator[tuple[str, str, Sizes]
 
 def least_kv_bytes(model: ModelFacts, sizes: Sizes) -> int:
     """Keys and values of a few sequences."""
-    return LEAST_SEQUENCES * sizes.longest * kv_bytes_per_token(model, sizes.policy_dtype)
+    return LEAST_SEQUENCES * row_bytes(model, sizes.policy_dtype, sizes.longest, has_routes=sizes.has_routes)

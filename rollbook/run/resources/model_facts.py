@@ -12,6 +12,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import routes_dtype
 from rollbook.run.directory import model_directory
+from rollbook.run.resources.cache_facts import CacheLayer, cache_layers, first, has_attention, listed_kinds, num_layers
 from rollbook.trainer.config import LoraSettings
 from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
 
@@ -40,8 +41,8 @@ class ModelFacts:
     experts_per_token: int = 0
     expert_layers: int = 0
     expert_width: int = 0
-    kv_values_per_token: int
-    """Numbers that the cache keeps for a token, in all layers that keep some."""
+    cache: tuple[CacheLayer, ...]
+    """What the engine keeps of a row, by layer."""
 
     @property
     def head_parameters(self) -> int:
@@ -122,21 +123,17 @@ def facts_of(table: Mapping[str, Any], parameters: int | None) -> ModelFacts | N
     """From the fields of a config.json. Without a count, the parameters are those of a Llama with these dimensions."""
     try:
         hidden, vocabulary = int(table["hidden_size"]), int(table["vocab_size"])
-        kinds = _layer_kinds(table)
-        layers = int(table.get("num_hidden_layers") or len(kinds))
-        # A model with recurrent states only has no heads.
-        heads = int(table.get("num_attention_heads", 0) if "state_size" in table else table["num_attention_heads"])
+        kinds, layers = listed_kinds(table), num_layers(table)
+        heads = int(table["num_attention_heads"]) if has_attention(table) else 0
         kv_heads = int(table.get("num_key_value_heads") or heads)
         head_width = int(table.get("head_dim") or hidden // heads) if heads else 0
-        experts = int(_first(table, "num_experts", "num_local_experts", "n_routed_experts") or 0)
-        used = (
-            int(_first(table, "num_experts_per_tok", "num_experts_per_token", "top_k_experts") or 1) if experts else 1
-        )
+        experts = int(first(table, "num_experts", "num_local_experts", "n_routed_experts") or 0)
+        used = int(first(table, "num_experts_per_tok", "num_experts_per_token", "top_k_experts") or 1) if experts else 1
         widths = (experts and table.get("moe_intermediate_size")) or table.get("intermediate_size")
         # Recurrent layers without a feed-forward part expand to twice the width.
         width = max(widths) if isinstance(widths, list) else int(widths or table.get("expand", 2) * hidden)
-        context = _first(table, "max_position_embeddings", "model_max_length")
-        cached = _cached_layers(table, kinds, layers) * _cached_values(table, 2 * kv_heads * head_width) if heads else 0
+        context = first(table, "max_position_embeddings", "model_max_length")
+        cache = cache_layers(table)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
     attention = 2 * hidden * head_width * (heads + kv_heads)
@@ -156,36 +153,8 @@ def facts_of(table: Mapping[str, Any], parameters: int | None) -> ModelFacts | N
         experts_per_token=used if experts else 0,
         expert_layers=_expert_layers(table, kinds, layers) if experts else 0,
         expert_width=width if experts else 0,
-        kv_values_per_token=cached,
+        cache=cache,
     )
-
-
-def _first(table: Mapping[str, Any], *names: str) -> Any:
-    return next((value for name in names if (value := table.get(name))), None)
-
-
-def _layer_kinds(table: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer; empty if the config does not list them."""
-    # Nemotron-H: M for Mamba, * for attention, - for a feed-forward part, E for experts.
-    return list(_first(table, "layer_types", "layers_block_type", "hybrid_override_pattern") or [])
-
-
-def _cached_layers(table: Mapping[str, Any], kinds: Sequence[str], layers: int) -> int:
-    """Layers with keys and values of their own. Windows count as full attention."""
-    if kinds:
-        attending = sum(kind == "*" or ("attention" in kind and kind != "linear_attention") for kind in kinds)
-    elif listed := table.get("full_attn_idxs") or (table.get("linear_attn_config") or {}).get("full_attn_layers"):
-        attending = len(listed)
-    else:
-        attending = layers // int(_first(table, "full_attention_interval", "attn_layer_period") or 1)
-    return attending - int(table.get("num_kv_shared_layers") or 0)
-
-
-def _cached_values(table: Mapping[str, Any], ordinary: int) -> int:
-    """Numbers of one token in one layer: keys and values, or what they are computed from (multi-head latent attention)."""
-    latent = table.get("kv_lora_rank")
-    of_keys = int(latent) + int(table["qk_rope_head_dim"]) if latent else ordinary
-    return of_keys + (int(table.get("index_head_dim") or 0) if table.get("index_topk") else 0)
 
 
 def _expert_layers(table: Mapping[str, Any], kinds: Sequence[str], layers: int) -> int:
