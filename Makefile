@@ -54,8 +54,9 @@ test-all: check ## check, then every test
 test-models: $(STAMP) ## every line of docs/models.md: engine, training, LoRA, names and parity of each model family
 	$(BIN)/python -m pytest tests/models
 
-test-kernels: $(STAMP) ## the Triton kernels, without a GPU: in the interpreter of Triton, which is installed in a separate folder
+test-kernels: $(STAMP) ## the Triton kernels, without a GPU: compiled for several, and run in the interpreter of Triton, which is installed in a separate folder
 	PYTHON=$(BIN)/python sh scripts/triton_package.sh
+	PYTHONPATH=.venvs/triton $(BIN)/python -m pytest tests/unit/inference/test_inference_kernels_compile.py
 	TRITON_INTERPRET=1 PYTHONPATH=.venvs/triton $(BIN)/python -m pytest tests/unit/numerics tests/unit/inference/test_inference_kernels.py
 
 test-page: $(STAMP) ## the dashboard and the playground in Debian's Chromium

@@ -33,6 +33,7 @@ CHUNK = 512
 EXACT_DTYPES = (torch.bfloat16, torch.float16)
 TILE_LINES = 128
 """Queries of a program of packed attention: tokens times the heads that share keys."""
+LARGE_HEAD = 128
 DEEP = 3
 """A product sums over this many times more numbers than it has outputs: cuBLAS is slow for few rows if it may not split them."""
 FEW_ROWS, FEW_ROWS_OF_ADAPTERS, NARROW = 128, 512, 64
@@ -147,9 +148,14 @@ def gate(gates: Tensor, ups: Tensor, activation: Activation) -> Tensor:
     return gated
 
 
-def tokens_per_tile(*, heads: int, key_heads: int) -> int:
-    """Queries that `attention` computes together."""
-    return max(1, TILE_LINES // (heads // key_heads))
+def tokens_per_tile(*, heads: int, key_heads: int, size: int) -> int:
+    """Queries that `attention` computes together. `size`: of a head."""
+    return max(1, _lines_of_tile(size) // (heads // key_heads))
+
+
+def _lines_of_tile(size: int) -> int:
+    """Large heads leave room for half as many in the memory of a program on a card of 24 GB."""
+    return TILE_LINES if size <= LARGE_HEAD else TILE_LINES // 2
 
 
 def attention(
@@ -176,7 +182,7 @@ def attention(
         scale=scale,
         window=window,
         chunk=CHUNK,
-        lines=TILE_LINES,
+        lines=_lines_of_tile(query_THD.shape[2]),
     )
     return out_THD
 

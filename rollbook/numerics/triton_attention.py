@@ -11,13 +11,37 @@ may compute, and joined in order.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: PLR0917  # kernels take many positional arguments
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 KEY_BLOCK = 64
+STAGES = 3
+"""Blocks of keys that a program loads ahead; measured on an H200. Where they do not fit in a program's memory, fewer."""
 LOG2_E = 1.4426950408889634
 LOG2E = tl.constexpr(LOG2_E)
+
+
+_fitting_stages: dict[tuple[Any, ...], int] = {}
+
+
+def launch_with_stages(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Launch with as many stages as fit in the shared memory of the device: large heads need more than small GPUs have.
+
+    The number of stages changes no bit of the result.
+    """
+    kind = (kernel, args[0].device, args[0].dtype, *options.values())
+    for stages in range(_fitting_stages.get(kind, STAGES), 0, -1):
+        try:
+            kernel[grid](*args, **options, num_stages=stages)
+        except triton.OutOfResources:
+            if stages == 1:
+                raise
+        else:
+            _fitting_stages[kind] = stages
+            return
 
 
 @triton.jit
@@ -162,9 +186,10 @@ def launch_packed(
     key_heads, count = key_FKD.shape[1], tiles_4B.shape[1]
     size_block = max(16, triton.next_power_of_2(size))
     group = heads // key_heads
-    _attend_packed[(count, key_heads)](
+    launch_with_stages(
+        _attend_packed, (count, key_heads),
         query_THD, key_FKD, value_FKD, out_THD, tiles_4B, count, scale * LOG2_E,
         query_THD.stride(0), key_FKD.stride(0), value_FKD.stride(0),
         KEYS=key_heads, GROUP=group, SIZE=size, SIZE_BLOCK=size_block, LINES=max(lines, triton.next_power_of_2(group)),
-        BLOCK=KEY_BLOCK, CHUNK=chunk, WINDOW=window or 0, num_warps=8 if size_block > 64 else 4, num_stages=3,
+        BLOCK=KEY_BLOCK, CHUNK=chunk, WINDOW=window or 0, num_warps=8 if size_block > 64 else 4,
     )  # fmt: skip

@@ -270,7 +270,7 @@ class _Exact:
         key, value = key_TKD, value_TKD
         if self.varlen.keys is not None:
             key, value = self.varlen.keys(key), self.varlen.keys(value)
-        tiles_4B = self.tiles_of((query_THD.shape[1], key.shape[1]))
+        tiles_4B = self.tiles_of((query_THD.shape[1], key.shape[1], key.shape[2]))
         scale = query_THD.shape[-1] ** -0.5 if scaling is None else scaling
         plain = replace(self.varlen, keys=None)
         return with_torch_gradient(
@@ -281,10 +281,10 @@ class _Exact:
             value,
         )
 
-    def tiles_of(self, heads: tuple[int, int]) -> Tensor:
-        """The same in all layers. `heads`: numbers of heads, and of those of keys."""
+    def tiles_of(self, heads: tuple[int, int, int]) -> Tensor:
+        """The same in all layers with the same heads: how many, how many of keys, and their size."""
         if heads not in self.tiles:
-            size = operations.tokens_per_tile(heads=heads[0], key_heads=heads[1])
+            size = operations.tokens_per_tile(heads=heads[0], key_heads=heads[1], size=heads[2])
             counts = -(-self.added // size)
             offsets = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * size
             tiles_4B = np.stack(

@@ -226,5 +226,6 @@ def test_the_order_of_gradients_is_fixed_for_them_only(monkeypatch: pytest.Monke
 
 
 def test_a_tile_holds_as_many_tokens_as_heads_allow() -> None:
-    assert operations.tokens_per_tile(heads=9, key_heads=3) == 42
-    assert operations.tokens_per_tile(heads=512, key_heads=1) == 1
+    assert operations.tokens_per_tile(heads=9, key_heads=3, size=64) == 42
+    assert operations.tokens_per_tile(heads=9, key_heads=3, size=256) == 21
+    assert operations.tokens_per_tile(heads=512, key_heads=1, size=64) == 1

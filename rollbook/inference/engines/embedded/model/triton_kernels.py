@@ -23,14 +23,13 @@ from rollbook.numerics.triton_attention import (
     first_key,
     is_in_window,
     join_chunk,
+    launch_with_stages,
     mean_of_chunk,
     with_sink,
 )
 
-DECODE_STAGES, PREFILL_STAGES, PREFILL_WARPS = 3, 3, 4
-"""Measured on an H200."""
-QUERY_LINES = 64
-"""Queries (tokens times the heads that share keys) of a program of prefill attention."""
+QUERY_LINES, PREFILL_WARPS = 64, 4
+"""Queries (tokens times the heads that share keys) and warps of a program of prefill attention; measured on an H200."""
 
 
 @triton.jit
@@ -307,14 +306,15 @@ def launch_attention(
     if step.is_split:
         lse = torch.empty((items, heads.keys, heads.group), dtype=torch.float32, device=out_MX.device)
         partial = torch.empty((*lse.shape, heads.size), dtype=torch.float32, device=out_MX.device)
-    _attend_decode[(items, heads.keys)](
+    launch_with_stages(
+        _attend_decode, (items, heads.keys),
         fused_MX, blocks, step.rows_M, step.positions_M, step.tables_SP, step.num_decode_1, step.chunk_1,
         step.item_tokens_W, step.item_starts_W, out_MX, partial, lse, sinks,
         scale, table_width,
         KEYS=heads.keys, GROUP=heads.group, SIZE=heads.size, GROUP_BLOCK=group_block, SIZE_BLOCK=size_block,
         PAGE=page, TILE=KEY_BLOCK, IS_SPLIT=step.is_split, PRECISION=precision, WINDOW=window, CAP=cap,
         HAS_SINKS=has_sinks,
-        num_warps=2 if size_block <= 64 else 4, num_stages=DECODE_STAGES,
+        num_warps=2 if size_block <= 64 else 4,
     )  # fmt: skip
     if step.is_split:
         _join_splits[(num_rows, heads.keys)](
@@ -323,12 +323,13 @@ def launch_attention(
             TILE=KEY_BLOCK, WINDOW=window, HAS_SINKS=has_sinks, num_warps=2,
         )  # fmt: skip
     if len(step.tile_sizes_K):
-        _attend_tiles[(len(step.tile_sizes_K), heads.keys)](
+        launch_with_stages(
+            _attend_tiles, (len(step.tile_sizes_K), heads.keys),
             fused_MX, blocks, step.rows_M, step.positions_M, step.tables_SP, step.tile_starts_K, step.tile_sizes_K, out_MX,
             sinks, scale, table_width,
             KEYS=heads.keys, GROUP=heads.group, SIZE=heads.size, SIZE_BLOCK=size_block,
             QUERY_BLOCK=max(16, triton.next_power_of_2(query_tile(heads) * heads.group)),
             PAGE=page, TILE=KEY_BLOCK, CHUNK=chunk, PRECISION=precision, WINDOW=window, CAP=cap,
             HAS_SINKS=has_sinks,
-            num_warps=PREFILL_WARPS, num_stages=PREFILL_STAGES,
+            num_warps=PREFILL_WARPS,
         )  # fmt: skip

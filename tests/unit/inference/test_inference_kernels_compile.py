@@ -1,0 +1,78 @@
+"""The attention kernels compile for the GPUs that people use, and fit in the memory of a program there.
+
+They are compiled without a GPU: `make test-kernels`.
+"""
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollbook.inference.engines.embedded.model.torch_ops import HeadShape
+from rollbook.inference.engines.embedded.paged.step_input import PromptSlice
+from rollbook.numerics.recipe import Attention
+from rollbook.trainer.model.packed_attention import Packing
+from tests.unit.inference import test_inference_kernels as kernels
+from tests.unit.numerics.test_numerics_operations import SEQUENCES
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
+    pytest.skip("compiles for other GPUs, so without one and without the interpreter", allow_module_level=True)
+
+SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448}
+"""Bytes of a program by compute capability: A100, cards of 24 GB, H200."""
+
+
+class TargetDriver:
+    """Takes the place of the driver of a GPU that is not there."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._target.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture(params=SHARED_MEMORY, ids="sm_{}".format)
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that were compiled instead of launched, and fit."""
+    found: list[str] = []
+    launch = triton.JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        needed = launch(kernel, *args, grid=grid, warmup=True, **options).metadata.shared
+        if needed > SHARED_MEMORY[request.param]:
+            raise triton.OutOfResources(needed, SHARED_MEMORY[request.param], "shared memory")
+        found.append(kernel.__name__)
+
+    monkeypatch.setattr(triton.JITFunction, "run", compile_only)
+    monkeypatch.setattr("rollbook.numerics.triton_attention._fitting_stages", {})
+    triton.runtime.driver.set_active(TargetDriver(request.param))
+    return found
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_attention_fits_in_the_memory_of_a_program(
+    size: int, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def zeros(*shape: int, seed: int = 0) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.bfloat16)
+
+    monkeypatch.setattr(kernels, "random", zeros)
+    heads = HeadShape(queries=8, keys=2, size=size)
+    for chunk in (64, 1024):
+        prompt = PromptSlice(row=5, start=0, tokens=np.arange(40, dtype=np.int32), is_last=True)
+        case = kernels.make_case(heads, chunk=chunk, pieces=[prompt])
+        case.ops[0].attend(case.fused(), case.step, case.blocks, Attention(scale=0.1))
+    sequences = SEQUENCES["shared prompts"]
+    query, key, value = (zeros(sequences.num_computed, count, size) for count in (8, 2, 2))
+    Packing.of(sequences, "cpu", kernel="exact").kernel(query, key, value, None, None)
+    assert set(compiled) == {"_attend_decode", "_attend_tiles", "_join_splits", "_attend_packed"}
