@@ -538,6 +538,7 @@ class TrainerLoop:
         acknowledged.set_result(digest)
         if not trained.is_repeated:
             self._reports.progressed()
+            self._reports.trained()
         if trained.is_published and not self._stopping.is_set():
             await self._publish(step, trained.weights if self._publisher.takes_gpu_weights else weights, digest)
         if self._reports.on_trained is not None:

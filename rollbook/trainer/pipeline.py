@@ -66,6 +66,8 @@ class LoopReports:
     """Called with what the loop does or waits for, for the live view."""
     progressed: Callable[[], None] = lambda: None
     """Called after each new step that is acknowledged, and after each publication."""
+    trained: Callable[[], None] = lambda: None
+    """Called after each new step that is acknowledged."""
     on_trained: Callable[[int, Sequence[ShownSample]], None] | None = None
     """Called in a thread with each acknowledged step and `num_shown` of its samples."""
     on_split: Callable[[PassSplit], None] = lambda split: None

@@ -30,6 +30,9 @@ from tests.parts.run.small import EXAMPLE
 class ScriptedHost:
     """Satisfies `ProcessHost`."""
 
+    def awaits(self, process: ProcessStart) -> str:
+        return ""
+
     async def start(self, process: ProcessStart) -> HostedProcess:
         if process.role != "ledger":
             process = dataclasses.replace(process, module="tests.parts.run.scripted_role")

@@ -344,7 +344,7 @@ async def _view(
                     since_s=p.since_s,
                     problems=tuple(f"waits for {awaited}: {cause}" for awaited, cause in p.problems.items()),
                 )
-                for p in supervisor.processes
+                for p in supervisor.shown
             ]
             started = {line.name for line in lines}
             lines += [

@@ -169,6 +169,11 @@ class ProcessTemplate:
     def pid(self) -> int | None:
         return None if self._child is None else self._child.pid
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether children are forked."""
+        return self._connection is not None
+
     async def run(self) -> None:
         """Start a template, and a new one when it dies.
 

@@ -58,6 +58,7 @@ async def main(context: RoleContext) -> str:
                 log=context.log,
                 doing=context.channel.doing,
                 progressed=context.channel.progress,
+                trained=context.channel.delivered,
                 on_trained=_rollout_table(context).add,
                 on_split=lambda split: context.directory.record_settings("trainer", split_settings(split)),
                 num_shown=config.telemetry.rollouts_per_step,

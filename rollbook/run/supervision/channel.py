@@ -22,6 +22,8 @@ class ReportKind(StrEnum):
     """The process waits for `awaited`, because of `message`; an empty message: it no longer does."""
     PROGRESS = "progress"
     """The process did something that the run needs, since its start."""
+    DELIVERED = "delivered"
+    """It did what the run needs from it: the trainer trained a step."""
     HEARTBEAT = "heartbeat"
     """The event loop runs."""
     FAULT = "fault"
@@ -66,6 +68,9 @@ class Channel:
 
     def progress(self) -> None:
         self._send(ReportKind.PROGRESS, "")
+
+    def delivered(self) -> None:
+        self._send(ReportKind.DELIVERED, "")
 
     def fault(self, message: str) -> None:
         self._send(ReportKind.FAULT, message)

@@ -17,6 +17,7 @@ from rollbook.run.directory import RunDirectory
 
 IMPORT_TORCH = frozenset({"prepare", "base", "policy", "trainer", "evaluation"})
 """Roles whose modules take seconds to import: their start waits for a template that still imports the same modules."""
+IMPORTING = "importing torch and transformers"
 HAVE_CHILDREN = frozenset({"rollout", "evaluation"})
 """Roles that start workers or policy servers."""
 TEMPLATE_WAIT_S = 100.0
@@ -97,12 +98,20 @@ class ProcessHost(Protocol):
     async def start(self, process: ProcessStart) -> HostedProcess:
         """Raises `OSError` when the process cannot be started."""
 
+    def awaits(self, process: ProcessStart) -> str:
+        """What a start of this process would wait for now, for people; empty: nothing."""
+
 
 class LocalHost:
     """Starts child processes of this one. They end when this process ends. Satisfies `ProcessHost`."""
 
     def __init__(self, template: ProcessTemplate | None = None) -> None:
         self._template = template
+
+    def awaits(self, process: ProcessStart) -> str:
+        if self._template is None or process.role not in IMPORT_TORCH or self._template.is_ready:
+            return ""
+        return IMPORTING
 
     async def start(self, process: ProcessStart) -> HostedProcess:
         if self._template is not None and process.role in IMPORT_TORCH:

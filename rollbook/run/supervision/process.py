@@ -26,6 +26,9 @@ KEPT_OUTPUT_BYTES = 1 << 20
 REPORT_PROGRESS = frozenset({"trainer", "rollout"})
 """Roles that report progress. A life of such a process without any is a failure, however long it was."""
 
+REPORT_DELIVERY = frozenset({"trainer"})
+"""Roles whose first progress is not yet what the run needs: a trainer publishes weights before it trains."""
+
 
 class ProcessState(StrEnum):
     WAITING = "waiting"
@@ -127,7 +130,7 @@ class SupervisedProcess:
     async def run(self) -> int:
         """Run one incarnation, from start to exit. Returns its exit code (negative: the signal that ended it)."""
         self._forget_incarnation()
-        self.move(ProcessState.STARTING)
+        self.move(ProcessState.STARTING, self._host.awaits(self._start))
         self._starting = asyncio.create_task(self._host.start(self._start), name=f"run.start.{self.name}")
         try:
             # A wait, not an await of the task: `kill` and `stop` may cancel the start.
@@ -225,6 +228,11 @@ class SupervisedProcess:
     def last_output(self) -> str:
         return self._child.last_output(REPORTED_LINES) if self._child is not None else ""
 
+    def _deliver(self) -> None:
+        if not self.has_delivered.is_set():
+            self._begin(self.doing)
+            self.has_delivered.set()
+
     async def _receive_reports(self, child: HostedProcess) -> None:
         with contextlib.suppress(ChildEndedError):
             while True:
@@ -238,16 +246,17 @@ class SupervisedProcess:
                 self._ready_at = time.monotonic()
                 self.move(ProcessState.RUNNING, report.message)
                 if self._is_progressing:
-                    self.has_delivered.set()
+                    self._deliver()
             case ReportKind.DOING:
                 self._begin(report.message)
             case ReportKind.PROBLEM:
                 self._set_problem(report.awaited, report.message)
             case ReportKind.PROGRESS:
-                if not self._is_progressing:
-                    self._begin(self.doing)
-                    self.has_delivered.set()
                 self._is_progressing = True
+                if self.role not in REPORT_DELIVERY:
+                    self._deliver()
+            case ReportKind.DELIVERED:
+                self._deliver()
             case ReportKind.FAULT:
                 self.fault = report.message
             case ReportKind.END | ReportKind.STOPPED:
@@ -271,12 +280,12 @@ class SupervisedProcess:
 
 
 def start_text(processes: Sequence[SupervisedProcess]) -> str:
-    """Seconds of each process by activity: `policy 8.3 (starting 5.1, loading the model 3.2); trainer 9.6 (…)`."""
+    """Seconds of each process by activity: `8.3 policy (5.1 starting, 3.2 loading the model); 9.6 trainer (…)`."""
     found = []
     for process in processes:
-        parts = [f"{activity} {s:.1f}" for activity, s in process.start_s.items() if s >= SHORTEST_PART_S]
+        parts = [f"{s:.1f} {activity}" for activity, s in process.start_s.items() if s >= SHORTEST_PART_S]
         if parts:
-            found.append(f"{process.name} {sum(process.start_s.values()):.1f} ({', '.join(parts)})")
+            found.append(f"{sum(process.start_s.values()):.1f} {process.name} ({', '.join(parts)})")
     return "; ".join(found)
 
 

@@ -187,6 +187,9 @@ class RayHost:
         self._config = config
         self._log = log
 
+    def awaits(self, process: ProcessStart) -> str:
+        return ""
+
     async def start(self, process: ProcessStart) -> HostedProcess:
         """Raises `WorkerError` if no node has the resources, or if the node has other versions."""
         options = self._config.options(process.role)

@@ -131,6 +131,11 @@ class Supervisor:
         # Without a trainer, the run is over when the dispatcher ends.
         self._last = next(p for p in self.processes if p.role == ("trainer" if has_trainer else "rollout"))
 
+    @property
+    def shown(self) -> list[SupervisedProcess]:
+        """With the process that does one thing before or after the others."""
+        return [*([] if self._once is None else [self._once]), *self.processes]
+
     async def run(self) -> RunOutcome:
         """Run to the end. Cancelling it stops everything at once."""
         began = time.monotonic()
@@ -270,7 +275,7 @@ class Supervisor:
         await self._last.has_delivered.wait()
         required = [*self._prepared, *(p for p in self.processes if p.role not in OPTIONAL)]
         checks_s, seconds = self._started_at - self._began, time.monotonic() - self._began
-        parts = f"checks {checks_s:.1f}; {start_text(required)}"
+        parts = f"{checks_s:.1f} checks; {start_text(required)}"
         self._log.info("run.first_step", seconds=round(seconds, 2), parts=parts)
         self._say(f"first step after {seconds:.1f} s: {parts}")
 

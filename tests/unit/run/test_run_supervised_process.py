@@ -11,6 +11,7 @@ import pytest
 from rollbook.concurrency.child_process.process import ChildProcess, ChildSpec
 from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision import process as supervised
+from rollbook.run.supervision.channel import Report, ReportKind
 from rollbook.run.supervision.host import ProcessStart
 
 
@@ -51,6 +52,9 @@ class LateHost:
         self.waits = asyncio.Event()
         self.pid = 0
 
+    def awaits(self, start: ProcessStart) -> str:
+        return ""
+
     async def start(self, start: ProcessStart) -> ChildProcess:
         try:
             self.waits.set()
@@ -86,7 +90,23 @@ def test_the_text_of_a_start_has_the_seconds_of_each_process_by_activity(tmp_pat
         for name in ("policy", "env")
     )
     policy.start_s = {"starting": 0.04, "importing its modules": 5.1, "loading the model": 3.16}
-    assert supervised.start_text([policy, env]) == "policy 8.3 (importing its modules 5.1, loading the model 3.2)"
+    assert supervised.start_text([policy, env]) == "8.3 policy (5.1 importing its modules, 3.2 loading the model)"
+
+
+def test_a_trainer_delivers_with_its_first_step_and_not_with_its_first_publication(tmp_path: Path) -> None:
+    trainer, rollout = (
+        supervised.SupervisedProcess(ProcessStart(name=name, role=name, directory=RunDirectory(tmp_path)))
+        for name in ("trainer", "rollout")
+    )
+    for process in (trainer, rollout):
+        process.move(supervised.ProcessState.STARTING)
+        process._take(Report(ReportKind.READY, "loading the model"))
+        process._take(Report(ReportKind.PROGRESS, ""))
+    assert (trainer.has_delivered.is_set(), rollout.has_delivered.is_set()) == (False, True)
+    trainer._take(Report(ReportKind.DOING, "training step 1"))
+    trainer._take(Report(ReportKind.DELIVERED, ""))
+    assert trainer.has_delivered.is_set()
+    assert "training step 1" in trainer.start_s
 
 
 def test_waiting_is_not_a_part_of_a_start(tmp_path: Path) -> None:
