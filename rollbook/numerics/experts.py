@@ -194,9 +194,9 @@ def compare(experts: Experts, block: Any) -> None:
         if hasattr(block, SHARED_GATE):
             added_ME = torch.sigmoid(getattr(block, SHARED_GATE)(x_ME)) * added_ME
         found_ME = found_ME + added_ME
-    error = (found_ME.float() - expected_ME).square().mean().sqrt() / (expected_ME.square().mean().sqrt() + 1e-12)
+    deviation = (found_ME.float() - expected_ME).square().mean().sqrt() / (expected_ME.square().mean().sqrt() + 1e-12)
     # Not `>`: a comparison with NaN must not pass.
-    if not error <= TOLERANCE.get(weight.dtype, 0.0):
+    if not deviation <= TOLERANCE.get(weight.dtype, 0.0):
         raise UnsupportedModelError(f"its mixtures of experts have the formula of {type(block).__name__}")
 
 

@@ -22,14 +22,17 @@ from transformers import __version__ as transformers_version
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Completion, Publication, PublicationId, SamplingParams, with_length
 from rollbook.inference.config import InferenceConfig
+from rollbook.inference.engines.embedded.captured_runner import CapturedRunner
 from rollbook.inference.engines.embedded.engine import open_engine
 from rollbook.inference.engines.embedded.model.llama import LlamaForward
+from rollbook.inference.engines.embedded.model.module import StateForward
 from rollbook.trainer.config import LoraSettings
 from rollbook.trainer.data.minibatches import Minibatch, flatten, plan
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.weights import write_weights
 from rollbook.trainer.step import TrainStep
 from tests.models.families import FAMILIES, VOCABULARY, Family
+from tests.parts.inference.recording import RecordingCapture
 from tests.parts.trainer.batches import batch_of, quick, row, sample
 
 CLOSE = 1e-3
@@ -43,7 +46,9 @@ measured: speed, GPUs, bfloat16, and real checkpoints.
 
 - **engine**: `fast` is our forward for Llama-like models. `module` calls the module of transformers: over slots (full
   attention), or over states (all other layers), which decode merged, or row by row
-  ([decision 0042](decisions/0042-row-states-in-transformers-caches.md)).
+  ([decision 0042](decisions/0042-row-states-in-transformers-caches.md)). *captured*: a GPU repeats a decode step without
+  Python ([decision 0054](decisions/0054-decode-steps-of-modules-are-captured.md)); here, a recording of its operations gave the
+  same tokens and logprobs. *from Python*: why a decode step cannot be captured.
 - **prefix reuse**: of any common prefix, or of whole turns only (the prompt must continue all of a finished request).
 - **training**: `packed`, with shared prefixes, or `padded`. Gradients leak into no other sequence, in either.
 - **LoRA**: layers that `targets = "all-linear"` adapts. *attention* is q, k, v and o, *mlp* is gate, up and down. *+ experts*:
@@ -135,9 +140,31 @@ async def _engine(directory: Path, model: PolicyModel) -> _Engine:
             parts = engine.parts
             slots: Any = parts.runner
             reuse = ("any prefix" if slots.slots.is_croppable else "whole turns") if is_reused else "none"
-            return _Engine(_path(parts), reuse, [*first, *second])
+            way = _path(parts)
+        if way != "fast":
+            way += f", {await _captured(directory, [*first, *second])}"
+        return _Engine(way, reuse, [*first, *second])
     except Exception as error:
         return _Engine(f"refused: {_reason(error)}", "–", [])
+
+
+async def _captured(directory: Path, expected: list[_Sampled]) -> str:
+    config = InferenceConfig(max_running=4, max_model_len=160, kv_memory_mb=30, prefix_cache_least=8, forward="module")
+    async with open_engine(config, directory, capture=RecordingCapture()) as engine:
+        parts = engine.parts
+        if not isinstance(parts.runner, CapturedRunner):
+            reasons = [choice.partition("because ")[2] for choice in parts.choices if choice.startswith("decode steps")]
+            return f"from Python: {reasons[0][:MAX_REASON]}"
+        await engine.adopt(Publication(id=PublicationId(1), epoch=1, step=0, digest=""))
+        half = len(expected) // 2
+        found = [*await _play(engine, [one.prompt for one in expected[:half]])]
+        found += await _play(engine, [one.prompt for one in expected[half:]])
+    for one, other in zip(expected, found, strict=True):
+        if one.completion.token_ids.tolist() != other.completion.token_ids.tolist():
+            return "DIFFERENT tokens when captured"
+        if np.abs(one.completion.logprobs - other.completion.logprobs).max() > CLOSE:
+            return "DIFFERENT logprobs when captured"
+    return "captured"
 
 
 async def _play(engine: Any, prompts: list[list[int]]) -> list[_Sampled]:
@@ -152,7 +179,7 @@ async def _play(engine: Any, prompts: list[list[int]]) -> list[_Sampled]:
 def _path(parts: Any) -> str:
     if isinstance(parts.model, LlamaForward):
         return "fast"
-    if parts.model.is_dense:
+    if not isinstance(parts.model, StateForward):
         return "module, slots"
     return "module, states" if parts.runner.slots.is_mergeable else "module, states, row by row"
 

@@ -15,8 +15,10 @@ from rollbook.inference.config import InferenceConfig, ScriptedConfig
 from rollbook.inference.engine import Engine, open_engine
 from rollbook.inference.engines.embedded.engine import TransformersEngine
 from rollbook.inference.engines.embedded.engine import open_engine as open_embedded
+from rollbook.inference.engines.embedded.model.capture import Capture
 from rollbook.telemetry.spans import SpanRecorder
 from tests.parts.inference.models import MAX_LEN, VOCAB, build_model, plain_logprobs, publish, save_model
+from tests.parts.inference.recording import RecordingCapture
 
 BYTES_PER_TOKEN = {"llama": 2 * 2 * 2 * 8 * 4, "gpt2": 2 * 2 * 4 * 8 * 4}
 """Layers, keys and values, heads, head size, float32."""
@@ -75,8 +77,10 @@ async def until(is_true: Callable[[], bool], *, within_s: float = 30.0) -> None:
 
 @asynccontextmanager
 async def embedded(tiny: TinyModel, *, is_captured: bool = False, **settings: Any) -> AsyncIterator[TransformersEngine]:
-    """`is_captured`: as on a GPU, with cache blocks and bucketed shapes, but with plain calls instead of captured graphs."""
-    options: dict[str, Any] = {"capture": lambda operation: operation} if is_captured else {}
+    """`is_captured`: as on a GPU, with bucketed shapes. The fast forward has cache blocks, and plain calls instead of captured
+    graphs; decode steps of a module are recorded and repeated."""
+    capture: Capture = RecordingCapture() if settings.get("forward") == "module" else lambda operation: operation
+    options: dict[str, Any] = {"capture": capture} if is_captured else {}
     async with open_embedded(engine_config("transformers", **settings), tiny.model_dir, **options) as engine:
         await engine.load_weights(*tiny.weights(1))
         yield engine

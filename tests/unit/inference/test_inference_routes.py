@@ -27,6 +27,8 @@ CASES: list[Any] = [
     pytest.param("gpt_oss", {"is_captured": True}, id="blocks with windows"),
     pytest.param("qwen3_moe", MODULE, id="slots of a module"),
     pytest.param("gpt_oss", MODULE, id="states of a module"),
+    pytest.param("qwen3_moe", MODULE | {"is_captured": True}, id="captured slots of a module"),
+    pytest.param("gpt_oss", MODULE | {"is_captured": True}, id="captured states of a module"),
 ]
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4 + 2 * 2
 """Of the mixture: keys and values of two layers in float32, and two choices in each."""

@@ -6,8 +6,8 @@ Every fast implementation has a slower fallback; `EngineParts.choices` says whic
 import logging
 import math
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -19,7 +19,9 @@ from rollbook.contracts.errors import RunError, is_out_of_memory
 from rollbook.contracts.weights import Adapter, WeightsError
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.batching import SlotBudget
+from rollbook.inference.engines.embedded.captured_runner import CapturedRunner, captured_error
 from rollbook.inference.engines.embedded.live_weights import LiveWeights
+from rollbook.inference.engines.embedded.model.capture import Capture, CudaCapture
 from rollbook.inference.engines.embedded.model.forward import SlotModel
 from rollbook.inference.engines.embedded.model.kernels import KernelOps, sample_with_kernels
 from rollbook.inference.engines.embedded.model.llama import LlamaForward, relative_error
@@ -32,7 +34,7 @@ from rollbook.inference.engines.embedded.model.module import (
 from rollbook.inference.engines.embedded.paged.batch import PagedBatch
 from rollbook.inference.engines.embedded.paged.block_cache import BlockCache
 from rollbook.inference.engines.embedded.paged.block_pool import BlockPool
-from rollbook.inference.engines.embedded.paged.runner import Capture, CudaCapture, PackedRunner, packed_error
+from rollbook.inference.engines.embedded.paged.runner import PackedRunner, packed_error
 from rollbook.inference.engines.embedded.routes import RouteRecorder, has_experts, no_experts
 from rollbook.inference.engines.embedded.runner import Runner
 from rollbook.inference.engines.embedded.sampling import sample
@@ -94,6 +96,10 @@ def build_parts(
         is_paged = isinstance(model, LlamaForward) and (
             use_kernels(model, module, choices, exactness=config.exactness) if is_gpu else capture is not None
         )
+        if capture is None and is_gpu and config.capture_steps:
+            capture = CudaCapture()
+        if not isinstance(model, LlamaForward):
+            model, capture = _captured(model, module, capture, choices)
     inexact_because = _inexact_because(config, model, choices)
     weights = LiveWeights(module, device, model.adapters, base=base)
     if (model_dir / CONFIG_FILE).is_file():
@@ -101,15 +107,13 @@ def build_parts(
     batch: SlotBatch | PagedBatch
     runner: Runner | PackedRunner
     if isinstance(model, LlamaForward) and is_paged:
-        if capture is None:
-            capture = CudaCapture() if config.capture_steps else _plain_call
-        batch, runner = _paged_batch(config, model, capture)
+        batch, runner = _paged_batch(config, model, capture or _plain_call)
         choices.append("cache: blocks, prompts and decoding rows in one captured forward")
     else:
-        batch, runner = _slot_batch(config, model)
-        choices.append(
-            "cache: slots, steps called directly" if model.is_dense else "cache: states, steps called directly"
-        )
+        batch, runner = _slot_batch(config, model, None if isinstance(model, LlamaForward) else capture)
+        memory = "states" if isinstance(model, StateForward) else "slots"
+        steps = "decode steps captured" if isinstance(runner, CapturedRunner) else "steps called directly"
+        choices.append(f"cache: {memory}, {steps}")
     ahead = config.steps_ahead if config.steps_ahead is not None else (GPU_AHEAD if is_gpu else 0)
     return EngineParts(
         scheduler=Scheduler(batch, max_length=max_model_len, ahead=ahead),
@@ -267,10 +271,53 @@ def _plain_call(operation: Callable[[], None]) -> Callable[[], None]:
     return operation
 
 
-def _slot_batch(config: InferenceConfig, model: SlotModel) -> tuple[SlotBatch, Runner]:
+def _captured(
+    model: SlotModel, module: Any, capture: Capture | None, choices: list[str]
+) -> tuple[SlotModel, Capture | None]:
+    """The model whose decode steps can be captured, or the given one without a capture."""
+    if capture is None:
+        return model, None
+    try:
+        fixed = model.fixed() if isinstance(model, StateForward) else model
+        with _own_stream(model.device):
+            error = _least_error(
+                module, TOLERANCE[model.dtype], lambda seed: captured_error(fixed, module, capture, seed=seed)
+            )
+        if error <= TOLERANCE[model.dtype]:
+            choices.append(f"decode steps: captured (relative error {error:.1e})")
+            return fixed, capture
+        reason = f"a captured step has a relative error of {error:.2g}"
+    except Exception as raised:  # A module or a capture may raise anything; called directly, the model works.
+        if is_out_of_memory(raised):
+            raise
+        reason = f"{type(raised).__name__}: {raised}"
+    choices.append(f"decode steps: called from Python, because {reason}")
+    log.warning("decode steps are not captured, so the engine is as slow as Python: %s", reason)
+    return model, None
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """On a GPU, another stream than the default, on which no graph can be captured."""
+    if device.type != "cuda":
+        yield
+        return
+    before, own = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    own.wait_stream(before)
+    with torch.cuda.stream(own):
+        yield
+    before.wait_stream(own)
+
+
+def _slot_batch(config: InferenceConfig, model: SlotModel, capture: Capture | None) -> tuple[SlotBatch, Runner]:
     min_prefix = config.prefix_cache_least or CPU_MIN_PREFIX
     budget, prefix_tokens = _budget(config, model, model.device, min_prefix=min_prefix)
-    runner = Runner(model, model.new_memory(), max_rows=budget.max_rows)
+    memory = model.new_memory()
+    runner = (
+        Runner(model, memory, max_rows=budget.max_rows)
+        if capture is None
+        else CapturedRunner(model, memory, max_rows=budget.max_rows, capture=capture)
+    )
     batch = SlotBatch(
         runner,
         budget=budget,

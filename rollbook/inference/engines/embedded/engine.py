@@ -40,9 +40,9 @@ from rollbook.inference.engines.busy import BusyPeriods
 from rollbook.inference.engines.embedded.adapters import BASE, POLICY
 from rollbook.inference.engines.embedded.build import EngineParts, build_parts
 from rollbook.inference.engines.embedded.live_weights import LoadPlan
+from rollbook.inference.engines.embedded.model.capture import Capture
 from rollbook.inference.engines.embedded.model.llama import LlamaForward
 from rollbook.inference.engines.embedded.model.module import score_prompt
-from rollbook.inference.engines.embedded.paged.runner import Capture
 from rollbook.inference.engines.embedded.probe import batch_dependent, probe
 from rollbook.inference.engines.embedded.thread import MEMORY_ADVICE, EngineThread
 from rollbook.inference.pause import PauseMode, needs_loading, require_unpublished

@@ -1,8 +1,8 @@
 """Runs the forwards of a round on the device and transfers the sampled tokens to the host.
 
-`Runner` calls the model directly: on a CPU, and on any device for models that use their Hugging Face module. `PackedRunner`
-(`paged/runner.py`) replays captured CUDA graphs of bucketed shapes, so that a step is one launch for the host. On a GPU both only
-enqueue work; the host waits in `PendingResults.wait`.
+`Runner` calls the model directly: on a CPU, and for models that cannot be captured. `CapturedRunner` (`captured_runner.py`) replays
+captured decode steps of other Hugging Face modules. `PackedRunner` (`paged/runner.py`) captures steps of the fast forward, with
+prompts. On a GPU all of them only enqueue work; the host waits in `PendingResults.wait`.
 """
 
 # S slots, N rows, C tokens a row, V vocabulary
@@ -83,8 +83,9 @@ class Runner:
         rows: Sequence[int] = range(count)
         index: slice | Tensor = slice(0, count)
         adapters = table.adapters[:count]
+        decoding = np.flatnonzero(table.is_active[:count])
+        self.slots.before_decode(decoding.tolist())
         if not self.model.is_dense:
-            decoding = np.flatnonzero(table.is_active[:count])
             rows, adapters = decoding.tolist(), adapters[decoding]
             index = to_device(torch.from_numpy(decoding), self._device)
         logits_NV = self.model.decode(

@@ -55,7 +55,13 @@ class RowMemory(Protocol):
     @property
     def scratch_row(self) -> int: ...
 
+    generation: int
+    """Changes when the memory moves; then captured graphs are void."""
+
     def resize(self, rows: int, length: int) -> None: ...
+
+    def before_decode(self, rows: Sequence[int]) -> None:
+        """The next decode step continues these rows."""
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], *, length: int) -> None:
         """Copy the first `length` positions from row to row. No target may be a source."""
@@ -178,6 +184,9 @@ class SlotCache:
         slots = (slots_SHTD for pair in self.pairs for slots_SHTD in pair)
         for slots_SHTD, layer in zip(slots, copied, strict=True):
             slots_SHTD[row, :, :length] = layer[:, :length]
+
+    def before_decode(self, rows: Sequence[int]) -> None:
+        """Nothing to do: prompts are in their slots."""
 
     def release(self, row: int) -> None:
         """Nothing to do: the next owner overwrites what it reads."""

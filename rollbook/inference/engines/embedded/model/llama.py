@@ -324,6 +324,7 @@ def relative_error(forward: SlotModel, model: nn.Module, *, seed: int = 0) -> fl
                 logits_V = forward.prefill(inputs, slots)[0].float()
                 errors.append((logits_V - expected_TV[end - 1]).square().mean().sqrt())
         positions_2 = torch.tensor([count, first], device=forward.device)
+        slots.before_decode([0, 1])
         logits_2V = forward.decode(tokens_1T[0, positions_2], positions_2, slots, rows=[0, 1], length=count + 1).float()
         errors += list((logits_2V - expected_TV[positions_2]).square().mean(dim=-1).sqrt())
         # torch's maximum, not Python's, because it returns NaN if any error is NaN.

@@ -27,6 +27,7 @@ from rollbook.contracts.policy import TopLogprobs
 from rollbook.contracts.weights import WeightsError
 from rollbook.inference.engine import PromptScores
 from rollbook.inference.engines.embedded.adapters import AdapterBank, AdapterRows
+from rollbook.inference.engines.embedded.model.fixed_states import FixedStates, why_not_fixed
 from rollbook.inference.engines.embedded.model.forward import PrefillInput, PrefillPositions
 from rollbook.inference.engines.embedded.model.hf_cache import DecodeCache, PrefillCache, ProbeCache
 from rollbook.inference.engines.embedded.model.row_states import RowStates, bytes_of_layers, cache_of, new_layers
@@ -176,8 +177,6 @@ class StateForward:
     """Runs any architecture through its Hugging Face module, with the state of each row in the caches of transformers: windows,
     recurrent states, sparse attention. Not thread-safe."""
 
-    is_dense = False
-
     def __init__(
         self,
         model: Any,
@@ -185,10 +184,13 @@ class StateForward:
         max_model_len: int,
         is_merged: bool = True,
         is_chunked: bool = True,
+        is_fixed: bool = False,
         recorder: RouteRecorder | None = None,
     ) -> None:
         """`is_merged`: rows of different lengths decode in one forward; otherwise each in its own. `is_chunked`: a row is continued
-        with several tokens in a forward; otherwise with one. `recorder`: set if the chosen experts are recorded."""
+        with several tokens in a forward; otherwise with one. `is_fixed`: states do not move, so steps can be captured, and a step
+        computes the first rows, as over slots. `recorder`: set if the chosen experts are recorded."""
+        self.is_dense = is_fixed
         self._is_chunked = is_chunked
         self._recorder = recorder
         self._model = model
@@ -203,6 +205,20 @@ class StateForward:
         self._cache_name = "past_key_values" if "past_key_values" in known else "cache_params"
         self._has_positions = "position_ids" in known
 
+    def fixed(self) -> "StateForward":
+        """The same, with states at fixed addresses. Raises `RunError` if this model cannot have them."""
+        if not self.new_memory().is_mergeable:
+            raise RunError("rows of this model do not share a step")
+        if reason := why_not_fixed(self._layers_of_a_token()):
+            raise RunError(reason)
+        return StateForward(
+            self._model,
+            max_model_len=self.max_model_len,
+            is_chunked=self._is_chunked,
+            is_fixed=True,
+            recorder=self._recorder,
+        )
+
     @property
     def how(self) -> str:
         decoding = "rows merged for a decode step" if self._is_merged else "one forward for each row"
@@ -210,14 +226,20 @@ class StateForward:
 
     def new_memory(self) -> RowStates:
         routes = None if self._recorder is None else self._recorder.shape
+        if self.is_dense:
+            return FixedStates(self._config, template=self._layers_of_a_token(), routes=routes)
         return RowStates(self._config, is_mergeable=self._is_merged, routes=routes)
 
     def bytes_per_row(self) -> tuple[int, int]:
-        layers = self.new_memory().fresh()
+        return bytes_of_layers(self._layers_of_a_token(), max_length=self.max_model_len)
+
+    def _layers_of_a_token(self) -> list[Any]:
+        routes = None if self._recorder is None else self._recorder.shape
+        layers = RowStates(self._config, routes=routes).fresh()
         ids_11 = torch.ones((1, 1), dtype=torch.long, device=self.device)
         with torch.inference_mode():
             self._logits(ids_11, layers, lengths=[0])
-        return bytes_of_layers(layers, max_length=self.max_model_len)
+        return layers
 
     def prefill(self, inputs: PrefillInput, slots: RowStates) -> Tensor:
         """Rows at equal positions share a forward, so nothing is padded: a recurrent state would see the padding."""
@@ -249,6 +271,10 @@ class StateForward:
         length: int,
         adapters: AdapterRows | None = None,
     ) -> Tensor:
+        if isinstance(slots, FixedStates):
+            layers, mask_NT = slots.layers(positions_N, length), slots.mask(positions_N, length)
+            with self.adapters.in_module(adapters):
+                return self._called(tokens_N[:, None], layers, positions_N[:, None], mask_NT)
         if slots.is_mergeable:
             layers, lengths = slots.merged(rows)
             with self.adapters.in_module(adapters):
@@ -267,13 +293,19 @@ class StateForward:
     def _logits(self, tokens_NC: Tensor, layers: Sequence[Any], *, lengths: Sequence[int]) -> Tensor:
         """Logits (N, V) after the last token. Row i continues after `lengths[i]` tokens, which end together."""
         longest, count = max(lengths), tokens_NC.shape[1]
-        inputs: dict[str, Any] = {"input_ids": tokens_NC, self._cache_name: cache_of(layers), "use_cache": True}
         lengths_N1 = torch.tensor(lengths, device=self.device)[:, None]
-        if self._has_positions:
-            inputs["position_ids"] = lengths_N1 + torch.arange(count, device=self.device)
+        mask_NT = None
         if min(lengths) < longest:
-            is_token_NT = torch.arange(longest + count, device=self.device) >= longest - lengths_N1
-            inputs["attention_mask"] = is_token_NT.long()
+            mask_NT = (torch.arange(longest + count, device=self.device) >= longest - lengths_N1).long()
+        positions_NC = lengths_N1 + torch.arange(count, device=self.device)
+        return self._called(tokens_NC, layers, positions_NC, mask_NT)
+
+    def _called(self, tokens_NC: Tensor, layers: Sequence[Any], positions_NC: Tensor, mask_NT: Tensor | None) -> Tensor:
+        inputs: dict[str, Any] = {"input_ids": tokens_NC, self._cache_name: cache_of(layers), "use_cache": True}
+        if self._has_positions:
+            inputs["position_ids"] = positions_NC
+        if mask_NT is not None:
+            inputs["attention_mask"] = mask_NT
         with recording(self._recorder) as chosen:
             logits_N1V: Tensor = self._model(**inputs, logits_to_keep=1).logits
         if self._recorder is not None:

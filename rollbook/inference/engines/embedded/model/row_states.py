@@ -54,7 +54,7 @@ class RouteLayer:
     it."""
 
     def __init__(self, shape: RouteShape) -> None:
-        self._shape = shape
+        self.shape = shape
         self.keys: Tensor | None = None
 
     def append(self, routes_NCLK: Tensor) -> None:
@@ -69,7 +69,7 @@ class RouteLayer:
     def read(self, length: int) -> NDArray[Any]:
         """The first positions of a single row."""
         assert self.keys is not None
-        return self._shape.read(self.keys[0, 0, :length])
+        return self.shape.read(self.keys[0, 0, :length])
 
 
 def new_layers(config: Any) -> list[Any]:
@@ -158,8 +158,7 @@ class RowStates:
 
     def copy_out(self, row: int, length: int) -> RowState | None:
         """A copy of a row; None if its state is not that after `length` tokens."""
-        known = row in self._alone or row in self._merged_rows
-        if not known or (state := self._copy(row)).length < length:
+        if not self._is_known(row) or (state := self._copy(row)).length < length:
             return None
         if state.length == length:
             return state
@@ -170,7 +169,7 @@ class RowStates:
         self._alone[row] = whole if length == copied.length else _cropped(whole, length)
 
     def read_routes(self, row: int, length: int) -> NDArray[Any] | None:
-        if self._route_shape is None or not (row in self._alone or row in self._merged_rows):
+        if self._route_shape is None or not self._is_known(row):
             return None
         last = self._view(row).layers[-1]
         assert isinstance(last, RouteLayer)
@@ -185,17 +184,25 @@ class RowStates:
         for row in rows:
             self.release(row)
 
+    def before_decode(self, rows: Sequence[int]) -> None:
+        """Nothing to do: the step merges its rows."""
+
     def _copy(self, row: int) -> RowState:
         return self._view(row, is_copy=True)
 
     def _view(self, row: int, *, is_copy: bool = False) -> RowState:
-        if row in self._alone:
-            state = self._alone[row]
-            layers, index, length = state.layers, 0, state.length
-        else:
-            index = self._merged_rows.index(row)
-            layers, length = self._merged, self._merged_lengths[index]
+        layers, index, length = self._joint(row)
         return RowState([_row(layer, index, length, is_copy=is_copy) for layer in layers], length)
+
+    def _is_known(self, row: int) -> bool:
+        return row in self._alone or row in self._merged_rows
+
+    def _joint(self, row: int) -> tuple[Sequence[Any], int, int]:
+        """The layers that hold a row, its index in them, and its length."""
+        if row in self._alone:
+            return self._alone[row].layers, 0, self._alone[row].length
+        index = self._merged_rows.index(row)
+        return self._merged, index, self._merged_lengths[index]
 
 
 def _is_mergeable(layer: Any) -> bool:

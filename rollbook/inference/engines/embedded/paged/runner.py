@@ -7,9 +7,8 @@ needs no new graphs.
 
 # S rows, N rows that sample, V vocabulary
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from rollbook.contracts.policy import MAX_TOP_LOGPROBS
 from rollbook.inference.engines.embedded.adapters import Kind
+from rollbook.inference.engines.embedded.model.capture import Capture, Operation
 from rollbook.inference.engines.embedded.model.llama import LlamaForward
 from rollbook.inference.engines.embedded.paged.block_cache import BlockCache
 from rollbook.inference.engines.embedded.paged.step_input import (
@@ -36,27 +36,6 @@ from rollbook.inference.engines.embedded.row_table import RowTable
 from rollbook.inference.engines.embedded.runner import PendingResults, Sampler
 from rollbook.inference.engines.embedded.sampling import constrained, most_likely
 from rollbook.numerics.operations import CHUNK
-
-Operation = Callable[[], None]
-Capture = Callable[[Operation], Operation]
-"""Returns a function that repeats the operation, faster. May be the identity."""
-
-
-class CudaCapture:
-    """Captures into one memory pool: graphs are replayed one after the other, never concurrently."""
-
-    def __init__(self) -> None:
-        self._pool: Any = torch.cuda.graph_pool_handle()
-
-    def __call__(self, operation: Operation) -> Operation:
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: another thread may stage weights at the same time, which must not break the capture.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
-        ):
-            operation()
-        replay: Operation = graph.replay
-        return replay
 
 
 @dataclass(frozen=True, slots=True)
