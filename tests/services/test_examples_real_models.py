@@ -1,10 +1,13 @@
-"""The examples for real models (09 and 10): their tasks, splits and scores; and all stages with a tiny model on a CPU."""
+"""The examples for real models (09 to 11): their tasks, splits and scores; and all stages with a tiny model on a CPU."""
 
 import asyncio
 import json
+import os
 import random
+import shutil
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -19,18 +22,24 @@ from benchmarks.learning.recipe import table
 from rollbook.contracts.task import Observation
 from rollbook.contracts.trajectory import EndReason
 from rollbook.envs.builtin.awscli.tasks.task_bank import task_bank
+from rollbook.rollout.agents.program import open_workspace
+from rollbook.rollout.agents.rollout import make_rollout
 from rollbook.rollout.settings import EpisodeLimits
 from rollbook.run.config.run import load_config
 from rollbook.run.config.sft import load_sft_config
 from rollbook.run.config.study import load_study
 from rollbook.trainer.model.model_directory import prepare_model_directory
 from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
+from tests.parts.rollout.agents import agent_setup, assert_matches_engine, in_order
 from tests.parts.rollout.guessing import GuessingEnvironment, setup_of
 from tests.parts.run.examples import modules_of
 from tests.parts.run.small import REPOSITORY
+from tests.parts.sandbox.bubblewrap import require_bubblewrap
 
 AWS = REPOSITORY / "examples" / "09_aws_smollm2"
 GYM = REPOSITORY / "examples" / "10_reasoning_gym"
+SHELL = REPOSITORY / "examples" / "11_shell_agent"
+AGENTS_PATH = f"{REPOSITORY / '.venvs' / 'agents' / 'bin'}:{os.environ['PATH']}"
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}<eos>{% else %}\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
@@ -167,12 +176,67 @@ def test_no_held_out_question_is_trained_in_any_level(puzzles: ModuleType) -> No
     assert all(puzzles.is_right(f" {row['answer']}.\n", row["answer"]) for row in train)
 
 
+@pytest.fixture(scope="module")
+def shell() -> Iterator[dict[str, ModuleType]]:
+    with modules_of(SHELL, ("shell_tasks", "prepare_tasks")) as found:
+        yield found
+
+
+def test_no_held_out_shell_task_is_trained(shell: dict[str, ModuleType]) -> None:
+    rows = shell["shell_tasks"].rows
+    train, held_out = list(rows("train", 200, held_out=60)), list(rows("test", 0, held_out=60))
+    assert len(train) == 200
+    assert len({row["kind"] for row in held_out}) == 10
+
+    def keys(some: list[dict[str, Any]]) -> set[str]:
+        return {repr((row["goal"], row["files"])) for row in some}
+
+    assert len(keys(train)) == 200
+    assert not keys(train) & keys(held_out)
+
+
+async def test_the_reference_solutions_of_shell_tasks_are_solved_and_the_start_is_not(
+    shell: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    solved = shell["shell_tasks"].solved
+    for row in shell["shell_tasks"].rows("train", 20, held_out=0):
+        async with open_workspace(row, None) as played:
+            assert not solved(played, "", [])
+            for command in row["solution"]:
+                await asyncio.to_thread(subprocess.run, ["sh", "-c", command], cwd=played["workspace"], check=True)
+            assert solved(played, "", [])
+
+
+async def test_the_shell_agent_sends_the_prompts_of_its_demonstrations(
+    shell: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real program, in its sandbox, plays a demonstration to its end."""
+    require_bubblewrap()
+    if shutil.which("mini", path=AGENTS_PATH) is None:
+        pytest.skip("mini-swe-agent is not installed (make test-agents)")
+    monkeypatch.setenv("PATH", AGENTS_PATH)
+    (row,) = shell["shell_tasks"].rows("train", 1, held_out=0)
+    shown = shell["prepare_tasks"].demonstration(row, shell["prepare_tasks"].agent_templates())["messages"]
+    replies = [message["content"] for message in shown if message["role"] == "assistant"]
+    settings = tomllib.loads((SHELL / "run.toml").read_text(encoding="utf-8"))["rollout"]["settings"]
+    async with agent_setup(tmp_path, in_order(*(f"{reply}<|im_end|>" for reply in replies)), settings=settings) as (
+        setup,
+        record,
+    ):
+        sample = await make_rollout(setup)(row)
+    assert sample is not None
+    assert (sample.reward, sample.solved, len(sample.sequences)) == (1.0, True, 1), sample.facts
+    assert sample.messages is not None
+    assert [{"role": one["role"], "content": one["content"]} for one in sample.messages] == shown
+    assert_matches_engine(sample, record)
+
+
 def test_a_reply_with_more_than_the_answer_is_wrong(puzzles: ModuleType) -> None:
     assert not puzzles.is_right("7 or 8", "7")
     assert not puzzles.is_right("", "7")
 
 
-@pytest.mark.parametrize("example", [AWS, GYM])
+@pytest.mark.parametrize("example", [AWS, GYM, SHELL])
 def test_the_configs_of_the_examples_are_valid(example: Path, tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text("{}\n", encoding="utf-8")
     data = json.dumps(str(tmp_path / "tasks.jsonl"))
@@ -250,6 +314,19 @@ def tiny_model(directory: Path) -> Path:
                 "evaluation.concurrency=2",
             ),
         ),
+        (
+            SHELL,
+            ("prepare_tasks.py", "--train", "8", "--held-out", "4", "--shown", "8"),
+            (
+                "gate.groups_per_step=2",
+                "gate.max_groups_in_flight=2",
+                "rollout.completions_per_prompt=2",
+                "rollout.max_turns=2",
+                "rollout.sampling.max_tokens=16",
+                "evaluation.concurrency=2",
+                "evaluation.max_tasks=4",
+            ),
+        ),
     ],
 )
 def test_all_stages_of_an_example_run_with_a_tiny_model(
@@ -257,6 +334,10 @@ def test_all_stages_of_an_example_run_with_a_tiny_model(
 ) -> None:
     if example is GYM:
         pytest.importorskip("reasoning_gym")
+    if example is SHELL:
+        require_bubblewrap()
+        if shutil.which("mini", path=AGENTS_PATH) is None:
+            pytest.skip("mini-swe-agent is not installed (make test-agents)")
     home = tmp_path / example.name
     home.mkdir()
     for source in example.glob("*.*"):
@@ -283,7 +364,8 @@ def test_all_stages_of_an_example_run_with_a_tiny_model(
         "sft.epochs=12",
     ):
         command += ["--set-sft", text]
-    done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=False)
+    environment = {**os.environ, "PATH": AGENTS_PATH}
+    done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=False, env=environment)
     assert done.returncode == 0
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["steps"] == 6

@@ -64,6 +64,16 @@ async def test_a_reward_function_may_be_async_and_without_one_the_agent_returns_
         await play(tmp_path, ROW, agent=f"{PROGRAMS}:converse")
 
 
+@pytest.mark.parametrize(("returned", "solved"), [(True, True), (False, False), (1, None)])
+async def test_a_reward_of_true_or_false_says_whether_the_task_is_solved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returned: float, solved: bool | None
+) -> None:
+    monkeypatch.setattr(f"{PROGRAMS}.reward", lambda *_: returned)
+    sample, _ = await play(tmp_path, ROW, agent=f"{PROGRAMS}:converse", reward=REWARD)
+    assert sample is not None
+    assert (sample.reward, sample.solved) == (float(returned), solved)
+
+
 async def test_an_unscorable_sample_has_no_reward_and_keeps_its_tokens(tmp_path: Path) -> None:
     sample, record = await play(tmp_path, {**ROW, "is_unscorable": True}, agent=f"{PROGRAMS}:converse", reward=REWARD)
     assert sample is not None

@@ -82,9 +82,9 @@ class AgentSettings(BaseModel, frozen=True, extra="forbid"):
     too). The others are stored, marked, and not trained."""
 
     reward: str | None = None
-    """`module:function`: `function(row, result, messages)`, async or plain, returns a number, or None if it cannot score.
-    `rollout.rewards`: the functions of that table. `harbor`: the coding agent works in the image of the Harbor task, and the task's
-    verifier gives the reward. Unset: the agent's return value is the reward."""
+    """`module:function`: `function(row, result, messages)`, async or plain, returns a number, or None if it cannot score; True or
+    False also say whether the task is solved. `rollout.rewards`: the functions of that table. `harbor`: the coding agent works in
+    the image of the Harbor task, whose verifier gives the reward. Unset: the agent's return value is the reward."""
 
     images: dict[str, str] = Field(default_factory=dict)
     """With `reward = "harbor"`: local roots of base images, by name, or `host`: programs of this machine; `*`: all others."""
@@ -287,4 +287,4 @@ async def _sample(
         raise EpisodeError(f"{source} returned {scored!r}; it must return a number, or None if it cannot score")
     if scored is None or not math.isfinite(scored):
         return session.build(reward=None, invalid_cause=f"could not be scored: {scored}", facts=facts)
-    return session.build(reward=float(scored), facts=facts)
+    return session.build(reward=float(scored), solved=scored if isinstance(scored, bool) else None, facts=facts)
