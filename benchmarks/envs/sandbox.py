@@ -1,7 +1,7 @@
 """Sandboxes: start, a warm pool, exec against a plain subprocess, an episode of `files` against the simulated `terminal`, and 64 at
 once, each with its own work.
 
-Where podman runs, its start and `exec` are measured too.
+Where podman or Docker runs, its start and `exec` are measured too.
 
     python -m benchmarks.envs.sandbox [--repetitions 40] [--at-once 64]
 
@@ -55,21 +55,22 @@ async def warm_ms(repetitions: int) -> list[float]:
     return times[WARM_UP:]
 
 
-async def podman_ms(repetitions: int) -> tuple[float, float] | None:
-    """Median start and `exec` in a container of podman. None: it does not run here."""
+async def container_ms(kind: Kind, repetitions: int) -> dict[str, float]:
+    """Median start and `exec` in a container. Nothing if it does not run here."""
     try:
-        starts = await start_ms(repetitions, "podman")
+        starts = await start_ms(repetitions, kind)
     except SandboxUnavailableError as error:
-        print_status(f"podman: not measured: {error}")
-        return None
+        print_status(f"{kind}: not measured: {error}")
+        return {}
     times = []
-    async with open_sandbox(kind="podman") as sandbox:
+    async with open_sandbox(kind=kind) as sandbox:
         for _ in range(repetitions + WARM_UP):
             began = time.perf_counter()
             await sandbox.exec(["/usr/bin/true"])
             times.append((time.perf_counter() - began) * 1000)
-    print_status(f"podman: start {statistics.median(starts):.0f} ms, exec {statistics.median(times[WARM_UP:]):.2f} ms")
-    return statistics.median(starts), statistics.median(times[WARM_UP:])
+    start, execute = statistics.median(starts), statistics.median(times[WARM_UP:])
+    print_status(f"{kind}: start {start:.0f} ms, exec {execute:.2f} ms")
+    return {f"{kind}_start_ms": start, f"{kind}_exec_ms": execute}
 
 
 async def exec_ms(repetitions: int) -> tuple[list[float], list[float]]:
@@ -150,8 +151,7 @@ async def measure(repetitions: int, at_once: int) -> list[Figure]:
     simulated, real = await episode_ms("terminal", repetitions), await episode_ms("files", repetitions)
     print_status(f"an episode of files: {real:.1f} ms, of the simulated terminal {simulated:.2f} ms")
     median = statistics.median(starts)
-    podman = await podman_ms(repetitions)
-    of_podman = {} if podman is None else {"podman_start_ms": podman[0], "podman_exec_ms": podman[1]}
+    of_containers = {**await container_ms("podman", repetitions), **await container_ms("docker", repetitions)}
     return [
         Figure(
             name="start",
@@ -160,7 +160,7 @@ async def measure(repetitions: int, at_once: int) -> list[Figure]:
             unit="ms",
             ratio=START_MS / median,
             floor=1.0,
-            more={"fastest": min(starts), "p90": sorted(starts)[int(len(starts) * 0.9)], **of_podman},
+            more={"fastest": min(starts), "p90": sorted(starts)[int(len(starts) * 0.9)], **of_containers},
         ),
         Figure(
             name="of a warm pool",

@@ -2,11 +2,13 @@
 
 A sandbox sees `/usr` of this machine (or of `Image.root`) read-only, the Python that runs Rollbook, and nothing else of the
 machine: no home directories, no `/etc`, no environment variables, no processes, no network. Everything that it writes is in one
-tmpfs. It ends with the process that started it, however that ends. `kind="podman"` starts the same sandbox in a container.
+tmpfs. It ends with the process that started it, however that ends. `kind="podman"` and `kind="docker"` start the same sandbox in a
+container.
 
 Where bubblewrap cannot run, `open_sandbox` raises. Code runs unconfined only with `kind="none"`.
 """
 
+import asyncio
 import marshal
 import os
 import platform
@@ -25,6 +27,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from rollbook.concurrency.deadline import finish
+from rollbook.sandbox.docker import docker_command, setup_program
 from rollbook.sandbox.podman import OF_THE_ENGINE, TAKE_CHANNEL, podman_command
 from rollbook.sandbox.process import KILL_S, ProcessSandbox
 from rollbook.sandbox.quota import acquire
@@ -32,7 +35,7 @@ from rollbook.sandbox.root import ETC, environment_of, mounts_of, python_of
 from rollbook.sandbox.sandbox import SHARED_MB, Image, Limits, Sandbox, SandboxDiedError, SandboxUnavailableError
 from rollbook.sandbox.seccomp import ARCHITECTURES, seccomp_filter
 
-Kind = Literal["bubblewrap", "podman", "none"]
+Kind = Literal["bubblewrap", "podman", "docker", "none"]
 
 START_S = 30.0
 """A start takes milliseconds; an overloaded machine needs longer."""
@@ -62,8 +65,8 @@ _started: set[str] = set()
 async def open_sandbox(
     image: Image | None = None, limits: Limits | None = None, *, kind: Kind = "bubblewrap", network: bool = False
 ) -> AsyncIterator[Sandbox]:
-    """A sandbox for the block. `network`: share the network of this machine. `kind`: `bubblewrap`, `podman`, or `none`: a temporary
-    directory, no confinement.
+    """A sandbox for the block. `network`: share the network of this machine. `kind`: `bubblewrap`, `podman`, `docker`, or `none`:
+    a temporary directory, no confinement.
 
     Raises `SandboxUnavailableError` if no sandbox can run on this machine, `SandboxDiedError` if this one did not start.
     """
@@ -94,9 +97,10 @@ async def start(
 async def _start(image: Image, limits: Limits, *, kind: Kind, network: bool) -> ProcessSandbox:
     if kind == "none":
         return await _start_unconfined(image, limits)
-    starts = {"bubblewrap": _start_confined, "podman": _start_container}
+    starts = {"bubblewrap": _start_confined, "podman": _start_podman, "docker": _start_docker}
     if kind not in starts:
-        raise SandboxUnavailableError(f"sandbox = {kind!r} is not known; it is 'bubblewrap', 'podman' or 'none'")
+        known = ", ".join(map(repr, starts))
+        raise SandboxUnavailableError(f"sandbox = {kind!r} is not known; it is {known} or 'none'")
     for _ in range(MAX_FIRST_STARTS):
         try:
             return await starts[kind](image, limits, network=network)
@@ -116,18 +120,12 @@ async def _start_confined(image: Image, limits: Limits, *, network: bool) -> Pro
         filter_fd = stack.enter_context(_memory_file("seccomp", _filter()))
         mounts = dict(mounts_of(image))
         command = [program, *_arguments(image, limits, mounts, files, filter_fd, network=network)]
-        facts = {
-            "kind": "bubblewrap",
-            "network": "host" if network else "none",
-            "seccomp": True,
-            "limits": asdict(limits),
-        }
         sandbox = _spawn(
             [*command, "--", python_of(image)],
             image,
             limits,
             guest_limits=_guest_limits(limits, network=network),
-            facts=facts,
+            facts=_facts("bubblewrap", limits, network=network),
             fds=[*files.values(), filter_fd],
             mounts=mounts,
             others=("/proc", "/dev"),
@@ -136,7 +134,7 @@ async def _start_confined(image: Image, limits: Limits, *, network: bool) -> Pro
     return sandbox
 
 
-async def _start_container(image: Image, limits: Limits, *, network: bool) -> ProcessSandbox:
+async def _start_podman(image: Image, limits: Limits, *, network: bool) -> ProcessSandbox:
     mounts = dict(mounts_of(image))
     env = environment_of(image)
     command = podman_command(image, limits, mounts, env, network=network)
@@ -145,7 +143,7 @@ async def _start_container(image: Image, limits: Limits, *, network: bool) -> Pr
         image,
         limits,
         guest_limits=_guest_limits(limits, network=network),
-        facts={"kind": "podman", "network": "host" if network else "none", "seccomp": True, "limits": asdict(limits)},
+        facts=_facts("podman", limits, network=network),
         fds=[],
         mounts=mounts,
         others=OF_THE_ENGINE,
@@ -153,6 +151,70 @@ async def _start_container(image: Image, limits: Limits, *, network: bool) -> Pr
     )
     await _wait_until_ready(sandbox, image)
     return sandbox
+
+
+async def _start_docker(image: Image, limits: Limits, *, network: bool) -> ProcessSandbox:
+    mounts, env = dict(mounts_of(image)), environment_of(image)
+    setup = setup_program(image, limits, mounts, _secrets_of_root(), _filter(), network=network)
+    run, program = guest_program(image)
+    guest_limits = marshal.dumps(_guest_limits(limits, network=network), 2).hex()
+    with TemporaryDirectory(prefix="rollbook-docker-") as directory:
+        listener = _listen(Path(directory, "socket"))
+        try:
+            command = await asyncio.to_thread(docker_command, limits, mounts, env, Path(directory), network=network)
+            python = [python_of(image), "-I", "-S", "-c", setup + run, program, guest_limits]
+            process, stderr_fd = _popen([*command, *python], stdin=subprocess.DEVNULL, env=None)
+            channel = await _accept(listener, process)
+        finally:
+            listener.close()
+    sandbox = ProcessSandbox(
+        process,
+        channel,
+        stderr_fd=stderr_fd,
+        image=image,
+        limits=limits,
+        env=env,
+        facts=_facts("docker", limits, network=network),
+        mounts=mounts,
+        others=OF_THE_ENGINE,
+    )
+    await _wait_until_ready(sandbox, image)
+    return sandbox
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        # Inherited by the connection: its first message has the process id of the guest.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        listener.bind(str(path))
+        listener.listen(1)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+async def _accept(listener: socket.socket, process: subprocess.Popen[bytes]) -> socket.socket:
+    """The connection of the guest; one that is closed if the container ended without it, or took too long."""
+    loop = asyncio.get_running_loop()
+    accepting = loop.create_task(loop.sock_accept(listener), name="sandbox.accept")
+    ended = asyncio.create_task(asyncio.to_thread(process.wait, START_S), name="sandbox.container")
+    try:
+        await asyncio.wait({accepting, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if accepting.done():
+            return accepting.result()[0]
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        accepting.cancel()
+        ended.cancel()
+    process.kill()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    return ours
 
 
 async def _start_unconfined(image: Image, limits: Limits) -> ProcessSandbox:
@@ -165,6 +227,10 @@ async def _start_unconfined(image: Image, limits: Limits) -> ProcessSandbox:
     sandbox.on_close.append(directory.cleanup)
     await _wait_until_ready(sandbox, image)
     return sandbox
+
+
+def _facts(kind: Kind, limits: Limits, *, network: bool) -> dict[str, object]:
+    return {"kind": kind, "network": "host" if network else "none", "seccomp": True, "limits": asdict(limits)}
 
 
 async def _wait_until_ready(sandbox: ProcessSandbox, image: Image) -> None:
@@ -199,34 +265,25 @@ def _spawn(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # Before the guest starts: a message that is sent earlier has no process id.
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-    stderr_reader, stderr_writer = os.pipe()
-    os.set_blocking(stderr_reader, False)
     run, program = guest_program(image)
+    guest = ["-I", "-S", "-c", TAKE_CHANNEL + run if is_container else run, program]
     try:
-        process = subprocess.Popen(
-            [
-                *(*command, "-I", "-S", "-c", TAKE_CHANNEL + run if is_container else run),
-                *(program, marshal.dumps(dict(guest_limits), 2).hex()),
-            ],
+        process, stderr_fd = _popen(
+            [*command, *guest, marshal.dumps(dict(guest_limits), 2).hex()],
             stdin=theirs.fileno(),
-            stdout=subprocess.DEVNULL,
-            stderr=stderr_writer,
             # An engine needs the environment of this process. Its container gets another one.
             env=None if is_container else environment_of(image),
-            pass_fds=fds,
-            start_new_session=True,
+            fds=fds,
         )
     except BaseException:
         ours.close()
-        os.close(stderr_reader)
         raise
     finally:
         theirs.close()
-        os.close(stderr_writer)
     return ProcessSandbox(
         process,
         ours,
-        stderr_fd=stderr_reader,
+        stderr_fd=stderr_fd,
         image=image,
         limits=limits,
         env=environment_of(image),
@@ -234,6 +291,30 @@ def _spawn(
         mounts=mounts,
         others=others,
     )
+
+
+def _popen(
+    command: Sequence[str], *, stdin: int, env: Mapping[str, str] | None, fds: Sequence[int] = ()
+) -> tuple[subprocess.Popen[bytes], int]:
+    """The process, and a file descriptor of what it prints as errors."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=subprocess.DEVNULL,
+            stderr=writer,
+            env=env,
+            pass_fds=fds,
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(reader)
+        raise
+    finally:
+        os.close(writer)
+    return process, reader
 
 
 def _arguments(

@@ -432,7 +432,8 @@ class ProcessSandbox:
 
     def _kill_process(self) -> None:
         if self._guest_fd is not None:
-            with suppress(ProcessLookupError):
+            # The guest in a container of Docker may be of another user. It ends with the channel.
+            with suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(self._guest_fd, signal.SIGKILL)
         self._process.kill()
 

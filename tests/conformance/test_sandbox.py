@@ -25,7 +25,7 @@ from rollbook.sandbox.sandbox import (
     SandboxLimitError,
     SandboxUnavailableError,
 )
-from tests.parts.sandbox.bubblewrap import require_bubblewrap, require_podman
+from tests.parts.sandbox.bubblewrap import CONTAINERS, require, require_bubblewrap
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,24 +33,19 @@ def _bubblewrap() -> None:
     require_bubblewrap()
 
 
-PODMAN = pytest.param("podman", marks=pytest.mark.slow)
-
-
-@pytest.fixture(params=["bubblewrap", PODMAN, "none"])
+@pytest.fixture(params=["bubblewrap", *CONTAINERS, "none"])
 async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
     kind: Kind = request.param
-    if kind == "podman":
-        require_podman()
+    require(kind)
     async with open_sandbox(kind=kind) as opened:
         yield opened
 
 
-@pytest.fixture(params=["bubblewrap", PODMAN])
+@pytest.fixture(params=["bubblewrap", *CONTAINERS])
 def kind(request: pytest.FixtureRequest) -> Kind:
     """The kinds that confine code."""
-    if request.param == "podman":
-        require_podman()
     chosen: Kind = request.param
+    require(chosen)
     return chosen
 
 

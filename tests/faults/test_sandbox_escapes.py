@@ -19,7 +19,7 @@ from rollbook.sandbox import streams
 from rollbook.sandbox.bubblewrap import Kind, open_sandbox
 from rollbook.sandbox.sandbox import ExecResult, Limits, Sandbox, SandboxLimitError
 from tests.parts.concurrency.until import until
-from tests.parts.sandbox.bubblewrap import FORK_BOMB, require_bubblewrap, require_podman
+from tests.parts.sandbox.bubblewrap import CONTAINERS, FORK_BOMB, require, require_bubblewrap
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,11 +27,10 @@ def _bubblewrap() -> None:
     require_bubblewrap()
 
 
-@pytest.fixture(params=["bubblewrap", pytest.param("podman", marks=pytest.mark.slow)])
+@pytest.fixture(params=["bubblewrap", *CONTAINERS])
 async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
     kind: Kind = request.param
-    if kind == "podman":
-        require_podman()
+    require(kind)
     limits = Limits(memory_mb=256, processes=40, disk_mb=16, files=20_000, cpu_s=20)
     async with open_sandbox(limits=limits, kind=kind) as opened:
         yield opened
@@ -618,17 +617,20 @@ async def test_nothing_is_left_after_a_kill_of_any_process(victim: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["owner", "podman", "conmon"])
-async def test_nothing_of_a_container_is_left_after_a_kill_and_the_end_of_its_owner(victim: str) -> None:
-    require_podman()
-    text = HOLDER.replace("open_sandbox()", 'open_sandbox(kind="podman")')
+@pytest.mark.parametrize(
+    ("kind", "victim"),
+    [("podman", "owner"), ("podman", "client"), ("podman", "monitor"), ("docker", "owner"), ("docker", "client")],
+)
+async def test_nothing_of_a_container_is_left_after_a_kill_and_the_end_of_its_owner(kind: Kind, victim: str) -> None:
+    require(kind)
+    text = HOLDER.replace("open_sandbox()", f'open_sandbox(kind="{kind}")')
     owner = subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.DEVNULL)  # noqa: ASYNC220
     try:
         await until(lambda: len(sleepers()) == 4)
         # The engine's monitor is above the container; its client is a child of the owner.
         monitor = ancestors(sleepers()[0])[1]
         client = psutil.Process(owner.pid).children()[0].pid
-        os.kill({"owner": owner.pid, "podman": client, "conmon": monitor}[victim], signal.SIGKILL)
+        os.kill({"owner": owner.pid, "client": client, "monitor": monitor}[victim], signal.SIGKILL)
     finally:
         owner.kill()
         owner.wait()

@@ -19,7 +19,7 @@ from rollbook.sandbox.bubblewrap import Kind, open_sandbox
 from rollbook.sandbox.sandbox import SandboxError, SandboxUnavailableError
 
 VERSION_S = 30.0
-CONTAINERS: tuple[Kind, ...] = ("podman",)
+CONTAINERS: tuple[Kind, ...] = ("podman", "docker")
 VERSION = re.compile(r"\d+\.\d[\w.+-]*")
 WITH_SANDBOX = frozenset({"code", "files", "harbor"})
 """Built-in environments that open sandboxes."""

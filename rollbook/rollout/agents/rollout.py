@@ -46,6 +46,7 @@ from rollbook.rollout.agents.program import (
 from rollbook.rollout.agents.sandboxed import HarborAgent, InstalledAgent, sandbox_limits, sandboxed_program
 from rollbook.rollout.contract import ChatSession, RolloutFn, RolloutSetup
 from rollbook.rollout.settings import TO_BE_SCORED
+from rollbook.sandbox.bubblewrap import Kind
 
 RUN_REWARDS, HARBOR = "rollout.rewards", "harbor"
 
@@ -70,9 +71,9 @@ class AgentSettings(BaseModel, frozen=True, extra="forbid"):
     workspace: str | None = None
     """A directory whose files the coding agent finds in its working directory. A row may have more `files`: text by path."""
 
-    sandbox: Literal["bubblewrap", "podman", "none"] = "bubblewrap"
-    """Where a coding agent runs. `bubblewrap`, or a container of `podman`: confined, without a network; it reaches only the address
-    of its episode. `none`: with all rights of this process. Recorded with every sample."""
+    sandbox: Kind = "bubblewrap"
+    """Where a coding agent runs. `bubblewrap`, or a container of `podman` or `docker`: confined, without a network; it reaches only
+    the address of its episode. `none`: with all rights of this process. Recorded with every sample."""
 
     sandbox_limits: dict[str, float] = Field(default_factory=dict)
     """`memory_mb`, `cpu_s`, `processes`, `disk_mb`, `files` of the sandbox as a whole."""

@@ -1,5 +1,5 @@
-"""bubblewrap for tests: installed if it is missing, otherwise the tests that need it are skipped with the reason. podman is tested
-where it is installed."""
+"""bubblewrap for tests: installed if it is missing, otherwise the tests that need it are skipped with the reason. podman and
+Docker are tested where they run."""
 
 import os
 import shutil
@@ -30,12 +30,23 @@ def require_bubblewrap() -> None:
         pytest.skip(reason)
 
 
-def require_podman() -> None:
-    """Skip the test if podman cannot start a container here."""
+CONTAINERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("podman", "docker")]
+
+
+def require(kind: Kind) -> None:
+    """Skip the test with the reason if no container of this engine can start here."""
+    reason = None if kind in ("bubblewrap", "none") else _why_no(kind)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@cache
+def _why_no(kind: Kind) -> str | None:
     try:
-        run_blocking(_start_one("podman"))
+        run_blocking(_start_one(kind))
     except SandboxUnavailableError as error:
-        pytest.skip(str(error))
+        return str(error)
+    return None
 
 
 @cache
@@ -48,11 +59,7 @@ def _why_not() -> str | None:
                 timeout=INSTALL_S,
                 env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
             )
-    try:
-        run_blocking(_start_one("bubblewrap"))
-    except SandboxUnavailableError as error:
-        return str(error)
-    return None
+    return _why_no("bubblewrap")
 
 
 async def _start_one(kind: Kind) -> None:
