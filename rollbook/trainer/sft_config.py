@@ -47,7 +47,8 @@ class SftConfig(BaseModel, frozen=True, extra="forbid"):
 
     data: str = Field(min_length=1)
     """A JSONL file of chats, one `{"messages": [{"role": …, "content": …}, …]}` per line, relative to the config file. `tools` and
-    `template` of a line are passed to the chat template. Lines of `rollbook export --tokens` have tokens instead."""
+    `template` of a line are passed to the chat template. An assistant message with `"weight": 0` is not trained. Lines of
+    `rollbook export --tokens` have tokens instead."""
 
     validation: str | None = Field(default=None, min_length=1)
     """A file of the same format whose loss is measured and never trained."""

@@ -176,12 +176,14 @@ def test_a_rollout_shows_what_the_judges_wrote_and_the_reward_of_each_turn(
 
 
 @pytest.mark.parametrize(
-    ("sequences", "lineage", "expected"),
+    "case",
     [
         # An answer of the prompt comes first; the turns belong to the last two.
         ([0, 0], None, ["", "reward 0.5", "reward -2"]),
         # The turns of a sub-agent are not those of the conversation.
         ([0, 1, 1, 0], [("main", None), ("subagent", 0)], ["", "reward 0.5", "reward 7"]),
+        # Each turn in a sequence of its own; the first answer is no longer in the history.
+        ([0, 1, 1, 1], [("main", None), ("turn", 0)], ["reward -2", "reward 3", "reward 7"]),
         # Which answers the further turns belong to is not known.
         ([0, 0, 0, 0], None, ["", "", ""]),
     ],
@@ -190,10 +192,10 @@ def test_the_rewards_of_turns_are_at_the_answers_of_these_turns(  # noqa: PLR091
     browser: Browser,
     shown: Shown,
     watched: Watched,
-    sequences: list[int],
-    lineage: list[tuple[str, int | None]] | None,
-    expected: list[str],
+    case: tuple[list[int], list[tuple[str, int | None]] | None, list[str]],
 ) -> None:
+    sequences, lineage, expected = case
+
     def with_turns(route: Route) -> None:
         response = route.fetch()
         answer = response.json()

@@ -8,14 +8,15 @@ import pytest
 
 from rollbook.commands.record.evaluate import evaluation_request, table
 from rollbook.contracts.errors import RunError
+from rollbook.run.config.replayed import changed_settings
 from rollbook.run.processes.evaluations.evaluate import evaluate
-from rollbook.run.processes.replay import changed_settings, compare_losses
+from rollbook.run.processes.replay import compare_losses
 from rollbook.run.reader import open_run
 from rollbook.telemetry.events import read_json_lines
 from rollbook.telemetry.metrics import read_metrics
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.replay import retrain
-from tests.parts.run.small import SmallRun
+from tests.parts.run.small import SmallRun, rollbook
 from tests.parts.trainer.batches import batch_of, quick, row, sample, tiny_model_dir
 
 EVALUATION = (
@@ -26,6 +27,13 @@ EVALUATION = (
     "evaluation.episodes=2",
     "evaluation.greedy=false",
 )
+
+
+REPLAYED = """
+[grid]
+trainer.loss = ["reinforce"]
+trainer.advantage = ["turn_rloo"]
+"""
 
 
 def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_afterwards(
@@ -72,6 +80,37 @@ def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_a
     assert Path(report["picture"]).stat().st_size > 10_000
     lines = json.loads((tmp_path / "replay" / "curves.json").read_text(encoding="utf-8"))["lines"]
     assert {len(values) for measures in lines.values() for values in measures.values()} == {8}
+
+
+@pytest.mark.slow
+def test_a_study_replays_a_recorded_run_with_the_curves_of_a_replay(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, ["trainer.max_steps=4", "ledger.keep_payloads=true", "gate.batch_policy=trim"])
+    try:
+        summary = run.start().wait()
+    finally:
+        run.stop()
+    assert summary["exit_code"] == 0, summary["stderr"]
+    asyncio.run(
+        compare_losses(run.directory, None, loss="reinforce", advantage="turn_rloo", overrides=[], out=tmp_path / "one")
+    )
+    lines = json.loads((tmp_path / "one" / "curves.json").read_text(encoding="utf-8"))["lines"]
+
+    study = tmp_path / "study.toml"
+    study.write_text(f'[study]\nreplay = ["{run.directory}"]\n{REPLAYED}', encoding="utf-8")
+    done = rollbook("study", str(study), "--out", str(tmp_path / "study"), "--json", "--jobs", "2")
+    assert done.returncode == 0, done.stderr
+    *rows, compared = map(json.loads, done.stdout.splitlines())
+    names = ["as recorded", "loss=reinforce,advantage=turn_rloo"]
+    assert sorted((row["cell"], row["run"], row["end"]) for row in rows) == [
+        (name, str(run.directory), "finished") for name in names
+    ]
+    assert compared["unfinished"] == []
+    found = json.loads((tmp_path / "study" / "report" / "results.json").read_text(encoding="utf-8"))["lines"]
+    for name, same in zip(names, lines.values(), strict=True):
+        assert found[name] == [same], "the curves of `rollbook replay`"
+    page = (tmp_path / "study" / "report" / "report.md").read_text(encoding="utf-8")
+    assert "| as recorded | 1 |" in page
+    assert (tmp_path / "study" / "report" / "curves.svg").stat().st_size > 10_000
 
 
 @pytest.mark.slow
@@ -136,6 +175,7 @@ def test_another_loss_starts_with_its_defaults_and_only_trainer_settings_can_cha
     assert changed_settings(taught, "grpo", []).distill_kl == "sampled"
     beside = TrainerConfig(loss="grpo", distill_coef=0.5, distill_kl="forward")
     assert changed_settings(beside, "reinforce", []).distill_kl == "forward"
+    assert changed_settings(recorded, None, ['trainer.loss="reinforce"', "trainer.lr=1e-3"]) == other
     with pytest.raises(RunError, match="only settings of"):
         changed_settings(recorded, None, ["gate.groups_per_step=3"])
     with pytest.raises(RunError, match="unknown loss 'nothing'"):

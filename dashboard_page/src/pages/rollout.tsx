@@ -50,7 +50,7 @@ export function RolloutPage({ runs }: { runs: Runs }) {
                       <kbd>j</kbd> <kbd>k</kbd> group, <kbd>h</kbd> <kbd>l</kbd> sample, <kbd>t</kbd> tokens, <kbd>g</kbd> side by side
                     </span>
                   </div>
-                  {view === "tokens" ? <SampleTokens group={id} sample={sample} /> : <Conversation messages={sample.messages ?? []} turns={mainTurns(sample)} />}
+                  {view === "tokens" ? <SampleTokens group={id} sample={sample} /> : <Conversation messages={sample.messages ?? []} turns={shownTurns(sample)} />}
                 </div>
                 <div class="span-4 stack">
                   <Lineage sample={sample} link={(sequence) => href("rollout", [id, sample.sample], { ...keep, view: "tokens", sequence: String(sequence) })} />
@@ -152,12 +152,15 @@ function branches(sample: Sample): Branch[] {
   });
 }
 
-/** The turns of the conversation that is shown: of the last sequence that is no sub-agent's and no side request's. */
-function mainTurns(sample: Sample): Turn[] {
+const CONTINUES = ["compaction", "rewrite", "retry", "turn"];
+
+/** The turns of the conversation that is shown: not those of sub-agents and side requests. None if that is not known. */
+function shownTurns(sample: Sample): Turn[] {
   const all = branches(sample);
-  const isMain = (one: Branch | undefined): boolean => one?.role === "main" || (one?.role === "rewrite" && isMain(all.find((other) => other.sequence === one.parent && other.sequence < one.sequence)));
-  const main = all.filter(isMain).at(-1);
-  return main === undefined ? sample.turns : sample.turns.filter((turn) => turn.sequence === main.sequence);
+  if (!all.length) return sample.turns.length <= (sample.messages ?? []).filter((message) => message.role === "assistant").length ? sample.turns : [];
+  const owners = new Map<number, string>();
+  for (const one of all) owners.set(one.sequence, CONTINUES.includes(one.role) ? (owners.get(one.parent ?? -1) ?? "main") : one.role);
+  return sample.turns.filter((turn) => owners.get(turn.sequence) === "main");
 }
 
 /** The conversations of an episode: sub-agents, compactions, retries and side requests below the one that they came from. */

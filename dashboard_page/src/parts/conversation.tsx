@@ -4,18 +4,15 @@ import { duration, number, plural } from "../format";
 import { visible } from "../text";
 import { Badge, LongText } from "./basic";
 
-/** The turns of a conversation belong to its last answers: a prompt may begin with answers that were not sampled in this episode. */
+/** The last turn is the last answer: a prompt may begin with answers that were not sampled, and a rewritten history has lost some. */
 export function Conversation({ messages, turns }: { messages: Message[]; turns: Turn[] }) {
-  const answers = messages.filter((message) => message.role === "assistant").length;
-  // More turns than answers: some are not shown, and which ones is not known.
-  const isKnown = turns.length <= answers;
-  let turn = (isKnown ? turns.length - answers : 0) - 1;
+  let turn = turns.length - messages.filter((message) => message.role === "assistant").length - 1;
   return (
     <div class="turns">
       {messages.map((message, at) => {
         if (message.role === "assistant") turn += 1;
         const own = message.role === "assistant" && turn >= 0 ? turn : null;
-        return <MessageBox key={at} message={message} turn={own} timing={own === null || !isKnown ? undefined : turns[own]} />;
+        return <MessageBox key={at} message={message} turn={own} timing={own === null ? undefined : turns[own]} />;
       })}
     </div>
   );

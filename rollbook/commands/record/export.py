@@ -15,6 +15,8 @@ from rollbook.contracts.errors import RunError, UsageError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.trajectory import CHAT_FACT, RolloutSample
+from rollbook.rollout.agents.lineage import CONTINUES, LINEAGE_FACT, SequenceRole
+from rollbook.rollout.agents.messages import BadChatError, normalised
 from rollbook.run.reader import RecordedRun, open_run
 
 ALL = 1 << 62
@@ -44,10 +46,10 @@ class Exported:
     """Scored samples whose payload is stored."""
     duplicates: int
     left_out: int
-    """By the filters, because they were cut at a limit, or because chats cannot show them: without messages, or with text that a
-    thinking budget wrote."""
+    """By the filters, because they or one of their turns were cut at a limit, or because chats cannot show them: without messages,
+    with an empty answer, or with text that a thinking budget wrote."""
     deleted_groups: int
-    """Groups whose payload is deleted."""
+    """Groups without a payload: it was deleted, or a filter dropped the group."""
 
 
 def export(run: str | Path, out: str | Path, *, chosen: Chosen = Chosen()) -> Exported:  # noqa: B008  # frozen
@@ -64,8 +66,9 @@ def export(run: str | Path, out: str | Path, *, chosen: Chosen = Chosen()) -> Ex
     if not written:
         raise RunError(
             f"{run}: no rollout to write: {reader.samples} scored samples are stored, {reader.left_out} were left out by the"
-            " filters, have no messages, or text that a thinking budget wrote (--tokens writes those too), and"
-            f" {reader.deleted} groups have no payload any more (ledger.keep_payloads = true keeps them)"
+            " filters, have no messages, an empty answer, a cut turn, or text that a thinking budget wrote (--tokens writes those"
+            f" too), and {reader.deleted} groups have no payload: a filter dropped them, or it was deleted"
+            " (ledger.keep_payloads = true keeps payloads)"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{line}\n" for line in written), encoding="utf-8")
@@ -116,7 +119,10 @@ class _Reader:
                 if not self._is_chosen(sample):
                     self.left_out += 1
                     continue
-                content = list(self._token_lines(sample) if self._chosen.as_tokens else self._chat(sample))
+                content = list(self._token_lines(sample) if self._chosen.as_tokens else _chat(sample))
+                if not content:
+                    self.left_out += 1
+                    continue
                 key = hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8", "surrogatepass")).digest()
                 if key in self._seen:
                     self.duplicates += 1
@@ -124,11 +130,6 @@ class _Reader:
                 self._seen.add(key)
                 where = {"task": row.task_id, "group": row.group_id, "reward": sample.reward}
                 yield _Rollout(row.task_id, sample.reward, [json.dumps({**line, **where}) for line in content])
-
-    def _chat(self, sample: RolloutSample) -> Iterator[dict[str, Any]]:
-        found = sample.facts.get(CHAT_FACT)
-        more = {name: found[name] for name in ("tools", "template") if name in found} if isinstance(found, dict) else {}
-        yield {"messages": [dict(message) for message in sample.messages or ()], **more}
 
     def _token_lines(self, sample: RolloutSample) -> Iterator[dict[str, Any]]:
         for row in sample.sequences:
@@ -151,10 +152,46 @@ class _Reader:
         return chosen.max_tokens is None or sample.num_trained <= chosen.max_tokens
 
 
+def _chat(sample: RolloutSample) -> Iterator[dict[str, Any]]:
+    """The conversation, unless a message of it is no text, or an answer is empty.
+
+    Arguments of tool calls are objects, as chat templates write them. Answers that the policy did not give, examples of the prompt,
+    have the weight 0.
+    """
+    messages = list(sample.messages or ())
+    try:
+        found = [{**raw, **message} for raw, message in zip(messages, normalised(messages), strict=True)]
+    except BadChatError:
+        return
+    answers = [message for message in found if message["role"] == "assistant"]
+    num_turns = _num_turns_shown(sample) or len(answers)
+    for message in answers[: max(0, len(answers) - num_turns)]:
+        message["weight"] = 0
+    said = [message for message in answers if "weight" not in message]
+    if all(message["content"].strip() or message.get("tool_calls") for message in said) and said:
+        fact = sample.facts.get(CHAT_FACT)
+        more = {name: fact[name] for name in ("tools", "template") if name in fact} if isinstance(fact, dict) else {}
+        yield {"messages": found, **more}
+
+
+def _num_turns_shown(sample: RolloutSample) -> int:
+    """The turns of the conversation in `messages`: not those of sub-agents and side requests. 0: turns are not marked."""
+    owners: dict[Any, Any] = {}
+    lineage = sample.facts.get(LINEAGE_FACT)
+    for one in lineage if isinstance(lineage, list) else ():
+        if isinstance(one, dict):
+            main = SequenceRole.MAIN
+            role, parent = one.get("role"), one.get("parent")
+            owners[one.get("sequence")] = owners.get(parent, main) if role in CONTINUES else role
+    return sum(owners.get(turn.sequence, SequenceRole.MAIN) == SequenceRole.MAIN for turn in sample.turns)
+
+
 def _is_chat_of_the_policy(sample: RolloutSample) -> bool:
-    """It has an answer, and the policy sampled all that its messages say."""
-    has_answer = any(message.get("role") == "assistant" for message in sample.messages or ())
-    return has_answer and not any(sample.written_mask(number).any() for number in range(len(sample.sequences)))
+    """The policy sampled all that its messages say, and ended each of its turns."""
+    # The chat template would write the end of a turn that was cut.
+    if sample.metrics.get("cut_turns"):
+        return False
+    return not any(sample.written_mask(number).any() for number in range(len(sample.sequences)))
 
 
 def export_command(

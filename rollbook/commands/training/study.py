@@ -6,6 +6,7 @@ command continues a study that was stopped.
 study.toml       a copy of the study's file
 sft/             the shared warm start
 cells/CELL/seed-N/      a run directory; next to it seed-N.json, how the run ended, and seed-N.log, its output
+cells/CELL/run-N.json   in a study of recorded runs: the curves of the replay of run N, from 0 on
 report/          report.md, results.json, curves.svg, cells.svg
 """
 
@@ -29,7 +30,8 @@ from rich.table import Table
 from rollbook.commands.arguments import Argument, AsJson, Option, Overrides
 from rollbook.commands.output import result, result_json, say, stderr_console
 from rollbook.commands.training.sft import run_sft
-from rollbook.commands.training.study_report import HEADINGS, StudyReport, table, write_report
+from rollbook.commands.training.study_replays import ReplayStudyReport, write_replay_report
+from rollbook.commands.training.study_report import StudyReport, write_report
 from rollbook.concurrency.blocking import run_blocking
 from rollbook.concurrency.child_process.process import ChildProcess, ChildSpec
 from rollbook.contracts.errors import RunError, UsageError
@@ -42,6 +44,8 @@ from rollbook.run.config.study import Cell, Study, load_study
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.preflight.report import check_run, print_preflight
 
+TRAINED, REPLAYED = "rollbook.commands.training.study_cell", "rollbook.run.processes.replay_cell"
+"""The processes of a cell."""
 STATUS_S = 30.0
 """Seconds between progress lines."""
 
@@ -68,7 +72,8 @@ class StudyDirectory:
         return found
 
     def is_finished(self, cell: Cell) -> bool:
-        return self.run_dir(cell).is_dir() and (self.result(cell) or {}).get("end") == "finished"
+        is_there = cell.replayed is not None or self.run_dir(cell).is_dir()
+        return is_there and (self.result(cell) or {}).get("end") == "finished"
 
 
 def study(
@@ -82,7 +87,7 @@ def study(
     trains: bool = True,
     console: Console | None = None,
     on_result: Callable[[dict[str, Any]], None] = lambda row: None,
-) -> StudyReport:
+) -> StudyReport | ReplayStudyReport:
     """Train the cells of a study that are not finished, `jobs` at once, and write the report.
 
     `only` is a pattern of cell names, such as `*dapo*`. After `minutes` running cells are stopped, and can be resumed. Without
@@ -101,6 +106,8 @@ def study(
         until = None if minutes is None else time.monotonic() + 60 * minutes
         is_interrupted = _train(plan, chosen, directory, console, jobs=jobs, until=until, on_result=on_result)
     results = {cell: directory.result(cell) for cell in plan.cells}
+    if plan.config is None:
+        return write_replay_report(plan, directory.path, results, is_interrupted=is_interrupted)
     report = write_report(plan, directory.path, {cell: (directory.run_dir(cell), results[cell]) for cell in results})
     return report.interrupted() if is_interrupted else report
 
@@ -131,7 +138,7 @@ def _train(
         console.print(f"study {plan.name}: {len(cells)} runs, {done} finished; {directory.path}", markup=False)
         if not pending:
             return False
-        if all(not directory.run_dir(cell).exists() for cell in cells):
+        if plan.config is not None and all(not directory.run_dir(cell).exists() for cell in cells):
             first = pending[0]
             loaded = load_config(plan.config, (*first.overrides, *shared))
             print_preflight(check_run(loaded, first.overrides), console)
@@ -145,11 +152,16 @@ def _check_finished(cells: Sequence[Cell], directory: StudyDirectory, shared: Se
         found = directory.result(cell)
         if found is None or not directory.is_finished(cell):
             continue
-        if changed := sorted(set(found["overrides"]) ^ {*cell.overrides, *shared}):
+        if changed := sorted(set(found["overrides"]) ^ {*_settings_of(cell), *shared}):
             raise RunError(
                 f"{directory.run_dir(cell)} was trained with other settings than {cell.name} has now ({', '.join(changed)}): "
                 "choose another directory with --out, or delete that run and its .json file"
             )
+
+
+def _settings_of(cell: Cell) -> list[str]:
+    """What the result of a cell depends on."""
+    return [*cell.overrides, *([] if cell.replayed is None else [f"batches of {cell.replayed}"])]
 
 
 class _Runner:
@@ -222,15 +234,20 @@ class _Runner:
             {
                 "config": str(self._plan.config),
                 "run_dir": str(run_dir),
+                "run": str(cell.replayed),
                 "overrides": [*cell.overrides, *self._shared],
+                "settings": [*_settings_of(cell), *self._shared],
                 "result": str(result),
             },
         )
         began = time.monotonic()
-        self._say(f"{cell.name} seed {cell.seed}: {'resumed' if run_dir.exists() else 'started'}")
+        self._say(f"{cell.title}: {'resumed' if run_dir.exists() else 'started'}")
         child = await ChildProcess.start(
             ChildSpec(
-                module="rollbook.commands.training.study_cell", arguments=[str(request)], has_own_group=True, output=log
+                module=TRAINED if cell.replayed is None else REPLAYED,
+                arguments=[str(request)],
+                has_own_group=True,
+                output=log,
             )
         )
         self._running[cell] = child
@@ -245,10 +262,12 @@ class _Runner:
         found = self._directory.result(cell)
         if found is None:
             end = "interrupted" if self._num_stops else "failed"
-            found = {"end": end, "message": f"{child.exit_reason}; see {log}", "overrides": list(cell.overrides)}
+            found = {"end": end, "message": f"{child.exit_reason}; see {log}", "overrides": _settings_of(cell)}
             write_json(result, found)
-        row = {"cell": cell.name, "seed": cell.seed, "wall_s": round(time.monotonic() - began, 1), **found}
-        self._say(_ended(row))
+        named = {"seed": cell.seed} if cell.replayed is None else {"run": str(cell.replayed)}
+        row = {"cell": cell.name, **named, "wall_s": round(time.monotonic() - began, 1), **found}
+        row.pop("lines", None)  # the curves of a replay
+        self._say(f"{cell.title}: {_ended(row)}")
         self._on_result(row)
 
     async def _print_status(self) -> None:
@@ -257,7 +276,10 @@ class _Runner:
             await asyncio.sleep(STATUS_S)
             readers = {cell: readers.get(cell) or RunReader(self._directory.run_dir(cell)) for cell in self._running}
             states = {cell: await asyncio.to_thread(reader.poll) for cell, reader in readers.items()}
-            doing = [f"{cell.name} seed {cell.seed} step {state.last_step}" for cell, state in states.items()]
+            doing = [
+                cell.title if cell.replayed is not None else f"{cell.title} step {state.last_step}"
+                for cell, state in states.items()
+            ]
             self._say(f"  running: {'; '.join(doing)}; {len(self._pending)} to start")
 
     def _say(self, text: str) -> None:
@@ -265,7 +287,7 @@ class _Runner:
 
 
 def _ended(row: dict[str, Any]) -> str:
-    what = f"{row['cell']} seed {row['seed']}: {row['end']} after {duration(row['wall_s'])}"
+    what = f"{row['end']} after {duration(row['wall_s'])}"
     if "steps" not in row:
         return f"{what}: {row['message']}"
     held_out = "" if row["held_out_solved"] is None else f", held out {row['held_out_solved']:.1%}"
@@ -276,7 +298,9 @@ SHOWN_COLUMNS = 5
 
 
 def study_command(
-    file: Annotated[Path, Argument(metavar="STUDY.toml", help="A run config, a grid of settings, and seeds.")],
+    file: Annotated[
+        Path, Argument(metavar="STUDY.toml", help="A run config or recorded runs, a grid of settings, and seeds.")
+    ],
     *,
     out: Annotated[
         Path | None,
@@ -294,7 +318,8 @@ def study_command(
     override: Overrides = None,
     as_json: AsJson = False,
 ) -> int:
-    """Train every combination of a grid with every seed, and compare them: means with intervals, as a table and as SVG.
+    """Train every combination of a grid with every seed, and compare them: means with intervals, as a table and as SVG. Or train
+    the recorded batches of runs with every combination.
 
     Finished runs are kept and others resumed, so the same command continues a study. The first Ctrl-C lets the running ones write
     a checkpoint, the second stops at once.
@@ -302,9 +327,9 @@ def study_command(
     if dry_run:
         for cell in load_study(file, override or ()).cells:
             if as_json:
-                result_json({"cell": cell.name, "seed": cell.seed, "settings": list(cell.overrides)})
+                result_json({"cell": cell.name, "seed": cell.seed, "settings": _settings_of(cell)})
             else:
-                result(f"{cell.name}  seed {cell.seed}  {' '.join(cell.overrides)}")
+                result(f"{cell.title}  {' '.join(cell.overrides)}")
         return 0
     found = study(
         file,
@@ -318,10 +343,10 @@ def study_command(
         on_result=result_json if as_json else lambda row: None,
     )
     # The columns after these are in the report: a terminal is too narrow.
-    shown = Table(title=escape(f"{found.results.measure} of {file}"), title_justify="left")
-    for number, heading in enumerate(HEADINGS[:SHOWN_COLUMNS]):
+    shown = Table(title=escape(f"{found.measure} of {file}"), title_justify="left")
+    for number, heading in enumerate(found.headings[:SHOWN_COLUMNS]):
         shown.add_column(heading, justify="left" if number == 0 else "right", overflow="fold")
-    for line in table(found.results):
+    for line in found.table():
         shown.add_row(*map(escape, line[:SHOWN_COLUMNS]))
     stderr_console().print(shown)
     for path in found.files:

@@ -34,9 +34,9 @@ def main(channel_fd: int, request_file: Path) -> int:
     except RunFailedError as error:
         report = error.report
     except RollbookError as error:
-        write_json(Path(request["result"]), {"end": "failed", "message": str(error), "overrides": request["overrides"]})
+        write_json(Path(request["result"]), {"end": "failed", "message": str(error), "overrides": request["settings"]})
         return 1
-    row = {**summary_row(report), "message": report.outcome.message, "overrides": request["overrides"]}
+    row = {**summary_row(report), "message": report.outcome.message, "overrides": request["settings"]}
     write_json(Path(request["result"]), row)
     return report.exit_code
 

@@ -51,6 +51,17 @@ class StudyReport:
             return EXIT_INTERRUPTED
         return EXIT_FAILED if any(run.end == "failed" for run in self.results.runs) else EXIT_DONE
 
+    @property
+    def measure(self) -> str:
+        return self.results.measure
+
+    @property
+    def headings(self) -> tuple[str, ...]:
+        return HEADINGS
+
+    def table(self) -> list[tuple[str, ...]]:
+        return table(self.results)
+
     def interrupted(self) -> "StudyReport":
         return dataclasses.replace(self, is_interrupted=True)
 

@@ -15,6 +15,8 @@ from rollbook.contracts.decoding import load_json
 from rollbook.rollout.agents.tool_calls import ParsedText
 from rollbook.rollout.contract import Message
 
+LINEAGE_FACT = "lineage"
+"""Fact of a sample: how each of its sequences began."""
 MIN_QUOTED_CHARS = 12
 """A shorter text occurs in other conversations by chance."""
 

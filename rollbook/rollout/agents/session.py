@@ -25,7 +25,7 @@ from rollbook.contracts.output_formats import (
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, first_tokens, is_cut
 from rollbook.contracts.trajectory import CHAT_FACT, EndReason, RolloutSample
 from rollbook.rollout.agents.history import ChatHistory, PlayedTurn, Prompt
-from rollbook.rollout.agents.lineage import Lineage, RequestOrigin, SequenceRole, TrainOnly
+from rollbook.rollout.agents.lineage import LINEAGE_FACT, Lineage, RequestOrigin, SequenceRole, TrainOnly
 from rollbook.rollout.agents.messages import BadChatError, normalised
 from rollbook.rollout.agents.streaming import OnPart, TurnStream
 from rollbook.rollout.agents.tool_calls import PROMPT_END_CHARS, ParsedText, ToolParser
@@ -451,7 +451,7 @@ class ProxySession:
             all_facts["left_out"] = sorted(self._left_out)
         origins = self._lineage.origins(self._train_only)
         if len(origins) > 1:
-            all_facts["lineage"] = [origin.to_fact(at) for at, origin in enumerate(origins)]
+            all_facts[LINEAGE_FACT] = [origin.to_fact(at) for at, origin in enumerate(origins)]
         self._assembler.untrained = {at for at, origin in enumerate(origins) if origin.left_out is not None}
         main = self._main()
         is_answer_cut = main is not None and main.is_cut

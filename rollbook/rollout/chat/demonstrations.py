@@ -1,6 +1,7 @@
 """Demonstrations: turns the chats of a JSONL file into token rows in which exactly the assistant's tokens are trained.
 
-A line may have tokens instead of a chat. Then nothing is rendered: the model must have the same vocabulary.
+An assistant message with `"weight": 0` is context. A line may have tokens instead of a chat. Then nothing is rendered: the model
+must have the same vocabulary.
 
 The rows equal those of a rollout in which the policy sampled the same text. Each prompt is the template's rendering of the history
 up to the assistant's turn, encoded separately; the turn is the text that the template adds, up to and including its end token. The
@@ -144,8 +145,10 @@ def chat_row(
     ids: list[int] = []
     mask: list[bool] = []
     rendered = ""
-    for at, message in enumerate(messages):
-        if message["role"] != "assistant":
+    is_said = [message["role"] == "assistant" and message.get("weight", 1) != 0 for message in messages]
+    messages = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
+    for at in range(len(messages)):
+        if not is_said[at]:
             continue
         prompt = render(messages[:at], add_generation_prompt=True)
         whole = render(messages[: at + 1], add_generation_prompt=False)
@@ -214,6 +217,8 @@ def _messages(value: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise ChatError(f'message {number} is not an object with a "role"')
         if not isinstance(message.get("content"), str) and "tool_calls" not in message:
             raise ChatError(f'message {number} ({message["role"]}) has no text in "content"')
+        if type(message.get("weight", 1)) is not int or message.get("weight", 1) not in (0, 1):
+            raise ChatError(f'message {number} ({message["role"]}) has a "weight" that is not 0 or 1')
     return messages
 
 

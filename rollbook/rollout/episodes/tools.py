@@ -26,6 +26,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model, model_validator
 
+from rollbook.contracts.decoding import valid_text
 from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.output_formats import ToolCall
 from rollbook.contracts.plugin import PluginError, load_on_demand, load_plugin
@@ -224,21 +225,27 @@ class Tool:
         given = {name: getattr(read, name) for name in type(read).model_fields}
         if self.takes_row:
             given[ROW] = dict(row)
+        deadline = asyncio.timeout(timeout_s)
         try:
-            async with asyncio.timeout(timeout_s):
-                result = await self._run(given)
+            async with deadline:
+                result = _text(await self._run(given))
         except EpisodeError:
             raise
-        except TimeoutError:
-            return f"{self.name} did not return within {timeout_s:g} seconds"
-        except Exception as error:  # A tool can raise anything; the policy reads what was wrong.
+        except (
+            Exception
+        ) as error:  # A tool can raise anything, and what it returns too; the policy reads what was wrong.
+            if deadline.expired():
+                return f"{self.name} did not return within {timeout_s:g} seconds"
             result = f"{self.name} raised {type(error).__name__}: {error}"
-        return _text(result)[:MAX_RESULT_CHARS]
+        return valid_text(result[:MAX_RESULT_CHARS])
 
     async def _run(self, given: Mapping[str, Any]) -> Any:
-        if inspect.iscoroutinefunction(self.function):
+        if not inspect.iscoroutinefunction(self.function):
+            return await run_in_thread(partial(self.function, **given))
+        try:
             return await self.function(**given)
-        return await run_in_thread(partial(self.function, **given))
+        except SystemExit as error:  # would end the worker
+            raise RuntimeError(f"SystemExit: {error}") from error
 
 
 def load_tool(path: str) -> Tool:

@@ -1,27 +1,36 @@
-"""The file of `rollbook study`: a run config, a grid of settings, and seeds. Each combination is a cell, trained once per seed."""
+"""The file of `rollbook study`: a run config, a grid of settings, and seeds. Each combination is a cell, trained once per seed.
+
+With `replay` the cells are trained on the recorded batches of runs instead: once per run, without generation.
+"""
 
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from rollbook.contracts.errors import RunError
+from rollbook.run.config.replayed import changed_settings
 from rollbook.run.config.run import (
     ConfigError,
     ConfigFault,
     LoadedConfig,
     RunConfig,
     load_config,
+    load_resolved_config,
     located,
     read_table,
 )
 from rollbook.run.config.suggestions import plain_message
+from rollbook.run.directory import RunDirectory
 
 Measure = Literal["held_out_solved", "held_out_reward", "reward"]
+AS_RECORDED = "as recorded"
+"""Name of the cell of a replay with the settings of the run."""
 UNSAFE = re.compile(r"[^A-Za-z0-9_.=+-]+")
 """Characters of a cell's name that its directory does not contain."""
 
@@ -30,8 +39,12 @@ class StudySection(BaseModel, frozen=True, extra="forbid"):
     name: str = Field(default="study", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the study. Its default directory is `runs/NAME`."""
 
-    config: Path
+    config: Path | None = None
     """The run config that all cells share, relative to this file."""
+
+    replay: tuple[Path, ...] = ()
+    """Run directories, relative to this file, instead of a run config. Each cell trains the recorded batches of each of them again,
+    without generation; the grid has settings of `[trainer]` only."""
 
     sft: Path | None = None
     """A config of `rollbook sft`, relative to this file. It is trained once, and every cell starts from its model."""
@@ -49,6 +62,14 @@ class StudySection(BaseModel, frozen=True, extra="forbid"):
         if len(set(seeds)) < len(seeds) or min(seeds) < 0:
             raise ValueError("must be different numbers, 0 or more")
         return seeds
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if (self.config is None) == (not self.replay):
+            raise ValueError("set config, to train runs, or replay, to train the batches of recorded runs again")
+        if self.replay and (unread := sorted({"sft", "seeds", "measure"} & self.model_fields_set)):
+            raise ValueError(f"a replay does not read {', '.join(unread)}: remove it")
+        return self
 
 
 class StudyFile(BaseModel, frozen=True, extra="forbid"):
@@ -70,17 +91,24 @@ class Cell:
     labels: Mapping[str, str] = field(hash=False)
     """The label of the cell's value on each axis."""
     overrides: tuple[str, ...]
+    replayed: Path | None = None
+    """The recorded run whose batches are trained. `seed` is then its place in the file."""
 
     @property
     def folder(self) -> str:
-        return f"{UNSAFE.sub('_', self.name)}/seed-{self.seed}"
+        return f"{UNSAFE.sub('_', self.name)}/{'seed' if self.replayed is None else 'run'}-{self.seed}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} {f'seed {self.seed}' if self.replayed is None else f'on {self.replayed.name}'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
     name: str
     file: Path
-    config: Path
+    config: Path | None
+    """None: recorded runs are replayed."""
     sft: Path | None
     measure: Measure
     axes: tuple[str, ...]
@@ -104,28 +132,36 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
         for name, source in (("config", file.study.config), ("sft", file.study.sft))
         if source is not None and not (home / source).is_file()
     ]
+    runs = [(home / run).resolve() for run in file.study.replay]
+    faults += [
+        ConfigFault("study.replay", f"no run directory: {run}")
+        for run in runs
+        if not RunDirectory(run).manifest_file.is_file()
+    ]
     shared, more = _settings(file.settings, "settings")
     axes, wrong = _axes(file.grid)
     excluded, unknown = _excluded(file.exclude, axes)
     if faults := [*faults, *more, *wrong, *unknown]:
         raise ConfigError(str(path), located(faults, path, ()))
+    all_settings = [*shared, *overrides]
+    made = _replayed_cells(axes, all_settings, runs) if runs else _seeded_cells(axes, all_settings, file.study.seeds)
     cells = tuple(
         cell
-        for cell in _cells(axes, [*shared, *overrides], file.study.seeds)
-        if not any(all(cell.labels[axis] in labels for axis, labels in one.items()) for one in excluded)
+        for cell in made
+        if not any(all(cell.labels.get(axis) in labels for axis, labels in one.items()) for one in excluded)
     )
     if not cells:
         raise ConfigError(str(path), [ConfigFault("exclude", "leaves no cell")])
     study = Study(
         name=file.study.name,
         file=path.resolve(),
-        config=home / file.study.config,
+        config=None if file.study.config is None else home / file.study.config,
         sft=None if file.study.sft is None else home / file.study.sft,
         measure=file.study.measure,
         axes=tuple(axes),
         cells=cells,
     )
-    if faults := _cell_faults(study):
+    if faults := _replay_faults(study) if runs else _cell_faults(study):
         raise ConfigError(str(path), located(faults, path, ()))
     return study
 
@@ -221,20 +257,48 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield path, value
 
 
-def _cells(axes: Axes, shared: Sequence[str], seeds: Sequence[int]) -> Iterator[Cell]:
+def _cells(axes: Axes, shared: Sequence[str], seed: int) -> Iterator[Cell]:
+    for combination in itertools.product(*axes.values()):
+        labels = [label for label, _ in combination]
+        yield Cell(
+            name=",".join(labels) or "base",
+            seed=seed,
+            labels=dict(zip(axes, labels, strict=True)),
+            overrides=(*shared, *(text for _, settings in combination for text in settings)),
+        )
+
+
+def _seeded_cells(axes: Axes, shared: Sequence[str], seeds: Sequence[int]) -> Iterator[Cell]:
     for seed in seeds:
-        for combination in itertools.product(*axes.values()):
-            labels = [label for label, _ in combination]
-            yield Cell(
-                name=",".join(labels) or "base",
-                seed=seed,
-                labels=dict(zip(axes, labels, strict=True)),
-                overrides=(*shared, *(text for _, settings in combination for text in settings), f"run.seed={seed}"),
-            )
+        for cell in _cells(axes, shared, seed):
+            yield replace(cell, overrides=(*cell.overrides, f"run.seed={seed}"))
+
+
+def _replayed_cells(axes: Axes, shared: Sequence[str], runs: Sequence[Path]) -> Iterator[Cell]:
+    """The recorded settings first, then every combination; all cells of the first run, then all of the second."""
+    for number, run in enumerate(runs):
+        yield Cell(name=AS_RECORDED, seed=number, labels={}, overrides=(), replayed=run)
+        if axes or shared:
+            yield from (replace(cell, replayed=run) for cell in _cells(axes, shared, number))
+
+
+def _replay_faults(study: Study) -> list[ConfigFault]:
+    """Faults of the settings of each cell with each run, each once."""
+    found: dict[str, ConfigFault] = {}
+    for run in dict.fromkeys(cell.replayed for cell in study.cells if cell.replayed is not None):
+        recorded = load_resolved_config(RunDirectory(run)).config.trainer
+        for cell in study.cells:
+            if cell.replayed == run:
+                try:
+                    changed_settings(recorded, None, cell.overrides)
+                except RunError as error:
+                    found.setdefault(str(error), ConfigFault(f"cell {cell.title}", str(error)))
+    return list(found.values())
 
 
 def _cell_faults(study: Study) -> list[ConfigFault]:
     """Faults of the cells' configs, each once, with the cells that have it. Held-out tasks must be the same in all cells."""
+    assert study.config is not None
     found: dict[str, list[str]] = {}
     loaded: dict[str, LoadedConfig] = {}
     for cell in study.cells:

@@ -12,36 +12,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import extend_search_path
 from rollbook.dashboard.plots import draw_comparison
 from rollbook.numerics.machine import machine_of_bits
 from rollbook.run.config.checks import resolved_reward_weights, reward_weights_have_functions
-from rollbook.run.config.run import override_table
+from rollbook.run.config.replayed import changed_settings
 from rollbook.run.directory import RunDirectory, write_json
-from rollbook.run.reader import open_run
+from rollbook.run.reader import RecordedRun, open_run
 from rollbook.run.user_modules import recorded_modules
 from rollbook.trainer.checkpoints.settings_history import SettingsHistory
-from rollbook.trainer.config import LOSS_NUMBERS, TrainerConfig
-from rollbook.trainer.replay import CounterfactualStep, ReplayedStep, replay, replay_periods, retrain
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.replay import CounterfactualStep, ReplayedStep, ReplayPeriod, replay, replay_periods, retrain
 
-ADVANTAGE_SETTINGS = ("turn_discount", "gigpo_weight", "reward_weights")
-LOSS_SETTINGS = (
-    *LOSS_NUMBERS,
-    "loss_options",
-    "advantage",
-    *ADVANTAGE_SETTINGS,
-    "reduction",
-)
-"""Settings of a loss. Another loss starts with its own defaults, not with the recorded values."""
 MEASURES = {
     "gain": "gain over the sampler before training the batch: mean of A (log π − log μ)",
     "train/entropy": "entropy (nats)",
     "train/mean_kl": "divergence from the sampler (nats)",
     "train/ess": "effective sample size of the record (fraction of its tokens)",
     "train/grad_norm": "gradient norm",
+    "train/ppo_clip_frac": "share of clipped tokens",
 }
 
 
@@ -109,29 +99,67 @@ async def compare(path: Path, until: int | None) -> dict[str, Any]:
     }
 
 
+def recorded_periods(run: RecordedRun, until: int | None = None) -> tuple[int, list[ReplayPeriod]]:
+    """The last recorded step, or `until`, and the settings of the steps up to it."""
+    # A step that was trained again after a restart has several acknowledgements.
+    num_steps = len({step.step for step in run.steps()})
+    last = min(until or num_steps, num_steps)
+    history = SettingsHistory.read(run.directory.trainer_state_file)
+    return last, replay_periods(history, run.config.trainer, until=last)
+
+
+def other_periods(
+    run: RecordedRun,
+    periods: Sequence[ReplayPeriod],
+    loss: str | None,
+    overrides: Sequence[str],
+    *,
+    advantage: str | None = None,
+) -> list[ReplayPeriod]:
+    """The recorded settings with changes. Raises `RunError` with every fault."""
+    others = [
+        replace(period, config=changed_settings(period.config, loss, overrides, advantage=advantage))
+        for period in periods
+    ]
+    parts = {"rollout": run.config.rollout, "trainer": others[-1].config}
+    if faults := [f"{path}: {message}" for path, message in reward_weights_have_functions(parts)]:
+        raise RunError("; ".join(faults))
+    if (weights := resolved_reward_weights(parts)) is None:
+        return others
+    return [replace(period, config=period.config.model_copy(update={"reward_weights": weights})) for period in others]
+
+
+async def retrain_recorded(path: Path, overrides: Sequence[str]) -> dict[str, list[float | None]]:
+    """The curves of a run's recorded stream, trained with other settings. Gains are those of the recorded advantages."""
+    with open_run(path) as run:
+        last, periods = recorded_periods(run)
+        others = other_periods(run, periods, None, overrides) if overrides else periods
+        steps, _ = await retrain(
+            run.batches(last),
+            model_dir=run.directory.initial_model,
+            config=others,
+            judged_by=periods[-1].config,
+            on_step=Progress(last),
+        )
+    return curves(steps)
+
+
+def load_modules_of(path: Path) -> str | None:
+    """Make the user's modules of a run importable. Returns what a reader must know about them."""
+    directory = RunDirectory(path.resolve())
+    modules, note = recorded_modules(directory)
+    extend_search_path([*modules, *directory.search_path, Path.cwd()])
+    return note
+
+
 async def compare_losses(
     path: Path, until: int | None, *, loss: str | None, advantage: str | None, overrides: list[str], out: Path
 ) -> dict[str, Any]:
     """Train the recorded stream twice, with the recorded settings and with others, and compare both."""
     with open_run(path) as run:
-        # A step that was trained again after a restart has several acknowledgements.
-        num_steps = len({step.step for step in run.steps()})
-        last = min(until or num_steps, num_steps)
-        periods = replay_periods(SettingsHistory.read(run.directory.trainer_state_file), run.config.trainer, until=last)
-        recorded = periods[-1].config
-        other = changed_settings(recorded, loss, overrides, advantage=advantage)
-        others = [
-            replace(period, config=changed_settings(period.config, loss, overrides, advantage=advantage))
-            for period in periods
-        ]
-        parts = {"rollout": run.config.rollout, "trainer": other}
-        if faults := [f"{path}: {message}" for path, message in reward_weights_have_functions(parts)]:
-            raise RunError("; ".join(faults))
-        if (weights := resolved_reward_weights(parts)) is not None:
-            others = [
-                replace(period, config=period.config.model_copy(update={"reward_weights": weights}))
-                for period in others
-            ]
+        last, periods = recorded_periods(run, until)
+        others = other_periods(run, periods, loss, overrides, advantage=advantage)
+        recorded, other = periods[-1].config, others[-1].config
         model_dir = run.directory.initial_model
         names = (f"{described(recorded, other)}, as recorded", f"{described(other, recorded)}, replayed")
         both: dict[str, dict[str, list[float | None]]] = {}
@@ -171,38 +199,6 @@ def described(config: TrainerConfig, other: TrainerConfig) -> str:
     return config.loss if advantage == other.recipe.advantage else f"{config.loss}, {advantage}"
 
 
-def changed_settings(
-    recorded: TrainerConfig, loss: str | None, overrides: Sequence[str], *, advantage: str | None = None
-) -> TrainerConfig:
-    """The recorded settings with another loss, advantage and `trainer.…` overrides. Raises `RunError` with every fault."""
-    table: dict[str, Any] = {"trainer": recorded.model_dump(mode="json", exclude_none=True)}
-    if loss is not None and loss != recorded.loss:
-        for name in (*LOSS_SETTINGS, "reduction_length"):
-            table["trainer"].pop(name, None)
-        table["trainer"]["loss"] = loss
-        if recorded.distill_coef is None and loss != "distill":
-            # Settings of a divergence that the recorded loss trained by default.
-            for name in ("distill_kl", "distill_until"):
-                table["trainer"].pop(name, None)
-        if loss == "decoupled":
-            table["trainer"].pop("correction", None)
-    if advantage is not None and advantage != recorded.advantage:
-        for name in ADVANTAGE_SETTINGS:
-            table["trainer"].pop(name, None)
-        table["trainer"]["advantage"] = advantage
-    faults = [str(fault) for text in overrides if (fault := override_table(table, text)) is not None]
-    strays = sorted(table.keys() - {"trainer"})
-    faults += [f"{name}: only settings of [trainer] can be changed in a replay" for name in strays]
-    try:
-        config = TrainerConfig.model_validate(table["trainer"])
-    except ValidationError as error:
-        faults += [f"{'.'.join(['trainer', *map(str, e['loc'])])}: {e['msg']}" for e in error.errors()]
-        raise RunError("; ".join(faults)) from error
-    if faults:
-        raise RunError("; ".join(faults))
-    return config
-
-
 def curves(steps: Sequence[CounterfactualStep]) -> dict[str, list[float | None]]:
     return {name: [step.gain if name == "gain" else step.metrics.get(name) for step in steps] for name in MEASURES}
 
@@ -234,9 +230,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     try:
-        directory = RunDirectory(args.run.resolve())
-        modules, note = recorded_modules(directory)
-        extend_search_path([*modules, *directory.search_path, Path.cwd()])
+        note = load_modules_of(args.run)
         if args.out is None:
             report = asyncio.run(compare(args.run, args.until))
         else:

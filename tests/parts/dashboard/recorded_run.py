@@ -49,7 +49,7 @@ def played(
         {"role": "assistant", "content": f"answer of {task}"},
         *more_messages,
     )
-    samples = tuple(
+    samples = [
         change(
             replace(
                 sample,
@@ -59,10 +59,11 @@ def played(
                 started_at=1000.0 + number,
                 ended_at=1002.0 + number,
             )
-        ).with_turns(rewards=[sample.reward or 0.0])
+        )
         for number, sample in enumerate(group.samples)
-    )
-    return replace(group, samples=samples)
+    ]
+    samples = [sample.with_turns(rewards=[sample.reward or 0.0] * len(sample.turns)) for sample in samples]
+    return replace(group, samples=tuple(samples))
 
 
 async def record_run(

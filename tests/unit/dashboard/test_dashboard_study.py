@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollbook.commands.training.study_replays import write_replay_report
 from rollbook.commands.training.study_report import write_report
 from rollbook.dashboard.plots import draw_study
 from rollbook.dashboard.run_metrics import StepMetrics
@@ -139,3 +141,37 @@ def test_where_no_evaluation_knows_what_is_solved_the_held_out_reward_is_compare
     assert report.results.measure == "held_out_reward"
     assert [point.value for point in report.results.runs[0].curve] == [0.25, 0.75]
     assert "reward of held-out tasks" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+
+
+def replayed(gains: list[float], ess: list[float]) -> dict[str, Any]:
+    same: list[float | None] = [0.5] * len(gains)
+    names = ("train/entropy", "train/mean_kl", "train/grad_norm", "train/ppo_clip_frac")
+    return {"end": "finished", "lines": {"gain": gains, "train/ess": ess, **dict.fromkeys(names, same)}}
+
+
+def test_replays_are_compared_at_the_last_step_that_all_of_them_can_be_trusted_at(tmp_path: Path) -> None:
+    cells = [
+        Cell(name=name, seed=number, labels={}, overrides=(), replayed=tmp_path / f"run{number}")
+        for name in ("as recorded", "loss=b", "loss=c")
+        for number in range(2)
+    ]
+    plan = Study(name="s", file=tmp_path, config=None, sft=None, measure="reward", axes=(), cells=tuple(cells))
+    slow, fast = [at / 100 for at in range(20)], [at / 10 for at in range(20)]
+    steady = [1.0] * 20
+    results = dict(zip(cells, [*[replayed(slow, steady)] * 2, replayed(fast, steady), None, None, None], strict=True))
+    # From step 11 on, the recorded samples say little about the policy of the second cell on the second run.
+    results[cells[3]] = replayed(fast, [0.9] * 10 + [0.4] * 10)
+    results[cells[4]] = {"end": "failed", "message": "out of memory"}
+    report = write_replay_report(plan, tmp_path, results)
+    assert report.steps == 10
+    assert [line[:4] for line in report.table()] == [
+        ("loss=b", "2", "0.9 [0.9 – 0.9]", "10"),
+        ("as recorded", "2", "0.09 [0.09 – 0.09]", "20"),
+    ]
+    assert report.exit_code == 1
+    page = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+    assert "Compared at step 10," in page
+    assert f"- loss=c on {tmp_path / 'run0'}: failed out of memory" in page
+    assert f"- loss=c on {tmp_path / 'run1'}: missing" in page
+    nothing = write_replay_report(plan, tmp_path, dict.fromkeys(cells))
+    assert (nothing.steps, nothing.cells, nothing.exit_code) == (None, (), 0)

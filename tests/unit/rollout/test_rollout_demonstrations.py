@@ -104,6 +104,19 @@ def test_only_assistant_tokens_and_their_end_tokens_are_trained(tokenizers: dict
     assert not row.has_logprobs
 
 
+def test_an_assistant_message_with_weight_0_is_context(tokenizers: dict[str, ModelTokenizer]) -> None:
+    tokenizer = tokenizers["chatml"]
+    plain = chat("a", "b", "c", "d")
+    weighted: list[dict[str, Any]] = [plain[0], {**plain[1], "weight": 0}, plain[2], {**plain[3], "weight": 1}]
+    row, whole = chat_row(weighted, tokenizer), chat_row(plain, tokenizer)
+    assert tokenizer.decode(row.token_ids[row.loss_mask].tolist()) == "d"
+    assert tokenizer.decode(row.token_ids.tolist(), skip_special_tokens=False) == tokenizer.decode(
+        whole.token_ids.tolist(), skip_special_tokens=False
+    )
+    with pytest.raises(ChatError, match="no assistant message with a token to train"):
+        chat_row(weighted[:2], tokenizer)
+
+
 def test_an_end_token_is_trained_even_if_the_template_writes_none(tokenizers: dict[str, ModelTokenizer]) -> None:
     tokenizer = tokenizers["no_end"]
     row = chat_row(chat("hi", "yes"), tokenizer)
@@ -129,23 +142,25 @@ def test_every_bad_line_is_reported_with_number_and_cause(
         {"messages": [{"content": "no role"}]},
         {"messages": [{"role": "user", "content": 7}, {"role": "assistant", "content": "x"}]},
         {"messages": chat("hi", "y" * 200)},
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x", "weight": 0.5}]},
     )
     with pytest.raises(DemonstrationError) as caught:
         read_demonstrations(path, tokenizers["chatml"], max_tokens=100, is_strict=True)
     message = str(caught.value)
     for part in (
-        "6 bad lines",
+        "7 bad lines",
         "line 2: is not JSON",
         'line 3: has no list "messages"',
         "line 4: has no assistant message",
         'line 5: message 1 is not an object with a "role"',
         'line 6: message 1 (user) has no text in "content"',
         "line 7: has 2",
+        'line 8: message 2 (assistant) has a "weight" that is not 0 or 1',
     ):
         assert part in message
     kept = read_demonstrations(path, tokenizers["chatml"], max_tokens=100, is_strict=False)
     assert len(kept.rows) == 1
-    assert [line.number for line in kept.bad] == [2, 3, 4, 5, 6, 7]
+    assert [line.number for line in kept.bad] == [2, 3, 4, 5, 6, 7, 8]
 
 
 def test_a_line_with_tokens_is_trained_as_it_is_by_a_model_with_the_same_vocabulary_only(

@@ -2,8 +2,9 @@
 
 import asyncio
 import json
+import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -48,6 +49,32 @@ def breaks(left: int) -> int:
 async def sleeps(left: int) -> int:
     await asyncio.sleep(3600)
     return left
+
+
+def surrogate(left: int) -> str:
+    return "\ud800" * left
+
+
+def huge(left: int) -> dict[str, int]:
+    """No number that JSON or text can hold."""
+    return {"value": 10**10_000}
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise KeyError("name")
+
+
+def unprintable(left: int) -> Unprintable:
+    return Unprintable()
+
+
+async def exits(left: int) -> int:
+    sys.exit(f"code {left}")
+
+
+def times_out(left: int) -> int:
+    raise TimeoutError("the upstream server did not answer")
 
 
 MEETING = threading.Barrier(4, timeout=60)
@@ -170,6 +197,25 @@ async def test_mistakes_of_the_policy_are_results_it_can_read() -> None:
     assert "other: Extra inputs are not permitted" in extra
     assert "fails raised ZeroDivisionError" in failed
     assert slow == "sleeps did not return within 0.2 seconds"
+
+
+@pytest.mark.parametrize(
+    ("tool", "expected"),
+    [
+        (surrogate, r"\ud800"),
+        (huge, "huge raised ValueError: Exceeds the limit"),
+        (unprintable, "unprintable raised KeyError: 'name'"),
+        (exits, "exits raised RuntimeError: SystemExit: code 1"),
+        (times_out, "times_out raised TimeoutError: the upstream server did not answer"),
+    ],
+)
+async def test_what_a_tool_returns_or_raises_is_a_result_that_can_be_recorded(
+    tool: Callable[[int], Any], expected: str
+) -> None:
+    found = load_tool(f"{__name__}:{tool.__name__}")
+    result = await found.call('{"left": 1}', {}, timeout_s=60)
+    assert result.startswith(expected)
+    result.encode()
 
 
 async def test_a_tool_that_fails_itself_makes_the_episode_unscorable() -> None:

@@ -81,3 +81,110 @@ async def test_a_line_has_the_tools_and_template_arguments_of_its_prompt_and_tex
     read = read_demonstrations(tmp_path / "tokens.jsonl", tokenizer, max_tokens=99, is_strict=True)
     assert [row.token_ids.tolist() for row in read.rows] == [row["token_ids"] for row in rows]
     assert [row.loss_mask.astype(int).tolist() for row in read.rows] == [row["loss_mask"] for row in rows]
+
+
+def said(content: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"left": 2}'}}
+ASKED = {"role": "user", "content": "2 and 2?"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ((ASKED, said("")), None),
+        ((ASKED, said(None)), None),
+        ((ASKED, said(" \n")), None),
+        ((ASKED,), None),
+        ((), None),
+        (({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, said("4")), None),
+        (({"role": "narrator", "content": "x"}, said("4")), None),
+        (
+            ({"role": "user", "content": [{"type": "text", "text": "2 and "}, {"text": "2?"}]}, said("4")),
+            [ASKED, said("4")],
+        ),
+        (
+            (ASKED, said(None, tool_calls=[CALL], reasoning_content="Add them.")),
+            [
+                ASKED,
+                said(
+                    "",
+                    tool_calls=[{**CALL, "function": {"name": "add", "arguments": {"left": 2}}}],
+                    reasoning_content="Add them.",
+                ),
+            ],
+        ),
+        # The record has one turn, so the first two answers are examples of the prompt.
+        (
+            (ASKED, said("3"), ASKED, said(""), ASKED, said("4")),
+            [ASKED, said("3", weight=0), ASKED, said("", weight=0), ASKED, said("4")],
+        ),
+    ],
+)
+async def test_a_chat_has_text_and_objects_and_trains_what_the_policy_said(
+    tmp_path: Path, messages: tuple[dict[str, Any], ...], expected: list[dict[str, Any]] | None
+) -> None:
+    directory = await record_run(tmp_path / "run", change=lambda sample: replace(sample, messages=messages))
+    found = export(directory.path, tmp_path / "chats.jsonl")
+    rows = [row["messages"] for row in lines_of(tmp_path / "chats.jsonl") if row["task"] == "task0"]
+    assert rows == ([] if expected is None else [expected])
+    assert found.samples == found.written + found.duplicates + found.left_out
+    build = ModelBuildConfig(tokenizer="bytes", chat_template=TOOL_TEMPLATE)
+    build_tokenizer(build).save_pretrained(str(tmp_path / "model"))
+    tokenizer = ModelTokenizer.from_directory(tmp_path / "model")
+    read = read_demonstrations(tmp_path / "chats.jsonl", tokenizer, max_tokens=999, is_strict=True)
+    assert len(read.rows) == found.written
+    if rows:
+        trained = read.rows[0].token_ids[read.rows[0].loss_mask].tolist()
+        (*_, last) = rows[0]
+        calls = "".join(json.dumps(call["function"]["arguments"]) for call in last.get("tool_calls", ()))
+        assert tokenizer.decode(trained) == last["content"] + calls
+
+
+TOOL_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}"
+    "{% endfor %}<eos>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+async def test_turns_of_subagents_are_no_answers_of_the_conversation_and_cut_turns_are_no_demonstration(
+    tmp_path: Path,
+) -> None:
+    lineage = [
+        {"sequence": 0, "role": "main", "parent": None},
+        {"sequence": 1, "role": "subagent", "parent": 0, "left_out": 'subagent with train_only = "main"'},
+        {"sequence": 2, "role": "rewrite", "parent": 0},
+    ]
+
+    def forked(sample: RolloutSample) -> RolloutSample:
+        (row,), (turn,) = sample.sequences, sample.turns
+        untrained = replace(row, loss_mask=row.loss_mask & False)
+        marks = tuple(replace(turn, sequence=sequence) for sequence in (0, 1, 1, 2))
+        messages = (ASKED, said("example"), ASKED, said("first"), ASKED, said("last"))
+        return replace(
+            sample, sequences=(row, untrained, row), turns=marks, messages=messages, facts={"lineage": lineage}
+        )
+
+    directory = await record_run(tmp_path / "forked", change=forked)
+    export(directory.path, tmp_path / "chats.jsonl", chosen=Chosen(tasks="task0"))
+    (line,) = lines_of(tmp_path / "chats.jsonl")
+    assert [message.get("weight") for message in line["messages"] if message["role"] == "assistant"] == [0, None, None]
+
+    def cut(sample: RolloutSample) -> RolloutSample:
+        return replace(sample, metrics={"cut_turns": 1.0})
+
+    directory = await record_run(tmp_path / "cut", change=cut)
+    assert {row["task"] for row in lines_of_export(directory.path, tmp_path / "cut.jsonl")} == {
+        "task1",
+        "task2",
+        "task3",
+        "task4",
+        "task5",
+    }
+
+
+def lines_of_export(run: Path, out: Path, **chosen: Any) -> list[dict[str, Any]]:
+    export(run, out, chosen=Chosen(**chosen))
+    return lines_of(out)

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.run.config.run import ConfigError, load_config, override_table
+from rollbook.run.config.run import ConfigError, dump_toml, load_config, override_table
 from rollbook.run.config.study import load_study, toml_value
+from rollbook.run.directory import RunDirectory
 from tests.parts.run.small import CONFIG, EXAMPLE
 
 EVALUATION = '\n[evaluation]\nevery_steps = 5\npolicy = "shared"\n'
@@ -61,6 +62,7 @@ trainer = { loss = "dapo", old_logprobs = "engine" }
         "max_head_offpolicy_versions=2,to the sampler",
     ]
     assert [(cell.name, cell.seed) for cell in study.cells] == [(name, seed) for seed in (4, 7) for name in names]
+    assert study.config is not None
     config = load_config(study.config, study.cells[-1].overrides).config
     assert (config.run.seed, config.trainer.max_steps, config.trainer.loss) == (7, 4, "dapo")
     assert (config.trainer.old_logprobs, config.gate.max_head_offpolicy_versions) == ("engine", 2)
@@ -74,6 +76,41 @@ def test_a_setting_reaches_the_run_unchanged(value: object) -> None:
     assert "\n" not in text
     assert override_table(table, text) is None
     assert table["rollout"]["settings"]["mine"] == value
+
+
+def recorded(home: Path, name: str) -> Path:
+    """A run directory with its resolved config, without a record."""
+    directory = RunDirectory(home / name)
+    directory.prepare()
+    directory.write_manifest(name=name, source_dir=home)
+    config = load_config(home / "run.toml", ["trainer.loss=gspo", "trainer.clip_low=0.05"]).config
+    directory.config_file.write_text(dump_toml(config), encoding="utf-8")
+    return directory.path
+
+
+def test_recorded_runs_are_replayed_with_their_settings_and_with_every_combination(tmp_path: Path, home: Path) -> None:
+    for module in home.glob("*.*"):
+        (tmp_path / module.name).write_bytes(module.read_bytes())
+    runs = [recorded(tmp_path, "first"), recorded(tmp_path, "second.run")]
+    grid = '[grid]\ntrainer.advantage = ["group", "turn_rloo"]\n'
+    study = load_study(written(tmp_path, grid, head='replay = ["first", "second.run"]'), ["trainer.loss=grpo"])
+    names = ["as recorded", "advantage=group", "advantage=turn_rloo"]
+    assert [(cell.name, cell.replayed) for cell in study.cells] == [(name, run) for run in runs for name in names]
+    assert study.cells[0].overrides == ()
+    assert set(study.cells[-1].overrides) == {"trainer.loss=grpo", 'trainer.advantage="turn_rloo"'}
+    assert len({cell.folder for cell in study.cells}) == 6
+    alone = load_study(written(tmp_path, "", head='replay = ["first"]'))
+    assert [cell.name for cell in alone.cells] == ["as recorded"]
+
+    for text, head, fault in (
+        ("", 'replay = ["first"]\nconfig = "run.toml"', "set config, to train runs, or replay"),
+        ("", 'name = "x"', "set config, to train runs, or replay"),
+        ("", 'replay = ["first"]\nseeds = [1]', "a replay does not read seeds: remove it"),
+        ("", 'replay = ["third"]', f"no run directory: {tmp_path / 'third'}"),
+        ("[grid]\ngate.groups_per_step = [1]", 'replay = ["first"]', "only settings of [trainer] can be changed"),
+        ('[grid]\ntrainer.loss = ["grop"]', 'replay = ["first"]', "unknown loss 'grop'"),
+    ):
+        assert fault in faults(tmp_path, text, head=head)
 
 
 def test_excluded_combinations_are_left_out(home: Path) -> None:
