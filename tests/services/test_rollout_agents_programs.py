@@ -3,6 +3,7 @@
 They have their own environment (`make test-agents`). The policy is scripted; the programs, their requests and commands are real.
 """
 
+import asyncio
 import json
 import os
 import shutil
@@ -105,6 +106,16 @@ async def test_a_coding_agent_works_in_its_directory_with_the_exact_tokens_of_th
     assert sample.messages is not None
     assert any("be brief" in str(message["content"]) for message in sample.messages), "it read the file of the row"
     assert "agent_log" in sample.facts
+
+
+@pytest.mark.parametrize("agent", [pytest.param(name, marks=needs(name)) for name in CODING_AGENTS])
+async def test_an_agent_does_not_wait_for_a_policy_whose_episode_is_over(tmp_path: Path, agent: str) -> None:
+    """Programs repeat failed requests: mini-swe-agent did for minutes."""
+    limits = replace(LONG, max_turns=1, max_seconds=600)
+    async with asyncio.timeout(100):
+        sample, record = await play(tmp_path, agent, policy(agent), limits)
+    assert (sample.reward, sample.finish_reason) == (1.0, EndReason.MAX_TURNS), sample.facts
+    assert_matches_engine(sample, record)
 
 
 @CONFINED

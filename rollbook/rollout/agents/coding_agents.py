@@ -163,6 +163,8 @@ def _mini_swe_agent(place: Place) -> Launch:
             "MSWEA_CONFIGURED": "true",
             "MSWEA_COST_TRACKING": "ignore_errors",
             "MSWEA_GLOBAL_CONFIG_DIR": f"{place.home}/.config/mini-swe-agent",
+            # It would wait for minutes after the last turn of an episode. The policy client retries itself.
+            "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",
             "MSWEA_SILENT_STARTUP": "1",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         },
