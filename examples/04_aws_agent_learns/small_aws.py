@@ -145,7 +145,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
     async def rollout(row: dict[str, Any]) -> RolloutSample | None:
         chat = MessageTrajectoryAssembler(setup.tokenizer, setup.sampling)
         end: EndReason | None = EndReason.MAX_TURNS
-        reward = 0.0
+        rewards = []
         async with setup.open_environment() as env:
             seen = await env.reset(row)
             chat.add_message("user", goal_of(seen.text))
@@ -159,15 +159,16 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
                 if reply.finish_reason is FinishReason.ABORT:
                     raise EpisodeError(f"the policy server aborted turn {chat.num_turns + 1}")
                 seen = await env.step(chat.add_completion(reply))
-                reward += seen.reward
+                rewards.append(seen.reward)
                 if seen.done:
                     end = None  # no limit ended it; truncated if this answer was cut
                     break
                 chat.add_message("user", seen_by_agent(seen.text))
         if chat.num_turns == 0:
             raise EpisodeError("the goal does not fit rollout.max_total_tokens")
-        return chat.build(
-            reward=reward, solved=bool(seen.solved), finish_reason=end, facts={"kind": row["id"].split("--")[0]}
+        sample = chat.build(
+            reward=sum(rewards), solved=bool(seen.solved), finish_reason=end, facts={"kind": row["id"].split("--")[0]}
         )
+        return sample.with_turns(rewards=rewards)  # for advantages of turns
 
     return rollout

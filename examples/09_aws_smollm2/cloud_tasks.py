@@ -120,7 +120,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
         chat = MessageTrajectoryAssembler(setup.tokenizer, setup.sampling)
         chat.add_message("system", SYSTEM)
         end: EndReason | None = EndReason.MAX_TURNS
-        reward, errors = 0.0, 0
+        rewards, errors = [], 0
         async with setup.open_environment() as env:
             seen = await env.reset(task_of(row))
             chat.add_message("user", goal_of(seen.text))
@@ -134,7 +134,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
                 if reply.finish_reason is FinishReason.ABORT:
                     raise EpisodeError(f"the policy server aborted turn {chat.num_turns + 1}")
                 seen = await env.step(chat.add_completion(reply))
-                reward += seen.reward
+                rewards.append(seen.reward)
                 errors += is_error(seen.text)
                 if seen.done or errors == MAX_ERRORS:
                     end = None  # no limit ended it; truncated if this answer was cut
@@ -142,8 +142,12 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
                 chat.add_message("user", seen_by_agent(seen.text))
         if chat.num_turns == 0:
             raise EpisodeError("the goal does not fit rollout.max_total_tokens")
-        return chat.build(
-            reward=reward, solved=bool(seen.solved), finish_reason=end, facts={"kind": row["id"].partition("--")[0]}
+        sample = chat.build(
+            reward=sum(rewards),
+            solved=bool(seen.solved),
+            finish_reason=end,
+            facts={"kind": row["id"].partition("--")[0]},
         )
+        return sample.with_turns(rewards=rewards)  # for advantages of turns
 
     return rollout

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.learning.aws_credit import LARGE, SMALL, Size, write_study
 from benchmarks.learning.recipe import table
 from rollbook.contracts.task import Observation
 from rollbook.contracts.trajectory import EndReason
@@ -251,6 +252,20 @@ def test_the_lag_studies_compare_every_recipe_at_the_largest_lag(name: str) -> N
     at = Counter(cell.labels["lag"] for cell in study.cells if cell.seed == 0)
     assert at["bound 0"] == 1
     assert at["bound 8"] == at["bound 4"] == 8
+
+
+@pytest.mark.parametrize("size", [LARGE, SMALL])
+def test_the_comparison_of_credit_has_four_kinds_with_each_seed(tmp_path: Path, size: Size) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("train", "held_out"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text('{"id": "a", "split": "train"}\n', encoding="utf-8")
+    study = load_study(write_study(size, tmp_path, steps=9, seeds=3, port=8171))
+    assert len(study.cells) == 12
+    loaded = {cell.name: load_config(study.config or tmp_path, cell.overrides).config for cell in study.cells[:4]}
+    assert [config.trainer.recipe.advantage for config in loaded.values()] == ["rloo", "turn_rloo", "none", "rloo"]
+    assert [len(config.rollout.teacher) for config in loaded.values()] == [0, 0, 1, 1]
+    assert {config.gate.batch_policy for config in loaded.values()} == {"trim"}
+    assert {config.model.path for config in loaded.values()} == {str(tmp_path / "policy" / "final")}
 
 
 def measured(mean: float) -> dict[str, Any]:
