@@ -49,7 +49,8 @@ def launch_reduce(logits_NV: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Te
     tiles = triton.cdiv(vocab_size, TILE)
     peaks_NT, totals_NT, moments_NT = torch.empty((3, rows, tiles), dtype=torch.float32, device=logits_NV.device)
     _reduce_tiles[(rows, tiles)](
-        logits_NV, temperatures_N, peaks_NT, totals_NT, moments_NT, vocab_size, TILE=TILE, num_warps=2
+        logits_NV, temperatures_N, peaks_NT, totals_NT, moments_NT, vocab_size, TILE=TILE,
+        num_warps=2, enable_fp_fusion=True,
     )  # fmt: skip
     return peaks_NT, totals_NT, moments_NT
 
@@ -79,5 +80,5 @@ def launch_score(
     count = peaks_NT.shape[1]
     _score[(rows,)](
         logits_NV, temperatures_N, peaks_NT, totals_NT, tokens_N, logprobs_N, vocab_size, count,
-        TILES_BLOCK=triton.next_power_of_2(count), num_warps=1,
+        TILES_BLOCK=triton.next_power_of_2(count), num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip

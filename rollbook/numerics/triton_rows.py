@@ -50,7 +50,7 @@ def launch_rms_norm(x_ME: Tensor, norm: Norm, out_ME: Tensor) -> None:
     heads, block = x_ME.shape[1] // width, triton.next_power_of_2(width)
     _rms_norm[(len(x_ME) * heads,)](
         x_ME, norm.weight_E, out_ME, norm.epsilon, width, x_ME.stride(0), HEADS=heads, BLOCK=block,
-        ADDS_ONE=norm.adds_one, ROUNDS_ONCE=norm.rounds_once, num_warps=4 if block <= 2048 else 8,
+        ADDS_ONE=norm.adds_one, ROUNDS_ONCE=norm.rounds_once, num_warps=4 if block <= 2048 else 8, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def launch_rms_norm_gradient(x_ME: Tensor, norm: Norm, gradient_ME: Tensor) -> t
     partial_PE = torch.empty((parts, width), dtype=torch.float32, device=x_ME.device)
     _rms_norm_gradient[(parts,)](
         x_ME, norm.weight_E, gradient_ME, out_ME, partial_PE, norm.epsilon, rows, width, ROWS=each, BLOCK=block,
-        ADDS_ONE=norm.adds_one, num_warps=4 if block <= 2048 else 8,
+        ADDS_ONE=norm.adds_one, num_warps=4 if block <= 2048 else 8, enable_fp_fusion=True,
     )  # fmt: skip
     return out_ME, partial_PE.sum(dim=0).to(norm.weight_E.dtype)
 
@@ -123,7 +123,8 @@ def launch_gate(gates_MF: Tensor, ups_MF: Tensor, out_MF: Tensor, activation: Ac
     block = min(GATE_BLOCK, triton.next_power_of_2(width))
     grid = (len(out_MF), triton.cdiv(width, block))
     _gate[grid](
-        gates_MF, ups_MF, out_MF, width, gates_MF.stride(0), BLOCK=block, ACTIVATION=activation, num_warps=4
+        gates_MF, ups_MF, out_MF, width, gates_MF.stride(0), BLOCK=block, ACTIVATION=activation,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -150,7 +151,8 @@ def launch_gate_gradient(gates: Tensor, ups: Tensor, gradient: Tensor, activatio
     to_gates, to_ups = torch.empty_like(gates), torch.empty_like(ups)
     grid = (triton.cdiv(gates.numel(), GATE_BLOCK),)
     _gate_gradient[grid](
-        gates, ups, gradient, to_gates, to_ups, gates.numel(), BLOCK=GATE_BLOCK, ACTIVATION=activation, num_warps=4
+        gates, ups, gradient, to_gates, to_ups, gates.numel(), BLOCK=GATE_BLOCK, ACTIVATION=activation,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return to_gates, to_ups
 
@@ -181,5 +183,5 @@ def launch_product(x_MK: Tensor, weight_KN: Tensor, out_MN: Tensor) -> None:
     tile = FEW if rows <= FEW else 64
     _product[(triton.cdiv(rows, tile), triton.cdiv(width, FEW))](
         x_MK, weight_KN, out_MN, rows, width, depth, x_MK.stride(0), weight_KN.stride(1),
-        ROWS=tile, WIDTH=FEW, DEPTH=256 if rows <= FEW else 128, num_warps=4, num_stages=4,
+        ROWS=tile, WIDTH=FEW, DEPTH=256 if rows <= FEW else 128, num_warps=4, num_stages=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -320,7 +320,7 @@ def launch_attention(
         _join_splits[(num_rows, heads.keys)](
             partial, lse, out_MX, step.positions_M, step.num_decode_1, step.chunk_1, step.first_items_N, sinks,
             KEYS=heads.keys, GROUP=heads.group, SIZE=heads.size, GROUP_BLOCK=group_block, SIZE_BLOCK=size_block,
-            TILE=KEY_BLOCK, WINDOW=window, HAS_SINKS=has_sinks, num_warps=2,
+            TILE=KEY_BLOCK, WINDOW=window, HAS_SINKS=has_sinks, num_warps=2, enable_fp_fusion=True,
         )  # fmt: skip
     if len(step.tile_sizes_K):
         launch_with_stages(

@@ -68,6 +68,6 @@ def launch_sample(
     tiles = peaks_NT.shape[1]
     _choose[(rows,)](
         logits_NV, temperatures_N, keys_N, peaks_NT, totals_NT, tokens_N, vocab_size, tiles,
-        TILE=triton_logprobs.TILE, TILES_BLOCK=triton.next_power_of_2(tiles), num_warps=4,
+        TILE=triton_logprobs.TILE, TILES_BLOCK=triton.next_power_of_2(tiles), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     triton_logprobs.launch_score(logits_NV, temperatures_N, (peaks_NT, totals_NT), tokens_N, logprobs_N)
