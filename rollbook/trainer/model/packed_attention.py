@@ -88,9 +88,9 @@ class Packing:
         device: str | torch.device,
         *,
         kernel: str = "equal",
-        heads: tuple[int, int] | None = None,
+        heads: tuple[int, int, int] | None = None,
     ) -> "Packing":
-        """`heads`: numbers of heads, and of those of keys. What depends on them is then prepared before the first layer."""
+        """`heads`: numbers of heads, and of those of keys, and their size. What depends on them is then prepared before the first layer."""
         added = np.array(sequences.added, dtype=np.int64)
         # The added tokens are at the end of each sequence.
         shifts = np.array(sequences.lengths, dtype=np.int64) - np.cumsum(added)
@@ -239,7 +239,7 @@ class _Exact:
     added: NDArray[np.int64]
     before: NDArray[np.int64]
     """Of each sequence: its first key, the tokens that it adds, and the keys before them."""
-    tiles: dict[tuple[int, int], Tensor]
+    tiles: dict[tuple[int, int, int], Tensor]
     """By the numbers of heads."""
     device: str | torch.device
 

@@ -353,8 +353,8 @@ class PolicyModel:
             return None
         heads = None
         if self.attention_kernel == "exact":
-            (queries, _), (keys, _), _ = _head_shapes(self.config)
-            heads = queries, keys
+            (queries, size), (keys, _), _ = _head_shapes(self.config)
+            heads = queries, keys, size
         return Packing.of(sequences, self.device, kernel=self.attention_kernel, heads=heads)
 
     def adapters_off(self) -> AbstractContextManager[Any]:
