@@ -220,7 +220,7 @@ def test_the_tiles_of_an_exact_pass_are_prepared_before_its_first_layer() -> Non
     model.attention_kernel = "exact"
     packing: Any = model._packing(PackedSequences.unshared([7, 70]))
     (tiles_4B,) = packing.kernel.tiles.values()
-    assert list(packing.kernel.tiles) == [(4, 2)]
+    assert list(packing.kernel.tiles) == [(4, 2, 4)]
     assert tiles_4B.tolist() == [[71, 0, 7], [6, 7, 64], [64, 0, 0], [7, 0, 7]], "first the tile that reads most keys"
 
 
