@@ -45,7 +45,7 @@ from rollbook.contracts.policy import Publication, SamplingParams
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.embedded.engine import TransformersEngine
 from rollbook.inference.engines.embedded.paged.runner import PackedRunner
-from rollbook.inference.engines.embedded.row_table import RowTable
+from rollbook.inference.engines.embedded.row_table import DecodeLines, RowTable
 from rollbook.inference.engines.embedded.scheduler import RoundResults
 from rollbook.inference.request import checked_request
 from rollbook.inference.server.app import build_app, serve
@@ -377,9 +377,13 @@ async def step_times(setup: Setup) -> list[Figure]:
                         layer.normal_()
                     shuffled = np.random.default_rng(0).permutation(count * blocks) + 1
                     cache.set_blocks(np.repeat(decoding, blocks), np.tile(np.arange(blocks), count), shuffled)
-                    found["ms"] = timed_ms(lambda: runner.run(table, decoding, []), plan.device)
+                    found["ms"] = timed_ms(
+                        lambda: runner.run(table, DecodeLines.undrafted(decoding, table), []), plan.device
+                    )
                     if plan.device == "cuda" and count == plan.in_flight:
-                        found["split"] = kernel_split(lambda: runner.run(table, decoding, []))
+                        found["split"] = kernel_split(
+                            lambda: runner.run(table, DecodeLines.undrafted(decoding, table), [])
+                        )
 
             await engine.thread.between_rounds(operation)
             limit_ms, parts = bandwidth_limit_ms(engine, count, position, plan)

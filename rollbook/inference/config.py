@@ -2,9 +2,9 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 
@@ -171,6 +171,11 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     steps_ahead: int | None = Field(default=None, ge=0)
     """Number of steps launched before the tokens of earlier steps are read. Unset: 2 on a GPU, 0 elsewhere."""
 
+    draft_tokens: int = Field(default=0, ge=0, le=15)
+    """Speculative decoding: most tokens of a request that a step computes ahead, looked up in its own prompt and answer. Tokens
+    and logprobs stay those of decoding one by one. For answers that repeat their prompt and few requests at once; no steps are
+    launched ahead. 0: off. With engine = "transformers", for models of the fast forward."""
+
     prompt_memo_mb: float = Field(default=16.0, ge=0)
     """Memory for the next-token logits of recent prompts, because episodes of a group repeat the same prompts. 0: off.
     Has no effect with blocks (on a GPU)."""
@@ -208,6 +213,16 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
 
     scripted: ScriptedConfig = ScriptedConfig()
     """Settings of the scripted engine."""
+
+    @model_validator(mode="after")
+    def _check_drafts(self) -> Self:
+        if self.draft_tokens and self.engine != "transformers":
+            raise ValueError(f"draft_tokens: the engine {self.engine} has settings of its own for speculative decoding")
+        if self.draft_tokens and self.steps_ahead:
+            raise ValueError(
+                "draft_tokens and steps_ahead exclude each other: a draft needs the tokens of the step before"
+            )
+        return self
 
     @field_validator("device")
     @classmethod

@@ -78,6 +78,10 @@ class EngineStats:
     """How a weight update affects the cache of running requests: reported with completions that span two versions."""
     cached_tokens: int = 0
     """Prompt tokens that were taken from the prefix cache."""
+    drafted_tokens: int = 0
+    """Tokens that were computed ahead of sampling (`draft_tokens`)."""
+    accepted_tokens: int = 0
+    """Those of them that were sampled."""
     cache_shrinks: int = 0
     """How often the cache of keys and values became smaller, because the device had no memory left."""
 

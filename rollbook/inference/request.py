@@ -45,7 +45,8 @@ class GenerationRequest:
 
     `adapter` is the slot of its adapter, 0 for the policy. These fields belong to the embedded engine: `order` (of arrival), `row`,
     `segments` (row, first round, round after the last), `is_finished`, `weights_generation` (of the keys and values in its row),
-    `cached_kv` (a copy of them), `cached_tokens` (the part of its prompt that was taken from the prefix cache) and `routes` (the
+    `draft` (tokens that the next round computes ahead), `lookup` (where drafts are from), `cached_kv` (a copy of them),
+    `cached_tokens` (the part of its prompt that was taken from the prefix cache) and `routes` (the
     experts chosen for its tokens, once it is complete).
     """
 
@@ -54,10 +55,12 @@ class GenerationRequest:
         "cached_kv",
         "cached_tokens",
         "constraint",
+        "draft",
         "future",
         "is_finished",
         "limit",
         "logprobs",
+        "lookup",
         "mask",
         "num_reported",
         "on_tokens",
@@ -111,6 +114,8 @@ class GenerationRequest:
         self.weights_generation = 0
         self.cached_kv: Any = None
         self.cached_tokens = 0
+        self.draft: list[int] = []
+        self.lookup: Any = None
         self.routes: NDArray[Any] | None = None
 
     def start(self) -> None:

@@ -21,7 +21,7 @@ from rollbook.inference.engines.embedded.model.packed import PackedStep, PackedT
 from rollbook.inference.engines.embedded.model.torch_ops import HeadShape
 from rollbook.inference.engines.embedded.paged.runner import packed_error
 from rollbook.inference.engines.embedded.paged.step_input import PromptSlice, StepShape, layout_of
-from rollbook.inference.engines.embedded.row_table import RowTable
+from rollbook.inference.engines.embedded.row_table import DecodeLines, RowTable
 from rollbook.inference.engines.embedded.sampling import RowSampling, sample
 from rollbook.numerics.module_parts import Activation
 from rollbook.numerics.operations import float32_logits, kernels_missing
@@ -96,7 +96,7 @@ def make_case(
     layout.fill(
         block.numpy(),
         table,
-        decoding,
+        DecodeLines.undrafted(decoding, table),
         pieces,
         changes=(nothing, nothing.astype(np.int32)),
         chunk=chunk,

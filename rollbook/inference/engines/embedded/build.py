@@ -115,8 +115,20 @@ def build_parts(
         steps = "decode steps captured" if isinstance(runner, CapturedRunner) else "steps called directly"
         choices.append(f"cache: {memory}, {steps}")
     ahead = config.steps_ahead if config.steps_ahead is not None else (GPU_AHEAD if is_gpu else 0)
+    if config.draft_tokens:
+        if not isinstance(model, LlamaForward):
+            raise RunError(f"inference.draft_tokens needs the fast forward, and this model has another: {choices[0]}")
+        choices.append(f"drafts: up to {config.draft_tokens} tokens from prompt and answer, no steps ahead")
+        ahead = 0
+    scheduler = Scheduler(
+        batch,
+        max_length=max_model_len,
+        ahead=ahead,
+        draft_tokens=config.draft_tokens,
+        step_tokens=config.forward_tokens or (GPU_STEP_TOKENS if is_paged else CPU_FORWARD_TOKENS),
+    )
     return EngineParts(
-        scheduler=Scheduler(batch, max_length=max_model_len, ahead=ahead),
+        scheduler=scheduler,
         runner=runner,
         weights=weights,
         model=model,
@@ -314,7 +326,7 @@ def _slot_batch(config: InferenceConfig, model: SlotModel, capture: Capture | No
     budget, prefix_tokens = _budget(config, model, model.device, min_prefix=min_prefix)
     memory = model.new_memory()
     runner = (
-        Runner(model, memory, max_rows=budget.max_rows)
+        Runner(model, memory, max_rows=budget.max_rows, draft_tokens=config.draft_tokens)
         if capture is None
         else CapturedRunner(model, memory, max_rows=budget.max_rows, capture=capture)
     )
@@ -366,6 +378,7 @@ def _paged_batch(config: InferenceConfig, model: LlamaForward, capture: Capture)
         max_tokens=max(step_tokens, max_rows),
         sampler=sample_with_kernels if isinstance(model.packed_ops, KernelOps) else sample,
         capture=capture,
+        draft_tokens=config.draft_tokens,
     )
     batch = PagedBatch(
         runner,

@@ -210,6 +210,8 @@ class TransformersEngine:
             busy_s=self._busy.busy_s,
             kv_after_update=self._config.kv_after_update,
             cached_tokens=self.parts.scheduler.batch.cached_tokens,
+            drafted_tokens=self.parts.scheduler.drafted,
+            accepted_tokens=self.parts.scheduler.accepted,
             cache_shrinks=self.thread.shrinks,
         )
 

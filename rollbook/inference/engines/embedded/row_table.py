@@ -6,6 +6,8 @@ therefore be launched ahead, and a row that reaches its limit is free at launch.
 
 # S slots
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -52,6 +54,8 @@ class RowTable:
         self._is_owned = np.zeros(max_rows, dtype=np.bool_)
         self.is_scaled = self.is_truncated = self.is_any_greedy = self.has_stops = self.has_tops = False
         self._has_current_flags = True
+        self.is_drafting = False
+        """Whether rows may have drafts. Then all tokens of all rows are processed before a round."""
         self.num_owned = 0
         self.temperatures[:] = 1.0
         self.top_p[:] = 1.0
@@ -153,10 +157,29 @@ class RowTable:
         """Before a launch: compute each row's random bits, a hash (splitmix64) of its seed and the token's index."""
         if not self._has_current_flags:
             self._update_flags()
-        mixed = self._seeds + (self.counts.view(np.uint64) + np.uint64(1)) * _STREAM
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        self.keys[:] = (mixed ^ (mixed >> np.uint64(31))).view(np.int64)
+        self.keys[:] = _keys(self._seeds, self.counts)
+
+    def lines(self) -> "DecodeLines":
+        """The tokens that the next round decodes."""
+        active = np.flatnonzero(self.is_active)
+        if not self.is_drafting:
+            return DecodeLines.undrafted(active, self)
+        self.prepare()
+        drafts: list[list[int]] = [request.draft for request in self.owners[active]]
+        sizes = np.array([1 + len(draft) for draft in drafts], dtype=np.int64)
+        rows, total = np.repeat(active, sizes), int(sizes.sum())
+        offsets = np.arange(total) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        tokens = [
+            token for row, draft in zip(active, drafts, strict=True) for token in (self.owners[row].tokens[-1], *draft)
+        ]
+        return DecodeLines(
+            rows=rows,
+            offsets=offsets,
+            tokens=np.array(tokens, dtype=np.int32),
+            positions=self.positions[rows] + offsets.astype(np.int32),
+            columns=rows + offsets * (self.max_rows + 1),
+            keys=_keys(self._seeds[rows], self.counts[rows] + offsets),
+        )
 
     def _update_flags(self) -> None:
         self._has_current_flags = True
@@ -169,6 +192,49 @@ class RowTable:
         if self.stops.shape[1] > max(1, widest):
             self.stops = self.stops[:, : max(1, widest)].copy()
         self.has_tops = bool(self.tops.any())
+
+
+def _keys(seeds: NDArray[np.uint64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The random bits of the tokens with these indices."""
+    mixed = seeds + (counts.astype(np.uint64) + np.uint64(1)) * _STREAM
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    keys: NDArray[np.int64] = (mixed ^ (mixed >> np.uint64(31))).view(np.int64)
+    return keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLines:
+    """The tokens of a decode step: the last one of each row, and after it those that are drafted."""
+
+    rows: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    """0: the last token of the row; then the number of the drafted one."""
+    tokens: NDArray[np.int32] | None
+    """None: only the device knows them, and none are drafted."""
+    positions: NDArray[np.int32]
+    columns: NDArray[np.int64]
+    """Where the results are written: those after the tokens with one offset follow each other."""
+    keys: NDArray[np.int64]
+    """Random bits for what is sampled after each."""
+
+    @classmethod
+    def undrafted(cls, rows: NDArray[np.int64], table: RowTable) -> "DecodeLines":
+        table.prepare()
+        offsets = np.zeros(len(rows), dtype=np.int64)
+        return cls(
+            rows=rows,
+            offsets=offsets,
+            tokens=None,
+            positions=table.positions[rows],
+            columns=rows,
+            keys=table.keys[rows],
+        )
+
+    @property
+    def depth(self) -> int:
+        """Tokens that a row may get."""
+        return 1 + int(self.offsets.max(initial=0))
 
 
 class RoundLog:

@@ -5,10 +5,10 @@ captured decode steps of other Hugging Face modules. `PackedRunner` (`paged/runn
 prompts. On a GPU all of them only enqueue work; the host waits in `PendingResults.wait`.
 """
 
-# S slots, N rows, C tokens a row, V vocabulary
+# S slots, N rows, C tokens a row, V vocabulary, D drafted tokens and one more
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from rollbook.contracts.policy import MAX_TOP_LOGPROBS
 from rollbook.inference.engines.embedded.adapters import AdapterRows
 from rollbook.inference.engines.embedded.model.forward import PrefillInput, SlotModel
-from rollbook.inference.engines.embedded.row_table import RowTable, Tops
+from rollbook.inference.engines.embedded.row_table import DecodeLines, RowTable, Tops
 from rollbook.inference.engines.embedded.sampling import RowSampling, constrained, most_likely, sample
 from rollbook.inference.engines.embedded.slot_cache import RowMemory, to_device
 
@@ -27,24 +27,27 @@ Sampler = Callable[[Tensor, RowSampling], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class PendingResults:
-    """Tokens and logprobs of every row, in transfer to the host. Rows that sampled nothing are included."""
+    """Tokens and logprobs of every row, in transfer to the host. Rows that sampled nothing are included.
 
-    tokens_S: Tensor
-    logprobs_S: Tensor
+    After the sampled tokens, those that follow the first drafted token of each row, and so on.
+    """
+
+    tokens_DS: Tensor
+    logprobs_DS: Tensor
     arrived: torch.cuda.Event | None
-    top_tokens_SK: Tensor | None = None
-    top_logprobs_SK: Tensor | None = None
+    top_tokens_DSK: Tensor | None = None
+    top_logprobs_DSK: Tensor | None = None
 
     def wait(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         if self.arrived is not None:
             self.arrived.synchronize()
-        return self.tokens_S.numpy(), self.logprobs_S.numpy()
+        return self.tokens_DS.numpy(), self.logprobs_DS.numpy()
 
-    def tops(self) -> Tops | None:
+    def tops(self, offset: int) -> Tops | None:
         """The most likely tokens of every row, if any row requested them. Call after `wait`."""
-        if self.top_tokens_SK is None or self.top_logprobs_SK is None:
+        if self.top_tokens_DSK is None or self.top_logprobs_DSK is None:
             return None
-        return self.top_tokens_SK.numpy(), self.top_logprobs_SK.numpy()
+        return self.top_tokens_DSK[offset].numpy(), self.top_logprobs_DSK[offset].numpy()
 
 
 class Runner:
@@ -52,7 +55,10 @@ class Runner:
 
     forward_cost_tokens = 64
 
-    def __init__(self, model: SlotModel, slots: RowMemory, *, max_rows: int, sampler: Sampler = sample) -> None:
+    def __init__(
+        self, model: SlotModel, slots: RowMemory, *, max_rows: int, sampler: Sampler = sample, draft_tokens: int = 0
+    ) -> None:
+        """`draft_tokens`: most that a row computes ahead."""
         self.model = model
         self.slots = slots
         self.forwards = 0
@@ -62,12 +68,15 @@ class Runner:
         self._device = model.device
         # Exact sampling needs float64, which Apple GPUs do not support: there, tokens are sampled on the CPU.
         self._sampling_device = torch.device("cpu") if model.device.type == "mps" else model.device
-        self._tokens_S = torch.zeros(max_rows, dtype=torch.long, device=self._device)
-        self._logprobs_S = torch.zeros(max_rows, dtype=torch.float32, device=self._device)
+        # Of each row, and one that is not used; then the same for each drafted token.
+        columns = (max_rows + 1) * (1 + draft_tokens)
+        self._depth = 1
+        self._tokens_S = torch.zeros(columns, dtype=torch.long, device=self._device)
+        self._logprobs_S = torch.zeros(columns, dtype=torch.float32, device=self._device)
         self._max_rows = max_rows
         self._num_tops = min(MAX_TOP_LOGPROBS, model.vocab_size)
-        self._top_tokens_SK = torch.zeros(max_rows, self._num_tops, dtype=torch.int32, device=self._device)
-        self._top_logprobs_SK = torch.zeros(max_rows, self._num_tops, dtype=torch.float32, device=self._device)
+        self._top_tokens_SK = torch.zeros(columns, self._num_tops, dtype=torch.int32, device=self._device)
+        self._top_logprobs_SK = torch.zeros(columns, self._num_tops, dtype=torch.float32, device=self._device)
 
     def warm_up(self) -> None:
         """Direct calls need no preparation."""
@@ -105,6 +114,32 @@ class Runner:
             self._store_tops(index, logits_NV, sampling)
         self.forwards += 1
 
+    def decode_lines(self, table: RowTable, lines: DecodeLines) -> None:
+        """Sample a token after each of the lines, of which a row may have several."""
+        assert lines.tokens is not None, "drafts are made on the host"
+        self._depth = lines.depth
+        rows: list[int] = lines.rows.tolist()
+        tokens_N, positions_N, keys_N, columns_N = (
+            to_device(torch.from_numpy(array), self._device)
+            for array in (lines.tokens, lines.positions, lines.keys, lines.columns)
+        )
+        logits_NV = self.model.decode(
+            tokens_N.long(),
+            positions_N.long(),
+            self.slots,
+            rows=rows,
+            length=int(lines.positions.max()) + 1,
+            adapters=self.model.adapters.rows(table.adapters[lines.rows]),
+        )
+        # A row with a mask has no draft.
+        logits_NV = constrained(logits_NV, {i: self.masks[row] for i, row in enumerate(rows) if row in self.masks})
+        sampling = self._state(table).sampling(table, to_device(torch.from_numpy(lines.rows), self._device))
+        sampling = replace(sampling, keys_N=keys_N)
+        self._tokens_S[columns_N], self._logprobs_S[columns_N] = self._sampled(logits_NV, sampling)
+        if table.has_tops:
+            self._store_tops(columns_N, logits_NV, sampling)
+        self.forwards += 1
+
     def prefill(
         self,
         rows: Sequence[int],
@@ -138,28 +173,34 @@ class Runner:
         if table.has_tops:
             self._store_tops(rows_N, logits_MV, sampling)
 
+    def set_tokens(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
+        """The last tokens of these rows, after drafts were accepted."""
+        self._tokens_S[to_device(torch.from_numpy(rows), self._device)] = to_device(
+            torch.from_numpy(tokens), self._device
+        ).long()
+
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         sources_N = to_device(torch.tensor(sources), self._device)
         self._tokens_S[to_device(torch.tensor(targets), self._device)] = self._tokens_S[sources_N]
 
     def collect(self, *, has_tops: bool = False) -> PendingResults:
         """Start the transfer of the rows' tokens and logprobs to the host."""
-        tops = [self._top_tokens_SK, self._top_logprobs_SK] if has_tops else []
-        if self._device.type != "cuda":
-            return PendingResults(
-                self._tokens_S.to("cpu", torch.int32),
-                self._logprobs_S.to("cpu", copy=True),
-                None,
-                *(tensor.to("cpu", copy=True) for tensor in tops),
-            )
-        tokens = torch.empty(self._max_rows, dtype=torch.int32, pin_memory=True)
-        logprobs = torch.empty(self._max_rows, dtype=torch.float32, pin_memory=True)
-        tokens.copy_(self._tokens_S.to(torch.int32), non_blocking=True)
-        logprobs.copy_(self._logprobs_S, non_blocking=True)
-        tops = [torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True) for t in tops]
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        arrived.record()
-        return PendingResults(tokens, logprobs, arrived, *tops)
+        used = self._depth * (self._max_rows + 1)
+        tensors = [self._tokens_S.to(torch.int32), self._logprobs_S]
+        tensors += [self._top_tokens_SK, self._top_logprobs_SK] if has_tops else []
+        arrived = None
+        if self._device.type == "cuda":
+            host = [
+                torch.empty_like(t[:used], device="cpu", pin_memory=True).copy_(t[:used], non_blocking=True)
+                for t in tensors
+            ]
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            arrived.record()
+        else:
+            host = [tensor[:used].to("cpu", copy=True) for tensor in tensors]
+        found = [tensor.view(self._depth, self._max_rows + 1, *tensor.shape[1:])[:, :-1] for tensor in host]
+        self._depth = 1
+        return PendingResults(found[0], found[1], arrived, *found[2:])
 
     def _store_tops(self, rows: slice | Tensor, logits_NV: Tensor, sampling: RowSampling) -> None:
         tokens_NK, logprobs_NK = most_likely(logits_NV, sampling, self._num_tops)

@@ -2,6 +2,7 @@
 
 Used by the engine's thread only. Up to `ahead` rounds are launched before the host reads the tokens of the oldest. A row that
 reaches its limit is freed at launch. A row that sampled a stop token is noticed later; tokens after the stop token are dropped.
+With drafts, a round may give a row several tokens, so no round is launched ahead.
 """
 
 from collections import deque
@@ -15,9 +16,10 @@ from numpy.typing import NDArray
 
 from rollbook.contracts.policy import FinishReason
 from rollbook.inference.engine import GenerationError
+from rollbook.inference.engines.drafts import PromptLookup
 from rollbook.inference.engines.embedded.row_table import RoundLog, RowTable
 from rollbook.inference.engines.embedded.runner import PendingResults
-from rollbook.inference.request import GenerationRequest
+from rollbook.inference.request import GenerationRequest, token_array
 
 LOG_ROUNDS = 4096
 
@@ -101,17 +103,32 @@ class RunningBatch(Protocol):
 class Scheduler:
     """Requests enter by `join` and leave by `round` or `drain`."""
 
-    def __init__(self, batch: RunningBatch, *, max_length: int, ahead: int) -> None:
-        """`ahead`: number of rounds launched before the host waits for the oldest."""
+    def __init__(
+        self,
+        batch: RunningBatch,
+        *,
+        max_length: int,
+        ahead: int,
+        draft_tokens: int = 0,
+        step_tokens: int = 0,
+    ) -> None:
+        """`ahead`: number of rounds launched before the host waits for the oldest. 0 if there are drafts.
+
+        `draft_tokens`: most drafted tokens of a row in a round. `step_tokens`: of all rows together, with the last token of each.
+        """
         self.batch = batch
         self.table = batch.table
         self._ahead = ahead
-        self._log = RoundLog(self.table.max_rows, min(LOG_ROUNDS, 2 * max_length + 2 * ahead + 2))
+        self._log = RoundLog(self.table.max_rows, min(LOG_ROUNDS, 2 * max_length + 2 * ahead + 2) + 2 * draft_tokens)
+        self._draft_tokens, self._step_tokens = draft_tokens, step_tokens
+        self.table.is_drafting = draft_tokens > 0
         self._launched: deque[LaunchedRound] = deque()
         self._streaming: list[GenerationRequest] = []
         self._number = 0
         self._dropped_until = -1
         self.preemptions = 0
+        self.drafted = self.accepted = 0
+        """Drafted tokens that were computed, and those that were sampled."""
         self._preempted: list[GenerationRequest] = []
 
     @property
@@ -145,6 +162,8 @@ class Scheduler:
     def round(self, publication: int, results: RoundResults) -> None:
         """Launch one round under the weights of `publication`. Adds to `results`, even when it raises."""
         with torch.inference_mode():
+            if self._draft_tokens:
+                self._draft()
             self._make_space(results)
             if self.table.is_constrained.any():
                 self._update_masks(results)
@@ -210,6 +229,7 @@ class Scheduler:
             table.owners[row].start()
             table.owners[row].segments.append((row, self._number, None))
         ending = self._retire(rows)
+        depth = len(results.tokens_DS)
         self._launched.append(
             LaunchedRound(
                 number=self._number,
@@ -222,7 +242,23 @@ class Scheduler:
                 ending=ending,
             )
         )
-        self._number += 1
+        self._number += depth
+
+    def _draft(self) -> None:
+        """Draft tokens for the rows that decode. Not where a mask depends on all tokens before."""
+        table = self.table
+        rows: list[int] = np.flatnonzero(table.is_active).tolist()
+        left = self._step_tokens - len(rows)
+        for row in rows:
+            request: GenerationRequest = table.owners[row]
+            if request.constraint is not None:
+                continue
+            if request.lookup is None:
+                known = np.concatenate([request.prompt, token_array(request.tokens)])
+                request.lookup = PromptLookup(known, most=self._draft_tokens)
+            # The token after the draft is sampled, too.
+            request.draft = request.lookup.draft(min(left, int(table.limits[row] - table.counts[row]) - 1))
+            left -= len(request.draft)
 
     def _update_masks(self, results: RoundResults) -> None:
         """A mask depends on all tokens before it, so rounds are not launched ahead of a constrained row."""
@@ -259,26 +295,27 @@ class Scheduler:
         self._launched.popleft()
 
     def _process(self, launched: LaunchedRound, results: RoundResults) -> None:
-        tokens_S, logprobs_S = launched.results.wait()
-        self._log.write(launched.number, tokens_S, logprobs_S, launched.publication, launched.results.tops())
-        until = launched.number + 1
+        tokens_DS, logprobs_DS = launched.results.wait()
+        for offset, (tokens_S, logprobs_S) in enumerate(zip(tokens_DS, logprobs_DS, strict=True)):
+            tops = launched.results.tops(offset)
+            self._log.write(launched.number + offset, tokens_S, logprobs_S, launched.publication, tops)
+        until = launched.number + len(tokens_DS)
         results.tokens += len(launched.rows)
         if launched.number <= self._dropped_until:
             results.tokens -= sum(request.is_finished for request in launched.owners)
-        is_broken = np.isnan(logprobs_S[launched.rows])
+        is_broken = np.isnan(logprobs_DS[0, launched.rows])
         if is_broken.any():
             self._fail(launched, is_broken, results)
         for request, token in zip(
             launched.owners[launched.is_constrained],
-            tokens_S[launched.rows[launched.is_constrained]].tolist(),
+            tokens_DS[0, launched.rows[launched.is_constrained]].tolist(),
             strict=True,
         ):
             request.accept(token)
-        if launched.stops is not None:
-            is_stopped = (tokens_S[launched.rows, None] == launched.stops).any(axis=1)
-            for request in launched.owners[is_stopped]:
-                if not request.is_finished:
-                    self._finish(request, until, FinishReason.STOP, results)
+        if self._draft_tokens:
+            self._accept_drafts(launched, tokens_DS, logprobs_DS, results)
+        elif launched.stops is not None:
+            self._finish_stopped(launched, launched.stops, tokens_DS[0], results)
         for request in launched.ending:
             if not request.is_finished:
                 self._finish(request, until, FinishReason.LENGTH, results)
@@ -290,6 +327,57 @@ class Scheduler:
         if until % max(1, self._log.capacity // 2) == 0:
             for request in self.table.requests():
                 self._log.flush(request, until)
+
+    def _finish_stopped(
+        self, launched: LaunchedRound, stops: NDArray[np.int32], tokens_S: NDArray[np.int32], results: RoundResults
+    ) -> None:
+        """The requests that sampled one of their stop tokens."""
+        is_stopped = (tokens_S[launched.rows, None] == stops).any(axis=1)
+        for request in launched.owners[is_stopped]:
+            if not request.is_finished:
+                self._finish(request, launched.number + 1, FinishReason.STOP, results)
+
+    def _accept_drafts(
+        self,
+        launched: LaunchedRound,
+        tokens_DS: NDArray[np.int32],
+        logprobs_DS: NDArray[np.float32],
+        results: RoundResults,
+    ) -> None:
+        """Take the tokens of each row up to the first that is not the drafted one, or that ends its request."""
+        table, until = self.table, launched.number + len(tokens_DS)
+        for row, request in zip(launched.rows.tolist(), launched.owners, strict=True):
+            if request.is_finished:
+                continue
+            draft, request.draft = request.draft, []
+            tokens: list[int] = tokens_DS[: len(draft) + 1, row].tolist()
+            accepted = next((at for at, token in enumerate(draft) if tokens[at] != token), len(draft))
+            is_number = ~np.isnan(logprobs_DS[: accepted + 1, row])
+            # The next round fails the request.
+            accepted = accepted if is_number.all() else int(is_number.argmin()) - 1
+            stops = request.sampling.stop_token_ids
+            is_stopped = False
+            if stops:
+                stopped_at = next((at for at, token in enumerate(tokens[: accepted + 1]) if token in stops), None)
+                is_stopped = stopped_at is not None
+                accepted = accepted if stopped_at is None else stopped_at
+            self.drafted += len(draft)
+            self.accepted += accepted
+            results.tokens += accepted
+            request.segments = [(row, launched.number, launched.number + accepted + 1)]
+            self._log.flush(request, until)
+            if request.lookup is not None:
+                request.lookup.sampled(drafted=len(draft), accepted=accepted)
+                request.lookup.extend(np.array(tokens[: accepted + 1], dtype=np.int32))
+            has_row = table.owners[row] is request
+            if has_row:
+                table.positions[row] += accepted
+                table.counts[row] += accepted
+                request.segments = [(row, until, None)]
+            if is_stopped:
+                self._finish(request, until, FinishReason.STOP, results)
+            elif has_row and table.counts[row] >= table.limits[row]:
+                self._finish(request, until, FinishReason.LENGTH, results)
 
     def _finish(self, request: GenerationRequest, until: int, reason: FinishReason, results: RoundResults) -> None:
         self._log.flush(request, until)

@@ -80,9 +80,14 @@ class SlotBatch:
         extent = self._capacity.compact(number) if is_decoding else 0
         self._runner.masks = table.masks()
         if is_decoding:
-            table.prepare()
-            rows = np.flatnonzero(table.is_active)
-            self._runner.decode(table, extent, length=int(table.positions[:extent].max()) + 1)
+            lines = table.lines()
+            rows = lines.rows[lines.offsets == 0]
+            if lines.depth > 1:
+                self._runner.decode_lines(table, lines)
+            else:
+                if lines.tokens is not None:
+                    self._runner.set_tokens(lines.rows, lines.tokens)
+                self._runner.decode(table, extent, length=int(table.positions[:extent].max()) + 1)
             table.positions[rows] += 1
             table.counts[rows] += 1
         return rows, self._prefiller.round() if self._prefiller.has_work else []
@@ -128,6 +133,11 @@ class SlotBatch:
 
     def make_space(self, number: int) -> None:
         self._capacity.fit(self._longest(), round_number=number)
+        if self.table.is_drafting:
+            # Slots do not grow for them.
+            for request in self.table.owners[self.table.is_active]:
+                room = self._runner.slots.length - int(self.table.positions[request.row]) - 1
+                request.draft = request.draft[:room]
 
     def shrink(self) -> bool:
         return False

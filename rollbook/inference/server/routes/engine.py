@@ -95,6 +95,8 @@ def _families(service: PolicyService) -> list[Family]:
         ("requests_total", "completed requests", Kind.COUNTER, stats.requests),
         ("tokens_total", "sampled tokens", Kind.COUNTER, stats.tokens),
         ("cached_prompt_tokens_total", "prompt tokens taken from the prefix cache", Kind.COUNTER, stats.cached_tokens),
+        ("drafted_tokens_total", "tokens computed ahead of sampling", Kind.COUNTER, stats.drafted_tokens),
+        ("accepted_tokens_total", "drafted tokens that were sampled", Kind.COUNTER, stats.accepted_tokens),
         ("cache_shrinks_total", "times the cache shrank for lack of memory", Kind.COUNTER, stats.cache_shrinks),
         ("steps_total", "engine steps (admission, prefill and one decode step)", Kind.COUNTER, stats.steps),
         ("forwards_total", "forward passes of the model", Kind.COUNTER, stats.forwards),

@@ -91,7 +91,8 @@ class SlotModel(Protocol):
         length: int,
         adapters: AdapterRows | None = None,
     ) -> Tensor:
-        """Logits (N, V) after one more token in each of these rows: the first N where the model is dense.
+        """Logits (N, V) after one more token in each of these rows: the first N where the model is dense. `LlamaForward` also
+        computes several tokens of a row, if `rows` is not a range.
 
         `length`: the number of positions attention reads.
         """

@@ -194,7 +194,8 @@ class LlamaForward:
         length: int,
         adapters: AdapterRows | None = None,
     ) -> Tensor:
-        step, ops = self.ops.decode_step(positions_N, slots, length=length), self.ops
+        rows_N = None if isinstance(rows, range) else torch.tensor(rows, device=self.device)
+        step, ops = self.ops.decode_step(positions_N, slots, rows_N=rows_N, length=length), self.ops
         hidden_NE, chosen = self._embedded(tokens_N), list[Tensor]()
         for layer, joint in zip(self._layers, slots.joint, strict=True):
             fused_NX = self._fused(hidden_NE, layer, ops, adapters)
@@ -203,7 +204,7 @@ class LlamaForward:
             self._add(hidden_NE, attended_ND, layer.out, ops, adapters)
             self._mlp(hidden_NE, layer, ops, adapters, chosen)
         if slots.routes is not None and self.route_shape is not None:
-            rows_N = torch.arange(len(tokens_N), device=self.device)
+            rows_N = torch.arange(len(tokens_N), device=self.device) if rows_N is None else rows_N
             slots.routes[rows_N, positions_N] = self.route_shape.stacked(chosen)
         return self._logits(hidden_NE, ops, adapters)
 

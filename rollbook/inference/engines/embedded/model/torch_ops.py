@@ -106,6 +106,8 @@ class SlotStep:
     """Attention reads so many positions of the slots."""
     is_fresh: bool
     """Every row starts at 0: attention may read the tokens of this forward only."""
+    rows_N: Tensor | None = None
+    """The row of each decoding token. None: the first ones, each once."""
     rotations: dict[Rotary, tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=dict)
     masks: dict[int | None, Tensor] = field(default_factory=dict)
     """Additive, (N, 1, C, T), by window."""
@@ -135,11 +137,14 @@ class TorchOps:
         self._heads = heads
         self._activation = ACTIVATIONS[activation]
 
-    def decode_step(self, positions_N: Tensor, slots: SlotCache, *, length: int) -> SlotStep:
-        rows_N = torch.arange(len(positions_N), device=positions_N.device)
+    def decode_step(
+        self, positions_N: Tensor, slots: SlotCache, *, length: int, rows_N: Tensor | None = None
+    ) -> SlotStep:
+        first_N = torch.arange(len(positions_N), device=positions_N.device)
         return SlotStep(
+            rows_N=rows_N,
             positions_NC=positions_N[:, None],
-            write_at=self._write_at(rows_N, positions_N, slots),
+            write_at=self._write_at(first_N if rows_N is None else rows_N, positions_N, slots),
             length=length,
             is_fresh=False,
         )
@@ -162,12 +167,13 @@ class TorchOps:
         joint.view(-1, heads.size).index_copy_(0, step.write_at, fused_MXD[:, heads.queries :].reshape(-1, heads.size))
 
     def attend_one(self, fused_NX: Tensor, step: SlotStep, joint: Tensor, attention: Attention) -> Tensor:
-        """One query per row, over the row's slot. Queries that share keys form one block, so keys are not repeated."""
+        """One query per token, over the slot of its row. Queries that share keys form one block, so keys are not repeated."""
         heads, count = self._heads, len(fused_NX)
         queries_NHGD = fused_NX.view(count, heads.fused, heads.size)[:, : heads.queries].view(
             count, heads.keys, heads.group, heads.size
         )
-        keys_NHTD, values_NHTD = joint[0, :count, :, : step.length], joint[1, :count, :, : step.length]
+        rows = slice(0, count) if step.rows_N is None else step.rows_N
+        keys_NHTD, values_NHTD = joint[0, rows, :, : step.length], joint[1, rows, :, : step.length]
         attended = attend(queries_NHGD, keys_NHTD, values_NHTD, step.mask(attention, fused_NX.dtype), attention)
         return attended.reshape(count, heads.queries * heads.size)
 

@@ -81,10 +81,11 @@ class PagedBatch:
 
     def launch(self, number: int) -> tuple[NDArray[np.int64], list[int]]:
         table = self.table
-        decoding = np.flatnonzero(table.is_active)
-        pieces = self._pieces(len(decoding))
+        lines = table.lines()
+        decoding = lines.rows[lines.offsets == 0]
+        pieces = self._pieces(len(lines.rows))
         if len(decoding) or pieces:
-            self._runner.run(table, decoding, pieces)
+            self._runner.run(table, lines, pieces)
         table.positions[decoding] += 1
         table.counts[decoding] += 1
         started = [piece.row for piece in pieces if piece.is_last]
@@ -132,7 +133,22 @@ class PagedBatch:
 
     def make_space(self, number: int) -> None:
         """Give each row that has filled its blocks another one."""
-        rows = self._full_rows()
+        self._add_blocks(self._full_rows())
+        if self.table.is_drafting:
+            self._make_space_for_drafts()
+
+    def _make_space_for_drafts(self) -> None:
+        """Drafts get free blocks only: nothing is evicted or preempted for them. They are cut where there is none."""
+        table = self.table
+        drafted: list[GenerationRequest] = [r for r in table.owners[table.is_active] if r.draft]
+        past = [r.row for r in drafted if table.positions[r.row] + len(r.draft) >= self._room[r.row]]
+        self._add_blocks(np.array(past[: self.pool.num_free], dtype=np.int64))
+        for request in drafted:
+            room = int(self._room[request.row] - table.positions[request.row]) - 1
+            request.draft = request.draft[:room]
+
+    def _add_blocks(self, rows: NDArray[np.int64]) -> None:
+        """One more for each row."""
         if not len(rows):
             return
         blocks = self.pool.allocate(len(rows))

@@ -32,7 +32,7 @@ from rollbook.inference.engines.embedded.paged.step_input import (
     item_counts,
     layout_of,
 )
-from rollbook.inference.engines.embedded.row_table import RowTable
+from rollbook.inference.engines.embedded.row_table import DecodeLines, RowTable
 from rollbook.inference.engines.embedded.runner import PendingResults, Sampler
 from rollbook.inference.engines.embedded.sampling import constrained, most_likely
 from rollbook.numerics.operations import CHUNK
@@ -57,8 +57,9 @@ class PackedRunner:
         max_tokens: int,
         sampler: Sampler,
         capture: Capture,
+        draft_tokens: int = 0,
     ) -> None:
-        """`max_tokens`: of one step."""
+        """`max_tokens`: of one step. `draft_tokens`: most that a row computes ahead."""
         self.model = model
         self.cache = cache
         self.forwards = self.captures = 0
@@ -66,13 +67,16 @@ class PackedRunner:
         self._capture = capture
         self._device = model.device
         self._max_rows, self._max_tokens = max_rows, max_tokens
-        # The last row takes the results of padding. One tensor, so that one transfer brings both to the host.
-        self._results_2S = torch.zeros((2, max_rows + 1), dtype=torch.int32, device=self._device)
+        # The last row takes the results of padding. One tensor, so that one transfer brings both to the host. After it, the same
+        # for each drafted token.
+        columns = (max_rows + 1) * (1 + draft_tokens)
+        self._depth = 1
+        self._results_2S = torch.zeros((2, columns), dtype=torch.int32, device=self._device)
         self._tokens_S = self._results_2S[0]
         self._logprobs_S = self._results_2S[1].view(torch.float32)
         num_tops = min(MAX_TOP_LOGPROBS, model.vocab_size)
-        self._top_tokens_SK = torch.zeros(max_rows + 1, num_tops, dtype=torch.int32, device=self._device)
-        self._top_logprobs_SK = torch.zeros(max_rows + 1, num_tops, dtype=torch.float32, device=self._device)
+        self._top_tokens_SK = torch.zeros(columns, num_tops, dtype=torch.int32, device=self._device)
+        self._top_logprobs_SK = torch.zeros(columns, num_tops, dtype=torch.float32, device=self._device)
         self._steps: dict[tuple[StepShape, bool, bool, Kind], _CapturedStep] = {}
         self._generation = (-1, -1)
 
@@ -99,11 +103,11 @@ class PackedRunner:
             for parts in self._usual_parts(rows)
         ]
         table = RowTable(self._max_rows)
+        nothing = DecodeLines.undrafted(np.empty(0, dtype=np.int64), table)
         kind = self.model.adapters.kind(table.adapters)
         for shape in shapes:
             layout = layout_of(shape)
             block = np.zeros(layout.length, dtype=np.int32)
-            nothing = np.empty(0, dtype=np.int64)
             layout.fill(block, table, nothing, [], changes=self.cache.take_changes(0), chunk=1, query_tile=1)
             self._run(shape, torch.from_numpy(block), is_truncated=False, has_tops=False, kind=kind)
 
@@ -118,27 +122,29 @@ class PackedRunner:
         most = min(rows * -(-self.model.max_model_len // CHUNK), known)
         return [0, *item_counts(rows, self.model.heads.keys, most)]
 
-    def run(self, table: RowTable, decoding: NDArray[np.int64], pieces: Sequence[PromptSlice]) -> None:
-        """Sample one token in each decoding row, and in each row whose prompt is complete after its piece."""
+    def run(self, table: RowTable, lines: DecodeLines, pieces: Sequence[PromptSlice]) -> None:
+        """Sample a token after each of `lines`, and in each row whose prompt is complete after its piece."""
         self._drop_stale_graphs()
         changes = self.cache.take_changes(TABLE_CHANGES)
-        table.prepare()
+        self._depth, count = lines.depth, len(lines.rows)
         keys, tile = self.model.heads.keys, self.query_tile
-        lengths = table.positions[decoding] + 1
+        lengths = lines.positions + 1
         if pieces:
-            rows = next(rows for rows in self._mixed_rows() if len(decoding) + len(pieces) <= rows)
+            fitting = (rows for rows in self._mixed_rows() if count + len(pieces) <= rows)
+            rows = next(fitting, bucket(count + len(pieces), ROW_BUCKETS))
         else:
-            rows = min(self._max_rows, bucket(len(decoding), ROW_BUCKETS))
+            rows = bucket(count, ROW_BUCKETS)
+            rows = min(self._max_rows, rows) if count <= self._max_rows else rows
         chunk = CHUNK if self.model.is_exact else chunk_length(lengths, rows=rows, key_heads=keys)
         is_split, parts = int(lengths.max(initial=0)) > chunk, int((-(-lengths // chunk)).sum())
         if pieces:
-            tokens = bucket(len(decoding) + sum(len(piece.tokens) for piece in pieces), TOKEN_BUCKETS)
+            tokens = bucket(count + sum(len(piece.tokens) for piece in pieces), TOKEN_BUCKETS)
             shape = StepShape.mixed(tokens, rows, key_heads=keys, query_tile=tile, is_split=is_split, parts=parts)
         else:
             shape = StepShape.decode(rows, key_heads=keys, is_split=is_split, parts=parts)
         layout = layout_of(shape)
         block = torch.empty(layout.length, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        layout.fill(block.numpy(), table, decoding, pieces, changes=changes, chunk=chunk, query_tile=tile)
+        layout.fill(block.numpy(), table, lines, pieces, changes=changes, chunk=chunk, query_tile=tile)
         kind = self.model.adapters.kind(table.owned_adapters)
         self._run(
             shape, block, is_truncated=table.is_truncated, has_tops=table.has_tops, kind=kind, masks=table.masks()
@@ -147,7 +153,9 @@ class PackedRunner:
 
     def collect(self, *, has_tops: bool = False) -> PendingResults:
         """Start the transfer of the rows' tokens and logprobs to the host."""
-        on_device = [self._results_2S, *([self._top_tokens_SK, self._top_logprobs_SK] if has_tops else [])]
+        used, rows = self._depth * (self._max_rows + 1), self._max_rows
+        tensors = [self._results_2S[:, :used], *([self._top_tokens_SK, self._top_logprobs_SK] if has_tops else [])]
+        on_device = [tensors[0].contiguous(), *(tensor[:used] for tensor in tensors[1:])]
         arrived = None
         if self._device.type == "cuda":
             host = [torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True) for t in on_device]
@@ -155,8 +163,11 @@ class PackedRunner:
             arrived.record()
         else:
             host = [tensor.clone() for tensor in on_device]
-        tokens_S, logprobs_S = host[0][0, :-1], host[0][1, :-1].view(torch.float32)
-        return PendingResults(tokens_S, logprobs_S, arrived, *(tensor[:-1] for tensor in host[1:]))
+        # (2, offsets, rows), without the row for padding.
+        results_2DS = host[0].view(2, self._depth, rows + 1)[:, :, :-1]
+        tops = [tensor.view(self._depth, rows + 1, -1)[:, :-1] for tensor in host[1:]]
+        self._depth = 1
+        return PendingResults(results_2DS[0], results_2DS[1].view(torch.float32), arrived, *tops)
 
     def _run(
         self,
@@ -254,9 +265,9 @@ def packed_error(model: LlamaForward, module: nn.Module, *, block_size: int, see
             ):
                 layout = layout_of(shape)
                 block = torch.empty(layout.length, dtype=torch.int32)
-                decoding = np.arange(1 if is_decode else 0)
+                lines = DecodeLines.undrafted(np.arange(1 if is_decode else 0), table)
                 changes = cache.take_changes(TABLE_CHANGES)
-                layout.fill(block.numpy(), table, decoding, pieces, changes=changes, chunk=block_size, query_tile=tile)
+                layout.fill(block.numpy(), table, lines, pieces, changes=changes, chunk=block_size, query_tile=tile)
                 step = layout.step(block.to(model.device), last_tokens_S=last_tokens_S, tables_SP=cache.tables_SP)
                 logits_V = model.packed(step, cache.layers)[0].float()
                 errors.append((logits_V - expected_TV[end - 1]).square().mean().sqrt())

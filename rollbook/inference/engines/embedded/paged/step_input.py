@@ -17,7 +17,7 @@ from torch import Tensor
 from rollbook.inference.engines.embedded.adapters import BASE, AdapterRows
 from rollbook.inference.engines.embedded.model.packed import PackedStep
 from rollbook.inference.engines.embedded.paged.block_pool import SCRATCH
-from rollbook.inference.engines.embedded.row_table import RowTable
+from rollbook.inference.engines.embedded.row_table import DecodeLines, RowTable
 from rollbook.inference.engines.embedded.sampling import RowSampling
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
@@ -174,26 +174,26 @@ class StepInput:
         self,
         block: NDArray[np.int32],
         table: RowTable,
-        decoding: NDArray[np.int64],
+        lines: DecodeLines,
         pieces: Sequence[PromptSlice],
         *,
         changes: tuple[NDArray[np.int64], NDArray[np.int32]],
         chunk: int,
         query_tile: int,
     ) -> None:
-        """Write a step into `block`: one token for each row of `decoding`, then the pieces. `changes`: to the block tables."""
+        """Write a step into `block`: the tokens of `lines`, then the pieces. `changes`: to the block tables."""
         shape, padding_row = self.shape, table.max_rows
         parts = {name: block[section] for name, section in self._sections.items()}
         changed = len(changes[0])
         parts["changed"][:changed], parts["changed_blocks"][:changed] = changes
         # The last place belongs to the row for padding.
         parts["changed"][changed:], parts["changed_blocks"][changed:] = -1, SCRATCH
-        count = len(decoding)
-        parts["tokens"][:count] = LAST_SAMPLED
-        parts["rows"][:count] = decoding
-        parts["positions"][:count] = table.positions[decoding]
+        count = len(lines.rows)
+        parts["tokens"][:count] = LAST_SAMPLED if lines.tokens is None else lines.tokens
+        parts["rows"][:count] = lines.rows
+        parts["positions"][:count] = lines.positions
         parts["num_decode"][0], parts["chunk"][0] = count, chunk
-        sampled, samples = decoding, np.arange(count)
+        sampled, columns, keys, samples = lines.rows, lines.columns, lines.keys, np.arange(count)
         end = count
         if pieces:
             lengths = np.array([len(piece.tokens) for piece in pieces])
@@ -205,7 +205,9 @@ class StepInput:
             from_start = np.arange(count, end) - np.repeat(starts, lengths)
             parts["positions"][count:end] = from_start + np.repeat([piece.start for piece in pieces], lengths)
             is_last = np.array([piece.is_last for piece in pieces])
-            sampled = np.concatenate([decoding, rows[is_last]])
+            sampled = np.concatenate([sampled, rows[is_last]])
+            columns = np.concatenate([columns, rows[is_last]])
+            keys = np.concatenate([keys, table.keys[rows[is_last]]])
             samples = np.concatenate([samples, ends[is_last] - 1])
             numbers = -(-lengths // query_tile)
             tiles = int(numbers.sum())
@@ -219,8 +221,9 @@ class StepInput:
         parts["adapters"][end:] = BASE
         parts["positions"][end:] = -1
         number = len(sampled)
+        parts["keys"].view(np.int64)[:number] = keys
+        parts["keys"].view(np.int64)[number:] = 0
         for section, column in (
-            (parts["keys"].view(np.int64), table.keys),
             (parts["temperatures"], table.temperatures.view(np.int32)),
             (parts["top_k"], table.top_k),
             (parts["top_p"], table.top_p.view(np.int32)),
@@ -229,10 +232,10 @@ class StepInput:
             section[number:] = 0
         parts["samples"][:number] = samples
         parts["samples"][number:] = 0
-        parts["sample_rows"][:number] = sampled
+        parts["sample_rows"][:number] = columns
         parts["sample_rows"][number:] = padding_row
         if shape.items:
-            self._fill_items(parts, table.positions[decoding] + 1, chunk)
+            self._fill_items(parts, lines.positions + 1, chunk)
 
     def _fill_items(self, parts: dict[str, NDArray[np.int32]], lengths: NDArray[np.int32], chunk: int) -> None:
         numbers = -(-lengths // chunk)
