@@ -86,6 +86,36 @@ async def test_a_remote_service_gives_the_same_samples_as_the_local_function(
     assert_matches_engine(sample, record)
 
 
+async def test_rewards_and_states_of_turns_reach_the_run_through_a_service(tmp_path: Path) -> None:
+    async with local_and_remote(tmp_path) as (local, _, setup, _):
+
+        async def credited(request: RolloutRequest) -> RolloutSample:
+            sample = await local(request.row)
+            assert isinstance(sample, RolloutSample)
+            return sample.with_turns(rewards=[0.25, -1.5], states=["door", "door"])
+
+        async with serve_rollouts(FunctionService(setup.tokenizer.identity, credited)) as url:
+            remote = service_client.make_rollout(dataclasses.replace(setup, settings={"url": url}))
+            sample = await remote(ROW)
+    assert isinstance(sample, RolloutSample)
+    assert sample.turn_rewards is not None
+    assert sample.turn_rewards.tolist() == [0.25, -1.5]
+    assert sample.turn_states is not None
+    assert len(set(sample.turn_states.tolist())) == 1
+
+
+async def test_a_turn_without_a_reward_among_others_has_0(tmp_path: Path) -> None:
+    def some_reward(reply: dict[str, Any]) -> None:
+        reply["turns"][1]["reward"] = 2.0
+
+    async with local_and_remote(tmp_path) as (local, _, setup, _), altered_service(setup, local, some_reward) as remote:
+        sample = await remote(ROW)
+    assert isinstance(sample, RolloutSample)
+    assert sample.turn_rewards is not None
+    assert sample.turn_rewards.tolist() == [0.0, 2.0]
+    assert sample.turn_states is None
+
+
 async def test_a_sample_dropped_by_the_service_is_dropped_by_the_client(tmp_path: Path) -> None:
     async def nothing(_: RolloutRequest) -> None:
         return None
@@ -152,6 +182,14 @@ def with_another_tokenizer(reply: dict[str, Any]) -> None:
     reply["tokenizer_id"] = "another"
 
 
+def with_one_state(reply: dict[str, Any]) -> None:
+    reply["turns"][0]["state"] = "door"
+
+
+def with_a_huge_reward(reply: dict[str, Any]) -> None:
+    reply["turns"][0]["reward"] = 1e9
+
+
 def without_turns(reply: dict[str, Any]) -> None:
     reply["turns"] = []
 
@@ -164,6 +202,8 @@ def without_turns(reply: dict[str, Any]) -> None:
         (from_old_weights, EpisodeError, "turn 2 was sampled from publication 1, but the group was admitted at 3"),
         (another_temperature, EpisodeError, r"temperature 0\.5, the others with 1\.0"),
         (with_another_tokenizer, TokenizerMismatchError, "uses tokenizer another"),
+        (with_one_state, EpisodeError, r"turn_states has shape \(1,\); the sample has 2 turns"),
+        (with_a_huge_reward, EpisodeError, "turn_rewards has 1000000000.0 at position 0, which cannot be trained"),
         (without_turns, EpisodeError, "without a turn|nothing was assembled"),
     ],
 )

@@ -14,7 +14,7 @@ import numpy as np
 from rollbook.contracts.decoding import MAX_DEPTH, recordable
 from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
-from rollbook.contracts.trajectory import EndReason, RolloutSample
+from rollbook.contracts.trajectory import EndReason, RolloutSample, TurnMark
 from rollbook.rollout.assemblers.assembler import AssemblyError, require_same_sampling
 from rollbook.rollout.assemblers.tokens import build_assembler
 from rollbook.rollout.settings import EpisodeLimits
@@ -62,6 +62,10 @@ class ServiceTurn(msgspec.Struct, frozen=True, kw_only=True):
     """Publication of each token, as reported by the policy server."""
     finish_reason: FinishReason = FinishReason.STOP
     seconds: float = 0.0
+    reward: float | None = None
+    """For advantages of turns. If a turn has one, turns without one have 0."""
+    state: str | None = None
+    """A key of the state in which the turn was sampled, for `gigpo`. Either all turns have one, or none."""
 
 
 class ServiceConversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,8 +131,10 @@ def sample_of(reply: RolloutReply, request: RolloutRequest, *, assembler: str, w
         raise BadReplyError(f"{where}: its turns do not chain: {error}") from error
     is_scored = reply.reward is not None and math.isfinite(reply.reward)
     cause = None if is_scored else reply.invalid_cause or f"could not be scored: {reply.reward}"
+    rewards = [turn.reward for turn in reply.turns]
+    states = [turn.state for turn in reply.turns if turn.state is not None]
     try:
-        return rows.build(
+        sample = rows.build(
             reward=reply.reward if is_scored else None,
             invalid_cause=cause,
             finish_reason=reply.finish_reason,
@@ -136,6 +142,10 @@ def sample_of(reply: RolloutReply, request: RolloutRequest, *, assembler: str, w
             messages=reply.messages,
             metrics=reply.metrics,
             facts=reply.facts,
+        )
+        return sample.with_turns(
+            rewards=None if all(reward is None for reward in rewards) else [reward or 0.0 for reward in rewards],
+            states=states or None,
         )
     except (ValueError, AssemblyError) as error:
         raise BadReplyError(f"{where}: its reply is not a valid sample: {error}") from error
@@ -162,10 +172,16 @@ def _completion(turn: ServiceTurn, number: int, request: RolloutRequest, where: 
 
 def reply_of(sample: RolloutSample, *, tokenizer_id: str) -> RolloutReply:
     """The reply for a sample of a rollout function."""
+    nothing = [None] * len(sample.turns)
+    rewards = nothing if (found := sample.turn_rewards) is None else found.tolist()
+    states = nothing if (numbers := sample.turn_states) is None else [str(number) for number in numbers]
     return RolloutReply(
         tokenizer_id=tokenizer_id,
         sampling=sample.sampling,
-        turns=[_turn(sample, turn.sequence, turn.start, turn.end, turn.seconds) for turn in sample.turns],
+        turns=[
+            _turn(sample, turn, reward=reward, state=state)
+            for turn, reward, state in zip(sample.turns, rewards, states, strict=True)
+        ],
         reward=sample.reward,
         invalid_cause=sample.invalid_cause,
         finish_reason=sample.finish_reason,
@@ -176,12 +192,14 @@ def reply_of(sample: RolloutSample, *, tokenizer_id: str) -> RolloutReply:
     )
 
 
-def _turn(sample: RolloutSample, sequence: int, start: int, end: int, seconds: float) -> ServiceTurn:
-    row = sample.sequences[sequence]
+def _turn(sample: RolloutSample, turn: TurnMark, *, reward: float | None, state: str | None) -> ServiceTurn:
+    row, tokens = sample.sequences[turn.sequence], slice(turn.start, turn.end)
     return ServiceTurn(
-        prompt_ids=row.token_ids[:start].tolist(),
-        token_ids=row.token_ids[start:end].tolist(),
-        logprobs=row.logprobs[start:end].tolist(),
-        versions=row.versions[start:end].tolist(),
-        seconds=seconds,
+        prompt_ids=row.token_ids[: turn.start].tolist(),
+        token_ids=row.token_ids[tokens].tolist(),
+        logprobs=row.logprobs[tokens].tolist(),
+        versions=row.versions[tokens].tolist(),
+        seconds=turn.seconds,
+        reward=reward,
+        state=state,
     )
