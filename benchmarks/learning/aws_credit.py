@@ -65,9 +65,9 @@ LARGE = Size(
 )
 SMALL = Size(
     example="04_aws_agent_learns",
-    prepare=("prepare.py", "--clouds", "2", "--each", "4", "--renamed", "8"),
-    warm_steps=60,
-    teacher_steps=120,
+    prepare=("prepare.py", "--clouds", "2", "--each", "8", "--renamed", "20"),
+    warm_steps=200,
+    teacher_steps=400,
     warm={"model.path": "{out}/data/model", "sft.data": "{out}/data/demonstrations.jsonl", "sft.epochs": 50},
     settings={
         "tasks.args": {"split": "train", "count": 2, "seed": 5},
