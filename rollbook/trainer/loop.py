@@ -292,7 +292,7 @@ class TrainerLoop:
                 is_stopping=self._stopping.is_set,
                 doing=self._doing,
             )
-        return restored_learner(self._checkpoints, checkpoint, self._config, remote=remote)
+        return restored_learner(self._checkpoints, checkpoint, self._config, remote=remote, end=self._ranks.end)
 
     async def _take_role(self, learner: Learner) -> TrainerRole:
         """Become the trainer. Raises `RunError` when the checkpoint and the ledger contradict each other."""

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from rollbook.contracts.batch import AckReceipt, PassSplit
+from rollbook.contracts.errors import RunError
 from rollbook.contracts.ports import BatchSource, WeightReceiver, WeightStage
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
@@ -83,6 +84,8 @@ class RankHosts:
 
     remote: int = 0
     host: str = "127.0.0.1"
+    end: Callable[[RunError], None] | None = None
+    """See `Team.assemble`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from rollbook.contracts.batch import PassSplit
+from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import TokenRow
 from rollbook.telemetry.events import EventLog
@@ -25,7 +26,7 @@ from rollbook.trainer.data.minibatches import TrainRow
 from rollbook.trainer.model.weights import digest_of
 from rollbook.trainer.sft_config import SftConfig, sft_trainer
 from rollbook.trainer.step import StepMemoryError, StepReport
-from rollbook.trainer.team import Learner, fitting_split, restored_learner
+from rollbook.trainer.team import Learner, Team, fitting_split, restored_learner
 
 SFT_METRICS = (
     Metric("train/loss", "nats", "mean negative log-probability of the assistant's tokens in the step"),
@@ -99,9 +100,10 @@ class SftLoop:
         on_metrics: Callable[[dict[str, Any]], None] = lambda row: None,
         on_split: Callable[[PassSplit], None] = lambda split: None,
         probes: bool = False,
+        end: Callable[[RunError], None] | None = None,
     ) -> None:
         """`probes`: whether the pass size is tried before the first step. `on_split` is called with one that differs from that of
-        the settings: a resumed training begins with it."""
+        the settings: a resumed training begins with it. `end`: see `Team.assemble`."""
         self._config = config
         self._directory = directory
         self._total = steps_of(len(demonstrations), config, max_steps=trainer.max_steps)
@@ -115,8 +117,11 @@ class SftLoop:
         self._on_metrics = on_metrics
         self._on_split = on_split
         self._probes = probes
+        self._end = end
         self._is_stopping = False
         self._saved: Checkpoint | None = None
+        self.doing = ""
+        """What the loop does, for the report of an error."""
         self._splits: PassSplits
 
     def stop_after_step(self) -> None:
@@ -124,9 +129,12 @@ class SftLoop:
         self._is_stopping = True
 
     def run(self) -> SftOutcome:
+        self.doing = "loading the model"
         self._checkpoints.clean()
         self._saved = self._checkpoints.latest()
-        learner = restored_learner(self._checkpoints, self._saved, self._trainer)
+        learner = restored_learner(self._checkpoints, self._saved, self._trainer, end=self._end)
+        if isinstance(learner, Team):
+            learner.on_out_of_memory = self._record_failure
         self._splits = PassSplits(self._directory / "trainer_state.json", learner.plan_settings.split)
         try:
             return self._train(learner)
@@ -165,6 +173,7 @@ class SftLoop:
     def _probe(self, learner: Learner) -> None:
         """Find out whether the passes fit, and record the size that does."""
         planned = self._splits.of(1)
+        self.doing = f"trying {planned}"
         found = fitting_split(learner, planned, self._record_failure)
         if found == planned and self._trainer.max_tokens_per_microbatch is None:
             # Measured when the model was loaded.
@@ -194,6 +203,7 @@ class SftLoop:
 
     def _step(self, learner: Learner) -> float:
         step = learner.step + 1
+        self.doing = f"training step {step}"
         began = time.perf_counter()
         numbers = numbers_of_step(step, len(self._rows), self._config, seed=self._trainer.seed)
         report = self._train_fitting(learner, [self._rows[number] for number in numbers], step=step)
@@ -221,6 +231,7 @@ class SftLoop:
         """The validation loss."""
         if not self._validation:
             return None
+        self.doing = "measuring the validation loss"
         loss = -learner.mean_logprob(self._validation)
         self._metrics.add("eval/loss", loss)
         self._log.info("sft.evaluated", step=learner.step, loss=loss)
@@ -229,6 +240,7 @@ class SftLoop:
     def _save(self, learner: Learner) -> Checkpoint:
         if self._saved is not None and self._saved.step == learner.step:
             return self._saved
+        self.doing = "writing a checkpoint"
         weights = learner.snapshot()
         self._saved = saved = self._checkpoints.write(
             learner.state_snapshot(weights), weights_digest=digest_of(weights)

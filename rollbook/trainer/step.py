@@ -70,9 +70,8 @@ MIN_SAMPLED_LOGPROB = -20.0
 FEW_TOKENS = 64
 """Of a pass that only allocates the gradients."""
 LESS_MEMORY = (
-    "Give a policy server on the same device less (inference.kv_memory_mb), set trainer.lora, trainer.optimizer_state = 'host', a"
-    " smaller trainer.max_logits_mb or more trainer.ranks, or play shorter episodes (rollout.max_total_tokens), and start the run"
-    " again: it resumes"
+    "Leave it more memory, set trainer.lora, trainer.optimizer_state = 'host', a smaller trainer.max_logits_mb or more"
+    " trainer.ranks, or train shorter sequences, and start it again: it resumes"
 )
 
 

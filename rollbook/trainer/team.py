@@ -26,7 +26,7 @@ from rollbook.concurrency.child_process.child import connect_to_parent, die_with
 from rollbook.concurrency.child_process.process import BlockingChild, ChildSpec
 from rollbook.contracts.batch import PassSplit, TrainingBatch
 from rollbook.contracts.decoding import convert
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import RunError, is_out_of_memory
 from rollbook.contracts.weights import AdapterKind
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
 from rollbook.trainer.config import TrainerConfig
@@ -55,6 +55,8 @@ INVITATION = "ranks.json"
 STORE = ".ranks-"
 OPTIMIZER = "optimizer"
 """Starts the report of a rank whose optimizer did not fit into memory."""
+START = "start"
+"""Starts the report of a rank that ran out of memory outside of a pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +107,9 @@ class StoppedBeforeAssemblyError(Exception):
 class Team:
     """The learner at rank 0 with its followers. Has the methods of a single `TrainStep`."""
 
-    def __init__(self, place: "_Place") -> None:
+    def __init__(self, place: "_Place", *, end: Callable[[RunError], None]) -> None:
         self._place = place
+        self._end = end
         self._learner: TrainStep
         self._links: list[Link] = []
         self._children: list[BlockingChild] = []
@@ -124,8 +127,12 @@ class Team:
         size: int,
         device: str,
         remote: RemoteRanks | None = None,
+        end: Callable[[RunError], None] | None = None,
     ) -> "Team":
-        """Start the ranks of this machine, wait for those of other machines, and restore the same checkpoint at every rank."""
+        """Start the ranks of this machine, wait for those of other machines, and restore the same checkpoint at every rank.
+
+        `end`: ends this process with an error that another rank reported; by default it is printed.
+        """
         num_local = size - (0 if remote is None else remote.count)
         if device == "cuda" and torch.cuda.device_count() < num_local:
             raise RunError(
@@ -133,7 +140,8 @@ class Team:
                 " Lower trainer.ranks, or make more visible (CUDA_VISIBLE_DEVICES)."
             )
         local = (checkpoints.directory, LOCAL)
-        team = cls(_Place.make(*(local if remote is None else (remote.directory, remote.host))))
+        place = _Place.make(*(local if remote is None else (remote.directory, remote.host)))
+        team = cls(place, end=end or _print_and_exit)
         try:
             team._gather(checkpoints, checkpoint, size=size, num_local=num_local, device=device, remote=remote)
         except BaseException:
@@ -246,14 +254,16 @@ class Team:
 
         The trainer is restarted with all ranks, and continues as `on_out_of_memory` recorded.
         """
-        assert self._failure_of is not None
         kind, _, detail = message.decode().partition(":")
+        if kind == START or self._failure_of is None:
+            self._end(RunError(f"trainer rank {rank} has no memory for its part of the model: {detail}"))
+            return
         failure = self._failure_of(PassMemoryError(detail, is_optimizer=kind == OPTIMIZER), rank)
+        if failure.smaller is None:
+            self._end(failure)
+            return
         self.on_out_of_memory(failure)
-        then = "" if failure.smaller is None else f" All ranks are restarted, and continue with {failure.smaller}."
-        sys.stderr.write(f"{failure}{then}\n")
-        sys.stderr.flush()
-        os._exit(1)
+        _print_and_exit(f"{failure} All ranks are restarted, and continue with {failure.smaller}.")
 
     def publish_adapters(self) -> AdapterKind:
         self._send_all("publish_adapters")
@@ -320,11 +330,18 @@ def restored_learner(
     config: TrainerConfig,
     *,
     remote: RemoteRanks | None = None,
+    end: Callable[[RunError], None] | None = None,
 ) -> Learner:
-    """A learner in this process, or a team of ranks that shard the model."""
+    """A learner in this process, or a team of ranks that shard the model. `end`: see `Team.assemble`."""
     if config.ranks == 1:
         return checkpoints.restore(checkpoint)
-    return Team.assemble(checkpoints, checkpoint, size=config.ranks, device=config.device, remote=remote)
+    return Team.assemble(checkpoints, checkpoint, size=config.ranks, device=config.device, remote=remote, end=end)
+
+
+def _print_and_exit(cause: object) -> None:
+    sys.stderr.write(f"{cause}\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _lost(who: str) -> Callable[[str], None]:
@@ -366,7 +383,8 @@ def follow(
     checkpoints = Checkpoints.from_wire(welcome.checkpoints)
     checkpoints.use_group(_checkpoint_group())
     found = welcome.checkpoint
-    learner = checkpoints.restore(None if found is None else Checkpoint(**{**found, "path": Path(found["path"])}))
+    with _reporting_memory(link):
+        learner = checkpoints.restore(None if found is None else Checkpoint(**{**found, "path": Path(found["path"])}))
     writing = threading.Thread()
     while True:
         match decode_call(link.receive()):
@@ -401,8 +419,13 @@ def _reporting_memory(link: Link) -> Iterator[None]:
     """Report missing memory to rank 0, which records it and ends. That ends this process too."""
     try:
         yield
-    except PassMemoryError as error:
-        link.send(f"{OPTIMIZER if error.is_optimizer else 'pass'}:{error}".encode())
+    except (PassMemoryError, RuntimeError, MemoryError) as error:
+        kind = "pass" if isinstance(error, PassMemoryError) else START
+        if kind == START and not is_out_of_memory(error):
+            raise
+        if isinstance(error, PassMemoryError) and error.is_optimizer:
+            kind = OPTIMIZER
+        link.send(f"{kind}:{str(error) or type(error).__name__}".encode())
         link.wait_closed(COLLECTIVE_S)
         raise
 

@@ -1,7 +1,11 @@
 """Memory that is missing outside of a step: the run goes on, or ends with the process, what it did, the sizes and the settings that
 help."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ from rollbook.contracts.batch import PassSplit
 from rollbook.run.config.run import load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.reader import open_run
-from tests.parts.run.small import SmallRun, rollbook
+from tests.parts.run.small import REPOSITORY, SmallRun, rollbook
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +65,24 @@ LiveWeights.plan_adapter = fail
 """,
         "the policy server has no memory for the new weights on cpu",
     ),
+    "loading the model in a rank": (
+        """
+import sys
+from rollbook.trainer.model.policy_model import PolicyModel
+if "rollbook.trainer.team" in sys.orig_argv:
+    PolicyModel.load = fail
+""",
+        f"trainer stopped the run: trainer rank 1 has no memory for its part of the model: {CAUSE}",
+    ),
+    "training in a rank": (
+        """
+import sys
+from rollbook.trainer.model.policy_model import PolicyModel
+if "rollbook.trainer.team" in sys.orig_argv:
+    PolicyModel.token_logprobs = fail
+""",
+        "trainer stopped the run: step 1 does not fit into the memory of trainer rank 1 (cpu)",
+    ),
     "training": (
         """
 from rollbook.trainer.model.policy_model import PolicyModel
@@ -99,7 +121,10 @@ def test_a_run_without_enough_memory_ends_with_what_did_not_fit_and_the_settings
     tmp_path: Path, case: str
 ) -> None:
     code, expected = CASES[case]
-    summary = run_with(tmp_path, code, ["trainer.lora.rank=2"] if "adapter" in case else [])
+    overrides = {"applying an adapter": ["trainer.lora.rank=2"]}.get(
+        case, ["trainer.ranks=2"] if "rank" in case else []
+    )
+    summary = run_with(tmp_path, code, overrides)
     shown = re.sub(r"\s+", " ", summary["stderr"])
     assert summary["end"] == "failed"
     assert expected in shown
@@ -107,7 +132,75 @@ def test_a_run_without_enough_memory_ends_with_what_did_not_fit_and_the_settings
     assert "planned for main memory, in GB: " in shown
     assert "Free some memory there" in shown
     assert "Traceback" not in shown
-    assert summary["restarts"] == 0
+    # A rank that runs out of memory in a pass ends the trainer, which is restarted with smaller passes.
+    assert (summary["restarts"] > 0) == (case == "training in a rank")
+
+
+SFT = """
+[model.build]
+hidden_size = 16
+layers = 1
+heads = 2
+kv_heads = 2
+intermediate_size = 24
+max_position_embeddings = 32
+vocabulary = ["yes", "no"]
+chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+[sft]
+data = "demos.jsonl"
+"""
+DEMONSTRATION = {"messages": [{"role": "user", "content": "yes"}, {"role": "assistant", "content": "no"}]}
+
+
+def run_with_fault(tmp_path: Path, code: str, *arguments: str) -> str:
+    """What the command printed to stderr."""
+    planted = tmp_path / "planted"
+    planted.mkdir()
+    (planted / "sitecustomize.py").write_text(PLANTED + code, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "rollbook", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}:{planted}"},
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    return re.sub(r"\s+", " ", done.stderr)
+
+
+LOADING = """
+from rollbook.trainer.model.policy_model import PolicyModel
+PolicyModel.load = fail
+"""
+PASSES = """
+from rollbook.trainer.model.policy_model import PolicyModel
+PolicyModel.token_logprobs = fail
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (LOADING, f"error: out of memory while loading the model: {CAUSE}"),
+        (PASSES, "error: step 1 does not fit into the memory of the trainer (cpu)"),
+    ],
+)
+def test_a_warm_start_without_enough_memory_ends_with_the_plan(tmp_path: Path, code: str, expected: str) -> None:
+    (tmp_path / "sft.toml").write_text(SFT, encoding="utf-8")
+    (tmp_path / "demos.jsonl").write_text(json.dumps(DEMONSTRATION) + "\n", encoding="utf-8")
+    shown = run_with_fault(tmp_path, code, "sft", str(tmp_path / "sft.toml"), "--out", str(tmp_path / "out"))
+    assert expected in shown
+    assert "planned for main memory, in GB: trainer 1.2 (process 1.2) Free some memory there" in shown
+
+
+def test_a_replay_without_enough_memory_ends_with_the_plan(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, ["trainer.max_steps=2"])
+    run.start()
+    run.wait()
+    shown = run_with_fault(tmp_path, LOADING, "replay", str(tmp_path / "run"))
+    assert f"out of memory while replaying the run: {CAUSE} planned for main memory, in GB: trainer 1." in shown
 
 
 def test_a_publication_that_finds_no_memory_once_is_repeated_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -12,14 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import RunError, is_out_of_memory
 from rollbook.contracts.plugin import extend_search_path
 from rollbook.dashboard.plots import draw_comparison
 from rollbook.numerics.machine import machine_of_bits
 from rollbook.run.config.checks import resolved_reward_weights, reward_weights_have_functions
 from rollbook.run.config.replayed import changed_settings
+from rollbook.run.config.run import load_resolved_config
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.reader import RecordedRun, open_run
+from rollbook.run.resources.shortage import replay_shortage
 from rollbook.run.user_modules import recorded_modules
 from rollbook.trainer.checkpoints.settings_history import SettingsHistory
 from rollbook.trainer.config import TrainerConfig
@@ -244,8 +246,14 @@ def main() -> int:
                     out=args.out,
                 )
             )
-    except RunError as error:
-        sys.stderr.write(f"{error}\n")
+    except Exception as error:
+        if not isinstance(error, RunError) and not is_out_of_memory(error):
+            raise
+        text = str(error)
+        if is_out_of_memory(error):
+            loaded = load_resolved_config(RunDirectory(args.run.resolve()))
+            text = replay_shortage(loaded, doing="replaying the run", error=error, is_comparison=args.out is not None)
+        sys.stderr.write(f"{text}\n")
         return 1
     sys.stdout.write(json.dumps({**report, "note": note}) + "\n")
     return 0

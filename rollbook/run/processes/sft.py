@@ -4,6 +4,7 @@ Demonstrations are tokenised here, because this process has both the rollout tok
 """
 
 import json
+import os
 import shutil
 import signal
 import sys
@@ -13,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.concurrency.child_process.child import die_with_parent
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import RunError, is_out_of_memory
 from rollbook.contracts.trajectory import TokenRow
 from rollbook.rollout.chat.demonstrations import Demonstrations, digest_of_rows, read_demonstrations
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.run.config.sft import FINAL, MANIFEST, LoadedSftConfig, load_sft_config
 from rollbook.run.directory import RunDirectory, write_json
+from rollbook.run.resources.shortage import sft_shortage
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.trainer.checkpoints.settings_history import split_settings
@@ -33,18 +35,47 @@ PROGRESS_INTERVAL_S = 2.0
 def main(argv: list[str]) -> int:
     directory, source_dir, parent_fd = Path(argv[0]), Path(argv[1]), int(argv[2])
     die_with_parent(parent_fd)
-    run = RunDirectory(directory)
+    run, training = RunDirectory(directory), _Training()
     try:
         # The writing process holds the lock: it may still finish a step after its command was killed.
         with run.locked():
             run.config_file.write_text(sys.stdin.read(), encoding="utf-8")
-            return _train(run, load_sft_config(run.config_file, source_dir=source_dir))
-    except RunError as error:
-        _print(f"error: {error}")
+            training.loaded = load_sft_config(run.config_file, source_dir=source_dir)
+            return _train(run, training.loaded, training)
+    except Exception as error:
+        if not isinstance(error, RunError) and not is_out_of_memory(error):
+            raise
+        training.print_error(error)
         return 1
 
 
-def _train(run: RunDirectory, loaded: LoadedSftConfig) -> int:
+class _Training:
+    """What is known about the training when an error ends it."""
+
+    loaded: LoadedSftConfig | None = None
+    loop: SftLoop | None = None
+
+    def print_error(self, error: Exception) -> None:
+        text = str(error)
+        if self.loaded is not None and is_out_of_memory(error):
+            config = self.loaded.config
+            text = sft_shortage(
+                config.model,
+                config.trainer,
+                self.loaded.source_dir,
+                longest=config.sft.max_tokens,
+                doing="" if self.loop is None else self.loop.doing,
+                error=error,
+            )
+        _print(f"error: {text}")
+
+    def end(self, error: RunError) -> None:
+        """Of another rank: this one waits for it in a collective, which cannot be interrupted."""
+        self.print_error(error)
+        os._exit(1)
+
+
+def _train(run: RunDirectory, loaded: LoadedSftConfig, training: _Training) -> int:
     config, directory = loaded.config, run.path
     model_dir = prepare_model_directory(loaded.model, directory / "model", seed=config.run.seed)
     train, validation = _rows(loaded, ModelTokenizer.from_directory(model_dir))
@@ -63,7 +94,9 @@ def _train(run: RunDirectory, loaded: LoadedSftConfig) -> int:
         on_metrics=_ProgressPrinter(),
         on_split=lambda split: run.record_settings("trainer", split_settings(split)),
         probes=config.trainer.device == "cuda",
+        end=training.end,
     )
+    training.loop = loop
     _print(f"{len(train)} demonstrations, {len(validation)} for validation, {total_steps} steps")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: loop.stop_after_step())

@@ -2,6 +2,7 @@
 code."""
 
 import asyncio
+import os
 from contextlib import nullcontext
 from functools import partial
 
@@ -13,7 +14,7 @@ from rollbook.ledger.client.client import LedgerClient
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.run.ledger_clients import ledger_token, member_source, open_run_ledger, open_trainer_batches
 from rollbook.run.policy_clients import open_weights, policy_urls, reachable, steering_token
-from rollbook.run.supervision.child_main import RoleContext
+from rollbook.run.supervision.child_main import RoleContext, exit_code_of
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.sinks.forwarder import ROLLOUTS_FILE, Forwarder, open_sinks
 from rollbook.telemetry.token_records import TokenRecordWriter
@@ -68,7 +69,7 @@ async def main(context: RoleContext) -> str:
                     kept=config.telemetry.token_records_kept,
                 ),
             ),
-            ranks=RankHosts(remote=config.cluster.ranks, host=config.cluster.host),
+            ranks=RankHosts(remote=config.cluster.ranks, host=config.cluster.host, end=partial(_end, context)),
             shared_base=context.shared_base,
             probes=config.trainer.device == "cuda",
         )
@@ -76,6 +77,11 @@ async def main(context: RoleContext) -> str:
         with _forwarder(context), prompt_launches() if config.trainer.device == "cuda" else nullcontext():
             outcome = await _run_until_drained(loop, context)
     return _exit_message(outcome)
+
+
+def _end(context: RoleContext, error: RunError) -> None:
+    """Another rank cannot go on. This one waits for it in a collective, which cannot be interrupted."""
+    os._exit(exit_code_of(error, context.channel, context.log, name=context.name, loaded=context.loaded))
 
 
 def _child_source(context: RoleContext) -> OpenSource:

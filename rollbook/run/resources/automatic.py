@@ -467,6 +467,26 @@ def sizes_of(config: RunConfig, machine: Machine) -> Sizes:
     )
 
 
+def training_sizes(trainer: TrainerConfig, *, longest: int) -> Sizes:
+    """Of a training without a run: `rollbook sft`, `rollbook replay`."""
+    return Sizes(
+        trainer_device=trainer.device,
+        compute_dtype=trainer.compute_dtype,
+        lora=trainer.lora,
+        optimizer_state=trainer.optimizer_state,
+        has_reference=trainer.kl_coef > 0,
+        tokens_per_pass=trainer.tokens_per_pass,
+        longest=longest,
+        checkpointed_layers=ALL_LAYERS if trainer.gradient_checkpointing is True else trainer.gradient_checkpointing,
+        logits_bytes=trainer.logits_bytes,
+        keep_checkpoints=trainer.keep_checkpoints,
+        has_gpu_checkpoint=trainer.checkpoint_copy == "gpu" and not trainer.is_sharded,
+        trainer_gpus=tuple(range(trainer.ranks)),
+        engine="none",
+        workers=0,
+    )
+
+
 def _engine(inference: InferenceConfig) -> Any:
     if inference.urls or inference.engine == "scripted":
         return "none"

@@ -6,7 +6,7 @@ compares the plan with the measured peak of each process.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -376,12 +376,21 @@ def longest_trainable(model: ModelFacts, sizes: Sizes, capacity: Mapping[str, in
     return sizes.longest + bisect_left(range(sizes.longest + 1, MAX_LONGEST), True, key=is_too_long)
 
 
-def savings(model: ModelFacts, sizes: Sizes, place: str, *, process: str | None = None) -> list[Saving]:
-    """The changes of one setting that save most at a place, at most three. `process`: what only this one saves counts."""
+def savings(
+    model: ModelFacts,
+    sizes: Sizes,
+    place: str,
+    *,
+    process: str | None = None,
+    among: Collection[str] | None = None,
+) -> list[Saving]:
+    """The changes of one setting that save most at a place, at most three. `process`: what only this one saves counts. `among`: the
+    settings that can be changed; None: all."""
     before = memory_plan(model, sizes).total(place, process)
     found = [
         Saving(setting, value, before - memory_plan(model, changed).total(place, process))
         for setting, value, changed in _smaller(model, sizes)
+        if among is None or setting in among
     ]
     return sorted((saving for saving in found if saving.num_bytes > 0), key=lambda saving: -saving.num_bytes)[:3]
 

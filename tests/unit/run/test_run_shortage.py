@@ -12,6 +12,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.run.config.run import LoadedConfig, load_config
 from rollbook.run.resources.automatic import resolve
 from rollbook.run.resources.machine import GB, Gpu, Machine
+from rollbook.run.resources.shortage import replay_shortage, sft_shortage
 from rollbook.run.supervision.channel import Channel
 from rollbook.run.supervision.child_main import EXIT_NO_MEMORY, EXIT_STOP_RUN, exit_code_of
 from rollbook.telemetry.events import EventLog
@@ -96,3 +97,25 @@ def test_without_a_plan_the_cause_is_still_reported(tmp_path: Path) -> None:
     assert "docs/gpu.md" in fault
     _, fault = reported(None, "trainer", "", torch.OutOfMemoryError(CUDA))
     assert fault == CUDA
+
+
+def test_a_training_without_a_run_is_told_its_own_settings(tmp_path: Path) -> None:
+    loaded = loaded_for(tmp_path)
+    trainer, error = loaded.config.trainer, torch.OutOfMemoryError(TORCH)
+    text = sft_shortage(
+        loaded.config.model, trainer, loaded.source_dir, longest=2048, doing="training step 3", error=error
+    )
+    assert text.startswith(f"out of memory while training step 3: {CUDA}\n  planned for GPU 0, in GB:\n    trainer ")
+    assert "trainer.lora.rank = 16 saves" in text
+    assert "policy" not in text
+    verification, comparison = (
+        replay_shortage(loaded, doing="replaying the run", error=error, is_comparison=is_comparison)
+        for is_comparison in (False, True)
+    )
+    assert verification.endswith("Free some memory there.")
+    assert "--set trainer.optimizer_state" in comparison
+
+
+def test_a_rank_of_another_machine_is_told_the_plan_of_the_trainer(tmp_path: Path) -> None:
+    _, fault = reported(loaded_for(tmp_path), "rank-1", "training as rank 1", torch.OutOfMemoryError(CUDA))
+    assert "planned for GPU 0" in fault

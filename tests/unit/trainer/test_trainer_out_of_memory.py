@@ -160,7 +160,7 @@ async def test_a_step_that_fits_in_no_way_stops_the_run_with_sizes_and_settings(
             pytest.raises(
                 RunError,
                 match=r"step 1 does not fit into the memory of the trainer \(cpu\) with passes of \d+ tokens and checkpointing\."
-                r" Its longest sequence has \d+ tokens.*inference.kv_memory_mb.*trainer.lora.*Tried to allocate",
+                r" Its longest sequence has \d+ tokens.*trainer.lora.*trainer.max_logits_mb.*Tried to allocate",
             ),
         ):
             await TinyLoop(ledger.source(), FakeReplicas(), tmp_path, quick()).run()
