@@ -1,4 +1,4 @@
-"""Adapters, a shared base, prefix reuse and top logprobs on a GPU: `python -m benchmarks.engine.gpu_checks [--device cpu --small]`.
+"""Adapters, a shared base, prefix reuse and top logprobs on a GPU: `python -m benchmarks.engine.gpu_checks [--tiny]`.
 
 A random-weight model of SmolLM2-135M's shape. Each part compares with a plain forward of the Hugging Face module and measures the
 cost. Captured graphs hold addresses, so weights must be replaced in setup; this is checked first. If one part fails, the others
@@ -327,10 +327,13 @@ def _adapter(number: int) -> Adapter:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true", help="a tiny model and few requests, to test the script")
+    parser.add_argument("--small", action="store_true", help="a tiny model and few requests")
+    parser.add_argument("--tiny", action="store_true", help="the same on a CPU, to test the script")
     parser.add_argument("--parts", nargs="+", help="only these parts")
     parser.add_argument("--own", nargs=3, metavar=("MODEL", "DTYPE", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.tiny:
+        options.device, options.small = "cpu", True
     if options.own is not None:
         model_dir, dtype, file = options.own
         return own(Path(model_dir), dtype, options.device, Path(file))
@@ -383,10 +386,17 @@ def _checks(found: dict[str, Any]) -> list[Figure]:
         errors["adapter_logprobs_float32"] = max(measured, default=float("nan"))
     if "prefixes" in found:
         errors["prefix_logprobs_float32"] = found["prefixes"].get("float32_max", float("nan"))
-    return [
+    figures = [
         Figure(name=name, ours=error, peer=1e-3, unit="nats", ratio=1e-3 / max(error, 1e-9), floor=1.0)
         for name, error in errors.items()
     ]
+    if "shared_base" in found:
+        checked = ("is_unchanged", "equal_bits")
+        good = sum(found["shared_base"].get(name) is True for name in checked)
+        figures.append(
+            Figure(name="shared_base", ours=good, peer=2, unit="checks", ratio=good / len(checked), floor=1.0)
+        )
+    return figures
 
 
 if __name__ == "__main__":

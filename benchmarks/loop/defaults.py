@@ -3,6 +3,7 @@
     python -m benchmarks.loop.defaults                           135M and 1.5B in full, 4B and 8B with LoRA, on one GPU
     python -m benchmarks.loop.defaults --cases 8b-lora --within 580
     python -m benchmarks.loop.defaults --cases cpu               the same script with a small model, without a GPU
+    python -m benchmarks.loop.defaults --tiny                    every kind of run with a tiny model on a CPU, to test the script
     python -m benchmarks.loop.defaults --cases 8b-lora --limits 80 48      runs within `run.gpu_memory_gb`
 
 Every run is `rollbook init --template single_turn --model DIR` with 16 groups of 8 answers a step and a staleness bound of 2. Only
@@ -40,7 +41,7 @@ import tomli_w
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks.engine.models import QWEN_1_5B, SMALL, SMOLLM2_135M, Shape, llama_config
+from benchmarks.engine.models import QWEN_1_5B, SMALL, SMOLLM2_135M, TINY, Shape, llama_config
 from benchmarks.engine.workloads import LLAMA_8B
 from benchmarks.learning.runs import LearningRun, Stop, train
 from benchmarks.report import Figure, print_figures, print_status
@@ -57,18 +58,15 @@ FLOOR = 0.9
 MEMORY_FLOOR = 0.9
 """Planned and measured memory differ by at most 10 %."""
 WARM_UP_STEPS = 3
-STEPS = 12
-"""Measured steps after which a run is stopped."""
 MOST_STEPS_OF_KILL = 5
 """Steps from one kill to the next, those that a restarted trainer trains again included."""
 START_S, END_S = 60.0, 15.0
 """Expected of a start and of an end, with `--within`."""
 MAX_START_S = 200.0
-SHORTEST, LONGEST, MAX_TOTAL = 64, 512, 640
 QWEN_4B = Shape(layers=36, hidden=2560, heads=20, kv_heads=4, ffn=9728, vocab=151_936, max_len=4096)
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 
-ROLLOUT = f'''"""Answers of random tokens: each has the length that its question draws, and no stop token ends it."""
+ROLLOUT = '''"""Answers of random tokens: each has the length that its question draws, and no stop token ends it."""
 
 import random
 
@@ -79,7 +77,7 @@ def make_rollout(setup):
     async def rollout(row):
         chat = MessageTrajectoryAssembler(setup.tokenizer, setup.sampling)
         chat.add_message("user", row["question"])
-        length = random.Random(row["id"]).randint({SHORTEST}, {LONGEST})
+        length = random.Random(row["id"]).randint(SHORTEST, LONGEST)
         chat.add_completion(await setup.policy.complete(chat.next_prompt(), max_tokens=length, stop_token_ids=()))
         return chat.build(reward=None, invalid_cause=TO_BE_SCORED)
 
@@ -96,19 +94,29 @@ def correct(case):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     shape: Shape
-    tokens_per_pass: int
+    tokens_per_pass: int = 16_384
     """By hand: about a quarter of the GPU."""
     lora: bool = False
+    lengths: tuple[int, int] = (64, 512)
+    """Tokens of the shortest and of the longest answer."""
+    max_total: int = 640
+    steps: int = 12
+    """Measured steps after which a run is stopped."""
 
 
 CASES = {
-    "cpu": Case(shape=SMALL, tokens_per_pass=16_384),
-    "cpu-lora": Case(shape=SMALL, tokens_per_pass=16_384, lora=True),
+    "tiny": Case(shape=TINY, lengths=(2, 8), max_total=128, steps=2),
+    "tiny-lora": Case(shape=TINY, lora=True, lengths=(2, 8), max_total=128, steps=2),
+    "cpu": Case(shape=SMALL),
+    "cpu-lora": Case(shape=SMALL, lora=True),
     "135m": Case(shape=SMOLLM2_135M, tokens_per_pass=65_536),
-    "1.5b": Case(shape=QWEN_1_5B, tokens_per_pass=16_384),
+    "1.5b": Case(shape=QWEN_1_5B),
     "4b-lora": Case(shape=QWEN_4B, tokens_per_pass=8192, lora=True),
     "8b-lora": Case(shape=LLAMA_8B, tokens_per_pass=8192, lora=True),
 }
+ON_CPU = ("tiny", "tiny-lora", "cpu", "cpu-lora")
+OF_TINY = (("tiny", None), ("tiny-lora", "apart"), ("tiny-lora", "killed"))
+"""With `--tiny`: cases, and the only run of each."""
 
 
 KILLED: dict[str, dict[str, Any]] = {
@@ -121,8 +129,8 @@ KILLED: dict[str, dict[str, Any]] = {
 def by_hand(case: Case) -> dict[str, dict[str, Any]]:
     """The settings with which `benchmarks.loop.speed` is fast, for this workload: 48 groups of 8 in flight."""
     shape = case.shape
-    kv_mb = 1.25e-6 * 48 * 8 * MAX_TOTAL * 4 * shape.layers * shape.kv_heads * shape.hidden // shape.heads
-    if case.shape is SMALL:
+    kv_mb = 1.25e-6 * 48 * 8 * case.max_total * 4 * shape.layers * shape.kv_heads * shape.hidden // shape.heads
+    if case.shape in (SMALL, TINY):
         return {}
     return {
         "rollout": {"workers": 8, "groups_per_worker": 16},
@@ -131,7 +139,7 @@ def by_hand(case: Case) -> dict[str, dict[str, Any]]:
             "device": "cuda",
             "dtype": "bfloat16",
             "max_running": 384,
-            "max_model_len": MAX_TOTAL + 8,
+            "max_model_len": case.max_total + 8,
             "kv_memory_mb": max(2000.0, kv_mb),
             "max_connections": 512,
             "transfer": "cuda_ipc",
@@ -292,7 +300,13 @@ def in_gb(num_bytes: Mapping[str, int]) -> dict[str, float]:
 
 
 def measure(
-    name: str, project: Path, overrides: Mapping[str, Mapping[str, Any]], *, stepping_s: float, kills: int = 0
+    name: str,
+    project: Path,
+    overrides: Mapping[str, Mapping[str, Any]],
+    *,
+    steps: int,
+    stepping_s: float,
+    kills: int = 0,
 ) -> Measured:
     """One run of the project. Raises `RuntimeError` if it trains too few steps."""
     table = tomllib.loads((project / "run.toml").read_text(encoding="utf-8"))
@@ -311,8 +325,8 @@ def measure(
         memory.read(supervisor, steps)
         killing.next(supervisor, steps)
 
-    steps = WARM_UP_STEPS + STEPS + MOST_STEPS_OF_KILL * 2 * kills
-    stop = Stop(limit_s=stepping_s, steps=steps, total_s=MAX_START_S + stepping_s)
+    most = WARM_UP_STEPS + steps + MOST_STEPS_OF_KILL * 2 * kills
+    stop = Stop(limit_s=stepping_s, steps=most, total_s=MAX_START_S + stepping_s)
     run = train(name, table, project, stop, on_poll=on_poll)
     shutil.rmtree(run.directory, ignore_errors=True)
     measured = Measured(run=run, found=found, memory=memory, kills=killing.done)
@@ -348,6 +362,7 @@ def figures_of(name: str, ours: Measured, hand: Measured | None) -> list[Figure]
 
 def prepare(name: str, case: Case, home: Path) -> Path:
     """The project that a user would have: `rollbook init` with the model, and the lengths of answers."""
+    home.mkdir(parents=True, exist_ok=True)
     model, project = home / f"model-{name}", home / f"project-{name}"
     began = time.monotonic()
     device = "cuda" if this_machine().gpus else "cpu"
@@ -355,11 +370,12 @@ def prepare(name: str, case: Case, home: Path) -> Path:
     command = [sys.executable, "-m", "benchmarks.loop.defaults", "--make", name, str(model), device]
     subprocess.run(command, check=True)
     init_project(project, template="single_turn", model=str(model))
-    (project / "rollout.py").write_text(ROLLOUT, encoding="utf-8")
+    constants = "SHORTEST, LONGEST = {}, {}\n".format(*case.lengths)
+    (project / "rollout.py").write_text(f"{ROLLOUT}\n\n{constants}", encoding="utf-8")
     (project / "rewards.py").write_text(REWARDS, encoding="utf-8")
     table = tomllib.loads((project / "run.toml").read_text(encoding="utf-8"))
-    table["rollout"] |= {"max_total_tokens": MAX_TOTAL}
-    table["rollout"]["sampling"] |= {"max_tokens": LONGEST}
+    table["rollout"] |= {"max_total_tokens": case.max_total}
+    table["rollout"]["sampling"] |= {"max_tokens": case.lengths[1]}
     if case.lora:
         table["trainer"]["lora"] = {"rank": 16}
     (project / "run.toml").write_text(tomli_w.dumps(table), encoding="utf-8")
@@ -394,7 +410,9 @@ def run_case(
             continue
         try:
             killed = kills if kind == "killed" else 0
-            results[kind] = measure(f"{name}-{kind}", project, overrides, stepping_s=stepping_s, kills=killed)
+            results[kind] = measure(
+                f"{name}-{kind}", project, overrides, steps=case.steps, stepping_s=stepping_s, kills=killed
+            )
         except RuntimeError as error:  # the other runs are still worth measuring
             print_status(f"{name}-{kind}: {error}")
             continue
@@ -415,6 +433,7 @@ def run_case(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=None, choices=list(CASES))
+    parser.add_argument("--tiny", action="store_true", help="every kind of run on a CPU; the figures mean nothing")
     parser.add_argument("--stepping", type=float, default=30.0, help="seconds of steps in each run (default: 30)")
     parser.add_argument("--within", type=float, default=1e9, help="seconds for everything")
     parser.add_argument("--limits", nargs="+", type=float, default=[], help="run.gpu_memory_gb of runs without hand")
@@ -428,16 +447,20 @@ def main() -> int:
         name, directory, device = args.make
         make_model(CASES[name], Path(directory), device=device)
         return 0
-    names = args.cases or ([name for name in CASES if "cpu" not in name] if this_machine().gpus else ["cpu"])
+    names = args.cases or ([name for name in CASES if name not in ON_CPU] if this_machine().gpus else ["cpu"])
+    chosen = OF_TINY if args.tiny else [(name, args.only) for name in names]
+    kills = 1 if args.tiny else args.kills
     until = time.monotonic() + args.within
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         home = args.home or Path(folder)
         home.mkdir(parents=True, exist_ok=True)
-        for name in names:
+        for name, only in chosen:
             options = {"stepping_s": args.stepping, "until": until, "limits": args.limits}
             try:
-                found = run_case(name, home, **options, only=args.only, kills=args.kills, save=args.save)
+                found = run_case(
+                    name, home / f"{name}-{only or 'all'}", **options, only=only, kills=kills, save=args.save
+                )
             except (RuntimeError, subprocess.CalledProcessError) as error:
                 print_status(f"{name}: {error}")
                 continue

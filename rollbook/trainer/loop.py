@@ -417,6 +417,8 @@ class TrainerLoop:
             fields["groups"] = len(manifest.entries) - len(planned.unusable)
             planned, report, weights = await self._train_fitting(learner, planned)
         trained = self._clock.now() - began
+        if replays is None or step > replays.last_acknowledged:
+            self._reports.trained()
         began = self._clock.now()
         self._doing("waiting for the policy servers to load the previous weights")
         await self._settling.wait()
@@ -538,7 +540,6 @@ class TrainerLoop:
         acknowledged.set_result(digest)
         if not trained.is_repeated:
             self._reports.progressed()
-            self._reports.trained()
         if trained.is_published and not self._stopping.is_set():
             await self._publish(step, trained.weights if self._publisher.takes_gpu_weights else weights, digest)
         if self._reports.on_trained is not None:

@@ -68,7 +68,7 @@ class LoopReports:
     progressed: Callable[[], None] = lambda: None
     """Called after each new step that is acknowledged, and after each publication."""
     trained: Callable[[], None] = lambda: None
-    """Called after each new step that is acknowledged."""
+    """Called after each new step, before it is acknowledged."""
     on_trained: Callable[[int, Sequence[ShownSample]], None] | None = None
     """Called in a thread with each acknowledged step and `num_shown` of its samples."""
     on_split: Callable[[PassSplit], None] = lambda split: None

@@ -21,7 +21,9 @@ SMALLEST = {
     "loop.episodes": "--episodes 400 800",
     "loop.overlap": "--steps 4",
     "loop.startup": "--repetitions 1",
-    "loop.out_of_memory": "--model cpu --cases passes",
+    "loop.out_of_memory": "--tiny --cases plan trainer passes",
+    "loop.defaults": "--tiny",
+    "engine.gpu_checks": "--tiny --parts shared_base",
 }
 
 

@@ -33,6 +33,8 @@ MIN_FILES = 1024
 MAX_CLOCK_OFFSET_S = 5.0
 """Leases use the ledger's clock alone, but times in logs and spans of several machines are compared."""
 GIB = 2**30
+LEAST_SHOWN = 5_000_000
+"""Bytes: smaller parts of a plan would be 0.00 GB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,14 +319,20 @@ def _confinement() -> DoctorFinding:
 
 
 def plan_lines(found: Resolution) -> list[str]:
-    """The memory plan of a run by place, with every part."""
+    """The memory plan of a run by place, with the parts of each process, largest first."""
     lines: list[str] = []
     parts = () if found.plan is None else found.plan.parts
     for place in dict.fromkeys(part.place for part in parts):
         here, has = [part for part in parts if part.place == place], found.capacity.get(place)
         of = "" if has is None else f" of {has / GB:.1f}"
         lines.append(f"{place}: {sum(part.num_bytes for part in here) / GB:.1f}{of} GB")
-        lines += [f"  {part.process:<12}{part.what:<24}{part.num_bytes / GB:8.2f}" for part in here]
+        processes = list(dict.fromkeys(part.process for part in here))
+        ordered = sorted(here, key=lambda part: (processes.index(part.process), -part.num_bytes))
+        lines += [
+            f"  {part.process:<12}{part.what:<24}{part.num_bytes / GB:8.2f}"
+            for part in ordered
+            if part.num_bytes >= LEAST_SHOWN
+        ]
     return lines
 
 
@@ -351,6 +359,8 @@ def print_plan(config: Path, overrides: Sequence[str], *, directory: Path, as_js
         result(line)
     if found.plan is None:
         result("no memory plan: the model is not on this machine, or its config.json has unknown fields")
+    elif not faults:
+        result("the run fits on this machine")
     for line in (*finding_lines(findings), *(f"{LABELS[Verdict.BROKEN]}{fault}" for fault in faults)):
         result(line)
     return exit_code

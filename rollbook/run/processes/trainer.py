@@ -8,6 +8,7 @@ from functools import partial
 
 from rollbook.concurrency.gpu_launches import prompt_launches
 from rollbook.contracts.admission import MemberRole
+from rollbook.contracts.batch import EndOfRun
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.inference.client.fleet import ReplicaSource
 from rollbook.ledger.client.client import LedgerClient
@@ -24,6 +25,12 @@ from rollbook.trainer.files.rollout_table import RolloutTable
 from rollbook.trainer.loop import LoopEnd, LoopOutcome, TrainerLoop
 from rollbook.trainer.metrics import TRAINER_METRICS
 from rollbook.trainer.pipeline import BatchFeed, LoopReports, RankHosts, WeightTargets
+
+REASONS = {
+    EndOfRun.MAX_STEPS: "trainer.max_steps is reached",
+    EndOfRun.END_OF_DATA: "there are no more tasks",
+    EndOfRun.STOPPED: "the run was stopped",
+}
 
 
 async def main(context: RoleContext) -> str:
@@ -142,4 +149,5 @@ def _exit_message(outcome: LoopOutcome) -> str:
         raise FencedError("a newer trainer took over this run")
     if outcome.end is LoopEnd.STOPPED:
         return f"stopped after step {outcome.step}, with a checkpoint to resume from"
-    return f"{outcome.reason} after step {outcome.step}, weights {outcome.digest}"
+    reason = "the run ended" if outcome.reason is None else REASONS[outcome.reason]
+    return f"{reason} after step {outcome.step}; digest of the weights {outcome.digest}"
