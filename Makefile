@@ -183,7 +183,7 @@ test-sinks: $(STAMP) ## Trackio and MLflow, in a separate virtual environment
 
 test-trl: $(STAMP) ## TRL with our workers, gate and ledger, in a separate virtual environment
 	PYTHON=$(PYTHON) sh scripts/trl_venv.sh
-	$(BIN)/python -m pytest tests/unit/integrations tests/services/test_integrations_trl.py
+	$(BIN)/python -m pytest tests/unit/integrations tests/services/test_integrations_trl.py tests/unit/rollout/test_rollout_templates.py
 
 bench-trainer: $(STAMP) ## the training step against a plain padded loop, and TRL's if .venvs/trl exists (DEVICE=cuda: 135M and 1.5B models)
 	$(BIN)/python -m benchmarks.trainer.step --device $(DEVICE)

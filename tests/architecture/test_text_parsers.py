@@ -33,6 +33,7 @@ from rollbook.envs.builtin.terminal.environment import command_of
 from rollbook.envs.builtin.terminal.files import CommandError, FileTree
 from rollbook.inference.server.text import ToolCallStream, template_messages
 from rollbook.rollout.agents.anthropic_messages import Thinking, _input
+from rollbook.rollout.agents.history import PlayedTurn, _continued_thought
 from rollbook.rollout.agents.lineage import _texts
 from rollbook.rollout.agents.messages import digests, normalised
 from rollbook.rollout.agents.program import _result
@@ -43,6 +44,7 @@ from rollbook.rollout.agents.tool_calls import canonical_arguments
 from rollbook.rollout.assemblers.assembler import after_sampled_end
 from rollbook.rollout.assemblers.chat import _after
 from rollbook.rollout.chat.provenance import _message_spans
+from rollbook.rollout.chat.tokenizer import _with_reasoning
 from rollbook.rollout.episodes.mcp_tools import read_arguments
 from rollbook.rollout.rewards.group_functions import diversity
 from rollbook.rollout.rewards.judge_prompts import parse_verdict, parse_verdicts
@@ -224,6 +226,9 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {
     "rollout/agents/anthropic_messages.py:_input": _input,
     "rollout/agents/anthropic_messages.py:joined": lambda text: Thinking.joined({"thinking": text, "signature": text}),
     "rollout/agents/anthropic_messages.py:split": Thinking.split,
+    "rollout/agents/history.py:_continued_thought": lambda text: _continued_thought(
+        PlayedTurn(tokens=[], rendered="<think>", reply=text, end_text="")
+    ),
     "rollout/agents/history.py:_rest": TOOL_PARSERS["hermes"],
     "rollout/agents/lineage.py:_texts": lambda text: list(_texts(text)),
     "rollout/agents/messages.py:_call": _chat,
@@ -242,6 +247,7 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {
     "rollout/assemblers/chat.py:_after": lambda text: _after(text, f" {text[:-1]} "),
     "rollout/rewards/group_functions.py:_shingles": lambda text: diversity([RewardCase(row={}, response=text)] * 2),
     "rollout/rewards/judge_prompts.py:_object": _verdict,
+    "rollout/chat/tokenizer.py:_with_reasoning": lambda text: _with_reasoning({"role": "assistant", "content": text}),
     "rollout/chat/provenance.py:_message_spans": lambda text: _message_spans([{"content": text[1:]}] * 3, text),
     "rollout/episodes/mcp_tools.py:read_arguments": read_arguments,
     "templates/atropos/environment.py:score": lambda text: SCORE(1, text),

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from rollbook.rollout.agents.messages import digests
-from rollbook.rollout.agents.tool_calls import ParsedText, ToolParser
+from rollbook.rollout.agents.tool_calls import THINKING_TAGS, ParsedText, ToolParser
 from rollbook.rollout.assemblers.assembler import after_sampled_end, first_difference
 from rollbook.rollout.contract import Message, RenderError, Tokenizer
 
@@ -61,7 +61,7 @@ class ChatHistory:
         if found is None:
             return Prompt(token_ids=self._tokenizer.encode(text), rendered=text)
         count, turn = found
-        rest = self._rest(turn, messages, count, render, text, parse=self._reader(tools, turn))
+        rest = self._rest(turn, messages, count, render, tools)
         if rest is None:
             return Prompt(token_ids=self._tokenizer.encode(text), rendered=text, rewrite=_difference(turn, text))
         return Prompt(token_ids=turn.tokens + self._tokenizer.encode(rest), rendered=text, is_continued=True)
@@ -78,37 +78,50 @@ class ChatHistory:
                 return count, turn
         return None
 
-    def _reader(self, tools: Tools, turn: PlayedTurn) -> Callable[[str], ParsedText]:
-        return partial(self._parser, tools=tools, prompt=turn.prompt) if tools else ParsedText
-
     def _rest(
         self,
         turn: PlayedTurn,
         messages: Sequence[Message],
         count: int,
         render: Callable[[Sequence[Message]], str],
-        text: str,
-        *,
-        parse: Callable[[str], ParsedText],
+        tools: Tools,
     ) -> str | None:
         """The template's text after the reply of `turn`; None if the template changes the reply."""
-        marked = [*messages[: count - 1], {"role": "assistant", "content": REPLY_MARK}, *messages[count:]]
+        text = render(messages)
+        # Without its thought, a template would print an empty one before the mark.
+        thought = _continued_thought(turn)
+        prompt = "" if thought else turn.prompt
+        parse: Callable[[str], ParsedText] = partial(self._parser, tools=tools, prompt=prompt) if tools else ParsedText
+        marked = [*messages[: count - 1], {"role": "assistant", "content": thought + REPLY_MARK}, *messages[count:]]
         try:
             around = render(marked)
         except RenderError:
             # A template that requires a call before its result: compare the whole text instead.
             return self._rest_of_text(turn, text)
         before, found, rest = around.partition(REPLY_MARK)
-        if not found or before.rstrip() != turn.rendered.rstrip():
+        if not found or before.rstrip() != (turn.rendered + thought).rstrip():
             return None
         if len(text) < len(before) + len(rest) or not (text.startswith(before) and text.endswith(rest)):
             return None
         kept = text[len(before) : len(text) - len(rest)]
-        return after_sampled_end(rest, turn.end_text) if parse(kept).is_same_as(parse(turn.reply)) else None
+        return (
+            after_sampled_end(rest, turn.end_text)
+            if parse(kept).is_same_as(parse(turn.reply[len(thought) :]))
+            else None
+        )
 
     def _rest_of_text(self, turn: PlayedTurn, text: str) -> str | None:
         whole = turn.rendered + turn.reply
         return after_sampled_end(text[len(whole) :], turn.end_text) if text.startswith(whole) else None
+
+
+def _continued_thought(turn: PlayedTurn) -> str:
+    """The part of the reply that ends a thought of the prompt; empty if the prompt does not end in one."""
+    opening, closing = THINKING_TAGS
+    if not turn.rendered.rstrip().endswith(opening) or closing not in turn.reply:
+        return ""
+    thought, _, answer = turn.reply.partition(closing)
+    return thought + closing + answer[: len(answer) - len(answer.lstrip())]
 
 
 def _difference(turn: PlayedTurn, text: str) -> str:

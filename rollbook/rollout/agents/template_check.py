@@ -7,7 +7,6 @@ template that rewrites earlier turns starts a new sequence there (`branching`), 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from typing import Any
 
 from rollbook.rollout.agents.history import ChatHistory, PlayedTurn
@@ -178,12 +177,11 @@ def _check(tokenizer: Tokenizer, parser: ToolParser, case: Case) -> TemplateFind
 
 def _play(tokenizer: Tokenizer, parser: ToolParser, case: Case) -> TemplateFinding:
     history = ChatHistory(tokenizer, parser)
-    parse = partial(parser, tools=case.tools) if case.tools else ParsedText
     end = tokenizer.eos_token_ids[:1]
     end_text = "" if case.is_cut else tokenizer.decode(end, skip_special_tokens=False)
     messages: list[Message] = []
     drift: int | None = None
-    for number, (before, reply) in enumerate(case.turns, start=1):
+    for number, (before, written) in enumerate(case.turns, start=1):
         messages = normalised([*messages, *before])
         if omission := _omission(tokenizer, messages, before, case.tools):
             return TemplateFinding(case=case.name, verdict=TemplateVerdict.UNSUPPORTED, detail=omission)
@@ -194,14 +192,31 @@ def _play(tokenizer: Tokenizer, parser: ToolParser, case: Case) -> TemplateFindi
                 case=case.name, verdict=TemplateVerdict.REWRITTEN, detail=f"before turn {number}: {cause}"
             )
         drift = _first_drift(prompt.token_ids, tokenizer.encode(prompt.rendered))
+        reply = _fitting(written, prompt.rendered)
+        parsed = parser(reply, tools=case.tools, prompt=prompt.rendered) if case.tools else ParsedText(reply)
         tokens = prompt.token_ids + tokenizer.encode(reply) + ([] if case.is_cut else list(end))
-        messages = normalised([*messages, parse(reply).to_message()])
+        messages = normalised([*messages, parsed.to_message()])
         history.add(
             messages,
             case.tools,
-            PlayedTurn(tokens=tokens, rendered=prompt.rendered, reply=reply, end_text=end_text),
+            PlayedTurn(
+                tokens=tokens,
+                rendered=prompt.rendered,
+                reply=reply,
+                end_text=end_text,
+                prompt=prompt.rendered,
+            ),
         )
     return TemplateFinding(case=case.name, verdict=TemplateVerdict.EXACT, drift=drift)
+
+
+def _fitting(reply: str, prompt: str) -> str:
+    """The reply of a policy that gets this prompt: it continues a thought that the prompt opens, and does not think again after one
+    that the prompt closes."""
+    end = prompt.rstrip()
+    if end.endswith("<think>"):
+        return THOUGHT.removeprefix("<think>\n") + reply.removeprefix(THOUGHT)
+    return reply.removeprefix(THOUGHT) if end.endswith("</think>") else reply
 
 
 def _omission(

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -26,6 +29,8 @@ MERGED_TOKENS = 64
 """More tokens than the end of a text can lose when it continues: the next characters may merge with the last tokens."""
 CACHED_CHARS = 4096
 """Longer strings are not cached: this keeps the two caches below 40 MB, and long strings rarely repeat."""
+OPENING, CLOSING, REASONING = "<think>", "</think>", "reasoning_content"
+"""Tags of thoughts, and the field of messages from which templates read them."""
 
 
 def _byte_characters() -> dict[str, int]:
@@ -58,6 +63,7 @@ class ModelTokenizer:
         self._special_tokens = dict(special_tokens or {})
         self._source = chat_template
         self._template = None if chat_template is None else _compile(chat_template)
+        self._has_reasoning = chat_template is not None and REASONING in chat_template
         self._eos_token_ids = tuple(eos_token_ids)
         # The rendering of a template that reads the date does not depend on the messages alone.
         self._may_cache = chat_template is not None and "strftime_now" not in chat_template
@@ -183,7 +189,7 @@ class ModelTokenizer:
                 {
                     **(template or {}),
                     **self._special_tokens,
-                    "messages": messages,
+                    "messages": [*map(_with_reasoning, messages)] if self._has_reasoning else messages,
                     "tools": list(tools) if tools else None,
                     "add_generation_prompt": add_generation_prompt,
                 }
@@ -239,10 +245,20 @@ def _eos_ids(fast: FastTokenizer, special: dict[str, str], generation: dict[str,
     return tuple(ids)
 
 
+class _GenerationTag(Extension):
+    """Published templates mark replies with `{% generation %}`, for masks of training data. It renders its content."""
+
+    tags = {"generation"}  # noqa: RUF012  # declared by jinja2
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
 def _compile(source: str) -> jinja2.Template:
     # Templates of downloaded models are untrusted.
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -253,6 +269,18 @@ def _compile(source: str) -> jinja2.Template:
         raise TokenizerError(f"the chat template does not parse: line {error.lineno}: {error}") from error
 
 
+def _with_reasoning(message: Message) -> Message:
+    """Newer templates read the thought of a reply from a field, and print one in its text as part of the answer. The start of the
+    thought may be missing, because it is the end of the prompt."""
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, str) or CLOSING not in content:
+        return message
+    if message.get(REASONING) is not None:
+        return message
+    thought, _, rest = content.partition(CLOSING)
+    return {**message, REASONING: thought.rpartition(OPENING)[2].strip("\n"), "content": rest.lstrip("\n")}
+
+
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
@@ -261,9 +289,15 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
-    # Jinja's `tojson` escapes HTML, which models were not trained on.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As in transformers. Jinja's `tojson` escapes HTML, which models were not trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 WITHOUT_THOUGHT = "{{ (m.content or '').split('</think>')[-1].lstrip('\\n') }}"
 
 
+FIELD_THOUGHT = "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n"
 QWEN_CALLS = (
     "{% for c in m.tool_calls or [] %}{{ '\\n' if m.content or not loop.first }}<tool_call>\n<function={{ c.function.name }}>\n"
     "{% for name, value in c.function.arguments.items() %}<parameter={{ name }}>\n"
@@ -33,13 +34,14 @@ QWEN_CALLS = (
 )
 
 
-def chatml(assistant: str, *, start: str = "", calls: str = HERMES_CALLS) -> str:
-    """Turns of ChatML with tools as Qwen writes them. `assistant`: the content of an earlier reply."""
+def chatml(assistant: str, *, start: str = "", calls: str = HERMES_CALLS, prompt: str = "") -> str:
+    """Turns of ChatML with tools as Qwen writes them. `assistant`: an earlier reply. `prompt`: the end of the prompt."""
     return (
         f"{start}{{% if tools %}}<|im_start|>system\n{TOOLS}<|im_end|>\n{{% endif %}}{{% for m in messages %}}"
         "{% if m.role == 'assistant' %}<|im_start|>assistant\n" + assistant + calls + "<|im_end|>\n"
         "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
-        "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + PROMPT
+        "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        + PROMPT.replace("{% endif %}", f"{prompt}{{% endif %}}")
     )
 
 
@@ -52,6 +54,12 @@ class Style:
     eos: str = "<|im_end|>"
     tool_style: str = "hermes"
 
+    @property
+    def opens_thought(self) -> bool:
+        """The prompt ends with the start of a thought."""
+        chat = [{"role": "user", "content": "x"}]
+        return self.tokenizer().render(chat, add_generation_prompt=True).rstrip().endswith("<think>")
+
     def tokenizer(self) -> ModelTokenizer:
         """Bytes, and one control token: the end of a turn."""
         vocabulary = {token: n for n, token in enumerate([self.eos, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
@@ -59,18 +67,40 @@ class Style:
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         fast.decoder = decoders.ByteLevel()
         fast.add_special_tokens([self.eos])
-        return ModelTokenizer(fast, chat_template=self.template, eos_token_ids=[vocabulary[self.eos]])
+        return ModelTokenizer(
+            fast,
+            chat_template=self.template,
+            special_tokens={"bos_token": "<s>", "eos_token": self.eos},
+            eos_token_ids=[vocabulary[self.eos]],
+        )
 
 
 STYLES = (
     Style("Qwen2.5, Qwen3-Instruct, Hermes", chatml("{{ m.content }}"), "earlier replies are printed as they are"),
     Style(
-        "Qwen3, Qwen3.5 (hybrid thinking)",
+        "Qwen3 (hybrid thinking)",
         chatml(
             "{% if loop.index0 > last.user %}{{ m.content }}{% else %}" + WITHOUT_THOUGHT + "{% endif %}",
             start=LAST_USER,
         ),
         "reasoning before the last user turn is dropped; within a tool loop it stays",
+    ),
+    Style(
+        "Qwen3.5, Nemotron 3 (thinking)",
+        chatml(
+            "{% if loop.index0 > last.user %}" + FIELD_THOUGHT + "{% endif %}{{ m.content }}",
+            start=LAST_USER,
+            calls=QWEN_CALLS,
+            prompt="<think>\n",
+        ),
+        "the prompt starts the reasoning; before the last user turn it is dropped, within a tool loop it stays",
+        tool_style="qwen",
+    ),
+    Style(
+        "Qwen3.8 (thinking)",
+        chatml(FIELD_THOUGHT + "{{ m.content }}", calls=QWEN_CALLS, prompt="<think>\n"),
+        "the prompt starts the reasoning, and all of it stays",
+        tool_style="qwen",
     ),
     Style(
         "Qwen3-Coder",

@@ -12,6 +12,7 @@ from tests.parts.rollout.family_templates import STYLES, Style, table
 
 PAGE = Path(__file__).parents[3] / "docs" / "token-fidelity.md"
 EXTENDING = {
+    "Qwen3.8 (thinking)",
     "Qwen3-Coder",
     "Qwen2.5, Qwen3-Instruct, Hermes",
     "Llama 3.1 to 3.3",
@@ -38,6 +39,8 @@ def test_every_sampled_token_is_trained_once_whatever_the_template_does_with_his
 ) -> None:
     tokenizer = style.tokenizer()
     chat = MessageTrajectoryAssembler(tokenizer, SamplingParams(), on_rewrite="fork")
+    if style.opens_thought:
+        thought = "hmm\n</think>\n\n"
     replies = [f"{thought}four", f"{thought}five", f"{thought}six"]
     for number, reply in enumerate(replies):
         chat.add_message("user", f"question {number}")

@@ -1,4 +1,5 @@
-"""The default chat rollout with the chat templates of Qwen3 and Llama 3, as TRL's package ships them (`make test-trl`)."""
+"""Published chat templates, as TRL's package ships them (`make test-trl`): all through the check of templates, and those of
+Qwen3 and Llama 3 in the default chat rollout."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
+from tests.parts.rollout import published_templates
 
+PAGE = Path(__file__).parents[3] / "docs" / "token-fidelity.md"
 TEMPLATES = Path(__file__).parents[3] / ".venvs" / "trl" / "lib"
 TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -46,6 +49,14 @@ def answer(tokenizer: ModelTokenizer, text: str) -> Completion:
         logprobs=np.full(len(ids), -0.5, np.float32),
         versions=np.zeros(len(ids), np.int32),
         finish_reason=FinishReason.STOP,
+    )
+
+
+def test_the_table_of_published_templates_is_what_they_do() -> None:
+    if (templates := published_templates.folder()) is None:
+        pytest.skip("needs TRL in its own environment: make test-trl")
+    assert published_templates.table(templates) in PAGE.read_text(encoding="utf-8"), (
+        "python -m tests.parts.rollout.published_templates writes it"
     )
 
 

@@ -58,6 +58,31 @@ def test_messages_with_more_than_role_and_content_reach_the_template() -> None:
     assert rendered == 'tool ls [{"a": "<b>"}];'
 
 
+def test_marks_of_generated_text_and_the_arguments_of_tojson_are_those_of_transformers() -> None:
+    source = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{{ m.call | tojson(ensure_ascii=False, separators=(',', ':'), sort_keys=True) }}{% endfor %}"
+    )
+    tokenizer = ModelTokenizer(fast_letters(), chat_template=source)
+    message = {"role": "assistant", "content": "hi ", "call": {"b": "é", "a": 1}}
+    assert tokenizer.render([message], add_generation_prompt=False) == 'hi {"a":1,"b":"é"}'
+
+
+@pytest.mark.parametrize("start", ["<think>\n", ""], ids=["in the reply", "in the prompt"])
+def test_a_thought_reaches_a_template_that_reads_it_from_a_field(start: str) -> None:
+    source = "{% for m in messages %}({{ m.reasoning_content or '' }})[{{ m.content }}]{% endfor %}"
+    tokenizer = ModelTokenizer(fast_letters(), chat_template=source)
+    thought = {"role": "assistant", "content": f"{start}hm\n</think>\n\nyes"}
+    assert tokenizer.render([thought], add_generation_prompt=False) == "(hm)[yes]"
+    # Of a user, without a thought, or with a field of its own: unchanged.
+    for message, expected in (
+        ({"role": "user", "content": "a</think>b"}, "()[a</think>b]"),
+        ({"role": "assistant", "content": "yes"}, "()[yes]"),
+        ({"role": "assistant", "content": "a</think>b", "reasoning_content": "c"}, "(c)[a</think>b]"),
+    ):
+        assert tokenizer.render([message], add_generation_prompt=False) == expected
+
+
 def test_invalid_files_stop_the_run_and_rejected_messages_only_the_episode(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"tokenizer\.json"):
         ModelTokenizer.from_directory(tmp_path)
