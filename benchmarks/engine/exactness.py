@@ -1,10 +1,13 @@
 """Whether the logprobs of sampled tokens have the same bits in the engine and in the trainer, and what that costs. On a GPU.
 
 `python -m benchmarks.engine.exactness [--cases 135m 1.5b …] [--tokens 100000]`. The engine samples groups of ragged answers with
-shared prompts, a second turn that finds its first one in the cache, a cache that is too small for all of them, and an update of the
-weights while they run. The trainer computes the logprobs of the same tokens in packed passes that share prompts.
-`exact_CASE`: share of the tokens with equal bits, without those that an update met. `cost_CASE`: speed of the default over `fast`,
-for sampling and for a training pass.
+shared prompts, further turns that find the ones before in the cache, a cache that is too small for all of them, and an update of
+the weights while they run. The trainer computes the logprobs of the same tokens in packed passes that share prompts.
+`exact_CASE`: share of the tokens with equal bits, without those that an update met (`mixed`). `cost_CASE`: speed of the default
+over `fast`, for sampling and for a training pass. `135m-recompute`: an update computes the keys of running requests again, so all
+tokens are compared; what that costs is its speed over that of `135m`. `135m-turns`: conversations of ten turns. `135m-32k`: prompts
+of 30,000 tokens.
+`--device cpu` runs the same with a tiny model in float32, where bits are not promised: tokens may differ by `CPU_ERROR` there.
 """
 
 import argparse
@@ -15,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +42,12 @@ from rollbook.trainer.data.minibatches import Minibatch, TrainRow, plan_minibatc
 from rollbook.trainer.metrics import mixed_caches
 from rollbook.trainer.model.policy_model import PolicyModel
 
-GROUP, MAX_LEN, PASS_TOKENS = 8, 2560, 16_384
+GROUP, PASS_TOKENS = 8, 16_384
 CHEAP = 1 / 1.15
+CPU_ERROR = 1e-4
+"""Largest difference of float32 passes whose sums have other orders."""
+OBSERVED = 17
+"""Tokens between two turns."""
 LONG_SHARE = 0.03
 """Share of the answers that are longer than what one attention program reads."""
 SHARED: dict[str, Any] = {"max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -51,19 +58,34 @@ class Case:
     config: Any
     kv_mb: float
     lora: bool = False
+    recomputes: bool = False
+    turns: int = 2
+    prompt: tuple[int, int] = (8, 400)
+    first: tuple[int, int] = (64, 512)
+    """Lengths of the first answers; `later`: of the others, except for `LONG_SHARE` of them, which have `long`."""
+    later: tuple[int, int] = (32, 128)
+    long: int = 1500
+    max_len: int = 2560
+    running: int = 512
 
 
 Offer = tuple[Publication, Path, Adapter | None]
 """A publication, its file, and the adapter if it is one."""
 
 
+OF_135M: dict[str, Any] = {
+    **SHARED, "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
+}  # fmt: skip
 CASES = {
-    "135m": Case(
-        config=LlamaConfig(
-            vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-            num_key_value_heads=3, tie_word_embeddings=True, **SHARED,
-        ),
-        kv_mb=4000.0,
+    "135m": Case(config=LlamaConfig(**OF_135M), kv_mb=4000.0),
+    "135m-recompute": Case(config=LlamaConfig(**OF_135M), kv_mb=4000.0, recomputes=True),
+    "135m-turns": Case(
+        config=LlamaConfig(**OF_135M), kv_mb=4000.0, turns=10, first=(32, 128), long=512, max_len=3500,
+    ),
+    "135m-32k": Case(
+        config=LlamaConfig(**{**OF_135M, "max_position_embeddings": 32_768}), kv_mb=12_000.0,
+        prompt=(29_000, 30_000), max_len=32_768, running=64,
     ),
     "1.5b": Case(
         config=Qwen2Config(
@@ -90,17 +112,34 @@ CASES = {
 }  # fmt: skip
 
 
+SMALL: dict[str, Any] = {"prompt": (4, 40), "first": (8, 40), "later": (8, 24), "long": 80, "running": 32, "kv_mb": 3.0}
+OF_SMALL = LlamaConfig(
+    **{**OF_135M, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
+       "num_attention_heads": 4, "num_key_value_heads": 2}
+)  # fmt: skip
+
+
+def small(name: str) -> Case:
+    """A case for a CPU, with the same parts."""
+    case = replace(CASES[name], config=OF_SMALL, max_len=900, **SMALL)
+    return replace(case, prompt=(900, 1000), max_len=1200, kv_mb=6.0) if "32k" in name else case
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     prompt: list[int]
     completion: Completion
 
 
-def make_model(case: Case, directory: Path, *, seed: int) -> None:
+def dtype_of(device: str) -> str:
+    return "bfloat16" if device == "cuda" else "float32"
+
+
+def make_model(case: Case, directory: Path, *, seed: int, device: str) -> None:
     torch.manual_seed(seed)
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(getattr(torch, dtype_of(device)))
     try:
-        with torch.device("cuda"):
+        with torch.device(device):
             model: Any = AutoModelForCausalLM.from_config(case.config)  # type: ignore[no-untyped-call]  # untyped there
             for name, parameter in model.named_parameters():
                 # Far from uniform distributions; biases and norms that are not 0 and 1.
@@ -112,7 +151,7 @@ def make_model(case: Case, directory: Path, *, seed: int) -> None:
 
 def draw_adapters(model: PolicyModel, number: int) -> None:
     """Both factors far from zero."""
-    random = torch.Generator(device="cuda").manual_seed(number)
+    random = torch.Generator(device=model.device).manual_seed(number)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -133,40 +172,49 @@ def adapter_offers(model: PolicyModel, home: Path) -> list[Offer]:
     return offers
 
 
-def full_offers(home: Path) -> list[Offer]:
+def full_offers(home: Path, device: str) -> list[Offer]:
     files = [home / f"{number}.safetensors" for number in (1, 2)]
-    models = [AutoModelForCausalLM.from_pretrained(home / f"model-{number}", dtype=torch.bfloat16) for number in (1, 2)]
+    dtype = getattr(torch, dtype_of(device))
+    models = [AutoModelForCausalLM.from_pretrained(home / f"model-{number}", dtype=dtype) for number in (1, 2)]
     return [(publish(file, model, n), file, None) for n, (file, model) in enumerate(zip(files, models, strict=True), 1)]
 
 
 async def sampled(
-    case: Case, home: Path, offers: Sequence[Offer], *, exactness: str, tokens: int
+    case: Case, home: Path, offers: Sequence[Offer], *, exactness: str, tokens: int, device: str
 ) -> tuple[list[Answer], float]:
     """Answers of two turns, and the tokens a second that were sampled."""
     rng, vocab = random.Random(0), case.config.vocab_size
     config = InferenceConfig(
-        device="cuda",
-        dtype="bfloat16",
-        max_running=512,
-        max_model_len=MAX_LEN,
+        device=device,
+        dtype=dtype_of(device),
+        max_running=case.running,
+        max_model_len=case.max_len,
         kv_memory_mb=case.kv_mb,
         exactness=exactness,
+        kv_after_update="recompute" if case.recomputes else "keep",
     )
     async with open_engine(config, home / "model-1") as engine:
         await engine.load_weights(*offers[0][:2], adapter=offers[0][2])
         print_status(f"  {'; '.join(engine.parts.choices)}")
 
-        async def play(prompt: list[int], lengths: tuple[int, int]) -> list[Answer]:
-            first = await engine.generate(prompt, SamplingParams(max_tokens=lengths[0]))
-            second = [*prompt, *first.token_ids.tolist(), *(rng.randrange(3, vocab) for _ in range(17))]
-            completion = await engine.generate(second, SamplingParams(max_tokens=lengths[1]))
-            return [Answer(prompt=prompt, completion=first), Answer(prompt=second, completion=completion)]
+        async def play(prompt: list[int], lengths: Sequence[int]) -> list[Answer]:
+            answers: list[Answer] = []
+            for length in lengths:
+                if answers:
+                    observed = [rng.randrange(3, vocab) for _ in range(OBSERVED)]
+                    prompt = [*prompt, *answers[-1].completion.token_ids.tolist(), *observed]
+                completion = await engine.generate(prompt, SamplingParams(max_tokens=length))
+                answers.append(Answer(prompt=prompt, completion=completion))
+            return answers
 
         plays, planned = [], 0
         while planned < tokens:
-            prompt = [rng.randrange(3, vocab) for _ in range(rng.randint(8, 400))]
+            prompt = [rng.randrange(3, vocab) for _ in range(rng.randint(*case.prompt))]
             for _ in range(GROUP):
-                lengths = rng.randint(64, 512), 1500 if rng.random() < LONG_SHARE else rng.randint(32, 128)
+                later = [rng.randint(*case.later) for _ in range(case.turns - 1)]
+                if rng.random() < LONG_SHARE:
+                    later[-1] = case.long
+                lengths = [rng.randint(*case.first), *later]
                 planned += sum(lengths)
                 plays.append(play(prompt, lengths))
         began = time.perf_counter()
@@ -182,12 +230,12 @@ async def sampled(
     return answers, sum(len(answer.completion.token_ids) for answer in answers) / seconds
 
 
-def rows_of(answers: Sequence[Answer], publication: int) -> tuple[list[TrainRow], int]:
-    """The tokens of one publication, and how many of them an update met."""
+def rows_of(answers: Sequence[Answer], publication: int, *, recomputes: bool) -> tuple[list[TrainRow], int]:
+    """The tokens of one publication, and how many of them an update met. None if running requests are computed again."""
     rows, mixed = [], 0
     for number, answer in enumerate(answers):
         completion, start = answer.completion, len(answer.prompt)
-        met = mixed_caches(completion.versions)
+        met = mixed_caches(completion.versions) & (not recomputes)
         mixed += int((met & (completion.versions == publication)).sum())
         chosen = np.flatnonzero((completion.versions == publication) & ~met)
         if not len(chosen):
@@ -222,42 +270,48 @@ def compared(model: PolicyModel, batch: Minibatch) -> tuple[int, int, float]:
     return count, unequal, largest
 
 
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def pass_seconds(model: PolicyModel, batch: Minibatch) -> float:
     """Forward and backward of a few passes."""
     passes = batch.microbatches[:4]
     for number in range(2):
         if number:
-            torch.cuda.synchronize()
+            synchronize(model.device)
             began = time.perf_counter()
         for micro in passes:
             logprobs, _ = model.token_logprobs(micro)
             logprobs.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             model.discard_gradients()
-    torch.cuda.synchronize()
+    synchronize(model.device)
     return (time.perf_counter() - began) / len(passes)
 
 
-def measure(name: str, case: Case, home: Path, *, exactness: str, tokens: int) -> dict[str, Any]:
+def measure(name: str, case: Case, home: Path, *, exactness: str, tokens: int, device: str) -> dict[str, Any]:
     config = TrainerConfig(
-        device="cuda",
-        compute_dtype="bfloat16",
+        device=device,
+        compute_dtype=dtype_of(device),
         exactness=exactness,
-        max_tokens_per_microbatch=PASS_TOKENS,
-        threads=4,
+        max_tokens_per_microbatch=max(PASS_TOKENS, case.max_len),
+        threads=4 if device == "cuda" else 1,
         lora=LoraSettings(rank=16) if case.lora else None,
     )
     adapted = PolicyModel.load(home / "model-1", config) if case.lora else None
-    offers = full_offers(home) if adapted is None else adapter_offers(adapted, home)
-    answers, speed = asyncio.run(sampled(case, home, offers, exactness=exactness, tokens=tokens))
-    set_unsplit_products(is_unsplit=False)
-    torch.cuda.empty_cache()
+    offers = full_offers(home, device) if adapted is None else adapter_offers(adapted, home)
+    answers, speed = asyncio.run(sampled(case, home, offers, exactness=exactness, tokens=tokens, device=device))
+    if device == "cuda":
+        set_unsplit_products(is_unsplit=False)
+        torch.cuda.empty_cache()
     found: dict[str, Any] = {"case": name, "exactness": exactness, "tokens_s": round(speed)}
     found |= {"tokens": 0, "unequal": 0, "largest": 0.0, "mixed": 0}
     for number in (1, 2):
         model = adapted or PolicyModel.load(home / f"model-{number}", config)
         if adapted is not None:
             draw_adapters(adapted, number)
-        rows, mixed = rows_of(answers, number)
+        rows, mixed = rows_of(answers, number, recomputes=case.recomputes)
         batch = plan_minibatch(rows, config, is_packed=model.is_packed)
         count, unequal, largest = compared(model, batch)
         found["tokens"] += count
@@ -268,12 +322,19 @@ def measure(name: str, case: Case, home: Path, *, exactness: str, tokens: int) -
             found["pass_s"] = round(pass_seconds(model, batch), 4)
             found["inexact_because"] = model.inexact_because
         del model
-        torch.cuda.empty_cache()
+        if device == "cuda":
+            torch.cuda.empty_cache()
     print_status(json.dumps(found))
     return found
 
 
-def figures_of(name: str, bitwise: dict[str, Any], fast: dict[str, Any]) -> list[Figure]:
+def figures_of(name: str, bitwise: dict[str, Any], fast: dict[str, Any], device: str) -> list[Figure]:
+    if device == "cpu":
+        error = max(bitwise["largest"], 1e-12)
+        ratio = CPU_ERROR / error
+        return [
+            Figure(name=f"exact_{name}", ours=error, peer=CPU_ERROR, unit="nats", ratio=ratio, floor=1.0, more=bitwise)
+        ]
     ours, peer = (1.0 - found["unequal"] / found["tokens"] for found in (bitwise, fast))
     sampling, training = bitwise["tokens_s"] / fast["tokens_s"], fast["pass_s"] / bitwise["pass_s"]
     return [
@@ -301,18 +362,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     args = parser.parse_args()
     figures = []
     for name in args.cases:
-        case = CASES[name]
+        case = CASES[name] if args.device == "cuda" else small(name)
         with tempfile.TemporaryDirectory() as folder:
             home = Path(folder)
             for number in (1,) if case.lora else (1, 2):
-                make_model(case, home / f"model-{number}", seed=number)
+                make_model(case, home / f"model-{number}", seed=number, device=args.device)
             bitwise, fast = (
-                measure(name, case, home, exactness=exactness, tokens=args.tokens) for exactness in ("bitwise", "fast")
+                measure(name, case, home, exactness=exactness, tokens=args.tokens, device=args.device)
+                for exactness in ("bitwise", "fast")
             )
-        figures += figures_of(name, bitwise, fast)
+        figures += figures_of(name, bitwise, fast, args.device)
     return print_figures(figures)
 
 
