@@ -206,16 +206,21 @@ class CpuByProcess:
         return {name: round((after[name] - before.get(name, 0.0)) / max(1, last - first), 4) for name in sorted(after)}
 
 
+def write_model(case: Case, directory: Path, *, device: str) -> Any:
+    """A model with random weights, and its tokenizer."""
+    model = build(case.shape, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    model.save_pretrained(directory)
+    settings = ModelBuildConfig(tokenizer="bytes", max_position_embeddings=case.shape.max_len)
+    build_tokenizer(settings).save_pretrained(str(directory))
+    return model
+
+
 def measure(
     name: str, case: Case, home: Path, *, device: str, bound: int, workers: int | None, seconds: float
 ) -> Iterator[Figure]:
     began = time.monotonic()
     model_dir = home / f"model-{name}"
-    model = build(case.shape, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
-    model.save_pretrained(model_dir)
-    build_tokenizer(ModelBuildConfig(tokenizer="bytes", max_position_embeddings=case.shape.max_len)).save_pretrained(
-        str(model_dir)
-    )
+    model = write_model(case, model_dir, device=device)
     publication = publish(home / "weights.safetensors", model, 1)
     del model
     print_status(f"{name}: the model is written after {time.monotonic() - began:.0f} s")
