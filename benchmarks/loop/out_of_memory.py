@@ -118,7 +118,7 @@ allocate = torch.zeros_like
 
 def zeros_like(*args, **options):
     callers = {sys._getframe(number).f_code.co_name for number in (1, 2, 3)}
-    return fail() if "allocate" in callers else allocate(*args, **options)
+    return fail() if "allocate_state" in callers else allocate(*args, **options)
 
 torch.zeros_like = zeros_like
 """,

@@ -382,7 +382,9 @@ class TrainStep:
             text = f"the state of the optimizer ({size:.2f} GB) does not fit into the memory of {process}"
         if smaller is None:
             longest = max((part.longest for part in minibatches), default=0)
-            text += (f". Its longest sequence has {longest} tokens" if longest else "") + f". {LESS_MEMORY}"
+            if longest and not error.is_optimizer:
+                text += f". Its longest sequence has {longest} tokens"
+            text += f". {LESS_MEMORY}"
         return StepMemoryError(
             f"{text}. {error}",
             step=step,

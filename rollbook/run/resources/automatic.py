@@ -85,7 +85,7 @@ class Resolution:
             advice = [str(saving) for saving in savings(self.model, self.sizes, place)]
             faults.append(
                 ConfigFault(
-                    "model",
+                    "trainer.keep_checkpoints" if place == DISK else "model",
                     f"the run needs {self.plan.total(place) / GB:.1f} GB of {place}, which has {has:.1f}; "
                     f"{missing / GB:.1f} GB are missing:\n"
                     + "\n".join(f"  {line}" for line in self.plan.lines(place))
