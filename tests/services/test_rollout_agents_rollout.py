@@ -245,6 +245,7 @@ async def test_a_command_is_killed_when_its_episode_is_cancelled(tmp_path: Path)
         ({"agent": f"{PROGRAMS}:converse", "arguments": ["-x"]}, "arguments: only for a coding agent"),
         ({"command": ["x"], "sandbox": "bubblewrap"}, "sandbox: only for a coding agent. A command"),
         ({"agent": "codex"}, "agent = 'codex' returns a text, so a reward is required"),
+        ({"agent": "pi", "reward": REWARD, "sandbox": "e2b"}, 'sandbox = "e2b": a coding agent is bound into'),
         ({"agent": "pi", "reward": REWARD, "sandbox_limits": {"colour": 1}}, "colour: there is no such limit"),
         (
             {"agent": "codex", "reward": REWARD, "environment": {"PATH": "/nowhere"}},

@@ -123,6 +123,11 @@ class AgentSettings(BaseModel, frozen=True, extra="forbid"):
                 f'reward = "harbor": a coding agent ({", ".join(CODING_AGENTS)}) works in the image of the task, in a sandbox; '
                 'other agents, sandbox = "none" and workspace are not possible'
             )
+        if self.is_coding and self.sandbox == "e2b":
+            raise ValueError(
+                'sandbox = "e2b": a coding agent is bound into its sandbox from this machine; use "bubblewrap", "podman" or '
+                '"docker"'
+            )
         sandbox_limits(self.sandbox_limits)
         return self
 

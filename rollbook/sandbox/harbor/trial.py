@@ -16,7 +16,7 @@ from pathlib import Path
 from rollbook.contracts.errors import RunError
 from rollbook.sandbox.bubblewrap import Kind, open_sandbox
 from rollbook.sandbox.harbor.image import DEFAULT_CACHE, build_image, copy_tree
-from rollbook.sandbox.harbor.task import HarborTask
+from rollbook.sandbox.harbor.task import HarborTask, HarborTaskError
 from rollbook.sandbox.harbor.verifier import SHOWN_CHARS, TaskVerdict, verify
 from rollbook.sandbox.sandbox import Image, Limits, Sandbox, SandboxError, SandboxState
 
@@ -58,6 +58,10 @@ async def open_trial(
 ) -> AsyncIterator[Trial]:
     """`images`: local roots of base images, or `host`: `/usr` of this machine. `cache`: where built images are kept. `binds`: files
     of this machine that an agent needs. `limits`: instead of those of the task."""
+    if kind in ("none", "e2b"):
+        raise HarborTaskError(
+            f'sandbox = "{kind}" cannot start the image of a Harbor task; use "bubblewrap", "podman" or "docker"'
+        )
     image = await build_image(task, images=images or {}, cache=cache, kind=kind)
     image = replace(image, binds={**image.binds, **(binds or {})})
     async with open_sandbox(image, limits or task.limits, kind=kind, network=network) as sandbox:
