@@ -99,11 +99,7 @@ def compare_probe(module: Any, answers: Sequence[ProbedAnswer]) -> str | None:
     )
     with torch.cuda.device(weight.device) if weight.is_cuda else nullcontext():
         model = PolicyModel.over(module, config)
-        found = unequal_answers(model, config, answers) if model.inexact_because is None else None
-        del model
-        if weight.is_cuda:
-            torch.cuda.empty_cache()
-    return found
+        return unequal_answers(model, config, answers) if model.inexact_because is None else None
 
 
 @torch.no_grad()

@@ -136,6 +136,47 @@ def test_decode_attention_in_a_window(window: int, chunk: int) -> None:
     assert_same_attention(make_case(SHAPES["one key head"], chunk=chunk), window=window)
 
 
+@pytest.mark.parametrize("chunk", [16, 1024], ids=["split", "not split"])
+def test_drafted_tokens_have_the_bits_of_decoding_one_by_one(chunk: int) -> None:
+    """They are further decoding rows with the same blocks: each reads the keys of those before it, and none after."""
+    heads, rows = SHAPES["three key heads"], np.array([2, 2, 2, 4])
+    offsets, depth = np.array([0, 1, 2, 0]), 3
+    case = make_case(heads, chunk=chunk)
+    table, of = RowTable(ROWS), Attention(scale=0.3, rotary=rotary_of(heads.size))
+    table.positions[[2, 4]] = 45, 100
+    table.is_active[[2, 4]] = True
+    fused_MX = random(len(rows), heads.fused * heads.size, seed=6)
+
+    def attended(lines: list[int], blocks: Tensor) -> Tensor:
+        shape = StepShape.decode(len(lines), key_heads=heads.keys, is_split=chunk < 128, parts=depth * WIDTH)
+        layout = layout_of(shape)
+        block = torch.empty(layout.length, dtype=torch.int32)
+        drafted = DecodeLines(
+            rows=rows[lines],
+            offsets=offsets[lines],
+            tokens=np.zeros(len(lines), dtype=np.int32),
+            positions=(table.positions[rows] + offsets)[lines].astype(np.int32),
+            columns=(rows + offsets * (ROWS + 1))[lines],
+            keys=np.zeros(len(lines), dtype=np.int64),
+        )
+        nothing = np.empty(0, dtype=np.int64)
+        changes = nothing, nothing.astype(np.int32)
+        layout.fill(block.numpy(), table, drafted, [], changes=changes, chunk=chunk, query_tile=1)
+        tokens_S = torch.zeros(ROWS + 1, dtype=torch.int32, device=DEVICE)
+        step = layout.step(block.to(DEVICE), last_tokens_S=tokens_S, tables_SP=case.step.tables_SP)
+        own_MX = fused_MX[lines].clone()
+        case.ops[0].rotate_and_store(own_MX, step, blocks, of)
+        return case.ops[0].attend(own_MX, step, blocks, of)
+
+    # What follows a position is of refused drafts: it must not be read.
+    one, other = (random(*case.blocks.shape, seed=4) for _ in range(2))
+    together = attended([0, 1, 2, 3], one)
+    alone = torch.cat([attended([line], other) for line in (0, 3, 1, 2)])
+    assert torch.equal(together[[0, 3, 1, 2]], alone)
+    assert not torch.isnan(together).any()
+    assert torch.equal(one, other)
+
+
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Counts the elements of new tensors."""
 

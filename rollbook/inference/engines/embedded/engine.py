@@ -48,6 +48,7 @@ from rollbook.inference.engines.embedded.thread import MEMORY_ADVICE, EngineThre
 from rollbook.inference.pause import PauseMode, needs_loading, require_unpublished
 from rollbook.inference.request import GenerationRequest, checked_prompt, checked_request
 from rollbook.inference.weights.safetensors import read_published_weights, require_published
+from rollbook.numerics.device_memory import release_memory
 from rollbook.numerics.machine import machine_of_bits
 from rollbook.telemetry.spans import SpanRecorder
 
@@ -180,6 +181,8 @@ class TransformersEngine:
         except Exception as error:  # a check must not end what it checks; the trainer compares tokens in every step
             log.warning("exact logprobs could not be checked at the start: %s: %s", type(error).__name__, error)
             return
+        finally:
+            await self.thread.between_rounds(release_memory)
         if not found:
             log.info("exact logprobs: checked at the start")
             return
