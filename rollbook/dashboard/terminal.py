@@ -18,6 +18,8 @@ from rollbook.dashboard.run_metrics import EvaluationPoint, RunMetrics, StepMetr
 
 STATE_STYLES = {"running": "green", "starting": "cyan", "restarting": "yellow", "failed": "bold red"}
 PLAIN_INTERVAL_S = 5.0
+UNCHANGED_INTERVAL_S = 60.0
+"""A line that says nothing new is repeated this often, as a sign of life."""
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
 SHOWN_MESSAGES = 2
@@ -148,7 +150,7 @@ def open_view(
 ) -> Iterator[Callable[[RunMetrics, Sequence[ProcessStatus]], None]]:
     """Yield a function that shows a state: in a live panel on a terminal, in plain lines elsewhere (a pipe, a log file, CI).
 
-    Plain lines are printed at most every `interval_s`; the last state is always printed.
+    Plain lines are printed at most every `interval_s`, and rarely if they say nothing new; the last state is always printed.
     """
     if console.is_terminal and not console.is_dumb_terminal:
         # Redrawn by each update. They come often enough, so no refresh thread is needed.
@@ -176,7 +178,7 @@ def open_view(
             transcript_at = metrics.transcript.time
             write("\n".join(transcript_lines(metrics.transcript)))
         latest = renderer.line(metrics, processes)
-        if now() - printed_at >= interval_s:
+        if now() - printed_at >= (interval_s if latest != printed else max(interval_s, UNCHANGED_INTERVAL_S)):
             print_latest()
 
     try:

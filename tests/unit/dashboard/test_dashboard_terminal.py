@@ -166,6 +166,15 @@ def test_plain_lines_are_printed_every_few_seconds_and_the_last_state_always() -
     assert steps == ["demo [1]: step 0/9", "demo [1]: step 3/9", "demo [1]: step 4/9"]
 
 
+def test_a_plain_line_that_says_nothing_new_is_repeated_once_a_minute() -> None:
+    file, now = io.StringIO(), [0.0]
+    with open_view(Console(file=file), renderer(), interval_s=5.0, now=lambda: now[0]) as update:
+        for at in range(0, 130, 5):
+            now[0] = float(at)
+            update(RunMetrics(last_step=0), ())
+    assert len(file.getvalue().splitlines()) == 3
+
+
 def test_the_last_state_is_not_printed_twice() -> None:
     file = io.StringIO()
     with open_view(Console(file=file), renderer()) as update:
