@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ LAYER_PARTS = {
 }
 ATTENTION_PARTS = {"o_proj", "q_norm", "k_norm", "query_layernorm", "key_layernorm"}
 SINKS = "sinks"
+BY_LENGTH = ("dynamic", "longrope")
 WINDOWED_CACHES = {"DynamicLayer", "DynamicSlidingWindowLayer"}
 
 
@@ -369,19 +371,30 @@ def _is_rotated(attention: Any) -> bool:
     return getattr(attention, "sliding_window", None) is None or getattr(attention, "is_sliding", True)
 
 
+def rotation_by_length(config: Any) -> tuple[str, int] | None:
+    """The kind of a rotary embedding that changes with the longest sequence of a batch, and the length above which it does."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    # One for all layers, or one for each kind of layer.
+    parts = [*rope.values()] if rope and all(isinstance(own, dict) for own in rope.values()) else [rope]
+    found = [
+        (part["rope_type"], int(part.get("original_max_position_embeddings") or config.max_position_embeddings))
+        for part in parts
+        if part.get("rope_type") in BY_LENGTH
+    ]
+    return min(found, key=itemgetter(1), default=None)
+
+
 def _has_layer_types(rotary: Any) -> bool:
     return "layer_type" in inspect.signature(rotary.forward).parameters
 
 
 def _rotary_of(model: Any, attention: Any, kind: str | None, *, max_model_len: int) -> Rotary:
     embedding, config = model.get_input_embeddings().weight, model.config.get_text_config()
+    if (changing := rotation_by_length(config)) is not None and max_model_len > changing[1]:
+        name, length = changing
+        raise UnsupportedModelError(f"its rotary embedding ({name}) depends on the length above {length} tokens")
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get(kind, {}) if kind is not None else rope
-    original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-    if rope.get("rope_type") in {"dynamic", "longrope"} and max_model_len > original:
-        raise UnsupportedModelError(
-            f"its rotary embedding ({rope['rope_type']}) depends on the length above {original} tokens"
-        )
     is_paired, is_wide = _rotation_of(model, attention, kind)
     # A module without weights has no frequencies.
     rotary = type(model.model.rotary_emb)(config=config) if embedding.is_meta else model.model.rotary_emb

@@ -2,6 +2,7 @@
 join, leave, move and continue have the logprobs of a plain forward."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,20 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.weights import Adapter
 from rollbook.inference.engines.batching import SlotBudget
+from rollbook.inference.engines.embedded.engine import open_engine
 from rollbook.inference.pause import PauseMode
 from rollbook.inference.weights.lora import read_adapter
+from tests.models.families import family
 from tests.parts.inference.adapters import make_adapter
-from tests.parts.inference.engines import TinyModel, assert_faithful, embedded, next_step, some_prompts, until
+from tests.parts.inference.engines import (
+    TinyModel,
+    assert_faithful,
+    embedded,
+    engine_config,
+    next_step,
+    some_prompts,
+    until,
+)
 from tests.parts.inference.models import plain_logprobs
 
 KINDS = [
@@ -158,6 +169,18 @@ def test_the_fixed_memory_of_a_row_counts_in_the_budget() -> None:
     assert budget.rows_for(64) == 20
     with pytest.raises(ValueError, match="does not hold one sequence"):
         SlotBudget(max_rows=1, max_length=256, max_tokens=600, row_tokens=436)
+
+
+async def test_a_rotation_that_changes_with_the_longest_row_of_a_batch_limits_the_length(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {**family("phi3").settings, "original_max_position_embeddings": 64}
+    settings["rope_parameters"] = {**settings["rope_parameters"], "original_max_position_embeddings": 64}
+    replace(family("phi3"), settings=settings).model().save_pretrained(tmp_path)
+    for length in (None, 65):
+        with pytest.raises(RunError, match=r"\(longrope\) changes for a whole batch .* at most 64"):
+            async with open_engine(engine_config("transformers", kv_memory_mb=20, max_model_len=length), tmp_path):
+                pass
+    async with open_engine(engine_config("transformers", kv_memory_mb=20, max_model_len=64), tmp_path) as engine:
+        assert engine.parts.choices[0].startswith("forward: llama")
 
 
 async def test_a_model_without_a_limit_of_length_needs_max_model_len(root: Path) -> None:

@@ -34,6 +34,7 @@ from rollbook.inference.engines.embedded.model.row_states import RowStates, byte
 from rollbook.inference.engines.embedded.routes import RouteRecorder
 from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache
 from rollbook.inference.weights.lora import CONFIG_FILE, read_settings
+from rollbook.numerics.recipe import rotation_by_length
 from rollbook.shared_weights.base import SharedBase
 from rollbook.shared_weights.files import load_model
 from rollbook.shared_weights.modules import assign, empty_model
@@ -68,6 +69,12 @@ def load_module(
         raise RunError(f"no causal language model could be loaded from {directory}: {error}") from error
     built_for = positions_of(model.config)
     length = max_model_len or built_for
+    if (changing := rotation_by_length(model.config.get_text_config())) is not None and length > changing[1]:
+        raise RunError(
+            f"the rotary embedding of the model in {directory} ({changing[0]}) changes for a whole batch when one of its sequences "
+            f"exceeds {changing[1]} tokens, so logprobs would depend on the other requests; set inference.max_model_len to at most "
+            f"{changing[1]}"
+        )
     if length == 0:
         raise RunError(
             f"the model in {directory} has no limit of its length; set inference.max_model_len to the length you need"
