@@ -24,6 +24,7 @@ SMALLEST = {
     "loop.out_of_memory": "--tiny --cases plan trainer passes",
     "loop.defaults": "--tiny",
     "engine.gpu_checks": "--tiny --parts shared_base",
+    "engine.families": "--tiny --only gpt-oss-20B",
 }
 
 
