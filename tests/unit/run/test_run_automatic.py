@@ -366,6 +366,9 @@ def test_supervised_fine_tuning_uses_the_gpu_unless_its_file_says_otherwise(tmp_
     assert loaded.with_trainer(trainer_choices(loaded.config.trainer, WITHOUT_GPU)).config == loaded.config
     on_cpu = load_sft_config(tmp_path / "sft.toml", ["trainer.device=cpu"]).config.trainer
     assert trainer_choices(on_cpu, WITH_GPU) == {}
+    found = {"device": "cpu", "max_tokens_per_microbatch": 300, "gradient_checkpointing": True}
+    recorded = TrainerConfig.model_validate({**found, "threads": 1})
+    assert trainer_choices(loaded.config.trainer, WITH_GPU, recorded=recorded) == found, "a resumed one keeps them"
 
 
 def mixture(tmp_path: Path) -> Path:

@@ -3,10 +3,12 @@
 import os
 import shutil
 import stat
+import tomllib
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from rollbook.run.config.source import read_source
 from rollbook.run.directory import RunDirectory, RunDirectoryError
@@ -32,6 +34,16 @@ def test_a_full_disk_is_reported_before_the_run_starts(tmp_path: Path, monkeypat
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 99, 1 << 20))
     with pytest.raises(RunDirectoryError, match="only 1 MiB are free"):
         RunDirectory(tmp_path).prepare()
+
+
+def test_settings_that_were_found_out_are_recorded_in_the_configuration(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    table: dict[str, dict[str, object]] = {"run": {"name": "a"}, "trainer": {"lr": 1e-3, "lora": {"rank": 4}}}
+    directory.config_file.write_text(tomli_w.dumps(table), encoding="utf-8")
+    directory.record_settings("trainer", {"max_tokens_per_microbatch": 300, "gradient_checkpointing": 2})
+    table["trainer"] |= {"max_tokens_per_microbatch": 300, "gradient_checkpointing": 2}
+    assert tomllib.loads(directory.config_file.read_text(encoding="utf-8")) == table
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
 
 
 def test_a_directory_without_a_run_is_reported(tmp_path: Path) -> None:
