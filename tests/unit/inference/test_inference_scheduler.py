@@ -367,12 +367,14 @@ async def test_all_row_counts_are_captured_before_the_first_request(root: Path) 
         assert runner.captures == captures
 
 
+@pytest.mark.parametrize("draft_tokens", [0, 5])
 async def test_steps_of_split_rows_are_captured_before_the_first_request(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, monkeypatch: pytest.MonkeyPatch, draft_tokens: int
 ) -> None:
     monkeypatch.setattr("rollbook.inference.engines.embedded.paged.runner.CHUNK", 8)
     monkeypatch.setattr("rollbook.inference.engines.embedded.paged.step_input.PROGRAMS_WANTED", 1)
-    async with embedded(TinyModel(root=root), is_captured=True, max_running=3, forward_tokens=128) as engine:
+    settings = {"max_running": 3, "forward_tokens": 128, "draft_tokens": draft_tokens}
+    async with embedded(TinyModel(root=root), is_captured=True, **settings) as engine:
         runner = engine.parts.runner
         assert isinstance(runner, PackedRunner)
         # With exact sums the length of chunks is fixed, so long rows have more parts.

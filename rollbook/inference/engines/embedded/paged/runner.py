@@ -70,6 +70,7 @@ class PackedRunner:
         # The last row takes the results of padding. One tensor, so that one transfer brings both to the host. After it, the same
         # for each drafted token.
         columns = (max_rows + 1) * (1 + draft_tokens)
+        self._max_lines = max_rows * (1 + draft_tokens)
         self._depth = 1
         self._results_2S = torch.zeros((2, columns), dtype=torch.int32, device=self._device)
         self._tokens_S = self._results_2S[0]
@@ -90,7 +91,7 @@ class PackedRunner:
         keys = self.model.heads.keys
         shapes = [
             StepShape.decode(rows, key_heads=keys, is_split=bool(parts), parts=parts)
-            for rows in [*(rows for rows in ROW_BUCKETS if rows < self._max_rows), self._max_rows]
+            for rows in self._decode_rows()
             for parts in self._usual_parts(rows)
         ]
         shapes += [
@@ -110,6 +111,12 @@ class PackedRunner:
             block = np.zeros(layout.length, dtype=np.int32)
             layout.fill(block, table, nothing, [], changes=self.cache.take_changes(0), chunk=1, query_tile=1)
             self._run(shape, torch.from_numpy(block), is_truncated=False, has_tops=False, kind=kind)
+
+    def _decode_rows(self) -> list[int]:
+        """The sizes of decode steps: of all rows, and of all rows with drafts."""
+        most = min(self._max_tokens, self._max_lines)
+        sizes = {rows for rows in ROW_BUCKETS if rows < most} | {self._max_rows}
+        return sorted(sizes | {bucket(most, ROW_BUCKETS)} if most > self._max_rows else sizes)
 
     def _usual_parts(self, rows: int) -> list[int]:
         """The numbers of parts that steps of so many rows usually have; 0: no row is split."""
