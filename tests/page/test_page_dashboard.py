@@ -188,7 +188,7 @@ def test_a_rollout_shows_what_the_judges_wrote_and_the_reward_of_each_turn(
         ([0, 0, 0, 0], None, ["", "", ""]),
     ],
 )
-def test_the_rewards_of_turns_are_at_the_answers_of_these_turns(  # noqa: PLR0917
+def test_the_rewards_of_turns_are_at_the_answers_of_these_turns(
     browser: Browser,
     shown: Shown,
     watched: Watched,

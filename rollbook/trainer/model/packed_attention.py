@@ -90,7 +90,7 @@ class Packing:
         kernel: str = "equal",
         heads: tuple[int, int, int] | None = None,
     ) -> "Packing":
-        """`heads`: numbers of heads, and of those of keys, and their size. What depends on them is then prepared before the first layer."""
+        """`heads`: how many, how many of keys, and their size. What depends on them is then prepared before the first layer."""
         added = np.array(sequences.added, dtype=np.int64)
         # The added tokens are at the end of each sequence.
         shifts = np.array(sequences.lengths, dtype=np.int64) - np.cumsum(added)
