@@ -3,7 +3,8 @@
 python -m benchmarks.learning.estimators --out docs/results/estimators
 
 A policy of 10,000 weights sees one of twelve states, replies with one of six words, and moves to a state that depends on both. One
-word is right in each state, and a reward of 1 is paid for it in its turn. Sampling is synchronous and in this process; advantages,
+word is right in each state, and a reward of 1 is paid for it in its turn. For `gdpo`, the first and the last three turns are two
+reward functions. Sampling is synchronous and in this process; advantages,
 losses and steps are those of the trainer.
 """
 
@@ -23,7 +24,7 @@ from benchmarks.report import print_status
 from rollbook.contracts.batch import BatchEntry, BatchManifest, TrainingBatch
 from rollbook.contracts.group import PromptGroup, group_id
 from rollbook.contracts.task import TaskId
-from rollbook.contracts.trajectory import RolloutSample, TokenRow, TurnMark
+from rollbook.contracts.trajectory import SCORE_PREFIX, RolloutSample, TokenRow, TurnMark
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.config import LOSS_DEFAULTS, TrainerConfig
 from rollbook.trainer.data.minibatches import flatten, plan_minibatch
@@ -36,7 +37,10 @@ from rollbook.trainer.step import TrainStep, loss_settings
 STATES, WORDS, TURNS = 12, 6, 6
 GROUPS, SAMPLES = 4, 8
 BOS, FIRST = 1, len(SPECIAL_TOKENS)
-ADVANTAGES = ("group", "dr_grpo", "rloo", "reinforce_pp_baseline", "turn_group", "turn_rloo", "gigpo")
+ADVANTAGES = (
+    *("group", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gdpo"),
+    *("turn_group", "turn_rloo", "gigpo"),
+)
 LEARNING = ("group", "rloo", "turn_group", "turn_rloo", "gigpo")
 """Those that are trained from the start."""
 LAG = 2
@@ -109,7 +113,8 @@ def play(
         )
         earned = [float(turn[number]) for turn in rewards[:turns]]
         paid = [*[0.0] * (len(earned) - 1), sum(earned)] if is_late else earned
-        sample = RolloutSample(sequences=(row,), reward=sum(earned), turns=marks[:turns])
+        scores = {f"{SCORE_PREFIX}first": sum(earned[: TURNS // 2]), f"{SCORE_PREFIX}last": sum(earned[TURNS // 2 :])}
+        sample = RolloutSample(sequences=(row,), reward=sum(earned), turns=marks[:turns], metrics=scores)
         made.append(sample.with_turns(rewards=paid, states=[str(turn[number]) for turn in visited[:turns]]))
     return batch_of(made, samples=samples, step=step)
 

@@ -118,6 +118,8 @@ class RemoteSandbox:
         kept = {"stdout": bytearray(), "stderr": bytearray()}
 
         def keep(stream: str, data: bytes) -> None:
+            # The relay keeps the limit, unless the code inside writes in its name.
+            data = data[: output_bytes - len(kept[stream])]
             kept[stream] += data
             if on_output is not None:
                 on_output(stream, data)

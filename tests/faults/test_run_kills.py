@@ -94,7 +94,9 @@ def test_a_run_is_protected_from_a_second_one_drains_at_an_interrupt_and_resumes
         url = require_restart_of_a_killed_dashboard(run)
         drained = interrupt(run)
         assert f"dashboard: {url}" in drained["stderr"]
-        assert re.search(r"first step after \d+\.\d s: \d+\.\d checks; .*\d policy \(.*\d loading the model", drained["stderr"])
+        assert re.search(
+            r"first step after \d+\.\d s: \d+\.\d checks; .*\d policy \(.*\d loading the model", drained["stderr"]
+        )
         run.has_dashboard = False
 
         run.start()
