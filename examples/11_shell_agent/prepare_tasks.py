@@ -20,7 +20,7 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
 def agent_templates() -> dict[str, Template]:
-    """The texts of the agent, from the settings of the run."""
+    """The prompts of the agent, from the settings of the run."""
     settings = tomllib.loads((HERE / "run.toml").read_text(encoding="utf-8"))["rollout"]["settings"]
     pairs = (argument.removeprefix("--config=").partition("=") for argument in settings["arguments"])
     return {name: Template(text, keep_trailing_newline=True) for name, _, text in pairs if name.endswith("_template")}
