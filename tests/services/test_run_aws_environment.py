@@ -13,6 +13,7 @@ pytest.importorskip("ministack")
 pytest.importorskip("awscli")
 
 
+@pytest.mark.slow
 def test_a_scripted_policy_solves_aws_tasks_in_eight_clouds_and_every_group_is_trained(tmp_path: Path) -> None:
     example = REPOSITORY / "examples" / "02_aws_cli_agent" / "run.toml"
     done = rollbook("train", str(example), "--run-dir", str(tmp_path / "run"), "--set", "trainer.max_steps=2", "--json")

@@ -99,6 +99,7 @@ def train_in_process(home: Path) -> SftOutcome:
     ).run()
 
 
+@pytest.mark.slow
 def test_sft_learns_and_a_killed_run_ends_with_the_same_weights(home: Path) -> None:
     uninterrupted = train_in_process(home)
     assert uninterrupted.eval_loss is not None

@@ -38,6 +38,7 @@ def arguments(home: Path) -> list[str]:
     return ["study", str(home / "study.toml"), "--out", str(home / "out"), "--jobs", "2", "--json"]
 
 
+@pytest.mark.slow
 def test_a_study_trains_its_cells_once_and_refuses_to_mix_settings(home: Path) -> None:
     only = ("--only", "*=1")
     done = rollbook(*arguments(home), *only)
