@@ -592,6 +592,12 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     def tokens_per_pass(self) -> int:
         return self.max_tokens_per_microbatch or DEFAULT_TOKENS_PER_PASS
 
+    @property
+    def wants_exact_passes(self) -> bool:
+        """Whether passes have the bits of the sampler, if the model can."""
+        settings = self.model_dump(include={"device", "compute_dtype", "exactness"})
+        return effective_exactness(settings) == "bitwise"
+
     def numeric_settings(self) -> dict[str, Any]:
         """The settings that decide the numbers of a step, as JSON values. They must not change before steps that are replayed."""
         settings = self.model_dump(mode="json", exclude=set(NOT_NUMERIC))

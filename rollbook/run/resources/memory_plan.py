@@ -83,6 +83,8 @@ class Sizes:
     """Tokens of the longest sequence: it gets a pass of its own even if the pass size is smaller."""
     checkpointed_layers: int = 0
     """Their activations are recomputed in the backward pass. `ALL_LAYERS`, or any number beyond the model's: all."""
+    is_exact: bool = False
+    """Whether passes have the bits of the sampler. Their kernels compute the activation of a gate again in the backward pass."""
     logits_bytes: int = 256 << 20
     keep_checkpoints: int = 2
     gpu_copies: int = 0
@@ -185,17 +187,18 @@ def memory_plan(model: ModelFacts, sizes: Sizes) -> MemoryPlan:
     return MemoryPlan(tuple(part for part in parts if part.num_bytes > 0))
 
 
-def activation_bytes_per_token(model: ModelFacts, *, dtype: str, checkpointed_layers: int) -> int:
+def activation_bytes_per_token(model: ModelFacts, sizes: Sizes) -> int:
     """What the backward pass of one token needs: the activations of all layers, but only the inputs of those that it recomputes.
     These are the first ones: when they are recomputed, the activations of the others are freed."""
-    # Inputs and outputs of both norms; queries, keys, values and the result of attention; the gate before and after its activation,
-    # the up projection, and their product.
-    of_layer = 4 * model.hidden + 2 * model.query_width + 2 * model.key_width + 4 * model.intermediate
-    checkpointed = min(checkpointed_layers, model.layers)
+    # Inputs and outputs of both norms; queries, keys, values and the result of attention; the gate, also after its activation unless
+    # that is computed again, the up projection, and their product.
+    kept_of_gate = 1 if sizes.is_exact and not model.experts else 2
+    of_layer = 4 * model.hidden + 2 * model.query_width + 2 * model.key_width + (2 + kept_of_gate) * model.intermediate
+    checkpointed = min(sizes.checkpointed_layers, model.layers)
     # The activations of at least one layer are needed at a time; they contain its input.
     whole = max(1, model.layers - checkpointed)
     values = whole * of_layer + (model.layers - whole) * model.hidden
-    return DTYPE_BYTES[dtype] * (values + 2 * model.hidden)
+    return DTYPE_BYTES[sizes.compute_dtype] * (values + 2 * model.hidden)
 
 
 def row_bytes(model: ModelFacts, dtype: str, length: int, *, has_routes: bool = False) -> int:
@@ -207,9 +210,7 @@ def row_bytes(model: ModelFacts, dtype: str, length: int, *, has_routes: bool = 
 def pass_bytes(model: ModelFacts, sizes: Sizes) -> int:
     """Activations and logits of a forward and backward pass."""
     tokens = max(sizes.tokens_per_pass, sizes.longest)
-    per_token = activation_bytes_per_token(
-        model, dtype=sizes.compute_dtype, checkpointed_layers=sizes.checkpointed_layers
-    )
+    per_token = activation_bytes_per_token(model, sizes)
     logits = min(sizes.logits_bytes, 4 * model.vocabulary * tokens)
     return round(ALLOCATOR_SHARE * (tokens * per_token + LOGITS_COPIES * logits))
 

@@ -118,9 +118,7 @@ def _with_larger_cache(
 def _with_larger_pass(
     model: ModelFacts, sizes: Sizes, places: Sequence[str], capacity: Mapping[str, int], demand: Demand
 ) -> Sizes:
-    per_token = ALLOCATOR_SHARE * activation_bytes_per_token(
-        model, dtype=sizes.compute_dtype, checkpointed_layers=sizes.checkpointed_layers
-    )
+    per_token = ALLOCATOR_SHARE * activation_bytes_per_token(model, sizes)
     least, useful = sizes.tokens_per_pass, int(PASS_SHARE * min(capacity[place] for place in places) / per_token)
     low, high = 0, max(0, min(MAX_PASS_TOKENS, demand.step_tokens, useful) - least) // PASS_STEP
     while low < high:
