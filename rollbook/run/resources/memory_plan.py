@@ -190,8 +190,8 @@ def memory_plan(model: ModelFacts, sizes: Sizes) -> MemoryPlan:
 def activation_bytes_per_token(model: ModelFacts, sizes: Sizes) -> int:
     """What the backward pass of one token needs: the activations of all layers, but only the inputs of those that it recomputes.
     These are the first ones: when they are recomputed, the activations of the others are freed."""
-    # Inputs and outputs of both norms; queries, keys, values and the result of attention; the gate, also after its activation unless
-    # that is computed again, the up projection, and their product.
+    # Inputs and outputs of both norms; queries, keys, values and the result of attention; the gate; its activation, unless
+    # that is computed again; the up projection, and their product.
     kept_of_gate = 1 if sizes.is_exact and not model.experts else 2
     of_layer = 4 * model.hidden + 2 * model.query_width + 2 * model.key_width + (2 + kept_of_gate) * model.intermediate
     checkpointed = min(sizes.checkpointed_layers, model.layers)
