@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from pydantic import BaseModel
@@ -173,8 +174,16 @@ def test_an_async_function_of_a_row_trains_without_a_factory(tmp_path: Path) -> 
         "trainer": {"max_steps": 2},
     }
     rows = [{"id": str(number), "question": f"{number} + 1 ="} for number in range(3)]
+    before = listening_sockets()
     report = rollbook.train(config, rollout=rollout, tasks=rows, run_dir=tmp_path / "run")
     assert (report.exit_code, report.summary.steps) == (0, 2)
+    assert report.plots
+    assert listening_sockets() == before, "those of the run are closed"
+
+
+def listening_sockets() -> set[object]:
+    """Addresses on which this process accepts connections."""
+    return {found.laddr for found in psutil.Process().net_connections() if found.status == psutil.CONN_LISTEN}
 
 
 @pytest.mark.slow

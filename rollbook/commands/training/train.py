@@ -51,8 +51,10 @@ from rollbook.run.preflight.report import check_run, print_preflight
 from rollbook.run.reader import StoredEpisodes, audit, open_run
 from rollbook.run.resources.automatic import free_disk_bytes, resolve
 from rollbook.run.resources.machine import this_machine
+from rollbook.run.supervision.child_main import EXIT_DONE
+from rollbook.run.supervision.host import ProcessStart
 from rollbook.run.supervision.plan import open_dashboard_socket
-from rollbook.run.supervision.process import ProcessState
+from rollbook.run.supervision.process import ProcessState, SupervisedProcess
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome, Supervisor, require_posix
 from rollbook.run.user_modules import copy_modules
 from rollbook.run.user_objects import user_search_path
@@ -377,10 +379,7 @@ async def _view(
 def _report(config: RunConfig, directory: RunDirectory, outcome: RunOutcome, log: EventLog) -> TrainReport:
     checked, summary = _audit(directory, has_failed=outcome.end is RunEnd.FAILED), summarise(directory.path)
     if checked is not None and summary.steps:
-        try:
-            run_blocking(Supervisor(config, directory, log=log).run_once("report"))
-        except RunError as error:
-            log.warning("run.plots_failed", cause=str(error))
+        plot_run(directory, log)
     return TrainReport(
         directory=directory,
         config=config,
@@ -390,6 +389,18 @@ def _report(config: RunConfig, directory: RunDirectory, outcome: RunOutcome, log
         plots=tuple(sorted(directory.plots.glob("*.png"))),
         stored=_stored_episodes(directory, checked),
     )
+
+
+def plot_run(directory: RunDirectory, log: EventLog) -> None:
+    """In a separate process. A failure is an event of the log; it does not change the result of the run."""
+    process = SupervisedProcess(ProcessStart(name="report", role="report", directory=directory))
+    try:
+        if (code := run_blocking(process.run())) == EXIT_DONE:
+            return
+        cause = process.fault or f"exit code {code}:\n{process.last_output()}"
+    except OSError as error:
+        cause = str(error)
+    log.warning("run.plots_failed", cause=cause)
 
 
 def _stored_episodes(directory: RunDirectory, checked: AuditReport | None) -> StoredEpisodes | None:

@@ -2,17 +2,22 @@
 
 import asyncio
 import gc
+import io
+import json
 import os
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from rollbook.commands.training.train import plot_run
 from rollbook.concurrency.child_process.process import ChildProcess, ChildSpec
 from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision import process as supervised
 from rollbook.run.supervision.channel import Report, ReportKind
 from rollbook.run.supervision.host import ProcessStart
+from rollbook.telemetry.events import EventLog
 
 
 def test_a_file_with_too_much_output_is_cut_to_its_end_while_its_process_appends(
@@ -116,3 +121,13 @@ def test_waiting_is_not_a_part_of_a_start(tmp_path: Path) -> None:
     assert process.start_s == {}
     process.move(supervised.ProcessState.RUNNING, "serving")
     assert list(process.start_s) == ["starting"]
+
+
+def test_plots_that_cannot_be_drawn_are_an_event_of_the_log(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.prepare()
+    with closing(EventLog("test", directory.log_file("test"), echo=io.StringIO())) as log:
+        plot_run(directory, log)
+    (event,) = [json.loads(line) for line in directory.log_file("test").read_text(encoding="utf-8").splitlines()]
+    assert event["event"] == "run.plots_failed"
+    assert "config.toml" in event["cause"], "the directory has no run"
