@@ -35,7 +35,7 @@ from rollbook.sandbox.quota import acquire
 from rollbook.sandbox.remote import RemoteSandbox
 from rollbook.sandbox.root import ETC, environment_of, mounts_of, python_of
 from rollbook.sandbox.sandbox import SHARED_MB, Image, Limits, Sandbox, SandboxDiedError, SandboxUnavailableError
-from rollbook.sandbox.seccomp import ARCHITECTURES, seccomp_filter
+from rollbook.sandbox.seccomp import ARCHITECTURES, kill_watch_filter, seccomp_filter
 
 Kind = Literal["bubblewrap", "podman", "docker", "e2b", "none"]
 
@@ -148,6 +148,7 @@ async def _start_confined(image: Image, limits: Limits, *, network: bool) -> Pro
             fds=[*files.values(), filter_fd],
             mounts=mounts,
             others=("/proc", "/dev"),
+            kill_watch=_kill_watch(),
         )
     await _wait_until_ready(sandbox, image)
     return sandbox
@@ -279,6 +280,7 @@ def _spawn(
     fds: list[int],
     mounts: Mapping[str, Path],
     others: Sequence[str] = (),
+    kill_watch: tuple[object, ...] | None = None,
     is_container: bool = False,
 ) -> ProcessSandbox:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -309,6 +311,7 @@ def _spawn(
         facts=facts,
         mounts=mounts,
         others=others,
+        kill_watch=kill_watch,
     )
 
 
@@ -385,7 +388,6 @@ def _secrets_of_root() -> tuple[str, ...]:
 
 def _guest_limits(limits: Limits, *, network: bool) -> dict[str, object]:
     memory_bytes = limits.memory_mb * 2**20
-    kernel = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
     rlimits = {
         resource.RLIMIT_DATA: memory_bytes * 7 // 8,
         resource.RLIMIT_NOFILE: min(OPEN_FILES, _most(resource.RLIMIT_NOFILE)),
@@ -393,7 +395,7 @@ def _guest_limits(limits: Limits, *, network: bool) -> dict[str, object]:
         resource.RLIMIT_SIGPENDING: min(QUEUED_SIGNALS, _most(resource.RLIMIT_SIGPENDING)),
         resource.RLIMIT_MSGQUEUE: min(QUEUED_BYTES, _most(resource.RLIMIT_MSGQUEUE)),
     }
-    if os.getuid() != 0 and kernel >= (5, 14):
+    if os.getuid() != 0 and _kernel() >= (5, 14):
         # Counted for each user namespace since this kernel, and never for root. It holds a fork bomb until the guest ends it.
         rlimits[resource.RLIMIT_NPROC] = 2 * limits.processes
     return {
@@ -405,6 +407,10 @@ def _guest_limits(limits: Limits, *, network: bool) -> dict[str, object]:
         "has_own_network": not network,
         "rlimits": rlimits,
     }
+
+
+def _kernel() -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
 
 
 def _most(kind: int) -> int:
@@ -422,6 +428,15 @@ def guest_program(image: Image) -> tuple[str, str]:
 @cache
 def _guest_source() -> str:
     return Path(__file__).with_name("guest.py").read_text(encoding="utf-8")
+
+
+@cache
+def _kill_watch() -> tuple[object, ...] | None:
+    """What a guest needs to report kills. None: this kernel cannot."""
+    setting = kill_watch_filter()
+    if setting is None or _kernel() < (5, 5):
+        return None
+    return Path(__file__).with_name("kill_watch.py").read_text(encoding="utf-8"), setting
 
 
 @cache

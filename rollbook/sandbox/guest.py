@@ -59,26 +59,34 @@ class Guest:
         self._channel = channel
         self._limits = limits
         self._usage = ProcessUsage(limits)
+        self._poll = select.poll()
         self._commands: dict[int, int] = {}  # process id -> request number
+        self._watches: dict[int, Any] = {}  # of commands, by process id
+        self._listeners: dict[
+            int, Any
+        ] = {}  # the same by their file descriptors, until the last child of the command has ended
         self._running_since = 0.0
         self._ran_s = 0.0
 
     def serve(self) -> None:
         """Takes: requests. Gives: replies and exit codes. Ends: when the host is gone, or when a limit is exceeded."""
-        poll = select.poll()
-        poll.register(self._channel.fileno(), select.POLLIN)
+        self._poll.register(self._channel.fileno(), select.POLLIN)
         has_children = False
         next_check = 0.0
         while True:
-            for fd, _ in poll.poll(TICK_MS if has_children else None):
+            for fd, events in self._poll.poll(TICK_MS if has_children else None):
+                if fd in self._listeners and events & select.POLLIN:
+                    self._listeners[fd].serve()
+                    continue
                 if fd != self._channel.fileno():
-                    poll.unregister(fd)
+                    self._poll.unregister(fd)
+                    self._listeners.pop(fd, None)
                     os.close(fd)
                     continue
                 pid = self._receive()
                 if pid is not None:
                     pidfd = os.pidfd_open(pid)
-                    poll.register(pidfd, select.POLLIN)
+                    self._poll.register(pidfd, select.POLLIN)
             has_children = self._reap()
             if has_children and time.monotonic() >= next_check:
                 self._check_limits()
@@ -121,6 +129,7 @@ class Guest:
         if operation == "signal":
             command, number = arguments
             for pid in [pid for pid, one in self._commands.items() if one == command]:
+                self._watches.pop(pid, None)
                 os.killpg(pid, number)
         elif operation == "open":
             return self._open(*arguments)
@@ -135,6 +144,7 @@ class Guest:
         return None
 
     def _end_processes(self) -> None:
+        self._watches.clear()
         if os.getpid() != 1:
             for pid in self._commands:
                 os.killpg(pid, 9)
@@ -145,16 +155,33 @@ class Guest:
             return
         self._reap(0)
 
-    def _spawn(self, fds: list[int], argv: list[str], env: dict[str, str], cwd: str) -> int:
+    def _spawn(
+        self, fds: list[int], argv: list[str], env: dict[str, str], cwd: str, watch: tuple[str, tuple[Any, ...]] | None
+    ) -> int:
         os.chdir(cwd)
+        path = executable(argv[0], env.get("PATH", os.defpath))
+        if watch is not None:
+            return self._spawn_watched(path, argv, env, fds, *watch)
         return os.posix_spawn(
-            executable(argv[0], env.get("PATH", os.defpath)),
+            path,
             argv,
             env,
             file_actions=[(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(fds)],
             setsigdef=RESET_SIGNALS,
             setsid=True,
         )
+
+    def _spawn_watched(  # noqa: PLR0917 - one caller
+        self, path: str, argv: list[str], env: dict[str, str], fds: list[int], source: str, setting: tuple[Any, ...]
+    ) -> int:
+        """`source`: of `kill_watch.py`."""
+        module: dict[str, Any] = {"__name__": "kill_watch"}
+        exec(source, module)
+        pid, watch = module["start"](path, argv, env, fds, RESET_SIGNALS, setting)
+        if watch is not None:
+            self._watches[pid] = self._listeners[watch.listener] = watch
+            self._poll.register(watch.listener, select.POLLIN)
+        return int(pid)
 
     def _open(self, path: str, flags: int, mode: int, makes_parents: bool) -> int:
         if makes_parents:
@@ -198,7 +225,12 @@ class Guest:
                 if number is not None:
                     if not self._commands:
                         self._ran_s += time.monotonic() - self._running_since
-                    self._reply(number, os.waitstatus_to_exitcode(status), None, kind="exit")
+                    code, watch = os.waitstatus_to_exitcode(status), self._watches.pop(pid, None)
+                    is_killed_outside = code == -9 and watch is not None and not watch.is_killed_inside
+                    if is_killed_outside:
+                        # The kernel may have done it because memory was short. If the code used too much, it is the cause.
+                        self._check_limits()
+                    self._reply(number, code, None, kind="killed" if is_killed_outside else "exit")
         except ChildProcessError:
             return False
 

@@ -68,8 +68,10 @@ class ProcessSandbox:
         facts: Mapping[str, object],
         mounts: Mapping[str, Path],
         others: Sequence[str] = (),
+        kill_watch: tuple[Any, ...] | None = None,
     ) -> None:
-        """`mounts`: what is read-only inside, from which path of this machine. `others`: what is mounted besides."""
+        """`mounts`: what is read-only inside, from which path of this machine. `others`: what is mounted besides. `kill_watch`: for
+        `reports_kill`, the source of `kill_watch.py` and its setting."""
         self.facts = facts
         self._process = process
         self._channel = channel
@@ -80,6 +82,7 @@ class ProcessSandbox:
         # Now: the machine may replace a file later, of which the sandbox keeps the old one.
         self._mounts = {path: _identity_of(source) for path, source in mounts.items()}
         self._excluded = (*others, *mounts)
+        self._kill_watch = kill_watch
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._has_ended = asyncio.Event()
@@ -113,6 +116,7 @@ class ProcessSandbox:
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         output_bytes: int = DEFAULT_OUTPUT_BYTES,
         on_output: OnOutput | None = None,
+        reports_kill: bool = False,
     ) -> ExecResult:
         stdin_fd = _input_fd(stdin)
         try:
@@ -123,6 +127,7 @@ class ProcessSandbox:
                 self._path(cwd or "."),
                 timeout_s,
                 Output(output_bytes, on_output),
+                self._kill_watch if reports_kill else None,
             )
         finally:
             os.close(stdin_fd)
@@ -264,14 +269,21 @@ class ProcessSandbox:
                 call()
 
     async def _run(  # noqa: PLR0917 - one caller for each form of a command
-        self, argv: list[str], stdin_fd: int, env: dict[str, str], cwd: str, timeout_s: float | None, output: Output
+        self,
+        argv: list[str],
+        stdin_fd: int,
+        env: dict[str, str],
+        cwd: str,
+        timeout_s: float | None,
+        output: Output,
+        kill_watch: tuple[Any, ...] | None = None,
     ) -> ExecResult:
         number, ended = self._new_reply()
         fds = output.open(self._loop)
         is_timed_out = False
         try:
             try:
-                await self._send(number, "exec", (argv, env, cwd), (stdin_fd, *fds))
+                await self._send(number, "exec", (argv, env, cwd, kill_watch), (stdin_fd, *fds))
             except _TooLongError as error:
                 return _not_started(
                     126, f"{argv[0][:99]}: the command {error.strerror}; write it to a file and run that"
@@ -405,6 +417,10 @@ class ProcessSandbox:
                     self._ready.set_result(None)
             case ["over", name, value]:
                 self._end(_over(self._limits, name, int(value)))
+            case ["killed", number, _]:
+                reply = self._replies.get(int(number))
+                if reply is not None and not reply.done():
+                    reply.set_exception(SandboxError("the command was killed (SIGKILL) from outside of its sandbox"))
             case [("done" | "exit") as kind, number, value]:
                 reply = self._replies.get(int(number))
                 if reply is not None and not reply.done():

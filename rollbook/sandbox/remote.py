@@ -114,6 +114,7 @@ class RemoteSandbox:
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         output_bytes: int = DEFAULT_OUTPUT_BYTES,
         on_output: OnOutput | None = None,
+        reports_kill: bool = False,
     ) -> ExecResult:
         kept = {"stdout": bytearray(), "stderr": bytearray()}
 

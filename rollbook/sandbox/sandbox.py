@@ -168,6 +168,7 @@ class Sandbox(Protocol):
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         output_bytes: int = DEFAULT_OUTPUT_BYTES,
         on_output: OnOutput | None = None,
+        reports_kill: bool = False,
     ) -> ExecResult:
         """Run a command to its end; a string is run by `sh -c`.
 
@@ -175,6 +176,9 @@ class Sandbox(Protocol):
 
         At the deadline its process group is killed. Processes that it left in the background continue: see `end_processes`. The
         first `output_bytes` of both streams are kept and the rest is discarded, slowly. A cancelled call kills the command.
+
+        `reports_kill`: raise `SandboxError` if the command itself was ended by a SIGKILL that neither it nor its children sent.
+        Only bubblewrap can tell, on Linux 5.5 and newer. Elsewhere, and without it, this is exit code -9.
         """
 
     async def read(self, path: str, *, max_bytes: int = MAX_READ_BYTES) -> bytes:

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping
 # Offsets in struct seccomp_data.
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
 LOAD, EQUAL, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
+AND = 0x54
+ALLOW, KILL, FAIL, NOTIFY = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 X32_CALLS = 0x40000000
 NEW_NAMESPACES = 0x7E020000
 """The flags of `clone` that create namespaces: mount, cgroup, host name, IPC, user, process, network."""
@@ -105,6 +106,18 @@ SOL_SOCKET, ENLARGE = 1, (7, 8)
 """SO_SNDBUF and SO_RCVBUF succeed without an effect, as the kernel may do too: the limits assume buffers of the usual size."""
 
 
+# For commands whose end by a SIGKILL is watched: the calls that send a signal, and which argument it is.
+SENDS_SIGNAL = {
+    "kill": ((62, 129), 1),
+    "rt_sigqueueinfo": ((129, 138), 1),
+    "rt_tgsigqueueinfo": ((297, 240), 2),
+    "tgkill": ((234, 131), 2),
+    "tkill": ((200, 130), 1),
+}
+SECCOMP, PIDFD_SEND_SIGNAL, FCNTL = (317, 277), (424, 424), (72, 25)
+F_SETSIG, SIGKILL, SIGNAL_BITS = 10, 9, 0xFF
+
+
 def seccomp_filter(machine: str | None = None) -> bytes | None:
     """The filter for a machine (`platform.machine()`). None: its system calls are not listed here, and there is no filter."""
     known = ARCHITECTURES.get(machine or platform.machine())
@@ -139,6 +152,29 @@ def seccomp_filter(machine: str | None = None) -> bytes | None:
     program += _checked(SETSOCKOPT[column], [*of_socket, _load(2), *ignored])
     program.append(_step(RETURN, ALLOW))
     return b"".join(program)
+
+
+def kill_watch_filter() -> tuple[bytes, int, dict[int, str]] | None:
+    """The filter of a command that is watched (`kill_watch.py`), the number of the call that installs it, and by their numbers the
+    names of the calls that it passes on. None: there is none for this machine."""
+    known = ARCHITECTURES.get(platform.machine())
+    if known is None:
+        return None
+    _, column = known  # the first filter refuses other architectures
+    fail = _step(RETURN, FAIL | errno.EPERM)
+    is_kill = _step(EQUAL, SIGKILL, if_false=1)
+    program = [_step(LOAD, NUMBER)]
+    for numbers, index in SENDS_SIGNAL.values():
+        program += _checked(numbers[column], [_load(index), is_kill, _step(RETURN, NOTIFY)])
+    # For every signal: programs try it once, and use the calls above. Its target is not an argument.
+    program += [_step(EQUAL, PIDFD_SEND_SIGNAL[column], if_false=1), _step(RETURN, FAIL | errno.ENOSYS)]
+    # The signal that reports input of a file to a process, and the one that a process sends to its parent when it ends.
+    set_signal = [_load(1), _step(EQUAL, F_SETSIG, if_true=1), _step(RETURN, ALLOW)]
+    program += _checked(FCNTL[column], [*set_signal, _load(2), is_kill, fail])
+    program += _checked(CLONE[column], [_load(0), _step(AND, SIGNAL_BITS), is_kill, fail])
+    program.append(_step(RETURN, ALLOW))
+    names = {numbers[column]: name for name, (numbers, _) in SENDS_SIGNAL.items()}
+    return b"".join(program), SECCOMP[column], names
 
 
 def seccomp_profile() -> dict[str, object]:

@@ -1,10 +1,13 @@
 """Coding agents in the images of Harbor tasks: programs and files that they find, the verifier after them, who is at fault."""
 
 import asyncio
+import os
+import signal
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rollbook.contracts.errors import EpisodeError, RunError
@@ -14,6 +17,7 @@ from rollbook.rollout.agents.rollout import make_rollout
 from rollbook.rollout.agents.session import ProxySession
 from rollbook.sandbox.bubblewrap import open_sandbox
 from rollbook.sandbox.sandbox import Image, Limits, Sandbox
+from tests.parts.concurrency.until import until
 from tests.parts.rollout.agents import EngineRecord, agent_setup, assert_matches_engine, scripted_agent
 from tests.parts.sandbox.bubblewrap import require_bubblewrap
 from tests.parts.sandbox.harbor import TOML, keep_images_in, write_task
@@ -90,6 +94,22 @@ async def test_an_agent_that_exceeds_a_limit_of_its_sandbox_gets_0(tmp_path: Pat
     )
     assert sample.reward == 0.0
     assert "the sandbox ended the agent" in sample.facts["agent_error"]
+
+
+async def test_an_agent_that_is_killed_is_scored_if_its_own_commands_did_it(tmp_path: Path) -> None:
+    sample, _ = await play(tmp_path, f"{SOLVE}; kill -9 $PPID")
+    assert sample.reward == 1.0
+    assert "code -9" in sample.facts["agent_error"]
+
+    def agents() -> list[int]:
+        running = psutil.process_iter(["cmdline", "ppid"])
+        return [one.info["ppid"] for one in running if one.info["cmdline"] == ["sleep", "31558"]]
+
+    playing = asyncio.create_task(play(tmp_path, f"{SOLVE}; exec sleep 31558"))
+    await until(lambda: len(agents()) == 1)
+    os.kill(agents()[0], signal.SIGKILL)
+    with pytest.raises(EpisodeError, match=r"killed .* from outside"):
+        await playing
 
 
 async def test_a_verifier_that_gives_no_reward_makes_the_episode_unscorable(tmp_path: Path) -> None:

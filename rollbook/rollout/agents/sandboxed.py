@@ -231,13 +231,14 @@ async def _play(  # noqa: PLR0917 - two callers
             timeout_s=None,  # the episode has a deadline
             output_bytes=MAX_OUTPUT_BYTES,
             on_output=lambda _stream, printed: log.add(printed),
+            reports_kill=True,
         )
 
 
 def _require_success(result: ExecResult) -> None:
     if result.exit_code:
         output = result.stderr.decode(errors="replace").strip()[-STDERR_CHARS:]
-        # Only the policy's own commands can signal it.
+        # By a signal of the policy's own commands: a SIGKILL of the machine has raised an error.
         error_class = AgentOutcomeError if result.exit_code < 0 else AgentError
         raise error_class(f"the agent's command ended with code {result.exit_code}: {output}")
 
