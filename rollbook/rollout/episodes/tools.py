@@ -24,7 +24,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PydanticUserError,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from rollbook.contracts.decoding import valid_text
 from rollbook.contracts.errors import EpisodeError, RunError
@@ -89,7 +98,11 @@ class ToolSettings(BaseModel, frozen=True, extra="forbid"):
     """Seconds after which the policy reads that a call timed out."""
 
     system_prompt: str | None = None
-    """A first message with the role `system`. The chat template describes the tools by itself."""
+    """A first message with the role `system`. Most chat templates describe the tools by themselves."""
+
+    examples: list[dict[str, Any]] = Field(default_factory=list)
+    """Messages (`role`, `content`) between it and the question: calls with their results, for a model that does not know tools, or
+    whose chat template does not describe them. They are not trained."""
 
     on_rewrite: Literal["error", "fork"] = "fork"
     """If the chat template rewrites earlier turns: continue in a new sequence of the same sample, or fail the episode."""
@@ -104,6 +117,13 @@ class ToolSettings(BaseModel, frozen=True, extra="forbid"):
     thinking_tags: tuple[str, str] = ("<think>", "</think>")
     """The texts around a thought, in which no tool is called. A turn thinks if its prompt ends with the first one, or its text
     begins with it: a limit must be longer than that text."""
+
+    @field_validator("examples")
+    @classmethod
+    def _messages(cls, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if any(not isinstance(one.get(name), str) for one in given for name in ("role", "content")):
+            raise ValueError("each message needs role and content, both texts")
+        return given
 
     @model_validator(mode="after")
     def _some_tools(self) -> "ToolSettings":
@@ -147,7 +167,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
             tools=described,
             template=settings.template,
         )
-        for message in _opening(row, settings.system_prompt):
+        for message in _opening(row, settings):
             chat.add_message(**message)
         turns = ChatTurns(setup, chat, max_thought=settings.max_thinking_tokens, tags=settings.thinking_tags)
         calls: list[dict[str, str]] = []
@@ -182,8 +202,9 @@ def _by_name(tools: Sequence[PolicyTool]) -> dict[str, PolicyTool]:
     return found
 
 
-def _opening(row: Mapping[str, Any], system_prompt: str | None) -> list[dict[str, Any]]:
-    first = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+def _opening(row: Mapping[str, Any], settings: ToolSettings) -> list[dict[str, Any]]:
+    system = [] if settings.system_prompt is None else [{"role": "system", "content": settings.system_prompt}]
+    first = [*system, *settings.examples]
     if isinstance(messages := row.get("messages"), Sequence) and messages:
         return [*first, *(dict(message) for message in messages)]
     if isinstance(question := row.get("question"), str):

@@ -234,6 +234,16 @@ async def test_a_task_may_bring_its_own_messages_and_must_bring_something() -> N
         await played("5", row={"text": "hi"})
 
 
+async def test_examples_are_between_the_system_message_and_the_question_and_are_not_trained() -> None:
+    examples = [{"role": "user", "content": "what is 1 and 1?"}, {"role": "assistant", "content": "call add 1 1"}]
+    sample = await played("5", system_prompt="count", examples=examples)
+    contents = [message["content"] for message in sample.messages or ()]
+    assert contents == ["count", "what is 1 and 1?", "call add 1 1", "what is 2 and 3?", "5"]
+    assert int(np.sum(sample.loss_mask)) == len(letter_tokenizer().encode("5<|im_end|>"))
+    with pytest.raises(RunError, match="each message needs role and content"):
+        await played("5", examples=[{"role": "user"}])
+
+
 def test_the_signature_and_the_docstring_describe_a_tool() -> None:
     assert load_tool(f"{__name__}:add").description == {
         "type": "function",
