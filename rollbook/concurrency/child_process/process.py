@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar, Final, Protocol, Self
 
+from rollbook.concurrency.child_process.bytecode import bytecode_variables
 from rollbook.concurrency.child_process.child import STACK_SIGNAL
 from rollbook.concurrency.child_process.frames import BlockingFrames, Frames
 
@@ -74,11 +75,12 @@ class ChildSpec:
 
 
 def python_environment() -> dict[str, str]:
-    """Our environment variables, with a `PYTHONPATH` on which a child finds this package, installed or not."""
+    """Our environment variables, with a `PYTHONPATH` on which a child finds this package, installed or not, and a place for
+    compiled sources if there is none."""
     ours = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     # A child of a child finds it there already.
     path = ours if ours[:1] == [PACKAGE_ROOT] else [PACKAGE_ROOT, *ours]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    return {**os.environ, **bytecode_variables(), "PYTHONPATH": os.pathsep.join(path)}
 
 
 def python_command(module: str, *arguments: str) -> list[str]:

@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollbook.concurrency.child_process.bytecode import compile_packages
 from rollbook.concurrency.child_process.child import connect_to_parent, kill_with_parent
 from rollbook.concurrency.child_process.frames import BlockingFrames
 
@@ -63,6 +64,9 @@ def main() -> None:
     channel = BlockingFrames(connect_to_parent(int(sys.argv[1])))
     requests = socket.socket(fileno=int(sys.argv[2]))
     kill_with_parent()
+    compile_packages()
+    # Imports create hundreds of thousands of objects that stay: collections during them take a fifth of the time.
+    gc.disable()
     with _low_numbers_kept_free():
         for module in sys.argv[3].split(","):
             importlib.import_module(module)
@@ -73,9 +77,10 @@ def main() -> None:
         return
     # Otherwise every child would write what the imports have printed.
     sys.stdout.flush()
-    gc.collect()
-    # Children share this memory until they write to it. The collector would write to every object.
+    # Children share this memory until they write to it. The collector would write to every object. What the imports left to
+    # collect is too little for the half second of a collection.
     gc.freeze()
+    gc.enable()
     request = _serve(requests)
     while request is not None and request.template_fd is not None and os.fork() == 0:
         request = _serve(_become_template(request, request.template_fd))
