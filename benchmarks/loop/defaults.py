@@ -5,6 +5,7 @@
     python -m benchmarks.loop.defaults --cases cpu               the same script with a small model, without a GPU
     python -m benchmarks.loop.defaults --tiny                    every kind of run with a tiny model on a CPU, to test the script
     python -m benchmarks.loop.defaults --cases 8b-lora --limits 80 48      runs within `run.gpu_memory_gb`
+    python -m benchmarks.loop.defaults --cases 1.5b --parts                generation alone and training alone, too
 
 Every run is `rollbook init --template single_turn --model DIR` with 16 groups of 8 answers a step and a staleness bound of 2. Only
 the lengths of answers are set: 64 to 512 tokens, the same for all answers to a question. Models have random weights.
@@ -13,14 +14,19 @@ a case its figures, so that a time limit loses only what was not measured; with 
 out. `--save` appends the lines to a file.
 
 `defaults_CASE`: seconds a step with the best settings by hand over those without a setting. `memory_CASE_PROCESS`: memory of the
-GPU, planned and measured, the smaller over the larger. The plan is that of the passes and copies that the run made. Measured of
-the trainer are its tensors, because its allocator keeps what other processes do not need, and a planned context.
+GPU, planned and measured, the smaller over the larger. The plan is that of the copies that the run made. Measured of the trainer
+are its tensors, because its allocator keeps what other processes do not need, and a planned context.
+
+With `--parts`: `parts_CASE`, seconds of generation alone and of training alone over those of a step without a setting; `mfu_CASE`,
+of training alone, four operations for a frozen weight. Training is alone in a run with bound 0. Generation is alone in an engine
+without a trainer, which has as many answers in flight as the run, of full weights.
 
 With LoRA: in `--only apart` each process loads its own base; `--only killed` kills policy server and trainer in turn while they
 share it, and `diverged_steps` counts steps that were trained again with other bits. Ten kills of each need `--stepping 400`.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import shutil
@@ -41,11 +47,16 @@ import tomli_w
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks.engine.models import QWEN_1_5B, SMALL, SMOLLM2_135M, TINY, Shape, llama_config
+from benchmarks.engine.models import QWEN_1_5B, SMALL, SMOLLM2_135M, TINY, Shape, llama_config, opened
 from benchmarks.engine.workloads import LLAMA_8B
 from benchmarks.learning.runs import LearningRun, Stop, train
+from benchmarks.loop.token_rollout import tasks
 from benchmarks.report import Figure, print_figures, print_status
 from rollbook.commands.training.init import init_project
+from rollbook.contracts.policy import Publication, PublicationId, SamplingParams
+from rollbook.contracts.weights import weights_digest
+from rollbook.inference.config import InferenceConfig
+from rollbook.inference.weights.safetensors import read_weights
 from rollbook.run.config.run import load_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.resources.automatic import Resolution, resolve
@@ -55,6 +66,9 @@ from rollbook.trainer.model.model_directory import build_tokenizer
 from rollbook.trainer.model_config import ModelBuildConfig
 
 FLOOR = 0.9
+PARTS_FLOOR = 1.0
+MFU_FLOOR, LORA_MFU_FLOOR = 0.38, 0.33
+PROMPT_TOKENS = 48
 MEMORY_FLOOR = 0.9
 """Planned and measured memory differ by at most 10 %."""
 WARM_UP_STEPS = 3
@@ -124,6 +138,7 @@ KILLED: dict[str, dict[str, Any]] = {
     "trainer": {"checkpoint_every": 3},
     "run": {"most_quick_deaths": 1000},
 }
+SYNCHRONOUS: dict[str, dict[str, Any]] = {"gate": {"max_head_offpolicy_versions": 0}}
 
 
 def by_hand(case: Case) -> dict[str, dict[str, Any]]:
@@ -162,10 +177,37 @@ def make_model(case: Case, directory: Path, *, device: str, seed: int = 0) -> No
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
         model: Any = LlamaForCausalLM(llama_config(case.shape))  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-    model.save_pretrained(directory, max_shard_size="4GB")
+    model.save_pretrained(directory, max_shard_size="1TB")
     build_tokenizer(
         ModelBuildConfig(tokenizer="bytes", chat_template=TEMPLATE, max_position_embeddings=case.shape.max_len)
     ).save_pretrained(str(directory))
+
+
+async def generation_alone(case: Case, model: Path) -> float:
+    """Sampled tokens a second of an engine that has as many answers in flight as the run, while it has all of them."""
+    settings = {name: value for name, value in by_hand(case).get("inference", {}).items() if name != "transfer"}
+    config = InferenceConfig(**settings)
+    weights = model / "model.safetensors"
+    digest = weights_digest(read_weights(weights).values())
+    in_flight = min(config.max_running, 48 * 8)
+    workload = {"prompt": PROMPT_TOKENS, "turns": 1, "observation": 0, "vocabulary": case.shape.vocab}
+    shortest, longest = case.lengths
+    rows = tasks(3 * in_flight, shortest=shortest, longest=longest, **workload)
+    ended: list[tuple[float, int]] = []
+    async with opened(
+        config, model, (Publication(id=PublicationId(1), epoch=1, step=1, digest=digest), weights)
+    ) as engine:
+
+        async def player() -> None:
+            for row in rows:
+                reply = await engine.submit(
+                    row["prompt"], SamplingParams(max_tokens=row["lengths"][0], stop_token_ids=())
+                )
+                ended.append((time.perf_counter(), len(reply.token_ids)))
+
+        await asyncio.gather(*(player() for _ in range(in_flight)))
+    full = ended[in_flight:-in_flight]
+    return sum(tokens for _, tokens in full) / (full[-1][0] - ended[in_flight - 1][0])
 
 
 class GpuMemory:
@@ -252,16 +294,12 @@ class Measured:
 
     @property
     def planned_bytes(self) -> dict[str, int]:
-        """By process, with the passes that were trained, and without a checkpoint if there was none."""
+        """By process, without a checkpoint if there was none. A pass of the planned size is tried before the first step."""
         sizes, last = self.found.sizes, self.run.steps[-1]
         if self.found.model is None or self.found.plan is None:
             return {}
-        tokens = sizes.tokens_per_pass if last["train/passes"] > 1 else int(last["train/computed_tokens"])
         has_checkpoint = sizes.has_gpu_checkpoint and last["step"] >= self.found.loaded.config.trainer.checkpoint_every
-        trained = replace(
-            sizes, tokens_per_pass=tokens, longest=min(sizes.longest, tokens), has_gpu_checkpoint=has_checkpoint
-        )
-        return memory_plan(self.found.model, trained).by_process(gpu(0))
+        return memory_plan(self.found.model, replace(sizes, has_gpu_checkpoint=has_checkpoint)).by_process(gpu(0))
 
     def row(self) -> dict[str, Any]:
         steady, plan = self.steady, self.found.plan
@@ -328,6 +366,8 @@ def measure(
     most = WARM_UP_STEPS + steps + MOST_STEPS_OF_KILL * 2 * kills
     stop = Stop(limit_s=stepping_s, steps=most, total_s=MAX_START_S + stepping_s)
     run = train(name, table, project, stop, on_poll=on_poll)
+    for kept in ("metrics.jsonl", "logs"):
+        shutil.move(run.directory / kept, project / f"{name}-{kept}")
     shutil.rmtree(run.directory, ignore_errors=True)
     measured = Measured(run=run, found=found, memory=memory, kills=killing.done)
     if not measured.periods:
@@ -358,6 +398,33 @@ def figures_of(name: str, ours: Measured, hand: Measured | None) -> list[Figure]
                 )
             )
     return figures
+
+
+def parts_of(name: str, case: Case, ours: Measured, synchronous: Measured, model: Path) -> list[Figure]:
+    command = [sys.executable, "-m", "benchmarks.loop.defaults", "--alone", name, str(model)]
+    rate = float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+
+    def mean(measured: Measured, metric: str) -> float:
+        return statistics.fmean(row[metric] or 0.0 for row in measured.steady)
+
+    training_s = mean(synchronous, "perf/train_time")
+    generation_s = mean(ours, "rollout/response_len") * mean(ours, "rollout/samples") / rate
+    step_s, parts_s = statistics.fmean(ours.periods), generation_s + training_s
+    alone = {"generation_s": round(generation_s, 3), "training_s": round(training_s, 3), "engine_tokens_s": round(rate)}
+    floor = LORA_MFU_FLOOR if case.lora else MFU_FLOOR
+    mfu = statistics.median(row["perf/mfu"] or 0.0 for row in synchronous.steady)
+    return [
+        Figure(
+            name=f"parts_{name}",
+            ours=step_s,
+            peer=parts_s,
+            unit="s a step",
+            ratio=parts_s / step_s,
+            floor=PARTS_FLOOR,
+            more=alone,
+        ),
+        Figure(name=f"mfu_{name}", ours=mfu, peer=1.0, unit="of the peak", ratio=mfu, floor=floor),
+    ]
 
 
 def prepare(name: str, case: Case, home: Path) -> Path:
@@ -392,17 +459,21 @@ def run_case(
     limits: Sequence[float],
     only: str | None,
     kills: int,
+    has_parts: bool,
     save: Path | None,
 ) -> list[Figure]:
     """`until`: the time of the monotonic clock after which no run is started that would not end before it."""
     case = CASES[name]
     project = prepare(name, case, home)
+    os.sync()  # the model's file, which the first run would wait for at each commit
     runs: dict[str, dict[str, dict[str, Any]]] = {"defaults": {}, "hand": by_hand(case)}
     if limits:
         runs = {f"limit{limit:g}": {"run": {"gpu_memory_gb": limit}} for limit in limits}
     if only is not None:
         more = {"apart": {"resources": {"shared_base": False}}, "killed": KILLED}
         runs = {only: {**runs, **more}[only]}
+    if has_parts:
+        runs["synchronous"] = SYNCHRONOUS
     results: dict[str, Measured] = {}
     for kind, overrides in runs.items():
         if time.monotonic() + START_S + stepping_s + END_S > until:
@@ -421,12 +492,14 @@ def run_case(
         if save is not None:
             with save.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
-    shutil.rmtree(home / f"model-{name}", ignore_errors=True)
     figures = []
     for kind, measured in results.items():
-        if kind != "hand":
+        if kind not in {"hand", "synchronous"}:
             label = name if kind == "defaults" else f"{name}-{kind}"
             figures += figures_of(label, measured, results.get("hand") if kind == "defaults" else None)
+    if {"defaults", "synchronous"} <= results.keys():
+        figures += parts_of(name, case, results["defaults"], results["synchronous"], home / f"model-{name}")
+    shutil.rmtree(home / f"model-{name}", ignore_errors=True)
     return figures
 
 
@@ -438,14 +511,20 @@ def main() -> int:
     parser.add_argument("--within", type=float, default=1e9, help="seconds for everything")
     parser.add_argument("--limits", nargs="+", type=float, default=[], help="run.gpu_memory_gb of runs without hand")
     parser.add_argument("--only", choices=["defaults", "hand", "apart", "killed"], help="one run of a case")
+    parser.add_argument("--parts", action="store_true", help="generation alone and training alone, too")
     parser.add_argument("--kills", type=int, default=10, help="kills of each process in the run `killed`")
     parser.add_argument("--home", type=Path, help="folder that keeps what the runs print (default: a temporary one)")
     parser.add_argument("--save", type=Path, help="file to which the line of each run is appended")
+    parser.add_argument("--alone", nargs=2, metavar=("CASE", "MODEL"), help=argparse.SUPPRESS)
     parser.add_argument("--make", nargs=3, metavar=("CASE", "DIR", "DEVICE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.make is not None:
         name, directory, device = args.make
         make_model(CASES[name], Path(directory), device=device)
+        return 0
+    if args.alone is not None:
+        name, directory = args.alone
+        print(asyncio.run(generation_alone(CASES[name], Path(directory))))
         return 0
     names = args.cases or ([name for name in CASES if name not in ON_CPU] if this_machine().gpus else ["cpu"])
     chosen = OF_TINY if args.tiny else [(name, args.only) for name in names]
@@ -456,7 +535,12 @@ def main() -> int:
         home = args.home or Path(folder)
         home.mkdir(parents=True, exist_ok=True)
         for name, only in chosen:
-            options = {"stepping_s": args.stepping, "until": until, "limits": args.limits}
+            options = {
+                "stepping_s": args.stepping,
+                "until": until,
+                "limits": args.limits,
+                "has_parts": args.parts or (args.tiny and only is None),
+            }
             try:
                 found = run_case(
                     name, home / f"{name}-{only or 'all'}", **options, only=only, kills=kills, save=args.save
