@@ -53,7 +53,12 @@ def _python_directories() -> tuple[Path, ...]:
 
 
 def python_of(image: Image) -> str:
-    return "/usr/bin/python3" if image.root is not None else os.path.realpath(sys.executable)
+    return "/usr/bin/python3" if image.root is not None else _own_python()
+
+
+@cache
+def _own_python() -> str:
+    return os.path.realpath(sys.executable)
 
 
 def environment_of(image: Image) -> dict[str, str]:
