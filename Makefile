@@ -32,10 +32,12 @@ install: $(STAMP) ## create the virtual environment
 demo: $(STAMP) ## train a small policy from scratch, asynchronously, in a few minutes
 	$(BIN)/rollbook demo
 
-check: $(STAMP) ## format, lint, types, import rules
+check: lint ## format, lint, types, import rules
+	@$(MAKE) --no-print-directory -j 2 types architecture
+
+lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	@$(MAKE) --no-print-directory -j 2 types architecture
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -43,13 +45,20 @@ types: $(STAMP)
 architecture: $(STAMP)
 	$(BIN)/python -m pytest -q tests/architecture
 
-test: check ## check, then every test that fits in 15 minutes on two cores
+# mypy uses one core: next to the tests, the other core is not idle meanwhile.
+test: lint ## format, lint, types, and every test that fits in 15 minutes on two cores
 	@sh scripts/chromium.sh
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --ignore tests/architecture
+	@$(MAKE) --no-print-directory -j 2 types fast-tests
 
-test-all: check ## check, then every test
+fast-tests: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+
+test-all: lint ## the same with every test
 	@sh scripts/chromium.sh
-	$(BIN)/python -m pytest -n $(WORKERS) --ignore tests/architecture
+	@$(MAKE) --no-print-directory -j 2 types all-tests
+
+all-tests: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 test-models: $(STAMP) ## every line of docs/models.md: engine, training, LoRA, names and parity of each model family
 	$(BIN)/python -m pytest tests/models

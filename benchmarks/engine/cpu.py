@@ -263,8 +263,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as scratch:
         return print_figures(asyncio.run(measure(Path(scratch), options.requests, options.rounds)))
 

@@ -140,7 +140,7 @@ def make_model(case: Case, directory: Path, *, seed: int, device: str) -> None:
     torch.set_default_dtype(getattr(torch, dtype_of(device)))
     try:
         with torch.device(device):
-            model: Any = AutoModelForCausalLM.from_config(case.config)  # type: ignore[no-untyped-call]  # untyped there
+            model: Any = AutoModelForCausalLM.from_config(case.config)
             for name, parameter in model.named_parameters():
                 # Far from uniform distributions; biases and norms that are not 0 and 1.
                 torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.05)

@@ -60,7 +60,7 @@ def llama_config(shape: Shape) -> LlamaConfig:
 
 def build(shape: Shape, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(seed)
-    model: Any = LlamaForCausalLM(llama_config(shape))  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    model: Any = LlamaForCausalLM(llama_config(shape))
     with torch.no_grad():
         # Larger than at the start of training, so that distributions are far from uniform.
         for parameter in model.parameters():

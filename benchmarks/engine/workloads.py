@@ -101,7 +101,7 @@ def _module(shape: Shape, config: InferenceConfig) -> Any:
     torch.set_default_dtype(getattr(torch, config.dtype))
     try:
         with torch.device(config.device):
-            model: Any = LlamaForCausalLM(llama_config(shape))  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+            model: Any = LlamaForCausalLM(llama_config(shape))
     finally:
         torch.set_default_dtype(default)
     return model.eval().requires_grad_(False)

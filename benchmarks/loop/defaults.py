@@ -176,7 +176,7 @@ def make_model(case: Case, directory: Path, *, device: str, seed: int = 0) -> No
     torch.manual_seed(seed)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
-        model: Any = LlamaForCausalLM(llama_config(case.shape))  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        model: Any = LlamaForCausalLM(llama_config(case.shape))
     model.save_pretrained(directory, max_shard_size="1TB")
     build_tokenizer(
         ModelBuildConfig(tokenizer="bytes", chat_template=TEMPLATE, max_position_embeddings=case.shape.max_len)

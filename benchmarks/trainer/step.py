@@ -164,7 +164,7 @@ def random_batch(case: Case, vocabulary: int) -> TrainingBatch:
 def new_model(case: Case, device: str) -> Any:
     torch.manual_seed(0)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(case.config())  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        return AutoModelForCausalLM.from_config(case.config())
 
 
 class PlainLoop:
@@ -427,7 +427,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--models", default=None, help=f"comma-separated: {', '.join(CASES)}")
     args = parser.parse_args()
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    transformers_logging.set_verbosity_error()
     names = (
         args.models or ("135m,135m-short,135m-groups,1.5b" if args.device == "cuda" else "tiny,tiny-groups")
     ).split(",")

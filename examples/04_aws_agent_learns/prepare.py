@@ -156,7 +156,7 @@ def train_tokenizer(chats: Sequence[Chat], *, vocab_size: int) -> Any:
     texts = [NAME_WORDS.sub("", message["content"]) for chat in chats for message in chat]
     core.train_from_iterator(texts, trainer)
     core.add_tokens([AddedToken(word, normalized=False) for word in small_aws.WORDS])
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token="<pad>",
         bos_token="<bos>",
@@ -184,7 +184,7 @@ def make_model(tokenizer: Any, *, hidden: int, layers: int, seed: int) -> Any:
         eos_token_id=2,
         pad_token_id=0,
     )
-    return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    return LlamaForCausalLM(config)
 
 
 def main() -> int:

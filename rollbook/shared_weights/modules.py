@@ -57,7 +57,7 @@ def empty_model(directory: Path, *, dtype: torch.dtype) -> Any:
     """
     text, _ = _text_config(directory)
     with EmptyTensorsHaveNoMemory():
-        module: Any = AutoModelForCausalLM.from_config(text, dtype=dtype)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        module: Any = AutoModelForCausalLM.from_config(text, dtype=dtype)
     if (directory / GENERATION).is_file():
         module.generation_config = GenerationConfig.from_pretrained(str(directory))
     return module

@@ -80,8 +80,13 @@ TORCH_FREE = ("config", "advantages", "minibatches", "planner", "planning", "met
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def nodes_of(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return list(ast.walk(tree_of(path)))
 
 
 @cache
@@ -294,7 +299,7 @@ def test_processes_without_a_model_start_without_torch(process: str) -> None:
 def test_a_public_class_name_is_defined_in_one_module() -> None:
     modules: dict[str, list[str]] = {}
     for path in sources():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 modules.setdefault(node.name, []).append(path.relative_to(PACKAGE).as_posix())
     assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}

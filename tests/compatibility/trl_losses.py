@@ -143,7 +143,7 @@ def main() -> int:
         )  # fmt: skip
         model_dir = prepare_model_directory(ModelConfig(build=build), Path(scratch) / "model", seed=0)
         other_dir = prepare_model_directory(ModelConfig(build=build), Path(scratch) / "other", seed=1)
-        reference = AutoModelForCausalLM.from_pretrained(other_dir, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        reference = AutoModelForCausalLM.from_pretrained(other_dir, dtype=torch.float32).eval()
         rows, inputs = problem(16)
         for name, (trl_settings, our_settings) in CASES.items():
             their_loss, their_grad = theirs(model_dir, Path(scratch) / "out", trl_settings, inputs, reference)

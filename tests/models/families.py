@@ -111,7 +111,7 @@ class Family:
         """Float32 weights that depend on the seed only."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model: Any = AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32)  # type: ignore[no-untyped-call]
+            model: Any = AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32)
             with torch.no_grad():
                 for parameter in model.parameters():
                     # Norms and biases, which would be 1 or 0.

@@ -146,7 +146,7 @@ def small_model() -> PolicyModel:
         intermediate_size=24,
         initializer_range=0.4,
     )
-    return PolicyModel(AutoModelForCausalLM.from_config(config), quick())  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    return PolicyModel(AutoModelForCausalLM.from_config(config), quick())
 
 
 @st.composite

@@ -27,7 +27,7 @@ from rollbook.trainer.model.weights import base_name, is_adapter
 try:
     from peft.utils import transformers_weight_conversion as renamed_layers
 except ImportError:  # before PEFT 0.19
-    renamed_layers = None  # type: ignore[assignment]  # `getattr` of None finds the default
+    renamed_layers = None
 
 NAME = "default"
 CONFIG_FILE = "adapter_config.json"

@@ -41,7 +41,7 @@ def prepare_model_directory(config: ModelConfig, directory: Path, *, seed: int) 
 
 def _build(build: ModelBuildConfig, directory: Path, made_from: dict[str, Any]) -> None:
     # The terminal belongs to the run's own view.
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    transformers_logging.disable_progress_bar()
     unfinished = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -62,7 +62,7 @@ def _build(build: ModelBuildConfig, directory: Path, made_from: dict[str, Any]) 
 
 def build_tokenizer(build: ModelBuildConfig) -> Any:
     pad, bos, eos, unk = SPECIAL_TOKENS
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=fast_tokenizer(build),
         pad_token=pad,
         bos_token=bos,
@@ -93,7 +93,7 @@ def build_model(build: ModelBuildConfig, *, seed: int) -> Any:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        return LlamaForCausalLM(config)
 
 
 def _existing(path: str) -> Path:

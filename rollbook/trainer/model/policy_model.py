@@ -216,7 +216,7 @@ class PolicyModel:
         `shared_base`: the file with which the base is mapped, see `shared_weights`.
         """
         # Progress bars would disturb the run's live view.
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        transformers_logging.disable_progress_bar()
         config = config or TrainerConfig()
         base = None if shared_base is None else map_base(shared_base, device=config.device)
         if base is None:

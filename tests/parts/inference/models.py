@@ -39,7 +39,7 @@ def build_model(kind: str = "llama", *, seed: int = 0) -> Any:
         return family(kind).model(seed)
     torch.manual_seed(seed)
     config = CONFIGS[kind]()
-    model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    model: Any = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

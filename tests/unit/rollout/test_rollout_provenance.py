@@ -38,7 +38,7 @@ async def test_every_span_of_a_tool_calling_episode_names_its_author(tmp_path: P
                 model="m",
                 messages=[
                     {"role": "user", "content": "Paris?"},
-                    message.model_dump(exclude_none=True),  # type: ignore[list-item]
+                    message.model_dump(exclude_none=True),
                     {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "21 degrees"},
                 ],
                 tools=[WEATHER],

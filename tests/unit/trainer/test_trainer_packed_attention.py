@@ -71,7 +71,7 @@ FAMILIES: dict[str, Any] = {
 
 
 def new_model(config: Any) -> Any:
-    return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    return AutoModelForCausalLM.from_config(config)
 
 
 def grouped_batch(step: int) -> TrainingBatch:

@@ -182,16 +182,16 @@ def _fixed(layer: Any, held: dict[Any, Tensor], window: int, span: _Span) -> Any
     if not has_states:
         return _FixedLayer(layer, held, window, span)
     fixed = _FixedHybridLayer(layer, held, window, span) if has_keys else copy.copy(layer)
-    vars(fixed).update(states)
+    fixed.__dict__.update(states)
     return fixed
 
 
-class _FixedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+class _FixedLayer(CacheLayerMixin):
     is_compileable = True
     """Whether transformers makes its masks without reading numbers of the device."""
 
     def __init__(self, layer: Any, held: dict[Any, Tensor], window: int, span: _Span) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        super().__init__()
         self.is_sliding = layer.is_sliding
         self.is_initialized = True
         self._held, self._span = held, span
@@ -223,14 +223,14 @@ class _FixedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfor
         return -1
 
 
-class _FixedHybridLayer(_FixedLayer, LinearAttentionLayer):  # type: ignore[misc, no-untyped-call]  # as in transformers
+class _FixedHybridLayer(_FixedLayer, LinearAttentionLayer):
     """A recurrent state, and keys."""
 
     is_compileable = True
 
     def __init__(self, layer: Any, held: dict[Any, Tensor], window: int, span: _Span) -> None:
         super().__init__(layer, held, window, span)
-        vars(self).update({name: value for name, value in vars(layer).items() if name not in vars(self)})
+        self.__dict__.update({name: value for name, value in vars(layer).items() if name not in vars(self)})
 
 
 class _FixedRoutes(RouteLayer):

@@ -24,7 +24,7 @@ Report = Callable[[str], None]
 
 def convert_gguf(source: Path, target: Path, *, pad_token: str | None, report: Report) -> int:
     """Write `target` completely or not at all. Returns the number of parameters. `pad_token` must not end a turn."""
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    transformers_logging.disable_progress_bar()
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -72,7 +72,7 @@ def _dequantised_model(source: Path, tokenizer: Any) -> Any:
     config._name_or_path = source.stem
     config.pad_token_id = tokenizer.pad_token_id
     config.eos_token_id = tokenizer.eos_token_id
-    model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    model: Any = AutoModelForCausalLM.from_config(config)
     model.load_state_dict(read.state_dict())
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.eos_token_id = tokenizer.eos_token_id

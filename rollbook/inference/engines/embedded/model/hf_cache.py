@@ -15,11 +15,11 @@ from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache
 Pair = tuple[Tensor, Tensor]
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+class _Layer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        super().__init__()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -28,7 +28,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers 
         return -1
 
 
-class _ProbeLayer(_Layer):  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+class _ProbeLayer(_Layer):
     """Returns keys and values unchanged, and records their shape."""
 
     shape: LayerShape
@@ -52,7 +52,7 @@ class ProbeCache(Cache):
         super().__init__(layers=list(self.probes))
 
 
-class _PrefillLayer(_Layer):  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+class _PrefillLayer(_Layer):
     def __init__(self, pair: Pair, positions: PrefillPositions) -> None:
         super().__init__()
         self._pair = pair
@@ -81,7 +81,7 @@ class PrefillCache(Cache):
         super().__init__(layers=[_PrefillLayer(pair, positions) for pair in slots.pairs])
 
 
-class _DecodeLayer(_Layer):  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+class _DecodeLayer(_Layer):
     def __init__(self, pair: Pair, rows_N: Tensor, positions_N: Tensor, length: int) -> None:
         super().__init__()
         self._pair = pair

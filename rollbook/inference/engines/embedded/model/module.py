@@ -57,7 +57,7 @@ def load_module(
             raise
         raise RunError(f"inference.device is {device!r}, which this machine does not have: {error}") from error
     try:
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        logging.disable_progress_bar()
         is_adapter = (directory / CONFIG_FILE).is_file()
         source = read_settings(directory)["base_model_name_or_path"] if is_adapter else directory
         if base is None:
