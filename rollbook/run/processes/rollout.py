@@ -1,6 +1,7 @@
 """The dispatcher process: draws tasks and dispatches groups to worker processes (`rollout_worker`). A client of the ledger."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from rollbook.telemetry.waits import WAITS
 REPORT_S = 0.5
 POLL_S = 0.1
 STATUS_S = 5.0
+QUIET_S = 60.0
 """A policy server that does not report its weights within this time does not serve."""
 
 
@@ -94,14 +96,18 @@ def _record_held_out(context: RoleContext, trained: tuple[Task, ...]) -> None:
 
 
 async def _until_served(fleet: Fleet) -> None:
-    """Wait until a policy server has weights. A trainer that starts may replay for longer than the deadline of a group."""
+    """Wait until a policy server has weights. A trainer that starts may replay for longer than the deadline of a group.
+
+    A server that does not respond is reported after `QUIET_S`: until then it loads its model."""
+    began = time.monotonic()
 
     async def has_weights(replica: Replica) -> bool:
         try:
             async with asyncio.timeout(STATUS_S):
                 publication = (await fleet.protocol.status(replica.connection)).publication
         except (TransientError, TimeoutError) as error:
-            WAITS.failing(_status_of(replica), str(error) or f"{replica.url} did not respond within {STATUS_S:g} s")
+            if time.monotonic() - began > QUIET_S:
+                WAITS.failing(_status_of(replica), str(error) or f"{replica.url} did not respond within {STATUS_S:g} s")
             return False
         except RollbookError:
             publication = None  # a server of another kind: requests show whether it serves
