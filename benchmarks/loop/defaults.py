@@ -13,9 +13,10 @@ A run is stopped `--stepping` seconds after its first trained step, however long
 a case its figures, so that a time limit loses only what was not measured; with `--within`, runs that would not end in time are left
 out. `--save` appends the lines to a file.
 
-`defaults_CASE`: seconds a step with the best settings by hand over those without a setting. `memory_CASE_PROCESS`: memory of the
-GPU, planned and measured, the smaller over the larger. The plan is that of the copies that the run made. Measured of the trainer
-are its tensors, because its allocator keeps what other processes do not need, and a planned context.
+`defaults_CASE`: seconds a step with the best settings by hand over those without a setting; means, because long and short steps
+alternate. `memory_CASE_PROCESS`: memory of the GPU, planned and measured, the smaller over the larger. The plan is that of the
+copies that the run made. Measured of the trainer are its tensors, because its allocator keeps what other processes do not need, and
+a planned context.
 
 With `--parts`: `parts_CASE`, seconds of generation alone and of training alone over those of a step without a setting; `mfu_CASE`,
 of training alone, four operations for a frozen weight. Training is alone in a run with bound 0. Generation is alone in an engine
@@ -310,7 +311,7 @@ class Measured:
 
         return {
             "name": self.run.name,
-            "step_s": round(statistics.median(self.periods), 3),
+            "step_s": round(statistics.fmean(self.periods), 3),
             "step_s_all": [round(period, 3) for period in self.periods],
             "steps": len(self.run.steps),
             "start_s": round(self.run.start_s, 1),
@@ -376,10 +377,10 @@ def measure(
 
 
 def figures_of(name: str, ours: Measured, hand: Measured | None) -> list[Figure]:
-    step_s = statistics.median(ours.periods)
+    step_s = statistics.fmean(ours.periods)
     figures = []
     if hand is not None:
-        peer = statistics.median(hand.periods)
+        peer = statistics.fmean(hand.periods)
         figures.append(
             Figure(name=f"defaults_{name}", ours=step_s, peer=peer, unit="s a step", ratio=peer / step_s, floor=FLOOR)
         )
