@@ -157,8 +157,8 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     included. Unset: 4096 on a GPU, 768 elsewhere (a size that fits the caches of a CPU)."""
 
     forward: Literal["auto", "module"] = "auto"
-    """`auto`: a fast forward for Llama-like models and mixtures of experts, if its logits agree with the Hugging Face module;
-    `module`: always the module."""
+    """`auto`: a fast forward for Llama-like models, mixtures of experts and gated delta layers, if its logits agree with the
+    Hugging Face module; `module`: always the module."""
 
     exactness: Literal["bitwise", "fast"] = "bitwise"
     """`bitwise`: on a GPU, in bfloat16, the logprob of a sampled token has the same bits as the trainer's, for the models of the

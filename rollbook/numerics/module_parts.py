@@ -10,6 +10,9 @@ Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS: dict[Activation, Any] = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 QUERY_PARTS, GATE_PARTS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 """Or one layer for all of them: `qkv_proj`, `gate_up_proj`."""
+DELTA_PARTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+GROUPED_DELTA_PARTS = ("in_proj_qkvz", "in_proj_ba")
+"""The projections of a gated delta layer: of Qwen3.5, and of Qwen3-Next."""
 
 
 class UnsupportedModelError(Exception):

@@ -9,7 +9,7 @@ weights, and with adapters.
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rollbook.numerics.delta import DeltaLayer
 from rollbook.numerics.experts import INEXACT, Experts, check_mixture, compare, is_mixture, shared_of
 from rollbook.numerics.module_parts import (
     GATE_PARTS,
@@ -34,8 +35,10 @@ from rollbook.numerics.module_parts import (
 
 BODY_PARTS = {"embed_tokens", "layers", "norm"}
 FEED_FORWARD = ("mlp", "block_sparse_moe")
+DELTA = "linear_attn"
 LAYER_PARTS = {
     "self_attn",
+    DELTA,
     *FEED_FORWARD,
     "input_layernorm",
     "post_attention_layernorm",
@@ -48,6 +51,7 @@ ATTENTION_PARTS = {"o_proj", "q_norm", "k_norm", "query_layernorm", "key_layerno
 SINKS = "sinks"
 BY_LENGTH = ("dynamic", "longrope")
 WINDOWED_CACHES = {"DynamicLayer", "DynamicSlidingWindowLayer"}
+STATE_CACHE = "LinearAttentionLayer"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,6 +180,8 @@ class Attention:
     """Scores are replaced by cap x tanh(score / cap)."""
     sinks_R: Tensor | None = None
     """A score of each query head that has no key: it takes its part of the weights, and adds nothing."""
+    is_gated: bool = False
+    """After each query head comes a gate: the result of the head is multiplied by its sigmoid."""
 
     @property
     def is_plain(self) -> bool:
@@ -208,10 +214,13 @@ class Logits:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelRecipe:
-    """The computation of a decoder whose layers consist of attention and a gated feed-forward part, or a mixture of them."""
+    """The computation of a decoder whose layers consist of attention, or a gated delta part, and a gated feed-forward part, or a
+    mixture of them."""
 
-    attention: tuple[Attention, ...]
-    """Of each layer."""
+    attention: tuple[Attention | None, ...]
+    """Of each layer; None: it has a gated delta part."""
+    delta: tuple[DeltaLayer | None, ...]
+    """Of each layer; None: it has attention."""
     activation: Activation
     """Of gates that are no experts'."""
     experts: tuple[Experts | None, ...]
@@ -226,13 +235,16 @@ class ModelRecipe:
         """`caches`: an empty cache layer of transformers for each layer. Raises `UnsupportedModelError`."""
         check_parts(model)
         body, config = model.model, model.config.get_text_config()
-        windows = windows_of(config, caches)
+        windows = windows_of(config, caches, others={STATE_CACHE} if _has_delta(body) else set())
         if windows is None:
             raise UnsupportedModelError("its layers do not all have full attention or a sliding window")
         kinds = getattr(config, "layer_types", None) or [None] * len(windows)
         rotaries: dict[str | None, Rotary] = {}
-        attention: list[Attention] = []
+        attention: list[Attention | None] = []
         for layer, kind, window in zip(body.layers, kinds, windows, strict=True):
+            if hasattr(layer, DELTA):
+                attention.append(None)
+                continue
             part = layer.self_attn
             of = kind if _has_layer_types(body.rotary_emb) else None
             if _is_rotated(part) and of not in rotaries:
@@ -245,6 +257,7 @@ class ModelRecipe:
                     window=None if window is None or window >= max_model_len else window,
                     cap=getattr(part, "attn_logit_softcapping", None) or None,
                     sinks_R=getattr(part, SINKS, None),
+                    is_gated=_is_gated(part),
                 )
             )
         blocks = [feed_forward_of(layer)[1] for layer in body.layers]
@@ -254,6 +267,7 @@ class ModelRecipe:
             compare(own, block)
         return cls(
             attention=tuple(attention),
+            delta=tuple(DeltaLayer.of(layer.linear_attn) if hasattr(layer, DELTA) else None for layer in body.layers),
             activation=_only({*map(activation_of, filter(None, map(dense_part, blocks)))} or {"silu"}, "activations"),
             experts=tuple(experts),
             embedding_scale=_embedding_scale(body),
@@ -268,7 +282,9 @@ class ModelRecipe:
         """Why sampler and trainer do not compute the same bits; None: they can."""
         if any(self.experts):
             return INEXACT
-        if any(attention.sinks_R is not None for attention in self.attention):
+        if any(self.delta):
+            return "gated delta layers have no kernel in the trainer"
+        if any(attention is not None and attention.sinks_R is not None for attention in self.attention):
             return "attention sinks have no kernel in the trainer"
         return None
 
@@ -320,31 +336,48 @@ def check_parts(model: Any) -> None:
     for layer in body.layers:
         refuse_other_parts("layers", layer, LAYER_PARTS)
         _, block = feed_forward_of(layer)
-        if not hasattr(layer, "self_attn"):
+        if not hasattr(layer, "self_attn") and not hasattr(layer, DELTA):
             raise UnsupportedModelError("some layers have no attention")
-        attention_parts = ATTENTION_PARTS | parts_of(layer.self_attn, QUERY_PARTS)
-        refuse_other_parts("attention", layer.self_attn, attention_parts, parameters={SINKS})
+        if not hasattr(layer, DELTA):
+            _check_attention(layer.self_attn)
+            sizes.add(
+                sum(len(getattr(layer.self_attn, name).weight) for name in parts_of(layer.self_attn, QUERY_PARTS))
+            )
         if is_mixture(block):
             check_mixture(block)
         else:
             refuse_other_parts("feed-forward part", block, {"down_proj"} | parts_of(block, GATE_PARTS))
         for norm in layer_norms(layer).values():
             Norm.of(norm)
-        if getattr(layer.self_attn, "is_causal", True) is False:
-            raise UnsupportedModelError("its attention is not causal")
-        sizes.add(sum(len(getattr(layer.self_attn, name).weight) for name in parts_of(layer.self_attn, QUERY_PARTS)))
+    if not sizes:
+        raise UnsupportedModelError("no layer has attention")
     if len(sizes) > 1:
         raise UnsupportedModelError("its layers have different numbers of heads")
 
 
-def windows_of(config: Any, caches: Sequence[Any]) -> list[int | None] | None:
+def _check_attention(attention: Any) -> None:
+    known = ATTENTION_PARTS | parts_of(attention, QUERY_PARTS)
+    refuse_other_parts("attention", attention, known, parameters={SINKS})
+    if getattr(attention, "is_causal", True) is False:
+        raise UnsupportedModelError("its attention is not causal")
+
+
+def windows_of(config: Any, caches: Sequence[Any], *, others: Collection[str] = ()) -> list[int | None] | None:
     """The window of each layer, None where it has full attention. None if a layer has neither, or keys of another layer.
 
-    `caches`: an empty cache layer of transformers for each layer that has keys.
+    `caches`: an empty cache layer of transformers for each layer that has keys. `others`: more classes of them, without a window.
     """
     kinds = set(getattr(config, "layer_types", None) or ())
     is_chunked = "chunked_attention" in kinds or (not kinds and getattr(config, "attention_chunk_size", None))
-    if is_chunked or len(caches) != config.num_hidden_layers or {type(c).__name__ for c in caches} - WINDOWED_CACHES:
+    if (
+        is_chunked
+        or len(caches) != config.num_hidden_layers
+        or {type(c).__name__ for c in caches}
+        - {
+            *WINDOWED_CACHES,
+            *others,
+        }
+    ):
         return None
     return [getattr(cache, "sliding_window", None) for cache in caches]
 
@@ -382,6 +415,16 @@ def rotation_by_length(config: Any) -> tuple[str, int] | None:
         if part.get("rope_type") in BY_LENGTH
     ]
     return min(found, key=itemgetter(1), default=None)
+
+
+def _has_delta(body: Any) -> bool:
+    return any(hasattr(layer, DELTA) for layer in body.layers)
+
+
+def _is_gated(attention: Any) -> bool:
+    """Whether the projection of queries has twice as many numbers as the heads give."""
+    projection = getattr(attention, QUERY_PARTS[0], None)
+    return projection is not None and len(projection.weight) == 2 * attention.o_proj.weight.shape[1]
 
 
 def _has_layer_types(rotary: Any) -> bool:

@@ -22,7 +22,12 @@ from rollbook.shared_weights.packing import DTYPES, TensorHeader, layout, unpack
 
 ALIGNMENT = 256
 """Alignment of each weight, as in memory that torch allocates: kernels choose their order of sums by the alignment."""
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
+)
 """Projections of the same input, in the order in which the engine computes them as one. They are next to each other."""
 
 

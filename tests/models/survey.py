@@ -44,8 +44,9 @@ Each line is a measurement (`make test-models`) with a tiny model of random weig
 transformers {transformers_version}: the code is that of the large models. Sequences are longer than windows and chunks. Not
 measured: speed, GPUs, bfloat16, and real checkpoints.
 
-- **engine**: `fast` is our forward for Llama-like models. `module` calls the module of transformers: over slots (full
-  attention), or over states (all other layers), which decode merged, or row by row
+- **engine**: `fast` is our forward for Llama-like models, also with gated delta layers
+  ([decision 0058](decisions/0058-gated-delta-layers-on-the-fast-forward.md)). `module` calls the module of transformers: over slots
+  (full attention), or over states (all other layers), which decode merged, or row by row
   ([decision 0042](decisions/0042-row-states-in-transformers-caches.md)). *captured*: a GPU repeats a decode step without
   Python ([decision 0054](decisions/0054-decode-steps-of-modules-are-captured.md)); here, a recording of its operations gave the
   same tokens and logprobs. *from Python*: why a decode step cannot be captured.

@@ -24,6 +24,10 @@ BYTES_PER_TOKEN = {"llama": 2 * 2 * 2 * 8 * 4, "gpt2": 2 * 2 * 4 * 8 * 4}
 """Layers, keys and values, heads, head size, float32."""
 
 
+RECURRENT = {"qwen3_5_text"}
+"""Kinds whose layers have states on the fast forward, too."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TinyModel:
     """A model directory, and weights to publish: each number has its own file with different weights."""
@@ -78,8 +82,9 @@ async def until(is_true: Callable[[], bool], *, within_s: float = 30.0) -> None:
 @asynccontextmanager
 async def embedded(tiny: TinyModel, *, is_captured: bool = False, **settings: Any) -> AsyncIterator[TransformersEngine]:
     """`is_captured`: as on a GPU, with bucketed shapes. The fast forward has cache blocks, and plain calls instead of captured
-    graphs; decode steps of a module are recorded and repeated."""
-    capture: Capture = RecordingCapture() if settings.get("forward") == "module" else lambda operation: operation
+    graphs; decode steps of a module, or over recurrent states, are recorded and repeated."""
+    is_recorded = settings.get("forward") == "module" or tiny.kind in RECURRENT
+    capture: Capture = RecordingCapture() if is_recorded else lambda operation: operation
     options: dict[str, Any] = {"capture": capture} if is_captured else {}
     async with open_embedded(engine_config("transformers", **settings), tiny.model_dir, **options) as engine:
         await engine.load_weights(*tiny.weights(1))

@@ -1,5 +1,6 @@
-"""Captured decode steps of Hugging Face modules: what a repetition computes without Python has the logprobs of a plain forward, for
-rows that join, leave, grow and move. The capture records operations and repeats them on the same tensors, which must not move."""
+"""Captured decode steps of Hugging Face modules, and of the fast forward over recurrent states (`FAST`): what a repetition computes
+without Python has the logprobs of a plain forward, for rows that join, leave, grow and move. The capture records operations and
+repeats them on the same tensors, which must not move."""
 
 import asyncio
 from collections.abc import Callable
@@ -32,6 +33,7 @@ KINDS = [
     pytest.param("falcon_h1", marks=pytest.mark.slow),  # a state and keys in the same layer
     pytest.param("gemma3n_text", marks=pytest.mark.slow),  # keys shared by layers
 ]
+FAST = "qwen3_5_text on the fast forward"
 SETTINGS: dict[str, Any] = {
     "max_model_len": 128,
     "kv_memory_mb": 20,
@@ -46,6 +48,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("captured")
 
 
+def prepared(root: Path, kind: str, **settings: Any) -> tuple[TinyModel, dict[str, Any]]:
+    """The model, and the settings of its engine."""
+    model_type, _, forward = kind.partition(" on the ")
+    return TinyModel(root=root, kind=model_type), {**SETTINGS, "forward": "auto" if forward else "module", **settings}
+
+
 def runner_of(engine: TransformersEngine) -> CapturedRunner:
     runner = engine.parts.runner
     assert isinstance(runner, CapturedRunner), engine.parts.choices
@@ -58,12 +66,13 @@ def replays(engine: TransformersEngine) -> int:
     return capture.replays
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, FAST])
 async def test_repeated_steps_have_the_logprobs_of_a_plain_forward(root: Path, kind: str) -> None:
-    tiny = TinyModel(root=root, kind=kind)
+    tiny, settings = prepared(root, kind, max_running=3)
     prompts = some_prompts(7, 1, 40)
     samplings = [SamplingParams(max_tokens=(1, 2, 5, 24)[i % 4], stop_token_ids=(3,), seed=i) for i in range(7)]
-    async with embedded(tiny, max_running=3, **SETTINGS) as engine:
+    async with embedded(tiny, **settings) as engine:
+        assert engine.parts.choices[0].startswith("forward: llama") is (kind == FAST)
         futures = []
         for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             futures.append(engine.submit(prompt, sampling))
@@ -79,11 +88,11 @@ async def test_repeated_steps_have_the_logprobs_of_a_plain_forward(root: Path, k
         assert_faithful(tiny, prompt, completion)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["gpt2", FAST])
 async def test_new_weights_need_no_new_capture(root: Path, kind: str) -> None:
-    tiny = TinyModel(root=root, kind=kind)
+    tiny, settings = prepared(root, kind)
     prompt = some_prompts(1, 20, 20)[0]
-    async with embedded(tiny, **SETTINGS) as engine:
+    async with embedded(tiny, **settings) as engine:
         # The memory grows to its size, and the shape of the second request is captured.
         for _ in range(2):
             await engine.generate(prompt, SamplingParams(max_tokens=8))
@@ -95,12 +104,13 @@ async def test_new_weights_need_no_new_capture(root: Path, kind: str) -> None:
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
-async def test_rows_with_different_adapters_share_a_repeated_step(root: Path, tmp_path: Path) -> None:
-    tiny = TinyModel(root=root, kind="qwen3_5_text")
+@pytest.mark.parametrize("kind", ["qwen3_5_text", FAST])
+async def test_rows_with_different_adapters_share_a_repeated_step(root: Path, tmp_path: Path, kind: str) -> None:
+    tiny, forward = prepared(root, kind)
     adapter_dir = make_adapter(tmp_path / "adapter", tiny.model_dir)
     prompts = some_prompts(4, 5, 20)
     models = ["tuned", None, "tuned", None]
-    async with embedded(tiny, **SETTINGS) as engine:
+    async with embedded(tiny, **forward) as engine:
         settings, tensors = read_adapter(adapter_dir)
         await engine.load_adapter(Adapter(name="tuned", settings=settings), tensors)
         requests = [
@@ -129,6 +139,21 @@ async def test_preempted_and_moved_rows_continue_with_the_same_distribution(
         assert engine.parts.scheduler.preemptions > 0
     for prompt, completion in zip(prompts, completions, strict=True):
         assert_faithful(tiny, prompt, completion)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", FAST])
+async def test_a_state_that_was_continued_after_a_stop_token_is_not_reused(root: Path, kind: str) -> None:
+    """With steps launched ahead, rows continue until the host has read the stop token, or reach their limit before."""
+    tiny, settings = prepared(root, kind, steps_ahead=2)
+    prompts = some_prompts(6, 10, 20)
+    stopping = [SamplingParams(max_tokens=limit, stop_token_ids=tuple(range(64)), seed=5) for limit in (2, 3, 12)] * 2
+    async with embedded(tiny, **settings) as engine:
+        stopped = await asyncio.gather(*(engine.generate(p, s) for p, s in zip(prompts, stopping, strict=True)))
+        assert sum(len(one.token_ids) < s.max_tokens for one, s in zip(stopped, stopping, strict=True)) > 2
+        turns = [[*p, *one.token_ids.tolist(), 9, 8] for p, one in zip(prompts, stopped, strict=True)]
+        continued = await asyncio.gather(*(engine.generate(turn, SamplingParams(max_tokens=4)) for turn in turns))
+    for turn, completion in zip(turns, continued, strict=True):
+        assert_faithful(tiny, turn, completion)
 
 
 async def test_after_recompute_a_line_has_the_state_of_the_new_weights(root: Path) -> None:

@@ -18,7 +18,7 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.drafts import PromptLookup
 from rollbook.inference.engines.embedded import build
 from rollbook.inference.engines.embedded.engine import TransformersEngine, open_engine
-from tests.parts.inference.engines import TinyModel, engine_config, until
+from tests.parts.inference.engines import TinyModel, embedded, engine_config, until
 from tests.parts.inference.models import VOCAB
 
 BLOCKS = pytest.mark.parametrize("is_captured", [True, False], ids=["blocks", "slots"])
@@ -233,6 +233,9 @@ def test_wrong_drafts_become_shorter_and_right_ones_longer_again() -> None:
 async def test_drafts_are_refused_where_they_are_not_possible(root: Path) -> None:
     with pytest.raises(RunError, match=r"draft_tokens needs the fast forward"):
         async with engine_with(root, 2, is_captured=False, forward="module"):
+            pass
+    with pytest.raises(RunError, match=r"draft_tokens needs attention in all layers"):
+        async with embedded(TinyModel(root=root, kind="qwen3_5_text"), draft_tokens=2, kv_memory_mb=10):
             pass
     with pytest.raises(ValidationError, match="steps_ahead exclude each other"):
         InferenceConfig(draft_tokens=2, steps_ahead=1)

@@ -23,6 +23,7 @@ MODULE: dict[str, Any] = {"forward": "module"}
 CASES: list[Any] = [
     pytest.param("qwen3_moe", {}, id="slots"),
     pytest.param("gpt_oss", {}, id="slots with windows"),
+    pytest.param("qwen3_next", {}, id="slots with recurrent states"),
     pytest.param("qwen3_moe", {"is_captured": True}, id="blocks"),
     pytest.param("gpt_oss", {"is_captured": True}, id="blocks with windows"),
     pytest.param("qwen3_moe", MODULE, id="slots of a module"),

@@ -1,5 +1,8 @@
 """Models with windows, attention sinks, recurrent states and shared keys in the embedded engine: rows of different lengths that
-join, leave, move and continue have the logprobs of a plain forward."""
+join, leave, move and continue have the logprobs of a plain forward.
+
+They run through their module, with the caches of transformers (`KINDS`), or on the fast forward, with states in lines of the slots
+(`FAST`)."""
 
 import asyncio
 from dataclasses import replace
@@ -38,7 +41,8 @@ KINDS = [
     pytest.param("gemma3n_text", marks=pytest.mark.slow),  # keys shared by layers
     pytest.param("jamba", marks=pytest.mark.slow),  # a state that is continued token by token
 ]
-SETTINGS: dict[str, Any] = {"max_model_len": 128, "kv_memory_mb": 20, "prefix_cache_least": 8, "forward": "module"}
+FAST = "qwen3_5_text on the fast forward"
+SETTINGS: dict[str, Any] = {"max_model_len": 128, "kv_memory_mb": 20, "prefix_cache_least": 8}
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +50,24 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("states")
 
 
+def prepared(root: Path, kind: str, **settings: Any) -> tuple[TinyModel, dict[str, Any]]:
+    """The model, and the settings of its engine."""
+    model_type, _, forward = kind.partition(" on the ")
+    return TinyModel(root=root, kind=model_type), {**SETTINGS, "forward": "auto" if forward else "module", **settings}
+
+
 def sampling_of(index: int) -> SamplingParams:
     return SamplingParams(max_tokens=(1, 2, 5, 24)[index % 4], stop_token_ids=(3,))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, FAST])
 async def test_rows_that_join_and_leave_have_the_logprobs_of_a_plain_forward(root: Path, kind: str) -> None:
-    tiny = TinyModel(root=root, kind=kind)
+    # Prompts are prefilled in pieces, most of them in several rounds while other rows decode.
+    tiny, settings = prepared(root, kind, max_running=5, forward_tokens=8, step_prefill_tokens=16)
     prompts = some_prompts(10, 1, 40)
-    async with embedded(tiny, max_running=5, **SETTINGS) as engine:
-        assert not engine.parts.model.is_dense
+    async with embedded(tiny, **settings) as engine:
+        assert engine.parts.choices[0].startswith("forward: llama") is (kind == FAST)
+        assert engine.parts.model.is_dense is (kind == FAST)
         futures = []
         for index, prompt in enumerate(prompts):
             futures.append(engine.submit(prompt, sampling_of(index)))
@@ -72,20 +84,20 @@ async def test_rows_that_join_and_leave_have_the_logprobs_of_a_plain_forward(roo
 
 @pytest.mark.slow
 async def test_a_cache_that_cannot_be_merged_decodes_row_by_row(root: Path) -> None:
-    tiny = TinyModel(root=root, kind="deepseek_v4")
+    tiny, settings = prepared(root, "deepseek_v4", max_running=3)
     prompts = some_prompts(3, 5, 20)
-    async with embedded(tiny, max_running=3, **SETTINGS) as engine:
+    async with embedded(tiny, **settings) as engine:
         assert "one forward for each row" in " ".join(engine.parts.choices)
         completions = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=6)) for p in prompts))
     for prompt, completion in zip(prompts, completions, strict=True):
         assert_faithful(tiny, prompt, completion)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", FAST])
 async def test_siblings_copy_the_state_of_one_prefill(root: Path, kind: str) -> None:
-    tiny = TinyModel(root=root, kind=kind)
+    tiny, settings = prepared(root, kind)
     prompt = some_prompts(1, 20, 20)[0]
-    async with embedded(tiny, **SETTINGS) as engine:
+    async with embedded(tiny, **settings) as engine:
         await engine.pause(PauseMode.KEEP)
         before = engine.stats().forwards
         siblings = [engine.submit(prompt, SamplingParams(max_tokens=12, seed=number)) for number in range(6)]
@@ -97,13 +109,13 @@ async def test_siblings_copy_the_state_of_one_prefill(root: Path, kind: str) -> 
         assert_faithful(tiny, prompt, completion)
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_5_text", FAST])
 async def test_a_prompt_that_leaves_a_cached_state_before_its_end_is_prefilled_from_the_start(
     root: Path, kind: str
 ) -> None:
-    tiny = TinyModel(root=root, kind=kind)
+    tiny, settings = prepared(root, kind)
     prompt = some_prompts(1, 30, 30)[0]
-    async with embedded(tiny, **SETTINGS) as engine:
+    async with embedded(tiny, **settings) as engine:
         await engine.generate(prompt, SamplingParams(max_tokens=8))
         before = engine.stats().cached_tokens
         # The same first 25 tokens: keys of full attention would be reused, a state of 37 tokens is not.
@@ -113,10 +125,11 @@ async def test_a_prompt_that_leaves_a_cached_state_before_its_end_is_prefilled_f
     assert_faithful(tiny, other, completion)
 
 
-async def test_preempted_rows_continue_with_the_same_distribution(root: Path) -> None:
-    tiny = TinyModel(root=root, kind="falcon_h1")
+@pytest.mark.parametrize(("kind", "memory_mb"), [("falcon_h1", 0.24), (FAST, 0.08)])
+async def test_preempted_rows_continue_with_the_same_distribution(root: Path, kind: str, memory_mb: float) -> None:
+    tiny, settings = prepared(root, kind, max_running=8, kv_memory_mb=memory_mb, prefix_cache_share=0.0)
     prompts = some_prompts(8, 10, 40)
-    async with embedded(tiny, max_running=8, **SETTINGS | {"kv_memory_mb": 0.24, "prefix_cache_share": 0.0}) as engine:
+    async with embedded(tiny, **settings) as engine:
         futures = [engine.submit(prompt, SamplingParams(max_tokens=60)) for prompt in prompts]
         completions = await asyncio.gather(*futures)
         assert engine.parts.scheduler.preemptions > 0
@@ -124,11 +137,11 @@ async def test_preempted_rows_continue_with_the_same_distribution(root: Path) ->
         assert_faithful(tiny, prompt, completion)
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["gpt_oss", FAST])
 async def test_after_recompute_a_state_depends_on_the_new_weights_only(root: Path, kind: str) -> None:
-    tiny = TinyModel(root=root, kind=kind)
+    tiny, settings = prepared(root, kind, kv_after_update="recompute")
     prompts = some_prompts(4, 5, 30)
-    async with embedded(tiny, kv_after_update="recompute", **SETTINGS) as engine:
+    async with embedded(tiny, **settings) as engine:
         futures = [engine.submit(prompt, SamplingParams(max_tokens=50)) for prompt in prompts]
         await until(lambda: engine.stats().tokens > 20)
         await engine.pause(PauseMode.KEEP)
@@ -143,11 +156,12 @@ async def test_after_recompute_a_state_depends_on_the_new_weights_only(root: Pat
         np.testing.assert_allclose(completion.logprobs[changed:], expected, atol=1e-4)
 
 
-async def test_rows_with_and_without_an_adapter_share_a_step(root: Path, tmp_path: Path) -> None:
-    tiny = TinyModel(root=root, kind="qwen3_5_text")
+@pytest.mark.parametrize("kind", ["qwen3_5_text", FAST])
+async def test_rows_with_and_without_an_adapter_share_a_step(root: Path, tmp_path: Path, kind: str) -> None:
+    tiny, forward = prepared(root, kind)
     adapter_dir = make_adapter(tmp_path / "adapter", tiny.model_dir)
     prompts = some_prompts(4, 5, 20)
-    async with embedded(tiny, **SETTINGS) as engine:
+    async with embedded(tiny, **forward) as engine:
         settings, tensors = read_adapter(adapter_dir)
         await engine.load_adapter(Adapter(name="tuned", settings=settings), tensors)
         models = ["tuned", None, "tuned", None]

@@ -96,7 +96,7 @@ async def samples(engine: TransformersEngine) -> list[tuple[list[int], list[floa
     return [(one.token_ids.tolist(), one.logprobs.tolist()) for one in found]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2", "qwen3_moe", "qwen3_5_text"])
 async def test_an_engine_samples_the_same_without_a_copy_even_of_fused_projections(tmp_path: Path, kind: str) -> None:
     torch.set_num_threads(1)
     save_model(tmp_path / kind, kind)

@@ -93,12 +93,14 @@ def build_parts(
     is_gpu = device.type == "cuda"
     with torch.cuda.device(device) if is_gpu else nullcontext():
         model, choices = _model(module, max_model_len, config)
-        is_paged = isinstance(model, LlamaForward) and (
-            use_kernels(model, module, choices, exactness=config.exactness) if is_gpu else capture is not None
+        # Steps over blocks have no lines for recurrent states.
+        packing = model if isinstance(model, LlamaForward) and not model.states else None
+        is_paged = packing is not None and (
+            use_kernels(packing, module, choices, exactness=config.exactness) if is_gpu else capture is not None
         )
         if capture is None and is_gpu and config.capture_steps:
             capture = CudaCapture()
-        if not isinstance(model, LlamaForward):
+        if packing is None:
             model, capture = _captured(model, module, capture, choices)
     inexact_because = _inexact_because(config, model, choices)
     weights = LiveWeights(module, device, model.adapters, base=base)
@@ -106,11 +108,11 @@ def build_parts(
         _apply_adapter(weights, model_dir)
     batch: SlotBatch | PagedBatch
     runner: Runner | PackedRunner
-    if isinstance(model, LlamaForward) and is_paged:
-        batch, runner = _paged_batch(config, model, capture or _plain_call)
+    if packing is not None and is_paged:
+        batch, runner = _paged_batch(config, packing, capture or _plain_call)
         choices.append("cache: blocks, prompts and decoding rows in one captured forward")
     else:
-        batch, runner = _slot_batch(config, model, None if isinstance(model, LlamaForward) else capture)
+        batch, runner = _slot_batch(config, model, capture if packing is None else None)
         memory = "states" if isinstance(model, StateForward) else "slots"
         steps = "decode steps captured" if isinstance(runner, CapturedRunner) else "steps called directly"
         choices.append(f"cache: {memory}, {steps}")
@@ -118,6 +120,11 @@ def build_parts(
     if config.draft_tokens:
         if not isinstance(model, LlamaForward):
             raise RunError(f"inference.draft_tokens needs the fast forward, and this model has another: {choices[0]}")
+        if packing is None:
+            raise RunError(
+                "inference.draft_tokens needs attention in all layers, and this model has recurrent ones: their states cannot go "
+                "back to before a wrong draft"
+            )
         choices.append(f"drafts: up to {config.draft_tokens} tokens from prompt and answer, no steps ahead")
         ahead = 0
     scheduler = Scheduler(

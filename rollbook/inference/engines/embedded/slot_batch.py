@@ -108,12 +108,19 @@ class SlotBatch:
         generation = request.weights_generation
         length = len(request.prompt) + len(request.tokens) - 1
         has_row = self.table.owners[request.row] is request
+        # Steps that were launched ahead have continued the row after its stop token. A state cannot go back to it.
+        is_continued = (
+            len(request.tokens) < request.limit if not has_row else length < self.table.positions[request.row]
+        )
+        can_copy = self._runner.slots.is_croppable or not is_continued
         if has_row:
             request.routes = self._runner.slots.read_routes(request.row, length)
         elif request.routes is not None:
             # A stop token was sampled before the limit, after which its row was freed.
             request.routes = request.routes[:length]
-        if request.cached_kv is None and has_row:
+        if not can_copy:
+            request.cached_kv = None
+        elif request.cached_kv is None and has_row:
             request.cached_kv = self.prefixes.copy_out(request.row, length, weights_generation=generation)
         if request.cached_kv is not None:
             tokens = [*request.prompt.tolist(), *request.tokens[:-1]]

@@ -1,11 +1,13 @@
 """The keys and values of running requests: one slot for each row, all slots equally long, rows at different positions.
 
 The tensors grow and shrink with use, within a memory budget. There is one extra slot as scratch space, into which padding of
-bucketed forwards is written. `generation` changes whenever the memory moves, so that captured graphs are captured again.
+bucketed forwards is written. Recurrent layers have states in place of keys, in a line of the same number. `generation` changes
+whenever the memory moves, so that captured graphs are captured again.
 """
 
 # L layers, S slots, H key/value heads, T positions, D head size, N rows of this forward
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -81,9 +83,53 @@ class RowMemory(Protocol):
     def zero_rows(self, rows: Sequence[int]) -> None: ...
 
 
-class SlotCache:
-    is_croppable = True
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """Of the states of a row in one recurrent layer: the inputs of its last tokens, and what it remembers, in float32."""
 
+    inputs: tuple[int, ...]
+    memory: tuple[int, ...]
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        return math.prod(self.inputs) * dtype.itemsize + math.prod(self.memory) * torch.float32.itemsize
+
+
+class SlotStates:
+    """The states of the recurrent layers, a line for each slot. A decode step computes the first lines, and changes only those of
+    rows that decode: other rows may be in prefill."""
+
+    def __init__(self, shapes: Sequence[StateShape], *, dtype: torch.dtype, device: torch.device) -> None:
+        self._shapes = list(shapes)
+        self._dtype, self._device = dtype, device
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        """Inputs (S + 1, ...) and memory (S + 1, ...) of each layer."""
+        self.is_decoding_S = torch.zeros(0, dtype=torch.bool, device=device)
+
+    @property
+    def lines(self) -> list[Tensor]:
+        return [tensor for pair in self.layers for tensor in pair]
+
+    def resize(self, rows: int, *, keep_rows: int) -> None:
+        self.is_decoding_S = torch.zeros(rows + 1, dtype=torch.bool, device=self._device)
+        for index, shape in enumerate(self._shapes):
+            old = self.layers[index] if index < len(self.layers) else None
+            pair = (
+                torch.zeros((rows + 1, *shape.inputs), dtype=self._dtype, device=self._device),
+                torch.zeros((rows + 1, *shape.memory), dtype=torch.float32, device=self._device),
+            )
+            if old is not None:
+                for new, previous in zip(pair, old, strict=True):
+                    new[:keep_rows] = previous[:keep_rows]
+            self.layers[index : index + 1] = [pair]
+            del old
+
+    def before_decode(self, rows: Sequence[int]) -> None:
+        is_decoding_S = torch.zeros(len(self.is_decoding_S), dtype=torch.bool)
+        is_decoding_S[list(rows)] = True
+        self.is_decoding_S.copy_(host_copy(is_decoding_S, self._device), non_blocking=True)
+
+
+class SlotCache:
     def __init__(
         self,
         shapes: Sequence[LayerShape],
@@ -91,9 +137,12 @@ class SlotCache:
         dtype: torch.dtype,
         device: torch.device,
         routes: RouteShape | None = None,
+        states: Sequence[StateShape] = (),
     ) -> None:
-        """`routes`: set if the chosen experts are kept, too."""
+        """`shapes`: of layers with keys. `states`: of recurrent layers. `routes`: set if the chosen experts are kept, too."""
         self._shapes = list(shapes)
+        self.states = SlotStates(states, dtype=dtype, device=device)
+        self.is_croppable = not states
         self._route_shape = routes
         self.routes: Tensor | None = None
         """Chosen experts, (S + 1, T, L, K)."""
@@ -145,6 +194,7 @@ class SlotCache:
             if self.routes is not None:
                 routes[:keep_rows, :keep_length] = self.routes[:keep_rows, :keep_length]
             self.routes = routes
+        self.states.resize(rows, keep_rows=keep_rows)
         self.rows, self.length = rows, length
         self.generation += 1
         if self._device.type == "cuda":
@@ -159,13 +209,17 @@ class SlotCache:
                 slots_SHTD[targets_N, :, :length] = slots_SHTD[sources_N, :, :length]
         if self.routes is not None:
             self.routes[targets_N, :length] = self.routes[sources_N, :length]
+        for states in self.states.lines:
+            states[targets_N] = states[sources_N]
 
     def copy_out(self, row: int, length: int) -> list[Tensor]:
-        """A copy of the first `length` positions of a row."""
-        routes = [] if self.routes is None else [self.routes[row, :length].clone()]
+        """A copy of the first `length` positions of a row: with states, of all of them."""
+        others = [states[row].clone() for states in self.states.lines]
+        if self.routes is not None:
+            others.append(self.routes[row, :length].clone())
         if self.joint:
-            return [*(joint[:, row, :, :length].clone() for joint in self.joint), *routes]
-        return [*(slots_SHTD[row, :, :length].clone() for pair in self.pairs for slots_SHTD in pair), *routes]
+            return [*(joint[:, row, :, :length].clone() for joint in self.joint), *others]
+        return [*(slots_SHTD[row, :, :length].clone() for pair in self.pairs for slots_SHTD in pair), *others]
 
     def read_routes(self, row: int, length: int) -> NDArray[Any] | None:
         if self.routes is None or self._route_shape is None:
@@ -177,6 +231,10 @@ class SlotCache:
         if self.routes is not None:
             *copied, routes = copied
             self.routes[row, :length] = routes[:length]
+        if lines := self.states.lines:
+            for states, own in zip(lines, copied[-len(lines) :], strict=True):
+                states[row] = own
+            copied = copied[: -len(lines)]
         if self.joint:
             for joint, layer in zip(self.joint, copied, strict=True):
                 joint[:, row, :, :length] = layer[:, :, :length]
@@ -186,7 +244,8 @@ class SlotCache:
             slots_SHTD[row, :, :length] = layer[:, :length]
 
     def before_decode(self, rows: Sequence[int]) -> None:
-        """Nothing to do: prompts are in their slots."""
+        if self.states.layers:
+            self.states.before_decode(rows)
 
     def release(self, row: int) -> None:
         """Nothing to do: the next owner overwrites what it reads."""
@@ -196,6 +255,8 @@ class SlotCache:
         for pair in self.pairs:
             for slots_SHTD in pair:
                 slots_SHTD[rows_N] = 0
+        for states in self.states.lines:
+            states[rows_N] = 0
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self._dtype, device=self._device)

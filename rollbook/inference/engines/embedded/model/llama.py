@@ -1,4 +1,5 @@
-"""A fast forward for Llama-like decoders: fused projections, few operations, slots read and written in place.
+"""A fast forward for Llama-like decoders, some of whose layers may be gated delta layers: fused projections, few operations, slots
+read and written in place.
 
 What differs between families is read from the module (`rollbook.numerics.recipe`). The fused projections own the weights; the
 projections of the Hugging Face module are views into them, so updates and digests use the module's names. Before it is used, its
@@ -23,11 +24,12 @@ from rollbook.inference.engines.embedded.model.packed import PackedOps, PackedSt
 from rollbook.inference.engines.embedded.model.row_states import new_layers
 from rollbook.inference.engines.embedded.model.torch_ops import HeadShape, TorchOps
 from rollbook.inference.engines.embedded.routes import RouteShape
-from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache
+from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache, StateShape
+from rollbook.numerics.delta import DeltaLayer
 from rollbook.numerics.experts import SHARED_GATE, Experts, shared_of
-from rollbook.numerics.module_parts import GATE_PARTS, QUERY_PARTS
+from rollbook.numerics.module_parts import DELTA_PARTS, GATE_PARTS, GROUPED_DELTA_PARTS, QUERY_PARTS
 from rollbook.numerics.operations import float32_logits, product
-from rollbook.numerics.recipe import Attention, ModelRecipe, Norm, feed_forward_of, layer_norms, short_windows
+from rollbook.numerics.recipe import DELTA, Attention, ModelRecipe, Norm, feed_forward_of, layer_norms, short_windows
 
 HEAD = "lm_head"
 PROBED_WINDOW = 4
@@ -67,9 +69,13 @@ class _Mixture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    attention: Attention
+    attention: Attention | None
+    delta: DeltaLayer | None
+    """In place of attention."""
+    place: int
+    """Of its memory: among the layers with keys, or among those with states."""
     fused: _Projection
-    """Queries, keys and values."""
+    """Queries, keys and values, or the inputs of a gated delta part."""
     out: _Projection
     mlp: _FeedForward | None
     """None: nothing computes all tokens."""
@@ -94,19 +100,16 @@ class LlamaForward:
         self.max_model_len = max_model_len
         parameter: Tensor = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
-        keys, size = int(config.num_key_value_heads), int(model.model.layers[0].self_attn.head_dim)
+        attending = [layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn")]
+        keys, size = int(config.num_key_value_heads), int(attending[0].head_dim)
         self.heads = HeadShape(queries=int(config.num_attention_heads), keys=keys, size=size)
-        self.shapes = [LayerShape(keys, size, size)] * len(self.recipe.attention)
+        self.shapes = [LayerShape(keys, size, size)] * len(attending)
+        self.states = [StateShape(*delta.state_sizes) for delta in self.recipe.delta if delta is not None]
         self._embedding_VE: Tensor = model.model.embed_tokens.weight
         self._head_VE: Tensor = model.get_output_embeddings().weight
         self._last_norm = Norm.of(model.model.norm)
         groups: dict[str, Sequence[str]] = {}
-        self._layers = [
-            _layer_of(f"model.layers.{at}", layer, attention, experts, groups)
-            for at, (layer, attention, experts) in enumerate(
-                zip(model.model.layers, self.recipe.attention, self.recipe.experts, strict=True)
-            )
-        ]
+        self._layers = [_layer_of(at, layer, self.recipe, groups) for at, layer in enumerate(model.model.layers)]
         self.adapters = AdapterBank(model, fused=groups)
         self.is_exact = False
         """Whether packed steps have the bits of the trainer. Set by `use_exact_products`."""
@@ -119,7 +122,7 @@ class LlamaForward:
 
     @property
     def has_windows(self) -> bool:
-        return any(attention.window is not None for attention in self.recipe.attention)
+        return any(attention is not None and attention.window is not None for attention in self.recipe.attention)
 
     @contextmanager
     def short_windows(self, module: Any) -> Iterator[None]:
@@ -128,7 +131,7 @@ class LlamaForward:
         layers = self._layers
         self._layers = [
             layer
-            if layer.attention.window is None
+            if layer.attention is None or layer.attention.window is None
             else replace(layer, attention=replace(layer.attention, window=PROBED_WINDOW))
             for layer in layers
         ]
@@ -161,21 +164,28 @@ class LlamaForward:
         yield f"product {HEAD}", wide, lambda x_ME: float32_logits(x_ME, self._head_VE)
 
     def new_memory(self) -> SlotCache:
-        return SlotCache(self.shapes, dtype=self.dtype, device=self.device, routes=self.route_shape)
+        return SlotCache(self.shapes, dtype=self.dtype, device=self.device, routes=self.route_shape, states=self.states)
 
     def bytes_per_row(self) -> tuple[int, int]:
         routes = 0 if self.route_shape is None else self.route_shape.num_bytes
-        return SlotCache.bytes_per_token(self.shapes, self.dtype) + routes, 0
+        per_token = SlotCache.bytes_per_token(self.shapes, self.dtype) + routes
+        return per_token, sum(shape.num_bytes(self.dtype) for shape in self.states)
 
     def prefill(self, inputs: PrefillInput, slots: SlotCache) -> Tensor:
         positions = PrefillPositions.of(inputs, scratch_row=slots.scratch_row, max_model_len=self.max_model_len)
         step, ops, adapters = self.ops.prefill_step(positions, slots), self.ops, inputs.adapters
         hidden_ME, chosen = self._embedded(inputs.tokens_NC.flatten()), list[Tensor]()
-        for layer, joint in zip(self._layers, slots.joint, strict=True):
+        for layer in self._layers:
             fused_MX = self._fused(hidden_ME, layer, ops, adapters)
-            ops.rotate_and_store(fused_MX, step, joint, layer.attention)
-            attended_MD = ops.attend_many(fused_MX, step, joint, layer.attention, positions.rows_N)
-            self._add(hidden_ME, attended_MD, layer.out, ops, adapters)
+            if layer.attention is None:
+                result_MD = _continued(fused_MX, layer, inputs, slots)
+            else:
+                joint = slots.joint[layer.place]
+                fused_MX, gates_MD = self._without_gates(fused_MX, layer.attention)
+                ops.rotate_and_store(fused_MX, step, joint, layer.attention)
+                attended_MD = ops.attend_many(fused_MX, step, joint, layer.attention, positions.rows_N)
+                result_MD = _gated(attended_MD, gates_MD)
+            self._add(hidden_ME, result_MD, layer.out, ops, adapters)
             self._mlp(hidden_ME, layer, ops, adapters, chosen)
         rows, tokens = inputs.tokens_NC.shape
         if slots.routes is not None and self.route_shape is not None:
@@ -197,11 +207,16 @@ class LlamaForward:
         rows_N = None if isinstance(rows, range) else torch.tensor(rows, device=self.device)
         step, ops = self.ops.decode_step(positions_N, slots, rows_N=rows_N, length=length), self.ops
         hidden_NE, chosen = self._embedded(tokens_N), list[Tensor]()
-        for layer, joint in zip(self._layers, slots.joint, strict=True):
+        for layer in self._layers:
             fused_NX = self._fused(hidden_NE, layer, ops, adapters)
-            ops.rotate_and_store(fused_NX, step, joint, layer.attention)
-            attended_ND = ops.attend_one(fused_NX, step, joint, layer.attention)
-            self._add(hidden_NE, attended_ND, layer.out, ops, adapters)
+            if layer.attention is None:
+                result_ND = _advanced(fused_NX, layer, slots)
+            else:
+                joint = slots.joint[layer.place]
+                fused_NX, gates_ND = self._without_gates(fused_NX, layer.attention)
+                ops.rotate_and_store(fused_NX, step, joint, layer.attention)
+                result_ND = _gated(ops.attend_one(fused_NX, step, joint, layer.attention), gates_ND)
+            self._add(hidden_NE, result_ND, layer.out, ops, adapters)
             self._mlp(hidden_NE, layer, ops, adapters, chosen)
         if slots.routes is not None and self.route_shape is not None:
             rows_N = torch.arange(len(tokens_N), device=self.device) if rows_N is None else rows_N
@@ -214,9 +229,10 @@ class LlamaForward:
         ops, adapters = self.packed_ops, step.adapters
         hidden_ME, chosen = self._embedded(step.tokens_M), list[Tensor]()
         for layer, blocks in zip(self._layers, layers, strict=True):
-            fused_MX = self._fused(hidden_ME, layer, ops, adapters)
+            assert layer.attention is not None, "recurrent layers have no blocks"
+            fused_MX, gates_MD = self._without_gates(self._fused(hidden_ME, layer, ops, adapters), layer.attention)
             ops.rotate_and_store(fused_MX, step, blocks, layer.attention)
-            attended_MD = ops.attend(fused_MX, step, blocks, layer.attention)
+            attended_MD = _gated(ops.attend(fused_MX, step, blocks, layer.attention), gates_MD)
             self._add(hidden_ME, attended_MD, layer.out, ops, adapters)
             self._mlp(hidden_ME, layer, ops, adapters, chosen)
         if routes is not None and self.route_shape is not None:
@@ -231,6 +247,15 @@ class LlamaForward:
     def _fused(self, hidden_ME: Tensor, layer: _Layer, ops: Ops, adapters: AdapterRows | None) -> Tensor:
         norm = layer.before_attention
         return self._projected(hidden_ME if norm is None else ops.norm(hidden_ME, norm), layer.fused, adapters)
+
+    def _without_gates(self, fused_MX: Tensor, attention: Attention) -> tuple[Tensor, Tensor | None]:
+        """Queries, keys and values, and the gates of the results."""
+        if not attention.is_gated:
+            return fused_MX, None
+        heads, ends = self.heads, self.heads.queries * self.heads.size
+        both_M2QD = fused_MX[:, : 2 * ends].view(-1, heads.queries, 2, heads.size).transpose(1, 2)
+        queries_MD, gates_MD = (part.reshape(-1, ends) for part in both_M2QD.unbind(dim=1))
+        return torch.cat((queries_MD, fused_MX[:, 2 * ends :]), dim=1), gates_MD
 
     def _projected(self, x_ME: Tensor, projection: _Projection, adapters: AdapterRows | None) -> Tensor:
         projected_MO = F.linear(x_ME, projection.weight_OE, projection.bias_O)
@@ -332,26 +357,61 @@ def relative_error(forward: SlotModel, model: nn.Module, *, seed: int = 0) -> fl
         return float(torch.stack(errors).amax()) / deviation
 
 
-def _layer_of(
-    name: str, layer: Any, attention: Attention, experts: Experts | None, groups: dict[str, Sequence[str]]
-) -> _Layer:
+def _gated(result_MD: Tensor, gates_MD: Tensor | None) -> Tensor:
+    return result_MD if gates_MD is None else result_MD.mul_(gates_MD.sigmoid())
+
+
+def _continued(fused_MX: Tensor, layer: _Layer, inputs: PrefillInput, slots: SlotCache) -> Tensor:
+    """The results of the gated delta part for the tokens of a prefill, from the states of their rows or from the start."""
+    assert layer.delta is not None, "a layer has attention, or a gated delta part"
+    rows_N = inputs.rows_N
+    held = slots.states.layers[layer.place]
+    before, memory = (
+        states.new_zeros(len(rows_N), *states.shape[1:]) if inputs.is_fresh else states[rows_N] for states in held
+    )
+    fused_NCX = fused_MX.view(*inputs.tokens_NC.shape, -1)
+    result_NCD, *after = layer.delta.chunked(fused_NCX, before, memory, inputs.lasts_N + 1)
+    for states, new in zip(held, after, strict=True):
+        states[rows_N] = new
+    return result_NCD.flatten(0, 1)
+
+
+def _advanced(fused_NX: Tensor, layer: _Layer, slots: SlotCache) -> Tensor:
+    """The same for one token in each of the first rows."""
+    assert layer.delta is not None, "a layer has attention, or a gated delta part"
+    count = len(fused_NX)
+    before, memory = slots.states.layers[layer.place]
+    return layer.delta.step(fused_NX, before[:count], memory[:count], slots.states.is_decoding_S[:count])
+
+
+def _layer_of(at: int, layer: Any, recipe: ModelRecipe, groups: dict[str, Sequence[str]]) -> _Layer:
     """Fuses projections of the same input. `groups` gets the names of those that are fused."""
+    name, experts, delta = f"model.layers.{at}", recipe.experts[at], recipe.delta[at]
     norms = {place: Norm.of(norm) for place, norm in layer_norms(layer).items()}
-    attending = f"{name}.self_attn"
+    if delta is None:
+        mixing, mixer = f"{name}.self_attn", layer.self_attn
+        fused = _fused(mixing, "qkv", mixer, QUERY_PARTS, groups)
+        out = "o_proj"
+    else:
+        mixing, mixer = f"{name}.{DELTA}", getattr(layer, DELTA)
+        fused = _fused(mixing, "in", mixer, GROUPED_DELTA_PARTS if delta.is_grouped else DELTA_PARTS, groups)
+        out = "out_proj"
     block_name, block = feed_forward_of(layer)
-    mixing = f"{name}.{block_name}"
+    feeding = f"{name}.{block_name}"
     mlp = mixture = None
     if experts is None:
-        mlp = _feed_forward(mixing, block, groups, norms.get("after_mlp"))
+        mlp = _feed_forward(feeding, block, groups, norms.get("after_mlp"))
     else:
         if (shared := shared_of(block)) is not None:
-            mlp = _feed_forward(f"{mixing}.{shared[0]}", shared[1], groups)
-        gate = _projection(mixing, SHARED_GATE, block) if hasattr(block, SHARED_GATE) else None
+            mlp = _feed_forward(f"{feeding}.{shared[0]}", shared[1], groups)
+        gate = _projection(feeding, SHARED_GATE, block) if hasattr(block, SHARED_GATE) else None
         mixture = _Mixture(experts=experts, shared_gate=gate, norm=norms.get("after_mlp"))
     return _Layer(
-        attention=attention,
-        fused=_fused(attending, "qkv", layer.self_attn, QUERY_PARTS, groups),
-        out=_projection(attending, "o_proj", layer.self_attn, norms.get("after_attention")),
+        attention=recipe.attention[at],
+        delta=delta,
+        place=sum((other is None) == (delta is None) for other in recipe.delta[:at]),
+        fused=fused,
+        out=_projection(mixing, out, mixer, norms.get("after_attention")),
         mlp=mlp,
         mixture=mixture,
         before_attention=norms.get("before_attention"),
