@@ -20,7 +20,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,7 +29,7 @@ from rollbook.concurrency.deadline import finish
 from rollbook.contracts.plugin import MissingExtraError, load_on_demand
 from rollbook.sandbox.docker import docker_command, setup_program
 from rollbook.sandbox.podman import OF_THE_ENGINE, TAKE_CHANNEL, podman_command
-from rollbook.sandbox.process import KILL_S, ProcessSandbox
+from rollbook.sandbox.process import KILL_S, ProcessSandbox, SandboxPlan
 from rollbook.sandbox.quota import acquire
 from rollbook.sandbox.remote import RemoteSandbox
 from rollbook.sandbox.root import ETC, environment_of, mounts_of, python_of
@@ -101,13 +100,24 @@ async def _start(image: Image, limits: Limits, *, kind: Kind, network: bool) -> 
         return await _start_unconfined(image, limits)
     if kind == "e2b":
         return await _start_remote(image, limits, network=network)
-    starts = {"bubblewrap": _start_confined, "podman": _start_podman, "docker": _start_docker}
+    starts = {"bubblewrap": _start_bubblewrap, "podman": _start_podman, "docker": _start_docker}
     if kind not in starts:
         known = ", ".join(map(repr, [*starts, "e2b"]))
         raise SandboxUnavailableError(f"sandbox = {kind!r} is not known; it is {known} or 'none'")
     for _ in range(MAX_FIRST_STARTS):
+        is_bubblewrap = kind == "bubblewrap"
+        plan = SandboxPlan(
+            kind=kind,
+            image=image,
+            limits=limits,
+            network=network,
+            env=environment_of(image),
+            mounts=dict(mounts_of(image)),
+            others=("/proc", "/dev") if is_bubblewrap else OF_THE_ENGINE,
+            kill_watch=_kill_watch() if is_bubblewrap else None,
+        )
         try:
-            return await starts[kind](image, limits, network=network)
+            return await _ready(await starts[kind](plan))
         except SandboxDiedError as error:
             if kind in _started:
                 raise
@@ -132,74 +142,30 @@ async def _start_remote(image: Image, limits: Limits, *, network: bool) -> Remot
     return sandbox
 
 
-async def _start_confined(image: Image, limits: Limits, *, network: bool) -> ProcessSandbox:
+async def _start_bubblewrap(plan: SandboxPlan) -> ProcessSandbox:
     program = _program()
     with ExitStack() as stack:
         files = {f"/etc/{name}": stack.enter_context(_memory_file(name, text.encode())) for name, text in ETC.items()}
         filter_fd = stack.enter_context(_memory_file("seccomp", _filter()))
-        mounts = dict(mounts_of(image))
-        command = [program, *_arguments(image, limits, mounts, files, filter_fd, network=network)]
-        sandbox = _spawn(
-            [*command, "--", python_of(image)],
-            image,
-            limits,
-            guest_limits=_guest_limits(limits, network=network),
-            facts=_facts("bubblewrap", limits, network=network),
-            fds=[*files.values(), filter_fd],
-            mounts=mounts,
-            others=("/proc", "/dev"),
-            kill_watch=_kill_watch(),
-        )
-    await _wait_until_ready(sandbox, image)
-    return sandbox
+        command = [program, *_arguments(plan, files, filter_fd), "--"]
+        return _spawn(command, plan, fds=[*files.values(), filter_fd])
 
 
-async def _start_podman(image: Image, limits: Limits, *, network: bool) -> ProcessSandbox:
-    mounts = dict(mounts_of(image))
-    env = environment_of(image)
-    command = podman_command(image, limits, mounts, env, network=network)
-    sandbox = _spawn(
-        [*command, python_of(image)],
-        image,
-        limits,
-        guest_limits=_guest_limits(limits, network=network),
-        facts=_facts("podman", limits, network=network),
-        fds=[],
-        mounts=mounts,
-        others=OF_THE_ENGINE,
-        is_container=True,
-    )
-    await _wait_until_ready(sandbox, image)
-    return sandbox
+async def _start_podman(plan: SandboxPlan) -> ProcessSandbox:
+    return _spawn(podman_command(plan), plan)
 
 
-async def _start_docker(image: Image, limits: Limits, *, network: bool) -> ProcessSandbox:
-    mounts, env = dict(mounts_of(image)), environment_of(image)
-    setup = setup_program(image, limits, mounts, _secrets_of_root(), _filter(), network=network)
-    run, program = guest_program(image)
-    guest_limits = marshal.dumps(_guest_limits(limits, network=network), 2).hex()
+async def _start_docker(plan: SandboxPlan) -> ProcessSandbox:
+    setup = setup_program(plan, _secrets_of_root(), _filter())
     with TemporaryDirectory(prefix="rollbook-docker-") as directory:
         listener = _listen(Path(directory, "socket"))
         try:
-            command = await asyncio.to_thread(docker_command, limits, mounts, env, Path(directory), network=network)
-            python = [python_of(image), "-I", "-S", "-c", setup + run, program, guest_limits]
-            process, stderr_fd = _popen([*command, *python], stdin=subprocess.DEVNULL, env=None)
+            command = await asyncio.to_thread(docker_command, plan, Path(directory))
+            process, stderr_fd = _popen([*command, *_guest_command(plan, setup)], stdin=subprocess.DEVNULL, env=None)
             channel = await _accept(listener, process)
         finally:
             listener.close()
-    sandbox = ProcessSandbox(
-        process,
-        channel,
-        stderr_fd=stderr_fd,
-        image=image,
-        limits=limits,
-        env=env,
-        facts=_facts("docker", limits, network=network),
-        mounts=mounts,
-        others=OF_THE_ENGINE,
-    )
-    await _wait_until_ready(sandbox, image)
-    return sandbox
+    return ProcessSandbox(process, channel, plan, stderr_fd=stderr_fd)
 
 
 def _listen(path: Path) -> socket.socket:
@@ -242,58 +208,43 @@ async def _start_unconfined(image: Image, limits: Limits) -> ProcessSandbox:
         raise SandboxUnavailableError(f'sandbox = "none" cannot start an image. {HELP}')
     directory = TemporaryDirectory(prefix="rollbook-unconfined-")
     image = Image(env={"HOME": directory.name, **image.env}, workdir=directory.name)
-    facts = {"kind": "none", "network": "host", "seccomp": False, "limits": {}}
-    sandbox = _spawn([sys.executable], image, limits, guest_limits={}, facts=facts, fds=[], mounts={})
+    sandbox = _spawn([], SandboxPlan(kind="none", image=image, limits=limits, env=environment_of(image)))
     sandbox.on_close.append(directory.cleanup)
-    await _wait_until_ready(sandbox, image)
-    return sandbox
+    return await _ready(sandbox)
 
 
-def _facts(kind: Kind, limits: Limits, *, network: bool) -> dict[str, object]:
-    return {"kind": kind, "network": "host" if network else "none", "seccomp": True, "limits": asdict(limits)}
-
-
-async def _wait_until_ready(sandbox: ProcessSandbox, image: Image) -> None:
+async def _ready(sandbox: ProcessSandbox) -> ProcessSandbox:
+    """The sandbox, when its guest answers and its files are there."""
+    plan = sandbox.plan
     try:
         await sandbox.wait_until_ready(START_S)
-        if image.layer is not None:
-            await sandbox.unpack(image.layer)
-        _started.add(str(sandbox.facts["kind"]))
+        if plan.image.layer is not None:
+            await sandbox.unpack(plan.image.layer)
+        _started.add(plan.kind)
     except BaseException as error:
         await sandbox.close()
         if isinstance(error, TimeoutError):
             raise SandboxDiedError(f"the sandbox did not start within {START_S:g} s") from error
         # Where one has started, bubblewrap works, and the cause is a state of the machine that may pass. One that was killed while
         # it started prints nothing.
-        if isinstance(error, SandboxDiedError) and sandbox.facts["kind"] not in _started and sandbox.printed:
-            raise SandboxUnavailableError(f"{sandbox.facts['kind']} cannot start a sandbox: {error}. {HELP}") from error
+        if isinstance(error, SandboxDiedError) and plan.kind not in _started and sandbox.printed:
+            raise SandboxUnavailableError(f"{plan.kind} cannot start a sandbox: {error}. {HELP}") from error
         raise
+    return sandbox
 
 
-def _spawn(
-    command: list[str],
-    image: Image,
-    limits: Limits,
-    *,
-    guest_limits: Mapping[str, object],
-    facts: Mapping[str, object],
-    fds: list[int],
-    mounts: Mapping[str, Path],
-    others: Sequence[str] = (),
-    kill_watch: tuple[object, ...] | None = None,
-    is_container: bool = False,
-) -> ProcessSandbox:
+def _spawn(command: Sequence[str], plan: SandboxPlan, *, fds: Sequence[int] = ()) -> ProcessSandbox:
+    """`command`: everything before the Python of the sandbox."""
+    is_container = plan.kind == "podman"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # Before the guest starts: a message that is sent earlier has no process id.
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-    run, program = guest_program(image)
-    guest = ["-I", "-S", "-c", TAKE_CHANNEL + run if is_container else run, program]
     try:
         process, stderr_fd = _popen(
-            [*command, *guest, marshal.dumps(dict(guest_limits), 2).hex()],
+            [*command, *_guest_command(plan, TAKE_CHANNEL if is_container else "")],
             stdin=theirs.fileno(),
             # An engine needs the environment of this process. Its container gets another one.
-            env=None if is_container else environment_of(image),
+            env=None if is_container else plan.env,
             fds=fds,
         )
     except BaseException:
@@ -301,18 +252,13 @@ def _spawn(
         raise
     finally:
         theirs.close()
-    return ProcessSandbox(
-        process,
-        ours,
-        stderr_fd=stderr_fd,
-        image=image,
-        limits=limits,
-        env=environment_of(image),
-        facts=facts,
-        mounts=mounts,
-        others=others,
-        kill_watch=kill_watch,
-    )
+    return ProcessSandbox(process, ours, plan, stderr_fd=stderr_fd)
+
+
+def _guest_command(plan: SandboxPlan, setup: str = "") -> list[str]:
+    """`setup`: code that runs before the guest, in its process."""
+    run, program = guest_program(plan.image)
+    return [python_of(plan.image), "-I", "-S", "-c", setup + run, program, marshal.dumps(_guest_limits(plan), 2).hex()]
 
 
 def _popen(
@@ -339,30 +285,21 @@ def _popen(
     return process, reader
 
 
-def _arguments(
-    image: Image,
-    limits: Limits,
-    mounts: Mapping[str, Path],
-    files: Mapping[str, int],
-    filter_fd: int,
-    *,
-    network: bool,
-) -> Iterator[str]:
+def _arguments(plan: SandboxPlan, files: Mapping[str, int], filter_fd: int) -> Iterator[str]:
+    limits = plan.limits
     yield from ("--unshare-all", "--unshare-user", "--disable-userns", "--uid", "0", "--gid", "0")
     yield from ("--die-with-parent", "--as-pid-1", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox")
-    if network:
+    if plan.network:
         yield "--share-net"
     # One file system for everything that is written, so that one limit holds for all of it.
     yield from ("--size", str(limits.disk_mb * 2**20), "--tmpfs", "/", "--dir", "/etc")
-    for path, source in mounts.items():
-        if source.is_symlink():
-            yield from ("--symlink", str(source.readlink()), path)
-        else:
-            yield from ("--ro-bind", str(source), path)
+    links = plan.links
+    for path, source in plan.mounts.items():
+        yield from ("--symlink", links[path], path) if path in links else ("--ro-bind", str(source), path)
     for path, fd in files.items():
-        if path not in mounts:
+        if path not in plan.mounts:
             yield from ("--file", str(fd), path)
-    if network and Path("/etc/resolv.conf").exists():
+    if plan.network and Path("/etc/resolv.conf").exists():
         yield from ("--ro-bind", "/etc/resolv.conf", "/etc/resolv.conf")
     # /proc is read-only: where this process is root, the sandbox could change settings of the machine in /proc/sys otherwise.
     # /dev is read-only too: it is a file system without a size.
@@ -372,7 +309,7 @@ def _arguments(
     yield from ("--remount-ro", "/proc", "--dev", "/dev")
     shared_bytes = min(limits.disk_mb, SHARED_MB) * 2**20
     yield from ("--perms", "1777", "--size", str(shared_bytes), "--tmpfs", "/dev/shm", "--remount-ro", "/dev")
-    yield from ("--perms", "1777", "--dir", "/tmp", "--dir", "/root", "--dir", image.workdir, "--chdir", "/")
+    yield from ("--perms", "1777", "--dir", "/tmp", "--dir", "/root", "--dir", plan.image.workdir, "--chdir", "/")
     yield from ("--seccomp", str(filter_fd))
 
 
@@ -386,7 +323,10 @@ def _secrets_of_root() -> tuple[str, ...]:
     return tuple(sorted({*map(str, secret), *(str(path) for path in files if path.name in PRIVATE_PROC)}))
 
 
-def _guest_limits(limits: Limits, *, network: bool) -> dict[str, object]:
+def _guest_limits(plan: SandboxPlan) -> dict[str, object]:
+    if plan.kind == "none":
+        return {}
+    limits = plan.limits
     memory_bytes = limits.memory_mb * 2**20
     rlimits = {
         resource.RLIMIT_DATA: memory_bytes * 7 // 8,
@@ -404,7 +344,7 @@ def _guest_limits(limits: Limits, *, network: bool) -> dict[str, object]:
         "processes": limits.processes,
         "files": limits.files,
         "wall_s": limits.wall_s,
-        "has_own_network": not network,
+        "has_own_network": not plan.network,
         "rlimits": rlimits,
     }
 

@@ -16,8 +16,9 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rollbook.sandbox.process import SandboxPlan
 from rollbook.sandbox.root import ETC
-from rollbook.sandbox.sandbox import SHARED_MB, Image, Limits, SandboxUnavailableError
+from rollbook.sandbox.sandbox import SHARED_MB, SandboxUnavailableError
 
 CHANNEL = "/channel"
 """The directory of the socket, in the container. It is not in the sandbox."""
@@ -90,40 +91,30 @@ call("prctl", 22, 2, ctypes.byref(Program(len(FILTER) // 16, ctypes.addressof(co
 """Runs before the guest, in its process. The names in capitals that it does not define are set by `setup_program`."""
 
 
-def setup_program(
-    image: Image,
-    limits: Limits,
-    mounts: Mapping[str, Path],
-    hidden: Sequence[str],
-    filter_code: bytes,
-    *,
-    network: bool,
-) -> str:
-    links = _links(mounts)
+def setup_program(plan: SandboxPlan, hidden: Sequence[str], filter_code: bytes) -> str:
+    mounts, links = plan.mounts, plan.links
     binds = [path for path in mounts if path not in links]
     values: dict[str, object] = {
         "SOCKET": f"{CHANNEL}/socket",
-        "SIZE": limits.disk_mb * 2**20,
-        "DIRECTORIES": ["/etc", "/root", image.workdir],
+        "SIZE": plan.limits.disk_mb * 2**20,
+        "DIRECTORIES": ["/etc", "/root", plan.image.workdir],
         "FILES": {f"/etc/{name}": text for name, text in ETC.items() if f"/etc/{name}" not in mounts},
         "LINKS": links,
-        "BINDS": [*binds, *(["/etc/resolv.conf"] if network and "/etc/resolv.conf" not in mounts else [])],
+        "BINDS": [*binds, *(["/etc/resolv.conf"] if plan.network and "/etc/resolv.conf" not in mounts else [])],
         "HIDDEN": list(hidden),
         "FILTER": filter_code.hex(),
     }
     return "".join(f"{name} = {value!r}\n" for name, value in values.items()) + SETUP
 
 
-def docker_command(
-    limits: Limits, mounts: Mapping[str, Path], env: Mapping[str, str], channel: Path, *, network: bool
-) -> list[str]:
+def docker_command(plan: SandboxPlan, channel: Path) -> list[str]:
     """Everything before the Python of the container. Makes the image if it is not there. Raises `SandboxUnavailableError`."""
     if shutil.which("docker") is None:
         raise SandboxUnavailableError('sandbox = "docker": there is no program docker on the PATH')
-    links = _links(mounts)
+    limits, links = plan.limits, plan.links
     memory_mb = limits.held_mb + MORE_MB
     options = {
-        "network": "host" if network else "none",
+        "network": "host" if plan.network else "none",
         "memory": f"{memory_mb}m",
         "memory-swap": f"{memory_mb}m",
         "pids-limit": str(2 * limits.processes),
@@ -139,9 +130,9 @@ def docker_command(
         *(f"--cap-add={name}" for name in ("SYS_ADMIN", "SETPCAP")),
         *("--security-opt=seccomp=unconfined", "--security-opt=apparmor=unconfined"),
         *(f"--{name}={value}" for name, value in options.items()),
-        *([] if network else ["--hostname=sandbox"]),
-        *(f"--env={name}={value}" for name, value in env.items()),
-        *(_bind(path, source) for path, source in mounts.items() if path not in links),
+        *([] if plan.network else ["--hostname=sandbox"]),
+        *(f"--env={name}={value}" for name, value in plan.env.items()),
+        *(_bind(path, source) for path, source in plan.mounts.items() if path not in links),
         _bind(CHANNEL, channel),
         _image(links),
     ]
@@ -149,10 +140,6 @@ def docker_command(
 
 def _bind(path: str, source: Path) -> str:
     return f"--mount=type=bind,src={source},dst={path},readonly"
-
-
-def _links(mounts: Mapping[str, Path]) -> dict[str, str]:
-    return {path: str(source.readlink()) for path, source in mounts.items() if source.is_symlink()}
 
 
 def _image(links: Mapping[str, str]) -> str:

@@ -9,10 +9,10 @@ outcome.
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
-from rollbook.sandbox.sandbox import SHARED_MB, Image, Limits, SandboxUnavailableError
+from rollbook.sandbox.process import SandboxPlan
+from rollbook.sandbox.sandbox import SHARED_MB, SandboxUnavailableError
 from rollbook.sandbox.seccomp import seccomp_profile
 
 PLACE = "/mnt"
@@ -45,9 +45,7 @@ MORE_MB = 64
 """For the guest itself."""
 
 
-def podman_command(
-    image: Image, limits: Limits, mounts: Mapping[str, Path], env: Mapping[str, str], *, network: bool
-) -> list[str]:
+def podman_command(plan: SandboxPlan) -> list[str]:
     """Everything before the Python of the container. Its standard input is the channel. Raises `SandboxUnavailableError`."""
     if os.geteuid() != 0:
         raise SandboxUnavailableError('sandbox = "podman" needs root for its tmpfs; without root use "bubblewrap"')
@@ -56,10 +54,10 @@ def podman_command(
             raise SandboxUnavailableError(
                 f'sandbox = "podman": there is no program {program} on the PATH (apt-get install podman)'
             )
-    links = {path: source.readlink() for path, source in mounts.items() if source.is_symlink()}
+    limits, links = plan.limits, plan.links
     memory_mb = limits.held_mb + MORE_MB
     options = {
-        "network": "host" if network else "none",
+        "network": "host" if plan.network else "none",
         "memory": f"{memory_mb}m",
         "memory-swap": f"{memory_mb}m",
         "pids-limit": str(2 * limits.processes),
@@ -72,8 +70,8 @@ def podman_command(
     }
     return [
         *("unshare", "--mount", "--propagation", "private", "sh", "-c", SCRIPT),
-        *(PLACE, f"{limits.disk_mb}m", image.workdir.lstrip("/"), json.dumps(seccomp_profile())),
-        *(str(part) for link in links.items() for part in link),
+        *(PLACE, f"{limits.disk_mb}m", plan.image.workdir.lstrip("/"), json.dumps(seccomp_profile())),
+        *(part for link in links.items() for part in link),
         *(
             "--",
             "podman",
@@ -90,9 +88,13 @@ def podman_command(
             "--security-opt=mask=/sys",
         ),
         *(f"--{name}map=0:{FIRST_UID}:{NUM_UIDS}" for name in ("uid", "gid")),
-        *(f"--{name}={value}" for name, value in options.items() if (name, network) != ("hostname", True)),
-        *(f"--env={name}={value}" for name, value in env.items()),
-        *(f"--mount=type=bind,src={source},dst={path},ro=true" for path, source in mounts.items() if path not in links),
+        *(f"--{name}={value}" for name, value in options.items() if (name, plan.network) != ("hostname", True)),
+        *(f"--env={name}={value}" for name, value in plan.env.items()),
+        *(
+            f"--mount=type=bind,src={source},dst={path},ro=true"
+            for path, source in plan.mounts.items()
+            if path not in links
+        ),
         *("--rootfs", f"{PLACE}/root"),
     ]
 

@@ -17,7 +17,7 @@ import struct
 import subprocess
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -53,36 +53,51 @@ SEALS = (
 UNITS = {"memory_bytes": ("memory_mb", 2**20, "MB"), "cpu_s": ("cpu_s", 1, "s"), "wall_s": ("wall_s", 1, "s")}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxPlan:
+    """A sandbox that is to be started on this machine: what was asked for, and what every kind derives from it."""
+
+    kind: str
+    image: Image
+    limits: Limits
+    network: bool = False
+    """It shares the network of this machine."""
+    env: Mapping[str, str]
+    """Of all commands."""
+    mounts: Mapping[str, Path] = field(default_factory=dict)
+    """What is read-only inside, from which path of this machine."""
+    others: Sequence[str] = ()
+    """What is mounted besides."""
+    kill_watch: tuple[Any, ...] | None = None
+    """For `reports_kill`: the source of `kill_watch.py` and its setting."""
+
+    @property
+    def links(self) -> dict[str, str]:
+        """The mounts that are symbolic links, with their targets."""
+        return {path: str(source.readlink()) for path, source in self.mounts.items() if source.is_symlink()}
+
+    @property
+    def facts(self) -> dict[str, object]:
+        if self.kind == "none":
+            return {"kind": "none", "network": "host", "seccomp": False, "limits": {}}
+        network = "host" if self.network else "none"
+        return {"kind": self.kind, "network": network, "seccomp": True, "limits": asdict(self.limits)}
+
+
 class ProcessSandbox:
     """A sandbox whose guest is a child process. Satisfies `Sandbox`."""
 
     def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        channel: socket.socket,
-        *,
-        stderr_fd: int,
-        image: Image,
-        limits: Limits,
-        env: Mapping[str, str],
-        facts: Mapping[str, object],
-        mounts: Mapping[str, Path],
-        others: Sequence[str] = (),
-        kill_watch: tuple[Any, ...] | None = None,
+        self, process: subprocess.Popen[bytes], channel: socket.socket, plan: SandboxPlan, *, stderr_fd: int
     ) -> None:
-        """`mounts`: what is read-only inside, from which path of this machine. `others`: what is mounted besides. `kill_watch`: for
-        `reports_kill`, the source of `kill_watch.py` and its setting."""
-        self.facts = facts
+        self.facts: Mapping[str, object] = plan.facts
         self._process = process
         self._channel = channel
         self._stderr_fd = stderr_fd
-        self._image = image
-        self._limits = limits
-        self._env = env
+        self.plan = plan
         # Now: the machine may replace a file later, of which the sandbox keeps the old one.
-        self._mounts = {path: _identity_of(source) for path, source in mounts.items()}
-        self._excluded = (*others, *mounts)
-        self._kill_watch = kill_watch
+        self._mounts = {path: _identity_of(source) for path, source in plan.mounts.items()}
+        self._excluded = (*plan.others, *plan.mounts)
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._has_ended = asyncio.Event()
@@ -96,7 +111,7 @@ class ProcessSandbox:
         self.on_close: list[Callable[[], None]] = []
         channel.setblocking(False)
         self._loop.add_reader(channel.fileno(), self._on_packets)
-        self._lifetime = self._loop.call_later(limits.lifetime_s, self._on_lifetime)
+        self._lifetime = self._loop.call_later(plan.limits.lifetime_s, self._on_lifetime)
 
     async def wait_until_ready(self, within_s: float) -> None:
         """Raises `SandboxDiedError` with what it printed, if it ended before."""
@@ -123,11 +138,11 @@ class ProcessSandbox:
             return await self._run(
                 ["/bin/sh", "-c", command] if isinstance(command, str) else list(command),
                 stdin_fd,
-                {**self._env, **(env or {})},
+                {**self.plan.env, **(env or {})},
                 self._path(cwd or "."),
                 timeout_s,
                 Output(output_bytes, on_output),
-                self._kill_watch if reports_kill else None,
+                self.plan.kill_watch if reports_kill else None,
             )
         finally:
             os.close(stdin_fd)
@@ -173,7 +188,7 @@ class ProcessSandbox:
             os.close(fd)
         return SandboxState(
             free_bytes=disk.f_bavail * disk.f_frsize,
-            free_files=self._limits.files - (disk.f_files - disk.f_ffree),
+            free_files=self.plan.limits.files - (disk.f_files - disk.f_ffree),
             read_only=tuple(self._mounts),
             moved=tuple([path for path, known in self._mounts.items() if await self._identity(path) != known]),
         )
@@ -196,7 +211,7 @@ class ProcessSandbox:
         if not self._excluded:
             raise SandboxError('sandbox = "none" has no files of its own: a snapshot needs bubblewrap')
         excluded = [f"--exclude=.{mount}" for mount in self._excluded]
-        most_bytes = 2 * self._limits.disk_mb * 2**20
+        most_bytes = 2 * self.plan.limits.disk_mb * 2**20
         partial = layer.with_name(f"{layer.name}.partial")
         null = os.open(os.devnull, os.O_RDONLY)
         try:
@@ -210,7 +225,7 @@ class ProcessSandbox:
 
                 command = ["tar", "-C", "/", "--one-file-system", "--sparse", *excluded, "-cf", "-", "."]
                 output = Output(MAX_STDERR_BYTES, keep, is_kept=False)
-                result = await self._run(command, null, dict(self._env), "/", SNAPSHOT_S, output)
+                result = await self._run(command, null, dict(self.plan.env), "/", SNAPSHOT_S, output)
             # 1: a file changed while it was read.
             if result.exit_code not in (0, 1) or written > most_bytes:
                 raise SandboxError(
@@ -220,14 +235,14 @@ class ProcessSandbox:
         finally:
             os.close(null)
             partial.unlink(missing_ok=True)
-        return replace(self._image, layer=layer)
+        return replace(self.plan.image, layer=layer)
 
     async def unpack(self, layer: Path) -> None:
         """Unpack a tar file of the host. The file is passed itself: only before any foreign code runs in this sandbox."""
         fd = os.open(layer, os.O_RDONLY)
         try:
             command = ["tar", "-C", "/", "--no-same-owner", "-xpf", "-"]
-            result = await self._run(command, fd, dict(self._env), "/", SNAPSHOT_S, Output(MAX_STDERR_BYTES, None))
+            result = await self._run(command, fd, dict(self.plan.env), "/", SNAPSHOT_S, Output(MAX_STDERR_BYTES, None))
         finally:
             os.close(fd)
         if result.exit_code != 0:
@@ -332,10 +347,10 @@ class ProcessSandbox:
         return reply.fd
 
     def _path(self, path: str) -> str:
-        return posixpath.join(self._image.workdir, path)
+        return posixpath.join(self.plan.image.workdir, path)
 
     def _on_lifetime(self) -> None:
-        self._end(SandboxDiedError(f"the sandbox was open for {self._limits.lifetime_s:g} s (lifetime_s)"))
+        self._end(SandboxDiedError(f"the sandbox was open for {self.plan.limits.lifetime_s:g} s (lifetime_s)"))
 
     async def _request(self, operation: str, *arguments: Any) -> "_Reply":
         number, reply = self._new_reply()
@@ -416,7 +431,7 @@ class ProcessSandbox:
                 if not self._ready.done():
                     self._ready.set_result(None)
             case ["over", name, value]:
-                self._end(_over(self._limits, name, int(value)))
+                self._end(_over(self.plan.limits, name, int(value)))
             case ["killed", number, _]:
                 reply = self._replies.get(int(number))
                 if reply is not None and not reply.done():

@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from rollbook.sandbox.process import ProcessSandbox
+from rollbook.sandbox.process import ProcessSandbox, SandboxPlan
 from rollbook.sandbox.sandbox import Image, Limits, SandboxError
 
 RUN = "import sys; exec(compile(sys.argv[1], 'guest.py', 'exec'))"
@@ -150,16 +150,8 @@ def start_guest(workdir: str) -> ProcessSandbox:
     finally:
         theirs.close()
         os.close(writer)
-    return ProcessSandbox(
-        process,
-        ours,
-        stderr_fd=reader,
-        image=Image(workdir=workdir),
-        limits=Limits(),
-        env=dict(os.environ),
-        facts={},
-        mounts={},
-    )
+    plan = SandboxPlan(kind="none", image=Image(workdir=workdir), limits=Limits(), env=dict(os.environ))
+    return ProcessSandbox(process, ours, plan, stderr_fd=reader)
 
 
 async def main(workdir: str) -> None:
