@@ -25,6 +25,7 @@ from rollbook.commands.arguments import AllowActions, Argument, AsJson, Dashboar
 from rollbook.commands.output import result_json, stderr_console
 from rollbook.commands.training.train_summary import EXIT_FAILED, TrainReport, print_summary, summary_row
 from rollbook.concurrency.blocking import run_blocking
+from rollbook.concurrency.child_process.template import EarlyTemplate
 from rollbook.contracts.admission import AuditReport
 from rollbook.contracts.errors import RunError, UsageError
 from rollbook.contracts.freshness import BatchPolicy
@@ -53,7 +54,7 @@ from rollbook.run.resources.automatic import free_disk_bytes, resolve
 from rollbook.run.resources.machine import this_machine
 from rollbook.run.supervision.child_main import EXIT_DONE
 from rollbook.run.supervision.host import ProcessStart
-from rollbook.run.supervision.plan import open_dashboard_socket
+from rollbook.run.supervision.plan import early_template, open_dashboard_socket
 from rollbook.run.supervision.process import ProcessState, SupervisedProcess
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome, Supervisor, require_posix
 from rollbook.run.user_modules import copy_modules
@@ -147,18 +148,19 @@ def train(
     with TemporaryDirectory(prefix="rollbook-objects-", ignore_cleanup_errors=True) as staging:
         loaded, directory = resolve_run(config, run_dir, overrides, given=given, staging=Path(staging))
         loaded = fitted_run(loaded, directory, overrides, console)
-        if preflight:
-            print_preflight(check_run(loaded, overrides, directory=directory), console)
-        directory.prepare()
-        with directory.locked():
-            if any(Path(staging).iterdir()):
-                shutil.copytree(staging, directory.objects, dirs_exist_ok=True)
-            if allow_actions:
-                read_or_create_token(directory.operator_token_file)
-            else:
-                directory.operator_token_file.unlink(missing_ok=True)
-            moved = loaded.moved(staging, directory.objects)
-            report = _train(moved, directory, console, has_dashboard=dashboard, began=began)
+        with early_template(loaded.config) as early:
+            if preflight:
+                print_preflight(check_run(loaded, overrides, directory=directory), console)
+            directory.prepare()
+            with directory.locked():
+                if any(Path(staging).iterdir()):
+                    shutil.copytree(staging, directory.objects, dirs_exist_ok=True)
+                if allow_actions:
+                    read_or_create_token(directory.operator_token_file)
+                else:
+                    directory.operator_token_file.unlink(missing_ok=True)
+                moved = loaded.moved(staging, directory.objects)
+                report = _train(moved, directory, console, has_dashboard=dashboard, began=began, early=early)
     print_summary(report, console)
     if report.exit_code == EXIT_FAILED:
         raise RunFailedError(report)
@@ -225,7 +227,13 @@ def _named(rewards: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _train(
-    loaded: LoadedConfig, directory: RunDirectory, console: Console, *, has_dashboard: bool, began: float
+    loaded: LoadedConfig,
+    directory: RunDirectory,
+    console: Console,
+    *,
+    has_dashboard: bool,
+    began: float,
+    early: EarlyTemplate | None,
 ) -> TrainReport:
     is_resumed = write_or_check_config(loaded, directory, console)
     steps_before = summarise(directory.path).steps
@@ -244,6 +252,7 @@ def _train(
             say=lambda text: console.print(printable(text), style="bold", markup=False, soft_wrap=True),
             dashboard=open_dashboard_socket("127.0.0.1", None) if has_dashboard else None,
             began=began,
+            early=early,
             **options,
         )
         if has_dashboard:

@@ -15,13 +15,14 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from rollbook.concurrency.child_process.frames import BlockingFrames
+from rollbook.concurrency.child_process.frames import BlockingFrames, Frames
 from rollbook.concurrency.child_process.process import (
     ChildEndedError,
     ChildProcess,
@@ -150,14 +151,52 @@ class TemplateConnection:
             os.close(given)
 
 
+class EarlyTemplate:
+    """A template process that is started before there is an event loop. A `ProcessTemplate` takes it over."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        """Raises `OSError` if it cannot be started."""
+        self._is_taken = False
+        self._requests, theirs = socket.socketpair()
+        self._channel, channel = socket.socketpair()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
+        number = self._output.fileno()
+        self._spec = template_spec(modules, theirs, output=Path(f"/proc/self/fd/{number}"))
+        files: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
+        files += [(os.POSIX_SPAWN_DUP2, number, 1), (os.POSIX_SPAWN_DUP2, number, 2)]
+        with theirs, channel:
+            theirs.set_inheritable(True)
+            channel.set_inheritable(True)
+            command, environment = child_command(self._spec, channel), child_environment(self._spec)
+            self._pid = os.posix_spawn(sys.executable, command, environment, file_actions=files)
+
+    async def take(self) -> tuple[socket.socket, ChildProcess]:
+        """Its socket for requests, and the child. The caller ends it from now on."""
+        frames = await Frames.open(self._channel)
+        self._is_taken = True
+        return self._requests, ChildProcess(ForkedProcess(self._pid), frames, self._spec)
+
+    def close(self) -> None:
+        """Kill it unless it was taken over."""
+        if not self._is_taken:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+            self._requests.close()
+            self._channel.close()
+        self._output.close()
+
+
 class ProcessTemplate:
     """Keeps a template process alive while `run` runs. Without it, `fork` returns None and children are started plainly."""
 
-    def __init__(self, modules: Sequence[str], *, output: Path, on_event: OnEvent) -> None:
-        self._environment = {**python_environment(), **ONE_THREAD}
+    def __init__(
+        self, modules: Sequence[str], *, output: Path, on_event: OnEvent, early: EarlyTemplate | None = None
+    ) -> None:
+        """`early`: the first template process, with the same modules. None: `run` starts it."""
         self._modules = modules
         self._output = output
         self._on_event = on_event
+        self._early = early
         self._connection: TemplateConnection | None = None
         """To a template that can fork; None while there is none."""
         self._imported = asyncio.Event()
@@ -204,14 +243,14 @@ class ProcessTemplate:
 
     async def _run_once(self) -> bool:
         """Run one template to its end. False: there should be no other."""
-        ours, theirs = socket.socketpair()
-        connection = TemplateConnection(ours, self._environment, self._on_silence)
+        early, self._early = self._early, None
         self._imported.clear()
         child: ChildProcess | None = None
+        connection: TemplateConnection | None = None
         try:
-            with theirs:
-                child = await ChildProcess.start(self._spec(theirs))
+            requests, child = await (self._started() if early is None else early.take())
             self._child = child
+            connection = TemplateConnection(requests, template_environment(), self._on_silence)
             if reason := (await child.receive()).decode():
                 self._on_event("template.unusable", {"reason": reason})
                 return False
@@ -234,7 +273,8 @@ class ProcessTemplate:
             self._imported.set()
             if child is not None:
                 await child.kill()
-            await connection.close()
+            if connection is not None:
+                await connection.close()
 
     def _on_silence(self, cause: str) -> None:
         """Kill a template that does not respond, so that `run` starts a new one. A stopped one would never end by itself."""
@@ -242,15 +282,29 @@ class ProcessTemplate:
         if self._child is not None:
             self._child.send_kill()
 
-    def _spec(self, requests: socket.socket) -> ChildSpec:
-        return ChildSpec(
-            module=TEMPLATE_MODULE,
-            # Blanks make room for the command lines of the children.
-            arguments=[str(requests.fileno()), ",".join(self._modules), " " * COMMAND_BYTES],
-            environment=self._environment,
-            inherited_fds=[requests.fileno()],
-            output=self._output,
-        )
+    async def _started(self) -> tuple[socket.socket, ChildProcess]:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                return ours, await ChildProcess.start(template_spec(self._modules, theirs, output=self._output))
+        except BaseException:
+            ours.close()
+            raise
+
+
+def template_environment() -> dict[str, str]:
+    return {**python_environment(), **ONE_THREAD}
+
+
+def template_spec(modules: Sequence[str], requests: socket.socket, *, output: Path) -> ChildSpec:
+    return ChildSpec(
+        module=TEMPLATE_MODULE,
+        # Blanks make room for the command lines of the children.
+        arguments=[str(requests.fileno()), ",".join(modules), " " * COMMAND_BYTES],
+        environment=template_environment(),
+        inherited_fds=[requests.fileno()],
+        output=output,
+    )
 
 
 def use_own_template(fd: int) -> None:

@@ -1,10 +1,11 @@
 """The processes of a run: their roles, listening sockets, addresses and environment variables."""
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from rollbook.concurrency.child_process.template import ProcessTemplate
+from rollbook.concurrency.child_process.template import IS_SUPPORTED, EarlyTemplate, ProcessTemplate
 from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.contracts.errors import UsageError
 from rollbook.inference.config import InferenceConfig
@@ -108,10 +109,31 @@ def environment_of(config: RunConfig, directory: RunDirectory, name: str, role: 
     return {**found, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else found
 
 
+@contextmanager
+def early_template(config: RunConfig) -> Iterator[EarlyTemplate | None]:
+    """Start the process template of a run that has a trainer before the run is checked: its imports take longer than the checks."""
+    modules = template_modules(config, has_trainer=True)
+    early: EarlyTemplate | None = None
+    if modules and config.run.process_template and IS_SUPPORTED:
+        with suppress(OSError):  # the start of the run will say what is missing
+            early = EarlyTemplate(modules)
+    try:
+        yield early
+    finally:
+        if early is not None:
+            early.close()
+
+
 def process_template(
-    config: RunConfig, directory: RunDirectory, *, has_trainer: bool, log: EventLog, on_change: Callable[[], None]
+    config: RunConfig,
+    directory: RunDirectory,
+    *,
+    has_trainer: bool,
+    log: EventLog,
+    on_change: Callable[[], None],
+    early: EarlyTemplate | None = None,
 ) -> ProcessTemplate | None:
-    """None if no process of the run needs it, or `run.process_template` is off."""
+    """None if no process of the run needs it, or `run.process_template` is off. `early`: see `early_template`."""
     modules = template_modules(config, has_trainer=has_trainer)
     if not modules or not config.run.process_template:
         return None
@@ -120,7 +142,7 @@ def process_template(
         log.info(f"run.{event}", **fields)
         on_change()
 
-    return ProcessTemplate(modules, output=directory.stderr_file("template"), on_event=on_event)
+    return ProcessTemplate(modules, output=directory.stderr_file("template"), on_event=on_event, early=early)
 
 
 def template_modules(config: RunConfig, *, has_trainer: bool) -> list[str]:

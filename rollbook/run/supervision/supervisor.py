@@ -19,6 +19,7 @@ from enum import StrEnum
 from typing import Any
 
 from rollbook.concurrency.child_process.process import innermost_frame
+from rollbook.concurrency.child_process.template import EarlyTemplate
 from rollbook.concurrency.tasks import first_error
 from rollbook.contracts.admission import Member, MemberRole
 from rollbook.contracts.errors import RunError, TransientError
@@ -79,8 +80,9 @@ class Supervisor:
         dashboard: socket.socket | None = None,
         until_over: Callable[[Mapping[str, str]], Awaitable[None]] | None = None,
         began: float | None = None,
+        early: EarlyTemplate | None = None,
     ) -> None:
-        """`began`: when the command started (`time.monotonic`), for the report of the first step.
+        """`began`: when the command started (`time.monotonic`), for the report of the first step. `early`: see `early_template`.
 
         `dashboard` is the listening socket of the run's dashboard; without one there is none.
 
@@ -115,7 +117,7 @@ class Supervisor:
         self.addresses = dict(self._plan.addresses)
         self._files = ProcessFiles(directory, self.addresses)
         self._template = process_template(
-            config, directory, has_trainer=has_trainer, log=log, on_change=self._write_processes
+            config, directory, has_trainer=has_trainer, log=log, on_change=self._write_processes, early=early
         )
         self._host = host = host or LocalHost(self._template)
         self._open_host = open_host or (lambda: nullcontext(host))

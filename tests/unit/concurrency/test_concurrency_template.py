@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from rollbook.concurrency.child_process.process import ChildEndedError, ChildProcess, ChildSpec, python_environment
-from rollbook.concurrency.child_process.template import IS_SUPPORTED, ProcessTemplate
+from rollbook.concurrency.child_process.template import IS_SUPPORTED, EarlyTemplate, ProcessTemplate
 from rollbook.concurrency.child_process.template_main import TEMPLATE_MODULE
 from tests.parts.concurrency.processes import descendants_running
 from tests.parts.concurrency.until import until
@@ -32,16 +32,19 @@ READY_S = 60.0
 class Events(list[str]):
     """The names of a template's events."""
 
+    last_output = ""
+
     def __call__(self, event: str, fields: dict[str, object]) -> None:
         self.append(event)
+        self.last_output = str(fields.get("last_output", ""))
 
 
 @asynccontextmanager
 async def running_template(
-    tmp_path: Path, module: str = IMPORTED, events: Events | None = None
+    tmp_path: Path, module: str = IMPORTED, events: Events | None = None, early: EarlyTemplate | None = None
 ) -> AsyncIterator[ProcessTemplate]:
     template = ProcessTemplate(
-        [module], output=tmp_path / "template.txt", on_event=Events() if events is None else events
+        [module], output=tmp_path / "template.txt", on_event=Events() if events is None else events, early=early
     )
     running = asyncio.create_task(template.run())
     try:
@@ -159,6 +162,35 @@ async def test_after_the_death_of_a_template_children_start_plainly_until_there_
         await template.until_ready(READY_S)
         async with child_of(template, spec(tmp_path, "facts")) as child:
             assert (await facts_of(child))["was_forked"]
+
+
+async def test_a_template_that_was_started_early_forks_and_is_replaced_when_it_dies(tmp_path: Path) -> None:
+    with closing(EarlyTemplate([IMPORTED])) as early:
+        async with running_template(tmp_path, early=early) as template:
+            before = template.pid
+            async with child_of(template, spec(tmp_path, "facts")) as child:
+                facts = await facts_of(child)
+                assert (facts["was_forked"], facts["parent"]) == (True, os.getpid())
+            await _kill(template)
+            await until(lambda: template.pid not in (None, before))
+            await template.until_ready(READY_S)
+            async with child_of(template, spec(tmp_path, "facts")) as child:
+                assert (await facts_of(child))["was_forked"]
+    assert descendants_running(TEMPLATE_MODULE, of=os.getpid()) == []
+
+
+async def test_the_output_of_a_template_that_was_started_early_explains_its_death(tmp_path: Path) -> None:
+    events = Events()
+    with closing(EarlyTemplate(["no_such_module"])) as early:
+        async with running_template(tmp_path, "no_such_module", events, early):
+            assert events == ["template.died"]
+            assert "No module named 'no_such_module'" in events.last_output
+
+
+def test_a_template_that_was_started_early_ends_if_no_run_begins() -> None:
+    with closing(EarlyTemplate([IMPORTED])):
+        assert len(descendants_running(TEMPLATE_MODULE, of=os.getpid())) == 1
+    assert descendants_running(TEMPLATE_MODULE, of=os.getpid()) == []
 
 
 async def test_a_template_that_dies_during_a_request_leaves_one_plainly_started_child(tmp_path: Path) -> None:
