@@ -12,6 +12,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ LAG = 2
 """Steps between the policy that sampled a batch and the one whose gradient is measured."""
 REFERENCE_EPISODES = 4096
 BATCHES = 16
+RIGHT = 0.9
+"""How likely the teacher of the recorded stream says the right word. All other tokens are equally likely."""
 MIN_ESS = 0.5
 """A replay of recorded batches ends where they have less to say about the current policy."""
 T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12)
@@ -117,6 +120,22 @@ def play(
         sample = RolloutSample(sequences=(row,), reward=sum(earned), turns=marks[:turns], metrics=scores)
         made.append(sample.with_turns(rewards=paid, states=[str(turn[number]) for turn in visited[:turns]]))
     return batch_of(made, samples=samples, step=step)
+
+
+def taught(batch: TrainingBatch) -> TrainingBatch:
+    """The batch with the scores of a teacher that knows the right words."""
+    wrong = np.log((1 - RIGHT) / (FIRST + STATES + WORDS - 1))
+    groups = []
+    for group in batch.groups:
+        samples = []
+        for sample in group.samples:
+            (row,) = sample.sequences
+            right = FIRST + STATES + (5 * (np.roll(row.token_ids, 1) - FIRST) + 2) % WORDS
+            scores = np.where(row.token_ids == right, np.log(RIGHT), wrong)
+            scored = row.with_columns(teacher_logprobs=np.where(row.loss_mask, scores, np.nan))
+            samples.append(replace(sample, sequences=(scored,)))
+        groups.append(replace(group, samples=tuple(samples)))
+    return replace(batch, groups=tuple(groups))
 
 
 def batch_of(made: Sequence[RolloutSample], *, samples: int, step: int) -> TrainingBatch:
@@ -214,9 +233,10 @@ def compare_gradients(*, checkpoints: Sequence[int], seed: int = 0) -> dict[str,
     """One recorded stream, trained with `rloo`. At each checkpoint the estimators get the same batches, which are `LAG` old."""
     torch.set_num_threads(1)
     recipe = settings(advantage="rloo")
-    losses = [name for name in LOSS_DEFAULTS if name not in ("dr_grpo", "distill")]
+    losses = [name for name in LOSS_DEFAULTS if name not in ("dr_grpo", "distill")]  # dr_grpo is an advantage
     cells = {name: settings(advantage=name) for name in ADVANTAGES}
     cells |= {f"loss {name}": settings(loss=name, advantage="turn_rloo", reduction="token_mean") for name in losses}
+    cells["loss distill"] = settings(loss="distill", reduction="token_mean")
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         learner = initial_learner(build(Path(folder) / "model", seed=seed), recipe)
@@ -224,15 +244,10 @@ def compare_gradients(*, checkpoints: Sequence[int], seed: int = 0) -> dict[str,
         recorded: list[TrainingBatch] = []
         for step in range(1, max(checkpoints) + 1):
             if step + LAG in checkpoints:
+                seeds = [10_000_019 + 1000 * step + n for n in range(BATCHES)]
                 recorded = [
-                    play(
-                        learner,
-                        rng.integers(0, STATES, GROUPS),
-                        samples=SAMPLES,
-                        step=step,
-                        seed=10_000_019 + 1000 * step + n,
-                    )
-                    for n in range(BATCHES)
+                    taught(play(learner, rng.integers(0, STATES, GROUPS), samples=SAMPLES, step=step, seed=one))
+                    for one in seeds
                 ]
             learner.run(play(learner, rng.integers(0, STATES, GROUPS), samples=SAMPLES, step=step, seed=step))
             if step in checkpoints:
@@ -320,8 +335,10 @@ def report(learning: Mapping[str, Any], gradients: Mapping[str, Any], *, seeds: 
             f"## Gradients at step {step} of one recorded run (fraction of right words {at['reward']:.2f})",
             "",
             f"{BATCHES} batches of {GROUPS * SAMPLES} episodes, sampled {LAG} steps earlier; reference from {at['episodes']} fresh"
-            " episodes with `turn_rloo`. Losses have the advantage `turn_rloo`. *Noise*: variance of the gradient, divided by"
-            " the square of its mean. *Replay*: the same batches are trained from these weights, until the effective sample size"
+            " episodes with `turn_rloo`. Losses have the advantage `turn_rloo`. `distill` reads no rewards, but the scores of a"
+            f" teacher that says the right word with probability {RIGHT}: they credit a word for itself, not for the states it"
+            " leads to. *Noise*: variance of the gradient, divided by the square of its mean. *Replay*: the same batches are trained"
+            " from these weights, until the effective sample size"
             f" of the next one is below {MIN_ESS}: steps until then, and the fraction of right words in fresh episodes.",
             "",
             "| estimator | cosine to the reference | of the mean gradient | noise | clipped | effective sample size | replay |",
