@@ -337,9 +337,9 @@ def report(learning: Mapping[str, Any], gradients: Mapping[str, Any], *, seeds: 
             f"{BATCHES} batches of {GROUPS * SAMPLES} episodes, sampled {LAG} steps earlier; reference from {at['episodes']} fresh"
             " episodes with `turn_rloo`. Losses have the advantage `turn_rloo`. `distill` reads no rewards, but the scores of a"
             f" teacher that says the right word with probability {RIGHT}: they credit a word for itself, not for the states it"
-            " leads to. *Noise*: variance of the gradient, divided by the square of its mean. *Replay*: the same batches are trained"
-            " from these weights, until the effective sample size"
-            f" of the next one is below {MIN_ESS}: steps until then, and the fraction of right words in fresh episodes.",
+            " leads to. *Noise*: variance of the gradient, divided by the square of its mean. *Replay*: the same batches are"
+            " trained from these weights, until the effective sample size of the next one is below"
+            f" {MIN_ESS}: steps until then, and the fraction of right words in fresh episodes.",
             "",
             "| estimator | cosine to the reference | of the mean gradient | noise | clipped | effective sample size | replay |",
             "|---|---|---|---|---|---|---|",
