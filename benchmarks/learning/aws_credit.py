@@ -119,11 +119,12 @@ def measure(args: argparse.Namespace) -> int:
             sets = [part for key, value in values for part in ("--set", f"{key}={toml_value(_below(out, value))}")]
             if not _ended(["sft", str(example / "sft.toml"), "--out", str(out / name), *sets], until):
                 return 1
-    study = write_study(size, out, steps=args.steps, seeds=args.seeds, port=args.teacher_port)
+    study = write_study(size, out, steps=args.steps, seeds=args.seeds, port=args.teacher_port, only=args.cells)
     with served(out, args.teacher_port):
         minutes = max(0.1, (until - time.monotonic()) / 60)
         more = [part for text in args.set for part in ("--set", text)]
-        command = ["study", str(study), "--out", str(out / "study"), "--minutes", f"{minutes:.2f}", *more]
+        options = ["--out", str(out / "study"), "--minutes", f"{minutes:.2f}", "--jobs", str(args.jobs)]
+        command = ["study", str(study), *options, *more]
         is_ended = _ended(command, until + STOP_S)
     report = out / "study" / "report" / "report.md"
     if report.exists():
@@ -131,8 +132,9 @@ def measure(args: argparse.Namespace) -> int:
     return 0 if is_ended else 1
 
 
-def write_study(size: Size, out: Path, *, steps: int, seeds: int, port: int) -> Path:
-    """The file of the study: four kinds of credit, with each seed."""
+def write_study(size: Size, out: Path, *, steps: int, seeds: int, port: int, only: Sequence[str] | None = None) -> Path:
+    """The file of the study: the kinds of credit in `only` (None: all), with each seed."""
+    url = f"http://127.0.0.1:{port}/v1"
     settings = {
         **size.settings,
         "model.path": "{out}/policy/final",
@@ -147,7 +149,7 @@ def write_study(size: Size, out: Path, *, steps: int, seeds: int, port: int) -> 
             "seeds": list(range(seeds)),
         },
         "settings": {name: _below(out, value) for name, value in settings.items()},
-        "grid": {"credit": cells(f"http://127.0.0.1:{port}/v1")},
+        "grid": {"credit": [cell for cell in cells(url) if only is None or cell["name"] in only]},
     }
     path = out / "study.toml"
     path.write_text(tomli_w.dumps(table), encoding="utf-8")
@@ -202,6 +204,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e4, help="end this call after so many minutes")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="default: 100, or 6 with --small")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once; on a GPU each needs run.gpu_memory_gb")
+    names = [cell["name"] for cell in cells("")]
+    parser.add_argument("--cells", nargs="+", choices=names, default=names, help="only these kinds of credit")
     parser.add_argument("--teacher-port", type=int, default=8171)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="of all runs")
     args = parser.parse_args()
