@@ -41,8 +41,9 @@ class DeltaInputs:
     gates: Tensor
     """Of the results, (..., H, V)."""
     rates: Tensor
-    """(..., H), as the decays."""
-    log_decays: Tensor
+    """Before the sigmoid, (..., H)."""
+    times: Tensor
+    """What decays depend on, (..., H)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,20 +94,26 @@ class DeltaLayer:
     def step(self, fused_NX: Tensor, inputs_NCK: Tensor, state_NHDV: Tensor, is_added_N: Tensor) -> Tensor:
         """The results (N, H x V) of one token for each row. Changes the states in place, those of rows that are not added not at
         all."""
-        new = self._split(fused_NX)
+        new = self.moved(fused_NX, inputs_NCK, is_added_N)
         is_added_N111 = is_added_N[:, None, None, None]
-        moved_NCK = torch.cat((inputs_NCK[..., 1:], new.mixed[..., None]), dim=-1)
-        inputs_NCK.copy_(torch.where(is_added_N111[..., 0], moved_NCK, inputs_NCK))
+        rates_NH, log_decays_NH = self._rates(new)
         convolved_NC = (inputs_NCK.float() * self.kernel_C1K[:, 0].float()).sum(dim=-1).to(fused_NX.dtype)
         query_NHD, key_NHD, value_NHV = self._heads(F.silu(convolved_NC))
-        decay_NH11 = torch.where(is_added_N111, new.log_decays.exp()[..., None, None], 1.0)
+        decay_NH11 = torch.where(is_added_N111, log_decays_NH.exp()[..., None, None], 1.0)
         # S is read once, for the key and the query, and written once.
         read_NH2V = torch.stack((key_NHD, query_NHD), dim=2) @ state_NHDV * decay_NH11
-        written_NH1V = (value_NHV[:, :, None] - read_NH2V[:, :, :1]) * new.rates[..., None, None]
+        written_NH1V = (value_NHV[:, :, None] - read_NH2V[:, :, :1]) * rates_NH[..., None, None]
         written_NH1V = written_NH1V.masked_fill(~is_added_N111, 0.0)
         state_NHDV.mul_(decay_NH11).addcmul_(key_NHD[..., None], written_NH1V)
         result_NHV = read_NH2V[:, :, 1] + (query_NHD * key_NHD).sum(dim=-1, keepdim=True) * written_NH1V[:, :, 0]
         return self._gated(result_NHV.to(fused_NX.dtype), new.gates)
+
+    def moved(self, fused_NX: Tensor, inputs_NCK: Tensor, is_added_N: Tensor) -> DeltaInputs:
+        """The first part of a step: the inputs of the last tokens include this one."""
+        new = self._split(fused_NX)
+        moved_NCK = torch.cat((inputs_NCK[..., 1:], new.mixed[..., None]), dim=-1)
+        inputs_NCK.copy_(torch.where(is_added_N[:, None, None], moved_NCK, inputs_NCK))
+        return new
 
     def chunked(
         self, fused_NTX: Tensor, inputs_NCK: Tensor, state_NHDV: Tensor, lengths_N: Tensor
@@ -122,7 +129,7 @@ class DeltaLayer:
         query, key, value = (x.transpose(1, 2) for x in self._heads(F.silu(convolved_NCT).transpose(1, 2)))
         # Padding writes nothing and forgets nothing.
         is_padding_NT1 = (torch.arange(count, device=lengths_N.device) >= lengths_N[:, None])[..., None]
-        rates, log_decays = (x.masked_fill(is_padding_NT1, 0.0).transpose(1, 2) for x in (new.rates, new.log_decays))
+        rates, log_decays = (x.masked_fill(is_padding_NT1, 0.0).transpose(1, 2) for x in self._rates(new))
         result_NHTV, state_NHDV = chunked_delta(query, key, value, rates, log_decays, state_NHDV=state_NHDV)
         return (
             self._gated(result_NHTV.transpose(1, 2).to(fused_NTX.dtype), new.gates),
@@ -147,9 +154,14 @@ class DeltaLayer:
         return DeltaInputs(
             mixed=mixed,
             gates=_in_heads(gates, self.value_heads),
-            rates=rates.sigmoid().float(),
-            log_decays=-self.log_rates_H.float().exp() * F.softplus(times.float() + self.time_biases_H.float()),
+            rates=rates,
+            times=times,
         )
+
+    def _rates(self, new: DeltaInputs) -> tuple[Tensor, Tensor]:
+        """Rates, and logarithms of decays."""
+        passed = F.softplus(new.times.float() + self.time_biases_H.float())
+        return new.rates.sigmoid().float(), -self.log_rates_H.float().exp() * passed
 
     def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys (..., H, D) with a length of 1, and values (..., H, V)."""
@@ -162,7 +174,8 @@ class DeltaLayer:
         return query * self.key_size**-0.5, key, _in_heads(value, self.value_heads)
 
     def _gated(self, result: Tensor, gates: Tensor) -> Tensor:
-        normed = F.rms_norm(result, self.norm_V.shape, self.norm_V, self.norm_epsilon)
+        # Rounded where the module rounds.
+        normed = F.rms_norm(result, self.norm_V.shape, eps=self.norm_epsilon) * self.norm_V
         return (normed * F.silu(gates.float())).to(result.dtype).flatten(-2)
 
 

@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollbook.inference.engines.embedded.model.kernels import KernelOps, sample_with_kernels
-from rollbook.inference.engines.embedded.model.llama import LlamaForward
+from rollbook.inference.engines.embedded.build import use_kernels
+from rollbook.inference.engines.embedded.model.kernels import KernelOps, SlotKernelOps, sample_with_kernels
+from rollbook.inference.engines.embedded.model.llama import LlamaForward, relative_error
 from rollbook.inference.engines.embedded.model.packed import PackedStep, PackedTorchOps
 from rollbook.inference.engines.embedded.model.torch_ops import HeadShape
 from rollbook.inference.engines.embedded.paged.runner import packed_error
 from rollbook.inference.engines.embedded.paged.step_input import PromptSlice, StepShape, layout_of
 from rollbook.inference.engines.embedded.row_table import DecodeLines, RowTable
 from rollbook.inference.engines.embedded.sampling import RowSampling, sample
+from rollbook.numerics.delta import DeltaLayer
 from rollbook.numerics.module_parts import Activation
 from rollbook.numerics.operations import float32_logits, kernels_missing
 from rollbook.numerics.recipe import Attention, HeadNorms, Norm, Rotary
@@ -334,6 +336,61 @@ def test_a_packed_step_has_the_logits_of_the_module(kind: str) -> None:
     forward.packed_ops = KernelOps(forward.heads, forward.recipe.activation)
     with forward.short_windows(module):
         assert packed_error(forward, module, block_size=PAGE) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text"])
+def test_steps_over_recurrent_states_have_the_logits_of_the_module(kind: str) -> None:
+    module = family(kind).model().to(DEVICE).requires_grad_(False)
+    forward = LlamaForward(module, max_model_len=160)
+    assert use_kernels(forward, module, [], exactness="bitwise")
+    assert isinstance(forward.ops, SlotKernelOps)
+    assert relative_error(forward, module) < 1e-4
+
+
+def delta_of(*, sizes: tuple[int, int], is_grouped: bool, dtype: torch.dtype = torch.float32) -> DeltaLayer:
+    """With two key heads and six value heads."""
+    channels = 4 * sizes[0] + 6 * sizes[1]
+    return DeltaLayer(
+        key_heads=2,
+        value_heads=6,
+        key_size=sizes[0],
+        value_size=sizes[1],
+        is_grouped=is_grouped,
+        kernel_C1K=random(channels, 1, 4, seed=2).to(dtype),
+        log_rates_H=random(6, seed=3).to(dtype),
+        time_biases_H=random(6, seed=4).to(dtype),
+        norm_V=random(sizes[1], seed=5).to(dtype),
+        norm_epsilon=1e-6,
+    )
+
+
+def delta_inputs(delta: DeltaLayer, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Numbers of the projection, both states, and which rows get a token."""
+    dtype, (inputs, state) = delta.norm_V.dtype, delta.state_sizes
+    width = inputs[0] + delta.value_heads * (delta.value_size + 2)
+    is_added_N = torch.tensor([row != 1 for row in range(rows)], device=DEVICE)
+    return (
+        3 * random(rows, width, seed=6).to(dtype),
+        random(rows, *inputs, seed=7).to(dtype),
+        random(rows, *state, seed=8),
+        is_added_N,
+    )
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (24, 40)], ids=str)
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_a_step_of_a_gated_delta_layer_is_that_of_torch(sizes: tuple[int, int], is_grouped: bool) -> None:
+    delta = delta_of(sizes=sizes, is_grouped=is_grouped)
+    fused_NX, inputs_NCK, state_NHDV, is_added_N = delta_inputs(delta, 3)
+    found_inputs, found_state = inputs_NCK.clone(), state_NHDV.clone()
+    ops = SlotKernelOps(HeadShape(queries=2, keys=2, size=16), "silu")
+    found_ND = ops.delta_step(fused_NX, delta, found_inputs, found_state, is_added_N)
+    expected_ND = delta.step(fused_NX, inputs_NCK, state_NHDV, is_added_N)
+    torch.testing.assert_close(found_ND, expected_ND, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found_state, state_NHDV, rtol=1e-4, atol=1e-5)
+    assert torch.equal(found_inputs, inputs_NCK)
+    untouched = delta_inputs(delta, 3)[2][1]
+    assert torch.equal(found_state[1], untouched)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The attention kernels compile for the GPUs that people use, and fit in the memory of a program there.
+"""Kernels of attention and of gated delta layers compile for the GPUs that people use, and fit in the memory of a program there.
 
 They are compiled without a GPU: `make test-kernels`.
 """
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from rollbook.inference.engines.embedded.model.kernels import SlotKernelOps
 from rollbook.inference.engines.embedded.model.torch_ops import HeadShape
 from rollbook.inference.engines.embedded.paged.step_input import PromptSlice
 from rollbook.numerics.recipe import Attention
@@ -76,3 +77,12 @@ def test_attention_fits_in_the_memory_of_a_program(
     query, key, value = (zeros(sequences.num_computed, count, size) for count in (8, 2, 2))
     Packing.of(sequences, "cpu", kernel="exact").kernel(query, key, value, None, None)
     assert set(compiled) == {"_attend_decode", "_attend_tiles", "_join_splits", "_attend_packed"}
+
+
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_a_step_of_a_gated_delta_layer_fits_in_the_memory_of_a_program(is_grouped: bool, compiled: list[str]) -> None:
+    delta = kernels.delta_of(sizes=(128, 128), is_grouped=is_grouped, dtype=torch.bfloat16)
+    fused_NX, inputs_NCK, state_NHDV, is_added_N = kernels.delta_inputs(delta, 2)
+    ops = SlotKernelOps(HeadShape(queries=2, keys=2, size=16), "silu")
+    ops.delta_step(fused_NX, delta, inputs_NCK, state_NHDV, is_added_N)
+    assert compiled == ["_step"]

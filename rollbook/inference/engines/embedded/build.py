@@ -23,7 +23,7 @@ from rollbook.inference.engines.embedded.captured_runner import CapturedRunner, 
 from rollbook.inference.engines.embedded.live_weights import LiveWeights
 from rollbook.inference.engines.embedded.model.capture import Capture, CudaCapture
 from rollbook.inference.engines.embedded.model.forward import SlotModel
-from rollbook.inference.engines.embedded.model.kernels import KernelOps, sample_with_kernels
+from rollbook.inference.engines.embedded.model.kernels import KernelOps, SlotKernelOps, sample_with_kernels
 from rollbook.inference.engines.embedded.model.llama import LlamaForward, relative_error
 from rollbook.inference.engines.embedded.model.module import (
     ModuleForward,
@@ -95,9 +95,12 @@ def build_parts(
         model, choices = _model(module, max_model_len, config)
         # Steps over blocks have no lines for recurrent states.
         packing = model if isinstance(model, LlamaForward) and not model.states else None
-        is_paged = packing is not None and (
-            use_kernels(packing, module, choices, exactness=config.exactness) if is_gpu else capture is not None
+        has_kernels = (
+            isinstance(model, LlamaForward)
+            and is_gpu
+            and use_kernels(model, module, choices, exactness=config.exactness)
         )
+        is_paged = packing is not None and (has_kernels if is_gpu else capture is not None)
         if capture is None and is_gpu and config.capture_steps:
             capture = CudaCapture()
         if packing is None:
@@ -231,11 +234,14 @@ def use_kernels(llama: LlamaForward, module: Any, choices: list[str], *, exactne
     """Use the Triton kernels if they are installed, compile, and agree with the module. Otherwise nothing is changed."""
     reason = kernels_missing
     if reason is None:
-        torch_ops = llama.packed_ops
+        torch_ops = llama.ops, llama.packed_ops
         try:
             can_be = llama.recipe.inexact_because is None and llama.dtype in EXACT_DTYPES and why_not_here() is None
             is_exact = exactness == "bitwise" and can_be
-            llama.packed_ops = KernelOps(llama.heads, llama.recipe.activation)
+            if llama.states:
+                llama.ops = SlotKernelOps(llama.heads, llama.recipe.activation)
+            else:
+                llama.packed_ops = KernelOps(llama.heads, llama.recipe.activation)
             if is_exact:
                 # Before the check, because exact products have kernels of their own.
                 _set_exact(llama, is_exact=True)
@@ -243,7 +249,11 @@ def use_kernels(llama: LlamaForward, module: Any, choices: list[str], *, exactne
                 error = _least_error(
                     module,
                     TOLERANCE[llama.dtype],
-                    lambda seed: packed_error(llama, module, block_size=BLOCK_SIZE, seed=seed),
+                    lambda seed: (
+                        relative_error(llama, module, seed=seed)
+                        if llama.states
+                        else packed_error(llama, module, block_size=BLOCK_SIZE, seed=seed)
+                    ),
                 )
             if error <= TOLERANCE[llama.dtype]:
                 numbers = "with the bits of the trainer, " if is_exact else ""
@@ -257,7 +267,7 @@ def use_kernels(llama: LlamaForward, module: Any, choices: list[str], *, exactne
                 raise
             reason = f"{type(raised).__name__}: {raised}"
         if reason is not None:
-            llama.packed_ops = torch_ops
+            llama.ops, llama.packed_ops = torch_ops
             if llama.is_exact:
                 _set_exact(llama, is_exact=False)
     if reason is not None:
@@ -332,16 +342,19 @@ def _slot_batch(config: InferenceConfig, model: SlotModel, capture: Capture | No
     min_prefix = config.prefix_cache_least or CPU_MIN_PREFIX
     budget, prefix_tokens = _budget(config, model, model.device, min_prefix=min_prefix)
     memory = model.new_memory()
+    has_kernels = isinstance(model, LlamaForward) and isinstance(model.ops, SlotKernelOps)
+    sampler = sample_with_kernels if has_kernels else sample
     runner = (
-        Runner(model, memory, max_rows=budget.max_rows, draft_tokens=config.draft_tokens)
+        Runner(model, memory, max_rows=budget.max_rows, sampler=sampler, draft_tokens=config.draft_tokens)
         if capture is None
-        else CapturedRunner(model, memory, max_rows=budget.max_rows, capture=capture)
+        else CapturedRunner(model, memory, max_rows=budget.max_rows, capture=capture, sampler=sampler)
     )
     batch = SlotBatch(
         runner,
         budget=budget,
         round_tokens=config.step_prefill_tokens or CPU_ROUND_TOKENS,
-        forward_tokens=config.forward_tokens or CPU_FORWARD_TOKENS,
+        forward_tokens=config.forward_tokens
+        or (GPU_STEP_TOKENS if model.device.type == "cuda" else CPU_FORWARD_TOKENS),
         # A memoized prompt is not computed, so its routes would be missing.
         memo_rows=0 if config.record_routes else int(config.prompt_memo_mb * 1_000_000) // (4 * model.vocab_size),
         has_routes=config.record_routes,

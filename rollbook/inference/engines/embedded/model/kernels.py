@@ -5,20 +5,21 @@ on a length. Queries that share keys form one block of a matrix product, so keys
 several programs and joined afterwards. If Triton cannot be imported, `kernels_missing` says why.
 """
 
-# M tokens, N rows, H key/value heads, D head size, T positions, V vocabulary
+# M tokens, N rows, H key/value heads, D head size, T positions, V vocabulary; of gated delta layers see `numerics/delta.py`
 
 import torch
 from torch import Tensor
 
 from rollbook.inference.engines.embedded.model.packed import PackedStep
-from rollbook.inference.engines.embedded.model.torch_ops import HeadShape
+from rollbook.inference.engines.embedded.model.torch_ops import HeadShape, TorchOps
 from rollbook.inference.engines.embedded.sampling import RowSampling, truncated
+from rollbook.numerics.delta import DeltaLayer
 from rollbook.numerics.module_parts import Activation
 from rollbook.numerics.operations import CHUNK, kernels_missing, rms_norm
 from rollbook.numerics.recipe import Attention, Norm
 
 if kernels_missing is None:
-    from rollbook.inference.engines.embedded.model import triton_kernels, triton_sampling
+    from rollbook.inference.engines.embedded.model import triton_delta, triton_kernels, triton_sampling
     from rollbook.numerics import triton_rows
 
 
@@ -52,10 +53,36 @@ class KernelOps:
         return out_MX
 
     def gate(self, both_MF: Tensor) -> Tensor:
-        out_MF = torch.empty((len(both_MF), both_MF.shape[1] // 2), dtype=both_MF.dtype, device=both_MF.device)
-        gates_MF, ups_MF = both_MF.chunk(2, dim=1)
-        triton_rows.launch_gate(gates_MF, ups_MF, out_MF, self._activation)
-        return out_MF
+        return _gated(both_MF, self._activation)
+
+
+class SlotKernelOps(TorchOps):
+    """Over slots with recurrent states: the state of a row is read and written once in a step. Attention is that of torch."""
+
+    def __init__(self, heads: HeadShape, activation: Activation) -> None:
+        super().__init__(heads, activation)
+        self._name: Activation = activation
+
+    def norm(self, x_ME: Tensor, norm: Norm) -> Tensor:
+        return rms_norm(x_ME, norm)
+
+    def delta_step(
+        self, fused_NX: Tensor, delta: DeltaLayer, inputs_NCK: Tensor, state_NHDV: Tensor, is_added_N: Tensor
+    ) -> Tensor:
+        new = delta.moved(fused_NX, inputs_NCK, is_added_N)
+        out_ND = fused_NX.new_empty(len(fused_NX), delta.value_heads * delta.value_size)
+        triton_delta.launch_step(delta, new, inputs_NCK, state_NHDV, is_added_N, out_ND=out_ND)
+        return out_ND
+
+    def gate(self, both_MF: Tensor) -> Tensor:
+        return _gated(both_MF, self._name)
+
+
+def _gated(both_MF: Tensor, activation: Activation) -> Tensor:
+    out_MF = torch.empty((len(both_MF), both_MF.shape[1] // 2), dtype=both_MF.dtype, device=both_MF.device)
+    gates_MF, ups_MF = both_MF.chunk(2, dim=1)
+    triton_rows.launch_gate(gates_MF, ups_MF, out_MF, activation)
+    return out_MF
 
 
 def sample_with_kernels(logits_NV: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:

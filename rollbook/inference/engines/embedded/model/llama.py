@@ -111,6 +111,9 @@ class LlamaForward:
         groups: dict[str, Sequence[str]] = {}
         self._layers = [_layer_of(at, layer, self.recipe, groups) for at, layer in enumerate(model.model.layers)]
         self.adapters = AdapterBank(model, fused=groups)
+        self._rounds_products = any(self.recipe.delta) and self.dtype is not torch.float32
+        """Whether to round products before they are added, as the module in the trainer does: its bits are not reached, but the
+        difference of logprobs is several times smaller."""
         self.is_exact = False
         """Whether packed steps have the bits of the trainer. Set by `use_exact_products`."""
         self.ops = TorchOps(self.heads, self.recipe.activation)
@@ -210,7 +213,7 @@ class LlamaForward:
         for layer in self._layers:
             fused_NX = self._fused(hidden_NE, layer, ops, adapters)
             if layer.attention is None:
-                result_ND = _advanced(fused_NX, layer, slots)
+                result_ND = _advanced(fused_NX, layer, slots, ops)
             else:
                 joint = slots.joint[layer.place]
                 fused_NX, gates_ND = self._without_gates(fused_NX, layer.attention)
@@ -297,7 +300,7 @@ class LlamaForward:
         """Add a projection, normalised and scaled, to the residual stream in place."""
         is_plain, norm, scale = projection.bias_O is None, projection.norm, self.recipe.residual_scale
         is_alone = norm is None and scale == 1.0 and not self.adapters.has(projection.name, adapters)
-        if is_plain and is_alone and not self.is_exact:
+        if is_plain and is_alone and not self.is_exact and not self._rounds_products:
             hidden_ME.addmm_(x_MD, projection.weight_EO)
             return
         # The product, and the sum of base and adapter, are rounded before they are added, as in the trainer.
@@ -376,12 +379,12 @@ def _continued(fused_MX: Tensor, layer: _Layer, inputs: PrefillInput, slots: Slo
     return result_NCD.flatten(0, 1)
 
 
-def _advanced(fused_NX: Tensor, layer: _Layer, slots: SlotCache) -> Tensor:
+def _advanced(fused_NX: Tensor, layer: _Layer, slots: SlotCache, ops: TorchOps) -> Tensor:
     """The same for one token in each of the first rows."""
     assert layer.delta is not None, "a layer has attention, or a gated delta part"
     count = len(fused_NX)
     before, memory = slots.states.layers[layer.place]
-    return layer.delta.step(fused_NX, before[:count], memory[:count], slots.states.is_decoding_S[:count])
+    return ops.delta_step(fused_NX, layer.delta, before[:count], memory[:count], slots.states.is_decoding_S[:count])
 
 
 def _layer_of(at: int, layer: Any, recipe: ModelRecipe, groups: dict[str, Sequence[str]]) -> _Layer:

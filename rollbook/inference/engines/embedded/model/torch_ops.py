@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from rollbook.inference.engines.embedded.model.forward import PrefillPositions
 from rollbook.inference.engines.embedded.slot_cache import SlotCache
+from rollbook.numerics.delta import DeltaLayer
 from rollbook.numerics.module_parts import ACTIVATIONS, Activation
 from rollbook.numerics.recipe import Attention, HeadNorms, Norm, Rotary
 
@@ -199,6 +200,11 @@ class TorchOps:
         else:
             attended_NQCD = attend(queries, keys, values, mask, attention)
         return attended_NQCD.transpose(1, 2).reshape(rows * tokens, heads.queries * heads.size)
+
+    def delta_step(
+        self, fused_NX: Tensor, delta: DeltaLayer, inputs_NCK: Tensor, state_NHDV: Tensor, is_added_N: Tensor
+    ) -> Tensor:
+        return delta.step(fused_NX, inputs_NCK, state_NHDV, is_added_N)
 
     def gate(self, both_MF: Tensor) -> Tensor:
         gates, ups = both_MF.chunk(2, dim=-1)
