@@ -20,7 +20,7 @@ from rollbook.contracts.plugin import extend_search_path, load_on_demand
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("training.init:init_command", "Create a project that trains as it is, from a template."),
     "demo": ("training.demo:demo_command", "Train a small policy from scratch to guess numbers."),
-    "train": ("training.train:train_command", "Train a policy asynchronously."),
+    "train": ("training.train_command:train_command", "Train a policy asynchronously."),
     "sft": ("training.sft:sft_command", "Train a model on chats, the assistant's tokens only."),
     "eval": ("record.evaluate:eval_command", "Play held-out tasks with a checkpoint and print the results."),
     "dashboard": ("record.dashboard:dashboard_command", "Show runs in a browser: live, finished or crashed."),

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import dataclasses
 import io
-import json
 import resource
 import shutil
 import time
@@ -16,12 +15,11 @@ from contextlib import asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Any
 
 from rich.console import Console
 
 from rollbook.access.tokens import read_or_create_token
-from rollbook.commands.arguments import AllowActions, Argument, AsJson, Dashboard, Option, Overrides, UsePreflight
 from rollbook.commands.output import result_json, stderr_console
 from rollbook.commands.training.train_summary import EXIT_FAILED, TrainReport, print_summary, summary_row
 from rollbook.concurrency.blocking import run_blocking
@@ -54,7 +52,7 @@ from rollbook.run.resources.automatic import free_disk_bytes, resolve
 from rollbook.run.resources.machine import this_machine
 from rollbook.run.supervision.child_main import EXIT_DONE
 from rollbook.run.supervision.host import ProcessStart
-from rollbook.run.supervision.plan import early_template, open_dashboard_socket
+from rollbook.run.supervision.plan import open_dashboard_socket, template_of
 from rollbook.run.supervision.process import ProcessState, SupervisedProcess
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome, Supervisor, require_posix
 from rollbook.run.user_modules import copy_modules
@@ -131,11 +129,6 @@ def train(
     printed token can act on the run there. Raises `ConfigError` before anything
     starts, and `RunFailedError` if the run fails.
     """
-    began = time.monotonic()
-    require_libraries("torch", "transformers")
-    require_posix()
-    require_open_files()
-    console = console or Console(stderr=True, highlight=False)
     given = {
         "rollout.function": rollout,
         "env.name": environment,
@@ -144,11 +137,73 @@ def train(
         "trainer.loss": loss,
         "trainer.advantage": advantage,
     }
+    return _checked_and_trained(
+        config,
+        given=given,
+        run_dir=run_dir,
+        overrides=overrides,
+        console=console or Console(stderr=True, highlight=False),
+        preflight=preflight,
+        dashboard=dashboard,
+        allow_actions=allow_actions,
+        began=time.monotonic(),
+    )
+
+
+def train_in_terminal(
+    config: Path,
+    *,
+    run_dir: Path | None,
+    overrides: Sequence[str],
+    preflight: bool,
+    dashboard: bool,
+    allow_actions: bool,
+    as_json: bool,
+    began: float,
+    early: EarlyTemplate | None,
+) -> int:
+    """Train and print the result. Returns the exit code. `early`: see `template_of`."""
+    try:
+        report = _checked_and_trained(
+            config,
+            given={},
+            run_dir=run_dir,
+            overrides=overrides,
+            console=stderr_console(),
+            preflight=preflight,
+            dashboard=dashboard,
+            allow_actions=allow_actions,
+            began=began,
+            early=early,
+        )
+    except RunFailedError as error:
+        report = error.report
+    if as_json:
+        result_json(summary_row(report))
+    return report.exit_code
+
+
+def _checked_and_trained(
+    config: ConfigSource,
+    *,
+    given: Mapping[str, Any],
+    run_dir: str | Path | None,
+    overrides: Sequence[str],
+    console: Console,
+    preflight: bool,
+    dashboard: bool,
+    allow_actions: bool,
+    began: float,
+    early: EarlyTemplate | None = None,
+) -> TrainReport:
+    require_libraries("torch", "transformers")
+    require_posix()
+    require_open_files()
     # An error of the clean-up would hide that of the run.
     with TemporaryDirectory(prefix="rollbook-objects-", ignore_cleanup_errors=True) as staging:
         loaded, directory = resolve_run(config, run_dir, overrides, given=given, staging=Path(staging))
         loaded = fitted_run(loaded, directory, overrides, console)
-        with early_template(loaded.config) as early:
+        with template_of(loaded.config, early) as template:
             if preflight:
                 print_preflight(check_run(loaded, overrides, directory=directory), console)
             directory.prepare()
@@ -160,7 +215,7 @@ def train(
                 else:
                     directory.operator_token_file.unlink(missing_ok=True)
                 moved = loaded.moved(staging, directory.objects)
-                report = _train(moved, directory, console, has_dashboard=dashboard, began=began, early=early)
+                report = _train(moved, directory, console, has_dashboard=dashboard, began=began, early=template)
     print_summary(report, console)
     if report.exit_code == EXIT_FAILED:
         raise RunFailedError(report)
@@ -447,45 +502,3 @@ def check_resume(stored: RunConfig, wanted: RunConfig, *, source: str) -> dict[s
     if faults:
         raise ConfigError(source, faults)
     return changed
-
-
-def train_command(  # noqa: PLR0917 - a command line is a list of flags
-    config: Annotated[Path, Argument(help="The run's TOML file, or a run directory to resume.")],
-    run_dir: Annotated[Path | None, Option("--run-dir", help="The run directory; an existing one is resumed.")] = None,
-    override: Overrides = None,
-    max_rows: Annotated[
-        int | None, Option("--max-rows", min=1, help="Use only the first rows of the task source (tasks.limit).")
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        Option(
-            "--cluster",
-            metavar="auto|ADDRESS",
-            help="Place additional processes on a Ray cluster (cluster.ray.address).",
-        ),
-    ] = None,
-    preflight: UsePreflight = True,
-    dashboard: Dashboard = True,
-    allow_actions: AllowActions = False,
-    as_json: AsJson = False,
-) -> int:
-    """Train a policy asynchronously. The first Ctrl-C drains, the second stops at once; `rollbook train RUN_DIR` resumes."""
-    try:
-        report = train(
-            config,
-            run_dir=run_dir,
-            overrides=[
-                *(override or ()),
-                *([] if max_rows is None else [f"tasks.limit={max_rows}"]),
-                *([] if cluster is None else [f"cluster.ray.address={json.dumps(cluster)}"]),
-            ],
-            console=stderr_console(),
-            preflight=preflight,
-            dashboard=dashboard,
-            allow_actions=allow_actions,
-        )
-    except RunFailedError as error:
-        report = error.report
-    if as_json:
-        result_json(summary_row(report))
-    return report.exit_code

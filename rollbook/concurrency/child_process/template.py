@@ -12,12 +12,13 @@ import asyncio
 import ctypes
 import json
 import os
+import resource
 import signal
 import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -152,11 +153,14 @@ class TemplateConnection:
 
 
 class EarlyTemplate:
-    """A template process that is started before there is an event loop. A `ProcessTemplate` takes it over."""
+    """A template process that is started before there is an event loop, and before all its modules are known.
+
+    A `ProcessTemplate` takes it over.
+    """
 
     def __init__(self, modules: Sequence[str]) -> None:
         """Raises `OSError` if it cannot be started."""
-        self._is_taken = False
+        self._is_ours = True
         self._requests, theirs = socket.socketpair()
         self._channel, channel = socket.socketpair()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
@@ -172,18 +176,37 @@ class EarlyTemplate:
 
     async def take(self) -> tuple[socket.socket, ChildProcess]:
         """Its socket for requests, and the child. The caller ends it from now on."""
+        # This process may have raised its limit since.
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with suppress(ProcessLookupError):
+            resource.prlimit(self._pid, resource.RLIMIT_NOFILE, limit)
         frames = await Frames.open(self._channel)
-        self._is_taken = True
+        self._is_ours = False
         return self._requests, ChildProcess(ForkedProcess(self._pid), frames, self._spec)
 
     def close(self) -> None:
-        """Kill it unless it was taken over."""
-        if not self._is_taken:
+        """Kill it unless it was taken over. May be called twice."""
+        if self._is_ours:
+            self._is_ours = False
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
             self._requests.close()
             self._channel.close()
         self._output.close()
+
+
+@contextmanager
+def early_template(modules: Sequence[str]) -> Iterator[EarlyTemplate | None]:
+    """A template that has begun to import modules; None without modules, and on systems without templates."""
+    early: EarlyTemplate | None = None
+    if modules and IS_SUPPORTED:
+        with suppress(OSError):  # the start of the run will say what is missing
+            early = EarlyTemplate(modules)
+    try:
+        yield early
+    finally:
+        if early is not None:
+            early.close()
 
 
 class ProcessTemplate:
@@ -192,7 +215,7 @@ class ProcessTemplate:
     def __init__(
         self, modules: Sequence[str], *, output: Path, on_event: OnEvent, early: EarlyTemplate | None = None
     ) -> None:
-        """`early`: the first template process, with the same modules. None: `run` starts it."""
+        """`early`: the first template process. None: `run` starts it."""
         self._modules = modules
         self._output = output
         self._on_event = on_event
@@ -250,6 +273,7 @@ class ProcessTemplate:
         try:
             requests, child = await (self._started() if early is None else early.take())
             self._child = child
+            child.send(",".join(self._modules).encode())
             connection = TemplateConnection(requests, template_environment(), self._on_silence)
             if reason := (await child.receive()).decode():
                 self._on_event("template.unusable", {"reason": reason})

@@ -1,7 +1,8 @@
 """The main function of a process template: import modules once, then fork a child for each request.
 
-Started by `template.py` as `python -m ... CHANNEL_FD REQUESTS_FD MODULE,MODULE,...`. A request is one byte with the descriptors
-of the child, then a JSON frame. The reply is a frame with the child's pid, or an empty one if the child could not be made.
+Started by `template.py` as `python -m ... CHANNEL_FD REQUESTS_FD MODULE,MODULE,...`; a first frame lists all modules. A request is
+one byte with the descriptors of the child, then a JSON frame. The reply is a frame with the child's pid, or an empty one if the
+child could not be made.
 
 A child is forked twice: the process in between exits, so the child becomes a child of the process that requested it (see
 `template.py`), and neither its life nor its exit status depends on the template. The child then waits for permission to run: a
@@ -68,8 +69,12 @@ def main() -> None:
     # Imports create hundreds of thousands of objects that stay: collections during them take a fifth of the time.
     gc.disable()
     with _low_numbers_kept_free():
-        for module in sys.argv[3].split(","):
-            importlib.import_module(module)
+        _import(sys.argv[3])
+        # A template that was started early learns later what else it has to import.
+        others = channel.receive()
+        if others is None:
+            return
+        _import(others.decode())
     reason = _why_not_to_fork()
     channel.send(reason.encode())
     channel.close()
@@ -88,6 +93,11 @@ def main() -> None:
         if request.template_fd is not None:
             os.close(request.template_fd)
         _run(request)
+
+
+def _import(modules: str) -> None:
+    for module in modules.split(","):
+        importlib.import_module(module)
 
 
 def _become_template(request: ForkRequest, template_fd: int) -> socket.socket:

@@ -2,10 +2,10 @@
 
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rollbook.concurrency.child_process.template import IS_SUPPORTED, EarlyTemplate, ProcessTemplate
+from rollbook.concurrency.child_process.template import EarlyTemplate, ProcessTemplate, early_template
 from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.contracts.errors import UsageError
 from rollbook.inference.config import InferenceConfig
@@ -110,18 +110,20 @@ def environment_of(config: RunConfig, directory: RunDirectory, name: str, role: 
 
 
 @contextmanager
-def early_template(config: RunConfig) -> Iterator[EarlyTemplate | None]:
-    """Start the process template of a run that has a trainer before the run is checked: its imports take longer than the checks."""
-    modules = template_modules(config, has_trainer=True)
-    early: EarlyTemplate | None = None
-    if modules and config.run.process_template and IS_SUPPORTED:
-        with suppress(OSError):  # the start of the run will say what is missing
-            early = EarlyTemplate(modules)
-    try:
+def template_of(config: RunConfig, early: EarlyTemplate | None = None) -> Iterator[EarlyTemplate | None]:
+    """The process template of a run with a trainer, started before the run is checked: its imports take longer than the checks.
+
+    `early`: one that was started before the settings were known. It is closed if they need none.
+    """
+    modules = template_modules(config, has_trainer=True) if config.run.process_template else []
+    if early is None:
+        with early_template(modules) as started:
+            yield started
+    elif modules:
         yield early
-    finally:
-        if early is not None:
-            early.close()
+    else:
+        early.close()
+        yield None
 
 
 def process_template(
@@ -133,7 +135,7 @@ def process_template(
     on_change: Callable[[], None],
     early: EarlyTemplate | None = None,
 ) -> ProcessTemplate | None:
-    """None if no process of the run needs it, or `run.process_template` is off. `early`: see `early_template`."""
+    """None if no process of the run needs it, or `run.process_template` is off. `early`: see `template_of`."""
     modules = template_modules(config, has_trainer=has_trainer)
     if not modules or not config.run.process_template:
         return None

@@ -82,7 +82,7 @@ class Supervisor:
         began: float | None = None,
         early: EarlyTemplate | None = None,
     ) -> None:
-        """`began`: when the command started (`time.monotonic`), for the report of the first step. `early`: see `early_template`.
+        """`began`: when the command started (`time.monotonic`), for the report of the first step. `early`: see `template_of`.
 
         `dashboard` is the listening socket of the run's dashboard; without one there is none.
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -69,6 +70,7 @@ def facts() -> dict[str, Any]:
         "random": [random.random(), float(np.random.random())],
         "ignores_interrupts": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
         "threads": threading.active_count(),
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     }
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -96,6 +97,7 @@ async def test_a_forked_child_has_the_settings_of_its_spec_and_us_as_its_parent(
             "was_forked": True,
             "ignores_interrupts": False,
             "threads": 1,
+            "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         }
         command = psutil.Process(child.pid).cmdline()
         assert command[:4] == [sys.executable, "-P", "-m", MODULE]
@@ -165,12 +167,17 @@ async def test_after_the_death_of_a_template_children_start_plainly_until_there_
 
 
 async def test_a_template_that_was_started_early_forks_and_is_replaced_when_it_dies(tmp_path: Path) -> None:
-    with closing(EarlyTemplate([IMPORTED])) as early:
+    """It learns what to import, and how many files it may open, when it is taken over."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    early = EarlyTemplate(["json"])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with closing(early):
         async with running_template(tmp_path, early=early) as template:
             before = template.pid
             async with child_of(template, spec(tmp_path, "facts")) as child:
                 facts = await facts_of(child)
-                assert (facts["was_forked"], facts["parent"]) == (True, os.getpid())
+                assert (facts["was_forked"], facts["parent"], facts["files"]) == (True, os.getpid(), soft)
             await _kill(template)
             await until(lambda: template.pid not in (None, before))
             await template.until_ready(READY_S)
