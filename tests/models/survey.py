@@ -45,7 +45,7 @@ transformers {transformers_version}: the code is that of the large models. Seque
 measured: speed, GPUs, bfloat16, and real checkpoints.
 
 - **engine**: `fast` is our forward for Llama-like models, also with gated delta layers
-  ([decision 0058](decisions/0058-gated-delta-layers-on-the-fast-forward.md)). `module` calls the module of transformers: over slots
+  ([decision 0060](decisions/0060-gated-delta-layers-on-the-fast-forward.md)). `module` calls the module of transformers: over slots
   (full attention), or over states (all other layers), which decode merged, or row by row
   ([decision 0042](decisions/0042-row-states-in-transformers-caches.md)). *captured*: a GPU repeats a decode step without
   Python ([decision 0054](decisions/0054-decode-steps-of-modules-are-captured.md)); here, a recording of its operations gave the
