@@ -51,8 +51,11 @@ def shortage(loaded: LoadedConfig, process: str, doing: str, error: BaseExceptio
     sizes = sizes_of(loaded.config, Machine())
     plan = memory_plan(model, sizes)
     place = MAIN_MEMORY if is_main else _place_of(process, sizes, plan)
-    found = savings(model, sizes, place, process=process if _is_limited(loaded, process) else None)
-    return "\n".join([text, *_advice(place, plan.lines(place), found)])
+    limit = None if is_main else _limit_of(loaded, process)
+    # What other processes save does not help a process with a limit of its own.
+    found = savings(model, sizes, place, process=None if limit is None else process)
+    lines = plan.lines(place) + ([] if limit is None else [f"{process} may use {limit}"])
+    return "\n".join([text, *_advice(place, lines, found)])
 
 
 def sft_shortage(
@@ -113,7 +116,8 @@ def _place_of(process: str, sizes: Sizes, plan: MemoryPlan) -> str:
     return next((place for place in gpus if plan.total(place, process)), MAIN_MEMORY)
 
 
-def _is_limited(loaded: LoadedConfig, process: str) -> bool:
-    """What other processes save does not help a process with a limit of its own."""
-    section = loaded.config.trainer if process == "trainer" else loaded.config.inference
-    return section.gpu_memory_gb is not None
+def _limit_of(loaded: LoadedConfig, process: str) -> str | None:
+    """The limit of the process, and the setting."""
+    config, section = loaded.config, "trainer" if process == "trainer" else "inference"
+    found = config.trainer.gpu_memory_gb if process == "trainer" else config.inference.gpu_memory_gb
+    return None if found is None else f"{found:g} ({section}.gpu_memory_gb)"

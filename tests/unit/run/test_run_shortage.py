@@ -75,7 +75,8 @@ def test_a_full_main_memory_is_not_taken_for_a_full_gpu(tmp_path: Path) -> None:
 def test_a_process_with_a_limit_of_its_own_is_told_what_it_can_save_itself(tmp_path: Path) -> None:
     limited = loaded_for(tmp_path, "run.gpu_memory_gb=23")
     _, fault = reported(limited, "policy", "loading the model", torch.OutOfMemoryError(CUDA))
-    advice = fault.partition("change a setting")[2]
+    plan, _, advice = fault.partition("change a setting")
+    assert f"policy may use {limited.config.inference.gpu_memory_gb:g} (inference.gpu_memory_gb)" in plan
     assert "inference.max_running" in advice
     assert "trainer.max_tokens_per_microbatch" not in advice
     assert "trainer.gradient_checkpointing" not in advice
