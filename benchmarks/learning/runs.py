@@ -122,6 +122,8 @@ def train(name: str, table: Mapping[str, Any], home: Path, stop: Stop, *, on_pol
     directory = home / name
     shutil.rmtree(directory, ignore_errors=True)
     command = train_command(source, directory)
+    # A benchmark that is ended must end its run, which is in a session of its own.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     began = time.time()
     with (home / f"{name}.out").open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=dict(os.environ))
