@@ -38,7 +38,8 @@ from rollbook.inference.engines.embedded.engine import open_engine
 from rollbook.inference.weights.safetensors import read_weights
 from rollbook.numerics.operations import set_unsplit_products
 from rollbook.trainer.config import LoraSettings, TrainerConfig
-from rollbook.trainer.data.minibatches import Minibatch, TrainRow, plan_minibatch
+from rollbook.trainer.data.minibatches import Minibatch, plan_minibatch
+from rollbook.trainer.data.rows import TrainRow
 from rollbook.trainer.metrics import mixed_caches
 from rollbook.trainer.model.policy_model import PolicyModel
 

@@ -44,7 +44,8 @@ from rollbook.shared_weights.base import BaseOwner, map_base
 from rollbook.shared_weights.modules import empty_model, named_weights
 from rollbook.shared_weights.packing import DTYPES
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import flatten, plan
+from rollbook.trainer.data.minibatches import plan
+from rollbook.trainer.data.rows import flatten
 from rollbook.trainer.model.frozen_base import module_of
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.step import TrainStep

@@ -16,7 +16,7 @@ import numpy as np
 from rollbook.contracts.policy import NOT_SAMPLED
 from rollbook.contracts.trajectory import TokenRow
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import TrainRow
+from rollbook.trainer.data.rows import TrainRow
 from rollbook.trainer.model.model_directory import prepare_model_directory
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model_config import SPECIAL_TOKENS, ModelBuildConfig, ModelConfig

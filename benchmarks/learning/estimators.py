@@ -28,12 +28,14 @@ from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import SCORE_PREFIX, RolloutSample, TokenRow, TurnMark
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.config import LOSS_DEFAULTS, TrainerConfig
-from rollbook.trainer.data.minibatches import flatten, plan_minibatch
+from rollbook.trainer.data.minibatches import plan_minibatch
+from rollbook.trainer.data.rows import flatten
 from rollbook.trainer.losses.inputs import LossInputs
+from rollbook.trainer.losses.pass_loss import loss_settings
 from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.model.model_directory import prepare_model_directory
 from rollbook.trainer.model_config import SPECIAL_TOKENS, ModelBuildConfig, ModelConfig
-from rollbook.trainer.step import TrainStep, loss_settings
+from rollbook.trainer.step import TrainStep
 
 STATES, WORDS, TURNS = 12, 6, 6
 GROUPS, SAMPLES = 4, 8

@@ -34,7 +34,8 @@ from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import flatten, plan
+from rollbook.trainer.data.minibatches import plan
+from rollbook.trainer.data.rows import flatten
 from rollbook.trainer.flops import peak_flops, training_flops
 from rollbook.trainer.model.packed_attention import HAS_VARLEN
 from rollbook.trainer.model.policy_model import PolicyModel

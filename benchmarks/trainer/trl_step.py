@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.trainer.step import CASES, PROMPT_TOKENS, OurStep, random_batch, settings
-from rollbook.trainer.data.minibatches import flatten
+from rollbook.trainer.data.rows import flatten
 from rollbook.trainer.model.model_directory import build_tokenizer
 from rollbook.trainer.model_config import ModelBuildConfig
 

@@ -19,7 +19,9 @@ from rollbook.contracts.group import GroupId
 from rollbook.contracts.policy import SamplerExactness
 from rollbook.numerics.machine import DRIVER, ProbedAnswer, differences
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import Microbatch, Minibatch, TrainRow, plan_minibatch
+from rollbook.trainer.data.minibatches import Minibatch, plan_minibatch
+from rollbook.trainer.data.passes import Microbatch
+from rollbook.trainer.data.rows import TrainRow
 from rollbook.trainer.distributed.sharding import Ranks
 from rollbook.trainer.losses.statistics import TokenStatistics
 from rollbook.trainer.model.policy_model import PolicyModel

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import Microbatch
+from rollbook.trainer.data.passes import Microbatch
 
 # Dense bfloat16 operations per second, from the vendors' data sheets. Longest name first: "H100" is part of "H100 PCIe".
 PEAK_FLOPS = {

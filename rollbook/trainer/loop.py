@@ -35,6 +35,7 @@ from rollbook.trainer.data.planner import BatchRequest, LocalPlanner, Planner, o
 from rollbook.trainer.data.planning import PlannedBatch, UnplannableBatchError
 from rollbook.trainer.exactness import why_inexact
 from rollbook.trainer.files.step_chain import StepChainWriter
+from rollbook.trainer.memory_errors import StepMemoryError
 from rollbook.trainer.metrics import check_lag
 from rollbook.trainer.pipeline import (
     Background,
@@ -49,7 +50,8 @@ from rollbook.trainer.pipeline import (
     unless,
 )
 from rollbook.trainer.publish import Publisher
-from rollbook.trainer.step import LearnerSnapshot, StepMemoryError, StepReport
+from rollbook.trainer.step import LearnerSnapshot
+from rollbook.trainer.step_report import StepReport
 from rollbook.trainer.team import (
     Learner,
     RemoteRanks,

@@ -25,7 +25,8 @@ from rollbook.trainer.data.planning import PlannedBatch, ShownSample
 from rollbook.trainer.flops import devices_peak_flops, peak_memory_gb
 from rollbook.trainer.metrics import LagReport, time_metrics
 from rollbook.trainer.model.weights import digest_of, to_host
-from rollbook.trainer.step import StepReport, TrainStep
+from rollbook.trainer.step import TrainStep
+from rollbook.trainer.step_report import StepReport
 from rollbook.trainer.team import Learner
 
 MASKED_TASKS = 5

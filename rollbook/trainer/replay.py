@@ -21,7 +21,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.trainer.checkpoints.checkpoints import Checkpoints, initial_learner
 from rollbook.trainer.checkpoints.settings_history import SettingsHistory, SettingsPeriod
 from rollbook.trainer.config import SPLIT_SETTINGS, TrainerConfig
-from rollbook.trainer.data.minibatches import flatten
+from rollbook.trainer.data.rows import flatten
 from rollbook.trainer.step import TrainStep
 
 

@@ -22,10 +22,11 @@ from rollbook.telemetry.metrics import Metric, MetricRecorder, Reduction
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
 from rollbook.trainer.checkpoints.settings_history import FailedAttempt, PassSplits
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import TrainRow
+from rollbook.trainer.data.rows import TrainRow
+from rollbook.trainer.memory_errors import StepMemoryError
 from rollbook.trainer.model.weights import digest_of
 from rollbook.trainer.sft_config import SftConfig, sft_trainer
-from rollbook.trainer.step import StepMemoryError, StepReport
+from rollbook.trainer.step_report import StepReport
 from rollbook.trainer.team import Learner, Team, fitting_split, restored_learner
 
 SFT_METRICS = (

@@ -10,8 +10,7 @@ step needs no second pass. For the other minibatches pi_old is computed before t
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,34 +23,17 @@ from rollbook.contracts.errors import RunError, is_out_of_memory
 from rollbook.contracts.weights import AdapterKind
 from rollbook.numerics.device_memory import release_memory
 from rollbook.telemetry.token_records import Key, TokenArrays
-from rollbook.trainer.config import LOSS_NUMBERS, Recipe, TrainerConfig
-from rollbook.trainer.data.minibatches import (
-    Microbatch,
-    Minibatch,
-    PlanSettings,
-    TrainRow,
-    check_vocabulary,
-    distill_weight,
-    flatten,
-    plan_minibatch,
-    plan_rows,
-    smaller_split,
-)
-from rollbook.trainer.data.probe import probe_pass, smaller_probe
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.data.minibatches import Minibatch, PlanSettings, plan_minibatch, plan_rows
+from rollbook.trainer.data.passes import Microbatch
+from rollbook.trainer.data.probe import probe_pass
+from rollbook.trainer.data.rows import TrainRow, check_vocabulary, flatten
 from rollbook.trainer.distributed.sharding import Passes, Ranks, cpu_mesh, gathered, own_shards, shard_state
-from rollbook.trainer.exactness import LogprobComparison, UnequalToken
+from rollbook.trainer.exactness import LogprobComparison
 from rollbook.trainer.files.random_states import random_states, set_random_states
 from rollbook.trainer.flops import training_flops
-from rollbook.trainer.losses.corrections import (
-    correction,
-    k3_divergence,
-    kl_penalty,
-    off_policy_mask,
-    top_k_divergence,
-)
-from rollbook.trainer.losses.inputs import LossInputs, LossSettings
-from rollbook.trainer.losses.registry import loss_named
-from rollbook.trainer.losses.statistics import TokenStatistics
+from rollbook.trainer.losses.pass_loss import PassLoss
+from rollbook.trainer.memory_errors import PassMemoryError, StepMemoryError, step_error, trial_error
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.weights import snapshot_of
 from rollbook.trainer.optimizer import (
@@ -63,57 +45,10 @@ from rollbook.trainer.optimizer import (
     peak_rate,
     state_bytes,
 )
-
-MIN_SAMPLED_LOGPROB = -20.0
-"""Less likely tokens are sampled about once in 500 million."""
+from rollbook.trainer.step_report import StepReport, StepTally
 
 FEW_TOKENS = 64
 """Of a pass that only allocates the gradients."""
-LESS_MEMORY = (
-    "Leave it more memory, set trainer.lora, trainer.optimizer_state = 'host', a smaller trainer.max_logits_mb or more"
-    " trainer.ranks, or train shorter sequences, and start it again: it resumes"
-)
-
-
-class PassMemoryError(Exception):
-    """A pass did not fit into the memory of this rank. Its gradients are freed."""
-
-    def __init__(self, detail: str, *, is_updated: bool = False, is_optimizer: bool = False) -> None:
-        super().__init__(detail)
-        self.is_updated = is_updated
-        """An earlier minibatch of the step changed the weights."""
-        self.is_optimizer = is_optimizer
-        """The state of the optimizer did not fit: smaller passes do not help."""
-
-
-class StepMemoryError(RunError):
-    """A step did not fit into memory with the split `failed`."""
-
-    def __init__(self, text: str, *, step: int, failed: PassSplit, smaller: PassSplit | None, can_retry: bool) -> None:
-        super().__init__(text)
-        self.step = step
-        self.failed = failed
-        self.smaller = smaller
-        """What to try next; None: nothing smaller is possible."""
-        self.can_retry = can_retry
-        """The learner is as it was before the step. Otherwise it must be restored from a checkpoint."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """The result of training one batch."""
-
-    step: int
-    optimizer_steps: int
-    skipped_steps: int
-    """Minibatches without an optimizer step: their gradient was not finite, or its norm was above the limit."""
-    num_tokens: int
-    """Trained tokens."""
-    flops: float = 0.0
-    """Floating-point operations of the batch, without padding and recomputation."""
-    metrics: dict[str, float | None] = field(default_factory=dict)
-    unequal: UnequalToken | None = None
-    """The token that differs most from the sampler, among those whose logprobs should have its bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,27 +63,6 @@ class LearnerSnapshot:
     """State of the optimizer, the random generators and the gradient guard."""
     shards: Mapping[str, Tensor] | None = None
     """This rank's part of the weights and of the optimizer's tensors, which `state` then does not hold; None: not sharded."""
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Sums over the minibatches of one step."""
-
-    statistics: TokenStatistics = field(default_factory=TokenStatistics)
-    loss: float = 0.0
-    grad_norms: list[float] = field(default_factory=list)
-    expert_loads: list[Tensor] = field(default_factory=list)
-    replays: list[Tensor] = field(default_factory=list)
-    """`RouterReplay.counts` of each pass."""
-    routes_kl: list[float | None] = field(default_factory=list)
-    """Divergence from the sampler in the first pass: with the trainer's own choices of experts, and with those of the sampler."""
-    skipped: int = 0
-    passes: int = 0
-    """Passes of this rank."""
-    is_last: bool = True
-    """The minibatch that is trained is the last one of the step."""
-    is_updated: bool = False
-    """The weights were changed."""
 
 
 class TrainStep:
@@ -171,9 +85,7 @@ class TrainStep:
         self._config = config.model_copy(update={"max_tokens_per_microbatch": model.tokens_per_pass(config)})
         self._peak_rate = peak_rate(config, width=model.shape.width)
         self._recipe = config.recipe
-        self._reference = reference
-        self._loss = loss_named(config.loss)
-        self._settings = loss_settings(self._recipe)
+        self._loss = PassLoss(model, config, reference=reference)
         self.optimizer = build_optimizer(model.module, config, rate=self._peak_rate)
         self.trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         """In the order of the optimizer's state."""
@@ -267,7 +179,20 @@ class TrainStep:
         except PassMemoryError as error:
             failure = self.memory_error(error, minibatches, step=step, split=split)
         else:
-            return self._report(step, minibatches, tally)
+            return StepReport(
+                step=step,
+                optimizer_steps=len(tally.grad_norms),
+                skipped_steps=tally.skipped,
+                num_tokens=sum(part.num_trained for part in minibatches) // self._config.ppo_epochs,
+                flops=training_flops([one for part in minibatches for one in part.microbatches], self.model.shape),
+                metrics=tally.metrics(
+                    minibatches,
+                    epochs=self._config.ppo_epochs,
+                    rate=learning_rate(self._config, step, peak=self._peak_rate),
+                    compares_bits=self.comparison.is_on,
+                ),
+                unequal=self.comparison.unequal_token(minibatches, tally.statistics),
+            )
         raise failure
 
     def train_passes(
@@ -277,7 +202,7 @@ class TrainStep:
         step: int,
         checkpointing: bool | int,
         whole: Sequence[Minibatch] = (),
-    ) -> _Tally:
+    ) -> StepTally:
         """Train the passes of one rank, for each minibatch of step `step`. All ranks must call it. `whole`: those of all ranks.
 
         Raises `PassMemoryError`. Weights, optimizer and random states are then as they were, unless the error says otherwise.
@@ -290,7 +215,7 @@ class TrainStep:
         self.model.use_checkpointing(checkpointing)
         self._allocate_optimizer()
         states, skipped = random_states(), self.guard.skipped_in_a_row
-        tally = _Tally()
+        tally = StepTally()
         if self._failure_of(lambda: self.comparison.check_earlier(whole, tally.statistics, step=step)) is not None:
             self.comparison.free_memory()
 
@@ -348,15 +273,7 @@ class TrainStep:
         """What to do about a probe that does not fit into the memory of a rank (default: this one)."""
         if error.is_optimizer:
             return self.memory_error(error, (), step=0, split=split, rank=rank)
-        smaller = smaller_probe(split)
-        advice = "" if smaller is not None else f". {LESS_MEMORY}"
-        return StepMemoryError(
-            f"a trial pass does not fit into the memory of {self._process(rank)} with {split}{advice}. {error}",
-            step=0,
-            failed=split,
-            smaller=smaller,
-            can_retry=self.ranks.size == 1,
-        )
+        return trial_error(error, split=split, process=self._process(rank), can_repeat=self.ranks.size == 1)
 
     def _process(self, rank: int | None) -> str:
         """`rank`: None for this one."""
@@ -374,24 +291,15 @@ class TrainStep:
         rank: int | None = None,
     ) -> StepMemoryError:
         """What to do about a step that does not fit into the memory of a rank (default: this one)."""
-        process = self._process(rank)
-        smaller = None if error.is_optimizer else smaller_split(split, minibatches)
-        text = f"step {step} does not fit into the memory of {process} with {split}"
-        if error.is_optimizer:
-            size = state_bytes(self.optimizer) / 1e9
-            text = f"the state of the optimizer ({size:.2f} GB) does not fit into the memory of {process}"
-        if smaller is None:
-            longest = max((part.longest for part in minibatches), default=0)
-            if longest and not error.is_optimizer:
-                text += f". Its longest sequence has {longest} tokens"
-            text += f". {LESS_MEMORY}"
-        return StepMemoryError(
-            f"{text}. {error}",
+        return step_error(
+            error,
+            minibatches,
             step=step,
-            failed=split,
-            smaller=smaller,
+            split=split,
+            process=self._process(rank),
+            optimizer_bytes=state_bytes(self.optimizer),
             # Other ranks wait in a collective, which cannot be repeated.
-            can_retry=self.ranks.size == 1 and not error.is_updated,
+            can_repeat=self.ranks.size == 1,
         )
 
     def _allocate_optimizer(self) -> None:
@@ -492,7 +400,7 @@ class TrainStep:
             computed = [[self.model.token_logprobs(micro)[0] for micro, _ in passes] for passes in needed]
         return [None, *computed] if minibatches else []
 
-    def _train_minibatch(self, passes: Passes, old: list[Tensor] | None, tally: _Tally, *, step: int) -> None:
+    def _train_minibatch(self, passes: Passes, old: list[Tensor] | None, tally: StepTally, *, step: int) -> None:
         """One optimizer step."""
         self.optimizer.zero_grad(set_to_none=True)
         losses: list[Tensor] = []
@@ -511,10 +419,18 @@ class TrainStep:
             if self.model.replay is not None:
                 tally.replays.append(self.model.replay.counts(micro.inputs_BT.size - micro.num_padding))
             if own is not None:
-                tally.routes_kl = [self._sampler_kl(micro, logprobs) for logprobs in (own, current.detach())]
+                tally.routes_kl = [self._loss.sampler_kl(micro, logprobs) for logprobs in (own, current.detach())]
             starting = current.detach() if old is None else old[number] if number < len(old) else None
-            reduced = self._loss_of(
-                micro, current, starting, entropy, tops=tops, tally=tally if counts else None, step=step
+            reduced = self._loss(
+                micro,
+                current,
+                starting,
+                entropy,
+                step=step,
+                tops=tops,
+                statistics=tally.statistics if counts else None,
+                measures_drift=tally.is_last,
+                pass_number=tally.passes if self.comparison.is_on else None,
             )
             tally.passes += 1
             if micro.observed_O is not None:
@@ -549,16 +465,11 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def _own_routes_logprobs(self, micro: Microbatch, tally: _Tally) -> Tensor | None:
+    def _own_routes_logprobs(self, micro: Microbatch, tally: StepTally) -> Tensor | None:
         """Log-probabilities of the first pass of a step with the trainer's own choices of experts; None without router replay."""
         if self.model.replay is None or tally.replays:
             return None
         return self.model.token_logprobs(micro, is_replayed=False)[0]
-
-    def _sampler_kl(self, micro: Microbatch, logprobs_N: Tensor) -> float | None:
-        sampled_N = self.model.tensor(micro.sampled_logprobs_N).clamp(min=MIN_SAMPLED_LOGPROB)
-        known_N = ~torch.isnan(sampled_N)
-        return float(k3_divergence(sampled_N, logprobs_N)[known_N].mean()) if bool(known_N.any()) else None
 
     def _router_terms(self) -> tuple[Tensor | None, Tensor | None]:
         """The loss that balances experts, if it is used, and the largest load, of the last pass. None without experts."""
@@ -568,158 +479,3 @@ class TrainStep:
         with torch.no_grad():
             load = routers.largest_load()
         return routers.balance_loss() if self._config.router_loss > 0 else None, load
-
-    def _loss_of(
-        self,
-        micro: Microbatch,
-        current: Tensor,
-        starting: Tensor | None,
-        entropy: Tensor,
-        *,
-        tops: Tensor | None,
-        tally: _Tally | None,
-        step: int,
-    ) -> Tensor:
-        """The weighted sum of the token losses of one pass. Adds its statistics to the tally.
-
-        `starting`: None if the loss does not need the log-probabilities at the start of the step. `tops`: the log-probabilities of
-        the tokens that the teacher likes best, if the divergence from it is trained.
-        """
-        old = current.detach() if starting is None else starting
-        inputs, is_known = self._loss_inputs(micro, current, old)
-        terms = self._loss(inputs, self._settings)
-        loss_N = terms.loss_N
-        corrected = reference_kl = None
-        if self._config.correction != "none":
-            corrected = correction(
-                inputs,
-                old,
-                kind=self._config.correction,
-                level=self._recipe.correction_level,
-                bound=self._recipe.correction_bound,
-                low=self._recipe.correction_low or 0.0,
-            )
-            loss_N = loss_N * corrected.weights_N
-        if self._config.off_policy_mask is not None:
-            is_masked_N = off_policy_mask(inputs, bound=self._config.off_policy_mask)
-            loss_N = loss_N.masked_fill(is_masked_N, 0.0)
-            terms = replace(terms, is_clipped_N=terms.is_clipped_N | is_masked_N)
-        if self._config.kl_coef > 0:
-            reference = self._reference_logprobs(micro)
-            penalty_N = kl_penalty(inputs, reference, estimator=self._recipe.kl_estimator or "k2")
-            loss_N = loss_N + self._config.kl_coef * penalty_N
-            reference_kl = k3_divergence(current.detach(), reference)
-        teacher_kl = None
-        if tops is not None:
-            given = self.model.tensor(micro.top_logprobs_NK)
-            teacher_kl = top_k_divergence(tops, given, kind=self._config.distill_kl)
-            loss_N = loss_N + distill_weight(self._config, step) * teacher_kl
-            teacher_kl = teacher_kl.detach().masked_fill(given.isnan().all(-1), math.nan)
-        elif micro.teacher_logprobs_N is not None:
-            teacher_kl = k3_divergence(current.detach(), self.model.tensor(micro.teacher_logprobs_N))
-        if self._config.entropy_bonus > 0:
-            loss_N = loss_N - self._config.entropy_bonus * entropy
-        if tally is not None:
-            tally.statistics.add(
-                inputs,
-                terms,
-                starting_N=starting,
-                measures_drift=tally.is_last,
-                lags_N=None if micro.lags_N is None else self.model.tensor(micro.lags_N),
-                is_mixed_N=None if micro.mixed_N is None else self.model.tensor(micro.mixed_N),
-                is_renormalised_N=None if micro.renormalised_N is None else self.model.tensor(micro.renormalised_N),
-                pass_number=tally.passes if self.comparison.is_on else None,
-                entropy_N=entropy.detach(),
-                is_known_N=is_known,
-                recorded_N=self.model.tensor(micro.sampled_logprobs_N),
-                correction=corrected,
-                reference_kl_N=reference_kl,
-                teacher_kl_N=teacher_kl,
-            )
-        return (loss_N * self.model.tensor(micro.weights_N)).sum()
-
-    @torch.no_grad()
-    def _reference_logprobs(self, micro: Microbatch) -> Tensor:
-        """Log-probabilities under the reference policy: those that the producer sent, else of the initial policy (a frozen copy, or
-        the model with its adapters disabled)."""
-        given = None if micro.reference_logprobs_N is None else self.model.tensor(micro.reference_logprobs_N)
-        if given is not None and not bool(torch.isnan(given).any()):
-            return given
-        model = self._reference or self.model
-        with self.model.adapters_off() if self._reference is None else nullcontext():
-            # The reference is a policy of its own, with its own choices of experts.
-            computed = model.token_logprobs(micro, is_replayed=False)[0]
-        return computed if given is None else torch.where(torch.isnan(given), computed, given)
-
-    def _loss_inputs(self, micro: Microbatch, current: Tensor, starting: Tensor) -> tuple[LossInputs, Tensor]:
-        tensor = self.model.tensor
-        # A recorded logprob far below those of sampled tokens would make ratios infinite, and gradients NaN.
-        recorded = tensor(micro.sampled_logprobs_N).clamp(min=MIN_SAMPLED_LOGPROB)
-        is_known = ~torch.isnan(recorded)
-        sampled = torch.where(is_known, recorded, starting)
-        inputs = LossInputs(
-            current_N=current,
-            old_N=sampled if self._recipe.old_logprobs == "engine" else starting,
-            sampled_N=sampled,
-            advantages_N=tensor(micro.advantages_N),
-            row_of_N=tensor(micro.row_of_N),
-            num_rows=micro.num_rows,
-        )
-        return inputs, is_known
-
-    def _report(self, step: int, minibatches: Sequence[Minibatch], tally: _Tally) -> StepReport:
-        taken = len(tally.grad_norms)
-        # A batch that is trained several times counts once.
-        epochs = self._config.ppo_epochs
-        num_tokens = sum(minibatch.num_trained for minibatch in minibatches) // epochs
-        passes = [micro for minibatch in minibatches for micro in minibatch.microbatches]
-        computed = sum(micro.inputs_BT.size for micro in passes)
-        padding = sum(micro.num_padding for micro in passes)
-        shared = sum(micro.num_shared for micro in passes)
-        statistics = tally.statistics.metrics()
-        if not self.comparison.is_on:
-            statistics["train/inexact_share"] = statistics["train/compared_tokens"] = None
-        metrics = {
-            **statistics,
-            "train/loss": tally.loss / taken if taken else None,
-            "train/grad_norm": sum(tally.grad_norms) / taken if taken else None,
-            "train/lr": learning_rate(self._config, step, peak=self._peak_rate),
-            "train/optimizer_steps": taken,
-            "train/skipped_steps": tally.skipped,
-            "train/expert_load_max": float(torch.stack(tally.expert_loads).max()) if tally.expert_loads else None,
-            **_replay_metrics(tally),
-            "train/tokens": num_tokens,
-            "train/sequences": sum(minibatch.num_rows for minibatch in minibatches) // epochs,
-            "train/passes": len(passes),
-            "train/computed_tokens": computed,
-            "train/padding_share": padding / computed if computed else None,
-            "train/shared_token_share": shared / (shared + computed - padding) if computed else None,
-        }
-        return StepReport(
-            step=step,
-            optimizer_steps=taken,
-            skipped_steps=tally.skipped,
-            num_tokens=num_tokens,
-            flops=training_flops(passes, self.model.shape),
-            metrics=metrics,
-            unequal=self.comparison.unequal_token(minibatches, tally.statistics),
-        )
-
-
-def _replay_metrics(tally: _Tally) -> dict[str, float | None]:
-    differing, replayed, known, tokens = torch.stack(tally.replays).sum(dim=0).tolist() if tally.replays else [0.0] * 4
-    before, after = tally.routes_kl or (None, None)
-    return {
-        "train/router_mismatch": differing / replayed if replayed else None,
-        "train/router_replayed": known / tokens if tokens else None,
-        "train/own_routes_kl": before,
-        "train/replayed_kl": after,
-    }
-
-
-def loss_settings(recipe: Recipe) -> LossSettings:
-    """The loss's settings as numbers; unset bounds keep the infinite defaults of `LossSettings`."""
-    named = {name: getattr(recipe, name) for name in LOSS_NUMBERS}
-    return LossSettings(
-        options=dict(recipe.loss_options), **{name: value for name, value in named.items() if value is not None}
-    )

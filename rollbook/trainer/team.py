@@ -30,7 +30,8 @@ from rollbook.contracts.errors import RunError, is_out_of_memory
 from rollbook.contracts.weights import AdapterKind
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import Minibatch, PlanSettings, TrainRow
+from rollbook.trainer.data.minibatches import Minibatch, PlanSettings
+from rollbook.trainer.data.rows import TrainRow
 from rollbook.trainer.distributed.calls import (
     InvalidCallError,
     RankCall,
@@ -42,7 +43,9 @@ from rollbook.trainer.distributed.calls import (
 from rollbook.trainer.distributed.links import Invitation, Link, RankListener, connect, end_process, interface_of
 from rollbook.trainer.distributed.sharding import Ranks
 from rollbook.trainer.exactness import LogprobComparison
-from rollbook.trainer.step import LearnerSnapshot, PassMemoryError, StepMemoryError, StepReport, TrainStep
+from rollbook.trainer.memory_errors import PassMemoryError, StepMemoryError
+from rollbook.trainer.step import LearnerSnapshot, TrainStep
+from rollbook.trainer.step_report import StepReport
 
 COLLECTIVE_S = 600.0
 """How long a rank waits for the others within a step. A rank that is lost is noticed earlier (`distributed.links`)."""

@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rollbook.contracts.group import GroupId
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import TrainRow
+from rollbook.trainer.data.rows import TrainRow
 from rollbook.trainer.model.model_directory import prepare_model_directory
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig

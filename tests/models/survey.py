@@ -27,7 +27,8 @@ from rollbook.inference.engines.embedded.engine import open_engine
 from rollbook.inference.engines.embedded.model.llama import LlamaForward
 from rollbook.inference.engines.embedded.model.module import StateForward
 from rollbook.trainer.config import LoraSettings
-from rollbook.trainer.data.minibatches import Minibatch, flatten, plan
+from rollbook.trainer.data.minibatches import Minibatch, plan
+from rollbook.trainer.data.rows import flatten
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.weights import write_weights
 from rollbook.trainer.step import TrainStep

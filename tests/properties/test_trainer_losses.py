@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from rollbook.trainer.config import LOSS_DEFAULTS, TrainerConfig
 from rollbook.trainer.losses.corrections import correction, k3_divergence, kl_penalty, off_policy_mask
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
+from rollbook.trainer.losses.pass_loss import loss_settings
 from rollbook.trainer.losses.registry import LOSSES
-from rollbook.trainer.step import loss_settings
 
 Array = NDArray[np.float64]
 

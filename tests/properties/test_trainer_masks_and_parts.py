@@ -17,7 +17,7 @@ from rollbook.rollout.groups.filters import constant_reward, one_sample
 from rollbook.trainer.advantages.episodes import PRIOR_SAMPLES, QUORUM_SCALES, advantages
 from rollbook.trainer.advantages.registry import credit
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
-from rollbook.trainer.data.minibatches import flatten
+from rollbook.trainer.data.rows import flatten
 from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.metrics import MaskReport
 from tests.parts.trainer.batches import batch_of, quick, recorded_batch, row, sample, tiny_model_dir

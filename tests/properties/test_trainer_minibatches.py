@@ -11,16 +11,9 @@ from hypothesis import strategies as st
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import (
-    Microbatch,
-    Minibatch,
-    TrainRow,
-    bundled,
-    flatten,
-    padded_passes,
-    plan,
-    split,
-)
+from rollbook.trainer.data.minibatches import Minibatch, bundled, padded_passes, plan, split
+from rollbook.trainer.data.passes import Microbatch
+from rollbook.trainer.data.rows import TrainRow, flatten
 from tests.parts.trainer.batches import batch_of, quick, row, sample
 
 

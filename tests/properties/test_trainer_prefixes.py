@@ -13,8 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rollbook.contracts.batch import TrainingBatch
-from rollbook.trainer.data.minibatches import TrainRow, flatten, plan_minibatch
+from rollbook.trainer.data.minibatches import plan_minibatch
 from rollbook.trainer.data.prefixes import MAX_EXPANSION, packed_passes, prefix_order, prefix_tree
+from rollbook.trainer.data.rows import TrainRow, flatten
 from rollbook.trainer.model.gather import Gather
 from rollbook.trainer.model.packed_attention import Packing
 from rollbook.trainer.model.policy_model import PolicyModel

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.trajectory import EndReason
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import TrainRow, flatten, plan_minibatch, split
+from rollbook.trainer.data.minibatches import plan_minibatch, split
+from rollbook.trainer.data.rows import TrainRow, flatten
 from rollbook.trainer.distributed.sharding import Ranks
 from tests.parts.trainer.batches import batch_of, quick, recorded_batch, row, sample
 from tests.properties.test_trainer_masks_and_parts import masked_batches

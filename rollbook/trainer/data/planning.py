@@ -13,7 +13,8 @@ from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.trainer.advantages.registry import credit
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import Minibatch, PlanSettings, flatten, plan_rows
+from rollbook.trainer.data.minibatches import Minibatch, PlanSettings, plan_rows
+from rollbook.trainer.data.rows import flatten
 from rollbook.trainer.metrics import MaskReport, batch_metrics
 
 

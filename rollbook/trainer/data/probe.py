@@ -8,7 +8,8 @@ import numpy as np
 
 from rollbook.contracts.batch import PassSplit
 from rollbook.contracts.group import GroupId
-from rollbook.trainer.data.minibatches import Microbatch, TrainRow, pack, pad
+from rollbook.trainer.data.passes import Microbatch, pack, pad
+from rollbook.trainer.data.rows import TrainRow
 
 SEQUENCE_TOKENS = 1024
 """Length of the sequences of a probe; memory depends on their sum."""

@@ -12,8 +12,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.trainer.data.minibatches import Microbatch, RowSource, TrainRow
+from rollbook.trainer.data.passes import Microbatch, RowSource
 from rollbook.trainer.data.prefixes import PackedSequences
+from rollbook.trainer.data.rows import TrainRow
 from rollbook.trainer.distributed.sharding import Passes
 
 ARRAY = 1

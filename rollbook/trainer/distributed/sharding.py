@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rollbook.trainer.data.minibatches import Microbatch
+from rollbook.trainer.data.passes import Microbatch
 
 Passes = Sequence[tuple[Microbatch, bool]]
 """The passes of one rank in a minibatch, each with whether it counts."""

@@ -30,7 +30,7 @@ from rollbook.shared_weights.files import WeightFiles
 from rollbook.shared_weights.modules import named_weights
 from rollbook.shared_weights.packing import NAMES
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import Microbatch
+from rollbook.trainer.data.passes import Microbatch
 from rollbook.trainer.data.prefixes import PackedSequences
 from rollbook.trainer.distributed.sharding import gathered, shard
 from rollbook.trainer.flops import ModelShape, first_layer_config

@@ -11,7 +11,7 @@ from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import Microbatch
+from rollbook.trainer.data.passes import Microbatch
 from rollbook.trainer.model.model_directory import prepare_model_directory
 from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollbook.trainer.data.minibatches import Microbatch
+from rollbook.trainer.data.passes import Microbatch
 from rollbook.trainer.model.policy_model import PolicyModel
 
 

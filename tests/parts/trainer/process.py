@@ -9,7 +9,7 @@ from rollbook.contracts.admission import RunId
 from rollbook.ledger.client.client import open_ledger_client
 from rollbook.telemetry.events import EventLog
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import Microbatch
+from rollbook.trainer.data.passes import Microbatch
 from tests.parts.trainer.batches import quick
 from tests.parts.trainer.ledger import FakeReplicas, TinyLoop
 from tests.parts.trainer.memory import small_device

@@ -11,7 +11,8 @@ from rollbook.contracts.group_checks import UnusableGroupError
 from rollbook.contracts.group_codec import decode_group, encode_group
 from rollbook.ledger.atropos.codec import decode_scored_data
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import flatten, plan_minibatch
+from rollbook.trainer.data.minibatches import plan_minibatch
+from rollbook.trainer.data.rows import flatten
 from tests.parts.trainer.batches import batch_of
 
 

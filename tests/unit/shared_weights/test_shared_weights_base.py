@@ -31,7 +31,8 @@ from rollbook.shared_weights.base import ALIGNMENT, BaseOwner, NotSharedError, i
 from rollbook.shared_weights.memory import CHECKED_WORDS, checksum, new_block, open_block
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.config import LoraSettings, TrainerConfig
-from rollbook.trainer.data.minibatches import flatten, plan
+from rollbook.trainer.data.minibatches import plan
+from rollbook.trainer.data.rows import flatten
 from rollbook.trainer.model.frozen_base import own_base
 from rollbook.trainer.model.policy_model import PolicyModel
 from tests.models.families import FAMILIES, Family

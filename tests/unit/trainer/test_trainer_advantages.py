@@ -8,7 +8,8 @@ import pytest
 
 from rollbook.contracts.trajectory import EndReason
 from rollbook.trainer.advantages.episodes import advantages, overlong_penalties
-from rollbook.trainer.data.minibatches import flatten, plan_minibatch
+from rollbook.trainer.data.minibatches import plan_minibatch
+from rollbook.trainer.data.rows import flatten
 from tests.parts.trainer.batches import batch_of, quick, row, sample
 
 

@@ -8,7 +8,8 @@ import torch
 
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
-from rollbook.trainer.data.minibatches import flatten, plan_minibatch
+from rollbook.trainer.data.minibatches import plan_minibatch
+from rollbook.trainer.data.rows import flatten
 from rollbook.trainer.losses.corrections import top_k_divergence
 from tests.parts.trainer.batches import VOCABULARY_SIZE, batch_of, quick, row, sample, tiny_model_dir
 

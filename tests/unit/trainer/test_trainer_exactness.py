@@ -13,7 +13,9 @@ from rollbook.contracts.policy import SamplerExactness, SamplingParams
 from rollbook.numerics.machine import ProbedAnswer
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import Microbatch, flatten, plan_minibatch, with_lags
+from rollbook.trainer.data.minibatches import plan_minibatch, with_lags
+from rollbook.trainer.data.passes import Microbatch
+from rollbook.trainer.data.rows import flatten
 from rollbook.trainer.exactness import (
     EarlierWeights,
     compare_probe,

@@ -16,7 +16,8 @@ from rollbook.contracts.errors import RunError
 from rollbook.inference.engines.embedded.model.module import load_module
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.config import LoraSettings
-from rollbook.trainer.data.minibatches import flatten, plan
+from rollbook.trainer.data.minibatches import plan
+from rollbook.trainer.data.rows import flatten
 from rollbook.trainer.model.packed_attention import NAME as PACKED_ATTENTION
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.routers import Routers, is_router

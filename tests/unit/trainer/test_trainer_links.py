@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from rollbook.contracts.group import GroupId
-from rollbook.trainer.data.minibatches import Microbatch, RowSource
+from rollbook.trainer.data.passes import Microbatch, RowSource
 from rollbook.trainer.data.prefixes import PackedSequences
 from rollbook.trainer.distributed import links
 from rollbook.trainer.distributed.calls import InvalidCallError, decode_call, encode_call, read_passes

@@ -13,7 +13,7 @@ import torch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.trajectory import TurnMark
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
-from rollbook.trainer.data.minibatches import flatten
+from rollbook.trainer.data.rows import flatten
 from rollbook.trainer.losses.registry import LOSSES
 from tests.parts.trainer.batches import batch_of, one_pass, quick, recorded_batch, row, sample, tiny_model_dir
 

@@ -25,10 +25,11 @@ from rollbook.trainer.checkpoints.settings_history import (
 from rollbook.trainer.data.minibatches import smaller_split
 from rollbook.trainer.data.probe import probe_pass, smaller_probe
 from rollbook.trainer.loop import LoopEnd
+from rollbook.trainer.memory_errors import StepMemoryError
 from rollbook.trainer.replay import replay
 from rollbook.trainer.sft import SFT_METRICS, SftLoop, SftOutcome
 from rollbook.trainer.sft_config import SftConfig
-from rollbook.trainer.step import StepMemoryError, TrainStep
+from rollbook.trainer.step import TrainStep
 from tests.parts.ledger.groups import RUN
 from tests.parts.trainer.batches import batch_of, quick, recorded_batch, row, sample, tiny_model_dir
 from tests.parts.trainer.ledger import FakeReplicas, TinyLoop, TrainerLedger, open_trainer_ledger

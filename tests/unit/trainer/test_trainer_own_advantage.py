@@ -8,7 +8,7 @@ import pytest
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import extend_search_path
 from rollbook.trainer.advantages.registry import credit
-from rollbook.trainer.data.minibatches import flatten
+from rollbook.trainer.data.rows import flatten
 from tests.parts.trainer.batches import batch_of, quick, row, sample
 
 CODE = """

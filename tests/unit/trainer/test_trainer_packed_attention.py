@@ -28,8 +28,9 @@ from rollbook.contracts.errors import RunError
 from rollbook.numerics import operations
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.data.minibatches import flatten, plan
+from rollbook.trainer.data.minibatches import plan
 from rollbook.trainer.data.prefixes import PackedSequences
+from rollbook.trainer.data.rows import flatten
 from rollbook.trainer.distributed.sharding import layers_of
 from rollbook.trainer.model.network import make_packable
 from rollbook.trainer.model.packed_attention import KERNELS, aligns_with_the_end, length_buckets

@@ -7,7 +7,8 @@ import torch
 
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
-from rollbook.trainer.data.minibatches import flatten, plan
+from rollbook.trainer.data.minibatches import plan
+from rollbook.trainer.data.rows import flatten
 from rollbook.trainer.distributed.sharding import Ranks
 from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
 

@@ -21,7 +21,8 @@ from rollbook.inference.engines.embedded.engine import open_engine
 from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.config import LoraSettings
-from rollbook.trainer.data.minibatches import flatten, plan_minibatch
+from rollbook.trainer.data.minibatches import plan_minibatch
+from rollbook.trainer.data.rows import flatten
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.routers import is_router
 from tests.models.families import VOCABULARY, family

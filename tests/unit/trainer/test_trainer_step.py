@@ -13,14 +13,16 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.trainer.advantages.registry import credit
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
-from rollbook.trainer.data.minibatches import flatten, plan, with_lags
+from rollbook.trainer.data.minibatches import plan, with_lags
+from rollbook.trainer.data.rows import flatten
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
+from rollbook.trainer.losses.pass_loss import MIN_SAMPLED_LOGPROB
 from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.losses.statistics import TokenStatistics
 from rollbook.trainer.metrics import mixed_caches
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model_config import ModelBuildConfig
-from rollbook.trainer.step import MIN_SAMPLED_LOGPROB, TrainStep
+from rollbook.trainer.step import TrainStep
 from tests.parts.trainer.batches import BUILD, batch_of, one_pass, quick, recorded_batch, row, sample, tiny_model_dir
 
 

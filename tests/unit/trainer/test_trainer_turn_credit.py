@@ -14,7 +14,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.trajectory import RolloutSample, TurnMark
 from rollbook.trainer.advantages.registry import credit
 from rollbook.trainer.advantages.turns import returns_of
-from rollbook.trainer.data.minibatches import flatten
+from rollbook.trainer.data.rows import flatten
 from tests.parts.trainer.batches import batch_of, quick, row, sample
 
 
