@@ -77,15 +77,18 @@ def package_root() -> str:
     return os.path.realpath(Path(__file__).parents[2])
 
 
+def is_of_packages(path: str) -> bool:
+    """Whether an entry of the module search path has installed packages, not the project of the user."""
+    return Path(path).name in {"site-packages", "dist-packages"}
+
+
 def interpreter_roots() -> tuple[str, ...]:
     """The directories of Python's standard library and of installed packages, which every child must read, and system data.
 
     Not the whole prefix: it may contain the project of the user.
     """
     names = ("stdlib", "platstdlib", "purelib", "platlib")
-    libraries = {sysconfig.get_path(name) for name in names} | {
-        path for path in sys.path if Path(path).name in {"site-packages", "dist-packages"}
-    }
+    libraries = {sysconfig.get_path(name) for name in names} | {path for path in sys.path if is_of_packages(path)}
     data = {"/etc/ssl", "/usr/share/zoneinfo", "/etc/mime.types"}
     return tuple(sorted(os.path.realpath(root) for root in libraries | data))
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.concurrency.child_process.process import PACKAGE_ROOT, ChildProcess, ChildSpec
+from rollbook.envs.sandboxes.confinement import is_of_packages
 from rollbook.envs.sandboxes.sandbox import SandboxStartError
 
 DIRECTORY_PREFIX = "rollbook-sandbox-"
@@ -56,12 +57,14 @@ async def start_sandbox_process(
 ) -> ChildProcess:
     """Start a module with JSON settings. Its output is in `output.txt` of the directory. Raises `SandboxStartError`."""
     inherited = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
+    # Packages may be installed in a folder that only PYTHONPATH names.
+    packages = filter(is_of_packages, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     spec = ChildSpec(
         module=module,
         arguments=(json.dumps({**settings, "directory": str(directory)}), f"--owner={owner_mark(os.getpid())}"),
         environment={
             **inherited,
-            "PYTHONPATH": PACKAGE_ROOT,
+            "PYTHONPATH": os.pathsep.join([PACKAGE_ROOT, *packages]),
             "HOME": str(directory),
             "TMPDIR": str(directory),
             **environment,

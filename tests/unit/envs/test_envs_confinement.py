@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollbook.envs.sandboxes.confinement import NotPermittedError, Permissions, guard
-from rollbook.envs.sandboxes.process import is_owner_alive, orphaned_processes, owner_mark
+from rollbook.envs.sandboxes.process import is_owner_alive, orphaned_processes, owner_mark, start_sandbox_process
 
 
 @pytest.fixture
@@ -108,3 +108,20 @@ def test_only_sandbox_processes_with_a_dead_owner_are_orphans(tmp_path: Path) ->
     process(103, "python", "-m", "another.package", "--owner=999999-1")
     process(104, "vim", "rollbook.envs.txt")
     assert orphaned_processes(tmp_path) == [101]
+
+
+async def test_a_sandbox_process_finds_packages_of_the_search_path_and_no_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages, project = tmp_path / "site-packages", tmp_path / "project"
+    for directory in (packages, project, tmp_path / "private"):
+        directory.mkdir()
+    (project / "of_the_project.py").touch()
+    (packages / "a_package.py").write_text(
+        "import importlib.util\nprint(importlib.util.find_spec('of_the_project'))\n", encoding="utf-8"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{packages}{os.pathsep}{project}")
+    process = await start_sandbox_process("a_package", settings={}, directory=tmp_path / "private", environment={})
+    assert await process.ended() == 0
+    await process.kill()  # closes its pipes
+    assert (tmp_path / "private" / "output.txt").read_text(encoding="utf-8") == "None\n"
