@@ -190,6 +190,10 @@ test-e2b: $(STAMP) ## sandboxes of E2B with its own package, against a local ser
 	PYTHON=$(BIN)/python sh scripts/e2b_package.sh
 	PYTHONPATH=.venvs/e2b $(BIN)/python -m pytest tests/services/test_sandbox_remote.py tests/conformance/test_sandbox.py -k "e2b or remote"
 
+test-modal: $(STAMP) ## sandboxes of Modal with its own package, against a local service made from its protobuf files
+	PYTHON=$(BIN)/python sh scripts/modal_package.sh
+	PYTHONPATH=.venvs/modal $(BIN)/python -m pytest tests/services/test_sandbox_modal.py tests/conformance/test_sandbox.py -k modal
+
 test-sinks: $(STAMP) ## Trackio and MLflow, in a separate virtual environment
 	PYTHON=$(PYTHON) sh scripts/sinks_venv.sh
 	$(BIN)/python -m pytest tests/unit/telemetry/test_telemetry_sinks.py

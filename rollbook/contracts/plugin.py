@@ -50,6 +50,7 @@ EXTRAS = {
     "llguidance": "grammars",
     "mcp": "mcp",
     "e2b": "e2b",
+    "modal": "modal",
     "mcp_types": "mcp",
     "datasets": "datasets",
     "huggingface_hub": "hub",

@@ -33,10 +33,18 @@ from rollbook.sandbox.process import KILL_S, ProcessSandbox, SandboxPlan
 from rollbook.sandbox.quota import acquire
 from rollbook.sandbox.remote import RemoteSandbox
 from rollbook.sandbox.root import ETC, environment_of, mounts_of, python_of
-from rollbook.sandbox.sandbox import SHARED_MB, Image, Limits, Sandbox, SandboxDiedError, SandboxUnavailableError
+from rollbook.sandbox.sandbox import (
+    REMOTE,
+    SHARED_MB,
+    Image,
+    Limits,
+    Sandbox,
+    SandboxDiedError,
+    SandboxUnavailableError,
+)
 from rollbook.sandbox.seccomp import ARCHITECTURES, kill_watch_filter, seccomp_filter
 
-Kind = Literal["bubblewrap", "podman", "docker", "e2b", "none"]
+Kind = Literal["bubblewrap", "podman", "docker", "e2b", "modal", "none"]
 
 START_S = 30.0
 """A start takes milliseconds; an overloaded machine needs longer."""
@@ -66,8 +74,8 @@ _started: set[str] = set()
 async def open_sandbox(
     image: Image | None = None, limits: Limits | None = None, *, kind: Kind = "bubblewrap", network: bool = False
 ) -> AsyncIterator[Sandbox]:
-    """A sandbox for the block. `network`: share the network of this machine. `kind`: `bubblewrap`, `podman`, `docker`, `e2b` (a
-    machine of that provider), or `none`: a temporary directory, no confinement.
+    """A sandbox for the block. `network`: share the network of this machine. `kind`: `bubblewrap`, `podman`, `docker`, `e2b` or
+    `modal` (a machine of that provider), or `none`: a temporary directory, no confinement.
 
     Raises `SandboxUnavailableError` if no sandbox can run on this machine, `SandboxDiedError` if this one did not start.
     """
@@ -98,11 +106,11 @@ async def start(
 async def _start(image: Image, limits: Limits, *, kind: Kind, network: bool) -> ProcessSandbox | RemoteSandbox:
     if kind == "none":
         return await _start_unconfined(image, limits)
-    if kind == "e2b":
-        return await _start_remote(image, limits, network=network)
+    if kind in REMOTE:
+        return await _start_remote(image, limits, kind=kind, network=network)
     starts = {"bubblewrap": _start_bubblewrap, "podman": _start_podman, "docker": _start_docker}
     if kind not in starts:
-        known = ", ".join(map(repr, [*starts, "e2b"]))
+        known = ", ".join(map(repr, [*starts, *REMOTE]))
         raise SandboxUnavailableError(f"sandbox = {kind!r} is not known; it is {known} or 'none'")
     for _ in range(MAX_FIRST_STARTS):
         is_bubblewrap = kind == "bubblewrap"
@@ -127,18 +135,18 @@ async def _start(image: Image, limits: Limits, *, kind: Kind, network: bool) -> 
     )
 
 
-async def _start_remote(image: Image, limits: Limits, *, network: bool) -> RemoteSandbox:
+async def _start_remote(image: Image, limits: Limits, *, kind: str, network: bool) -> RemoteSandbox:
     if image.root is not None or image.layer is not None or image.binds:
         raise SandboxUnavailableError(
-            'sandbox = "e2b" cannot start an image of this machine, and a coding agent or a Harbor task needs one: use '
+            f'sandbox = "{kind}" cannot start an image of this machine, and a coding agent or a Harbor task needs one: use '
             '"bubblewrap", "podman" or "docker"'
         )
     try:
         # Its package is imported only where it is used.
-        start_e2b = load_on_demand("rollbook.sandbox.e2b:start_e2b")
+        start_machine = load_on_demand(f"rollbook.sandbox.providers.{kind}:start_{kind}")
     except MissingExtraError as error:
-        raise SandboxUnavailableError(f'sandbox = "e2b": {error}') from error
-    sandbox: RemoteSandbox = await start_e2b(image, limits, network=network)
+        raise SandboxUnavailableError(f'sandbox = "{kind}": {error}') from error
+    sandbox: RemoteSandbox = await start_machine(image, limits, network=network)
     return sandbox
 
 

@@ -23,6 +23,8 @@ from typing import Protocol
 
 from rollbook.contracts.errors import EpisodeError, RunError
 
+REMOTE = ("e2b", "modal")
+"""Kinds of sandboxes on machines of a provider, which cannot start an image of this machine."""
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_OUTPUT_BYTES = 2**20

@@ -113,6 +113,15 @@ PEERS = (
     ),
     Peer("MCP", ("mcp",), "constraints.txt", ("tests/services/test_rollout_mcp_tools.py",), "make test"),
     Peer(
+        "Modal",
+        ("modal",),
+        "scripts/modal_package.sh",
+        ("tests/services/test_sandbox_modal.py",),
+        "make test-modal",
+        "The service itself was not used: it needs an account. Its package talks to a stand-in with the messages and calls of its "
+        "protobuf files, in front of real processes. Untried: its containers, latency, limits of an account.",
+    ),
+    Peer(
         "E2B",
         ("e2b",),
         "scripts/e2b_package.sh",

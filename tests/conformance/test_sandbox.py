@@ -17,6 +17,7 @@ import pytest
 from rollbook.sandbox import bubblewrap
 from rollbook.sandbox.bubblewrap import Kind, open_sandbox, start
 from rollbook.sandbox.sandbox import (
+    REMOTE,
     Image,
     Limits,
     Sandbox,
@@ -26,7 +27,7 @@ from rollbook.sandbox.sandbox import (
     SandboxUnavailableError,
 )
 from tests.parts.sandbox.bubblewrap import CONTAINERS, require, require_bubblewrap
-from tests.parts.sandbox.local_machine import open_e2b_stand_in, open_on_this_machine
+from tests.parts.sandbox.local_machine import open_on_this_machine, open_stand_in
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,7 +35,7 @@ def _bubblewrap() -> None:
     require_bubblewrap()
 
 
-@pytest.fixture(params=["bubblewrap", *CONTAINERS, "remote", "e2b", "none"])
+@pytest.fixture(params=["bubblewrap", *CONTAINERS, "remote", "e2b", "modal", "none"])
 async def sandbox(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Sandbox]:
@@ -42,8 +43,8 @@ async def sandbox(
         async with open_on_this_machine() as remote:
             yield remote
         return
-    if request.param == "e2b":
-        async with open_e2b_stand_in(tmp_path, monkeypatch) as (_, remote):
+    if request.param in REMOTE:
+        async with open_stand_in(request.param, tmp_path, monkeypatch) as (_, remote):
             yield remote
         return
     kind: Kind = request.param

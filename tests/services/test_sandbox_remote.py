@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.sandbox.bubblewrap import open_sandbox
-from rollbook.sandbox.sandbox import Image, Limits, SandboxDiedError, SandboxError, SandboxUnavailableError
+from rollbook.sandbox.bubblewrap import Kind, open_sandbox
+from rollbook.sandbox.sandbox import REMOTE, Image, Limits, SandboxDiedError, SandboxError, SandboxUnavailableError
 from tests.parts.concurrency.until import until
-from tests.parts.sandbox.local_machine import LocalMachine, open_e2b_stand_in, open_on_this_machine
+from tests.parts.sandbox.local_machine import LocalMachine, open_on_this_machine, open_stand_in
 
 TALK = (
     "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5);"
@@ -71,8 +71,8 @@ async def test_a_machine_of_e2b_has_no_network_is_renewed_and_ends_with_its_sand
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if find_spec("e2b") is not None:
-        monkeypatch.setattr("rollbook.sandbox.e2b.RENEW_S", 0.1)
-    async with open_e2b_stand_in(tmp_path, monkeypatch) as (service, sandbox):
+        monkeypatch.setattr("rollbook.sandbox.providers.e2b.RENEW_S", 0.1)
+    async with open_stand_in("e2b", tmp_path, monkeypatch) as (service, sandbox):
         assert (await sandbox.exec("echo up")).stdout == b"up\n"
         assert sandbox.facts["kind"] == "e2b"
         assert sandbox.facts["network"] == "none"
@@ -86,7 +86,7 @@ async def test_a_machine_of_e2b_has_no_network_is_renewed_and_ends_with_its_sand
 async def test_the_end_of_a_machine_of_e2b_is_an_infrastructure_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_e2b_stand_in(tmp_path, monkeypatch) as (service, sandbox):
+    async with open_stand_in("e2b", tmp_path, monkeypatch) as (service, sandbox):
         running = asyncio.create_task(sandbox.exec("sleep 1000"))
         await sandbox.exec("true")
         for pid in list(service.processes.running):
@@ -106,14 +106,15 @@ async def test_the_end_of_a_machine_of_e2b_is_an_infrastructure_failure(
 async def test_an_account_or_a_template_that_e2b_refuses_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
 ) -> None:
-    async with open_e2b_stand_in(tmp_path, monkeypatch):
+    async with open_stand_in("e2b", tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
         with pytest.raises(SandboxUnavailableError, match=message):
             async with open_sandbox(kind="e2b"):
                 pass
 
 
-async def test_files_of_this_machine_are_refused_in_a_remote_sandbox(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", REMOTE)
+async def test_files_of_this_machine_are_refused_in_a_remote_sandbox(tmp_path: Path, kind: Kind) -> None:
     with pytest.raises(SandboxUnavailableError, match="a coding agent or a Harbor task needs one"):
-        async with open_sandbox(Image(binds={"/data": tmp_path}), kind="e2b"):
+        async with open_sandbox(Image(binds={"/data": tmp_path}), kind=kind):
             pass

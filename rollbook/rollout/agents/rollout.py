@@ -47,6 +47,7 @@ from rollbook.rollout.agents.sandboxed import HarborAgent, InstalledAgent, sandb
 from rollbook.rollout.contract import ChatSession, RolloutFn, RolloutSetup
 from rollbook.rollout.settings import TO_BE_SCORED
 from rollbook.sandbox.bubblewrap import Kind
+from rollbook.sandbox.sandbox import REMOTE
 
 RUN_REWARDS, HARBOR = "rollout.rewards", "harbor"
 
@@ -123,10 +124,10 @@ class AgentSettings(BaseModel, frozen=True, extra="forbid"):
                 f'reward = "harbor": a coding agent ({", ".join(CODING_AGENTS)}) works in the image of the task, in a sandbox; '
                 'other agents, sandbox = "none" and workspace are not possible'
             )
-        if self.is_coding and self.sandbox == "e2b":
+        if self.is_coding and self.sandbox in REMOTE:
             raise ValueError(
-                'sandbox = "e2b": a coding agent is bound into its sandbox from this machine; use "bubblewrap", "podman" or '
-                '"docker"'
+                f'sandbox = "{self.sandbox}": a coding agent is bound into its sandbox from this machine; use "bubblewrap", '
+                '"podman" or "docker"'
             )
         sandbox_limits(self.sandbox_limits)
         return self

@@ -18,7 +18,7 @@ from rollbook.sandbox.bubblewrap import Kind, open_sandbox
 from rollbook.sandbox.harbor.image import DEFAULT_CACHE, build_image, copy_tree
 from rollbook.sandbox.harbor.task import HarborTask, HarborTaskError
 from rollbook.sandbox.harbor.verifier import SHOWN_CHARS, TaskVerdict, verify
-from rollbook.sandbox.sandbox import Image, Limits, Sandbox, SandboxError, SandboxState
+from rollbook.sandbox.sandbox import REMOTE, Image, Limits, Sandbox, SandboxError, SandboxState
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ async def open_trial(
 ) -> AsyncIterator[Trial]:
     """`images`: local roots of base images, or `host`: `/usr` of this machine. `cache`: where built images are kept. `binds`: files
     of this machine that an agent needs. `limits`: instead of those of the task."""
-    if kind in ("none", "e2b"):
+    if kind in ("none", *REMOTE):
         raise HarborTaskError(
             f'sandbox = "{kind}" cannot start the image of a Harbor task; use "bubblewrap", "podman" or "docker"'
         )

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -60,14 +60,23 @@ async def open_on_this_machine(limits: Limits | None = None) -> AsyncIterator[Re
 
 
 @asynccontextmanager
-async def open_e2b_stand_in(
-    work: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
-) -> AsyncIterator[tuple[Any, Sandbox]]:
-    """The stand-in for the service of E2B, and a sandbox of it. Skips the test if the package `e2b` is not installed."""
-    pytest.importorskip("e2b", reason="e2b is not installed (make test-e2b)")
-    serve_e2b = load_on_demand("tests.parts.sandbox.e2b_service:serve_e2b")
-    async with serve_e2b() as (service, variables):
+async def serve_stand_in(kind: Literal["e2b", "modal"], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    """The stand-in for the service of a provider. Skips the test if its package is not installed."""
+    pytest.importorskip(kind, reason=f"{kind} is not installed (make test-{kind})")
+    serve = load_on_demand(f"tests.parts.sandbox.{kind}_service:serve_{kind}")
+    async with serve() as (service, variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        async with open_sandbox(Image(workdir=str(work / "work")), kind="e2b", **settings) as sandbox:
-            yield service, sandbox
+        yield service
+
+
+@asynccontextmanager
+async def open_stand_in(
+    kind: Literal["e2b", "modal"], work: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Any, Sandbox]]:
+    """The stand-in, and a sandbox of it."""
+    async with (
+        serve_stand_in(kind, monkeypatch) as service,
+        open_sandbox(Image(workdir=str(work / "work")), kind=kind) as sandbox,
+    ):
+        yield service, sandbox

@@ -1,0 +1,1 @@
+"""Adapters of remote sandboxes to their providers, each by the official package."""
