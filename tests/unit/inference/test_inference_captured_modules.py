@@ -15,12 +15,14 @@ from torch import Tensor
 
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.weights import Adapter
-from rollbook.inference.engines.embedded.captured_runner import CapturedRunner
+from rollbook.inference.engines.embedded.captured_runner import CapturedRunner, captured_error
 from rollbook.inference.engines.embedded.engine import TransformersEngine
 from rollbook.inference.engines.embedded.model.capture import HostWaitError, HostWaits
+from rollbook.inference.engines.embedded.model.llama import LlamaForward
 from rollbook.inference.engines.embedded.model.module import StateForward
 from rollbook.inference.pause import PauseMode
 from rollbook.inference.weights.lora import read_adapter
+from tests.models.families import family
 from tests.parts.inference.adapters import make_adapter
 from tests.parts.inference.engines import TinyModel, assert_faithful, embedded, next_step, some_prompts, until
 from tests.parts.inference.models import plain_logprobs
@@ -190,6 +192,21 @@ async def test_steps_that_wait_for_the_device_are_called_from_python_for_a_reaso
         assert not isinstance(engine.parts.runner, CapturedRunner)
         prompt = some_prompts(1, 20, 20)[0]
         assert_faithful(tiny, prompt, await engine.generate(prompt, SamplingParams(max_tokens=8)))
+
+
+def test_the_step_that_is_tried_gets_no_numbers_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of rows would become a tensor that is copied to the device, which only a GPU refuses."""
+    module = family("qwen3_5_text").model().requires_grad_(False)
+    forward = LlamaForward(module, max_model_len=64)
+    decode, found = forward.decode, []
+
+    def watched(*args: Any, rows: Any, **options: Any) -> Tensor:
+        found.append(rows)
+        return decode(*args, rows=rows, **options)
+
+    monkeypatch.setattr(forward, "decode", watched)
+    assert captured_error(forward, module, RecordingCapture()) < 1e-5
+    assert found == [range(2)] * 2
 
 
 @pytest.mark.slow

@@ -119,7 +119,8 @@ def captured_error(model: SlotModel, module: nn.Module, capture: Capture, *, see
     logits_2V = torch.zeros((2, model.vocab_size), device=model.device)
 
     def operation() -> None:
-        logits_2V.copy_(model.decode(inputs_2, positions_2, slots, rows=[0, 1], length=slots.length))
+        # A range, as in a step: the numbers of a list would be copied to the device, which no graph can contain.
+        logits_2V.copy_(model.decode(inputs_2, positions_2, slots, rows=range(2), length=slots.length))
 
     def directly() -> None:
         with HostWaits():
