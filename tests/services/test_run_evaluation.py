@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollbook.commands.record.evaluate import evaluation_request, table
+from rollbook.commands.record.replay import replay
 from rollbook.contracts.errors import RunError
 from rollbook.run.config.replayed import changed_settings
 from rollbook.run.processes.evaluations.evaluate import evaluate
@@ -20,10 +21,10 @@ from tests.parts.run.small import SmallRun, rollbook
 from tests.parts.trainer.batches import batch_of, quick, row, sample, tiny_model_dir
 
 EVALUATION = (
-    "trainer.max_steps=8",
-    "trainer.checkpoint_every=4",
+    "trainer.max_steps=4",
+    "trainer.checkpoint_every=2",
     "ledger.keep_payloads=true",
-    "evaluation.every_steps=4",
+    "evaluation.every_steps=2",
     "evaluation.episodes=2",
     "evaluation.greedy=false",
 )
@@ -45,23 +46,23 @@ def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_a
         summary = run.start().wait()
     finally:
         run.stop()
-    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 8, "ok"), summary["stderr"]
+    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 4, "ok"), summary["stderr"]
     rows = read_metrics(run.directory / "metrics.jsonl", process="evaluation")
     # If the evaluation starts slowly, it may skip the first versions, but never the last one.
-    assert rows[-1]["step"] == 8
+    assert rows[-1]["step"] == 4
     assert all(0 <= row["eval/solved_low"] <= row["eval/solved"] <= row["eval/solved_high"] <= 1 for row in rows)
     assert {row["eval/tasks"] for row in rows} == {8}
     rollouts = list(read_json_lines(run.directory / "rollouts.jsonl"))
-    assert [row["step"] for row in rollouts] == [step for step in range(1, 9) for _ in range(4)]
+    assert [row["step"] for row in rollouts] == [step for step in range(1, 5) for _ in range(4)]
     assert all(row["text"] for row in rollouts)
     with open_run(run.directory) as record:
         # The ledger contains training groups only.
         assert not [group for group in record.groups(limit=1000) if group.group_id.startswith("evaluation")]
 
-    request = evaluation_request(run.directory, config=None, step=4, overrides=["evaluation.episodes=3"])
+    request = evaluation_request(run.directory, config=None, step=2, overrides=["evaluation.episodes=3"])
     result = asyncio.run(evaluate(request))
     assert "8 of 8 held-out tasks are also trained" in capsys.readouterr().err
-    assert (result.step, result.pinned_ratio) == (4, 1.0)
+    assert (result.step, result.pinned_ratio) == (2, 1.0)
     assert (result.overall.tasks, result.overall.episodes) == (8, 24)
     assert table({"results": [result.overall.row()]})[0][:3] == ("all", "8", "24")
 
@@ -79,7 +80,7 @@ def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_a
     assert other != recorded
     assert Path(report["picture"]).stat().st_size > 10_000
     lines = json.loads((tmp_path / "replay" / "curves.json").read_text(encoding="utf-8"))["lines"]
-    assert {len(values) for measures in lines.values() for values in measures.values()} == {8}
+    assert {len(values) for measures in lines.values() for values in measures.values()} == {4}
 
 
 @pytest.mark.slow
@@ -94,6 +95,8 @@ def test_a_study_replays_a_recorded_run_with_the_curves_of_a_replay(tmp_path: Pa
         compare_losses(run.directory, None, loss="reinforce", advantage="turn_rloo", overrides=[], out=tmp_path / "one")
     )
     lines = json.loads((tmp_path / "one" / "curves.json").read_text(encoding="utf-8"))["lines"]
+    with pytest.raises(RunError, match=r"^the replay of \S+ failed: trainer: unknown loss 'nothing'"):
+        replay(run.directory, loss="nothing")
 
     study = tmp_path / "study.toml"
     study.write_text(f'[study]\nreplay = ["{run.directory}"]\n{REPLAYED}', encoding="utf-8")
@@ -123,9 +126,9 @@ def test_an_evaluation_with_its_own_server_evaluates_checkpoints_at_a_fixed_vers
     assert summary["exit_code"] == 0, summary["stderr"]
     rows = read_metrics(run.directory / "metrics.jsonl", process="evaluation")
     assert rows[0]["step"] == 0
-    assert rows[-1]["step"] == 8
+    assert rows[-1]["step"] == 4
     assert {row["eval/pinned_ratio"] for row in rows} == {1.0}
-    assert (run.directory / "evaluations" / "step-000008.json").exists()
+    assert (run.directory / "evaluations" / "step-000004.json").exists()
 
 
 @pytest.mark.slow
@@ -135,7 +138,7 @@ def test_a_failing_evaluation_is_reported_and_training_continues(tmp_path: Path)
         summary = run.start().wait()
     finally:
         run.stop()
-    assert (summary["exit_code"], summary["steps"]) == (0, 8)
+    assert (summary["exit_code"], summary["steps"]) == (0, 4)
     assert "evaluation stopped" in summary["stderr"]
 
 
@@ -178,5 +181,5 @@ def test_another_loss_starts_with_its_defaults_and_only_trainer_settings_can_cha
     assert changed_settings(recorded, None, ['trainer.loss="reinforce"', "trainer.lr=1e-3"]) == other
     with pytest.raises(RunError, match="only settings of"):
         changed_settings(recorded, None, ["gate.groups_per_step=3"])
-    with pytest.raises(RunError, match="unknown loss 'nothing'"):
+    with pytest.raises(RunError, match=r"^trainer: unknown loss 'nothing': use one of grpo"):
         changed_settings(recorded, "nothing", [])

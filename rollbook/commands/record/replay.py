@@ -165,7 +165,10 @@ def _run_replay(
                 on_progress(json.loads(last)["said"])
         if process.wait() != 0:
             errors.seek(0)
-            raise RunError(f"the replay of {path} failed:\n{errors.read().strip()[-2000:]}")
+            cause = f"\n{errors.read().strip()[-2000:]}"
+            if last.startswith('{"failed":'):
+                cause = f" {json.loads(last)['failed']}"
+            raise RunError(f"the replay of {path} failed:{cause}")
     report: dict[str, Any] = json.loads(last)
     return report
 

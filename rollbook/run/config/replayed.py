@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from rollbook.contracts.errors import RunError
 from rollbook.run.config.run import override_table
+from rollbook.run.config.suggestions import plain_message
 from rollbook.trainer.config import LOSS_NUMBERS, TrainerConfig
 
 ADVANTAGE_SETTINGS = ("turn_discount", "gigpo_weight", "reward_weights")
@@ -55,7 +56,10 @@ def changed_settings(
     try:
         config = TrainerConfig.model_validate(table["trainer"])
     except ValidationError as error:
-        faults += [f"{'.'.join(['trainer', *map(str, e['loc'])])}: {e['msg']}" for e in error.errors()]
+        faults += [
+            f"{'.'.join(['trainer', *map(str, e['loc'])])}: {plain_message(e, e['loc'], TrainerConfig)}"
+            for e in error.errors()
+        ]
     if faults:
         raise RunError("; ".join(faults))
     return config

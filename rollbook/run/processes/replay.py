@@ -1,4 +1,5 @@
-"""The replay process: `python -m rollbook.run.processes.replay RUN [--until N]`. Prints JSON lines: its progress, then the report.
+"""The replay process: `python -m rollbook.run.processes.replay RUN [--until N]`. Prints JSON lines: its progress, then the
+report or why it failed.
 
 A verification writes nothing. Training with another loss writes curves and a plot to the output folder.
 """
@@ -37,7 +38,7 @@ MEASURES = {
 }
 
 
-PROGRESS_LINES = 50
+PROGRESS_LINES = 20
 """About as many lines show the progress of a replay."""
 
 
@@ -253,7 +254,8 @@ def main() -> int:
         if is_out_of_memory(error):
             loaded = load_resolved_config(RunDirectory(args.run.resolve()))
             text = replay_shortage(loaded, doing="replaying the run", error=error, is_comparison=args.out is not None)
-        sys.stderr.write(f"{text}\n")
+        # Not to stderr, where libraries write too.
+        sys.stdout.write(json.dumps({"failed": text}) + "\n")
         return 1
     sys.stdout.write(json.dumps({**report, "note": note}) + "\n")
     return 0

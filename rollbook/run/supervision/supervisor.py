@@ -282,10 +282,10 @@ class Supervisor:
         self._say(f"first step after {seconds:.1f} s: {parts}")
 
     async def _report_slow_start(self, process: SupervisedProcess) -> None:
-        stack = await process.stack()
+        # It has no stack while its start waits for the process template.
+        place = f": {innermost_frame(await process.stack())}" if process.pid is not None else ""
         if not process.ready.is_set():
-            place = innermost_frame(stack)
-            cause = f"{process.doing or process.state}; not ready after {SLOW_START_S:g} s: {place}"
+            cause = f"{process.doing or process.state}; not ready after {SLOW_START_S:g} s{place}"
             self._problems.report(process.name, READINESS, cause)
 
     async def _unless_over(self, work: Coroutine[Any, Any, object]) -> None:
