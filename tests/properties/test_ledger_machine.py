@@ -466,7 +466,7 @@ class SqlLedgerMachine(LedgerMachine):
 
 
 QUICK = settings(
-    max_examples=40,
+    max_examples=25,
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow],
     print_blob=True,
@@ -479,7 +479,7 @@ def test_in_any_order_the_record_adds_up_lag_is_bounded_and_the_run_can_end() ->
 
 
 def test_the_same_holds_on_a_file_that_is_closed_and_opened() -> None:
-    run_state_machine_as_test(SqlLedgerMachine, settings=settings(QUICK, max_examples=20))
+    run_state_machine_as_test(SqlLedgerMachine, settings=settings(QUICK, max_examples=10))
 
 
 @pytest.mark.slow

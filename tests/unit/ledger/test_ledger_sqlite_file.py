@@ -15,6 +15,7 @@ from rollbook.ledger.store import ChangedRows, StoreFaultError, Transaction
 from rollbook.ledger.stores.sql.transaction import SqlTransaction
 from rollbook.ledger.stores.sql.write_buffer import SqlSession
 from rollbook.ledger.stores.sqlite import file as sqlite_file
+from rollbook.ledger.stores.sqlite import writer as sqlite_writer
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.ledger.stores.sqlite.store import open_sqlite_store
 from tests.parts.ledger.groups import RUN, settings
@@ -112,7 +113,8 @@ async def test_a_full_disk_is_a_fault_and_no_acknowledged_data_is_lost(tmp_path:
 async def test_another_process_that_holds_the_file_is_a_fault_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sqlite_file, "BUSY_S", 0.05)
+    for module in (sqlite_file, sqlite_writer):
+        monkeypatch.setattr(module, "BUSY_S", 0.05)
     async with open_sqlite_store(tmp_path) as store:
         other = sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
