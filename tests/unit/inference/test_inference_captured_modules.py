@@ -106,7 +106,7 @@ async def test_new_weights_need_no_new_capture(root: Path, kind: str) -> None:
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", FAST])
+@pytest.mark.parametrize("kind", [pytest.param("qwen3_5_text", marks=pytest.mark.slow), FAST])
 async def test_rows_with_different_adapters_share_a_repeated_step(root: Path, tmp_path: Path, kind: str) -> None:
     tiny, forward = prepared(root, kind)
     adapter_dir = make_adapter(tmp_path / "adapter", tiny.model_dir)
@@ -143,7 +143,7 @@ async def test_preempted_and_moved_rows_continue_with_the_same_distribution(
         assert_faithful(tiny, prompt, completion)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", FAST])
+@pytest.mark.parametrize("kind", [pytest.param("qwen3_5_text", marks=pytest.mark.slow), FAST])
 async def test_a_state_that_was_continued_after_a_stop_token_is_not_reused(root: Path, kind: str) -> None:
     """With steps launched ahead, rows continue until the host has read the stop token, or reach their limit before."""
     tiny, settings = prepared(root, kind, steps_ahead=2)
