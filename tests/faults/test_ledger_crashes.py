@@ -25,11 +25,11 @@ def assert_nothing_is_missing(counts: Counts, *, kills: int) -> None:
 
 
 def test_a_ledger_on_sqlite_may_be_killed_at_any_moment(tmp_path: Path) -> None:
-    assert_nothing_is_missing(crash_sqlite(tmp_path, kills=5, seed=11), kills=5)
+    assert_nothing_is_missing(crash_sqlite(tmp_path, kills=3, seed=11), kills=3)
 
 
 def test_replicas_and_their_postgresql_may_be_killed_at_any_moment(server: PostgresServer) -> None:
-    assert_nothing_is_missing(crash_postgresql(server, kills=6, seed=12), kills=6)
+    assert_nothing_is_missing(crash_postgresql(server, kills=4, seed=12), kills=4)
 
 
 @pytest.mark.slow
