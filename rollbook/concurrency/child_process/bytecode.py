@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-CACHE: Final = Path.home() / ".cache" / "rollbook" / "bytecode"
+CACHE: Final = Path(".cache", "rollbook", "bytecode")
+"""In the home directory of the user."""
 LARGEST = ("torch", "sympy", "transformers", "rollbook")
 """Four fifths of the sources that a trainer imports."""
 NOT_IMPORTED = "/(models|tests?|testing)/"
@@ -29,7 +30,11 @@ def bytecode_variables() -> Mapping[str, str]:
     torch = _directory("torch")
     if sys.pycache_prefix is not None or torch is None or _is_compiled(torch) or _is_kept(torch):
         return {}
-    return {"PYTHONPYCACHEPREFIX": str(CACHE), "PYTHONDONTWRITEBYTECODE": ""}
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user without an entry in the system's list, as in some containers
+        return {}
+    return {"PYTHONPYCACHEPREFIX": str(home / CACHE), "PYTHONDONTWRITEBYTECODE": ""}
 
 
 def compile_packages(names: Sequence[str] = LARGEST, *, cores: int | None = None) -> None:
