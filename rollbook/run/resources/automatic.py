@@ -4,40 +4,45 @@ The chosen values become part of the run's recorded configuration, so that a res
 Without a GPU they are the defaults of the config classes.
 """
 
-import math
 import shutil
-import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rollbook.inference.config import InferenceConfig
 from rollbook.run.config.run import AUTO_SETTINGS, ConfigFault, LoadedConfig, RunConfig
 from rollbook.run.directory import model_directory
 from rollbook.run.policy_clients import chosen_transfer, reachable
 from rollbook.run.resources.division import best_division, division_of, numbers
+from rollbook.run.resources.faults import base_faults, machine_faults, route_faults
 from rollbook.run.resources.machine import GB, Gpu, Machine
 from rollbook.run.resources.memory_plan import (
-    ALL_LAYERS,
     CONTEXT_BYTES,
     DISK,
     HEADROOM_SHARE,
     MAIN_MEMORY,
     MB,
-    PUBLISHED_COPIES,
     MemoryPlan,
     Sizes,
     gpu,
     longest_trainable,
     memory_plan,
-    row_bytes,
     savings,
 )
 from rollbook.run.resources.model_facts import ModelFacts, model_facts
+from rollbook.run.resources.run_sizes import (
+    BLOCK,
+    GPU_TRANSFERS,
+    demand_of,
+    engine_of,
+    episodes_in_flight,
+    gpus_of,
+    longest_sequence,
+    sizes_of,
+)
 from rollbook.run.resources.shared_base import why_not_shared, why_not_worth_it
-from rollbook.run.resources.size_choice import Demand, choose_sizes
+from rollbook.run.resources.size_choice import choose_sizes
 from rollbook.trainer.config import SPLIT_SETTINGS, TrainerConfig
 
 MIN_GPU_PARAMETERS = 5_000_000
@@ -45,14 +50,6 @@ MIN_GPU_PARAMETERS = 5_000_000
 MAX_WORKERS, TRAINER_THREADS = 8, 4
 RUNNING_BUCKETS = (64, 128, 256, 384, 512, 768, 1024)
 GPU_PASS_COST = 8192
-BLOCK = 16
-"""Tokens of a block of the engine's cache."""
-STEP_TOKENS = 4096
-"""Tokens of a forward of the engine on a GPU, unless it is set."""
-GPU_TRANSFERS = ("cuda_ipc", "nccl")
-"""Transports that keep copies on the trainer's GPU."""
-VLLM_SHARE = 0.9
-"""vLLM's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +73,10 @@ class Resolution:
         """Why the run cannot start on this machine. `needs_machine`: False if it may be started on another one, with
         other devices and programs."""
         faults = list(self.missing) if needs_machine else []
-        faults += _base_faults(self.loaded, self.sizes)
+        faults += base_faults(self.loaded, self.sizes)
         if self.plan is None or self.model is None:
             return faults
-        faults += _route_faults(self.loaded.config, self.model)
+        faults += route_faults(self.loaded.config, self.model)
         for place, missing in self.plan.overfull(self.capacity).items():
             has = self.capacity[place] / GB
             advice = [str(saving) for saving in savings(self.model, self.sizes, place)]
@@ -175,7 +172,7 @@ def resolve(
         plan=plan,
         capacity=capacity,
         notes=(*draft.notes, *_notes(config, machine, facts)),
-        missing=tuple(_missing(config, machine, is_resumed=recorded is not None)),
+        missing=tuple(machine_faults(config, machine, is_resumed=recorded is not None)),
     )
 
 
@@ -281,7 +278,7 @@ class _Draft:
             "resources.trainer_gpus",
             "resources.policy_gpus",
         } <= self._open
-        is_local = not (config.inference.urls or config.cluster.has_members or _engine(config.inference) == "none")
+        is_local = not (config.inference.urls or config.cluster.has_members or engine_of(config.inference) == "none")
         is_on_gpu = config.trainer.device == "cuda" and config.inference.device == "cuda"
         return model is not None and is_local and is_on_gpu and (is_open or config.resources.gpus is not None)
 
@@ -396,110 +393,6 @@ def value_at(config: RunConfig, path: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
-def episodes_in_flight(config: RunConfig) -> int:
-    return config.gate.max_groups_in_flight * config.rollout.episodes_per_group
-
-
-def longest_sequence(config: RunConfig, model: ModelFacts | None) -> int:
-    longest = config.rollout.max_total_tokens if not config.tasks.is_posted else config.inference.max_model_len or 0
-    return min(longest or 4096, (model.context if model is not None else None) or longest or 4096)
-
-
-def demand_of(config: RunConfig, model: ModelFacts, sizes: Sizes) -> Demand:
-    rows = min(sizes.max_running, -(-episodes_in_flight(config) // max(1, len(sizes.policy_gpus))))
-    length = (config.inference.max_model_len or sizes.longest) + BLOCK
-    # One row more: the engine has a slot for padding.
-    cache = (rows + 1) * row_bytes(model, sizes.policy_dtype, length, has_routes=sizes.has_routes)
-    per_step = config.gate.groups_per_step * config.rollout.completions_per_prompt
-    return Demand(
-        kv_bytes=round(cache / (1 - config.inference.prefix_cache_share)), step_tokens=per_step * sizes.longest
-    )
-
-
-def sizes_of(config: RunConfig, machine: Machine) -> Sizes:
-    """The settings that decide the memory of a run."""
-    trainer, inference, resources = config.trainer, config.inference, config.resources
-    ranks = tuple(range(max(1, trainer.ranks - config.cluster.ranks)))
-    policy = [resources.of_replica(number, inference.replicas) for number in range(inference.replicas)]
-    default = _number_of(inference.device)
-    kv = inference.kv_memory_mb
-    engine = _engine(inference)
-    policy_gpus = tuple(gpus or (default,) for gpus in policy)
-    vllm_bytes = 0
-    if engine == "vllm" and inference.device != "cpu":
-        first = next((g for g in machine.gpus if g.number == policy_gpus[0][0]), None)
-        trainer_gpus = resources.trainer_gpus or ranks
-        is_alone = policy_gpus[0][0] not in trainer_gpus and config.run.gpu_memory_gb is None
-        share = inference.vllm.gpu_memory_share or (VLLM_SHARE if is_alone else 0)
-        vllm_bytes = 0 if first is None else round(share * first.memory_bytes)
-    shares_gpu = not (resources.are_separate or config.cluster.has_members)
-    transfer = chosen_transfer(reachable(config), trainer.device, shares_gpu=shares_gpu)
-    return Sizes(
-        trainer_device=trainer.device,
-        compute_dtype=trainer.compute_dtype,
-        lora=trainer.lora,
-        optimizer_state=trainer.optimizer_state,
-        has_reference=trainer.kl_coef > 0,
-        tokens_per_pass=trainer.tokens_per_pass,
-        longest=longest_sequence(config, None),
-        checkpointed_layers=ALL_LAYERS if trainer.gradient_checkpointing is True else trainer.gradient_checkpointing,
-        is_exact=trainer.wants_exact_passes,
-        logits_bytes=trainer.logits_bytes,
-        keep_checkpoints=trainer.keep_checkpoints,
-        gpu_copies=PUBLISHED_COPIES if transfer in GPU_TRANSFERS else 0,
-        has_gpu_checkpoint=trainer.checkpoint_copy == "gpu" and not trainer.is_sharded,
-        is_merged=trainer.lora is not None and inference.publish == "full",
-        has_mapped_weights=transfer == "cuda_ipc",
-        trainer_gpus=resources.trainer_gpus or ranks,
-        engine=engine,
-        policy_device=inference.device,
-        policy_dtype=inference.dtype,
-        kv_bytes=0 if isinstance(kv, str) else round(kv * 10**6),
-        max_running=inference.max_running,
-        forward_tokens=inference.forward_tokens or STEP_TOKENS,
-        has_graphs=inference.capture_steps,
-        has_routes=inference.record_routes,
-        policy_gpus=policy_gpus,
-        vllm_bytes=vllm_bytes,
-        has_own_evaluation=config.evaluation.every_steps is not None and config.evaluation.policy == "own",
-        is_base_shared=resources.shared_base,
-        is_shared_memory=engine != "none" and transfer == "shared_memory",
-        workers=config.rollout.workers,
-    )
-
-
-def training_sizes(trainer: TrainerConfig, *, longest: int) -> Sizes:
-    """Of a training without a run: `rollbook sft`, `rollbook replay`."""
-    return Sizes(
-        trainer_device=trainer.device,
-        compute_dtype=trainer.compute_dtype,
-        lora=trainer.lora,
-        optimizer_state=trainer.optimizer_state,
-        has_reference=trainer.kl_coef > 0,
-        tokens_per_pass=trainer.tokens_per_pass,
-        longest=longest,
-        checkpointed_layers=ALL_LAYERS if trainer.gradient_checkpointing is True else trainer.gradient_checkpointing,
-        is_exact=trainer.wants_exact_passes,
-        logits_bytes=trainer.logits_bytes,
-        keep_checkpoints=trainer.keep_checkpoints,
-        has_gpu_checkpoint=trainer.checkpoint_copy == "gpu" and not trainer.is_sharded,
-        trainer_gpus=tuple(range(trainer.ranks)),
-        engine="none",
-        workers=0,
-    )
-
-
-def _engine(inference: InferenceConfig) -> Any:
-    if inference.urls or inference.engine == "scripted":
-        return "none"
-    return "vllm" if inference.engine == "vllm" else "embedded"
-
-
-def _number_of(device: str) -> int:
-    _, _, number = device.partition(":")
-    return int(number) if number.isdigit() else 0
-
-
 def _facts(loaded: LoadedConfig, machine: Machine) -> ModelFacts | None:
     return model_facts(loaded.config.model, loaded.source_dir, may_download=bool(machine.gpus))
 
@@ -514,16 +407,6 @@ def _capacity(config: RunConfig, machine: Machine) -> dict[str, int]:
 
 def _free(device: Gpu) -> int:
     return device.memory_bytes - device.used_bytes
-
-
-def gpus_of(config: RunConfig) -> set[int]:
-    """Numbers of the GPUs that processes of the run on this machine use."""
-    used, resources = set[int](), config.resources
-    if config.trainer.device == "cuda":
-        used |= set(resources.trainer_gpus or range(max(1, config.trainer.ranks - config.cluster.ranks)))
-    if config.inference.device not in ("cpu", "mps") and _engine(config.inference) != "none":
-        used |= set(resources.policy_gpus or (_number_of(config.inference.device),))
-    return used
 
 
 def _notes(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Sequence[str]:
@@ -542,70 +425,6 @@ def _notes(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Seq
     else:
         reason = "the run has no process for it (resources.gpus divides them)"
     return [f"{'; '.join(map(str, unused))}: not used: {reason}"]
-
-
-def _base_faults(loaded: LoadedConfig, sizes: Sizes) -> Iterator[ConfigFault]:
-    config = loaded.config
-    if config.resources.shared_base:
-        reason = why_not_shared(config, sizes, model_directory(config.model, loaded.source_dir))
-        if reason is not None:
-            yield ConfigFault("resources.shared_base", f"the base cannot be shared: {reason}; remove it")
-
-
-TOKEN_BYTES = 8
-"""Of the id and the logprob of a token in a payload."""
-
-
-def _route_faults(config: RunConfig, model: ModelFacts) -> Iterator[ConfigFault]:
-    """With router replay, a group must fit into a request to the ledger."""
-    if not config.trainer.router_replay or not model.route_bytes_per_token:
-        return
-    rollout, limit = config.rollout, config.ledger.max_body_mb
-    of_token, longest = model.route_bytes_per_token, longest_sequence(config, model)
-    needed = rollout.completions_per_prompt * longest * (of_token + TOKEN_BYTES) / MB
-    if needed > limit:
-        fitting = int(limit * MB / rollout.completions_per_prompt / (of_token + TOKEN_BYTES))
-        yield ConfigFault(
-            "trainer.router_replay",
-            f"a group may have {rollout.completions_per_prompt} samples × {longest:,} tokens × {of_token + TOKEN_BYTES} bytes "
-            f"({model.expert_layers} layers × {model.experts_per_token} experts = {of_token}, and {TOKEN_BYTES} of the token) = "
-            f"{needed:,.0f} MB, but ledger.max_body_mb = {limit:g}. Set ledger.max_body_mb = {math.ceil(needed)} and "
-            f"ledger.max_receiving_mb to several times that, or rollout.max_total_tokens = {fitting}, or remove "
-            "trainer.router_replay",
-        )
-
-
-def _missing(config: RunConfig, machine: Machine, *, is_resumed: bool) -> Sequence[ConfigFault]:
-    """Devices and programs of the configuration that this machine does not have."""
-    if config.cluster.ray.address is not None:
-        return []
-    return [*_missing_programs(config.inference), *_missing_devices(config, machine, is_resumed=is_resumed)]
-
-
-def _missing_programs(inference: InferenceConfig) -> Sequence[ConfigFault]:
-    python = inference.vllm.python
-    if inference.engine != "vllm" or inference.urls or python is None or shutil.which(python) is not None:
-        return []
-    what = "is not executable" if Path(python).exists() else "does not exist"
-    advice = "Set it to the Python interpreter of an environment in which vLLM is installed, as an absolute path."
-    return [ConfigFault("inference.vllm.python", f"{python} {what}. {advice}")]
-
-
-def _missing_devices(config: RunConfig, machine: Machine, *, is_resumed: bool) -> Sequence[ConfigFault]:
-    if config.inference.device == "mps" and sys.platform != "darwin" and _engine(config.inference) == "embedded":
-        return [ConfigFault("inference.device", "is 'mps', but this machine is no Mac. Use 'cpu', 'cuda' or 'auto'.")]
-    if machine.gpus:
-        missing = sorted(gpus_of(config) - {device.number for device in machine.gpus})
-        have = f"this machine has {len(machine.gpus)}"
-        return [ConfigFault("resources", f"GPU {number} is used, but {have}") for number in missing]
-    why = machine.unusable_because or "this machine has no NVIDIA GPU"
-    began = " The run began on a machine with a GPU: resume it on one." if is_resumed else " Use 'cpu', or 'auto'."
-    faults = []
-    if config.trainer.device == "cuda":
-        faults.append(ConfigFault("trainer.device", f"is 'cuda', but {why}.{began}"))
-    if config.inference.device.startswith("cuda") and _engine(config.inference) == "embedded":
-        faults.append(ConfigFault("inference.device", f"is '{config.inference.device}', but {why}.{began}"))
-    return faults
 
 
 def precision_of(gpus: Sequence[Gpu]) -> str:

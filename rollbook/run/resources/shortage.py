@@ -6,7 +6,6 @@ from pathlib import Path
 
 from rollbook.contracts.errors import RunError
 from rollbook.run.config.run import LoadedConfig
-from rollbook.run.resources.automatic import sizes_of, training_sizes
 from rollbook.run.resources.machine import Machine
 from rollbook.run.resources.memory_plan import (
     MAIN_MEMORY,
@@ -19,6 +18,7 @@ from rollbook.run.resources.memory_plan import (
     savings,
 )
 from rollbook.run.resources.model_facts import ModelFacts, model_facts
+from rollbook.run.resources.run_sizes import sizes_of, training_sizes
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.model_config import ModelConfig
 from rollbook.trainer.sft_config import READ_BY_SFT

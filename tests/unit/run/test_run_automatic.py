@@ -16,10 +16,11 @@ from rollbook.run.config.run import AUTO_SETTINGS, ConfigError, RunConfig, dump_
 from rollbook.run.config.sft import load_sft_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import model_limits
-from rollbook.run.resources.automatic import Resolution, resolve, sizes_of, trainer_choices, value_at
+from rollbook.run.resources.automatic import Resolution, resolve, trainer_choices, value_at
 from rollbook.run.resources.division import Division, estimated_step_s
 from rollbook.run.resources.machine import GB, Gpu, Machine, this_machine, visible
 from rollbook.run.resources.memory_plan import ALL_LAYERS, DISK, MAIN_MEMORY, gpu, memory_plan
+from rollbook.run.resources.run_sizes import sizes_of
 from rollbook.run.supervision.plan import environment_of
 from rollbook.trainer.config import TrainerConfig
 from tests.parts.run.projects import SHAPES, project

@@ -1,0 +1,79 @@
+"""What a configuration asks for that this machine does not have, or that cannot work."""
+
+import math
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rollbook.inference.config import InferenceConfig
+from rollbook.run.config.run import ConfigFault, LoadedConfig, RunConfig
+from rollbook.run.directory import model_directory
+from rollbook.run.resources.machine import Machine
+from rollbook.run.resources.memory_plan import MB, Sizes
+from rollbook.run.resources.model_facts import ModelFacts
+from rollbook.run.resources.run_sizes import engine_of, gpus_of, longest_sequence
+from rollbook.run.resources.shared_base import why_not_shared
+
+TOKEN_BYTES = 8
+"""Of the id and the logprob of a token in a payload."""
+
+
+def base_faults(loaded: LoadedConfig, sizes: Sizes) -> Iterator[ConfigFault]:
+    config = loaded.config
+    if config.resources.shared_base:
+        reason = why_not_shared(config, sizes, model_directory(config.model, loaded.source_dir))
+        if reason is not None:
+            yield ConfigFault("resources.shared_base", f"the base cannot be shared: {reason}; remove it")
+
+
+def route_faults(config: RunConfig, model: ModelFacts) -> Iterator[ConfigFault]:
+    """With router replay, a group must fit into a request to the ledger."""
+    if not config.trainer.router_replay or not model.route_bytes_per_token:
+        return
+    rollout, limit = config.rollout, config.ledger.max_body_mb
+    of_token, longest = model.route_bytes_per_token, longest_sequence(config, model)
+    needed = rollout.completions_per_prompt * longest * (of_token + TOKEN_BYTES) / MB
+    if needed > limit:
+        fitting = int(limit * MB / rollout.completions_per_prompt / (of_token + TOKEN_BYTES))
+        yield ConfigFault(
+            "trainer.router_replay",
+            f"a group may have {rollout.completions_per_prompt} samples × {longest:,} tokens × {of_token + TOKEN_BYTES} bytes "
+            f"({model.expert_layers} layers × {model.experts_per_token} experts = {of_token}, and {TOKEN_BYTES} of the token) = "
+            f"{needed:,.0f} MB, but ledger.max_body_mb = {limit:g}. Set ledger.max_body_mb = {math.ceil(needed)} and "
+            f"ledger.max_receiving_mb to several times that, or rollout.max_total_tokens = {fitting}, or remove "
+            "trainer.router_replay",
+        )
+
+
+def machine_faults(config: RunConfig, machine: Machine, *, is_resumed: bool) -> Sequence[ConfigFault]:
+    """Devices and programs of the configuration that this machine does not have."""
+    if config.cluster.ray.address is not None:
+        return []
+    return [*_missing_programs(config.inference), *_missing_devices(config, machine, is_resumed=is_resumed)]
+
+
+def _missing_programs(inference: InferenceConfig) -> Sequence[ConfigFault]:
+    python = inference.vllm.python
+    if inference.engine != "vllm" or inference.urls or python is None or shutil.which(python) is not None:
+        return []
+    what = "is not executable" if Path(python).exists() else "does not exist"
+    advice = "Set it to the Python interpreter of an environment in which vLLM is installed, as an absolute path."
+    return [ConfigFault("inference.vllm.python", f"{python} {what}. {advice}")]
+
+
+def _missing_devices(config: RunConfig, machine: Machine, *, is_resumed: bool) -> Sequence[ConfigFault]:
+    if config.inference.device == "mps" and sys.platform != "darwin" and engine_of(config.inference) == "embedded":
+        return [ConfigFault("inference.device", "is 'mps', but this machine is no Mac. Use 'cpu', 'cuda' or 'auto'.")]
+    if machine.gpus:
+        missing = sorted(gpus_of(config) - {device.number for device in machine.gpus})
+        have = f"this machine has {len(machine.gpus)}"
+        return [ConfigFault("resources", f"GPU {number} is used, but {have}") for number in missing]
+    why = machine.unusable_because or "this machine has no NVIDIA GPU"
+    began = " The run began on a machine with a GPU: resume it on one." if is_resumed else " Use 'cpu', or 'auto'."
+    faults = []
+    if config.trainer.device == "cuda":
+        faults.append(ConfigFault("trainer.device", f"is 'cuda', but {why}.{began}"))
+    if config.inference.device.startswith("cuda") and engine_of(config.inference) == "embedded":
+        faults.append(ConfigFault("inference.device", f"is '{config.inference.device}', but {why}.{began}"))
+    return faults
