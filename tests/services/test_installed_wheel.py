@@ -94,6 +94,7 @@ def test_the_demo_runs_from_the_wheel(wheel: Path, empty_directory: Path) -> Non
         "trainer.max_steps=2",
         "--set",
         "gate.groups_per_step=4",
+        "--json",
     ]
     done = subprocess.run(
         [sys.executable, "-P", "-m", *command], env=environment, capture_output=True, text=True, check=False
