@@ -122,7 +122,7 @@ def train(name: str, table: Mapping[str, Any], home: Path, stop: Stop, *, on_pol
     directory = home / name
     shutil.rmtree(directory, ignore_errors=True)
     command = train_command(source, directory)
-    # A benchmark that is ended must end its run, which is in a session of its own.
+    # A benchmark that is ended must end its run, too: the run is in another process session.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     began = time.time()
     with (home / f"{name}.out").open("w") as out:
