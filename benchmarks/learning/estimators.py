@@ -4,8 +4,7 @@ python -m benchmarks.learning.estimators --out docs/results/estimators
 
 A policy of 10,000 weights sees one of twelve states, replies with one of six words, and moves to a state that depends on both. One
 word is right in each state, and a reward of 1 is paid for it in its turn. For `gdpo`, the first and the last three turns are two
-reward functions. Sampling is synchronous and in this process; advantages,
-losses and steps are those of the trainer.
+reward functions. Sampling is synchronous and in this process; advantages, losses and steps are those of the trainer.
 """
 
 import argparse

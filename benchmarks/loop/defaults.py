@@ -51,10 +51,11 @@ from transformers import LlamaForCausalLM
 from benchmarks.engine.models import QWEN_1_5B, SMALL, SMOLLM2_135M, TINY, Shape, llama_config, opened
 from benchmarks.engine.workloads import LLAMA_8B
 from benchmarks.learning.runs import LearningRun, Stop, train
+from benchmarks.loop.speed import play
 from benchmarks.loop.token_rollout import tasks
 from benchmarks.report import Figure, print_figures, print_status
 from rollbook.commands.training.init import init_project
-from rollbook.contracts.policy import Publication, PublicationId, SamplingParams
+from rollbook.contracts.policy import Publication, PublicationId
 from rollbook.contracts.weights import weights_digest
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.weights.safetensors import read_weights
@@ -178,7 +179,7 @@ def make_model(case: Case, directory: Path, *, device: str, seed: int = 0) -> No
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
         model: Any = LlamaForCausalLM(llama_config(case.shape))
-    model.save_pretrained(directory, max_shard_size="1TB")
+    model.save_pretrained(directory, max_shard_size="1TB")  # one file, which `generation_alone` loads
     build_tokenizer(
         ModelBuildConfig(tokenizer="bytes", chat_template=TEMPLATE, max_position_embeddings=case.shape.max_len)
     ).save_pretrained(str(directory))
@@ -194,19 +195,9 @@ async def generation_alone(case: Case, model: Path) -> float:
     workload = {"prompt": PROMPT_TOKENS, "turns": 1, "observation": 0, "vocabulary": case.shape.vocab}
     shortest, longest = case.lengths
     rows = tasks(3 * in_flight, shortest=shortest, longest=longest, **workload)
-    ended: list[tuple[float, int]] = []
-    async with opened(
-        config, model, (Publication(id=PublicationId(1), epoch=1, step=1, digest=digest), weights)
-    ) as engine:
-
-        async def player() -> None:
-            for row in rows:
-                reply = await engine.submit(
-                    row["prompt"], SamplingParams(max_tokens=row["lengths"][0], stop_token_ids=())
-                )
-                ended.append((time.perf_counter(), len(reply.token_ids)))
-
-        await asyncio.gather(*(player() for _ in range(in_flight)))
+    publication = Publication(id=PublicationId(1), epoch=1, step=1, digest=digest)
+    async with opened(config, model, (publication, weights)) as engine:
+        ended = await play(engine, rows, in_flight=in_flight)
     full = ended[in_flight:-in_flight]
     return sum(tokens for _, tokens in full) / (full[-1][0] - ended[in_flight - 1][0])
 

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -153,28 +153,29 @@ async def engine_alone(case: Case, model_dir: Path, weights: Any, *, device: str
     rows = list(tasks(4 * case.groups, **case.workload))
     episodes = [row for row in rows for _ in range(8)]
     async with opened(config, model_dir, weights) as engine:
-        await _play(engine, episodes[: 8 * case.groups], in_flight=16 * case.groups)  # captures and compiles
+        await play(engine, episodes[: 8 * case.groups], in_flight=16 * case.groups)  # captures and compiles
         started = time.perf_counter()
-        tokens = await _play(engine, episodes, in_flight=16 * case.groups)
-        return tokens / (time.perf_counter() - started)
+        replies = await play(engine, episodes, in_flight=16 * case.groups)
+        return sum(tokens for _, tokens in replies) / (time.perf_counter() - started)
 
 
-async def _play(engine: TransformersEngine, episodes: Sequence[Mapping[str, Any]], *, in_flight: int) -> int:
-    todo = iter(episodes)
-    sampled = 0
+async def play(
+    engine: TransformersEngine, episodes: Iterable[Mapping[str, Any]], *, in_flight: int
+) -> list[tuple[float, int]]:
+    """All replies in their order: when each ended (`time.perf_counter`), and its tokens."""
+    todo, replies = iter(episodes), list[tuple[float, int]]()
 
     async def player() -> None:
-        nonlocal sampled
         for row in todo:
             ids: list[int] = list(row["prompt"])
             for turn, (length, observation) in enumerate(zip(row["lengths"], row["observations"], strict=True)):
                 ids += observation if turn else []
                 reply = await engine.submit(ids, SamplingParams(max_tokens=length))
                 ids += reply.token_ids.tolist()
-                sampled += len(reply.token_ids)
+                replies.append((time.perf_counter(), len(reply.token_ids)))
 
     await asyncio.gather(*(player() for _ in range(in_flight)))
-    return sampled
+    return replies
 
 
 def separate_flops(case: Case, sampled: float) -> float:

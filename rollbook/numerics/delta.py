@@ -29,7 +29,7 @@ from rollbook.numerics.module_parts import (
 CHUNK = 64
 """Tokens of a chunk."""
 EPSILON = 1e-6
-"""Of the norm of queries and keys."""
+"""Added to the squared norm of queries and keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class DeltaInputs:
     mixed: Tensor
     """Queries, keys and values before the convolution, (..., C)."""
     gates: Tensor
-    """Of the results, (..., H, V)."""
+    """Factors of the results before their activation, (..., H, V)."""
     rates: Tensor
     """Before the sigmoid, (..., H)."""
     times: Tensor
@@ -87,7 +87,7 @@ class DeltaLayer:
 
     @property
     def state_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of a row: the inputs of its last tokens (C, K), in the type of the model, and S (H, D, V), in float32."""
+        """Sizes of the states of a row: the inputs of its last tokens (C, K) in the model's dtype, and S (H, D, V) in float32."""
         channels, _, width = self.kernel_C1K.shape
         return (channels, width), (self.value_heads, self.key_size, self.value_size)
 

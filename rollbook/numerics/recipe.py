@@ -218,9 +218,9 @@ class ModelRecipe:
     mixture of them."""
 
     attention: tuple[Attention | None, ...]
-    """Of each layer; None: it has a gated delta part."""
+    """By layer; None: it has a gated delta part."""
     delta: tuple[DeltaLayer | None, ...]
-    """Of each layer; None: it has attention."""
+    """By layer; None: it has attention."""
     activation: Activation
     """Of gates that are no experts'."""
     experts: tuple[Experts | None, ...]

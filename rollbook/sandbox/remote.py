@@ -9,7 +9,7 @@ import base64
 import io
 import json
 import zipfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -45,6 +45,12 @@ MODULES = (
 START_S = 60.0
 TRANSFER_S = 120.0
 """For one file."""
+RENEWED_S = 300
+"""For which a machine of a provider lives on when its owner was killed."""
+RENEW_S = 60.0
+MAX_REASON_CHARS = 400
+MAX_SEND_CHARS = 1 << 18
+"""Providers refuse messages of some megabytes."""
 
 
 class RemoteMachine(Protocol):
@@ -70,6 +76,17 @@ def relay_archive() -> bytes:
         run = "import asyncio, sys\nfrom rollbook.sandbox.relay import main\nasyncio.run(main(sys.argv[1]))\n"
         archive.writestr("__main__.py", run)
     return buffer.getvalue()
+
+
+def remote_facts(kind: str, *, network: bool, **place: str) -> dict[str, object]:
+    """`place`: the image or template of the provider."""
+    return {"kind": kind, **place, "network": "internet" if network else "none", "limits": {}}
+
+
+def pieces(line: str) -> Iterator[str]:
+    """What a provider takes in one message."""
+    for at in range(0, len(line), MAX_SEND_CHARS):
+        yield line[at : at + MAX_SEND_CHARS]
 
 
 class RemoteSandbox:

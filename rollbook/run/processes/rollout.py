@@ -27,8 +27,9 @@ from rollbook.telemetry.waits import WAITS
 REPORT_S = 0.5
 POLL_S = 0.1
 STATUS_S = 5.0
-QUIET_S = 60.0
 """A policy server that does not report its weights within this time does not serve."""
+QUIET_S = 60.0
+"""After which a policy server that does not serve is reported: until then it loads its model."""
 
 
 async def main(context: RoleContext) -> str:
@@ -96,9 +97,7 @@ def _record_held_out(context: RoleContext, trained: tuple[Task, ...]) -> None:
 
 
 async def _until_served(fleet: Fleet) -> None:
-    """Wait until a policy server has weights. A trainer that starts may replay for longer than the deadline of a group.
-
-    A server that does not respond is reported after `QUIET_S`: until then it loads its model."""
+    """Wait until a policy server has weights. A trainer that starts may replay for longer than the deadline of a group."""
     began = time.monotonic()
 
     async def has_weights(replica: Replica) -> bool:

@@ -16,7 +16,7 @@ from rollbook.run.resources.run_sizes import engine_of, gpus_of, longest_sequenc
 from rollbook.run.resources.shared_base import why_not_shared
 
 TOKEN_BYTES = 8
-"""Of the id and the logprob of a token in a payload."""
+"""In a payload: the id and the logprob of a token."""
 
 
 def base_faults(loaded: LoadedConfig, sizes: Sizes) -> Iterator[ConfigFault]:

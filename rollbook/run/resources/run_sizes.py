@@ -1,5 +1,6 @@
 """What a run needs, by its settings: sizes for the memory plan, lengths, and the GPUs of its processes."""
 
+from dataclasses import replace
 from typing import Any
 
 from rollbook.inference.config import InferenceConfig
@@ -59,20 +60,9 @@ def sizes_of(config: RunConfig, machine: Machine) -> Sizes:
         vllm_bytes = 0 if first is None else round(share * first.memory_bytes)
     shares_gpu = not (resources.are_separate or config.cluster.has_members)
     transfer = chosen_transfer(reachable(config), trainer.device, shares_gpu=shares_gpu)
-    return Sizes(
-        trainer_device=trainer.device,
-        compute_dtype=trainer.compute_dtype,
-        lora=trainer.lora,
-        optimizer_state=trainer.optimizer_state,
-        has_reference=trainer.kl_coef > 0,
-        tokens_per_pass=trainer.tokens_per_pass,
-        longest=longest_sequence(config, None),
-        checkpointed_layers=ALL_LAYERS if trainer.gradient_checkpointing is True else trainer.gradient_checkpointing,
-        is_exact=trainer.wants_exact_passes,
-        logits_bytes=trainer.logits_bytes,
-        keep_checkpoints=trainer.keep_checkpoints,
+    return replace(
+        training_sizes(trainer, longest=longest_sequence(config, None)),
         gpu_copies=PUBLISHED_COPIES if transfer in GPU_TRANSFERS else 0,
-        has_gpu_checkpoint=trainer.checkpoint_copy == "gpu" and not trainer.is_sharded,
         is_merged=trainer.lora is not None and inference.publish == "full",
         has_mapped_weights=transfer == "cuda_ipc",
         trainer_gpus=resources.trainer_gpus or ranks,
@@ -94,7 +84,7 @@ def sizes_of(config: RunConfig, machine: Machine) -> Sizes:
 
 
 def training_sizes(trainer: TrainerConfig, *, longest: int) -> Sizes:
-    """Of a training without a run: `rollbook sft`, `rollbook replay`."""
+    """The settings that decide the memory of a trainer alone, as in `rollbook sft` and `rollbook replay`."""
     return Sizes(
         trainer_device=trainer.device,
         compute_dtype=trainer.compute_dtype,

@@ -13,15 +13,18 @@ from contextlib import suppress
 from e2b import AsyncCommandHandle, AsyncSandbox
 from e2b.exceptions import AuthenticationException, SandboxException
 
-from rollbook.sandbox.remote import RELAY, RemoteSandbox, relay_archive
+from rollbook.sandbox.remote import (
+    MAX_REASON_CHARS,
+    RELAY,
+    RENEW_S,
+    RENEWED_S,
+    RemoteSandbox,
+    pieces,
+    relay_archive,
+    remote_facts,
+)
 from rollbook.sandbox.sandbox import Image, Limits, SandboxDiedError, SandboxUnavailableError
 
-RENEWED_S = 300
-"""For which a machine lives on without us."""
-RENEW_S = 60.0
-MAX_REASON_CHARS = 400
-MAX_SEND_CHARS = 1 << 18
-"""Services of this kind refuse messages of some megabytes."""
 DEFAULT_TEMPLATE = "base"
 REFUSED = (400, 403, 404)
 """Answers that another attempt would get too."""
@@ -34,13 +37,7 @@ async def start_e2b(image: Image, limits: Limits, *, network: bool) -> RemoteSan
             'sandbox = "e2b" needs the key of an account in the environment variable E2B_API_KEY'
         )
     template = os.environ.get("E2B_TEMPLATE", DEFAULT_TEMPLATE)
-    facts: dict[str, object] = {
-        "kind": "e2b",
-        "template": template,
-        "network": "internet" if network else "none",
-        "limits": {},
-    }
-    sandbox = RemoteSandbox(image, limits, facts)
+    sandbox = RemoteSandbox(image, limits, remote_facts("e2b", network=network, template=template))
     try:
         machine = await AsyncSandbox.create(template=template, timeout=RENEWED_S, allow_internet_access=network)
     except (SandboxException, AuthenticationException, OSError) as error:
@@ -95,8 +92,8 @@ class E2BMachine:
         assert self._handle is not None
         try:
             async with self._order:
-                for at in range(0, len(line), MAX_SEND_CHARS):
-                    await self._handle.send_stdin(line[at : at + MAX_SEND_CHARS])
+                for piece in pieces(line):
+                    await self._handle.send_stdin(piece)
         except (SandboxException, OSError) as error:
             raise SandboxDiedError(f"the machine of E2B is gone: {error}") from error
 

@@ -21,17 +21,22 @@ from modal.exception import (
     VersionError,
 )
 
-from rollbook.sandbox.remote import RELAY, RemoteSandbox, relay_archive
+from rollbook.sandbox.remote import (
+    MAX_REASON_CHARS,
+    RELAY,
+    RENEW_S,
+    RENEWED_S,
+    RemoteSandbox,
+    pieces,
+    relay_archive,
+    remote_facts,
+)
 from rollbook.sandbox.sandbox import Image, Limits, SandboxDiedError, SandboxUnavailableError
 
 APP = "rollbook"
 """Under which the account lists the sandboxes."""
-RENEWED_S = 300
-RENEW_S = 60.0
 MAX_LIFETIME_S = 86_400
 """Modal allows no more."""
-MAX_REASON_CHARS = 400
-MAX_SEND_CHARS = 1 << 18
 REFUSED = (AuthError, ImageBuildError, InvalidError, NotFoundError, PermissionDeniedError, VersionError)
 """Answers that another attempt would get too."""
 START = f"""
@@ -49,13 +54,7 @@ async def start_modal(image: Image, limits: Limits, *, network: bool) -> RemoteS
     """Raises `SandboxUnavailableError` if the account or the image is refused, `SandboxDiedError` if this sandbox failed."""
     reference = os.environ.get("MODAL_IMAGE", "")
     files = modal.Image.from_registry(reference) if reference else modal.Image.debian_slim("3.11")
-    facts: dict[str, object] = {
-        "kind": "modal",
-        "image": reference,
-        "network": "internet" if network else "none",
-        "limits": {},
-    }
-    sandbox = RemoteSandbox(image, limits, facts)
+    sandbox = RemoteSandbox(image, limits, remote_facts("modal", network=network, image=reference))
     try:
         container = await modal.Sandbox.create.aio(
             "python3",
@@ -101,8 +100,8 @@ class ModalMachine:
     async def send(self, line: str) -> None:
         try:
             async with self._order:
-                for at in range(0, len(line), MAX_SEND_CHARS):
-                    self._container.stdin.write(line[at : at + MAX_SEND_CHARS])
+                for piece in pieces(line):
+                    self._container.stdin.write(piece)
                     await self._container.stdin.drain.aio()
         except (Error, OSError, ValueError) as error:
             raise SandboxDiedError(f"the sandbox of Modal is gone: {error}") from error

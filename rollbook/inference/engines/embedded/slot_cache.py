@@ -85,7 +85,7 @@ class RowMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """Of the states of a row in one recurrent layer: the inputs of its last tokens, and what it remembers, in float32."""
+    """Sizes of what a recurrent layer keeps of a row: the inputs of its last tokens, and its memory, in float32."""
 
     inputs: tuple[int, ...]
     memory: tuple[int, ...]

@@ -73,7 +73,7 @@ class _Layer:
     delta: DeltaLayer | None
     """In place of attention."""
     place: int
-    """Of its memory: among the layers with keys, or among those with states."""
+    """Position of its memory among the layers with keys, or among those with states."""
     fused: _Projection
     """Queries, keys and values, or the inputs of a gated delta part."""
     out: _Projection
