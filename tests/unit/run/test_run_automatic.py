@@ -265,6 +265,7 @@ def test_the_doctor_prints_the_plan_of_a_run_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "this_machine", lambda: WITH_GPU)
+    monkeypatch.setattr(doctor, "free_disk_bytes", lambda _: 1000 * GB)
     file = project(tmp_path, "1.5b")
     assert doctor.doctor_command(file, directory=tmp_path) == 0
     printed = capsys.readouterr().out
