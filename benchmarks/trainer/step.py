@@ -6,7 +6,8 @@
 Lengths are spread evenly up to the longest, so padding to the longest wastes half of the tokens. Both train the same tokens with
 the same loss, float32 weights and AdamW. The plain loop computes under autocast and pads every pass to the longest of the batch.
 `sorted` is that loop with rows ordered by length, each pass padded to its own longest row. Rows of the `-groups` cases share a
-prompt in groups of eight, as in GRPO; in the others nothing is shared.
+prompt in groups of eight, as in GRPO; in the others nothing is shared. `fast` is our step with `trainer.exactness = "fast"`.
+`--profile` prints where the packed step spends its time: its operations on the device, and how long the device waits for them.
 """
 
 import argparse
@@ -128,6 +129,16 @@ CASES = {
         shortest=16,
         longest=48,
         shared_prompt=64,
+        tokens_per_pass=65_536,
+    ),
+    # Like the runs of `benchmarks.loop.defaults`: answers of 64 to 512 tokens.
+    "135m-answers": Case(
+        name="135m-answers",
+        config=smollm2_135m,
+        sequences=128,
+        shortest=64,
+        longest=512,
+        shared_prompt=48,
         tokens_per_pass=65_536,
     ),
     "1.5b": Case(name="1.5b", config=qwen2_1_5b, sequences=64, longest=1024, tokens_per_pass=8192, repeats=3),
@@ -312,18 +323,30 @@ def compare_logprobs(case: Case, device: str, batch: TrainingBatch) -> None:
     )
 
 
-def profile(step: Callable[[], float]) -> None:
-    """Print the operations on which the device spends most of one step."""
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profiler:
-        step()
+def profile(step: Callable[[], float], device: str) -> None:
+    """Print how long one step and its operations on the device take, and which take most. The profiler itself slows the step."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
         torch.cuda.synchronize()
-    events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)[:14]
-    for event in events:
-        print_status(f"      {event.self_device_time_total / 1e3:8.1f} ms {event.count:>6} x {event.key[:90]}")
+    with torch.profiler.profile(activities=activities) as profiler:
+        started = time.perf_counter()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+
+    def own_us(event: Any) -> float:
+        return float(event.self_device_time_total if device == "cuda" else event.self_cpu_time_total)
+
+    events = sorted((event for event in profiler.key_averages() if own_us(event)), key=own_us, reverse=True)
+    busy, count = sum(map(own_us, events)) / 1e6, sum(event.count for event in events)
+    print_status(f"      {seconds:.3f} s with the profiler; {count} operations on the {device} take {busy:.3f} s")
+    for event in events[:14]:
+        print_status(f"      {own_us(event) / 1e3:8.1f} ms {event.count:>6} x {event.key[:90]}")
 
 
-def compare(case: Case, device: str) -> list[Figure]:
+def compare(case: Case, device: str, *, is_profiled: bool) -> list[Figure]:
     config = settings(case, device)
     batch = random_batch(case, case.config().vocab_size)
     compare_logprobs(case, device, batch)
@@ -332,13 +355,16 @@ def compare(case: Case, device: str) -> list[Figure]:
     share = 1 - tokens / (len(rows) * max(len(row) for row in rows))
     sides: dict[str, Callable[[], Callable[[], float]]] = {
         "packed": lambda: OurStep(case, config, batch),
+        "fast": lambda: OurStep(case, settings(case, device, exactness="fast"), batch),
         "plain": lambda: PlainLoop(case, config, batch),
         "sorted": lambda: PlainLoop(case, config, batch, is_sorted=True),
         "ours_padded": lambda: OurStep(case, settings(case, device, packing="padded", pass_cost_tokens=10**9), batch),
         "recomputing": lambda: OurStep(case, settings(case, device, gradient_checkpointing=True), batch),
     }
-    if case.name in ("135m-short", "135m-groups", "tiny-groups"):
+    if case.name in ("135m-short", "135m-groups", "135m-answers", "tiny-groups"):
         del sides["ours_padded"], sides["recomputing"]
+    if device == "cpu":  # where `exactness` changes nothing
+        del sides["fast"]
     seconds: dict[str, float] = {}
     memory: dict[str, float | None] = {}
     flops = 0.0
@@ -346,8 +372,8 @@ def compare(case: Case, device: str) -> list[Figure]:
         try:
             step = make()
             seconds[name], memory[name] = time_step(step, repeats=case.repeats, device=device)
-            if device == "cuda" and name == "packed":
-                profile(step)
+            if is_profiled and name == "packed":
+                profile(step, device)
             if isinstance(step, OurStep) and name == "packed":
                 model = step.learner.model
                 (minibatch,) = plan(rows, config, step=1, is_packed=True)
@@ -427,14 +453,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.trainer.step")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--models", default=None, help=f"comma-separated: {', '.join(CASES)}")
+    parser.add_argument("--profile", action="store_true", help="where the packed step spends its time")
     args = parser.parse_args()
     transformers_logging.set_verbosity_error()
     names = (
-        args.models or ("135m,135m-short,135m-groups,1.5b" if args.device == "cuda" else "tiny,tiny-groups")
+        args.models
+        or ("135m,135m-short,135m-groups,135m-answers,1.5b" if args.device == "cuda" else "tiny,tiny-groups")
     ).split(",")
     figures: list[Figure] = []
     for name in names:
-        figures += compare(CASES[name], args.device)
+        figures += compare(CASES[name], args.device, is_profiled=args.profile)
     if args.device == "cpu":
         figures += compare_with_trl()
     return print_figures(figures, device=torch.cuda.get_device_name() if args.device == "cuda" else "cpu")
