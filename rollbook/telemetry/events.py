@@ -9,7 +9,8 @@ import json
 import logging
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,6 +32,14 @@ class FailureReport:
         if not self._is_reported:
             self._is_reported = True
             logging.getLogger("rollbook.telemetry").warning("%s: %s", self._message, error)
+
+    @contextmanager
+    def reported(self) -> Iterator[None]:
+        """Report an `OSError` of the block instead of raising it: a full disk must not replace the result of a run."""
+        try:
+            yield
+        except OSError as error:
+            self.report(error)
 
 
 class EventLog:
@@ -62,9 +71,10 @@ class EventLog:
         self._write("error", event, fields)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with self._failure.reported():
+                file.close()
 
     def _write(self, level: str, event: str, fields: dict[str, Any]) -> None:
         try:

@@ -88,9 +88,10 @@ class SpanRecorder:
 
     def close(self) -> None:
         with self._lock:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+            file, self._file = self._file, None
+            if file is not None:
+                with self._failure.reported():
+                    file.close()
 
 
 def read_spans(path: Path) -> list[Span]:

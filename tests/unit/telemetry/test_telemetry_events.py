@@ -8,6 +8,9 @@ import pytest
 
 from rollbook.telemetry.events import EventLog, LineFile, read_json_lines
 from rollbook.telemetry.json_tail import JsonTail
+from rollbook.telemetry.spans import SpanRecorder
+
+FULL = Path("/dev/full")
 
 
 def test_an_event_is_a_line_with_its_name_level_process_and_fields(tmp_path: Path) -> None:
@@ -108,6 +111,20 @@ def test_a_file_that_cannot_be_renamed_is_continued(tmp_path: Path, monkeypatch:
     log.close()
     rows = read_json_lines(tmp_path / "ledger.jsonl.1") + read_json_lines(tmp_path / "ledger.jsonl")
     assert [row["number"] for row in rows] == list(range(14))
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
+def test_a_disk_that_stays_full_is_reported_once_and_ends_no_process(caplog: pytest.LogCaptureFixture) -> None:
+    log, spans = EventLog("trainer", FULL), SpanRecorder("trainer", FULL)
+    for number in range(3):
+        log.info("trainer.step", step=number)
+        spans.record("trainer.train", 0.0, 1.0, step=number)
+    log.close()
+    spans.close()
+    assert [record.message for record in caplog.records] == [
+        "events of trainer are not all written: [Errno 28] No space left on device",
+        "spans of trainer are not all written: [Errno 28] No space left on device",
+    ]
 
 
 @pytest.mark.parametrize("levels", [65, 5_000, 100_000])
