@@ -1,19 +1,14 @@
 """Drains, signals, deaths and actions while a run starts. The supervisor and the ledger are real, the other roles are scripted."""
 
 import asyncio
-import dataclasses
-import io
-import json
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from rich.console import Console
 
-from rollbook.commands.training.train import resolve_run, write_or_check_config
 from rollbook.contracts.admission import ActionKind, GateState, LedgerStatus
 from rollbook.ledger.rules import runs
 from rollbook.ledger.stores.registry import only_service, open_reader, sqlite_url
@@ -21,34 +16,13 @@ from rollbook.run.actions import act
 from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision import drain
-from rollbook.run.supervision.host import HostedProcess, LocalHost, ProcessStart
-from rollbook.run.supervision.supervisor import RunEnd, RunOutcome, Supervisor
-from rollbook.telemetry.events import EventLog
-from tests.parts.run.small import EXAMPLE
-
-
-class ScriptedHost:
-    """Satisfies `ProcessHost`."""
-
-    def awaits(self, process: ProcessStart) -> str:
-        return ""
-
-    async def start(self, process: ProcessStart) -> HostedProcess:
-        if process.role != "ledger":
-            process = dataclasses.replace(process, module="tests.parts.run.scripted_role")
-        return await LocalHost().start(process)
+from rollbook.run.supervision.supervisor import RunEnd, Supervisor
+from tests.parts.run.scripted_run import make_ready, pids, prepared, supervised, until
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"vocab_size": 14}), encoding="utf-8")
-    loaded, directory = resolve_run(EXAMPLE / "run.toml", tmp_path / "run", ["run.process_template=false"])
-    directory.prepare()
-    directory.record_model(model)
-    write_or_check_config(loaded, directory, Console(file=io.StringIO()))
-    return loaded.config
+    return prepared(tmp_path)
 
 
 @pytest.fixture
@@ -61,11 +35,6 @@ def _quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain, "POLL_S", 0.05)
 
 
-def make_ready(directory: RunDirectory, *roles: str) -> None:
-    for role in roles:
-        (directory.path / f"ready-{role}").touch()
-
-
 def status(directory: RunDirectory) -> LedgerStatus:
     with open_reader(sqlite_url(directory.ledger)) as reader:
         return reader.read_now(lambda tx: runs.status(tx, tx.runs.ids()[0]))
@@ -75,23 +44,6 @@ def kinds(directory: RunDirectory) -> list[str]:
     with open_reader(sqlite_url(directory.ledger)) as reader:
         found = reader.read_now(lambda tx: tx.actions.page(tx.runs.ids()[0], limit=10))
     return [str(action.kind) for action in found]
-
-
-@asynccontextmanager
-async def supervised(
-    config: RunConfig, directory: RunDirectory, say: Callable[[str], None] = lambda text: None, **options: Any
-) -> AsyncIterator[tuple[Supervisor, asyncio.Task[RunOutcome]]]:
-    """A run that starts. Its addresses are known; it is stopped at once in the end."""
-    with directory.locked():
-        supervisor = Supervisor(config, directory, log=EventLog("test"), host=ScriptedHost(), say=say, **options)
-        running = asyncio.create_task(supervisor.run())
-        await until(directory.addresses_file.exists)
-        try:
-            yield supervisor, running
-        finally:
-            supervisor.interrupt()
-            supervisor.interrupt()
-            await running
 
 
 def files_of(supervisor: Supervisor, role: str) -> list[str]:
@@ -106,11 +58,6 @@ def running_roles() -> set[str]:
     """The roles that child processes of this one play."""
     lines = [child.cmdline() for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
     return {line[line.index("--role") + 1] for line in lines if "--role" in line}
-
-
-async def until(is_reached: Callable[[], bool]) -> None:
-    while not is_reached():  # noqa: ASYNC110  # states of other processes have no event
-        await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["once", "and the trainer dies while it stops"])
@@ -254,10 +201,6 @@ async def test_the_time_that_a_process_takes_to_start_is_not_part_of_its_life(
 
 def with_base(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"resources": config.resources.model_copy(update={"shared_base": True})})
-
-
-def pids(supervisor: Supervisor) -> dict[str, int | None]:
-    return {process.role: process.pid for process in supervisor.processes}
 
 
 async def test_the_death_of_the_shared_base_restarts_all_that_map_it_and_no_other_death_does(

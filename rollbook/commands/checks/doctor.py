@@ -24,6 +24,7 @@ from rollbook.run.config.run import load_config
 from rollbook.run.directory import MIN_FREE_BYTES
 from rollbook.run.resources.automatic import Resolution, free_disk_bytes, resolve
 from rollbook.run.resources.machine import GB, this_machine
+from rollbook.run.resources.mps import HOW_TO_INSTALL, PROGRAM, other_server, program
 from rollbook.run.supervision.plan import DASHBOARD_PORT
 
 IMPORT_S = 120.0
@@ -59,6 +60,7 @@ def examine(directory: Path) -> list[DoctorFinding]:
         _bytecode,
         _torch,
         _gpu,
+        _mps,
         lambda: _library("transformers"),
         lambda: _library("tokenizers"),
         lambda: _library("matplotlib"),
@@ -181,6 +183,18 @@ def _gpu() -> DoctorFinding:
             advice="install a build of torch for CUDA",
         )
     return DoctorFinding(name="gpu", verdict=Verdict.ABSENT, found="none; small models train on the CPU")
+
+
+def _mps() -> DoctorFinding:
+    path, other = program(), other_server(os.environ)
+    if path is None:
+        return DoctorFinding(
+            name="mps",
+            verdict=Verdict.ABSENT,
+            found=f"no {PROGRAM}" + ("" if other is None else f"; {other}"),
+            advice=f"needed for resources.mps only. {HOW_TO_INSTALL}",
+        )
+    return DoctorFinding(name="mps", verdict=Verdict.OK, found=path if other is None else f"{path}; {other}")
 
 
 def _vllm() -> DoctorFinding:
@@ -391,7 +405,7 @@ def doctor_command(  # noqa: PLR0917 - a command line is a list of flags
     ] = "127.0.0.1",
     as_json: AsJson = False,
 ) -> int:
-    """Check torch, GPUs, vLLM, ports, disk, shared memory, PostgreSQL, confinement, sandboxes and coding agents. Fails on faults.
+    """Check torch, GPUs, MPS, vLLM, ports, disk, memory, PostgreSQL, confinement, sandboxes and coding agents. Fails on faults.
 
     With a run file: the settings that would be chosen, the memory that the run needs by GPU, process and purpose, and whether its
     sandboxes and its coding agent work here; exits 1 if not, or if it does not fit. With --cluster: the versions, GPUs, clock,

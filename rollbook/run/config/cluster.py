@@ -153,6 +153,11 @@ class ResourcesConfig(BaseModel, frozen=True, extra="forbid"):
     They must compute in the same dtype, on one GPU or on the CPUs of a Linux machine, and publish adapters. On a GPU: true where it
     is possible and saves memory."""
 
+    mps: bool = False
+    """Start an MPS server of NVIDIA for the run. Then the kernels of the trainer and of the policy servers run at the same time on
+    the GPU that they share; otherwise they take turns. The server ends with the run. It needs `nvidia-cuda-mps-control`, a program
+    of the driver."""
+
     @model_validator(mode="after")
     def _check_numbers(self) -> Self:
         for name in ("policy_gpus", "trainer_gpus"):

@@ -15,7 +15,7 @@ from rollbook.run.config.run import AUTO_SETTINGS, ConfigFault, LoadedConfig, Ru
 from rollbook.run.directory import model_directory
 from rollbook.run.policy_clients import chosen_transfer, reachable
 from rollbook.run.resources.division import best_division, division_of, numbers
-from rollbook.run.resources.faults import base_faults, machine_faults, route_faults
+from rollbook.run.resources.faults import base_faults, machine_faults, mps_faults, route_faults
 from rollbook.run.resources.machine import GB, Gpu, Machine
 from rollbook.run.resources.memory_plan import (
     CONTEXT_BYTES,
@@ -31,6 +31,7 @@ from rollbook.run.resources.memory_plan import (
     savings,
 )
 from rollbook.run.resources.model_facts import ModelFacts, model_facts
+from rollbook.run.resources.mps import mps_lines
 from rollbook.run.resources.run_sizes import (
     BLOCK,
     GPU_TRANSFERS,
@@ -74,6 +75,7 @@ class Resolution:
         other devices and programs."""
         faults = list(self.missing) if needs_machine else []
         faults += base_faults(self.loaded, self.sizes)
+        faults += mps_faults(self.loaded.config, self.machine, self.sizes, needs_machine=needs_machine)
         if self.plan is None or self.model is None:
             return faults
         faults += route_faults(self.loaded.config, self.model)
@@ -110,6 +112,7 @@ class Resolution:
             f"{cache if isinstance(cache, str) else f'{cache / 1000:.1f} GB'}, weights by {inference.transfer}"
             + (f", {inference.replicas} replicas" if inference.replicas > 1 else ""),
             f"rollout: {_count(rollout.workers, 'worker')}",
+            *mps_lines(config.resources.mps),
         ]
         if self.plan is not None:
             lines += self._gpu_lines(self.plan)

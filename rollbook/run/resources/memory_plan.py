@@ -115,6 +115,8 @@ class Sizes:
     """A second policy server for evaluations, on the GPU of the first."""
     is_base_shared: bool = False
     """Whether trainer and policy servers map the frozen base of adapters, which another process owns."""
+    has_mps: bool = False
+    """Whether an MPS server of the run has a context on each of its GPUs."""
     is_shared_memory: bool = False
     """Whether weights are published through main memory."""
     workers: int = 1
@@ -184,6 +186,9 @@ def gpu(number: int) -> str:
 
 def memory_plan(model: ModelFacts, sizes: Sizes) -> MemoryPlan:
     parts = [*_trainer_parts(model, sizes), *_policy_parts(model, sizes), *_other_parts(model, sizes)]
+    if sizes.has_mps:
+        gpus = sorted({part.place for part in parts if part.place not in (MAIN_MEMORY, DISK)})
+        parts += [Part(place, "mps", "context", CONTEXT_BYTES) for place in gpus]
     return MemoryPlan(tuple(part for part in parts if part.num_bytes > 0))
 
 

@@ -50,6 +50,7 @@ OPEN_FILE_FAILURES = 3
 ROLES: dict[str, str] = {
     "prepare": "rollbook.run.processes.prepare",
     "ledger": "rollbook.run.processes.ledger_server",
+    "mps": "rollbook.run.processes.mps",
     "base": "rollbook.run.processes.base",
     "policy": "rollbook.run.processes.inference_server",
     "vllm": "rollbook.run.processes.vllm_server",
@@ -69,6 +70,7 @@ SERVERS = frozenset({"policy", "env"})
 # What a role does from its start until it is ready.
 STARTS: dict[str, str] = {
     "ledger": "opening its store",
+    "mps": "starting the MPS server",
     "base": "loading the base model",
     "policy": "loading the model",
     "vllm": "waiting for the vLLM server to load the model",

@@ -7,6 +7,9 @@ from enum import StrEnum
 from rollbook.concurrency.child_process.process import exit_reason
 from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_NO_MEMORY, EXIT_STOP_RUN
 
+NEEDED = {"base": "the process that owns its base", "mps": "the MPS server of the run"}
+"""Roles without which other processes cannot work."""
+
 
 @dataclass(frozen=True, slots=True)
 class Restart:
@@ -95,8 +98,8 @@ class ProcessExit:
     """A signal or an operator has stopped the run."""
     is_interrupted: bool = False
     """A signal has stopped the run: a person waits for its end."""
-    has_lost_base: bool = False
-    """It maps weights of a process that has died."""
+    lost: str | None = None
+    """The role of a process that it needs and that has died."""
 
 
 class ExitAction(StrEnum):
@@ -136,8 +139,8 @@ def judge(ended: ProcessExit, rule: RestartRule) -> ExitVerdict:
     if ended.code == EXIT_FENCED:
         cause = ended.fault or "another trainer took over this run"
         return ExitVerdict(action=ExitAction.FAIL_RUN, cause=cause, sentence=f"stopped the run: {cause}")
-    if ended.has_lost_base:
-        cause = "the process that owns its base died"
+    if ended.lost is not None:
+        cause = f"{NEEDED[ended.lost]} died"
         return ExitVerdict(action=ExitAction.RESTART, cause=cause, sentence=f"was ended, because {cause}")
     is_too_large = ended.code == EXIT_NO_MEMORY and not rule.may_find_memory(
         ended.lifetimes_s, has_progressed=ended.has_progressed

@@ -41,6 +41,8 @@ class ProcessStart:
     """Environment variables that are added to those of the host."""
     shared_base: Path | None = None
     """Set for a process that maps weights of the process `base`: the file that describes them."""
+    needs: tuple[str, ...] = ()
+    """Names of processes without which it cannot work. It is started when they are ready, and ended when one of them dies."""
     module: str = "rollbook.run.supervision.child_main"
 
     def on_another_machine(self) -> "ProcessStart":

@@ -13,6 +13,7 @@ from rollbook.inference.engine import ENGINES
 from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory, machine_directory
 from rollbook.run.policy_clients import join_urls
+from rollbook.run.resources.mps import mps_environment
 from rollbook.run.supervision.child_main import ROLES
 from rollbook.run.supervision.host import ProcessStart
 from rollbook.sandbox.quota import quota_variable
@@ -55,9 +56,10 @@ def plan_run(
     if config.ledger.url is not None:
         addresses["ledger"] = config.ledger.url
     addresses["policy"] = join_urls(config.inference.urls or list(replicas.values()))
-    has_base = has_trainer and config.resources.shared_base
+    has_base, has_mps = has_trainer and config.resources.shared_base, config.resources.mps
     mapping = {*policies, "trainer"} if has_base else set[str]()
     names = [
+        *(["mps"] if has_mps else []),
         *(["base"] if has_base else []),
         *servers,
         *(["trainer"] if has_trainer else []),
@@ -75,6 +77,10 @@ def plan_run(
             listening=sockets.get(name),
             environment=environment_of(config, directory, name, roles.get(name, name)),
             shared_base=directory.shared_base_file if name in mapping else None,
+            needs=(
+                *(("mps",) if has_mps and name in (*policies, "trainer", "base") else ()),
+                *(("base",) if name in mapping else ()),
+            ),
         )
         for name in names
     ]
@@ -94,7 +100,7 @@ def open_dashboard_socket(host: str, port: int | None) -> socket.socket:
 
 
 def environment_of(config: RunConfig, directory: RunDirectory, name: str, role: str) -> dict[str, str]:
-    """Threads, GPUs and the quota of sandboxes of a process. GPUs are assigned to the processes of the plan only."""
+    """Threads, GPUs, MPS server and quota of sandboxes of a process. GPUs and MPS are for processes of the plan only."""
     inference, trainer = config.inference.threads, config.trainer.threads
     threads = {"policy": inference, "vllm": inference, "trainer": trainer, "rank": trainer}
     policies = replica_names(config.inference)
@@ -106,7 +112,10 @@ def environment_of(config: RunConfig, directory: RunDirectory, name: str, role: 
     found = {"OMP_NUM_THREADS": str(threads.get(role, 1)), "TOKENIZERS_PARALLELISM": "false"}
     if config.sandbox.is_limited:
         found |= quota_variable(config.sandbox, machine_directory(directory.id, "sandboxes") / "quota")
-    return {**found, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else found
+    if gpus:
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    is_client = name in (*policies, "trainer", "base")
+    return {**found, **mps_environment(directory, gpus)} if config.resources.mps and is_client else found
 
 
 @contextmanager

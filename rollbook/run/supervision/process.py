@@ -97,9 +97,9 @@ class SupervisedProcess:
         return max(0, len(self.lifetimes_s) + self._num_excused - (0 if self.pid is not None else 1))
 
     @property
-    def maps_base(self) -> bool:
-        """Whether it maps weights of the process `base`, and must end if that dies."""
-        return self._start.shared_base is not None
+    def needs(self) -> tuple[str, ...]:
+        """Names of processes whose death ends it."""
+        return self._start.needs
 
     def excuse_last_life(self) -> None:
         """It was ended because of another process, so it does not count when this one dies."""

@@ -26,9 +26,10 @@ from rollbook.contracts.errors import RunError, TransientError
 from rollbook.run.config.run import RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory, existing_model
 from rollbook.run.ledger_clients import open_run_ledger
+from rollbook.run.resources.mps import remove_server
 from rollbook.run.supervision.child_main import EXIT_DONE
 from rollbook.run.supervision.drain import record_drained, until_drained
-from rollbook.run.supervision.exits import ExitAction, ExitVerdict, ProcessExit, RestartRule, judge
+from rollbook.run.supervision.exits import NEEDED, ExitAction, ExitVerdict, ProcessExit, RestartRule, judge
 from rollbook.run.supervision.extra_processes import ExtraProcesses
 from rollbook.run.supervision.host import LocalHost, ProcessHost, ProcessStart
 from rollbook.run.supervision.membership import machine_id, member_lease
@@ -130,6 +131,9 @@ class Supervisor:
         self._once: SupervisedProcess | None = None
         self._base = next((p for p in self.processes if p.role == "base"), None)
         """Owns weights that other processes map."""
+        needed = {name for process in self.processes for name in process.needs}
+        self._needed = {process.name: process for process in self.processes if process.name in needed}
+        """Processes whose death ends others."""
         # Without a trainer, the run is over when the dispatcher ends.
         self._last = next(p for p in self.processes if p.role == ("trainer" if has_trainer else "rollout"))
 
@@ -155,6 +159,8 @@ class Supervisor:
             self._stopping.set()
             for process in self.processes:
                 process.kill()
+            if "mps" in self._needed:
+                remove_server(self._directory)
             template.cancel()
             await asyncio.wait({template})
             self._plan.close()
@@ -312,7 +318,7 @@ class Supervisor:
         Ends:   when the process ended as it should, or the run stops.
         """
         while not self._stopping.is_set():
-            if process.maps_base and not await self._has_base(process):
+            if process.needs and not await self._has_needed(process):
                 break
             try:
                 code = await process.run()
@@ -320,8 +326,8 @@ class Supervisor:
                 process.move(ProcessState.FAILED, str(error))
                 self._fail(self._guard.explain_failed_start(process.name, error))
                 return
-            if process is self._base:
-                await self._end_mapping_processes()
+            if process.name in self._needed:
+                await self._end_dependents(process)
             if self._stopping.is_set():
                 break
             ended = self._exit_of(process, code)
@@ -349,7 +355,7 @@ class Supervisor:
                     self._fail(f"{process.name} {verdict.sentence}{self._last_words(process, verdict)}")
                     return
                 case ExitAction.RESTART:
-                    if ended.has_lost_base:
+                    if ended.lost is not None:
                         process.excuse_last_life()
                     wait_s = verdict.restart_after_s
                     self._log.warning(
@@ -362,21 +368,25 @@ class Supervisor:
                     await asyncio.sleep(wait_s)
         process.move(ProcessState.STOPPED)
 
-    async def _has_base(self, process: SupervisedProcess) -> bool:
-        """Wait for the owner of the weights that the process maps. False: the run is over before that."""
-        assert self._base is not None
-        while not self._base.ready.is_set() and not self._over.is_set():
-            process.move(ProcessState.WAITING, "for the shared base")
-            await self._unless_over(self._base.ready.wait())
-        return self._base.ready.is_set()
+    async def _has_needed(self, process: SupervisedProcess) -> bool:
+        """Wait until all processes that this one needs are ready. False: the run is over before that."""
+        while (missing := self._missing(process)) is not None and not self._over.is_set():
+            process.move(ProcessState.WAITING, f"for {NEEDED[missing.role]}")
+            await self._unless_over(missing.ready.wait())
+        return missing is None
 
-    async def _end_mapping_processes(self) -> None:
-        """The owner of the base has died: end all processes that map it before it is loaded again. A GPU frees the memory with the
-        last of them."""
-        mapping = [process for process in self.processes if process.maps_base]
-        for process in mapping:
+    def _missing(self, process: SupervisedProcess) -> SupervisedProcess | None:
+        """A process that this one needs and that is not ready."""
+        needed = (self._needed[name] for name in process.needs)
+        return next((other for other in needed if not other.ready.is_set()), None)
+
+    async def _end_dependents(self, needed: SupervisedProcess) -> None:
+        """It has died: end all processes that need it before it is started again. A GPU frees shared memory with the last process
+        that maps it, and an MPS server that had a fault serves new clients when all old ones have ended."""
+        dependents = [process for process in self.processes if needed.name in process.needs]
+        for process in dependents:
             process.kill()
-        for process in mapping:
+        for process in dependents:
             await process.ended.wait()
 
     def _last_words(self, process: SupervisedProcess, verdict: ExitVerdict) -> str:
@@ -384,6 +394,7 @@ class Supervisor:
         return f". Its last output:\n{output}" if output else ""
 
     def _exit_of(self, process: SupervisedProcess, code: int) -> ProcessExit:
+        missing = self._missing(process)
         return ProcessExit(
             code=code,
             has_ended=process.has_ended,
@@ -396,7 +407,7 @@ class Supervisor:
             is_optional=process.role in OPTIONAL,
             is_draining=self._drained,
             is_interrupted=self._drained and not self._is_operator_drain,
-            has_lost_base=process.maps_base and self._base is not None and not self._base.ready.is_set(),
+            lost=None if missing is None else missing.role,
         )
 
     async def _on_end(self, process: SupervisedProcess) -> None:

@@ -79,6 +79,8 @@ class SmallRun:
         self.has_dashboard = False
         self.environment: dict[str, str] = {}
         """Additional environment variables of the run's processes."""
+        self.module = "rollbook"
+        """Its main function is the command line."""
         self.options: list[str] = []
         """Further options of `rollbook train`."""
         self.machine: Machine | None = None
@@ -104,7 +106,7 @@ class SmallRun:
         command = [
             sys.executable,
             "-m",
-            "rollbook",
+            self.module,
             "train",
             str(self._config),
             "--run-dir",

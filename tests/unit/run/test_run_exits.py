@@ -70,20 +70,18 @@ QUICK_DEATHS = (0.5,) * 10
     ("ended", "action", "sentence"),
     [
         pytest.param(
-            ProcessExit(code=KILLED, has_lost_base=True, lifetimes_s=(0.0,) * 9, was_ready=False),
+            ProcessExit(code=KILLED, lost="base", lifetimes_s=(0.0,) * 9, was_ready=False),
             ExitAction.RESTART,
             "was ended, because the process that owns its base died",
             id="it mapped weights of a process that died",
         ),
         pytest.param(
-            ProcessExit(code=EXIT_FENCED, has_lost_base=True),
+            ProcessExit(code=EXIT_FENCED, lost="base"),
             ExitAction.FAIL_RUN,
             "stopped the run: another trainer took over this run",
             id="a trainer that lost its base was fenced",
         ),
-        pytest.param(
-            ProcessExit(code=KILLED, has_ended=True, has_lost_base=True), ExitAction.END, "", id="it ended before"
-        ),
+        pytest.param(ProcessExit(code=KILLED, has_ended=True, lost="base"), ExitAction.END, "", id="it ended before"),
         pytest.param(ProcessExit(code=EXIT_DONE), ExitAction.END, "", id="it ended with code 0"),
         pytest.param(ProcessExit(code=KILLED, has_ended=True), ExitAction.END, "", id="it was killed after its work"),
         pytest.param(

@@ -1,0 +1,151 @@
+"""`resources.mps`: when a run may have a server, which GPUs its clients see, and what is said of servers of other programs."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from rollbook.commands.checks.doctor import examine
+from rollbook.commands.checks.findings import Verdict
+from rollbook.run.config.run import load_config
+from rollbook.run.directory import RunDirectory
+from rollbook.run.resources import mps
+from rollbook.run.resources.automatic import Resolution, resolve
+from rollbook.run.resources.machine import GB, Gpu, Machine
+from rollbook.run.resources.memory_plan import gpu
+from rollbook.run.supervision.plan import plan_run
+from tests.parts.run.mps_stand_in import install
+from tests.parts.run.projects import project
+from tests.parts.run.small import EXAMPLE
+
+GPUS = tuple(Gpu(number=n, name="NVIDIA H200", memory_bytes=150 * GB, uuid=f"GPU-{n}abc") for n in range(3))
+WITH_GPU = Machine(gpus=GPUS[:1], cores=16, memory_bytes=128 * GB)
+
+
+@pytest.fixture(autouse=True)
+def _one_program_and_no_other_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", install(tmp_path / "bin")["PATH"])
+    monkeypatch.delenv(mps.PIPES, raising=False)
+    monkeypatch.setattr(mps, "DEFAULT_PIPES", tmp_path / "none")
+    monkeypatch.setattr("rollbook.commands.checks.doctor._run", lambda code: (0, "1.0"))
+
+
+def resolved(file: Path, *overrides: str, machine: Machine = WITH_GPU) -> Resolution:
+    return resolve(load_config(file, ["resources.mps=true", *overrides]), machine)
+
+
+def test_a_run_on_one_gpu_may_have_a_server_which_the_table_and_the_plan_show(tmp_path: Path) -> None:
+    file = project(tmp_path, "1.5b")
+    found = resolved(file)
+    assert found.faults() == []
+    (line,) = [line for line in found.lines() if line.startswith("mps:")]
+    assert (
+        line == f"mps: a server of this run ({tmp_path}/bin/{mps.PROGRAM}), for trainer, policy servers and shared base"
+    )
+    assert found.plan is not None
+    assert found.plan.by_process(gpu(0))["mps"] == 700_000_000
+    without = resolved(file, "resources.mps=false")
+    assert not any(line.startswith("mps:") for line in without.lines())
+    assert without.plan is not None
+    assert "mps" not in without.plan.by_process(gpu(0))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "reason"),
+    [
+        ((), Machine(cores=4), "no process of this run uses an NVIDIA GPU"),
+        (("trainer.device=cuda", "inference.device=cuda"), Machine(cores=4), "this machine has no NVIDIA GPU"),
+        (("inference.device=cpu",), WITH_GPU, "no two processes of this run share a GPU"),
+        (
+            ("resources.trainer_gpus=[0]", "resources.policy_gpus=[1]"),
+            Machine(gpus=GPUS, cores=16, memory_bytes=128 * GB),
+            "no two processes of this run share a GPU",
+        ),
+        (("cluster.allow_join=true",), WITH_GPU, "Remove the settings of [cluster]"),
+    ],
+)
+def test_a_server_that_nothing_would_share_or_that_cannot_run_is_refused_with_what_to_do(
+    tmp_path: Path, overrides: tuple[str, ...], machine: Machine, reason: str
+) -> None:
+    faults = resolved(project(tmp_path, "1.5b"), *overrides, machine=machine).faults()
+    (fault,) = [fault for fault in faults if fault.path == "resources.mps"]
+    assert reason in fault.message
+    assert fault.message.endswith("or remove resources.mps")
+
+
+def test_a_missing_program_and_a_long_directory_of_sockets_are_refused_on_this_machine_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = resolved(project(tmp_path, "1.5b"))
+    with monkeypatch.context() as changed:
+        changed.setattr(tempfile, "tempdir", f"/tmp/{'long' * 20}")
+        (fault,) = found.faults()
+        assert "paths of Unix sockets allow 80. Set TMPDIR to a shorter directory, such as /tmp" in fault.message
+    shutil.rmtree(tmp_path / "bin")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    (fault,) = found.faults()
+    assert f"{mps.PROGRAM} is not on the PATH. It comes with NVIDIA's driver" in fault.message
+    assert found.faults(needs_machine=False) == []
+    (doctor,) = [finding for finding in examine(tmp_path) if finding.name == "mps"]
+    assert (doctor.verdict, doctor.found) == (Verdict.ABSENT, f"no {mps.PROGRAM}")
+
+
+def other_program(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of another program: this test process stands in for it."""
+    place.mkdir()
+    (place / mps.PID_FILE).write_text(f"{os.getpid()}\n", encoding="ascii")
+    monkeypatch.setattr(mps, "COMMAND", Path(f"/proc/{os.getpid()}/comm").read_text(encoding="utf-8").strip())
+
+
+@pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="processes are read from /proc")
+def test_a_server_of_another_program_is_named_with_what_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, place = project(tmp_path, "1.5b"), tmp_path / "nvidia-mps"
+    other_program(tmp_path, place, monkeypatch)
+    monkeypatch.setattr(mps, "DEFAULT_PIPES", place)
+    own, none = resolved(file), resolved(file, "resources.mps=false")
+    found = f"an MPS server of another program runs here (in {place}, pid {os.getpid()})"
+    assert any(line.endswith(f"{found}, which this run does not use and leaves alone") for line in own.lines())
+    assert f"mps: {found}; processes of this run use it. The run did not start it and does not stop it" in none.lines()
+    monkeypatch.setenv(mps.PIPES, str(tmp_path / "elsewhere"))
+    (line,) = [line for line in none.lines() if line.startswith("mps:")]
+    assert f"is configured ({mps.PIPES}={tmp_path}/elsewhere; no process of it is visible here)" in line
+    (doctor,) = [finding for finding in examine(tmp_path) if finding.name == "mps"]
+    assert doctor.verdict is Verdict.OK
+    assert "elsewhere" in doctor.found
+
+
+@pytest.mark.parametrize(
+    ("count", "inherited", "seen"),
+    [(1, None, None), (1, "0", "GPU-0abc"), (3, None, "GPU-1abc"), (3, "2,1", "GPU-1abc")],
+)
+def test_clients_see_their_gpus_by_identity_unless_there_is_only_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, inherited: str | None, seen: str | None
+) -> None:
+    """The server counts the GPUs that it sees, so numbers would mean others for its clients."""
+    monkeypatch.setattr(mps, "driver_gpus", lambda: GPUS[:count])
+    monkeypatch.delenv(mps.DEVICES, raising=False)
+    if inherited is not None:
+        monkeypatch.setenv(mps.DEVICES, inherited)
+    directory = RunDirectory(tmp_path)
+    directory.write_manifest(name="run", source_dir=tmp_path)
+    named = [] if count == 1 else ["resources.trainer_gpus=[1]", "resources.policy_gpus=[1]"]
+    devices = ["trainer.device=cuda", "inference.device=cuda", "resources.mps=true"]
+    lora = ["trainer.lora.rank=4", "resources.shared_base=true"]
+    plan = plan_run(load_config(EXAMPLE / "run.toml", [*devices, *lora, *named]).config, directory)
+    plan.close()
+    starts = {start.name: start for start in plan.starts}
+    clients = {"base", "policy", "trainer"}
+    assert {name for name, start in starts.items() if mps.PIPES in start.environment} == clients
+    assert {starts[name].environment.get("CUDA_VISIBLE_DEVICES") for name in clients} == {seen}
+    assert {starts[name].environment[mps.PIPES] for name in clients} == {str(mps.mps_directory(directory))}
+    assert {name: start.needs for name, start in starts.items() if start.needs} == {
+        "base": ("mps",),
+        "policy": ("mps", "base"),
+        "trainer": ("mps", "base"),
+    }
+    assert list(starts)[:2] == ["mps", "base"], "servers are stopped in reverse"
+    shutil.rmtree(mps.mps_directory(directory))
