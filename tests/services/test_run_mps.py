@@ -87,7 +87,7 @@ async def test_a_client_dies_alone_and_the_server_with_all_its_clients(directory
     said: list[str] = []
     place = mps_directory(directory)
     async with supervised(config_of(directory), directory, said.append, real=["mps"]) as (supervisor, _):
-        for victim in ("trainer", "policy", "control program", "server", "mps", "fault of a client"):
+        for victim in ("trainer", "control program", "server", "mps", "fault of a client"):
             await all_ready(supervisor)
             before, programs = pids(supervisor), serving(place)
             old = [psutil.Process(pid) for pid in programs]
@@ -118,7 +118,7 @@ async def test_a_client_dies_alone_and_the_server_with_all_its_clients(directory
                 assert any(cause in text for text in said)
                 assert "trainer was ended, because the MPS server of the run died; it is started again" in said
         lives = {process.role: len(process.lifetimes_s) for process in supervisor.processes if process.lifetimes_s}
-        assert lives == {"mps": 4, "policy": 1, "trainer": 1}, "clients were not at fault when the server died"
+        assert lives == {"mps": 4, "trainer": 1}, "clients were not at fault when the server died"
 
 
 def owner_of(directory: RunDirectory) -> SupervisedProcess:

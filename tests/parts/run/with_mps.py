@@ -5,5 +5,5 @@ from unittest import mock
 from rollbook.cli.main import main
 
 if __name__ == "__main__":
-    with mock.patch("rollbook.run.resources.automatic.mps_faults", lambda *_args, **_options: ()):
+    with mock.patch("rollbook.run.resources.automatic.mps_faults", return_value=()):
         main()
