@@ -26,9 +26,10 @@ from rollbook.contracts.group import PromptGroup, group_id
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import SCORE_PREFIX, RolloutSample, TokenRow, TurnMark
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
-from rollbook.trainer.config import LOSS_DEFAULTS, TrainerConfig
+from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import plan_minibatch
 from rollbook.trainer.data.rows import flatten
+from rollbook.trainer.loss_settings import LOSS_DEFAULTS
 from rollbook.trainer.losses.inputs import LossInputs
 from rollbook.trainer.losses.pass_loss import loss_settings
 from rollbook.trainer.losses.registry import LOSSES

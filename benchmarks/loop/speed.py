@@ -38,7 +38,7 @@ from benchmarks.report import Figure, print_figures, print_status
 from rollbook.contracts.policy import SamplingParams
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.embedded.engine import TransformersEngine
-from rollbook.trainer.flops import peak_flops
+from rollbook.trainer.model.flops import peak_flops
 from rollbook.trainer.model.model_directory import build_tokenizer
 from rollbook.trainer.model_config import ModelBuildConfig
 

@@ -37,7 +37,7 @@ from rollbook.contracts.trajectory import RolloutSample, TokenRow
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import plan
 from rollbook.trainer.data.rows import flatten
-from rollbook.trainer.flops import peak_flops, training_flops
+from rollbook.trainer.model.flops import peak_flops, training_flops
 from rollbook.trainer.model.packed_attention import HAS_VARLEN
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.weights import digest_of

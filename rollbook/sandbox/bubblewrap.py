@@ -28,8 +28,9 @@ from typing import Literal
 from rollbook.concurrency.deadline import finish
 from rollbook.contracts.plugin import MissingExtraError, load_on_demand
 from rollbook.sandbox.docker import docker_command, setup_program
+from rollbook.sandbox.plan import SandboxPlan
 from rollbook.sandbox.podman import OF_THE_ENGINE, TAKE_CHANNEL, podman_command
-from rollbook.sandbox.process import KILL_S, ProcessSandbox, SandboxPlan
+from rollbook.sandbox.process import KILL_S, ProcessSandbox
 from rollbook.sandbox.quota import acquire
 from rollbook.sandbox.remote import RemoteSandbox
 from rollbook.sandbox.root import ETC, environment_of, mounts_of, python_of

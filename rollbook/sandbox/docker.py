@@ -16,7 +16,7 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rollbook.sandbox.process import SandboxPlan
+from rollbook.sandbox.plan import SandboxPlan
 from rollbook.sandbox.root import ETC
 from rollbook.sandbox.sandbox import SHARED_MB, SandboxUnavailableError
 

@@ -11,7 +11,7 @@ import os
 import shutil
 from pathlib import Path
 
-from rollbook.sandbox.process import SandboxPlan
+from rollbook.sandbox.plan import SandboxPlan
 from rollbook.sandbox.sandbox import SHARED_MB, SandboxUnavailableError
 from rollbook.sandbox.seccomp import seccomp_profile
 

@@ -6,7 +6,6 @@ never resolves a path of the sandbox, so a symbolic link cannot lead it anywhere
 
 import asyncio
 import errno
-import fcntl
 import marshal
 import os
 import posixpath
@@ -17,11 +16,12 @@ import struct
 import subprocess
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from rollbook.sandbox.guest import MAX_PACKET_BYTES
+from rollbook.sandbox.plan import SandboxPlan
 from rollbook.sandbox.sandbox import (
     DEFAULT_OUTPUT_BYTES,
     DEFAULT_TIMEOUT_S,
@@ -35,7 +35,15 @@ from rollbook.sandbox.sandbox import (
     SandboxLimitError,
     SandboxState,
 )
-from rollbook.sandbox.streams import Output, accept_connections, until_event
+from rollbook.sandbox.streams import (
+    Output,
+    accept_connections,
+    input_fd,
+    read_all,
+    require_regular,
+    until_event,
+    write_all,
+)
 
 REPLY_S = 10.0
 """How long the guest may take to answer. It does so within a millisecond, unless the machine is overloaded."""
@@ -45,43 +53,7 @@ SNAPSHOT_S = 120.0
 INLINE_BYTES = 1 << 20
 """Shorter files are read and written in the event loop: they are in memory, and a thread would take longer."""
 MAX_STDERR_BYTES = 4096
-SEALS = (
-    fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-    if hasattr(fcntl, "F_SEAL_SEAL")
-    else 0
-)
 UNITS = {"memory_bytes": ("memory_mb", 2**20, "MB"), "cpu_s": ("cpu_s", 1, "s"), "wall_s": ("wall_s", 1, "s")}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxPlan:
-    """A sandbox that is to be started on this machine: what was asked for, and what every kind derives from it."""
-
-    kind: str
-    image: Image
-    limits: Limits
-    network: bool = False
-    """It shares the network of this machine."""
-    env: Mapping[str, str]
-    """Of all commands."""
-    mounts: Mapping[str, Path] = field(default_factory=dict)
-    """What is read-only inside, from which path of this machine."""
-    others: Sequence[str] = ()
-    """What is mounted besides."""
-    kill_watch: tuple[Any, ...] | None = None
-    """For `reports_kill`: the source of `kill_watch.py` and its setting."""
-
-    @property
-    def links(self) -> dict[str, str]:
-        """The mounts that are symbolic links, with their targets."""
-        return {path: str(source.readlink()) for path, source in self.mounts.items() if source.is_symlink()}
-
-    @property
-    def facts(self) -> dict[str, object]:
-        if self.kind == "none":
-            return {"kind": "none", "network": "host", "seccomp": False, "limits": {}}
-        network = "host" if self.network else "none"
-        return {"kind": self.kind, "network": network, "seccomp": True, "limits": asdict(self.limits)}
 
 
 class ProcessSandbox:
@@ -133,7 +105,7 @@ class ProcessSandbox:
         on_output: OnOutput | None = None,
         reports_kill: bool = False,
     ) -> ExecResult:
-        stdin_fd = _input_fd(stdin)
+        stdin_fd = input_fd(stdin)
         try:
             return await self._run(
                 ["/bin/sh", "-c", command] if isinstance(command, str) else list(command),
@@ -150,12 +122,12 @@ class ProcessSandbox:
     async def read(self, path: str, *, max_bytes: int = MAX_READ_BYTES) -> bytes:
         fd = await self._open(path, os.O_RDONLY)
         try:
-            _require_regular(fd, path)
+            require_regular(fd, path)
             size = os.fstat(fd).st_size
             if size > max_bytes:
                 raise OSError(errno.EFBIG, f"it is longer than {max_bytes} bytes", path)
             is_long = size > INLINE_BYTES
-            data = await asyncio.to_thread(_read_all, fd, max_bytes) if is_long else _read_all(fd, max_bytes)
+            data = await asyncio.to_thread(read_all, fd, max_bytes) if is_long else read_all(fd, max_bytes)
             if len(data) > max_bytes:
                 raise OSError(errno.EFBIG, f"it is longer than {max_bytes} bytes", path)
             return data
@@ -165,11 +137,11 @@ class ProcessSandbox:
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         fd = await self._open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode, makes_parents=True)
         try:
-            _require_regular(fd, path)
+            require_regular(fd, path)
             if len(data) > INLINE_BYTES:
-                await asyncio.to_thread(_write_all, fd, data)
+                await asyncio.to_thread(write_all, fd, data)
             else:
-                _write_all(fd, data)
+                write_all(fd, data)
         except OSError as error:
             raise OSError(error.errno, os.strerror(error.errno or 0), path) from error
         finally:
@@ -360,7 +332,9 @@ class ProcessSandbox:
                 return await reply
         except asyncio.CancelledError:
             if reply.done() and not reply.cancelled() and reply.exception() is None:
-                _close(reply.result().fd)  # it arrived together with the cancellation
+                fd = reply.result().fd  # it arrived together with the cancellation
+                if fd is not None:
+                    os.close(fd)
             raise
         except TimeoutError:
             error = SandboxDiedError(f"the sandbox did not answer {operation!r} within {REPLY_S:g} s")
@@ -517,44 +491,6 @@ def _over(limits: Limits, name: str, value: int) -> SandboxLimitError:
         "it was ended with all its processes",
         setting,
     )
-
-
-def _input_fd(data: bytes) -> int:
-    """Standard input of a command: a file in memory that the command cannot change or enlarge."""
-    if not data:
-        return os.open(os.devnull, os.O_RDONLY)
-    if not SEALS:
-        raise SandboxError("standard input needs Linux")
-    fd = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
-    _write_all(fd, data)
-    os.lseek(fd, 0, os.SEEK_SET)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-    return fd
-
-
-def _close(fd: int | None) -> None:
-    if fd is not None:
-        os.close(fd)
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def _read_all(fd: int, max_bytes: int) -> bytes:
-    """At most one byte more than `max_bytes`."""
-    with os.fdopen(os.dup(fd), "rb") as file:
-        return file.read(max_bytes + 1)
-
-
-def _require_regular(fd: int, path: str) -> None:
-    mode = os.fstat(fd).st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "it is not a regular file", path)
 
 
 def _last_line(text: bytes) -> str:

@@ -19,7 +19,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from rollbook.sandbox.process import ProcessSandbox, SandboxPlan
+from rollbook.sandbox.plan import SandboxPlan
+from rollbook.sandbox.process import ProcessSandbox
 from rollbook.sandbox.sandbox import Image, Limits, SandboxError
 
 RUN = "import sys; exec(compile(sys.argv[1], 'guest.py', 'exec'))"

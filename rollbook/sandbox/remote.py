@@ -37,6 +37,7 @@ MODULES = (
     "contracts/errors.py",
     "contracts/user_errors.py",
     "sandbox/guest.py",
+    "sandbox/plan.py",
     "sandbox/process.py",
     "sandbox/relay.py",
     "sandbox/sandbox.py",

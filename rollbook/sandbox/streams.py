@@ -1,13 +1,16 @@
-"""Moves bytes between a sandbox and the host: output of commands, and connections of `forward`."""
+"""Moves bytes between a sandbox and the host: input and output of commands, contents of files, and connections of `forward`."""
 
 import asyncio
+import errno
+import fcntl
 import os
 import resource
 import socket
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 
-from rollbook.sandbox.sandbox import ExecResult, OnOutput
+from rollbook.sandbox.sandbox import ExecResult, OnOutput, SandboxError
 
 READ_BYTES = 1 << 16
 DISCARD_INTERVAL_S = 0.01
@@ -19,6 +22,11 @@ SHARE_OF_FILES = 8
 MIN_CONNECTIONS = 4
 _forwards: set[object] = set()
 """The open ones of this process, which share its file descriptors."""
+SEALS = (
+    fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    if hasattr(fcntl, "F_SEAL_SEAL")
+    else 0
+)
 
 
 class Output:
@@ -156,3 +164,36 @@ async def _copy(source: socket.socket, target: socket.socket) -> None:
         for end in (source, target):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+
+def input_fd(data: bytes) -> int:
+    """Standard input of a command: a file in memory that the command cannot change or enlarge."""
+    if not data:
+        return os.open(os.devnull, os.O_RDONLY)
+    if not SEALS:
+        raise SandboxError("standard input needs Linux")
+    fd = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    write_all(fd, data)
+    os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    return fd
+
+
+def write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def read_all(fd: int, max_bytes: int) -> bytes:
+    """At most one byte more than `max_bytes`."""
+    with os.fdopen(os.dup(fd), "rb") as file:
+        return file.read(max_bytes + 1)
+
+
+def require_regular(fd: int, path: str) -> None:
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", path)

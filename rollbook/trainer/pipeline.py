@@ -22,8 +22,8 @@ from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import with_lags
 from rollbook.trainer.data.planner import OpenSource
 from rollbook.trainer.data.planning import PlannedBatch, ShownSample
-from rollbook.trainer.flops import devices_peak_flops, peak_memory_gb
 from rollbook.trainer.metrics import LagReport, time_metrics
+from rollbook.trainer.model.flops import devices_peak_flops, peak_memory_gb
 from rollbook.trainer.model.weights import digest_of, to_host
 from rollbook.trainer.step import TrainStep
 from rollbook.trainer.step_report import StepReport

@@ -31,9 +31,9 @@ from rollbook.trainer.data.rows import TrainRow, check_vocabulary, flatten
 from rollbook.trainer.distributed.sharding import Passes, Ranks, cpu_mesh, gathered, own_shards, shard_state
 from rollbook.trainer.exactness import LogprobComparison
 from rollbook.trainer.files.random_states import random_states, set_random_states
-from rollbook.trainer.flops import training_flops
 from rollbook.trainer.losses.pass_loss import PassLoss
 from rollbook.trainer.memory_errors import PassMemoryError, StepMemoryError, step_error, trial_error
+from rollbook.trainer.model.flops import training_flops
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.weights import snapshot_of
 from rollbook.trainer.optimizer import (

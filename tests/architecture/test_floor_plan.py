@@ -76,7 +76,17 @@ DOORS: dict[str, tuple[str, ...]] = {
     "jinja2": ("rollbook/rollout/chat/tokenizer.py",),
     "cloudpickle": ("rollbook/run/user_objects.py",),
 }
-TORCH_FREE = ("config", "advantages", "rows", "passes", "minibatches", "planner", "planning", "metrics")
+TORCH_FREE = (
+    "config",
+    "loss_settings",
+    "advantages",
+    "rows",
+    "passes",
+    "minibatches",
+    "planner",
+    "planning",
+    "metrics",
+)
 
 
 @cache

@@ -11,7 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from rollbook.trainer.config import LOSS_DEFAULTS, TrainerConfig
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.loss_settings import LOSS_DEFAULTS
 from rollbook.trainer.losses.corrections import correction, k3_divergence, kl_penalty, off_policy_mask
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
 from rollbook.trainer.losses.pass_loss import loss_settings

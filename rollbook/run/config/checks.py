@@ -3,28 +3,24 @@
 They find settings with which a run could never proceed, settings that contradict each other, and fields that would not be read.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-
-from pydantic import BaseModel
+from collections.abc import Callable, Iterator
 
 from rollbook.contracts.freshness import BatchPolicy
-from rollbook.contracts.plugin import NO_SHORT_NAMES, plugin_fault
 from rollbook.contracts.user_errors import did_you_mean
-from rollbook.envs.config import ENVIRONMENTS, EnvConfig
+from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig, ScriptedConfig, VllmConfig
 from rollbook.ledger.config import GateConfig, RunLedgerConfig
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.settings import REWARDS, ROLLOUTS
+from rollbook.rollout.settings import ROLLOUTS
 from rollbook.run.config.cluster import ClusterConfig, ResourcesConfig
 from rollbook.run.config.evaluation import EvaluationConfig
-from rollbook.tasks.config import HARBOR_PREFIX, TasksConfig, is_file, is_harbor, is_hub
-from rollbook.telemetry.config import TelemetryConfig
-from rollbook.trainer.config import OF_WHOLE_GROUPS, TURN_ADVANTAGES, LoraSettings, TrainerConfig
+from rollbook.run.config.resolved_settings import Parts, resolved_max_queued
+from rollbook.tasks.config import TasksConfig
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.loss_settings import OF_WHOLE_GROUPS
 
 AUTO_TRANSFER = "remove inference.transfer: the transport is then chosen by engine, devices and machines"
 
-Parts = Mapping[str, BaseModel]
 Faults = Iterator[tuple[str, str]]
 
 
@@ -161,35 +157,6 @@ def _parts_can_be_ranked(parts: Parts) -> Faults:
                     )
 
 
-def resolved_turn_credit(parts: Parts) -> str | None:
-    """What the advantage compares in groups with equal rewards, in a run that does not set it."""
-    match parts.get("rollout"), parts.get("trainer"):
-        case RolloutConfig(turn_credit=None), TrainerConfig(recipe=recipe) if recipe.advantage in TURN_ADVANTAGES:
-            if recipe.advantage == "gigpo":
-                return "states"
-            return "rewards" if recipe.turn_discount == 1.0 else "lengths"
-    return None
-
-
-def resolved_reward_weights(parts: Parts) -> dict[str, float] | None:
-    """The weights of all reward functions, for an advantage that reads them."""
-    match parts.get("rollout"), parts.get("trainer"):
-        case RolloutConfig(rewards=rewards), TrainerConfig() as trainer if rewards.functions:
-            if trainer.recipe.advantage == "gdpo":
-                named = {name: function.weight for name, function in rewards.functions.items()}
-                return {**named, "environment": rewards.environment_weight, **(trainer.reward_weights or {})}
-    return None
-
-
-def resolved_score_credit(parts: Parts) -> tuple[str, ...] | None:
-    """The reward functions that are compared one by one, in a run that does not set them."""
-    match parts.get("rollout"):
-        case RolloutConfig(score_credit=None):
-            weights = resolved_reward_weights(parts) or {}
-            return tuple(name for name, weight in weights.items() if weight) or None
-    return None
-
-
 def reward_weights_have_functions(parts: Parts) -> Faults:
     match parts.get("rollout"), parts.get("trainer"):
         case RolloutConfig(rewards=rewards) as rollout, TrainerConfig(reward_weights=dict(weights)) if (
@@ -202,15 +169,6 @@ def reward_weights_have_functions(parts: Parts) -> Faults:
                     "trainer.reward_weights",
                     f"{name!r} is no reward function: the run has {', '.join(known)}{did_you_mean(name, known)}",
                 )
-
-
-def resolved_max_queued(parts: Parts) -> int | None:
-    """The limit of a run that does not set `inference.max_queued`: all episodes may send a request at the same moment."""
-    match parts.get("inference"), parts.get("gate"), parts.get("rollout"):
-        case InferenceConfig() as inference, GateConfig() as gate, RolloutConfig() as rollout:
-            if "max_queued" not in inference.model_fields_set:
-                return max(inference.max_queued, gate.max_groups_in_flight * rollout.episodes_per_group)
-    return None
 
 
 def _the_engine_can_queue_all_episodes(parts: Parts) -> Faults:
@@ -293,26 +251,6 @@ def _vllm_faults(inference: InferenceConfig) -> Faults:
         )
 
 
-def resolved_publish(parts: Parts) -> str | None:
-    """What `inference.publish = "auto"` means in this run; None without LoRA, where the setting has no effect."""
-    match parts.get("inference"), parts.get("trainer"):
-        case InferenceConfig() as inference, TrainerConfig(lora=LoraSettings() as lora):
-            if inference.publish != "auto":
-                return inference.publish
-            # Whether external vLLM servers accept adapters is unknown here; the user may set "adapter" explicitly.
-            is_external = inference.engine == "sglang" or (inference.engine == "vllm" and inference.vllm.python is None)
-            return "full" if inference.transfer == "nccl" or is_external or lora.experts else "adapter"
-    return None
-
-
-def resolved_record_routes(parts: Parts) -> bool | None:
-    """Router replay needs the choices of the sampler."""
-    match parts.get("trainer"):
-        case TrainerConfig(router_replay=True):
-            return True
-    return None
-
-
 def _routes_are_recorded_and_used(parts: Parts) -> Faults:
     match parts.get("trainer"), parts.get("inference"), parts.get("tasks"):
         case TrainerConfig(router_replay=True), InferenceConfig(engine=engine), _ if engine != "transformers":
@@ -328,16 +266,6 @@ def _routes_are_recorded_and_used(parts: Parts) -> Faults:
                 "inference.record_routes",
                 "nothing reads the routes without trainer.router_replay = true; set it, or remove inference.record_routes",
             )
-
-
-def resolved_exactness(parts: Parts) -> str | None:
-    """Engine and trainer have equal bits only if both are told to, and compute the same operations."""
-    match parts.get("inference"), parts.get("trainer"):
-        case InferenceConfig() as inference, TrainerConfig() as trainer:
-            is_merged = trainer.lora is not None and resolved_publish(parts) == "full"
-            can_be = inference.engine == "transformers" and inference.forward == "auto" and not is_merged
-            return "bitwise" if can_be and inference.exactness == trainer.exactness == "bitwise" else "fast"
-    return None
 
 
 def _adapters_can_be_published(parts: Parts) -> Faults:
@@ -498,75 +426,3 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _gpus_fit_replicas_and_ranks,
     _ranks_of_other_machines_are_ranks,
 )
-
-
-PLUGIN_SETTINGS = {"agent": ("agent", "reward", "tool_parser"), "tools": ("tools", "tool_parser")}
-
-
-def missing_files(parts: Parts, source_dir: Path, search_path: Sequence[Path]) -> Faults:
-    """Task files and user code that do not exist. Imports nothing: a check must not execute user code or load torch."""
-    for path, source in _task_sources(parts):
-        if is_file(source) and not (source_dir / source).exists():
-            yield path, f"no such file: {source_dir / source}"
-        if is_harbor(source) and not (source_dir / source.removeprefix(HARBOR_PREFIX)).is_dir():
-            yield path, f"no such directory: {source_dir / source.removeprefix(HARBOR_PREFIX)}"
-    match parts.get("rollout"):
-        case RolloutConfig() as rollout:
-            for name, function in rollout.rewards.functions.items():
-                for judge in function.judge:
-                    if judge.prompt_file is not None and not (source_dir / judge.prompt_file).is_file():
-                        path = f"rollout.rewards.functions.{name}.judge"
-                        yield path, f"prompt_file: no such file: {source_dir / judge.prompt_file}"
-    for path, plugin, default, builtin in _plugins(parts):
-        fault = plugin_fault(plugin, setting=path, search_path=search_path, default=default, builtin=builtin)
-        if fault is not None:
-            yield path, fault.removeprefix(f"{path} = ")
-
-
-def _task_sources(parts: Parts) -> Faults:
-    match parts.get("tasks"):
-        case TasksConfig(is_posted=False, source=str(source)):
-            yield "tasks.source", source
-    match parts.get("evaluation"):
-        case EvaluationConfig(source=str(source)):
-            yield "evaluation.source", source
-
-
-def _plugins(parts: Parts) -> Iterator[tuple[str, str, str | None, Mapping[str, str]]]:
-    """Path in the file, value, attribute where the value names a module only, built-in names."""
-    yield from (
-        (path, source, None, NO_SHORT_NAMES)
-        for path, source in _task_sources(parts)
-        if not (is_file(source) or is_hub(source) or is_harbor(source))
-    )
-    match parts.get("rollout"):
-        case RolloutConfig() as rollout:
-            yield "rollout.function", rollout.function, "make_rollout", ROLLOUTS
-            if rollout.filter is not None:
-                yield "rollout.filter", rollout.filter, None, NO_SHORT_NAMES
-            for name, function in rollout.rewards.functions.items():
-                if function.path is not None:
-                    yield f"rollout.rewards.functions.{name}.path", function.path, None, REWARDS
-            for name in PLUGIN_SETTINGS.get(rollout.function, ()):
-                found = rollout.settings.get(name, ())
-                for value in [found] if isinstance(found, str) else found:
-                    if ":" in str(value):
-                        yield f"rollout.settings.{name}", str(value), None, NO_SHORT_NAMES
-    match parts.get("env"):
-        case EnvConfig(name=str(name), url=None):
-            yield "env.name", name, None, ENVIRONMENTS
-    match parts.get("inference"):
-        case InferenceConfig(scripted=ScriptedConfig(script=str(script))):
-            yield "inference.scripted.script", script, None, NO_SHORT_NAMES
-    yield from ((setting, path, None, NO_SHORT_NAMES) for setting, path in _optional_plugins(parts) if ":" in path)
-
-
-def _optional_plugins(parts: Parts) -> Iterator[tuple[str, str]]:
-    """Settings with a name of ours or `module:attribute`. Their own sections check the names."""
-    match parts.get("telemetry"):
-        case TelemetryConfig(sinks=sinks):
-            yield from (("telemetry.sinks", sink) for sink in sinks)
-    match parts.get("trainer"):
-        case TrainerConfig(loss=loss, advantage=advantage):
-            yield "trainer.loss", loss
-            yield "trainer.advantage", advantage or ""

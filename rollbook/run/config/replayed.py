@@ -8,7 +8,8 @@ from pydantic import ValidationError
 from rollbook.contracts.errors import RunError
 from rollbook.run.config.run import override_table
 from rollbook.run.config.suggestions import plain_message
-from rollbook.trainer.config import LOSS_NUMBERS, TrainerConfig
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.loss_settings import LOSS_NUMBERS
 
 ADVANTAGE_SETTINGS = ("turn_discount", "gigpo_weight", "reward_weights")
 LOSS_SETTINGS = (

@@ -27,9 +27,11 @@ from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig
 from rollbook.ledger.config import GateConfig, RunLedgerConfig
 from rollbook.rollout.config import RolloutConfig
-from rollbook.run.config.checks import (
-    CROSS_CHECKS,
-    missing_files,
+from rollbook.run.config.checks import CROSS_CHECKS
+from rollbook.run.config.cluster import ClusterConfig, ResourcesConfig
+from rollbook.run.config.evaluation import EvaluationConfig
+from rollbook.run.config.repair import Repairs
+from rollbook.run.config.resolved_settings import (
     resolved_exactness,
     resolved_max_queued,
     resolved_publish,
@@ -38,17 +40,16 @@ from rollbook.run.config.checks import (
     resolved_score_credit,
     resolved_turn_credit,
 )
-from rollbook.run.config.cluster import ClusterConfig, ResourcesConfig
-from rollbook.run.config.evaluation import EvaluationConfig
-from rollbook.run.config.repair import Repairs
 from rollbook.run.config.suggestions import plain_message
 from rollbook.run.config.toml_lines import key_lines, line_of
+from rollbook.run.config.user_files import missing_files
 from rollbook.run.config.verifiers import missing_interpreter, with_verifiers
 from rollbook.run.directory import RunDirectory
 from rollbook.sandbox.config import SandboxConfig
 from rollbook.tasks.config import ATROPOS, TasksConfig
 from rollbook.telemetry.config import TelemetryConfig
-from rollbook.trainer.config import OF_WHOLE_GROUPS, TrainerConfig
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.loss_settings import OF_WHOLE_GROUPS
 from rollbook.trainer.model_config import ModelConfig
 
 

@@ -28,8 +28,8 @@ from rollbook.ledger.client.blocking import open_sync_ledger_client, split_addre
 from rollbook.ledger.client.client import LedgerClient
 from rollbook.ledger.config import RunLedgerConfig
 from rollbook.ledger.http.wire import Announcement
-from rollbook.run.config.checks import missing_files
 from rollbook.run.config.run import LoadedConfig, RunConfig, dump_toml
+from rollbook.run.config.user_files import missing_files
 from rollbook.run.directory import RunDirectory, machine_directory, write_json
 from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.telemetry.events import EventLog

@@ -17,8 +17,9 @@ from rollbook.contracts.errors import RunError, is_out_of_memory
 from rollbook.contracts.plugin import extend_search_path
 from rollbook.dashboard.plots import draw_comparison
 from rollbook.numerics.machine import machine_of_bits
-from rollbook.run.config.checks import resolved_reward_weights, reward_weights_have_functions
+from rollbook.run.config.checks import reward_weights_have_functions
 from rollbook.run.config.replayed import changed_settings
+from rollbook.run.config.resolved_settings import resolved_reward_weights
 from rollbook.run.config.run import load_resolved_config
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.reader import RecordedRun, open_run

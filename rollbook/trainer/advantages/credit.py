@@ -13,7 +13,8 @@ from rollbook.contracts.trajectory import RolloutSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageSettings:
-    """Settings of the estimators. `ADVANTAGE_DEFAULTS` in `trainer/config.py` lists which ones each reads; others are rejected."""
+    """Settings of the estimators. `ADVANTAGE_DEFAULTS` in `trainer/loss_settings.py` lists which ones each reads; others are
+    rejected."""
 
     turn_discount: float = 1.0
     """Discount of a reward for each turn between an action and the reward."""

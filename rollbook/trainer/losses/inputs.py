@@ -54,7 +54,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """Settings of a loss. `LOSS_DEFAULTS` in `trainer/config.py` lists which ones each loss reads; others are rejected."""
+    """Settings of a loss. `LOSS_DEFAULTS` in `trainer/loss_settings.py` lists which ones each loss reads; others are rejected."""
 
     clip_low: float = math.nan
     """The ratio is clipped below at 1 - clip_low."""

@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rollbook.trainer.config import LOSS_NUMBERS, Recipe, TrainerConfig
+from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.passes import Microbatch
 from rollbook.trainer.data.rows import distill_weight
+from rollbook.trainer.loss_settings import LOSS_NUMBERS, Recipe
 from rollbook.trainer.losses.corrections import (
     correction,
     k3_divergence,

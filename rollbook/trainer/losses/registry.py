@@ -1,4 +1,4 @@
-"""The losses and their table by name. `LOSS_DEFAULTS` in `trainer/config.py` lists the settings each one reads.
+"""The losses and their table by name. `LOSS_DEFAULTS` in `trainer/loss_settings.py` lists the settings each one reads.
 
 r = current / old is the ratio of a token, or with `gspo` of a whole sequence.
 """

@@ -33,7 +33,7 @@ from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.passes import Microbatch
 from rollbook.trainer.data.prefixes import PackedSequences
 from rollbook.trainer.distributed.sharding import gathered, shard
-from rollbook.trainer.flops import ModelShape, first_layer_config
+from rollbook.trainer.model.flops import ModelShape, first_layer_config
 from rollbook.trainer.model.frozen_base import module_of
 from rollbook.trainer.model.gather import Gather, on_device
 from rollbook.trainer.model.loading import (

@@ -6,7 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from rollbook.trainer.advantages.registry import ADVANTAGES
-from rollbook.trainer.config import ADVANTAGE_DEFAULTS, LOSS_DEFAULTS, NOT_NUMERIC, TrainerConfig
+from rollbook.trainer.config import NOT_NUMERIC, TrainerConfig
+from rollbook.trainer.loss_settings import ADVANTAGE_DEFAULTS, LOSS_DEFAULTS
 from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
 

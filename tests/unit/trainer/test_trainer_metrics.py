@@ -8,8 +8,8 @@ from rollbook.contracts.batch import BatchEntry, BatchManifest
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import EndReason
-from rollbook.trainer.flops import peak_flops
 from rollbook.trainer.metrics import batch_metrics, check_lag, time_metrics
+from rollbook.trainer.model.flops import peak_flops
 from tests.parts.trainer.batches import batch_of, row, sample
 
 
