@@ -428,9 +428,13 @@ class Chaos:
 
     def _finish(self) -> None:
         """Drain, then resume and run to a regular end."""
+        processes = self.run.descendants()
         self.run.process.send_signal(signal.SIGINT)
         drained = self.run.wait(self._heal_s)
-        assert drained["exit_code"] == 0, drained["stderr"][-3000:]
+        assert (drained["exit_code"], drained["end"]) == (0, "drained"), drained["stderr"][-3000:]
+        assert [process for process in processes if process.is_running()] == []
+        checkpoints = sorted((self.run.directory / "checkpoints").iterdir())
+        assert checkpoints[-1].name.endswith(f"{drained['steps']:06d}"), checkpoints
         self.run.overrides.append(f"trainer.max_steps={drained['steps'] + AFTER_STEPS}")
         ended = self.run.start().wait(self._heal_s)
         assert (ended["exit_code"], ended["end"]) == (0, "finished"), ended["stderr"][-3000:]

@@ -17,8 +17,6 @@ from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.envs.builtin.awscli.cloud.backend import CREDENTIALS
 from rollbook.envs.builtin.awscli.environment import AwsCliEnvironment, AwsCliPool
 from rollbook.envs.builtin.awscli.tasks.task_bank import task_bank
-from rollbook.envs.catalog import open_environment_pool
-from rollbook.envs.config import EnvConfig
 from rollbook.envs.environment import EnvironmentsExhaustedError
 from tests.parts.envs.aws import (
     LONG_S,
@@ -52,7 +50,8 @@ async def test_the_reference_solution_scores_one(pool: AwsCliPool, task_id: str)
     assert sum(observation.reward for observation in seen) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("task_id", SAMPLE)
+# An answer, a creation and a repair.
+@pytest.mark.parametrize("task_id", ["s3-object-size", "iam-create-role", "repair-routes"])
 async def test_reading_until_no_moves_are_left_scores_nothing(pool: AwsCliPool, task_id: str) -> None:
     async with one_environment(pool) as env:
         seen = await play(env, {"id": task_id}, ["aws sts get-caller-identity"] * task_bank()[task_id].step_limit)
@@ -306,21 +305,3 @@ async def test_slots_listen_on_consecutive_ports_and_a_port_in_use_is_reported()
             async with ministack_pool(pool_size=1, base_port=base):
                 pytest.fail("the port is taken")
     assert ports == {base, base + 1}
-
-
-async def test_eight_sessions_create_a_bucket_of_the_same_name_and_none_sees_another() -> None:
-    async def session(pool: AwsCliPool, number: int) -> str:
-        async with one_environment(pool) as env:
-            moves = [
-                "aws s3 mb s3://same",
-                f"aws s3api put-object --bucket same --key from-{number}",
-                "aws s3 ls s3://same",
-            ]
-            return (await play(env, bucket_task(), moves))[-1].text
-
-    async with open_environment_pool(EnvConfig(name="aws", args={"base_port": 0}), size=8, log=quiet_log()) as pool:
-        assert isinstance(pool, AwsCliPool)
-        assert pool.capacity == 8
-        shown = await asyncio.gather(*(session(pool, number) for number in range(8)))
-    for number, text in enumerate(shown):
-        assert re.findall(r"from-\d", text) == [f"from-{number}"]
