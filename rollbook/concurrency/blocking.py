@@ -6,6 +6,7 @@ start with the first call that needs one and end at `shutdown`.
 """
 
 import asyncio
+import errno
 import queue
 import signal
 import threading
@@ -85,7 +86,12 @@ class LoopThread:
         self._is_stopped = False
         # A daemon: a call that never returns must not keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._loop.close()
+            # As the system reports a process that it cannot start.
+            raise OSError(errno.EAGAIN, f"{name}: {error}") from error
 
     def __enter__(self) -> Self:
         return self

@@ -480,7 +480,7 @@ def _stored_episodes(directory: RunDirectory, checked: AuditReport | None) -> St
 def _audit(directory: RunDirectory, *, has_failed: bool) -> AuditReport | None:
     try:
         return audit(directory.path)
-    except RunError:
+    except (RunError, OSError):
         # The ledger of a failed run may be missing or unreadable; that must not replace the cause of the failure.
         if has_failed:
             return None

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from rollbook.concurrency.blocking import LoopStoppedError, LoopThread, run_blocking
+from rollbook.contracts.errors import machine_fault
 
 
 async def thread_name() -> str:
@@ -129,3 +130,15 @@ def test_a_blocked_loop_thread_is_reported_and_stops_once_it_can() -> None:
         released.set()
         with suppress(LoopStoppedError):
             call.result()
+
+
+def test_where_no_thread_can_be_started_the_error_names_the_limit_to_raise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(OSError, match="loop: can't start new thread") as refused:
+        LoopThread("loop")
+    assert "ulimit -u" in str(machine_fault(refused.value))
