@@ -18,18 +18,13 @@ from torch import Tensor
 
 from rollbook.concurrency.clock import SystemClock
 from rollbook.concurrency.tasks import first_error
-from rollbook.contracts.batch import EndOfRun, PassSplit, TrainerRole
+from rollbook.contracts.batch import EndOfRun, TrainerRole
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.contracts.policy import SamplerExactness
 from rollbook.contracts.weights import AdapterKind
 from rollbook.numerics.machine import machine_of_bits
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
-from rollbook.trainer.checkpoints.settings_history import (
-    FailedAttempt,
-    PassSplits,
-    SettingsHistory,
-    check_and_record,
-)
+from rollbook.trainer.checkpoints.settings_history import PassSplits, SettingsHistory, check_and_record
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.planner import BatchRequest, LocalPlanner, Planner, open_planner
 from rollbook.trainer.data.planning import PlannedBatch, UnplannableBatchError
@@ -326,7 +321,7 @@ class TrainerLoop:
         for difference in others:
             self._log.warning("trainer.other_machine", difference=difference)
         self._sampler = SettingsHistory.read(self._history_path).sampler
-        self._splits = PassSplits(self._history_path, learner.plan_settings.split)
+        self._splits = PassSplits(self._history_path, learner.plan_settings.split, on_default=self._reports.on_split)
         self._durable_step = role.durable_step
         # The previous trainer may have died after writing the checkpoint and before reporting it.
         await self._mark_durable(restored)
@@ -361,12 +356,8 @@ class TrainerLoop:
             fields["tokens"] = found.max_tokens
         if found == planned and self._config.max_tokens_per_microbatch is None:
             # Measured when the model was loaded.
-            await asyncio.to_thread(self._begin_with, found)
+            await asyncio.to_thread(self._splits.begin_with, found)
         self._log.info("trainer.probed", planned=str(planned), found=str(found))
-
-    def _begin_with(self, split: PassSplit) -> None:
-        self._splits.begin_with(split)
-        self._reports.on_split(split)
 
     # One step ----------------------------------------------------------------------------------------------------------------
 
@@ -499,13 +490,7 @@ class TrainerLoop:
                 raise ChildProcessError(f"{failure} The trainer is restarted, and trains it with {failure.smaller}.")
 
     def _record_failure(self, failure: StepMemoryError) -> None:
-        """On disk: a trainer that is killed now must train the step as this one would. Step 0 is the probe."""
-        if failure.step > 0:
-            self._splits.add(
-                FailedAttempt(step=failure.step, failed=failure.failed, retried=failure.smaller, cause=str(failure))
-            )
-        elif failure.smaller is not None:
-            self._begin_with(failure.smaller)
+        self._splits.add(failure)
         self._log.warning(
             "trainer.out_of_memory",
             step=failure.step,

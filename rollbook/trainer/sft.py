@@ -20,7 +20,7 @@ from rollbook.contracts.trajectory import TokenRow
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import Metric, MetricRecorder, Reduction
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
-from rollbook.trainer.checkpoints.settings_history import FailedAttempt, PassSplits
+from rollbook.trainer.checkpoints.settings_history import PassSplits
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.rows import TrainRow
 from rollbook.trainer.memory_errors import StepMemoryError
@@ -136,7 +136,9 @@ class SftLoop:
         learner = restored_learner(self._checkpoints, self._saved, self._trainer, end=self._end)
         if isinstance(learner, Team):
             learner.on_out_of_memory = self._record_failure
-        self._splits = PassSplits(self._directory / "trainer_state.json", learner.plan_settings.split)
+        self._splits = PassSplits(
+            self._directory / "trainer_state.json", learner.plan_settings.split, on_default=self._on_split
+        )
         try:
             return self._train(learner)
         finally:
@@ -178,21 +180,12 @@ class SftLoop:
         found = fitting_split(learner, planned, self._record_failure)
         if found == planned and self._trainer.max_tokens_per_microbatch is None:
             # Measured when the model was loaded.
-            self._begin_with(found)
+            self._splits.begin_with(found)
         self._log.info("sft.probed", planned=str(planned), found=str(found))
 
-    def _begin_with(self, split: PassSplit) -> None:
-        self._splits.begin_with(split)
-        self._on_split(split)
-
     def _record_failure(self, failure: StepMemoryError) -> None:
-        """Before the next attempt. Step 0 is the probe."""
-        if failure.step > 0:
-            self._splits.add(
-                FailedAttempt(step=failure.step, failed=failure.failed, retried=failure.smaller, cause=str(failure))
-            )
-        elif failure.smaller is not None:
-            self._begin_with(failure.smaller)
+        """Before the next attempt."""
+        self._splits.add(failure)
         self._log.warning("sft.out_of_memory", step=failure.step, retried=str(failure.smaller), cause=str(failure))
 
     def _is_finished(self, step: int, measured: float | None) -> bool:

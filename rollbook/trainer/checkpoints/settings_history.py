@@ -8,6 +8,7 @@ killed between both begins with the smaller passes, and ends with the same bits.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rollbook.contracts.policy import SamplerExactness
 from rollbook.numerics.machine import differences
 from rollbook.trainer.config import SPLIT_SETTINGS, effective_exactness
 from rollbook.trainer.files.atomic_files import write_text_atomically
+from rollbook.trainer.memory_errors import StepMemoryError
 
 LATER_SETTINGS = {
     "optimizer": "adamw",
@@ -169,9 +171,13 @@ def split_settings(split: PassSplit) -> dict[str, Any]:
 class PassSplits:
     """The split of each step: that of the settings, or a smaller one after an attempt that did not fit into memory."""
 
-    def __init__(self, path: Path, default: PassSplit) -> None:
+    def __init__(
+        self, path: Path, default: PassSplit, *, on_default: Callable[[PassSplit], None] = lambda split: None
+    ) -> None:
+        """`on_default` is called with the split of `begin_with`."""
         self._path = path
         self._default = default
+        self._on_default = on_default
         self._attempts = SettingsHistory.read(path).out_of_memory
 
     def of(self, step: int, *, recorded: PassSplit | None = None) -> PassSplit:
@@ -189,13 +195,23 @@ class PassSplits:
             last = history.periods[-1]
             settings = {**last.settings, **split_settings(split)}
             replace(history, periods=(*history.periods[:-1], replace(last, settings=settings))).write(self._path)
+        self._on_default(split)
 
     def failed(self, step: int) -> list[FailedAttempt]:
         return [attempt for attempt in self._attempts if attempt.step == step]
 
-    def add(self, attempt: FailedAttempt) -> None:
-        """Record a failed attempt on disk."""
-        self._write((*self._attempts, attempt))
+    def add(self, failure: StepMemoryError) -> None:
+        """Record it on disk: a trainer that is killed before the next attempt must train the step as this one would.
+
+        Step 0 is the trial before the first step.
+        """
+        if failure.step > 0:
+            attempt = FailedAttempt(
+                step=failure.step, failed=failure.failed, retried=failure.smaller, cause=str(failure)
+            )
+            self._write((*self._attempts, attempt))
+        elif failure.smaller is not None:
+            self.begin_with(failure.smaller)
 
     def take_last_failure(self, step: int) -> FailedAttempt | None:
         """An attempt after which there was nothing smaller to try. It is removed: after this report, the run may be resumed."""

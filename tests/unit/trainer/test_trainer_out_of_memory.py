@@ -17,7 +17,6 @@ from rollbook.telemetry.metrics import MetricRecorder, read_metrics
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.checkpoints.settings_history import (
     SMALLER_STEPS,
-    FailedAttempt,
     PassSplits,
     SettingsHistory,
     split_settings,
@@ -258,7 +257,7 @@ async def test_a_replay_of_recorded_splits_does_not_run_out_of_memory_first(tmp_
 def test_smaller_passes_are_kept_for_some_steps_and_forgotten_with_other_settings(tmp_path: Path) -> None:
     path, smaller = tmp_path / "trainer_state.json", PassSplit(max_tokens=100, gradient_checkpointing=True)
     splits = PassSplits(path, WHOLE)
-    splits.add(FailedAttempt(step=5, failed=WHOLE, retried=smaller, cause="too long"))
+    splits.add(StepMemoryError("too long", step=5, failed=WHOLE, smaller=smaller, can_retry=True))
     for known in (splits, PassSplits(path, WHOLE)):
         found = [known.of(step) for step in (4, 5, 6, 4 + SMALLER_STEPS, 5 + SMALLER_STEPS)]
         assert found == [WHOLE, smaller, smaller, smaller, WHOLE]
