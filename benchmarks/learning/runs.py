@@ -115,18 +115,31 @@ OnPoll = Callable[[int, int], None]
 """Called about once a second with the pid of the supervisor and the number of trained steps."""
 
 
-def train(name: str, table: Mapping[str, Any], home: Path, stop: Stop, *, on_poll: OnPoll | None = None) -> LearningRun:
-    """Write the config, start the run, wait for the stop condition, stop it and read its results."""
+def train(
+    name: str,
+    table: Mapping[str, Any],
+    home: Path,
+    stop: Stop,
+    *,
+    on_poll: OnPoll | None = None,
+    module: str = "rollbook",
+    environment: Mapping[str, str] | None = None,
+) -> LearningRun:
+    """Write the config, start the run, wait for the stop condition, stop it and read its results.
+
+    `module`: whose main function is the command line. `environment`: further variables of the run.
+    """
     source = home / f"{name}.toml"
     source.write_text(tomli_w.dumps(dict(table)), encoding="utf-8")
     directory = home / name
     shutil.rmtree(directory, ignore_errors=True)
-    command = train_command(source, directory)
+    command = train_command(source, directory, module=module)
+    env = {**os.environ, **(environment or {})}
     # A benchmark that is ended must end its run, too: the run is in another process session.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     began = time.time()
     with (home / f"{name}.out").open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=dict(os.environ))
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=env)
         try:
             _wait_for_stop(process, directory, stop, name, on_poll)
         finally:
@@ -147,9 +160,9 @@ def _print_deaths(name: str, output: str, directory: Path) -> None:
             print_status(f"  {name}: the end of {path.name}:\n{written[-2000:]}")
 
 
-def train_command(source: Path, directory: Path) -> list[str]:
+def train_command(source: Path, directory: Path, *, module: str = "rollbook") -> list[str]:
     options = ["--no-dashboard", "--no-preflight", "--run-dir", str(directory)]
-    return [sys.executable, "-m", "rollbook", "train", *options, str(source)]
+    return [sys.executable, "-m", module, "train", *options, str(source)]
 
 
 def _wait_for_stop(

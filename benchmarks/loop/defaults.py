@@ -6,6 +6,9 @@
     python -m benchmarks.loop.defaults --tiny                    every kind of run with a tiny model on a CPU, to test the script
     python -m benchmarks.loop.defaults --cases 8b-lora --limits 80 48      runs within `run.gpu_memory_gb`
     python -m benchmarks.loop.defaults --cases 1.5b --parts                generation alone and training alone, too
+    python -m benchmarks.loop.defaults --cases 135m 1.5b 8b-lora --mps     each case with an MPS server, too
+    python -m benchmarks.loop.defaults --cases 8b-lora --mps --only killed --stepping 400      kills under MPS
+    python -m benchmarks.loop.defaults --cases 135m --only unsynced        a ledger that does not wait for the disk
 
 Every run is `rollbook init --template single_turn --model DIR` with 16 groups of 8 answers a step and a staleness bound of 2. Only
 the lengths of answers are set: 64 to 512 tokens, the same for all answers to a question. Models have random weights.
@@ -22,8 +25,14 @@ With `--parts`: `parts_CASE`, seconds of generation alone and of training alone 
 of training alone, four operations for a frozen weight. Training is alone in a run with bound 0. Generation is alone in an engine
 without a trainer, which has as many answers in flight as the run, of full weights.
 
-With LoRA: in `--only apart` each process loads its own base; `--only killed` kills policy server and trainer in turn while they
-share it, and `diverged_steps` counts steps that were trained again with other bits. Ten kills of each need `--stepping 400`.
+Each run says where the time of a step goes (`time`, means in seconds): the trainer trains, or waits for its batch, for the end of
+the publication before it, or for the copy of a checkpoint; digest, acknowledgement and publication are concurrent with training;
+`played`, `queued` and `batched` are groups, `play` is what the groups that are played and Little's law give for one.
+
+`mps_CASE`: seconds a step without and with an MPS server of the run. With LoRA: in `--only apart` each process loads its own base.
+`--only killed` kills policy server and trainer in turn, with LoRA while they share their base. `killed_CASE_others`: the share of
+kills that ended no other process. `killed_CASE_bits`: the share of steps that `rollbook replay --verify` reproduced before a
+difference; 0 if a step was trained again with other bits (`diverged_steps`). Ten kills of each need `--stepping 400`.
 """
 
 import argparse
@@ -31,7 +40,6 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -39,8 +47,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +57,9 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.engine.models import QWEN_1_5B, SMALL, SMOLLM2_135M, TINY, Shape, llama_config, opened
 from benchmarks.engine.workloads import LLAMA_8B
-from benchmarks.learning.runs import LearningRun, Stop, train
+from benchmarks.learning.runs import Stop, train
+from benchmarks.loop.measured_run import WARM_UP_STEPS, Measured, figures_of, kill_figures
+from benchmarks.loop.observers import GpuMemory, GroupPlaces, Kills
 from benchmarks.loop.speed import play
 from benchmarks.loop.token_rollout import tasks
 from benchmarks.report import Figure, print_figures, print_status
@@ -60,20 +69,16 @@ from rollbook.contracts.weights import weights_digest
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.weights.safetensors import read_weights
 from rollbook.run.config.run import load_config
-from rollbook.run.directory import RunDirectory
-from rollbook.run.resources.automatic import Resolution, resolve
-from rollbook.run.resources.machine import GB, driver_gpus, this_machine
-from rollbook.run.resources.memory_plan import CONTEXT_BYTES, gpu, memory_plan
+from rollbook.run.resources.automatic import resolve
+from rollbook.run.resources.machine import this_machine
+from rollbook.run.resources.memory_plan import gpu
 from rollbook.trainer.model.model_directory import build_tokenizer
 from rollbook.trainer.model_config import ModelBuildConfig
+from tests.parts.run.mps_stand_in import install
 
-FLOOR = 0.9
-PARTS_FLOOR = 1.0
+PARTS_FLOOR = MPS_FLOOR = 1.0
 MFU_FLOOR, LORA_MFU_FLOOR = 0.38, 0.33
 PROMPT_TOKENS = 48
-MEMORY_FLOOR = 0.9
-"""Planned and measured memory differ by at most 10 %."""
-WARM_UP_STEPS = 3
 MOST_STEPS_OF_KILL = 5
 """Steps from one kill to the next, those that a restarted trainer trains again included."""
 START_S, END_S = 60.0, 15.0
@@ -135,11 +140,9 @@ OF_TINY = (("tiny", None), ("tiny-lora", "apart"), ("tiny-lora", "killed"))
 """With `--tiny`: cases, and the only run of each."""
 
 
-KILLED: dict[str, dict[str, Any]] = {
-    "resources": {"shared_base": True},
-    "trainer": {"checkpoint_every": 3},
-    "run": {"most_quick_deaths": 1000},
-}
+KILLED: dict[str, dict[str, Any]] = {"trainer": {"checkpoint_every": 3}, "run": {"most_quick_deaths": 1000}}
+SHARED, MPS = {"shared_base": True}, {"mps": True}
+UNSYNCED: dict[str, dict[str, Any]] = {"ledger": {"durability": "process_crash"}}
 SYNCHRONOUS: dict[str, dict[str, Any]] = {"gate": {"max_head_offpolicy_versions": 0}}
 
 
@@ -202,133 +205,6 @@ async def generation_alone(case: Case, model: Path) -> float:
     return sum(tokens for _, tokens in full) / (full[-1][0] - ended[in_flight - 1][0])
 
 
-class GpuMemory:
-    """The largest memory that processes of a run had on the first GPU, read about once a second."""
-
-    def __init__(self, directory: Path, names: Sequence[str]) -> None:
-        """`names`: of the processes that use the GPU."""
-        self.total = 0
-        self.by_process: dict[str, int] = {}
-        self._directory = directory
-        self._names = names
-
-    def read(self, _supervisor: int, _steps: int) -> None:
-        gpus = list(driver_gpus())
-        if not gpus:
-            return
-        self.total = max(self.total, gpus[0].used_bytes)
-        query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-        try:
-            rows = subprocess.run(query, capture_output=True, text=True, timeout=5, check=False).stdout.splitlines()
-            found = json.loads((self._directory / "processes.json").read_text(encoding="utf-8"))["processes"]
-        except (OSError, ValueError, subprocess.TimeoutExpired):
-            return
-        split = [row.replace(" ", "").split(",") for row in rows]
-        used = {int(pid): int(mib) << 20 for pid, mib in split if pid.isdigit() and mib.isdigit()}
-        pids = {name: row["pid"] for name, row in found.items() if name in self._names and row.get("pid")}
-        for name, num_bytes in used_by(pids, used).items():
-            self.by_process[name] = max(self.by_process.get(name, 0), num_bytes)
-
-
-def used_by(pids: Mapping[str, int], used: Mapping[int, int]) -> dict[str, int]:
-    """Memory by name. In a container the driver may know processes by other numbers, which have the same order. Empty if processes
-    cannot be distinguished, for example while some of them start."""
-    if set(pids.values()) >= set(used):
-        return {name: used[pid] for name, pid in pids.items() if pid in used}
-    if len(pids) != len(used):
-        return {}
-    return dict(zip(sorted(pids, key=pids.__getitem__), [used[pid] for pid in sorted(used)], strict=True))
-
-
-class Kills:
-    """Kills the policy server and the trainer in turn, `rounds` times each, with at least a step between two kills."""
-
-    def __init__(self, directory: Path, rounds: int) -> None:
-        self._file = RunDirectory(directory).processes_file
-        self._rounds = rounds
-        self._steps = 0
-        self.done = 0
-
-    def next(self, _supervisor: int, steps: int) -> None:
-        role = ("policy", "trainer")[self.done % 2]
-        if self.done == 2 * self._rounds or steps <= self._steps:
-            return
-        row = json.loads(self._file.read_text(encoding="utf-8"))["processes"][role]
-        if row["ready"] and row["pid"] is not None:
-            os.kill(row["pid"], signal.SIGKILL)
-            self.done += 1
-            self._steps = steps
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    run: LearningRun
-    found: Resolution
-    memory: GpuMemory
-    kills: int = 0
-
-    @property
-    def steady(self) -> list[dict[str, Any]]:
-        """The steps after the warm-up; after the first one if there are few."""
-        return self.run.steps[max(1, min(WARM_UP_STEPS, len(self.run.steps) - 3)) :]
-
-    @property
-    def periods(self) -> list[float]:
-        """Seconds from one step to the next, after the warm-up."""
-        first = len(self.run.steps) - len(self.steady)
-        return [b["time"] - a["time"] for a, b in pairwise(self.run.steps[max(0, first - 1) :])] if first else []
-
-    @property
-    def measured_bytes(self) -> dict[str, int]:
-        """By process."""
-        tensors = float(max(row["perf/memory_gb"] for row in self.run.steps)) * GB
-        return self.memory.by_process | {"trainer": round(tensors + CONTEXT_BYTES)}
-
-    @property
-    def planned_bytes(self) -> dict[str, int]:
-        """By process, without a checkpoint if there was none. A pass of the planned size is tried before the first step."""
-        sizes, last = self.found.sizes, self.run.steps[-1]
-        if self.found.model is None or self.found.plan is None:
-            return {}
-        has_checkpoint = sizes.has_gpu_checkpoint and last["step"] >= self.found.loaded.config.trainer.checkpoint_every
-        return memory_plan(self.found.model, replace(sizes, has_gpu_checkpoint=has_checkpoint)).by_process(gpu(0))
-
-    def row(self) -> dict[str, Any]:
-        steady, plan = self.steady, self.found.plan
-
-        def middle(metric: str) -> float | None:
-            values = [row[metric] for row in steady if row.get(metric) is not None]
-            return round(statistics.median(values), 3) if values else None
-
-        return {
-            "name": self.run.name,
-            "step_s": round(statistics.fmean(self.periods), 3),
-            "step_s_all": [round(period, 3) for period in self.periods],
-            "steps": len(self.run.steps),
-            "start_s": round(self.run.start_s, 1),
-            "first_step_s": round(self.run.first_step_s, 1),
-            "train_s": middle("perf/train_time"),
-            "wait_s": middle("perf/sample_wait_time"),
-            "publish_wait_s": middle("perf/publish_wait_time"),
-            "mfu_in_step": middle("perf/mfu"),
-            "tokens_per_step": middle("rollout/response_len"),
-            "trainer_tensors_gb": max((row["perf/memory_gb"] for row in self.run.steps), default=None),
-            "gpu_gb": round(self.memory.total / GB, 2),
-            "gpu_gb_by_process": in_gb(self.memory.by_process),
-            "planned_gb": 0.0 if plan is None else round(plan.total(gpu(0)) / GB, 2),
-            "planned_gb_by_process": in_gb(self.planned_bytes),
-            "chosen": dict(self.found.chosen),
-            "max_lag": self.run.max_lag,
-            "audit_ok": self.run.audit_ok,
-            "kills": self.kills,
-            "diverged_steps": sum(row["train/diverged_steps"] or 0 for row in self.run.steps),
-        }
-
-
-def in_gb(num_bytes: Mapping[str, int]) -> dict[str, float]:
-    return {name: round(number / GB, 2) for name, number in num_bytes.items()}
-
-
 def measure(
     name: str,
     project: Path,
@@ -348,48 +224,40 @@ def measure(
     for line in [*found.lines(), *map(str, found.faults())]:
         print_status(f"  {name}: {line}")
     names = [] if found.plan is None else list(found.plan.by_process(gpu(0)))
-    memory = GpuMemory(project / name, names)
+    memory, groups = GpuMemory(project / name, names), GroupPlaces(project / name)
     killing = Kills(project / name, kills)
 
     def on_poll(supervisor: int, steps: int) -> None:
         memory.read(supervisor, steps)
+        groups.read(supervisor, steps)
         killing.next(supervisor, steps)
+
+    options: dict[str, Any] = {}
+    if found.loaded.config.resources.mps and not this_machine().gpus:
+        options = {"module": "tests.parts.run.with_mps", "environment": install(project / "bin")}
 
     most = WARM_UP_STEPS + steps + MOST_STEPS_OF_KILL * 2 * kills
     stop = Stop(limit_s=stepping_s, steps=most, total_s=MAX_START_S + stepping_s)
-    run = train(name, table, project, stop, on_poll=on_poll)
+    run = train(name, table, project, stop, on_poll=on_poll, **options)
+    replayed = reproduced(run.directory) if kills else (0, 0)
     for kept in ("metrics.jsonl", "logs"):
         shutil.move(run.directory / kept, project / f"{name}-{kept}")
     shutil.rmtree(run.directory, ignore_errors=True)
-    measured = Measured(run=run, found=found, memory=memory, kills=killing.done)
+    measured = Measured(run=run, found=found, memory=memory, groups=groups, kills=killing, replayed=replayed)
     if not measured.periods:
         raise RuntimeError(f"only {len(run.steps)} steps in {stepping_s:.0f} s, give it more --stepping")
     return measured
 
 
-def figures_of(name: str, ours: Measured, hand: Measured | None) -> list[Figure]:
-    step_s = statistics.fmean(ours.periods)
-    figures = []
-    if hand is not None:
-        peer = statistics.fmean(hand.periods)
-        figures.append(
-            Figure(name=f"defaults_{name}", ours=step_s, peer=peer, unit="s a step", ratio=peer / step_s, floor=FLOOR)
-        )
-    planned = ours.planned_bytes if ours.memory.total else {}
-    for process, used in ours.measured_bytes.items():
-        if process in planned:
-            both = sorted((used / GB, planned[process] / GB))
-            figures.append(
-                Figure(
-                    name=f"memory_{name}_{process}",
-                    ours=used / GB,
-                    peer=planned[process] / GB,
-                    unit="GB",
-                    ratio=both[0] / both[1],
-                    floor=MEMORY_FLOOR,
-                )
-            )
-    return figures
+def reproduced(run: Path) -> tuple[int, int]:
+    """Steps with the recorded bits in a replay, and all steps that are compared."""
+    command = [sys.executable, "-m", "rollbook", "replay", str(run), "--verify", "--json"]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if not ended.stdout.strip():
+        return 0, 1  # it could not be replayed; its error is on stderr
+    report = json.loads(ended.stdout)
+    steps, diverged_at = report["steps"], report["diverged_at"]
+    return steps if diverged_at is None else diverged_at - 1, steps
 
 
 def parts_of(name: str, case: Case, ours: Measured, synchronous: Measured, model: Path) -> list[Figure]:
@@ -442,6 +310,44 @@ def prepare(name: str, case: Case, home: Path) -> Path:
     return project
 
 
+def runs_of(
+    case: Case, *, limits: Sequence[float], only: str | None, has_mps: bool
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """The runs of a case by kind, with the settings in which they differ from the run file of `rollbook init`."""
+    found: dict[str, dict[str, dict[str, Any]]] = {"defaults": {}, "hand": by_hand(case)}
+    if limits:
+        return {f"limit{limit:g}": {"run": {"gpu_memory_gb": limit}} for limit in limits}
+    if has_mps:
+        found["mps"] = {"resources": MPS}
+    if only is None:
+        return found
+    resources = {**(SHARED if case.lora else {}), **(MPS if has_mps else {})}
+    others = {
+        "apart": {"resources": {"shared_base": False}},
+        "killed": {**KILLED, "resources": resources},
+        "unsynced": UNSYNCED,
+    }
+    return {only: {**found, **others}[only]}
+
+
+def run_figures(name: str, kind: str, results: Mapping[str, Measured], *, has_mps: bool) -> list[Figure]:
+    """Those of one run, which may need another one of the same case. Runs by hand and with bound 0 have none."""
+    ours = results[kind]
+    if kind in {"hand", "synchronous"}:
+        return []
+    if kind == "defaults":
+        return figures_of(name, ours, results.get("hand"))
+    figures = figures_of(f"{name}-{kind}", ours, None)
+    if kind == "killed":
+        figures += kill_figures(f"{name}{'_mps' if has_mps else ''}", ours)
+    if kind == "mps" and "defaults" in results:
+        step_s, peer = (statistics.fmean(measured.periods) for measured in (ours, results["defaults"]))
+        figures.append(
+            Figure(name=f"mps_{name}", ours=step_s, peer=peer, unit="s a step", ratio=peer / step_s, floor=MPS_FLOOR)
+        )
+    return figures
+
+
 def run_case(
     name: str,
     home: Path,
@@ -452,18 +358,14 @@ def run_case(
     only: str | None,
     kills: int,
     has_parts: bool,
+    has_mps: bool,
     save: Path | None,
 ) -> list[Figure]:
     """`until`: the time of the monotonic clock after which no run is started that would not end before it."""
     case = CASES[name]
     project = prepare(name, case, home)
     os.sync()  # the model's file, which the first run would wait for at each commit
-    runs: dict[str, dict[str, dict[str, Any]]] = {"defaults": {}, "hand": by_hand(case)}
-    if limits:
-        runs = {f"limit{limit:g}": {"run": {"gpu_memory_gb": limit}} for limit in limits}
-    if only is not None:
-        more = {"apart": {"resources": {"shared_base": False}}, "killed": KILLED}
-        runs = {only: {**runs, **more}[only]}
+    runs = runs_of(case, limits=limits, only=only, has_mps=has_mps)
     if has_parts:
         runs["synchronous"] = SYNCHRONOUS
     results: dict[str, Measured] = {}
@@ -472,23 +374,20 @@ def run_case(
             print_status(f"{name}-{kind}: left out, too little time is left")
             continue
         try:
-            killed = kills if kind == "killed" else 0
+            rounds = kills if kind == "killed" else 0
             results[kind] = measure(
-                f"{name}-{kind}", project, overrides, steps=case.steps, stepping_s=stepping_s, kills=killed
+                f"{name}-{kind}", project, overrides, steps=case.steps, stepping_s=stepping_s, kills=rounds
             )
         except RuntimeError as error:  # the other runs are still worth measuring
             print_status(f"{name}-{kind}: {error}")
             continue
+        print_status(f"  {name}-{kind}: {results[kind].time}")
         line = json.dumps(results[kind].row())
         print_status(line)
         if save is not None:
             with save.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
-    figures = []
-    for kind, measured in results.items():
-        if kind not in {"hand", "synchronous"}:
-            label = name if kind == "defaults" else f"{name}-{kind}"
-            figures += figures_of(label, measured, results.get("hand") if kind == "defaults" else None)
+    figures = [figure for kind in results for figure in run_figures(name, kind, results, has_mps=has_mps)]
     if {"defaults", "synchronous"} <= results.keys():
         figures += parts_of(name, case, results["defaults"], results["synchronous"], home / f"model-{name}")
     shutil.rmtree(home / f"model-{name}", ignore_errors=True)
@@ -502,7 +401,12 @@ def main() -> int:
     parser.add_argument("--stepping", type=float, default=30.0, help="seconds of steps in each run (default: 30)")
     parser.add_argument("--within", type=float, default=1e9, help="seconds for everything")
     parser.add_argument("--limits", nargs="+", type=float, default=[], help="run.gpu_memory_gb of runs without hand")
-    parser.add_argument("--only", choices=["defaults", "hand", "apart", "killed"], help="one run of a case")
+    parser.add_argument(
+        "--only", choices=["defaults", "hand", "apart", "killed", "unsynced", "mps"], help="one run of a case"
+    )
+    parser.add_argument(
+        "--mps", action="store_true", help="a run with an MPS server, too; with `--only killed`: under it"
+    )
     parser.add_argument("--parts", action="store_true", help="generation alone and training alone, too")
     parser.add_argument("--kills", type=int, default=10, help="kills of each process in the run `killed`")
     parser.add_argument("--home", type=Path, help="folder that keeps what the runs print (default: a temporary one)")
@@ -532,6 +436,7 @@ def main() -> int:
                 "until": until,
                 "limits": args.limits,
                 "has_parts": args.parts or (args.tiny and only is None),
+                "has_mps": args.mps or args.tiny,
             }
             try:
                 found = run_case(

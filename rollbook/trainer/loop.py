@@ -511,11 +511,15 @@ class TrainerLoop:
 
     async def _settle(self, trained: TrainedStep, acknowledged: asyncio.Future[str]) -> None:
         """Acknowledge a step and publish its weights."""
+        began = self._clock.now()
         weights, digest = await asyncio.to_thread(digested, trained.weights)
+        self._metrics.add("perf/digest_time", self._clock.now() - began)
         self._digest = digest
         planned = trained.planned
         step = planned.step
+        began = self._clock.now()
         receipt = await self._source.acknowledge(step, digest, unusable=planned.unusable, split=planned.split)
+        self._metrics.add("perf/acknowledge_time", self._clock.now() - began)
         await asyncio.to_thread(
             self._chain.add, planned.manifest, epoch=self._epoch, weights=digest, unusable=planned.unusable
         )

@@ -121,6 +121,8 @@ TRAINER_METRICS: tuple[Metric, ...] = (
     ),
     Metric("perf/sample_wait_time", "s", "waited for the batch", Reduction.SUM),
     Metric("perf/train_time", "s", "trained on the batch, digest included", Reduction.SUM),
+    Metric("perf/digest_time", "s", "digest of the weights, with their copy to main memory, concurrent with training"),
+    Metric("perf/acknowledge_time", "s", "the ledger recorded the step, concurrent with training"),
     Metric("perf/weight_sync_time", "s", "time to publish the weights, concurrent with training", Reduction.SUM),
     Metric("perf/publish_wait_time", "s", "training waited for the previous publication to complete", Reduction.SUM),
     Metric("perf/checkpoint_time", "s", "time to write a checkpoint, concurrent with training", Reduction.SUM),

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.loop.defaults import used_by
+from benchmarks.loop.observers import Kills, used_by
+from rollbook.run.directory import RunDirectory
 from tests.parts.run.small import REPOSITORY
 
 ATROPOS = REPOSITORY / ".venvs" / "atropos" / "bin" / "python"
@@ -43,8 +44,55 @@ def test_memory_of_a_gpu_is_told_apart_by_process(used: dict[int, int], expected
     assert used_by({"trainer": 14, "policy": 11}, used) == expected
 
 
+def test_kills_alternate_and_name_the_processes_that_had_to_be_restarted_with_their_victim(tmp_path: Path) -> None:
+    children = {role: subprocess.Popen(["sleep", "600"]) for role in ("policy", "trainer", "base")}
+    restarts = dict.fromkeys(children, 0)
+
+    def write(*, ready: bool = True) -> None:
+        rows = {
+            role: {"pid": child.pid, "ready": ready, "restarts": restarts[role]} for role, child in children.items()
+        }
+        RunDirectory(tmp_path).processes_file.write_text(json.dumps({"processes": rows}), encoding="utf-8")
+
+    def restart(role: str) -> None:
+        children[role].kill()
+        children[role].wait()
+        children[role] = subprocess.Popen(["sleep", "600"])
+        restarts[role] += 1
+
+    try:
+        kills = Kills(tmp_path, rounds=1)
+        write()
+        kills.next(0, 1)
+        assert [role for role, child in children.items() if _has_died(child)] == ["policy"]
+        kills.next(0, 1)
+        write(ready=False)
+        kills.next(0, 2)
+        assert kills.done == 1, "neither in the same step nor while a process starts"
+        restart("policy")
+        write()
+        kills.next(0, 3)
+        assert (kills.done, kills.alone, _has_died(children["trainer"])) == (2, 1, True)
+        restart("trainer")
+        restart("base")
+        write()
+        kills.next(0, 4)
+        assert (kills.done, kills.alone, kills.others) == (2, 1, ["base after kill 2 (trainer)"])
+    finally:
+        for child in children.values():
+            child.kill()
+            child.wait()
+
+
+def _has_died(child: subprocess.Popen[bytes]) -> bool:
+    try:
+        return child.wait(0.2) != 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SMALLEST)
 def test_a_benchmark_ends_with_its_figures(name: str, tmp_path: Path) -> None:
     if name == "ledger.atropos_comparison" and not ATROPOS.is_file():
