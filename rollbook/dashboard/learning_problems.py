@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rollbook.dashboard.run_metrics import StepMetrics
+from rollbook.dashboard.run_metrics import RolloutTotals, StepMetrics
 
 WINDOW = 10
 """Steps of a mean. Shorter means of small batches are too noisy, longer ones report too late."""
@@ -21,6 +21,8 @@ of the distance at the start is as good as solved."""
 COLLAPSED_ENTROPY = 0.05
 """Share of the entropy at the start. Runs that learn well often end at a tenth (docs/results/staleness.md)."""
 FILTERED_SHARE = 0.9
+FEW_GROUPS = 20
+"""A run that has no step yet is reported after this many groups. Groups of slow agents take minutes each."""
 MAX_RATIO = 2.0
 MIN_ESS = 0.2
 LONGER = 3.0
@@ -28,11 +30,16 @@ TRUNCATED_SHARE = 0.5
 CUT_SHARE = 0.2
 MASKED_SHARE = 0.05
 """Of the sampled tokens, or of the first turns."""
+TOO_HARD = (
+    'Too hard: warm-start with `rollbook sft`, set tasks.order = "curriculum", or raise rollout.completions_per_prompt. '
+    "Too easy: add harder tasks"
+)
 FALLEN_SHARE, FALLEN_BY = 0.5, 0.1
 """The reward fell to this share of its best mean, and by at least this much."""
 
 
 class ProblemKind(StrEnum):
+    FILTERED = "filtered groups"
     ENTROPY = "entropy collapse"
     VARIANCE = "equal rewards"
     RATIO = "exploding ratio"
@@ -101,6 +108,20 @@ class LearningMonitor:
             if kind not in self._problems and (found := rule()) is not None:
                 self._problems[kind] = LearningProblem(kind, step.step, *found)
 
+    def add_totals(self, totals: RolloutTotals) -> None:
+        """What was played so far. It matters until the first step: a run whose groups are all filtered never has one."""
+        share = totals.filtered_share
+        if self._first or ProblemKind.FILTERED in self._problems or totals.groups < FEW_GROUPS or share is None:
+            return
+        if share >= FILTERED_SHARE:
+            mean = (
+                "" if totals.mean_reward is None else f"; the mean reward of their samples is {totals.mean_reward:.2g}"
+            )
+            seen = (
+                f"{totals.filtered:.0f} of {totals.groups:.0f} groups were filtered, so there is nothing to train{mean}"
+            )
+            self._problems[ProblemKind.FILTERED] = LearningProblem(ProblemKind.FILTERED, 0, seen, TOO_HARD)
+
     @property
     def _solved(self) -> float | None:
         """Solve rate of all samples if known: groups that are solved completely are filtered, so the trained samples look worse."""
@@ -146,8 +167,7 @@ class LearningMonitor:
             return f"{seen}, because {share}", "End the run, or add harder tasks"
         return (
             f"{seen}, and groups of equal rewards teach nothing",
-            'Too hard: warm-start with `rollbook sft`, set tasks.order = "curriculum", or raise rollout.completions_per_prompt. '
-            "Too easy: add harder tasks",
+            TOO_HARD,
         )
 
     def _ratio(self) -> tuple[str, str] | None:
@@ -228,11 +248,13 @@ def _memory(step: StepMetrics) -> tuple[str, str] | None:
     )
 
 
-def learning_problems(steps: Sequence[StepMetrics]) -> tuple[LearningProblem, ...]:
+def learning_problems(steps: Sequence[StepMetrics], totals: RolloutTotals | None = None) -> tuple[LearningProblem, ...]:
     """The problems of a whole run."""
     monitor = LearningMonitor()
     for step in steps:
         monitor.add(step)
+    if totals is not None:
+        monitor.add_totals(totals)
     return monitor.problems
 
 

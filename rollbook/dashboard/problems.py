@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rollbook.contracts.admission import AuditReport, GateState, LedgerStatus
+from rollbook.dashboard.learning_problems import FEW_GROUPS, ProblemKind
 from rollbook.dashboard.process_files import Process
 from rollbook.dashboard.run_metrics import RunMetrics
 from rollbook.dashboard.run_view import RunDetails
@@ -13,8 +14,6 @@ from rollbook.dashboard.run_view import RunDetails
 MANY = 0.5
 SOME = 0.2
 """Shares of filtered, unscorable or truncated work above which it is worth a look."""
-FEW_GROUPS = 20
-"""Shares of fewer groups are too noisy to report."""
 QUIET_S = 120.0
 """A running run that has trained nothing for this long, and for ten times its usual step, may be stuck."""
 
@@ -154,7 +153,8 @@ def _learning(facts: Facts) -> Iterator[FoundProblem]:
 
 def _samples(facts: Facts) -> Iterator[FoundProblem]:
     totals, last = facts.metrics.totals, facts.metrics.latest
-    if totals.groups >= FEW_GROUPS and (totals.filtered_share or 0.0) >= MANY:
+    is_reported = any(text.startswith(ProblemKind.FILTERED) for text in facts.metrics.problems)
+    if totals.groups >= FEW_GROUPS and (totals.filtered_share or 0.0) >= MANY and not is_reported:
         yield FoundProblem(
             severity="warning",
             kind="filtered",

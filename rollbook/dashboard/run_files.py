@@ -67,6 +67,7 @@ class RunReader:
             self._history.add_played(_measured(row))
         for event in self._worker_events.poll():
             self._transcript = _transcript(event) or self._transcript
+        self._learning.add_totals(self._history.totals)
         return RunMetrics(
             steps=tuple(self._kept),
             last_step=self._last_step,
@@ -155,7 +156,7 @@ def summarise(run_dir: Path) -> RunSummary:
         evaluations=tuple(history.evaluations),
         max_lag=max((round(step.lag_max) for step in steps if step.lag_max is not None), default=0),
         trainer_utilisation=trainer_utilisation(sum(s.wait_s for s in steps), sum(s.train_s for s in steps)),
-        problems=tuple(map(str, learning_problems(steps))),
+        problems=tuple(map(str, learning_problems(steps, history.totals))),
     )
 
 

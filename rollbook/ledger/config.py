@@ -26,7 +26,8 @@ class GateConfig(BaseModel, frozen=True, extra="forbid"):
     """P: prompt groups in one training step. Fixed for the whole run."""
 
     max_groups_in_flight: int = Field(default=16, ge=1)
-    """C: maximum number of prompt groups played concurrently. May be smaller than a step."""
+    """C: maximum number of prompt groups played concurrently. May be smaller than a step. 16, or fewer for coding agents on
+    few cores."""
 
     max_head_offpolicy_versions: int = Field(default=1, ge=0)
     """O: the staleness bound, in steps. No trained token is older than this; 0 is strictly synchronous.

@@ -268,8 +268,10 @@ class RunDirectory:
             return None
         return status.st_dev, status.st_ino
 
-    def fault(self) -> str | None:
-        """Why the directory cannot be created or written, or None. Creates nothing."""
+    def fault(self, *, source_dir: Path | None = None) -> str | None:
+        """Why the directory cannot be created or written, or None. Creates nothing. `source_dir`: where the user's files are."""
+        if source_dir is not None and not self.exists and self.path.resolve() == source_dir.resolve():
+            return f"{self.path} has your own files, which a run there would mix with its own; choose another, such as runs/first"
         place = next(folder for folder in (self.path, *self.path.parents) if folder.exists())
         if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
             return None

@@ -8,7 +8,8 @@ class SandboxConfig(BaseModel, frozen=True, extra="forbid"):
     One that does not fit waits."""
 
     at_once: int | None = Field(default=None, ge=1)
-    """The most sandboxes that are open at the same time. Unset: no limit."""
+    """The most sandboxes that are open at the same time. For coding agents, four for each core if `gate.max_groups_in_flight` is
+    not set either; else no limit."""
 
     memory_mb: int | None = Field(default=None, ge=64)
     """The most memory: the sum of `memory_mb` and `disk_mb` (files are in memory) of the open sandboxes, in steps of 64 MB. Unset:

@@ -223,7 +223,12 @@ def _rows_of_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise DatasetError(
+            f"{path}, line {line}: not UTF-8 (byte 0x{error.object[error.start]:02x}); convert the file, for example with iconv"
+        ) from error
+    except OSError as error:
         raise DatasetError(
             f"tasks: cannot read {path}: {error}. A relative path is relative to the directory of the config file"
         ) from error

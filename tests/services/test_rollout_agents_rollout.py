@@ -157,6 +157,28 @@ async def test_the_log_of_an_agent_that_is_ended_at_the_deadline_is_kept(
     assert sample.facts["agent_log"] == "I am still looking"
 
 
+async def test_a_coding_agent_that_does_not_work_is_named_with_the_command_that_installs_it(tmp_path: Path) -> None:
+    settings = scripted_agent(tmp_path / "bin", "")
+    (tmp_path / "bin" / "mini").write_text("#!/bin/sh\necho No module named mcp >&2; exit 1\n")
+    settings |= {"sandbox": "none", "reward": f"{__name__}:files_of_the_workspace"}
+    with pytest.raises(EpisodeError, match=r"(?s)code 1: No module named mcp.*no request.*pip install mini-swe-agent"):
+        await play(tmp_path, {"task": "?"}, **settings)
+
+
+async def test_an_agent_that_is_too_slow_to_start_is_told_apart_from_one_that_ignores_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def out_of_time(session: ProxySession) -> None:
+        session._end = EndReason.TIME
+
+    monkeypatch.setattr(ProxySession, "out_of_time", out_of_time)
+    settings = scripted_agent(tmp_path / "bin", "")
+    (tmp_path / "bin" / "mini").write_text("#!/bin/sh\nsleep 987654\n")
+    settings |= {"sandbox": "none", "reward": f"{__name__}:files_of_the_workspace"}
+    with pytest.raises(EpisodeError, match=r"the time of the episode is over; .*gate.max_groups_in_flight"):
+        await play(tmp_path, {"task": "?"}, **settings)
+
+
 async def test_an_agent_that_is_installed_in_the_home_directory_does_not_see_the_files_next_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

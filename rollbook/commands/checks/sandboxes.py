@@ -20,7 +20,7 @@ from rollbook.sandbox.sandbox import SandboxError, SandboxUnavailableError
 
 VERSION_S = 30.0
 CONTAINERS: tuple[Kind, ...] = ("podman", "docker")
-VERSION = re.compile(r"\d+\.\d[\w.+-]*")
+VERSION = re.compile(r"\d+\.\d[\w.+-]*(?<!\.)")
 WITH_SANDBOX = frozenset({"code", "files", "harbor"})
 """Built-in environments that open sandboxes."""
 
@@ -111,13 +111,13 @@ def _version_of(program: Path, path: str | None) -> str | None:
 def run_findings(config: RunConfig) -> list[DoctorFinding]:
     """The sandboxes and the coding agent that this run needs."""
     settings, args = config.rollout.settings, config.env.args
-    agent = settings.get("agent") if config.rollout.function == "agent" else None
+    agent = config.coding_agent
     kinds: list[Kind] = []
-    if agent in CODING_AGENTS:
+    if agent is not None:
         kinds.append(settings.get("sandbox", "bubblewrap"))
     if config.env.name in WITH_SANDBOX or "sandbox" in args:
         kinds.append(args.get("sandbox", "bubblewrap"))
     found = [finding for kind in dict.fromkeys(kinds) for finding in sandbox_findings(kind, is_required=True)]
-    if agent in CODING_AGENTS:
+    if agent is not None:
         found += agent_findings([agent], path=settings.get("environment", {}).get("PATH"))
     return found

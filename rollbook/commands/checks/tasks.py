@@ -2,6 +2,7 @@
 
 import asyncio
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from rollbook.sandbox.harbor.task import HarborTask, find_tasks, read_task
 from rollbook.sandbox.harbor.trial import open_trial
 from rollbook.tasks.config import HARBOR_PREFIX
 
+SHOWN_NAMES = 3
+"""Of tasks with the same fault."""
 GENERATED = {"code": lambda: list(code_tasks()), "files": lambda: list(file_tasks())}
 
 
@@ -137,11 +140,19 @@ def check_command(
             {"tasks": len(checks), "oracle": oracle, "faults": {check.name: check.fault for check in faults}},
         )
     else:
+        alike: dict[str | None, list[str]] = defaultdict(list)
         for check in faults:
-            result(f"{check.name}: {check.fault}")
+            alike[check.fault].append(check.name)
+        for fault, names in alike.items():
+            result(f"{_list(names)}: {fault}")
         played = ": each reference solution gets 1, doing nothing gets 0" if oracle and not faults else ""
-        say(f"{len(checks)} tasks, {len(faults)} with faults{played}")
+        say(f"{len(checks)} {'task' if len(checks) == 1 else 'tasks'}, {len(faults) or 'none'} with faults{played}")
     return EXIT_FAILED if faults else 0
+
+
+def _list(names: Sequence[str]) -> str:
+    rest = len(names) - SHOWN_NAMES
+    return ", ".join(names[:SHOWN_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 COMMANDS = {"check": check_command}

@@ -441,7 +441,7 @@ async def _view(
 
 
 def _report(config: RunConfig, directory: RunDirectory, outcome: RunOutcome, log: EventLog) -> TrainReport:
-    checked, summary = _audit(directory, has_failed=outcome.end is RunEnd.FAILED), summarise(directory.path)
+    checked, summary = audit_at_end(directory, outcome.end), summarise(directory.path)
     if checked is not None and summary.steps:
         plot_run(directory, log)
     return TrainReport(
@@ -477,12 +477,15 @@ def _stored_episodes(directory: RunDirectory, checked: AuditReport | None) -> St
         return None
 
 
-def _audit(directory: RunDirectory, *, has_failed: bool) -> AuditReport | None:
+def audit_at_end(directory: RunDirectory, end: RunEnd) -> AuditReport | None:
     try:
         return audit(directory.path)
     except (RunError, OSError):
         # The ledger of a failed run may be missing or unreadable; that must not replace the cause of the failure.
-        if has_failed:
+        if end is RunEnd.FAILED:
+            return None
+        # Stopped before the ledger was created.
+        if end is not RunEnd.FINISHED and not any(directory.ledger.iterdir()):
             return None
         raise
 

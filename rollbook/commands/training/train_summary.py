@@ -35,7 +35,7 @@ class TrainReport:
     """The resolved configuration."""
     outcome: RunOutcome
     audit: AuditReport | None
-    """None when a failed run has no ledger that can be read."""
+    """None when a failed run has no ledger that can be read, or a run was stopped before it had one."""
     summary: RunSummary
     """Means of the first and the last steps, evaluations, shares of lost episodes and groups, the largest lag."""
     plots: tuple[Path, ...]
@@ -53,7 +53,7 @@ class TrainReport:
     def exit_code(self) -> int:
         if self.outcome.end is RunEnd.INTERRUPTED:
             return EXIT_INTERRUPTED
-        is_done = self.outcome.end is not RunEnd.FAILED and self.audit is not None and self.audit.ok
+        is_done = self.outcome.end is not RunEnd.FAILED and (self.audit is None or self.audit.ok)
         return EXIT_DONE if is_done else EXIT_FAILED
 
     @property
@@ -171,7 +171,9 @@ def _lines(report: TrainReport) -> list[tuple[str, str]]:
             ("deaths", f"{totals.worker_deaths:.0f} of workers; {report.outcome.restarts} restarts of other processes")
         )
     if law is None:
-        lines.append(("audit", "none: the run failed, and there is no ledger to read"))
+        is_failed = report.outcome.end is RunEnd.FAILED
+        cause = "the run failed, and there is no ledger to read" if is_failed else "the run was stopped before it began"
+        lines.append(("audit", f"none: {cause}"))
     else:
         verdict = f"[green]ok[/]: {escape(law_text(law))}" if law.ok else "[red]violated[/]:"
         lines.append(("audit", verdict))

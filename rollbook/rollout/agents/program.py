@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rollbook.concurrency.child_process.process import end_process
+from rollbook.concurrency.deadline import finish
 from rollbook.contracts.decoding import is_too_deep
 from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.user_errors import describe_error
@@ -33,6 +34,7 @@ WORKSPACE = "workspace"
 MAX_SWEEPS = 5
 TERMINATE_S = 2.0
 """From SIGTERM to SIGKILL."""
+END_S = 30.0
 
 LOG_CHARS = 16_384
 """The end of a program's output that is kept with the sample."""
@@ -185,8 +187,8 @@ async def _run_to_end(
 ) -> bytes:
     """The end of the output of a command. Its errors are logged, and its output too if it has a working directory. However this
     ends, no process of the command is left."""
-    try:
-        process = await asyncio.create_subprocess_exec(
+    starting = asyncio.create_task(
+        asyncio.create_subprocess_exec(
             *command,
             env={**environment, MARK: session.id},
             cwd=directory,
@@ -194,18 +196,28 @@ async def _run_to_end(
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
-        )
+        ),
+        name="rollout.agent_start",
+    )
+    try:
+        # A start that is cancelled kills one process and then waits for its output to close, which its children hold open.
+        process = await asyncio.shield(starting)
+        out, err = await _exchange(process, sent, log, is_output_logged=directory is not None)
     except OSError as error:
         raise AgentError(f"the agent's command {command[0]!r} cannot be started: {error}") from error
-    try:
-        out, err = await _exchange(process, sent, log, is_output_logged=directory is not None)
     finally:
-        await end_process(process, grace_s=TERMINATE_S, has_own_group=True)
+        await finish(_end(starting), within_s=END_S, name="agent.end")
         _end_marked(session.id)
     if process.returncode:
         output = err.decode(errors="replace").strip()[-STDERR_CHARS:]
         raise AgentError(f"the agent's command ended with code {process.returncode}: {output}")
     return out
+
+
+async def _end(starting: asyncio.Task[asyncio.subprocess.Process]) -> None:
+    await asyncio.wait({starting})
+    if starting.exception() is None:
+        await end_process(starting.result(), grace_s=TERMINATE_S, has_own_group=True)
 
 
 def _end_marked(mark: str) -> None:

@@ -50,6 +50,11 @@ from rollbook.sandbox.bubblewrap import Kind
 from rollbook.sandbox.sandbox import REMOTE
 
 RUN_REWARDS, HARBOR = "rollout.rewards", "harbor"
+NO_REQUEST = "It sent no request to the policy. If it does not work on its own either, install it again"
+NO_TURN = (
+    "the policy had answered none of its requests by then. If it starts slowly, run fewer at once (gate.max_groups_in_flight, "
+    "sandbox.at_once) or raise rollout.max_seconds"
+)
 
 
 class AgentSettings(BaseModel, frozen=True, extra="forbid"):
@@ -160,7 +165,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
                 row = await stack.enter_async_context(open_workspace(row, template))
                 facts["sandbox"] = settings.sandbox
             log = AgentLog()
-            result = await _run(program, row, session, log, is_error_scored=settings.on_agent_error == "score")
+            result = await _run(program, row, session, log, settings)
             if log.text:
                 facts["agent_log"] = log.text
             if is_scored_by_run:
@@ -180,12 +185,11 @@ def _harbor_rollout(settings: AgentSettings, setup: RolloutSetup) -> RolloutFn:
         sandbox_limits(settings.sandbox_limits),
         settings.sandbox,
     )
-    is_error_scored = settings.on_agent_error == "score"
 
     async def play(row: dict[str, Any]) -> RolloutSample | None:
         async with _open_session(settings, setup) as session, agent.open_trial(row) as trial:
             log = AgentLog()
-            result = await _run(agent.program(trial), row, session, log, is_error_scored=is_error_scored)
+            result = await _run(agent.program(trial), row, session, log, settings)
             verdict = await agent.verify(trial)
             facts: dict[str, Any] = {"sandbox": settings.sandbox, "verifier": verdict.output}
             facts["rewards"] = dict(verdict.rewards)
@@ -227,20 +231,26 @@ def _options(settings: AgentSettings, setup: RolloutSetup) -> CodingOptions:
 
 
 async def _run(
-    program: Program, row: dict[str, Any], session: ChatSession, log: AgentLog, *, is_error_scored: bool
+    program: Program, row: dict[str, Any], session: ChatSession, log: AgentLog, settings: AgentSettings
 ) -> Any:
     """The agent's return value, or its error if that is an outcome. Raises policy failures even if the agent caught them."""
+    is_error_scored = settings.on_agent_error == "score"
+    install = CODING_AGENTS[settings.agent].install if settings.agent in CODING_AGENTS else None
     try:
         result = await _within_the_time(program(dict(row), session, log), session)
     except AgentError as error:
         if session.failure is not None:
             raise session.failure from error
         if session.end_reason is None and not is_error_scored and not isinstance(error, AgentOutcomeError):
+            if session.num_turns == 0 and install is not None:
+                raise AgentError(f"{error}\n{NO_REQUEST}: {install}") from error
             raise
         result = error
     await session.settled()
     if session.failure is not None:
         raise session.failure
+    if session.num_turns == 0 and isinstance(result, AgentError):
+        raise EpisodeError(f"{result}; {NO_TURN}")
     if session.num_turns == 0:
         raise EpisodeError(
             f"the agent ended without a request to the policy (it returned {result!r}): does it use the base_url?"

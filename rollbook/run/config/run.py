@@ -26,6 +26,7 @@ from rollbook.contracts.user_errors import indented
 from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig
 from rollbook.ledger.config import GateConfig, RunLedgerConfig
+from rollbook.rollout.agents.coding_agents import CODING_AGENTS
 from rollbook.rollout.config import RolloutConfig
 from rollbook.run.config.checks import CROSS_CHECKS
 from rollbook.run.config.cluster import ClusterConfig, ResourcesConfig
@@ -97,6 +98,12 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     cluster: ClusterConfig = ClusterConfig()
 
     @property
+    def coding_agent(self) -> str | None:
+        """The name of the coding agent that plays the episodes; None: something else does."""
+        agent = self.rollout.settings.get("agent") if self.rollout.function == "agent" else None
+        return agent if isinstance(agent, str) and agent in CODING_AGENTS else None
+
+    @property
     def unconfined(self) -> tuple[str, ...]:
         """The settings with which code of the policy runs without a sandbox."""
         tables = {"env.args.sandbox": self.env.args, "rollout.settings.sandbox": self.rollout.settings}
@@ -140,6 +147,8 @@ AUTO_SETTINGS = (
     "resources.trainer_gpus",
     "resources.policy_gpus",
     "resources.shared_base",
+    "sandbox.at_once",
+    "gate.max_groups_in_flight",
 )
 """Settings that are chosen at the start of a run from its machine and its model, if the run file leaves them out or sets "auto".
 The defaults of their config classes are those without a GPU."""

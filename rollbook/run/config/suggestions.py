@@ -172,7 +172,8 @@ def suggestion(path: str, root: type[BaseModel]) -> Suggestion:
         return Suggestion(f"; did you mean {setting!r}?")
     if 0 < len(siblings) <= MAX_LISTED:
         return Suggestion(f"; {f'the fields of {table}' if table else 'known'} are {', '.join(siblings)}")
-    return Suggestion(f"; docs/configuration.md lists the fields of {table}" if siblings else "")
+    what = f"the fields of {table}" if table else "the sections"
+    return Suggestion(f"; docs/configuration.md lists {what}" if siblings else "")
 
 
 def _distance(setting: str, path: str) -> tuple[bool, int]:

@@ -24,6 +24,8 @@ from rollbook.run.directory import RunDirectory
 
 LIMIT_S = 20.0
 """After this time the pre-flight ends without a fault: tasks that load slowly are not wrong."""
+AGENT_LIMIT_S = 90.0
+"""The same for a coding agent, which starts a program and an image."""
 SHOWN_OUTPUT_LINES = 12
 
 
@@ -40,7 +42,7 @@ def check_run(
     """Check everything that can be known before the run. Raises `ConfigError` with all faults."""
     found = run_preflight(loaded)
     faults = list(found.faults)
-    if directory is not None and (fault := directory.fault()) is not None:
+    if directory is not None and (fault := directory.fault(source_dir=loaded.source_dir)) is not None:
         faults.append(ConfigFault("--run-dir", fault))
     if faults:
         raise ConfigError(name_of(loaded.file), located(faults, loaded.file, overrides))
@@ -76,8 +78,9 @@ def run_preflight(loaded: LoadedConfig) -> PreflightReport:
         start_new_session=True,
     )
     is_late = False
+    limit_s = AGENT_LIMIT_S if loaded.config.coding_agent else LIMIT_S
     try:
-        out, err = process.communicate(pickle.dumps(loaded), timeout=LIMIT_S)
+        out, err = process.communicate(pickle.dumps(loaded), timeout=limit_s)
     except subprocess.TimeoutExpired:
         is_late = True
         _kill(process)
@@ -101,7 +104,7 @@ def run_preflight(loaded: LoadedConfig) -> PreflightReport:
                 is_done = True
     path, what = doing
     if is_late:
-        warnings.append(ConfigFault(path, f"{what} took longer than {LIMIT_S:g} s; the rest was not checked"))
+        warnings.append(ConfigFault(path, f"{what} took longer than {limit_s:g} s; the rest was not checked"))
     elif not is_done:
         output = indented("\n".join(err.decode(errors="replace").splitlines()[-SHOWN_OUTPUT_LINES:]))
         faults.append(ConfigFault(path, f"{what} ended the process with exit code {process.returncode}:\n{output}"))

@@ -51,6 +51,8 @@ MIN_GPU_PARAMETERS = 5_000_000
 MAX_WORKERS, TRAINER_THREADS = 8, 4
 RUNNING_BUCKETS = (64, 128, 256, 384, 512, 768, 1024)
 GPU_PASS_COST = 8192
+AGENTS_PER_CORE = 4
+"""Coding agents that run at the same time: each takes seconds of processor time to start, and waits for the policy afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +151,7 @@ def resolve(
     if recorded is not None:
         draft.take(recorded)
     else:
+        draft.choose_agents(machine)
         draft.choose_devices(machine, facts)
         draft.divide(machine, facts, capacity)
         draft.choose_transfer()
@@ -209,6 +212,27 @@ class _Draft:
         for path in sorted(self._open):
             self.choose(path, value_at(recorded, path))
         self._open.clear()
+
+    def choose_agents(self, machine: Machine) -> None:
+        """How many coding agents run at once. Started all together on few cores, none gets to its first request in time."""
+        config = self.config
+        at_once = AGENTS_PER_CORE * machine.cores
+        is_open = {"sandbox.at_once", "gate.max_groups_in_flight"} <= self._open
+        if (
+            config.coding_agent is None
+            or not is_open
+            or config.cluster.has_members
+            or episodes_in_flight(config) <= at_once
+        ):
+            return
+        # As many again wait for a place, so that none is empty.
+        groups = max(2, 2 * at_once // config.rollout.episodes_per_group)
+        self.choose("sandbox.at_once", at_once)
+        self.choose("gate.max_groups_in_flight", min(groups, config.gate.max_groups_in_flight))
+        self.notes.append(
+            f"agents: at most {at_once} at once on {_count(machine.cores, 'core')} (sandbox.at_once), "
+            f"{self.config.gate.max_groups_in_flight} groups in flight (gate.max_groups_in_flight)"
+        )
 
     def choose_devices(self, machine: Machine, model: ModelFacts | None) -> None:
         """Everything that does not depend on memory."""

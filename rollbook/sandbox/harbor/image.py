@@ -25,9 +25,10 @@ def root_of(base: str, images: Mapping[str, str | Path]) -> Path | None:
     chosen = images.get(base) or images.get(ANY)
     if chosen is None:
         raise DockerfileError(
-            f"FROM {base}: there is no local root for this base image. Name one, for example made by debootstrap, in env.args: "
-            f'images = {{ "{base}" = "/path/of/a/root" }}, or use the programs of this machine instead: '
-            f'images = {{ "{base}" = "{HOST}" }} ("{ANY}" stands for all base images)'
+            f"FROM {base}: there is no local root for this base image. In env.args (environment harbor) or rollout.settings "
+            f'(coding agent), set images = {{ "{base}" = "/path/of/a/root" }}, for example a root made by debootstrap, or '
+            f'images = {{ "{base}" = "{HOST}" }} for the programs of this machine ("{ANY}" stands for all base images). For '
+            f"`rollbook tasks check`: --image {base}={HOST}"
         )
     if str(chosen) == HOST:
         return None

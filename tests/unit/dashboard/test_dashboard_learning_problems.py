@@ -49,6 +49,25 @@ def test_a_step_that_did_not_fit_in_memory_is_reported_at_once_with_the_passes_t
     ]
 
 
+def test_a_run_without_a_step_says_that_its_groups_are_filtered(tmp_path: Path) -> None:
+    played = {"process": "rollout", "rollout/episodes": 80, "rollout/raw_reward": 0.0}
+    append_rows(tmp_path / "metrics.jsonl", {**played, "rollout/groups_finished": 19, "async/filter_drops": 19})
+    reader = RunReader(tmp_path)
+    assert reader.poll().problems == ()
+    append_rows(tmp_path / "metrics.jsonl", {**played, "rollout/groups_finished": 1, "async/filter_drops": 1})
+    [problem] = reader.poll().problems
+    assert problem.startswith("filtered groups at step 0: 20 of 20 groups were filtered")
+    assert "the mean reward of their samples is 0. Too hard" in problem
+    assert reader.poll().problems == (problem,)
+    assert summarise(tmp_path).problems == (problem,)
+
+
+def test_filtered_groups_after_a_step_are_not_reported_as_nothing_to_train(tmp_path: Path) -> None:
+    filtered = {"process": "rollout", "rollout/groups_finished": 40, "async/filter_drops": 40}
+    append_rows(tmp_path / "metrics.jsonl", trainer_row(1), filtered)
+    assert RunReader(tmp_path).poll().problems == summarise(tmp_path).problems == ()
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "setting"),
     [

@@ -84,10 +84,39 @@ def test_a_setting_of_the_user_is_kept(tmp_path: Path, override: str) -> None:
     assert path not in found.chosen
 
 
+CODING_AGENT = (
+    'rollout.function="agent"',
+    'rollout.settings={agent="pi", reward="rewards:correct"}',
+    "rollout.completions_per_prompt=4",
+)
+
+
+@pytest.mark.parametrize(
+    ("cores", "overrides", "at_once", "groups"),
+    [
+        (2, ("gate.max_groups_in_flight=auto",), 8, 4),
+        (1, ("gate.max_groups_in_flight=auto", "rollout.completions_per_prompt=16"), 4, 2),
+        (12, ("gate.max_groups_in_flight=auto",), 48, 16),
+        (16, ("gate.max_groups_in_flight=auto",), None, 16),
+        (2, ("gate.max_groups_in_flight=9",), None, 9),
+        (2, ("gate.max_groups_in_flight=auto", "sandbox.at_once=3"), 3, 16),
+    ],
+)
+def test_coding_agents_start_at_most_a_few_for_each_core(
+    tmp_path: Path, cores: int, overrides: tuple[str, ...], at_once: int | None, groups: int
+) -> None:
+    machine = Machine(cores=cores, memory_bytes=128 * GB)
+    found = resolved(project(tmp_path, "135m"), *CODING_AGENT, *overrides, machine=machine)
+    config = found.loaded.config
+    assert (config.sandbox.at_once, config.gate.max_groups_in_flight) == (at_once, groups)
+    assert any("sandbox.at_once" in line for line in found.lines()) == ("sandbox.at_once" in found.chosen)
+
+
 def test_auto_in_the_file_means_the_same_as_no_setting(tmp_path: Path) -> None:
     file = project(tmp_path, "135m")
     written = resolved(file, *(f"{path}=auto" for path in AUTO_SETTINGS))
-    assert written.loaded.config == resolved(file).loaded.config
+    # The file of the project sets this one.
+    assert written.loaded.config == resolved(file, "gate.max_groups_in_flight=auto").loaded.config
     assert written.chosen
 
 

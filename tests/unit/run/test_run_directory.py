@@ -15,6 +15,15 @@ from rollbook.run.directory import RunDirectory, RunDirectoryError
 from rollbook.run.reader import audit
 
 
+def test_a_run_is_not_mixed_with_the_files_of_its_project(tmp_path: Path) -> None:
+    fault = RunDirectory(tmp_path).fault(source_dir=tmp_path)
+    assert fault is not None
+    assert "choose another, such as runs/first" in fault
+    assert RunDirectory(tmp_path / "run").fault(source_dir=tmp_path) is None
+    (tmp_path / "run.json").write_text("{}")
+    assert RunDirectory(tmp_path).fault(source_dir=tmp_path) is None, "it is a run already"
+
+
 def test_a_second_train_in_the_same_directory_is_rejected_with_the_pid(tmp_path: Path) -> None:
     first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
     with first.locked(), pytest.raises(RunDirectoryError, match=f"pid {os.getpid()}"), second.locked():

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from rollbook.commands.training.train import audit_at_end
 from rollbook.commands.training.train_summary import TrainReport, summary_row
+from rollbook.contracts.errors import RunError
 from rollbook.dashboard.run_files import summarise
 from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory
@@ -45,6 +47,19 @@ def test_a_run_that_failed_before_its_first_step_offers_no_resume(tmp_path: Path
     text = report(tmp_path, RunEnd.FAILED).verdict
     assert "rollbook train" not in text
     assert "trained no step" in text
+
+
+@pytest.mark.parametrize(("end", "code"), [(RunEnd.DRAINED, 0), (RunEnd.INTERRUPTED, 130)])
+def test_a_run_that_is_stopped_before_it_has_a_ledger_is_no_error(tmp_path: Path, end: RunEnd, code: int) -> None:
+    RunDirectory(tmp_path).prepare()
+    RunDirectory(tmp_path).write_manifest(name="run", source_dir=tmp_path, search_path=())
+    (tmp_path / "config.toml").write_text('[model.build]\nvocabulary = ["a"]\n[tasks]\nsource = "tasks.jsonl"\n')
+    assert audit_at_end(RunDirectory(tmp_path), end) is None
+    stopped = report(tmp_path, end)
+    assert stopped.exit_code == code
+    assert "none: the run was stopped before it began" in stopped.verdict
+    with pytest.raises(RunError, match=r"no ledger\.sqlite"):
+        audit_at_end(RunDirectory(tmp_path), RunEnd.FINISHED)
 
 
 @pytest.mark.parametrize("end", [RunEnd.FAILED, RunEnd.DRAINED, RunEnd.INTERRUPTED])

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.commands.checks.tasks import check_tasks
+from rollbook.commands.checks.tasks import check_command, check_tasks
+from rollbook.commands.output import EXIT_FAILED
 from rollbook.envs.builtin.shell import Harbor
 from rollbook.sandbox.harbor.dockerfile import Copy, DockerfileError, Run, read_dockerfile
 from rollbook.sandbox.harbor.image import root_of
@@ -275,6 +276,19 @@ async def test_the_oracle_check_names_each_faulty_task(tmp_path: Path) -> None:
     assert "'apt-get' needs a network" in faults["network"]
     assert "Read-only file system" in faults["readonly"]
     assert set(faults) == {"unsolvable", "free", "unknown", "network", "readonly"}
+
+
+def test_tasks_with_the_same_fault_are_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b", "c", "d", "e"):
+        write_task(tmp_path, name, dockerfile="FROM debian:12\n")
+    assert check_command(str(tmp_path)) == EXIT_FAILED
+    printed = capsys.readouterr()
+    [line] = printed.out.splitlines()
+    assert line.startswith("a, b, c and 2 more: FROM debian:12: there is no local root")
+    assert "rollout.settings" in line
+    assert line.endswith("--image debian:12=host")
+    assert check_command(str(tmp_path), image=["debian:12=host"]) == 0
+    assert "5 tasks, none with faults" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("_bubblewrap")

@@ -126,6 +126,12 @@ def test_a_damaged_file_is_named_with_its_row(tmp_path: Path, name: str, content
         load_tasks(TasksConfig(source=name), base_dir=tmp_path)
 
 
+def test_a_file_in_another_encoding_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_bytes('{"question": "tea"}\n{"question": "café"}\n'.encode("latin-1"))
+    with pytest.raises(RunError, match=r"t\.jsonl, line 2: not UTF-8 \(byte 0xe9\); convert the file"):
+        load_tasks(TasksConfig(source="t.jsonl"), base_dir=tmp_path)
+
+
 def test_columns_choose_and_rename_and_the_limit_takes_the_first_rows(tmp_path: Path) -> None:
     write_rows(tmp_path / "t.jsonl", list(ROWS))
     config = TasksConfig(source="t.jsonl", columns={"question": "problem", "id": "level"}, limit=2)
