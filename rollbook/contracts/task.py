@@ -63,3 +63,5 @@ class Observation:
     done: bool = False
     solved: bool | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    earlier: tuple[Mapping[str, str], ...] = ()
+    """Of a reset: messages before `text`, with `role` and `content`, such as a system prompt."""

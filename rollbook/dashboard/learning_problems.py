@@ -111,14 +111,14 @@ class LearningMonitor:
     def add_totals(self, totals: RolloutTotals) -> None:
         """What was played so far. It matters until the first step: a run whose groups are all filtered never has one."""
         share = totals.filtered_share
-        if self._first or ProblemKind.FILTERED in self._problems or totals.groups < FEW_GROUPS or share is None:
+        if self._first or ProblemKind.FILTERED in self._problems or totals.ended < FEW_GROUPS or share is None:
             return
         if share >= FILTERED_SHARE:
             mean = (
                 "" if totals.mean_reward is None else f"; the mean reward of their samples is {totals.mean_reward:.2g}"
             )
             seen = (
-                f"{totals.filtered:.0f} of {totals.groups:.0f} groups were filtered, so there is nothing to train{mean}"
+                f"{totals.filtered:.0f} of {totals.ended:.0f} groups were filtered, so there is nothing to train{mean}"
             )
             self._problems[ProblemKind.FILTERED] = LearningProblem(ProblemKind.FILTERED, 0, seen, TOO_HARD)
 

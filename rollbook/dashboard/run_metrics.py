@@ -127,12 +127,17 @@ class RolloutTotals:
         return self.reward / self.scored if self.scored else None
 
     @property
+    def ended(self) -> float:
+        """Groups that are finished or dropped. A group may be dropped by its first part, before its last sample is finished."""
+        return max(self.groups, self.filtered + self.failed)
+
+    @property
     def filtered_share(self) -> float | None:
-        return self.filtered / self.groups if self.groups else None
+        return self.filtered / self.ended if self.ended else None
 
     @property
     def failed_share(self) -> float | None:
-        return self.failed / self.groups if self.groups else None
+        return self.failed / self.ended if self.ended else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -173,8 +173,9 @@ class RolloutSetup:
         try:
             return model.model_validate(dict(self.settings))
         except ValidationError as error:
-            faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {_message(e, model)}" for e in error.errors())
-            raise RunError(f"rollout.settings: {faults}") from error
+            faults = [(".".join(map(str, e["loc"])), _message(e, model)) for e in error.errors()]
+            joined = "; ".join(f"{at}: {message}" if at else message for at, message in faults)
+            raise RunError(f"rollout.settings: {joined}") from error
 
 
 def _message(error: ErrorDetails, model: type[BaseModel]) -> str:

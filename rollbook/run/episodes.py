@@ -13,7 +13,7 @@ from typing import Any
 
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.group import GroupId
-from rollbook.contracts.plugin import extend_search_path, load_on_demand, load_plugin
+from rollbook.contracts.plugin import extend_search_path, load_on_demand
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.ports import Policy
 from rollbook.envs.client.remote import ServerSource, open_environments
@@ -24,7 +24,7 @@ from rollbook.rollout.contract import RolloutFn, RolloutSetup, Tokenizer, build_
 from rollbook.rollout.episodes.env_calls import with_timeouts
 from rollbook.rollout.policy import EpisodeContext, EpisodePolicy, enter_episode
 from rollbook.rollout.rewards.messages import RewardCase
-from rollbook.rollout.settings import REWARDS
+from rollbook.rollout.rewards.trl_functions import load_reward
 from rollbook.rollout.stopwatch import EpisodeTime
 from rollbook.run.config.run import LoadedConfig
 from rollbook.telemetry.events import EventLog
@@ -116,6 +116,5 @@ def model_tokenizer(directory: Path) -> Tokenizer:
 
 async def call_reward(name: str, path: str, case: RewardCase | list[RewardCase]) -> Any:
     """Call a reward function in this process, with a list of cases if it is one of groups. Its exceptions are not caught."""
-    function = load_plugin(path, setting=f"rollout.rewards.functions.{name}.path", builtin=REWARDS)
-    value = function(case)
+    value = load_reward(path, setting=f"rollout.rewards.functions.{name}.path")(case)
     return await value if inspect.isawaitable(value) else value

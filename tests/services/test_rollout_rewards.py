@@ -104,6 +104,22 @@ async def test_what_is_no_number_is_never_zero() -> None:
         assert (scores[word].cause is None) if cause is None else (cause in str(scores[word].cause)), word
 
 
+async def test_a_reward_function_of_trl_runs_unchanged() -> None:
+    chat = ({"role": "user", "content": "2 + 3?"},)
+    answered = (*chat, {"role": "assistant", "content": "5"})
+    async with pool_of("trl_equal", "trl_of_prompts", "trl_scalar") as pool:
+        assert (await pool.score("trl_equal", case("5", prompt="2 + 3?", answer="5"))).value == 1.0
+        assert (await pool.score("trl_equal", case("6", question="2 + 3?", answer="5"))).value == 0.0
+        conversation = RewardCase(row={"prompt": chat, "answer": "5"}, messages=answered, response="5")
+        assert (await pool.score("trl_equal", conversation)).value == 1.0
+        group = await pool.score_group("trl_equal", [case(text, prompt="", answer="5") for text in "456"])
+        assert group.values == (0.0, 1.0, 0.0)
+        assert (await pool.score("trl_of_prompts", case("abc", prompt="12", answer="5"))).value == 5.0
+        wrong = await pool.score("trl_scalar", case("5", prompt=""))
+        assert wrong.value is None
+        assert "must return a list with one number; it returned 1.0" in str(wrong.cause)
+
+
 async def test_async_functions_run_concurrently_and_only_the_slow_call_is_cancelled() -> None:
     async with pool_of("judge", timeout_s=1.0, concurrent=64) as pool:
         calls = [pool.score("judge", case("slow" if i == 7 else "fine")) for i in range(64)]

@@ -182,6 +182,15 @@ def observation_of(data: Mapping[str, Any]) -> Observation:
         done=bool(data.get("done", False)),
         solved=solved if isinstance(solved, bool) else None,
         facts=facts,
+        earlier=_messages(observed.get("earlier")),
+    )
+
+
+def _messages(given: Any) -> tuple[Mapping[str, str], ...]:
+    items = given if isinstance(given, list) else []
+    fields = [(item.get("role"), item.get("content")) for item in items if isinstance(item, Mapping)]
+    return tuple(
+        {"role": role, "content": text} for role, text in fields if isinstance(role, str) and isinstance(text, str)
     )
 
 
@@ -240,7 +249,8 @@ class TextDialect:
         )
 
     def observed(self, seen: Observation) -> Mapping[str, Any]:
-        return {"text": seen.text, "solved": seen.solved}
+        earlier = {"earlier": [dict(message) for message in seen.earlier]} if seen.earlier else {}
+        return {"text": seen.text, "solved": seen.solved, **earlier}
 
     def facts(self, seen: Observation) -> Mapping[str, Any]:
         return seen.facts

@@ -124,10 +124,16 @@ class AgentSettings(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(f"agent = {self.agent!r} returns a text, so a reward is required")
         if self.images and not self.is_harbor:
             raise ValueError('images: only with reward = "harbor"')
-        if self.is_harbor and (not self.is_coding or self.sandbox == "none" or self.workspace is not None):
+        if self.is_harbor and not self.is_coding:
             raise ValueError(
-                f'reward = "harbor": a coding agent ({", ".join(CODING_AGENTS)}) works in the image of the task, in a sandbox; '
-                'other agents, sandbox = "none" and workspace are not possible'
+                f'reward = "harbor" needs a coding agent that runs in the image of the task: agent = one of '
+                f"{', '.join(CODING_AGENTS)}. For a policy without an agent program, remove rollout.function and set "
+                'env.name = "harbor"; for a program of yours, set a reward function (docs/your-tasks.md)'
+            )
+        if self.is_harbor and (self.sandbox == "none" or self.workspace is not None):
+            raise ValueError(
+                'reward = "harbor": the agent works in the image of the task, in a sandbox; sandbox = "none" and workspace are '
+                "not possible"
             )
         if self.is_coding and self.sandbox in REMOTE:
             raise ValueError(

@@ -50,6 +50,8 @@ class _Episode:
         observation = await self._env.reset(row)
         if self._settings.system_prompt is not None:
             self._chat.add_message("system", self._settings.system_prompt)
+        for message in observation.earlier:
+            self._chat.add_message(message["role"], message["content"])
         while True:
             self._chat.add_message("user", observation.text)
             turn = await self._turns.next()

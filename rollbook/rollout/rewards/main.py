@@ -17,7 +17,7 @@ from typing import Any
 from rollbook.concurrency.child_process.child import connect_to_parent, kill_with_parent
 from rollbook.concurrency.child_process.frames import Frames
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.plugin import extend_search_path, load_plugin
+from rollbook.contracts.plugin import extend_search_path
 from rollbook.contracts.user_errors import describe_error
 from rollbook.rollout.rewards.messages import (
     Call,
@@ -31,7 +31,7 @@ from rollbook.rollout.rewards.messages import (
     encode,
     to_child,
 )
-from rollbook.rollout.settings import REWARDS
+from rollbook.rollout.rewards.trl_functions import load_reward
 
 
 class RewardLoop:
@@ -63,7 +63,7 @@ class RewardLoop:
         try:
             for name, path in load.functions.items():
                 setting = f"rollout.rewards.functions.{name}.path"
-                self._functions[name] = load_plugin(path, setting=setting, builtin=REWARDS)
+                self._functions[name] = load_reward(path, setting=setting)
         except RunError as error:
             return LoadFailed(cause=str(error))
         return Loaded(is_async={name: is_async(function) for name, function in self._functions.items()})

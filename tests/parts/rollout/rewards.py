@@ -93,3 +93,18 @@ def compared_badly(cases: list[RewardCase]) -> Any:
 
 def by_turn(case: RewardCase) -> Any:
     return case.row["turns"]
+
+
+def trl_equal(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
+    """In TRL's form, for datasets with texts and with conversations."""
+    texts = [item if isinstance(item, str) else item[-1]["content"] for item in completions]
+    return [float(text == right) for text, right in zip(texts, answer, strict=True)]
+
+
+async def trl_of_prompts(prompts: list[str], completions: list[str]) -> list[float]:
+    """In TRL's form, without further columns."""
+    return [float(len(prompt) + len(text)) for prompt, text in zip(prompts, completions, strict=True)]
+
+
+def trl_scalar(completions: list[str]) -> float:
+    return 1.0

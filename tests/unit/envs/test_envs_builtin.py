@@ -365,3 +365,19 @@ def test_a_question_is_the_text_of_the_task_and_the_reply_ends_the_episode() -> 
     assert env.reset({"id": "b", "prompt": "Name a colour."}).text == "Name a colour."
     with pytest.raises(ValueError, match="its fields are id, problem"):
         env.reset({"id": "c", "problem": "2 + 3?"})
+
+
+def test_a_question_may_be_a_conversation() -> None:
+    env = Question()
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3?", "name": "a"}
+    seen = env.reset({"prompt": [system, user], "answer": "5"})
+    assert (seen.text, seen.earlier) == ("2 + 3?", (system,))
+    assert env.reset({"prompt": [user]}).earlier == ()
+    with pytest.raises(ValueError, match=r"the last message of the task must have the role 'user'; it is .*Be brief"):
+        env.reset({"prompt": [user, system]})
+    with pytest.raises(ValueError, match="the role 'user'"):
+        env.reset({"prompt": []})
+    with pytest.raises(
+        ValueError, match=r"needs the texts `role` and `content`; one is \{'role': 'user', 'content': \["
+    ):
+        env.reset({"prompt": [{"role": "user", "content": [{"type": "image"}]}]})

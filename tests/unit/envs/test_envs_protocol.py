@@ -90,6 +90,13 @@ def test_facts_are_outside_the_observation_and_can_be_omitted() -> None:
     assert observation_of(data) == answer
 
 
+def test_messages_before_the_text_are_sent() -> None:
+    shown = Observation(text="2 + 3?", earlier=({"role": "system", "content": "Be brief."},))
+    assert observation_of(result_data(TextDialect(), shown, with_facts=True)) == shown
+    other = {"observation": {"text": "a", "earlier": [1, {"role": 1, "content": "b"}]}, "reward": 0.0}
+    assert observation_of(other).earlier == ()
+
+
 def test_a_reward_that_is_not_finite_is_never_sent() -> None:
     with pytest.raises(WireError, match="finite"):
         result_data(TextDialect(), Observation(text="", reward=float("nan")), with_facts=True)

@@ -64,6 +64,28 @@ async def test_an_episode_has_exactly_the_tokens_that_the_policy_processed() -> 
     assert sample.facts == {"turns": len(sample.turns)}
 
 
+async def test_messages_of_the_task_come_between_the_system_prompt_and_the_first_observation() -> None:
+    class Conversation(GuessingEnvironment):
+        async def reset(self, task: Mapping[str, Any]) -> Observation:
+            first = await super().reset(task)
+            return replace(
+                first, earlier=({"role": "system", "content": "hint"}, {"role": "assistant", "content": "yes"})
+            )
+
+    @asynccontextmanager
+    async def open_conversation() -> AsyncIterator[GuessingEnvironment]:
+        yield Conversation()
+
+    setup, _ = setup_of(settings={"system_prompt": "play"}, limits=EpisodeLimits(max_turns=1))
+    sample = await make_rollout(replace(setup, open_environment=open_conversation))({"secret": 4})
+    assert sample is not None
+    assert sample.messages is not None
+    roles = [message["role"] for message in sample.messages]
+    assert roles[:5] == ["system", "system", "assistant", "user", "assistant"]
+    assert [message["content"] for message in sample.messages[:3]] == ["play", "hint", "yes"]
+    assert len(sample.turns) == 1, "the assistant's message of the task was not sampled"
+
+
 async def test_tools_and_template_arguments_of_the_settings_reach_the_chat_template() -> None:
     template = "{{ tools[0].function.name }} {{ enable_thinking }} {{ mood }}\n" + CHATML
     settings = {
