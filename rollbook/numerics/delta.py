@@ -12,6 +12,7 @@ triangular system, and S is computed once for each chunk. States are computed in
 # N rows, T tokens a row, M = N x T tokens, X numbers of the fused projection, C channels of the convolution, K tokens of it,
 # H value heads, D key size, V value size, L chunks, B tokens of a chunk
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,9 +97,9 @@ class DeltaLayer:
         all."""
         new = self.moved(fused_NX, inputs_NCK, is_added_N)
         is_added_N111 = is_added_N[:, None, None, None]
-        rates_NH, log_decays_NH = self._rates(new)
+        rates_NH, log_decays_NH = self.decays(new.rates, new.times)
         convolved_NC = (inputs_NCK.float() * self.kernel_C1K[:, 0].float()).sum(dim=-1).to(fused_NX.dtype)
-        query_NHD, key_NHD, value_NHV = self._heads(F.silu(convolved_NC))
+        query_NHD, key_NHD, value_NHV = self.heads(F.silu(convolved_NC))
         decay_NH11 = torch.where(is_added_N111, log_decays_NH.exp()[..., None, None], 1.0)
         # S is read once, for the key and the query, and written once.
         read_NH2V = torch.stack((key_NHD, query_NHD), dim=2) @ state_NHDV * decay_NH11
@@ -106,7 +107,7 @@ class DeltaLayer:
         written_NH1V = written_NH1V.masked_fill(~is_added_N111, 0.0)
         state_NHDV.mul_(decay_NH11).addcmul_(key_NHD[..., None], written_NH1V)
         result_NHV = read_NH2V[:, :, 1] + (query_NHD * key_NHD).sum(dim=-1, keepdim=True) * written_NH1V[:, :, 0]
-        return self._gated(result_NHV.to(fused_NX.dtype), new.gates)
+        return self.gated(result_NHV.to(fused_NX.dtype), new.gates)
 
     def moved(self, fused_NX: Tensor, inputs_NCK: Tensor, is_added_N: Tensor) -> DeltaInputs:
         """The first part of a step: the inputs of the last tokens include this one."""
@@ -126,44 +127,46 @@ class DeltaLayer:
         convolved_NCT = F.conv1d(all_NCT[..., 1:], self.kernel_C1K, groups=len(self.kernel_C1K))
         last_NK = lengths_N[:, None] + torch.arange(width, device=lengths_N.device)
         inputs_NCK = all_NCT.gather(2, last_NK[:, None].expand_as(inputs_NCK))
-        query, key, value = (x.transpose(1, 2) for x in self._heads(F.silu(convolved_NCT).transpose(1, 2)))
+        query, key, value = (x.transpose(1, 2) for x in self.heads(F.silu(convolved_NCT).transpose(1, 2)))
         # Padding writes nothing and forgets nothing.
         is_padding_NT1 = (torch.arange(count, device=lengths_N.device) >= lengths_N[:, None])[..., None]
-        rates, log_decays = (x.masked_fill(is_padding_NT1, 0.0).transpose(1, 2) for x in self._rates(new))
+        rates, log_decays = (
+            x.masked_fill(is_padding_NT1, 0.0).transpose(1, 2) for x in self.decays(new.rates, new.times)
+        )
         result_NHTV, state_NHDV = chunked_delta(query, key, value, rates, log_decays, state_NHDV=state_NHDV)
         return (
-            self._gated(result_NHTV.transpose(1, 2).to(fused_NTX.dtype), new.gates),
+            self.gated(result_NHTV.transpose(1, 2).to(fused_NTX.dtype), new.gates),
             inputs_NCK,
             state_NHDV,
         )
 
     def _split(self, fused: Tensor) -> DeltaInputs:
         keys, values = self.key_heads * self.key_size, self.value_heads * self.value_size
+        sizes = [2 * keys + values, values, self.value_heads, self.value_heads]
         if self.is_grouped:
+            sizes = [sizes[0] + sizes[1], sizes[2] + sizes[3]]
+        return self.inputs_of(torch.split(fused, sizes, dim=-1))
+
+    def inputs_of(self, projected: Sequence[Tensor]) -> DeltaInputs:
+        """`projected`: the results of the projections, in the order of `DELTA_PARTS` or `GROUPED_DELTA_PARTS`."""
+        if self.is_grouped:
+            both, of_time = projected
             of_head = self.value_heads // self.key_heads
-            both, of_time = torch.split(fused, [2 * keys + 2 * values, 2 * self.value_heads], dim=-1)
             sizes = [self.key_size, self.key_size, of_head * self.value_size, of_head * self.value_size]
             parts = torch.split(_in_heads(both, self.key_heads), sizes, dim=-1)
             mixed = torch.cat([part.flatten(-2) for part in parts[:3]], dim=-1)
             gates = parts[3].flatten(-2)
             rates, times = (x.flatten(-2) for x in _in_heads(of_time, self.key_heads).chunk(2, dim=-1))
         else:
-            mixed, gates, rates, times = torch.split(
-                fused, [2 * keys + values, values, self.value_heads, self.value_heads], dim=-1
-            )
-        return DeltaInputs(
-            mixed=mixed,
-            gates=_in_heads(gates, self.value_heads),
-            rates=rates,
-            times=times,
-        )
+            mixed, gates, rates, times = projected
+        return DeltaInputs(mixed=mixed, gates=_in_heads(gates, self.value_heads), rates=rates, times=times)
 
-    def _rates(self, new: DeltaInputs) -> tuple[Tensor, Tensor]:
-        """Rates, and logarithms of decays."""
-        passed = F.softplus(new.times.float() + self.time_biases_H.float())
-        return new.rates.sigmoid().float(), -self.log_rates_H.float().exp() * passed
+    def decays(self, rates: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
+        """Rates after the sigmoid, and logarithms of decays."""
+        passed = F.softplus(times.float() + self.time_biases_H.float())
+        return rates.sigmoid().float(), -self.log_rates_H.float().exp() * passed
 
-    def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys (..., H, D) with a length of 1, and values (..., H, V)."""
         keys, values = self.key_heads * self.key_size, self.value_heads * self.value_size
         *both, value = torch.split(convolved.float(), [keys, keys, values], dim=-1)
@@ -173,7 +176,8 @@ class DeltaLayer:
             query, key = (x.repeat_interleave(of_head, dim=-2) for x in (query, key))
         return query * self.key_size**-0.5, key, _in_heads(value, self.value_heads)
 
-    def _gated(self, result: Tensor, gates: Tensor) -> Tensor:
+    def gated(self, result: Tensor, gates: Tensor) -> Tensor:
+        """The results (..., H x V), normed and multiplied by their gates."""
         # Rounded where the module rounds.
         normed = F.rms_norm(result, self.norm_V.shape, eps=self.norm_epsilon) * self.norm_V
         return (normed * F.silu(gates.float())).to(result.dtype).flatten(-2)
@@ -181,6 +185,48 @@ class DeltaLayer:
 
 def _in_heads(x: Tensor, heads: int) -> Tensor:
     return x.view(*x.shape[:-1], heads, -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkTerms:
+    """What a chunk does to any state S before it. Its tokens write W = own - of_state S, their results are query S + seen W, and
+    the state after it is decay S + key^T W."""
+
+    own: Tensor
+    """(..., B, V)"""
+    of_state: Tensor
+    """(..., B, D)"""
+    query: Tensor
+    """(..., B, D)"""
+    seen: Tensor
+    """(..., B, B)"""
+    key: Tensor
+    """(..., B, D)"""
+    decay: Tensor
+    """(..., 1, 1)"""
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor, rates: Tensor, log_decays: Tensor) -> "ChunkTerms":
+        """Of the tokens of chunks: (..., B, D), (..., B, D), (..., B, V), and (..., B, 1) of the others."""
+        # From the start of the chunk up to each token, and after token j up to token i: at most 1.
+        ages = log_decays.cumsum(dim=-2)
+        size = key.shape[-2]
+        is_later_BB = torch.ones(size, size, dtype=torch.bool, device=key.device).triu(1)
+        between = (ages - ages.transpose(-1, -2)).masked_fill(is_later_BB, float("-inf")).exp()
+        since_start, until_end = ages.exp(), (ages[..., -1:, :] - ages).exp()
+        # A token writes b (v - what S at the start and the tokens before it hold for its key).
+        system = (rates * key) @ key.transpose(-1, -2) * between
+        known = torch.cat((rates * value, rates * since_start * key), dim=-1)
+        solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+        own, of_state = torch.split(solved, [value.shape[-1], key.shape[-1]], dim=-1)
+        return cls(
+            own=own,
+            of_state=of_state,
+            query=query * since_start,
+            seen=query @ key.transpose(-1, -2) * between,
+            key=key * until_end,
+            decay=since_start[..., -1:, :],
+        )
 
 
 def chunked_delta(
@@ -195,23 +241,10 @@ def chunked_delta(
         padded = F.pad(x, (0, 0, 0, missing))
         return padded.view(*x.shape[:2], -1, size, x.shape[-1])
 
-    query, key, value = map(in_chunks, (query, key, value))
-    rates, log_decays = (in_chunks(x[..., None]) for x in (rates, log_decays))
-    # From the start of the chunk up to each token, and after token j up to token i: at most 1.
-    ages_NHLB1 = log_decays.cumsum(dim=-2)
-    is_later_BB = torch.ones(size, size, dtype=torch.bool, device=key.device).triu(1)
-    between_NHLBB = (ages_NHLB1 - ages_NHLB1.transpose(-1, -2)).masked_fill(is_later_BB, float("-inf")).exp()
-    since_start, until_end = ages_NHLB1.exp(), (ages_NHLB1[..., -1:, :] - ages_NHLB1).exp()
-    # A token writes b (v - what S at the start and the tokens before it hold for its key).
-    system_NHLBB = (rates * key) @ key.transpose(-1, -2) * between_NHLBB
-    known = torch.cat((rates * value, rates * since_start * key), dim=-1)
-    solved = torch.linalg.solve_triangular(system_NHLBB, known, upper=False, unitriangular=True)
-    own, of_state = torch.split(solved, [value.shape[-1], key.shape[-1]], dim=-1)
-    seen_NHLBB = query @ key.transpose(-1, -2) * between_NHLBB
-    query, key = query * since_start, key * until_end
+    terms = ChunkTerms.of(*map(in_chunks, (query, key, value, rates[..., None], log_decays[..., None])))
     results = []
-    for chunk in range(key.shape[2]):
-        written = own[:, :, chunk] - of_state[:, :, chunk] @ state_NHDV
-        results.append(query[:, :, chunk] @ state_NHDV + seen_NHLBB[:, :, chunk] @ written)
-        state_NHDV = state_NHDV * since_start[:, :, chunk, -1:] + key[:, :, chunk].transpose(-1, -2) @ written
+    for chunk in range(terms.key.shape[2]):
+        written = terms.own[:, :, chunk] - terms.of_state[:, :, chunk] @ state_NHDV
+        results.append(terms.query[:, :, chunk] @ state_NHDV + terms.seen[:, :, chunk] @ written)
+        state_NHDV = state_NHDV * terms.decay[:, :, chunk] + terms.key[:, :, chunk].transpose(-1, -2) @ written
     return torch.cat(results, dim=2)[:, :, :count], state_NHDV

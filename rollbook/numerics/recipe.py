@@ -283,7 +283,7 @@ class ModelRecipe:
         if any(self.experts):
             return INEXACT
         if any(self.delta):
-            return "gated delta layers have no kernel in the trainer"
+            return "the trainer computes gated delta layers in chunks, the sampler in steps"
         if any(attention is not None and attention.sinks_R is not None for attention in self.attention):
             return "attention sinks have no kernel in the trainer"
         return None

@@ -42,6 +42,13 @@ class Gather:
         gathered: Tensor = _Gather.apply(rows, self)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return gathered
 
+    def sums(self, copies: Tensor) -> Tensor:
+        """For each row, the sum of its copies."""
+        summed = embedding_bag(
+            self.positions_F, copies.flatten(1).contiguous(), self.starts, mode="sum", include_last_offset=True
+        )
+        return summed.view(-1, *copies.shape[1:])
+
 
 class _Gather(torch.autograd.Function):
     @staticmethod
@@ -51,11 +58,4 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        summed = embedding_bag(
-            ctx.gather.positions_F,
-            gradient.flatten(1).contiguous(),
-            ctx.gather.starts,
-            mode="sum",
-            include_last_offset=True,
-        )
-        return summed.view(-1, *gradient.shape[1:]), None
+        return ctx.gather.sums(gradient), None

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from rollbook.contracts.errors import RunError
+from rollbook.numerics.module_parts import DELTA_PARTS, GROUPED_DELTA_PARTS
 from rollbook.shared_weights.modules import named_weights
 from rollbook.trainer.config import LoraSettings
 from rollbook.trainer.distributed.sharding import gathered
@@ -89,8 +90,12 @@ def _linear_layers(base: Any) -> list[str]:
         if type(part) in (nn.Linear, Conv1D)
         and part is not head
         and name.rpartition(".")[2] not in names_of_experts
-        and not (name.endswith(".out_proj") and hasattr(base.get_submodule(name.rpartition(".")[0]), "A_log"))
+        and not (name.endswith(".out_proj") and _is_mamba(base.get_submodule(name.rpartition(".")[0])))
     ]
+
+
+def _is_mamba(part: nn.Module) -> bool:
+    return hasattr(part, "A_log") and not any(hasattr(part, name) for name in (DELTA_PARTS[0], GROUPED_DELTA_PARTS[0]))
 
 
 def _names_of_experts(model_type: str) -> Collection[str]:

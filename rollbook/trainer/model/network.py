@@ -18,11 +18,12 @@ from transformers.cache_utils import DynamicCache
 from rollbook.numerics import operations
 from rollbook.numerics.experts import INEXACT, is_mixture
 from rollbook.numerics.module_parts import Activation, UnsupportedModelError, activation_of
-from rollbook.numerics.recipe import Logits, ModelRecipe, Norm, short_windows, windows_of
+from rollbook.numerics.recipe import STATE_CACHE, Logits, ModelRecipe, Norm, short_windows, windows_of
 from rollbook.trainer.data.prefixes import prefix_tree
 from rollbook.trainer.model.gather import Gather
 from rollbook.trainer.model.packed_attention import HAS_VARLEN, Packing
 from rollbook.trainer.model.packed_attention import NAME as PACKED_ATTENTION
+from rollbook.trainer.model.packed_delta import convolution_width, use_module_delta, use_packed_delta
 from rollbook.trainer.model.token_head import gathered_targets, token_head
 
 PROBE = (7, 6, 5)
@@ -130,28 +131,36 @@ def make_packable(language_model: Any) -> bool:
     before = language_model.config._attn_implementation
     sequences, indices = prefix_tree(PROBE, SHARED)
     ids_1T = _probe_ids(language_model)[:, : sequences.num_computed]
-    packing = Packing.of(sequences, ids_1T.device)
+    packing = Packing.of(sequences, ids_1T.device, convolution=convolution_width(language_model))
     with short_windows(language_model, PROBED_WINDOW) if any(windows) else nullcontext():
         alone = [language_model(input_ids=ids_1T[:, index], use_cache=False).logits[0] for index in indices]
         try:
-            language_model.set_attn_implementation(PACKED_ATTENTION)
+            use_packed(language_model)
             together = language_model(
                 input_ids=ids_1T, position_ids=packing.positions_T.unsqueeze(0), packing=packing, use_cache=False
             ).logits[0]
             if all(_is_close(together[index], expected) for index, expected in zip(indices, alone, strict=True)):
                 return True
-        except (TypeError, ValueError, AttributeError):
+        except (TypeError, ValueError, AttributeError, UnsupportedModelError):
             # Its layers do not forward unknown arguments, or need attention features that packing does not support.
             pass
     language_model.set_attn_implementation(before)
+    use_module_delta(language_model)
     return False
 
 
+def use_packed(language_model: Any) -> None:
+    """Compute packed rows, see `make_packable`."""
+    use_packed_delta(language_model)
+    language_model.set_attn_implementation(PACKED_ATTENTION)
+
+
 def attention_windows(language_model: Any) -> list[int | None] | None:
-    """The window of each layer, None for full attention. None if layers have chunks, sparse attention or a recurrent state: a probe
-    of a few tokens would not detect them."""
+    """The window of each layer, None for full attention or a gated delta layer. None if layers have chunks, sparse attention or
+    another recurrent state: a probe of a few tokens would not detect them."""
     config = language_model.config.get_text_config()
-    return windows_of(config, DynamicCache(config=config).layers)
+    states = {STATE_CACHE} if convolution_width(language_model) else set()
+    return windows_of(config, DynamicCache(config=config).layers, others=states)
 
 
 def _body(language_model: Any) -> Any:

@@ -31,6 +31,7 @@ from rollbook.numerics import operations
 from rollbook.numerics.gradients import with_torch_gradient
 from rollbook.trainer.data.prefixes import PackedSequences, prefix_tree
 from rollbook.trainer.model.gather import Gather, on_device
+from rollbook.trainer.model.packed_delta import Chunks
 
 NAME = "rollbook_packed"
 HALF = (torch.bfloat16, torch.float16)
@@ -80,6 +81,8 @@ class Packing:
     positions_T: Tensor
     """Position of each computed token in its own sequence."""
     kernel: Kernel
+    chunks: Chunks | None = None
+    """Of gated delta layers."""
 
     @classmethod
     def of(
@@ -89,8 +92,10 @@ class Packing:
         *,
         kernel: str = "equal",
         heads: tuple[int, int, int] | None = None,
+        convolution: int | None = None,
     ) -> "Packing":
-        """`heads`: how many, how many of keys, and their size. What depends on them is then prepared before the first layer."""
+        """`heads`: how many, how many of keys, and their size. What depends on them is then prepared before the first layer.
+        `convolution`: tokens of the convolutions of gated delta layers, if there are such layers."""
         added = np.array(sequences.added, dtype=np.int64)
         # The added tokens are at the end of each sequence.
         shifts = np.array(sequences.lengths, dtype=np.int64) - np.cumsum(added)
@@ -98,7 +103,8 @@ class Packing:
         attend = KERNELS[kernel](sequences, positions_T, device)
         if heads is not None and isinstance(attend, _Exact):
             attend.tiles_of(heads)
-        return cls(positions_T=on_device(positions_T, device), kernel=attend)
+        chunks = None if convolution is None else Chunks.of(sequences, convolution, device)
+        return cls(positions_T=on_device(positions_T, device), kernel=attend, chunks=chunks)
 
 
 def packed_attention(

@@ -51,10 +51,11 @@ from rollbook.trainer.model.network import (
     logits_of,
     make_exact,
     make_packable,
+    use_packed,
     why_not_exact,
 )
-from rollbook.trainer.model.packed_attention import NAME as PACKED_ATTENTION
 from rollbook.trainer.model.packed_attention import Packing, aligns_with_the_end, fastest_kernel
+from rollbook.trainer.model.packed_delta import convolution_width, delta_parts
 from rollbook.trainer.model.router_replay import RouterReplay, is_experts
 from rollbook.trainer.model.routers import Routers, check_balance, freeze_routers
 from rollbook.trainer.model.weights import (
@@ -131,6 +132,7 @@ class PolicyModel:
         self.shape = ModelShape.of(self._module)
         is_exact = self.inexact_because is None
         self.network = PolicyNetwork(computing, max_logits_bytes=config.logits_bytes, logits=logits, is_exact=is_exact)
+        self._convolution = convolution_width(self.module)
         self.attention_kernel = "none"
         """The attention kernel for packed sequences. All kernels give the same numbers, but for rounding."""
         if self.is_packed:
@@ -154,7 +156,7 @@ class PolicyModel:
         logits = logits_of(probed)
         is_packed = config.packing != "padded" and make_packable(probed)
         if is_packed and not is_whole:
-            self._module.set_attn_implementation(PACKED_ATTENTION)
+            use_packed(self._module)
         if config.packing == "packed" and not is_packed:
             raise RunError(
                 f"trainer.packing = 'packed': a model of type {self.config.model_type!r} computes other numbers with packed"
@@ -294,6 +296,9 @@ class PolicyModel:
             self._computing.gradient_checkpointing_disable()
         for layer in keeping:
             layer.gradient_checkpointing = False
+        for layer in layers:
+            for part in delta_parts(layer):
+                part.is_recomputed = is_used and layer.gradient_checkpointing
         self._computing.train(is_used)
         self._checkpointing = (is_used, len(keeping) * is_used)
 
@@ -355,7 +360,9 @@ class PolicyModel:
         if self.attention_kernel == "exact":
             (queries, size), (keys, _), _ = _head_shapes(self.config)
             heads = queries, keys, size
-        return Packing.of(sequences, self.device, kernel=self.attention_kernel, heads=heads)
+        return Packing.of(
+            sequences, self.device, kernel=self.attention_kernel, heads=heads, convolution=self._convolution
+        )
 
     def adapters_off(self) -> AbstractContextManager[Any]:
         """Compute with the base model, which is the initial policy, while the context lasts."""

@@ -52,7 +52,7 @@ def mixture(tmp_path: Path) -> Path:
         ("gemma3_text", True),  # windows
         ("gpt_oss", True),  # windows and sinks
         ("llama4_text", False),  # chunks
-        ("qwen3_5_text", False),  # gated delta
+        ("qwen3_5_text", True),  # gated delta
         ("falcon_h1", False),  # Mamba next to attention
         ("lfm2", False),  # convolutions
         ("deepseek_v32", False),  # sparse attention

@@ -20,7 +20,9 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 from rollbook.contracts.batch import PassSplit, TrainingBatch
@@ -50,6 +52,16 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+DELTA: dict[str, Any] = {
+    **SMALL,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+"""With gated delta layers."""
 FAMILIES: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**SMALL),
     "qwen2": lambda: Qwen2Config(**SMALL),
@@ -65,6 +77,10 @@ FAMILIES: dict[str, Any] = {
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
     "gemma2": lambda: Gemma2Config(**SMALL, head_dim=8),
+    "qwen3_5": lambda: Qwen3_5TextConfig(**DELTA),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **DELTA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=8
+    ),
     "gpt2": lambda: GPT2Config(
         vocab_size=32, n_embd=16, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5
     ),
@@ -139,13 +155,13 @@ def test_a_model_that_computes_other_numbers_with_shared_tokens_is_padded() -> N
 
 def test_models_are_packed_if_their_attention_allows_it() -> None:
     packed = {family: policy_model(family).is_packed for family in FAMILIES}
-    assert all(packed[family] for family in ("llama", "qwen2", "qwen3", "mistral", "gpt_oss"))
+    assert all(packed[family] for family in ("llama", "qwen2", "qwen3", "mistral", "gpt_oss", "qwen3_5", "qwen3_next"))
     assert not packed["gemma2"], "it caps its attention scores"
     with pytest.raises(RunError, match="'gemma2' computes other numbers with packed sequences"):
         policy_model("gemma2", packing="packed")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gpt_oss", "qwen3_5", "qwen3_next"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("batch", [recorded_batch(1), grouped_batch(1)], ids=["random", "grouped"])
 def test_packing_and_recomputation_change_no_gradient(family: str, checkpointing: bool, batch: TrainingBatch) -> None:
@@ -167,11 +183,20 @@ def test_packing_and_recomputation_change_no_gradient(family: str, checkpointing
         torch.testing.assert_close(packed_means[name], mean, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", [LlamaConfig, Gemma2Config])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        (LlamaConfig, SMALL),
+        (Gemma2Config, SMALL),
+        (Qwen3_5TextConfig, {**DELTA, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}),
+    ],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_any_number_of_recomputed_layers_gives_the_same_weights(family: Any, dtype: str) -> None:
+def test_any_number_of_recomputed_layers_gives_the_same_weights(
+    family: Any, settings: dict[str, Any], dtype: str
+) -> None:
     torch.manual_seed(3)
-    module = new_model(family(**{**SMALL, "num_hidden_layers": 3}, head_dim=8))
+    module = new_model(family(**{**settings, "num_hidden_layers": 3, "head_dim": 8}))
     digests = set()
     for checkpointing in (False, 0, 1, 2, 3, 4, True):
         config = quick(compute_dtype=dtype, gradient_checkpointing=checkpointing, max_tokens_per_microbatch=500)
