@@ -29,6 +29,8 @@ from rollbook.trainer.model_config import ModelConfig
 
 CHECKPOINT = re.compile(r"step-(\d+)")
 # Refuse to start a run that could not write a checkpoint.
+MAX_RUN_FILES = 5
+"""Listed where a directory with run files is given instead of one of them."""
 MIN_FREE_BYTES = 64 * 2**20
 
 
@@ -165,8 +167,13 @@ class RunDirectory:
     def require_config(self) -> Path:
         """The file with the resolved config. Raises `RunDirectoryError` if there is none."""
         if not os.access(self.config_file, os.R_OK):
+            files = sorted(file.name for file in self.path.glob("*.toml"))[:MAX_RUN_FILES]
+            advice = (
+                f". Is {self.path / files[0]} meant?" if len(files) == 1 else f". Its run files: {', '.join(files)}"
+            )
             raise RunDirectoryError(
                 f"{self.path} is not a run directory: it has no {self.config_file.name} that can be read"
+                f"{advice if files else ''}"
             )
         return self.config_file
 

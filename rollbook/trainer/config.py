@@ -237,7 +237,8 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     max_tokens_per_microbatch: int | None = Field(default=None, ge=1)
     """Computed tokens per forward pass, padding included; a longer sequence gets its own pass. On a GPU, the memory plan chooses at
     most as many as take a quarter of its memory; without a plan they are measured when the model is loaded. A pass of that size is
-    tried before the first step, and what fits is recorded. Without a GPU: 16384."""
+    tried before the first step, and what fits is recorded. Without a GPU: 16384, or the most of 8192, 4096, 2048 and 1024 that fit
+    into main memory."""
 
     packing: Literal["auto", "packed", "padded"] = "auto"
     """`packed`: sequences are concatenated in one row, with attention inside each sequence only, without padding, and tokens that
@@ -254,7 +255,8 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
 
     gradient_checkpointing: bool | int = Field(default=False, ge=0)
     """Recompute the activations inside layers in the backward pass: less memory, a third more compute. A number: of so many layers,
-    from the first one on. On a GPU, the memory plan chooses the smallest number with which passes that keep the GPU busy fit."""
+    from the first one on. On a GPU, the memory plan chooses the smallest number with which passes that keep the GPU busy fit;
+    without one it is on only if the smallest passes do not fit into main memory otherwise."""
 
     lora: LoraSettings | None = None
     """Train low-rank adapters instead of all weights."""

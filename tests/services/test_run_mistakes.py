@@ -194,6 +194,20 @@ MISTAKES = {
         config=("max_total_tokens = 200", "max_total_tokens = 20"),
         expected=(r"run\.toml:18: rollout\.max_total_tokens: .*first prompt has \d+ tokens.*20 leaves none to sample",),
     ),
+    "answers longer than an episode": Mistake(
+        config=("[rollout]\n", "[rollout]\nsampling = { max_tokens = 500 }\n"),
+        expected=(
+            r"rollout\.sampling\.max_tokens: is 500, but rollout\.max_total_tokens = 200 cuts answers before that",
+        ),
+        is_warning=True,
+    ),
+    "episodes longer than the context": Mistake(
+        config=("max_total_tokens = 200", "max_total_tokens = 99999"),
+        expected=(
+            r"run\.toml:18: rollout\.max_total_tokens: is 99999, but episodes end at the model's context of \d+ tokens",
+        ),
+        is_warning=True,
+    ),
     "empty tasks": Mistake(
         code=('    yield {"id": "one", "side": "heads"}', "    return []"),
         expected=(r"run\.toml:12: tasks\.source: mine:tasks has no tasks",),

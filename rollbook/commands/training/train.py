@@ -262,8 +262,10 @@ def fitted_run(
     A run that is resumed keeps what was chosen when it began.
     """
     recorded = load_resolved_config(directory).config if directory.exists else None
+    free_bytes = free_disk_bytes(directory.path)
     # The checkpoints of a run that is resumed are replaced by its next ones.
-    disk_bytes = free_disk_bytes(directory.path) + directory.checkpoint_bytes(loaded.config.trainer.keep_checkpoints)
+    kept_bytes = directory.checkpoint_bytes(loaded.config.trainer.keep_checkpoints)
+    disk_bytes = None if free_bytes is None else free_bytes + kept_bytes
     found = resolve(loaded, this_machine(), recorded=recorded, disk_bytes=disk_bytes)
     if faults := found.faults():
         raise ConfigError(name_of(loaded.file), located(faults, loaded.file, overrides))

@@ -183,7 +183,11 @@ class ModelTokenizer:
         template: Mapping[str, Any] | None = None,
     ) -> str:
         if self._template is None:
-            raise RenderError("this tokenizer has no chat template; add chat_template.jinja to the model directory")
+            raise RenderError(
+                "this tokenizer has no chat template: write one into chat_template.jinja in the model directory (for a model that "
+                'the run builds: model.build.chat_template), such as "{% for m in messages %}{{ m.role }}: {{ m.content }}'
+                '{{ eos_token }}\\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"'
+            )
         try:
             return self._template.render(
                 {

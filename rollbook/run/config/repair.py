@@ -22,6 +22,8 @@ class Repairs:
         """Settings and tables with wrong values. Unknown settings are not among them: the run would not read them."""
         self._renamed: dict[str, str] = {}
         """Settings that were added under their right name, and the names in the table."""
+        self._created: set[str] = set()
+        """Tables that were added for them."""
         self._root = root
 
     def is_consequence(self, path: str, message: str, left_out: Set[str] | None = None) -> bool:
@@ -29,7 +31,8 @@ class Repairs:
         left_out = self.left_out if left_out is None else left_out
         parents = {path[: match.start()] for match in re.finditer(r"\.", path)} | {path}
         is_named = any(one in message for one in left_out if "." in one)
-        return bool(parents & left_out) or is_named or any(one.startswith(f"{path}.") for one in left_out)
+        is_added = path in self._created
+        return is_added or bool(parents & left_out) or is_named or any(one.startswith(f"{path}.") for one in left_out)
 
     def written(self, path: str) -> str:
         """A setting under the name that the table has for it."""
@@ -113,8 +116,11 @@ class Repairs:
         """Set `path` to what the table has under another name, unless it has both."""
         inner: Any = self.table
         *tables, field = (path or "").split(".")
-        for name in tables:
-            inner = inner.setdefault(name, {}) if isinstance(inner, dict) else {}
+        for depth, name in enumerate(tables, start=1):
+            if isinstance(inner, dict) and name not in inner:
+                inner[name] = {}
+                self._created.add(".".join(tables[:depth]))
+            inner = inner[name] if isinstance(inner, dict) else {}
         if path and tables and isinstance(inner, dict) and field not in inner:
             inner[field] = value
             self._renamed[path] = written

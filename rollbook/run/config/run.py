@@ -324,7 +324,10 @@ def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], li
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(str(path), [ConfigFault("file", f"cannot be read: {error.strerror or error}")]) from error
+        advice = "; `rollbook init NAME` writes one" if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(
+            str(path), [ConfigFault("file", f"{path.absolute()} cannot be read: {error.strerror or error}{advice}")]
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), [ConfigFault("file", f"is not TOML: {error}")]) from error
     return table, [fault for text in overrides if (fault := override_table(table, text)) is not None]

@@ -32,6 +32,7 @@ from rollbook.envs.config import EnvConfig
 from rollbook.ledger.client.client import open_ledger_client
 from rollbook.ledger.stores.registry import store_warnings
 from rollbook.rollout.agents.program import AgentError
+from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import RenderError, RolloutSetup, Tokenizer, load_rollout
 from rollbook.rollout.episodes.env_calls import EnvironmentTimeoutError
 from rollbook.rollout.groups.filters import load_own_filter
@@ -292,9 +293,10 @@ class Checks:
         findings, rollout = self._findings, self._config.rollout
         findings.doing("rollout.function", "loading the rollout function")
         watch = EnvironmentWatch(self._config.env, findings)
-        policy = CannedPolicy(
-            tokenizer, config=self._config, context=context_length(self._config.model, self._loaded.source_dir)
-        )
+        context = context_length(self._config.model, self._loaded.source_dir)
+        for path, warning in unreachable_lengths(rollout, context):
+            findings.warning(path, warning)
+        policy = CannedPolicy(tokenizer, config=self._config, context=context)
         try:
             opened = open_rollout(self._loaded, policy, tokenizer=tokenizer, log=self._log, adapt=watch.adapt)
             async with opened as play:
@@ -396,6 +398,17 @@ class Checks:
                         id=GroupId("preflight@0"), task_id=TaskId("preflight"), draw=0, samples=(sample, sample)
                     )
                 )
+
+
+def unreachable_lengths(rollout: RolloutConfig, context: int | None) -> Iterator[tuple[str, str]]:
+    """Lengths that the user has set and that no answer can have: the setting, and what it is limited by."""
+    total, answer = rollout.max_total_tokens, rollout.sampling.max_tokens
+    least = total if context is None else min(total, context)
+    owner = f"rollout.max_total_tokens = {total}" if least == total else f"the model's context of {context} tokens"
+    if "max_tokens" in rollout.sampling.model_fields_set and answer > least:
+        yield "rollout.sampling.max_tokens", f"is {answer}, but {owner} cuts answers before that, prompt included"
+    if "max_total_tokens" in rollout.model_fields_set and least < total:
+        yield "rollout.max_total_tokens", f"is {total}, but episodes end at {owner}"
 
 
 def _setting_of(message: str) -> tuple[str, str]:

@@ -29,6 +29,7 @@ from rollbook.run.resources.memory_plan import (
     longest_trainable,
     memory_plan,
     savings,
+    sized,
 )
 from rollbook.run.resources.model_facts import ModelFacts, model_facts
 from rollbook.run.resources.mps import mps_lines
@@ -51,6 +52,7 @@ MIN_GPU_PARAMETERS = 5_000_000
 MAX_WORKERS, TRAINER_THREADS = 8, 4
 RUNNING_BUCKETS = (64, 128, 256, 384, 512, 768, 1024)
 GPU_PASS_COST = 8192
+CPU_PASSES = (8192, 4096, 2048, 1024)
 AGENTS_PER_CORE = 4
 """Coding agents that run at the same time: each takes seconds of processor time to start, and waits for the policy afterwards."""
 
@@ -82,13 +84,12 @@ class Resolution:
             return faults
         faults += route_faults(self.loaded.config, self.model)
         for place, missing in self.plan.overfull(self.capacity).items():
-            has = self.capacity[place] / GB
             advice = [str(saving) for saving in savings(self.model, self.sizes, place)]
             faults.append(
                 ConfigFault(
                     "trainer.keep_checkpoints" if place == DISK else "model",
-                    f"the run needs {self.plan.total(place) / GB:.1f} GB of {place}, which has {has:.1f}; "
-                    f"{missing / GB:.1f} GB are missing:\n"
+                    f"the run needs {sized(self.plan.total(place))} of {place}, which has {sized(self.capacity[place])}; "
+                    f"{sized(missing)} are missing:\n"
                     + "\n".join(f"  {line}" for line in self.plan.lines(place))
                     + ("\n" + "\n".join(f"  {text}" for text in advice) if advice else ""),
                 )
@@ -101,8 +102,12 @@ class Resolution:
         trainer, inference, rollout = config.trainer, config.inference, config.rollout
         if trainer.device == "cpu" and inference.device == "cpu":
             threads, workers = _count(trainer.threads, "thread"), _count(rollout.workers, "worker")
-            lines = [f"device: cpu, {trainer.compute_dtype}, trainer with {threads}, {workers}"]
-            return [*lines, *self.notes]
+            parts = [f"device: cpu, {trainer.compute_dtype}", f"trainer with {threads}", workers]
+            if "trainer.max_tokens_per_microbatch" in self.chosen:
+                parts.append(f"passes of {trainer.max_tokens_per_microbatch:,} tokens")
+            if "trainer.gradient_checkpointing" in self.chosen:
+                parts.append(f"gradient checkpointing {_checkpointing(trainer)}")
+            return [", ".join(parts), *self.notes]
         tokens = trainer.max_tokens_per_microbatch
         passes = "passes measured at the start" if tokens is None else f"passes of {tokens:,} tokens"
         cache = inference.kv_memory_mb
@@ -162,6 +167,8 @@ def resolve(
     facts = facts if has_trainer else None
     if recorded is None and facts is not None and draft.uses_gpu and has_all:
         sizes = draft.choose_memory(facts, sizes, capacity, machine)
+    elif recorded is None and facts is not None and not draft.uses_gpu:
+        sizes = draft.choose_passes(facts, sizes, machine)
     elif facts is not None and has_all:
         sizes = choose_sizes(facts, sizes, frozenset(), capacity, demand_of(draft.config, facts, sizes))
     plan = None if facts is None else memory_plan(facts, sizes)
@@ -384,6 +391,21 @@ class _Draft:
         self._choose_limits(memory_plan(model, sizes), sizes, capacity, machine)
         return sizes
 
+    def choose_passes(self, model: ModelFacts, sizes: Sizes, machine: Machine) -> Sizes:
+        """Without a GPU: smaller passes, then gradient checkpointing, where the run does not fit into main memory otherwise."""
+        capacity = {MAIN_MEMORY: round((1 - HEADROOM_SHARE) * machine.memory_bytes)}
+        tokens, layers = [sizes.tokens_per_pass], [sizes.checkpointed_layers]
+        if "trainer.max_tokens_per_microbatch" in self._open:
+            tokens += [size for size in CPU_PASSES if sizes.longest <= size < sizes.tokens_per_pass]
+        if "trainer.gradient_checkpointing" in self._open:
+            layers.append(model.layers)
+        found = [replace(sizes, checkpointed_layers=some, tokens_per_pass=most) for some in layers for most in tokens]
+        best = next((one for one in found if not memory_plan(model, one).overfull(capacity)), found[-1])
+        if best.tokens_per_pass < sizes.tokens_per_pass:
+            self.choose("trainer.max_tokens_per_microbatch", best.tokens_per_pass)
+        self.choose("trainer.gradient_checkpointing", bool(best.checkpointed_layers))
+        return best
+
     def _choose_limits(self, plan: MemoryPlan, sizes: Sizes, capacity: Mapping[str, int], machine: Machine) -> None:
         """With `run.gpu_memory_gb`, no process may take more than its part. The trainer gets what the others leave."""
         config = self.config
@@ -484,6 +506,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' if number != 1 else ''}"
 
 
-def free_disk_bytes(path: Path) -> int:
-    """On the disk of a run directory, which need not exist yet."""
-    return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
+def free_disk_bytes(path: Path) -> int | None:
+    """On the disk of a run directory, which need not exist yet. None if no files can be stored there, as in /proc."""
+    usage = shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists()))
+    return usage.free if usage.total else None

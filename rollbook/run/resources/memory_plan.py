@@ -63,6 +63,9 @@ ALL_LAYERS = 1 << 16
 LEAST_SEQUENCES = 4
 """Of keys and values: with less, requests wait for each other."""
 
+LEAST_LISTED = 50 * MB
+"""Smaller parts of a process are not listed in messages."""
+
 MAIN_MEMORY, DISK = "main memory", "disk"
 EVALUATION = "evaluation"
 Engine = Literal["embedded", "vllm", "none"]
@@ -140,7 +143,7 @@ class Saving:
     num_bytes: int
 
     def __str__(self) -> str:
-        return f"{self.setting} = {self.value} saves {self.num_bytes / GB:.1f} GB"
+        return f"{self.setting} = {self.value} saves {sized(self.num_bytes)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,16 +171,19 @@ class MemoryPlan:
 
     def lines(self, place: str) -> list[str]:
         """Each process with its parts, largest first."""
-        return [
-            f"{process} {total / GB:.1f} ("
-            + ", ".join(
+        lines = []
+        for process, total in sorted(self.by_process(place).items(), key=lambda item: -item[1]):
+            parts = [
                 f"{part.what} {part.num_bytes / GB:.1f}"
                 for part in sorted(self.parts, key=lambda part: -part.num_bytes)
-                if part.place == place and part.process == process and part.num_bytes >= 50 * MB
-            )
-            + ")"
-            for process, total in sorted(self.by_process(place).items(), key=lambda item: -item[1])
-        ]
+                if part.place == place and part.process == process and part.num_bytes >= LEAST_LISTED
+            ]
+            lines.append(f"{process} {total / GB:.1f} ({', '.join(parts)})" if parts else f"{process} {sized(total)}")
+        return lines
+
+
+def sized(num_bytes: int) -> str:
+    return f"{num_bytes / GB:.1f} GB" if num_bytes >= LEAST_LISTED else f"{num_bytes / MB:.1f} MB"
 
 
 def gpu(number: int) -> str:
@@ -424,7 +430,7 @@ def _smaller(model: ModelFacts, sizes: Sizes) -> Iterator[tuple[str, str, Sizes]
             sizes.longest > shorter,
             "rollout.max_total_tokens",
             str(shorter),
-            {"longest": shorter, "tokens_per_pass": min(sizes.tokens_per_pass, shorter)},
+            {"longest": shorter},
         ),
         (
             sizes.logits_bytes > MIN_LOGITS_MB << 20,

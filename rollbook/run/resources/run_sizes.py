@@ -60,8 +60,13 @@ def sizes_of(config: RunConfig, machine: Machine) -> Sizes:
         vllm_bytes = 0 if first is None else round(share * first.memory_bytes)
     shares_gpu = not (resources.are_separate or config.cluster.has_members)
     transfer = chosen_transfer(reachable(config), trainer.device, shares_gpu=shares_gpu)
+    training = training_sizes(trainer, longest=longest_sequence(config, None))
+    step_tokens = config.gate.groups_per_step * config.rollout.completions_per_prompt * training.longest
     return replace(
-        training_sizes(trainer, longest=longest_sequence(config, None)),
+        training,
+        tokens_per_pass=training.tokens_per_pass
+        if config.tasks.is_posted
+        else min(training.tokens_per_pass, step_tokens),
         gpu_copies=PUBLISHED_COPIES if transfer in GPU_TRANSFERS else 0,
         is_merged=trainer.lora is not None and inference.publish == "full",
         has_mapped_weights=transfer == "cuda_ipc",

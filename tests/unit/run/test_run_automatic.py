@@ -16,7 +16,7 @@ from rollbook.run.config.run import AUTO_SETTINGS, ConfigError, RunConfig, dump_
 from rollbook.run.config.sft import load_sft_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import model_limits
-from rollbook.run.resources.automatic import Resolution, resolve, trainer_choices, value_at
+from rollbook.run.resources.automatic import Resolution, free_disk_bytes, resolve, trainer_choices, value_at
 from rollbook.run.resources.division import Division, estimated_step_s
 from rollbook.run.resources.machine import GB, Gpu, Machine, this_machine, visible
 from rollbook.run.resources.memory_plan import ALL_LAYERS, DISK, MAIN_MEMORY, gpu, memory_plan
@@ -40,6 +40,46 @@ def test_without_a_gpu_nothing_is_chosen(tmp_path: Path) -> None:
     assert found.chosen == {}
     assert found.loaded.config == load_config(file).config
     assert found.loaded.config.trainer.compute_dtype == found.loaded.config.inference.dtype == "float32"
+
+
+def test_without_a_gpu_passes_are_smaller_only_if_main_memory_requires_it(tmp_path: Path) -> None:
+    file = project(tmp_path, "135m")
+    longer = "rollout.max_total_tokens=2048"
+
+    def chosen(memory_gb: int, *overrides: str) -> dict[str, object]:
+        machine = Machine(cores=2, memory_bytes=memory_gb * GB)
+        found = resolved(file, longer, *overrides, machine=machine)
+        assert found.faults() == []
+        assert all(
+            str(passes) in found.lines()[0].replace(",", "") for passes in found.chosen.values() if passes is not True
+        )
+        return dict(found.chosen)
+
+    assert chosen(64) == {}
+    assert chosen(25) == {"trainer.max_tokens_per_microbatch": 8192}
+    assert chosen(14) == {"trainer.max_tokens_per_microbatch": 2048}
+    assert chosen(11)["trainer.gradient_checkpointing"] is True
+    assert chosen(25, "trainer.max_tokens_per_microbatch=16384") == {"trainer.gradient_checkpointing": True}
+    fixed = ("trainer.max_tokens_per_microbatch=16384", "trainer.gradient_checkpointing=false")
+    (fault,) = resolved(file, longer, *fixed, machine=Machine(cores=2, memory_bytes=25 * GB)).faults()
+    assert "trainer.max_tokens_per_microbatch = 4096 saves" in fault.message
+    assert "rollout.max_total_tokens" not in fault.message, "passes of this size are filled by shorter sequences too"
+
+
+def test_a_pass_is_planned_no_larger_than_a_step(tmp_path: Path) -> None:
+    file = project(tmp_path, "135m")
+    small = ("gate.groups_per_step=2", "rollout.completions_per_prompt=4", "rollout.max_total_tokens=256")
+    found = resolved(file, *small, machine=Machine(cores=2, memory_bytes=16 * GB))
+    assert found.sizes.tokens_per_pass == 2 * 4 * 256
+    assert found.chosen == {}
+    assert found.faults() == []
+
+
+def test_a_disk_that_is_too_small_is_reported_in_units_that_say_something(tmp_path: Path) -> None:
+    found = resolve(load_config(project(tmp_path, "135m")), WITHOUT_GPU, disk_bytes=2_000_000)
+    (fault,) = found.faults()
+    assert " GB of disk, which has 1.9 MB; " in fault.message or " GB of disk, which has 2.0 MB; " in fault.message
+    assert free_disk_bytes(Path("/proc/no/such")) is None
 
 
 def test_with_a_gpu_the_run_file_of_init_gets_the_fast_settings(tmp_path: Path) -> None:

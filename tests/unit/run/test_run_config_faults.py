@@ -71,6 +71,9 @@ def test_a_fault_that_follows_from_another_one_is_not_reported(tmp_path: Path) -
     assert messages_of(tmp_path, GOOD.replace("[tasks]", "[taks]")) == [
         "run.toml:4: taks: unknown section; did you mean 'tasks'?"
     ]
+    # The suggested setting is in a table that this run must not have.
+    [message] = messages_of(tmp_path, GOOD + "[ledger]\nport = 80\n")
+    assert "ledger.port: unknown field" in message
     [message] = messages_of(tmp_path, GOOD.replace('["a"]', "[]"))
     assert "vocabulary is empty" in message
 

@@ -62,6 +62,12 @@ def test_a_directory_without_a_run_is_reported(tmp_path: Path) -> None:
         audit(tmp_path)
     with pytest.raises(RunDirectoryError, match="is not a run directory"):
         read_source(tmp_path)
+    (tmp_path / "run.toml").touch()
+    with pytest.raises(RunDirectoryError, match=r"can be read\. Is .*run\.toml meant\?"):
+        read_source(tmp_path)
+    (tmp_path / "big.toml").touch()
+    with pytest.raises(RunDirectoryError, match=r"Its run files: big\.toml, run\.toml$"):
+        read_source(tmp_path)
 
 
 def test_a_new_run_is_readable_by_its_owner_only(tmp_path: Path) -> None:
