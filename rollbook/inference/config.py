@@ -125,6 +125,11 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The dtype of weights and cache. Logprobs are always computed in float32. On a GPU bfloat16."""
 
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """How keys and values are stored. `auto`: in `dtype`. `fp8`: as 8-bit floats (e4m3) with an exponent for each vector, in half
+    the memory of bfloat16, so that more requests run together; logprobs differ more from the trainer's. Needs `exactness` =
+    `fast`, the fast forward with attention in all layers, and a CPU or a GPU of compute capability 8.9 or later."""
+
     threads: int = Field(default=1, ge=1)
     """CPU threads of torch."""
 
@@ -221,6 +226,23 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
         if self.draft_tokens and self.steps_ahead:
             raise ValueError(
                 "draft_tokens and steps_ahead exclude each other: a draft needs the tokens of the step before"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_kv_dtype(self) -> Self:
+        if self.kv_dtype == "auto":
+            return self
+        if self.engine != "transformers":
+            hint = "; for vLLM, add --kv-cache-dtype and fp8 to vllm.args" if self.engine == "vllm" else ""
+            raise ValueError(
+                f'kv_dtype = "fp8": only engine = "transformers" reads it, and engine is {self.engine}{hint}'
+            )
+        if self.forward == "module":
+            raise ValueError('kv_dtype = "fp8" needs the fast forward: set forward = "auto"')
+        if self.exactness == "bitwise":
+            raise ValueError(
+                'kv_dtype = "fp8" rounds keys and values, so logprobs do not have the bits of the trainer: set exactness = "fast"'
             )
         return self
 

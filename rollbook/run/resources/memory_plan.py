@@ -50,6 +50,8 @@ MASTER, GRADIENT, ADAM = 4, 4, 8
 EIGHT_BIT_ADAM = 2 + 2 * 4 / 256
 """The codes of both averages, and a scale of each for a block of 256."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8 = "fp8"
+"""Of keys and values: each number is a byte, and each vector has an exponent of a byte."""
 
 # The smallest sizes that are suggested.
 MIN_LOGITS_MB = 64
@@ -103,6 +105,8 @@ class Sizes:
     engine: Engine = "embedded"
     policy_device: str = "cpu"
     policy_dtype: str = "float32"
+    has_fp8_cache: bool = False
+    """Whether keys and values are 8-bit floats."""
     has_routes: bool = False
     """Whether the chosen experts are kept with the keys and values."""
     kv_bytes: int = 0
@@ -123,6 +127,10 @@ class Sizes:
     is_shared_memory: bool = False
     """Whether weights are published through main memory."""
     workers: int = 1
+
+    @property
+    def cache_dtype(self) -> str:
+        return FP8 if self.has_fp8_cache else self.policy_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +221,10 @@ def activation_bytes_per_token(model: ModelFacts, sizes: Sizes) -> int:
 
 
 def row_bytes(model: ModelFacts, dtype: str, length: int, *, has_routes: bool = False) -> int:
-    """What the engine's cache keeps of a request with so many tokens. `has_routes`: with the chosen experts."""
-    kept = sum(layer.num_bytes(DTYPE_BYTES[dtype], length) for layer in model.cache)
+    """What the engine's cache keeps of a request with so many tokens. `dtype`: of its numbers. `has_routes`: with the chosen
+    experts."""
+    kept = sum(layer.num_bytes(1 if dtype == FP8 else DTYPE_BYTES[dtype], length) for layer in model.cache)
+    kept += 2 * model.kv_heads * len(model.cache) * length if dtype == FP8 else 0
     return kept + (length * model.route_bytes_per_token if has_routes else 0)
 
 
@@ -474,4 +484,4 @@ def _smaller(model: ModelFacts, sizes: Sizes) -> Iterator[tuple[str, str, Sizes]
 
 def least_kv_bytes(model: ModelFacts, sizes: Sizes) -> int:
     """Keys and values of a few sequences."""
-    return LEAST_SEQUENCES * row_bytes(model, sizes.policy_dtype, sizes.longest, has_routes=sizes.has_routes)
+    return LEAST_SEQUENCES * row_bytes(model, sizes.cache_dtype, sizes.longest, has_routes=sizes.has_routes)

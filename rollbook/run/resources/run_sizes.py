@@ -7,7 +7,7 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.run.config.run import RunConfig
 from rollbook.run.policy_clients import chosen_transfer, reachable
 from rollbook.run.resources.machine import Machine
-from rollbook.run.resources.memory_plan import ALL_LAYERS, PUBLISHED_COPIES, Sizes, row_bytes
+from rollbook.run.resources.memory_plan import ALL_LAYERS, FP8, PUBLISHED_COPIES, Sizes, row_bytes
 from rollbook.run.resources.model_facts import ModelFacts
 from rollbook.run.resources.size_choice import Demand
 from rollbook.trainer.config import TrainerConfig
@@ -35,7 +35,7 @@ def demand_of(config: RunConfig, model: ModelFacts, sizes: Sizes) -> Demand:
     rows = min(sizes.max_running, -(-episodes_in_flight(config) // max(1, len(sizes.policy_gpus))))
     length = (config.inference.max_model_len or sizes.longest) + BLOCK
     # One row more: the engine has a slot for padding.
-    cache = (rows + 1) * row_bytes(model, sizes.policy_dtype, length, has_routes=sizes.has_routes)
+    cache = (rows + 1) * row_bytes(model, sizes.cache_dtype, length, has_routes=sizes.has_routes)
     per_step = config.gate.groups_per_step * config.rollout.completions_per_prompt
     return Demand(
         kv_bytes=round(cache / (1 - config.inference.prefix_cache_share)), step_tokens=per_step * sizes.longest
@@ -74,6 +74,7 @@ def sizes_of(config: RunConfig, machine: Machine) -> Sizes:
         engine=engine,
         policy_device=inference.device,
         policy_dtype=inference.dtype,
+        has_fp8_cache=inference.kv_dtype == FP8,
         kv_bytes=0 if isinstance(kv, str) else round(kv * 10**6),
         max_running=inference.max_running,
         forward_tokens=inference.forward_tokens or STEP_TOKENS,

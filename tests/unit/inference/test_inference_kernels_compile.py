@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from rollbook.inference.engines.embedded.build import FP8_CAPABILITY
 from rollbook.inference.engines.embedded.model.kernels import SlotKernelOps
 from rollbook.inference.engines.embedded.model.torch_ops import HeadShape
 from rollbook.inference.engines.embedded.paged.step_input import PromptSlice
@@ -22,8 +23,8 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
     pytest.skip("compiles for other GPUs, so without one and without the interpreter", allow_module_level=True)
 
-SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448}
-"""Bytes of a program by compute capability: A100, cards of 24 GB, H200."""
+SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
+"""Bytes of a program by compute capability: A100, cards of 24 GB, the next generation of them, H200."""
 
 
 class TargetDriver:
@@ -61,9 +62,14 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["bfloat16", "fp8"])
 def test_attention_fits_in_the_memory_of_a_program(
-    size: int, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+    size: int, is_fp8: bool, compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    target = triton.runtime.driver.active.get_current_target()
+    if is_fp8 and target.arch < 10 * FP8_CAPABILITY[0] + FP8_CAPABILITY[1]:
+        pytest.skip("the engine refuses fp8 there")
+
     def zeros(*shape: int, seed: int = 0) -> torch.Tensor:
         return torch.zeros(*shape, dtype=torch.bfloat16)
 
@@ -71,12 +77,13 @@ def test_attention_fits_in_the_memory_of_a_program(
     heads = HeadShape(queries=8, keys=2, size=size)
     for chunk in (64, 1024):
         prompt = PromptSlice(row=5, start=0, tokens=np.arange(40, dtype=np.int32), is_last=True)
-        case = kernels.make_case(heads, chunk=chunk, pieces=[prompt])
+        case = kernels.make_case(heads, chunk=chunk, pieces=[prompt], is_fp8=is_fp8)
+        case.ops[0].rotate_and_store(case.fused(), case.step, case.blocks, Attention(scale=0.1))
         case.ops[0].attend(case.fused(), case.step, case.blocks, Attention(scale=0.1))
     sequences = SEQUENCES["shared prompts"]
     query, key, value = (zeros(sequences.num_computed, count, size) for count in (8, 2, 2))
     Packing.of(sequences, "cpu", kernel="exact").kernel(query, key, value, None, None)
-    assert set(compiled) == {"_attend_decode", "_attend_tiles", "_join_splits", "_attend_packed"}
+    assert set(compiled) == {"_rotate_and_store", "_attend_decode", "_attend_tiles", "_join_splits", "_attend_packed"}
 
 
 @pytest.mark.parametrize("is_grouped", [False, True])

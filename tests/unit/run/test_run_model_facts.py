@@ -147,6 +147,15 @@ def test_the_experts_of_a_row_are_counted_with_router_replay() -> None:
     assert row_bytes(facts, "float32", CONTEXT, has_routes=True) == engine.bytes_per_row()[0] * CONTEXT
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_moe"])
+def test_keys_and_values_in_fp8_are_counted_with_their_exponents(kind: str) -> None:
+    facts, engine = facts_for(kind), LlamaForward(module_of(kind), max_model_len=CONTEXT)
+    in_float32 = engine.bytes_per_row()[0]
+    engine.store_fp8()
+    assert row_bytes(facts, "fp8", CONTEXT) == engine.bytes_per_row()[0] * CONTEXT
+    assert engine.bytes_per_row()[0] < in_float32 / 3
+
+
 def test_experts_that_kimi_linear_uses_are_counted() -> None:
     kimi = known(json.loads(family("kimi_linear").config().to_json_string()))
     assert (kimi.experts, kimi.experts_per_token, kimi.expert_layers) == (4, 2, 1)

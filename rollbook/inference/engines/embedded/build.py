@@ -21,6 +21,7 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.batching import SlotBudget
 from rollbook.inference.engines.embedded.captured_runner import CapturedRunner, captured_error
 from rollbook.inference.engines.embedded.live_weights import LiveWeights
+from rollbook.inference.engines.embedded.model import fp8
 from rollbook.inference.engines.embedded.model.capture import Capture, CudaCapture
 from rollbook.inference.engines.embedded.model.forward import SlotModel
 from rollbook.inference.engines.embedded.model.kernels import KernelOps, SlotKernelOps, sample_with_kernels
@@ -51,6 +52,10 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 CPU_FORWARD_TOKENS, GPU_STEP_TOKENS = 768, 4096
 CPU_ROUND_TOKENS = 4096
 GPU_AHEAD = 2
+FP8_TOLERANCE = 0.25
+"""The same with keys and values as 8-bit floats."""
+FP8_CAPABILITY = 8, 9
+"""Of the first GPUs that convert 8-bit floats."""
 ROUTED_TEXTS = 4
 FIRST_SHARE = 0.25
 """Share of an automatic limit that is allocated at first: a trainer may use the same GPU. More follows on demand."""
@@ -93,6 +98,8 @@ def build_parts(
     is_gpu = device.type == "cuda"
     with torch.cuda.device(device) if is_gpu else nullcontext():
         model, choices = _model(module, max_model_len, config)
+        if config.kv_dtype == "fp8":
+            store_fp8(model, module, choices)
         # Steps over blocks have no lines for recurrent states.
         packing = model if isinstance(model, LlamaForward) and not model.states else None
         has_kernels = (
@@ -208,10 +215,35 @@ def _module_forward(
     )
 
 
+def store_fp8(model: SlotModel, module: Any, choices: list[str]) -> None:
+    why_not = None
+    if not isinstance(model, LlamaForward):
+        why_not = f"it needs the fast forward, and this model has another ({choices[0]})"
+    elif model.states:
+        why_not = "it needs attention in all layers, and this model has recurrent ones"
+    elif model.device.type == "cuda" and (found := torch.cuda.get_device_capability(model.device)) < FP8_CAPABILITY:
+        name = torch.cuda.get_device_name(model.device)
+        why_not = f"{name} has compute capability {found[0]}.{found[1]}, and conversions of 8-bit floats begin with 8.9"
+    else:
+        model.store_fp8()
+        with model.short_windows(module):
+            error = _error_of(model, module)
+        choices.append(f"keys and values: float8_e4m3fn (relative error {error:.1e})")
+        if not error <= FP8_TOLERANCE:
+            why_not = f"with it, the logits of this model have a relative error of {error:.2g}"
+    if why_not is not None:
+        raise RunError(f'inference.kv_dtype = "fp8" cannot be used: {why_not}. Set it to "auto"')
+
+
+def _tolerance(model: SlotModel) -> float:
+    has_fp8 = isinstance(model, LlamaForward) and model.cache_dtype is fp8.STORED
+    return FP8_TOLERANCE if has_fp8 else TOLERANCE[model.dtype]
+
+
 def _error_of(forward: SlotModel, module: Any) -> float:
     """Infinite where the module does not accept this way of calling it."""
     try:
-        return _least_error(module, TOLERANCE[forward.dtype], lambda seed: relative_error(forward, module, seed=seed))
+        return _least_error(module, _tolerance(forward), lambda seed: relative_error(forward, module, seed=seed))
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
         if is_out_of_memory(error):
             raise
@@ -248,14 +280,14 @@ def use_kernels(llama: LlamaForward, module: Any, choices: list[str], *, exactne
             with llama.short_windows(module):
                 error = _least_error(
                     module,
-                    TOLERANCE[llama.dtype],
+                    _tolerance(llama),
                     lambda seed: (
                         relative_error(llama, module, seed=seed)
                         if llama.states
                         else packed_error(llama, module, block_size=BLOCK_SIZE, seed=seed)
                     ),
                 )
-            if error <= TOLERANCE[llama.dtype]:
+            if error <= _tolerance(llama):
                 numbers = "with the bits of the trainer, " if is_exact else ""
                 choices.append(f"kernels: Triton ({numbers}relative error {error:.1e})")
             else:
@@ -368,7 +400,7 @@ def _paged_batch(config: InferenceConfig, model: LlamaForward, capture: Capture)
     shape, num_layers, max_rows = model.shapes[0], len(model.shapes), config.max_running
     step_tokens = config.forward_tokens or GPU_STEP_TOKENS
     per_block = BlockCache.bytes_per_block(
-        shape, num_layers=num_layers, block_size=BLOCK_SIZE, dtype=model.dtype, routes=model.route_shape
+        shape, num_layers=num_layers, block_size=BLOCK_SIZE, dtype=model.cache_dtype, routes=model.route_shape
     )
     max_bytes = _cache_bytes(model.device, config.kv_memory_mb)
     allowed, needed = max_bytes // per_block, -(-model.max_model_len // BLOCK_SIZE) + 1
@@ -387,7 +419,7 @@ def _paged_batch(config: InferenceConfig, model: LlamaForward, capture: Capture)
         block_size=BLOCK_SIZE,
         max_rows=max_rows,
         max_length=model.max_model_len,
-        dtype=model.dtype,
+        dtype=model.cache_dtype,
         device=model.device,
         routes=model.route_shape,
     )

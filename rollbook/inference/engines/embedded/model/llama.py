@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rollbook.inference.engines.embedded.adapters import AdapterBank, AdapterRows
+from rollbook.inference.engines.embedded.model import fp8
 from rollbook.inference.engines.embedded.model.forward import PrefillInput, PrefillPositions, SlotModel
 from rollbook.inference.engines.embedded.model.packed import PackedOps, PackedStep, PackedTorchOps
 from rollbook.inference.engines.embedded.model.row_states import new_layers
@@ -104,6 +105,8 @@ class LlamaForward:
         keys, size = int(config.num_key_value_heads), int(attending[0].head_dim)
         self.heads = HeadShape(queries=int(config.num_attention_heads), keys=keys, size=size)
         self.shapes = [LayerShape(keys, size, size)] * len(attending)
+        self.cache_dtype = self.dtype
+        """Of keys and values."""
         self.states = [StateShape(*delta.state_sizes) for delta in self.recipe.delta if delta is not None]
         self._embedding_VE: Tensor = model.model.embed_tokens.weight
         self._head_VE: Tensor = model.get_output_embeddings().weight
@@ -122,6 +125,12 @@ class LlamaForward:
     def use_exact_products(self, *, is_exact: bool) -> None:
         """Whether to compute products and sums as the trainer does. The kernels must be exact too."""
         self.is_exact = self.adapters.is_exact = is_exact
+
+    def store_fp8(self) -> None:
+        """Store keys and values as 8-bit floats. For memory that is made from now on."""
+        assert not self.states, "states have the dtype of the model"
+        self.cache_dtype, width = fp8.STORED, self.heads.size + fp8.EXPONENT_BYTES
+        self.shapes = [LayerShape(self.heads.keys, width, width)] * len(self.shapes)
 
     @property
     def has_windows(self) -> bool:
@@ -167,11 +176,13 @@ class LlamaForward:
         yield f"product {HEAD}", wide, lambda x_ME: float32_logits(x_ME, self._head_VE)
 
     def new_memory(self) -> SlotCache:
-        return SlotCache(self.shapes, dtype=self.dtype, device=self.device, routes=self.route_shape, states=self.states)
+        return SlotCache(
+            self.shapes, dtype=self.cache_dtype, device=self.device, routes=self.route_shape, states=self.states
+        )
 
     def bytes_per_row(self) -> tuple[int, int]:
         routes = 0 if self.route_shape is None else self.route_shape.num_bytes
-        per_token = SlotCache.bytes_per_token(self.shapes, self.dtype) + routes
+        per_token = SlotCache.bytes_per_token(self.shapes, self.cache_dtype) + routes
         return per_token, sum(shape.num_bytes(self.dtype) for shape in self.states)
 
     def prefill(self, inputs: PrefillInput, slots: SlotCache) -> Tensor:

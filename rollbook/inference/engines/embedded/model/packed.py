@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rollbook.inference.engines.embedded.adapters import AdapterRows
+from rollbook.inference.engines.embedded.model import fp8
 from rollbook.inference.engines.embedded.model.torch_ops import (
     HeadShape,
     attend,
@@ -90,8 +91,14 @@ class PackedTorchOps:
         rotation = None if rotary is None else rotation_at(rotary, step.positions_M.clamp(min=0).long())
         fused_MXD = turned_heads(fused_MX, heads, attention, rotation)
         block_M, at_M = step.places(blocks.shape[3])
-        keys_values_M2HD = fused_MXD[:, heads.queries :].reshape(-1, 2, heads.keys, heads.size)
-        blocks[block_M[is_real_M], :, :, at_M[is_real_M]] = keys_values_M2HD[is_real_M]
+        keys_values_M2HD = fused_MXD[:, heads.queries :].reshape(-1, 2, heads.keys, heads.size)[is_real_M]
+        places = block_M[is_real_M], slice(None), slice(None), at_M[is_real_M]
+        if blocks.dtype is not fp8.STORED:
+            blocks[places] = keys_values_M2HD
+            return
+        numbers, exponents = fp8.parts_of_blocks(blocks)
+        stored = fp8.encoded(keys_values_M2HD)
+        numbers[places], exponents[places] = stored[..., : heads.size], stored[..., heads.size :]
 
     def attend(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor, attention: Attention) -> Tensor:
         heads, count, size = self._heads, len(fused_MX), blocks.shape[3]
@@ -100,8 +107,12 @@ class PackedTorchOps:
         )
         used = max(1, int(step.positions_M.max()) // size + 1)
         tables_MP = step.tables_SP[step.rows_M.long(), :used].long()
+        read = blocks[tables_MP]
+        if blocks.dtype is fp8.STORED:
+            read = fp8.decoded(torch.cat(fp8.parts_of_blocks(read.flatten(0, 1)), dim=-1), fused_MX.dtype)
         # (M, P, 2, H, B, D) to (2, M, H, T, D)
-        both = blocks[tables_MP].permute(2, 0, 3, 1, 4, 5).reshape(2, count, heads.keys, used * size, heads.size)
+        both = read.view(count, used, 2, heads.keys, size, heads.size).permute(2, 0, 3, 1, 4, 5)
+        both = both.reshape(2, count, heads.keys, used * size, heads.size)
         positions_M1, seen_T = step.positions_M[:, None], torch.arange(used * size, device=both.device)
         # Zero, not only masked: a block may hold NaN of an earlier owner, and 0 x NaN is NaN.
         both = both.masked_fill((seen_T > positions_M1)[None, :, None, :, None], 0)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rollbook.inference.engines.embedded.model import fp8
 from rollbook.inference.engines.embedded.model.forward import PrefillPositions
 from rollbook.inference.engines.embedded.slot_cache import SlotCache
 from rollbook.numerics.delta import DeltaLayer
@@ -77,6 +78,11 @@ def hidden_keys(positions: Tensor, seen_T: Tensor, window: int | None) -> Tensor
     return is_future if window is None else is_future | (seen_T <= positions - window)
 
 
+def read_slots(joint: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys and values (2, ..., D), whatever they are stored as."""
+    return fp8.decoded(joint, dtype) if joint.dtype is fp8.STORED else joint
+
+
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, attention: Attention) -> Tensor:
     """Over heads (..., queries, D). `mask`: additive; None: causal, with as many queries as keys."""
     if attention.is_plain:
@@ -102,7 +108,7 @@ class SlotStep:
 
     positions_NC: Tensor
     write_at: Tensor
-    """(M x 2 x H) indices into a layer's slots, viewed as rows of D numbers."""
+    """(M x 2 x H) indices into a layer's slots, viewed as vectors."""
     length: int
     """Attention reads so many positions of the slots."""
     is_fresh: bool
@@ -165,7 +171,13 @@ class TorchOps:
         """Rotate queries and keys in place, and write keys and values to the slots."""
         heads = self._heads
         fused_MXD = turned_heads(fused_MX, heads, attention, step.rotation(attention.rotary))
-        joint.view(-1, heads.size).index_copy_(0, step.write_at, fused_MXD[:, heads.queries :].reshape(-1, heads.size))
+        vectors = fused_MXD[:, heads.queries :].reshape(-1, heads.size)
+        if joint.dtype is fp8.STORED:
+            vectors = fp8.encoded(vectors)
+            # A fresh prefill attends to what it stores, as later tokens do.
+            read_MXD = fp8.decoded(vectors, fused_MX.dtype).view(len(fused_MX), -1, heads.size)
+            fused_MXD[:, heads.queries :] = read_MXD
+        joint.view(-1, joint.shape[-1]).index_copy_(0, step.write_at, vectors)
 
     def attend_one(self, fused_NX: Tensor, step: SlotStep, joint: Tensor, attention: Attention) -> Tensor:
         """One query per token, over the slot of its row. Queries that share keys form one block, so keys are not repeated."""
@@ -174,7 +186,7 @@ class TorchOps:
             count, heads.keys, heads.group, heads.size
         )
         rows = slice(0, count) if step.rows_N is None else step.rows_N
-        keys_NHTD, values_NHTD = joint[0, rows, :, : step.length], joint[1, rows, :, : step.length]
+        keys_NHTD, values_NHTD = read_slots(joint[:, rows, :, : step.length], fused_NX.dtype)
         attended = attend(queries_NHGD, keys_NHTD, values_NHTD, step.mask(attention, fused_NX.dtype), attention)
         return attended.reshape(count, heads.queries * heads.size)
 
@@ -189,7 +201,7 @@ class TorchOps:
         if mask is None:
             keys, values = fused_NXCD[:, heads.queries :].chunk(2, dim=1)
         else:
-            keys, values = joint[:, rows_N, :, : step.length]
+            keys, values = read_slots(joint[:, rows_N, :, : step.length], fused_MX.dtype)
         is_fused = queries.device.type == "cuda" and queries.dtype != torch.float32 and attention.is_plain
         if heads.group > 1 and not is_fused:
             keys, values = keys.repeat_interleave(heads.group, dim=1), values.repeat_interleave(heads.group, dim=1)

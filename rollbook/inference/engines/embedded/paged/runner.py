@@ -246,7 +246,7 @@ def packed_error(model: LlamaForward, module: nn.Module, *, block_size: int, see
         block_size=block_size,
         max_rows=1,
         max_length=count + 1,
-        dtype=model.dtype,
+        dtype=model.cache_dtype,
         device=model.device,
     )
     width = cache.tables_SP.shape[1]
