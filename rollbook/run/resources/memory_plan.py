@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from rollbook.run.resources.model_facts import ModelFacts
 from rollbook.trainer.config import LoraSettings
+from rollbook.trainer.data.delta_chunks import WORKSPACE_BYTES, workspace_bytes_per_token
 
 GB = 10**9
 MB = 10**6
@@ -212,11 +213,17 @@ def activation_bytes_per_token(model: ModelFacts, sizes: Sizes) -> int:
     # Inputs and outputs of both norms; queries, keys, values and the result of attention; the gate; its activation, unless
     # that is computed again; the up projection, and their product.
     kept_of_gate = 1 if sizes.is_exact and not model.experts else 2
-    of_layer = 4 * model.hidden + 2 * model.query_width + 2 * model.key_width + (2 + kept_of_gate) * model.intermediate
+    of_attention = 2 * model.query_width + 2 * model.key_width
+    # The projections, and the input of the last one; the chunks are computed again.
+    of_delta = sum(model.delta.projections.values()) if model.delta else 0
+    of_layer = 4 * model.hidden + (2 + kept_of_gate) * model.intermediate
     checkpointed = min(sizes.checkpointed_layers, model.layers)
     # The activations of at least one layer are needed at a time; they contain its input.
     whole = max(1, model.layers - checkpointed)
-    values = whole * of_layer + (model.layers - whole) * model.hidden
+    # Kinds of layers alternate; where one layer is whole at a time, each of them is in turn.
+    delta = min(whole, -(-whole * model.delta.layers // model.layers)) if model.delta else 0
+    of_mixers = max(of_attention, of_delta) if whole == 1 else delta * of_delta + (whole - delta) * of_attention
+    values = whole * of_layer + of_mixers + (model.layers - whole) * model.hidden
     return DTYPE_BYTES[sizes.compute_dtype] * (values + 2 * model.hidden)
 
 
@@ -233,7 +240,16 @@ def pass_bytes(model: ModelFacts, sizes: Sizes) -> int:
     tokens = max(sizes.tokens_per_pass, sizes.longest)
     per_token = activation_bytes_per_token(model, sizes)
     logits = min(sizes.logits_bytes, 4 * model.vocabulary * tokens)
-    return round(ALLOCATOR_SHARE * (tokens * per_token + LOGITS_COPIES * logits))
+    return round(ALLOCATOR_SHARE * (tokens * per_token + LOGITS_COPIES * logits)) + _chunk_bytes(model, tokens)
+
+
+def _chunk_bytes(model: ModelFacts, tokens: int) -> int:
+    """Of the chunks of one gated delta layer, which are computed again in the backward pass."""
+    delta = model.delta
+    if delta is None:
+        return 0
+    of_key_head = workspace_bytes_per_token(delta.value_heads // delta.key_heads, delta.key_size, delta.value_size)
+    return max(tokens * of_key_head, min(WORKSPACE_BYTES, tokens * delta.key_heads * of_key_head))
 
 
 def trained_parameters(model: ModelFacts, sizes: Sizes) -> int:

@@ -43,6 +43,8 @@ class ModelFacts:
     expert_width: int = 0
     cache: tuple[CacheLayer, ...]
     """What the engine keeps of a row, by layer."""
+    delta: "DeltaFacts | None" = None
+    """Of its gated delta layers."""
 
     @property
     def head_parameters(self) -> int:
@@ -76,20 +78,61 @@ class ModelFacts:
     def adapter_parameters(self, lora: LoraSettings) -> int:
         """Parameters of low-rank adapters at the layers that `lora.targets` names, and of each expert. Unknown names count as all
         linear layers."""
+        attending = self.layers - (self.delta.layers if self.delta else 0)
         sizes = {
-            "q_proj": self.hidden + self.query_width,
-            "k_proj": self.hidden + self.key_width,
-            "v_proj": self.hidden + self.key_width,
-            "o_proj": self.hidden + self.query_width,
-            "gate_proj": self.hidden + self.intermediate,
-            "up_proj": self.hidden + self.intermediate,
-            "down_proj": self.hidden + self.intermediate,
+            "q_proj": attending * (self.hidden + self.query_width),
+            "k_proj": attending * (self.hidden + self.key_width),
+            "v_proj": attending * (self.hidden + self.key_width),
+            "o_proj": attending * (self.hidden + self.query_width),
+            "gate_proj": self.layers * (self.hidden + self.intermediate),
+            "up_proj": self.layers * (self.hidden + self.intermediate),
+            "down_proj": self.layers * (self.hidden + self.intermediate),
         }
+        if self.delta is not None:
+            sizes |= {name: self.delta.layers * (self.hidden + width) for name, width in self.delta.projections.items()}
         named = [] if isinstance(lora.targets, str) else [size for name, size in sizes.items() if name in lora.targets]
         # Gate and up projections of an expert are one matrix.
         of_expert = 2 * self.hidden + 3 * self.expert_width
         of_experts = self.expert_layers * self.experts * of_expert if lora.experts else 0
-        return lora.rank * (self.layers * sum(named or sizes.values()) + of_experts)
+        return lora.rank * (sum(named or sizes.values()) + of_experts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaFacts:
+    """The dimensions of gated delta layers."""
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    is_grouped: bool
+
+    @classmethod
+    def of(cls, table: Mapping[str, Any], layers: int) -> "DeltaFacts | None":
+        if not table.get("linear_key_head_dim") or not layers:
+            return None
+        return cls(
+            layers=layers,
+            key_heads=int(table["linear_num_key_heads"]),
+            value_heads=int(table["linear_num_value_heads"]),
+            key_size=int(table["linear_key_head_dim"]),
+            value_size=int(table["linear_value_head_dim"]),
+            is_grouped=str(table.get("model_type", "")).startswith("qwen3_next"),
+        )
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """Width of each projection, of its results or of its inputs, whichever is not the residual stream."""
+        convolved, values = 2 * self.key_heads * self.key_size + self.values, self.values
+        if self.is_grouped:
+            return {"in_proj_qkvz": convolved + values, "in_proj_ba": 2 * self.value_heads, "out_proj": values}
+        of_heads = {"in_proj_b": self.value_heads, "in_proj_a": self.value_heads}
+        return {"in_proj_qkv": convolved, "in_proj_z": values, **of_heads, "out_proj": values}
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_size
 
 
 def model_facts(config: ModelConfig, source_dir: Path, *, may_download: bool = False) -> ModelFacts | None:
@@ -154,6 +197,7 @@ def facts_of(table: Mapping[str, Any], parameters: int | None) -> ModelFacts | N
         expert_layers=_expert_layers(table, kinds, layers) if experts else 0,
         expert_width=width if experts else 0,
         cache=cache,
+        delta=DeltaFacts.of(table, sum(layer.recurrent > 0 for layer in cache)),
     )
 
 

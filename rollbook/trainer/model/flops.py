@@ -11,6 +11,7 @@ import torch
 
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.passes import Microbatch
+from rollbook.trainer.model.packed_delta import delta_parts
 
 # Dense bfloat16 operations per second, from the vendors' data sheets. Longest name first: "H100" is part of "H100 PCIe".
 PEAK_FLOPS = {
@@ -42,7 +43,7 @@ class ModelShape:
     head_parameters: int
     """The output embedding, used by trained tokens only."""
     is_head_frozen: bool
-    layers: int
+    attention_layers: int
     attention_width: int
     """Number of heads times head width."""
     width: int
@@ -66,7 +67,7 @@ class ModelShape:
             frozen_parameters=round(sum(count for parameter, count in body if not parameter.requires_grad)),
             head_parameters=head.numel(),
             is_head_frozen=not head.requires_grad,
-            layers=config.num_hidden_layers,
+            attention_layers=config.num_hidden_layers - sum(1 for _ in delta_parts(module)),
             attention_width=heads * width,
             width=config.hidden_size,
         )
@@ -98,7 +99,7 @@ def training_flops(passes: Sequence[Microbatch], shape: ModelShape) -> float:
     for micro in passes:
         tokens = micro.inputs_BT.size - micro.num_padding
         total += of_body * tokens + of_head * micro.num_trained
-        total += 6.0 * shape.layers * shape.attention_width * _attention_pairs(micro)
+        total += 6.0 * shape.attention_layers * shape.attention_width * _attention_pairs(micro)
     return total
 
 

@@ -1,23 +1,19 @@
 """Gated delta layers over sequences concatenated in one row. A token that several sequences share is computed once.
 
-The computed tokens are a forest: each token follows the one before it in its sequence, and the last shared token is followed by one
-token of each sequence that has it. A chunk is a run of tokens that follow one another, so it starts from one state: nothing, or the
-state after another chunk. Everything that does not depend on states is computed for all chunks at once. Then a loop computes the
-states, for all chunks of one level at a time: level 0 starts from nothing, level 1 follows level 0, and so on.
-
-The layout is made from numbers that the host has; the loop does not wait for the device.
+What does not depend on states is computed for all chunks of a pass at once (`data/delta_chunks`). Then a loop computes the states,
+for all chunks of one level at a time. The layout is made from numbers that the host has; the loop does not wait for the device.
 """
 
 # T computed tokens, L chunks of B places, K tokens of the convolution, C its channels, H heads, D key size, V value size
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -25,11 +21,16 @@ from torch.utils.checkpoint import checkpoint
 from rollbook.numerics.delta import CHUNK, ChunkTerms, DeltaInputs, DeltaLayer
 from rollbook.numerics.module_parts import DELTA_PARTS, GROUPED_DELTA_PARTS
 from rollbook.numerics.recipe import DELTA
+from rollbook.trainer.data.delta_chunks import (
+    NOTHING,
+    WORKSPACE_BYTES,
+    levels_of,
+    runs_of,
+    tokens_before,
+    workspace_bytes_per_token,
+)
 from rollbook.trainer.data.prefixes import PackedSequences
 from rollbook.trainer.model.gather import Gather, on_device
-
-NOTHING = -1
-"""In place of a token or a chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,13 +55,14 @@ class Chunks:
     """Which of these places have no token."""
     places_T: Tensor
     """Index of each token in L x B places."""
+    num_places: int
 
     @classmethod
     def of(cls, sequences: PackedSequences, width: int, device: str | torch.device) -> "Chunks":
         """`width`: K."""
-        before_T = _tokens_before(sequences)
-        starts_L, counts_L = _runs(before_T)
-        levels = _levels(before_T, starts_L)
+        before_T = tokens_before(sequences)
+        starts_L, counts_L = runs_of(before_T, CHUNK)
+        levels = levels_of(before_T, starts_L)
         order_L = np.concatenate([chunks for chunks, _ in levels])
         starts_L, counts_L = starts_L[order_L], counts_L[order_L]
         size = int(counts_L.max())
@@ -91,65 +93,13 @@ class Chunks:
             inputs=Gather.of(np.maximum(inputs_LI, 0).ravel(), len(before_T), device),
             is_empty_LI1=on_device((inputs_LI == NOTHING)[..., None], device),
             places_T=on_device(places_T, device),
+            num_places=tokens_LB.size,
         )
 
     def inputs_of(self, tokens_TC: Tensor) -> Tensor:
         """In chunks (L, K - 1 + B, C), 0 where there is no token."""
         inputs_LIC: Tensor = self.inputs(tokens_TC).view(*self.is_empty_LI1.shape[:2], -1)
         return inputs_LIC.masked_fill(self.is_empty_LI1, 0.0)
-
-
-def _tokens_before(sequences: PackedSequences) -> NDArray[np.int64]:
-    """For each computed token, the one before it in its sequence."""
-    lengths, added = (np.array(counts, dtype=np.int64) for counts in (sequences.lengths, sequences.added))
-    before_T = np.arange(sequences.num_computed, dtype=np.int64) - 1
-    last_shared = np.cumsum(lengths) - added - 1
-    starts = np.cumsum(added) - added
-    before_T[starts] = np.where(lengths == added, NOTHING, sequences.sources_F[last_shared])
-    return before_T
-
-
-def _runs(before_T: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first token of each chunk, and how many it has. Only the last token of a chunk is followed by tokens of others."""
-    count = len(before_T)
-    tokens = np.arange(count)
-    is_start = before_T != tokens - 1
-    is_start[0] = True
-    branches = before_T[is_start]
-    after = branches[branches != NOTHING] + 1
-    is_start[after[after < count]] = True
-    starts = np.flatnonzero(is_start)
-    lengths = np.diff(starts, append=count)
-    pieces = -(-lengths // CHUNK)
-    offsets = (np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * CHUNK
-    return np.repeat(starts, pieces) + offsets, np.minimum(CHUNK, np.repeat(lengths, pieces) - offsets)
-
-
-def _levels(
-    before_T: NDArray[np.int64], starts_L: NDArray[np.int64]
-) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """The chunks of each level, those with the most levels after them first, and for each its parent: the place in the level before
-    of the chunk that it follows."""
-    previous = before_T[starts_L]
-    parents = np.where(previous == NOTHING, NOTHING, np.searchsorted(starts_L, previous, side="right") - 1).tolist()
-    followers: list[list[int]] = [[] for _ in parents]
-    for chunk, parent in enumerate(parents):
-        if parent != NOTHING:
-            followers[parent].append(chunk)
-    levels = [[chunk for chunk, parent in enumerate(parents) if parent == NOTHING]]
-    while after := [chunk for parent in levels[-1] for chunk in followers[parent]]:
-        levels.append(after)
-    heights = [0] * len(parents)
-    for level in reversed(levels[1:]):
-        for chunk in level:
-            heights[parents[chunk]] = max(heights[parents[chunk]], heights[chunk] + 1)
-    places = dict.fromkeys([NOTHING], NOTHING)
-    found = []
-    for level in levels:
-        level.sort(key=lambda chunk: (-heights[chunk], places[parents[chunk]]))
-        found.append((np.array(level), np.array([places[parents[chunk]] for chunk in level])))
-        places |= {chunk: place for place, chunk in enumerate(level)}
-    return found
 
 
 class _States(torch.autograd.Function):
@@ -221,10 +171,40 @@ def _chunk_results(terms: ChunkTerms, levels: tuple[Level, ...]) -> Tensor:
     return results
 
 
-def _mixed(layer: DeltaLayer, chunks: Chunks, new: DeltaInputs) -> Tensor:
-    """The results (T, H x V) of the layer before its last projection."""
+def _parts(
+    layer: DeltaLayer, new: DeltaInputs, key_heads: int
+) -> Iterator[tuple[DeltaLayer, list[Tensor], DeltaInputs]]:
+    """The layer in parts of so many key heads: each with its queries, keys and values, and its other inputs."""
+    counts = [min(key_heads, layer.key_heads - start) for start in range(0, layer.key_heads, key_heads)]
+    of_head = layer.value_heads // layer.key_heads
+    keys, values = (
+        [count * layer.key_size for count in counts],
+        [count * of_head * layer.value_size for count in counts],
+    )
+    heads = [count * of_head for count in counts]
+    # Split, not sliced: the gradient of each slice would be as wide as the whole.
+    channels = torch.split(new.mixed, [*keys, *keys, *values], dim=-1)
+    kernels = torch.split(layer.kernel_C1K, [*keys, *keys, *values])
+    split = [torch.split(x, heads, dim=-1) for x in (new.rates, new.times, layer.log_rates_H, layer.time_biases_H)]
+    gates = torch.split(new.gates, heads, dim=-2)
+    for part, count in enumerate(counts):
+        own = slice(part, None, len(counts))
+        rates, times, log_rates_H, time_biases_H = (x[part] for x in split)
+        part_layer = replace(
+            layer,
+            key_heads=count,
+            value_heads=heads[part],
+            kernel_C1K=torch.cat(kernels[own]),
+            log_rates_H=log_rates_H,
+            time_biases_H=time_biases_H,
+        )
+        yield part_layer, [*channels[own]], replace(new, gates=gates[part], rates=rates, times=times)
+
+
+def _mixed(layer: DeltaLayer, chunks: Chunks, mixed: Sequence[Tensor], new: DeltaInputs) -> Tensor:
+    """The results (T, H x V) of the layer before its last projection. `mixed`: queries, keys and values of its heads."""
     channels, _, width = layer.kernel_C1K.shape
-    inputs_LIC = chunks.inputs_of(torch.cat((new.mixed, new.rates, new.times), dim=-1))
+    inputs_LIC = chunks.inputs_of(torch.cat((*mixed, new.rates, new.times), dim=-1))
     mixed_LIC, rates_LIH, times_LIH = torch.split(inputs_LIC, [channels, layer.value_heads, layer.value_heads], dim=-1)
     convolved_LCB = F.conv1d(mixed_LIC.transpose(1, 2), layer.kernel_C1K, groups=channels)
     tokens = slice(width - 1, None)
@@ -235,7 +215,7 @@ def _mixed(layer: DeltaLayer, chunks: Chunks, new: DeltaInputs) -> Tensor:
     query, key, value = (x.transpose(1, 2).contiguous() for x in layer.heads(F.silu(convolved_LCB).transpose(1, 2)))
     results_LHBV = _chunk_results(ChunkTerms.of(query, key, value, rates, log_decays), chunks.levels)
     results_THV = results_LHBV.transpose(1, 2).flatten(0, 1).index_select(0, chunks.places_T)
-    return layer.gated(results_THV.to(new.mixed.dtype), new.gates)
+    return layer.gated(results_THV.to(new.gates.dtype), new.gates)
 
 
 def _forward(module: Any, hidden_states: Tensor, *inputs: Any, packing: Any = None, **others: Any) -> Tensor:
@@ -243,15 +223,17 @@ def _forward(module: Any, hidden_states: Tensor, *inputs: Any, packing: Any = No
     if packing is None:
         unpacked: Tensor = type(module).forward(module, hidden_states, *inputs, **others)
         return unpacked
-    layer = DeltaLayer.of(module)
+    layer, chunks = DeltaLayer.of(module), packing.chunks
     names = GROUPED_DELTA_PARTS if layer.is_grouped else DELTA_PARTS
     new = layer.inputs_of([getattr(module, name)(hidden_states[0]) for name in names])
-    if module.is_recomputed or not torch.is_grad_enabled():
-        mixed_TD = _mixed(layer, packing.chunks, new)
-    else:
-        # What the chunks need in the backward pass is ten times the size of what they are computed from.
-        mixed_TD = checkpoint(_mixed, layer, packing.chunks, new, use_reentrant=False, preserve_rng_state=False)
-    projected: Tensor = module.out_proj(mixed_TD)
+    of_key_head = workspace_bytes_per_token(layer.value_heads // layer.key_heads, layer.key_size, layer.value_size)
+    at_once = max(1, WORKSPACE_BYTES // (chunks.num_places * of_key_head))
+    # The backward pass needs of the chunks fifteen times the size of what they are computed from. A layer that is computed again as
+    # a whole would compute them a third time, but it keeps all parts of its heads at once.
+    is_kept = not torch.is_grad_enabled() or (module.is_recomputed and at_once >= layer.key_heads)
+    compute = _mixed if is_kept else partial(checkpoint, _mixed, use_reentrant=False, preserve_rng_state=False)
+    results = [compute(part, chunks, mixed, own) for part, mixed, own in _parts(layer, new, at_once)]
+    projected: Tensor = module.out_proj(torch.cat(results, dim=-1) if len(results) > 1 else results[0])
     return projected.unsqueeze(0)
 
 

@@ -1,6 +1,7 @@
 """The dimensions of a model that the memory plan reads: they are those that the engine allocates, for every kind of layer."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,17 @@ from rollbook.inference.engines.embedded.model.module import ModuleForward, Stat
 from rollbook.inference.engines.embedded.model.row_states import BY_POSITION, BY_ROW, cache_of, new_layers
 from rollbook.numerics.module_parts import UnsupportedModelError
 from rollbook.run.resources.cache_facts import CacheLayer
-from rollbook.run.resources.memory_plan import row_bytes
+from rollbook.run.resources.memory_plan import (
+    ALL_LAYERS,
+    ALLOCATOR_SHARE,
+    Sizes,
+    activation_bytes_per_token,
+    pass_bytes,
+    row_bytes,
+)
 from rollbook.run.resources.model_facts import ModelFacts, facts_of, text_config
 from rollbook.trainer.config import LoraSettings
+from rollbook.trainer.data.delta_chunks import WORKSPACE_BYTES
 from rollbook.trainer.model.policy_model import PolicyModel
 from tests.models.families import FAMILIES, WINDOW, family
 from tests.parts.trainer.batches import quick
@@ -159,6 +168,33 @@ def test_keys_and_values_in_fp8_are_counted_with_their_exponents(kind: str) -> N
 def test_experts_that_kimi_linear_uses_are_counted() -> None:
     kimi = known(json.loads(family("kimi_linear").config().to_json_string()))
     assert (kimi.experts, kimi.experts_per_token, kimi.expert_layers) == (4, 2, 1)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize("targets", ["in_proj_qkv in_proj_qkvz", "in_proj_a in_proj_ba", "out_proj", "k_proj out_proj"])
+def test_adapters_of_gated_delta_layers_are_counted(kind: str, targets: str, tmp_path: Path) -> None:
+    module_of(kind).save_pretrained(tmp_path)
+    lora = LoraSettings(rank=2, targets=targets.split())
+    trained = PolicyModel.load(tmp_path, quick(lora=lora)).checkpointed_weights().values()
+    assert facts_for(kind).adapter_parameters(lora) == sum(weight.numel() for weight in trained)
+
+
+def test_the_chunks_of_gated_delta_layers_have_a_limit_until_one_head_needs_more() -> None:
+    table = {**BASE, "num_hidden_layers": 2, "full_attention_interval": 2, **DELTA_NET, "linear_num_key_heads": 4}
+    wide = known({**table, "linear_key_head_dim": 128, "linear_value_head_dim": 128})
+    assert wide.delta is not None
+    no_chunks = replace(wide, delta=replace(wide.delta, key_size=0, value_size=0))
+
+    def chunks(tokens: int) -> int:
+        sizes = Sizes(tokens_per_pass=tokens, longest=tokens, checkpointed_layers=ALL_LAYERS)
+        per_token = [activation_bytes_per_token(facts, sizes) for facts in (wide, no_chunks)]
+        rest = ALLOCATOR_SHARE * (per_token[0] - per_token[1]) * tokens
+        return round(pass_bytes(wide, sizes) - pass_bytes(no_chunks, sizes) - rest)
+
+    of_head = 64 * 256
+    assert chunks(1000) == 4 * of_head * 1000
+    assert chunks(200_000) == WORKSPACE_BYTES
+    assert chunks(1_000_000) == of_head * 1_000_000
 
 
 def test_adapters_of_experts_are_counted(tmp_path: Path) -> None:
