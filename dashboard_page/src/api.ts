@@ -72,7 +72,7 @@ export interface Groups {
 export interface Message { role: string; content: string; reasoning: string | null; tool_calls: { id: string | null; name: string; arguments: string }[]; tool_call_id: string | null; name: string | null }
 export interface Turn { sequence: number; start: number; end: number; seconds: N; queue_s: N; generate_s: N; act_s: N; reward: N }
 export interface Sample {
-  sample: number; reward: N; solved: boolean | null; end: string; invalid_cause: string | null; num_tokens: number; num_trained: number; metrics: Record<string, N>; rewards: Record<string, N>; facts: Record<string, unknown>; advantage: N;
+  sample: number; reward: N; solved: boolean | null; end: string; invalid_cause: string | null; num_tokens: number; num_trained: number; metrics: Record<string, N>; rewards: Record<string, N>; facts: Record<string, unknown>; advantage: N; teacher_gap: N;
   messages: Message[] | null; sequences: number; turns: Turn[]; score_s: N;
 }
 export interface GroupAnswer {
@@ -83,7 +83,7 @@ export interface GroupAnswer {
 }
 export interface Tokens {
   sample: number; sequence: number; sequences: number; count: number; text: string[] | null; ids: number[]; logprob: N[]; version: number[]; publication: number[];
-  author: { names: string[]; at: number[] }; mask: number[]; advantage: N[] | null; entropy: N[] | null; trainer_logprob: N[] | null; recorded_step: N;
+  author: { names: string[]; at: number[] }; mask: number[]; advantage: N[] | null; entropy: N[] | null; trainer_logprob: N[] | null; teacher_logprob: N[] | null; recorded_step: N;
 }
 
 export interface TaskRow { task_id: string; tier: string | null; draws: number; reward_mean: N; solved_rate: N; last_solved_rate: N; dropped: number; tokens: N; last_step: N }

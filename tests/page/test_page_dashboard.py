@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 from urllib.request import urlopen
 
+import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
@@ -77,12 +78,24 @@ PAGES = pages_of("task0@0", STEPS - 1)
 
 
 def judged(sample: RolloutSample) -> RolloutSample:
-    """Two judges of one function, one of which did not answer."""
+    """Two judges of one function, one of which did not answer; and a teacher that finds each sampled token impossible."""
     notes = [
         {"model": "grader-<i>large</i>", "score": 0.75, "text": "The answer is <script>alert(4)</script> short."},
         {"model": "grader-small", "score": None, "text": "HTTP 500: overloaded"},
     ]
-    return replace(sample, facts={"judges": {"helpful": notes}}, metrics={"reward/helpful": 0.75})
+    taught = [
+        row.with_columns(teacher_logprobs=np.where(row.loss_mask, row.logprobs - 4, np.nan)) for row in sample.sequences
+    ]
+    return replace(
+        sample, sequences=tuple(taught), facts={"judges": {"helpful": notes}}, metrics={"reward/helpful": 0.75}
+    )
+
+
+SCORED: list[dict[str, Any]] = [
+    {"reward/helpful": 0.5, "reward/helpful_unscored": 0.0, "judge/requests": 6, "judge/failed": 2, "judge/cost": 0.25},
+    {"reward/helpful": 0.75, "reward/helpful_unscored": 0.5, "judge/requests": 3, "judge/failed": 1, "judge/cost": 0.5},
+]
+"""What the dispatcher reports between two steps."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +114,12 @@ class Shown:
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     folder = tmp_path_factory.mktemp("runs")
     run = run_elsewhere(record_run(folder / "first", ends=False, more_messages=MESSAGES))
-    run_elsewhere(record_run(folder / "second", change=judged))
+    second = run_elsewhere(record_run(folder / "second", change=judged))
+    with second.metrics_file.open("a", encoding="utf-8") as metrics:
+        for step, row in enumerate(SCORED, start=1):
+            metrics.write(json.dumps({"time": 1000.0 + step, "process": "rollout", "step": step, **row}) + "\n")
+            trained = {"time": 1000.5 + step, "process": "trainer", "step": step, "train/teacher_kl": 0.5 / step}
+            metrics.write(json.dumps(trained) + "\n")
     damaged = run_elsewhere(record_run(folder / "damaged"))
     for file in damaged.ledger.glob("ledger.sqlite*"):
         file.write_bytes(b"not a database" * 100)
@@ -172,6 +190,32 @@ def test_a_rollout_shows_what_the_judges_wrote_and_the_reward_of_each_turn(
     assert serious_findings(page) == []
     opened(page, shown, "/rollout/task0%400/0", run="second")
     expect(main.locator("article.message.assistant header")).to_contain_text("reward 0,")
+    page.close()
+
+
+def test_the_teacher_is_shown_with_the_tokens_and_the_scores_of_the_run_on_the_overview(
+    browser: Browser, shown: Shown, watched: Watched
+) -> None:
+    page = watched.follow(browser.new_page(viewport={"width": 1280, "height": 900}))
+    opened(page, shown, "/rollout/task0%400/1?view=tokens&colour=teacher", run="second")
+    main = page.get_by_role("main")
+    expect(main).to_contain_text("-4 nats a token")
+    expect(main).to_contain_text("the teacher would rarely say it")
+    expect(main.locator(".tokens span.n8[data-at]").first).to_be_visible()
+    page.locator(".tokens span.n8[data-at]").first.dispatch_event("pointerover")
+    expect(main.locator(".token-fact")).to_contain_text("teacher's logprob")
+    opened(page, shown, "/overview", run="second")
+    expect(main).to_contain_text("Reward functions")
+    expect(main).to_contain_text("helpful 0.75")
+    scores = page.get_by_role("region", name="Judges and teacher")
+    for text in ("requests9", "failed3", "cost0.75", "distance to the teacher0.5 → 0.25"):
+        expect(scores).to_contain_text(text)
+    assert serious_findings(page) == []
+    opened(page, shown, "/rollout/task0%400/1?view=tokens")
+    expect(main.get_by_role("group", name="Colour tokens by")).not_to_contain_text("teacher")
+    opened(page, shown, "/overview")
+    expect(main).to_contain_text("Is it learning?")
+    expect(main).not_to_contain_text("Reward functions")
     page.close()
 
 

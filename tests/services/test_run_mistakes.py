@@ -208,6 +208,17 @@ MISTAKES = {
         ),
         is_warning=True,
     ),
+    "judge that is not running": Mistake(
+        config=(
+            'path = "mine:right"',
+            'path = "mine:right"\n[rollout.rewards.functions.kind]\n'
+            'judge = { url = "http://127.0.0.1:9/v1", model = "m", rubric = "r" }',
+        ),
+        expected=(
+            r"rewards\.functions\.kind\.judge: nothing answers at http://127\.0\.0\.1:9/v1 \(.*refused.*\): start its server",
+        ),
+        is_warning=True,
+    ),
     "empty tasks": Mistake(
         code=('    yield {"id": "one", "side": "heads"}', "    return []"),
         expected=(r"run\.toml:12: tasks\.source: mine:tasks has no tasks",),

@@ -1,9 +1,9 @@
 // Is it learning, how far is it, who waits for whom, is it fresh, is it complete, and what is wrong: on one screen.
 import { type Column, align } from "../align";
-import { type Evaluation, type Overview, type Points, type Problem, type SeriesAnswer, type Trend, apiPath, useResource } from "../api";
+import { type Evaluation, type Metric, type Overview, type Points, type Problem, type SeriesAnswer, type Trend, apiPath, useResource } from "../api";
 import { clock, count, dateTime, duration, number, percent, plural } from "../format";
 import { useTick } from "../live";
-import { Badge, Empty, Meter, Page, Panel, Spark, Stat, type Tone } from "../parts/basic";
+import { Badge, Empty, Facts, Meter, Page, Panel, Spark, Stat, type Tone } from "../parts/basic";
 import { Chart } from "../parts/chart";
 import { StateBar } from "../parts/state_bar";
 import { go, href, linkTo } from "../router";
@@ -51,6 +51,7 @@ export function OverviewPage({ run }: { run: Overview }) {
         <Panel span={4} title="Problems" more={run.problems.length ? plural(run.problems.length, "finding") : undefined}>
           <Problems problems={run.problems} />
         </Panel>
+        <Scores />
         <Panel span={8} title="Where the groups are" more={law ? `${plural(law.opened, "group")} opened` : undefined}>
           {law ? <StateBar law={law} /> : <Empty title="The ledger cannot be read." />}
         </Panel>
@@ -123,6 +124,61 @@ function Learning({ series }: { series: Record<string, Points> }) {
       onPick={(step) => go(href("steps", [step]))}
     />
   );
+}
+
+const SCORE = "reward/";
+const UNSCORED = "_unscored";
+const JUDGE = ["judge/requests", "judge/failed", "judge/cached", "judge/cost"];
+
+/** The value of each reward function, what judges cost, and how far the policy is from its teacher. Nothing for a run without them. */
+function Scores() {
+  const tick = useTick(8000);
+  const catalogue = useResource<SeriesAnswer>(apiPath("series"), tick);
+  const known = catalogue.data?.metrics ?? [];
+  const has = (name: string) => known.some((metric) => metric.name === name);
+  // Other metrics of rewards have no share of unscored samples.
+  const functions = known.map((metric) => metric.name).filter((name) => name.startsWith(SCORE) && has(name + UNSCORED));
+  const isJudged = has("judge/requests");
+  const isTaught = has("train/teacher_kl");
+  const wanted = [...functions, ...(isJudged ? JUDGE : []), ...(isTaught ? ["train/teacher_kl"] : [])];
+  const answer = useResource<SeriesAnswer>(wanted.length ? apiPath("series", { metrics: wanted.join(","), points: 600 }) : null, tick);
+  if (wanted.length === 0) return null;
+  const series = answer.data?.series ?? {};
+  // Without a weight, the reward of the environment is 0 for every sample.
+  const shown = functions.filter((name) => name !== "reward/environment" || series[name]?.y.some((value) => value));
+  const { x, columns } = align(shown.map((name) => series[name]));
+  return (
+    <>
+      {shown.length ? (
+        <Panel span={isJudged || isTaught ? 8 : 12}>
+          <Chart title="Reward functions" x={x} height={180} series={shown.map((name, at) => ({ label: name.slice(SCORE.length), values: columns[at] ?? [] }))} />
+        </Panel>
+      ) : null}
+      {isJudged || isTaught ? (
+        <Panel span={shown.length ? 4 : 12} title={isJudged ? (isTaught ? "Judges and teacher" : "Judges") : "Teacher"} more={<a href={href("metrics", [], { like: isJudged ? "judge/" : "teacher" })}>charts</a>}>
+          <Facts rows={[...(isJudged ? judgeRows(series) : []), ...(isTaught ? teacherRows(series, known) : [])]} />
+        </Panel>
+      ) : null}
+    </>
+  );
+}
+
+/** Each point is a sum over the samples since the one before. */
+function judgeRows(series: Record<string, Points>): [string, string][] {
+  const total = (name: string) => (series[name]?.y ?? []).reduce<number>((sum, value) => sum + (value ?? 0), 0);
+  const cost = total("judge/cost");
+  return [
+    ["requests", count(total("judge/requests"))],
+    ["failed", count(total("judge/failed"))],
+    ["answers from the cache", count(total("judge/cached"))],
+    ["cost", cost ? number(cost, 4) : "– (no price is set)"],
+  ];
+}
+
+function teacherRows(series: Record<string, Points>, known: Metric[]): [string, string][] {
+  const values = (series["train/teacher_kl"]?.y ?? []).filter((value) => value !== null);
+  const unit = known.find((metric) => metric.name === "train/teacher_kl")?.unit ?? "";
+  return [["distance to the teacher", values.length ? `${number(values[0] ?? null, 3)} → ${number(values.at(-1) ?? null, 3)} ${unit}` : "–"]];
 }
 
 const TONES: Record<Problem["severity"], Tone> = { error: "bad", warning: "warn", info: "info" };

@@ -270,20 +270,21 @@ function SampleFacts({ sample, data, operator }: { sample: Sample; data: GroupAn
             ["reward", sample.reward === null ? <span class="warn">not scored: {visible(sample.invalid_cause ?? "")}</span> : <b>{number(sample.reward, 4)}</b>],
             ...rewards.map(([name, value]): [string, string] => [`reward: ${words(name)}`, number(value, 4)]),
             ["advantage", number(sample.advantage, 3)],
+            ...(sample.teacher_gap === null ? [] : ([["teacher − policy", `${number(sample.teacher_gap, 3)} nats a token`]] as [string, string][])),
             ["ended by", words(sample.end)],
             ["tokens", `${number(sample.num_tokens)}, ${number(sample.num_trained)} trained`],
             ["turns", number(sample.turns.length)],
             ...(sample.turns.some((turn) => turn.reward !== null) ? ([["rewards of turns", oneLine(sample.turns.map((turn) => number(turn.reward)).join("; "), 400)]] as [string, string][]) : []),
             ...(sample.score_s === null ? [] : ([["scored in", duration(sample.score_s)]] as [string, string][])),
             ["sampled by", data.publications.length ? `publication ${data.publications.join(", ")}` : "–"],
-            ...metrics.map(([name, value]): [string, string] => [words(name), number(value, 3)]),
+            ...metrics.map(([name, value]): [string, string] => [words(name).replace("/", ": "), number(value, 3)]),
           ]}
         />
       </Panel>
       {judges.length ? (
         <Panel title="Judges">
           {judges.map((judge, at) => (
-            <article key={at}>
+            <article key={at} class="judge">
               <header>
                 {words(judge.name)}: <b>{number(judge.score, 3)}</b> <span class="mono">{visible(judge.model)}</span>
               </header>

@@ -8,8 +8,8 @@ import { useIsVisible } from "../visible";
 import { Segmented } from "./basic";
 import { Canvas, type Point } from "./canvas";
 
-export type TokenColour = "logprob" | "version" | "author" | "advantage" | "entropy" | "gap";
-const NAMES: Record<TokenColour, string> = { logprob: "logprob", version: "version", author: "author", advantage: "advantage", entropy: "entropy", gap: "trainer–engine gap" };
+export type TokenColour = "logprob" | "version" | "author" | "advantage" | "entropy" | "gap" | "teacher";
+const NAMES: Record<TokenColour, string> = { logprob: "logprob", version: "version", author: "author", advantage: "advantage", entropy: "entropy", gap: "trainer–engine gap", teacher: "teacher" };
 const CHUNK = 500;
 const LEVELS = 8;
 
@@ -34,14 +34,20 @@ function classes(tokens: Tokens, by: TokenColour): string[] {
         return level(tokens.entropy?.[at], 3);
       case "gap":
         return level(gap(tokens, at), 0.5);
+      case "teacher": {
+        const value = difference(tokens.teacher_logprob?.[at], tokens.logprob[at]);
+        return value === null ? "" : level(value, 3, value > 0 ? "p" : "n");
+      }
     }
   });
 }
 
 function gap(tokens: Tokens, at: number): number | null {
-  const trainer = tokens.trainer_logprob?.[at];
-  const engine = tokens.logprob[at];
-  return trainer === null || trainer === undefined || engine === null || engine === undefined ? null : trainer - engine;
+  return difference(tokens.trainer_logprob?.[at], tokens.logprob[at]);
+}
+
+function difference(one: number | null | undefined, other: number | null | undefined): number | null {
+  return one === null || one === undefined || other === null || other === undefined ? null : one - other;
 }
 
 function oldestVersion(tokens: Tokens): number {
@@ -92,7 +98,7 @@ export function TokenView({ tokens, by, onColour }: { tokens: Tokens; by: TokenC
   const [hovered, setHovered] = useState<number | null>(null);
   const text = useRef<HTMLDivElement>(null);
   const kinds = useMemo(() => classes(tokens, by), [tokens, by]);
-  const options = (Object.keys(NAMES) as TokenColour[]).filter((name) => (name === "advantage" ? tokens.advantage : name === "entropy" ? tokens.entropy : name === "gap" ? tokens.trainer_logprob : true));
+  const options = (Object.keys(NAMES) as TokenColour[]).filter((name) => (name === "advantage" ? tokens.advantage : name === "entropy" ? tokens.entropy : name === "gap" ? tokens.trainer_logprob : name === "teacher" ? tokens.teacher_logprob : true));
   const jump = (at: number) => text.current?.querySelector(`[data-start="${Math.floor(at / CHUNK) * CHUNK}"]`)?.scrollIntoView({ block: "start" });
   return (
     <div class="stack">
@@ -130,6 +136,7 @@ function TokenFact({ tokens, at }: { tokens: Tokens; at: number }) {
     tokens.advantage?.[at] ? `advantage ${number(tokens.advantage[at])}` : "",
     tokens.entropy && tokens.entropy[at] !== null ? `entropy ${number(tokens.entropy[at])}` : "",
     gap(tokens, at) !== null ? `trainer − engine ${number(gap(tokens, at))}` : "",
+    tokens.teacher_logprob?.[at] !== null && tokens.teacher_logprob?.[at] !== undefined ? `teacher's logprob ${number(tokens.teacher_logprob[at])}` : "",
   ];
   return (
     <>
@@ -146,7 +153,9 @@ function Legend({ tokens, by }: { tokens: Tokens; by: TokenColour }) {
         ? [...new Set(tokens.version.filter((version) => version >= 0))].sort((a, b) => a - b).slice(0, 12).map((version) => [`c${(version - oldestVersion(tokens)) % LEVELS}`, `version ${version}`])
         : by === "advantage"
           ? [["n8", "worse than its group"], ["p8", "better than its group"]]
-          : by === "gap"
+          : by === "teacher"
+            ? [["n8", "the teacher would rarely say it"], ["p8", "the teacher says it more often"]]
+            : by === "gap"
             ? [["h1", "the trainer agrees"], ["h8", "differs by 0.5 or more"]]
             : by === "entropy"
               ? [["h1", "certain"], ["h8", "3 nats or more"]]

@@ -208,6 +208,7 @@ def _samples(view: RunView, group: PromptGroup) -> list[dict[str, Any]]:
             },
             "facts": sample.facts,
             "advantage": None if advantages is None else advantages[number],
+            "teacher_gap": _teacher_gap(sample),
             "messages": None if sample.messages is None else [_message(message) for message in sample.messages],
             "sequences": len(sample.sequences),
             "turns": [
@@ -229,6 +230,18 @@ def _samples(view: RunView, group: PromptGroup) -> list[dict[str, Any]]:
         }
         for number, sample in enumerate(group.samples)
     ]
+
+
+def _teacher_gap(sample: RolloutSample) -> float | None:
+    """Mean difference between the teacher's and the policy's logprob of a trained token. None without a teacher."""
+    gaps = [
+        row.teacher_logprobs[row.loss_mask] - row.logprobs[row.loss_mask]
+        for row in sample.sequences
+        if row.teacher_logprobs is not None
+    ]
+    known = np.concatenate(gaps) if gaps else np.empty(0)
+    known = known[np.isfinite(known)]
+    return float(known.mean()) if len(known) else None
 
 
 def _turn_rewards(sample: RolloutSample) -> Sequence[float | None]:
@@ -338,6 +351,9 @@ async def tokens(view: RunView, request: web.Request) -> dict[str, Any]:
             "version": [versions.get(publication, -1) for publication in row.versions.tolist()],
             "author": authors,
             "mask": row.loss_mask.astype(int).tolist(),
+            "teacher_logprob": None
+            if row.teacher_logprobs is None
+            else row.teacher_logprobs.astype(np.float64).round(5).tolist(),
             **_recorded(record, sample, sequence, None if advantages is None else advantages[number]),
         }
 

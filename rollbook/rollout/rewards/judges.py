@@ -168,6 +168,8 @@ class Judge:
                 status, retry_after = response.status, response.headers.get("Retry-After", "")
         except TimeoutError:
             raise UnusableAnswerError(f"no answer within {settings.timeout_s:g} s") from None
+        except aiohttp.ClientConnectorError as error:
+            raise UnusableAnswerError(f"nothing answers ({connect_failure(error)}); is its server running?") from None
         except aiohttp.ClientError as error:
             raise UnusableAnswerError(f"{type(error).__name__}: {error}") from None
         if status != 200:
@@ -344,3 +346,9 @@ def _total(spent: Iterable[JudgeUsage]) -> JudgeUsage:
 
 def _changed(judgement: Judgement, **changes: Any) -> Judgement:
     return Judgement(**{**{name: getattr(judgement, name) for name in judgement.__struct_fields__}, **changes})
+
+
+def connect_failure(error: aiohttp.ClientConnectorError) -> str:
+    """`Connection refused`, without the address, which the caller names."""
+    code = error.os_error.errno
+    return os.strerror(code) if code is not None and code > 0 else str(error.os_error)

@@ -29,6 +29,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.trajectory import MIN_LOGPROB, RolloutSample, TokenRow
 from rollbook.rollout.contract import RenderError, Tokenizer
 from rollbook.rollout.policy import current_episode
+from rollbook.rollout.rewards.judges import connect_failure
 from rollbook.rollout.rewards.scorer import JUDGES_FACT
 from rollbook.rollout.rewards.teacher_scores import ScoreStore, SequenceScores
 from rollbook.rollout.settings import TeacherSettings
@@ -46,6 +47,10 @@ REMEDY = "use a teacher with the policy's tokenizer: of the same family, or trai
 
 class TeacherError(Exception):
     """The teacher gave no scores."""
+
+
+class TeacherUnreachableError(TeacherError):
+    """Nothing answered at the teacher's URL."""
 
 
 class Teacher:
@@ -91,6 +96,11 @@ class Teacher:
                 prompt=PROBE, add_special_tokens=False, return_tokens_as_token_ids=True, logprobs=1
             )
             found = [int(name.removeprefix(ID_PREFIX)) for name in answer["choices"][0]["logprobs"]["tokens"]]
+        except TeacherUnreachableError as error:
+            raise RunError(
+                f"rollout.teacher: nothing answers at {self._url} ({error}): start the teacher's server, such as `rollbook policy "
+                "serve --model DIR --port PORT`, or correct url"
+            ) from error
         except (TeacherError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise RunError(
                 f"rollout.teacher: {self._url} does not score prompts ({error}); it must support /completions with echo,"
@@ -284,6 +294,7 @@ class Teacher:
         """Paths without `/v1` are those of the server itself."""
         url = self._url + path.removeprefix("/v1") if path.startswith("/v1") else self._url.removesuffix("/v1") + path
         waits = backoff(first_s=self._settings.first_wait_s, max_s=30.0)
+        is_reached = False
         for attempt in range(1, self._settings.attempts + 1):
             try:
                 async with (
@@ -296,6 +307,7 @@ class Teacher:
                         timeout=aiohttp.ClientTimeout(total=self._settings.timeout_s),
                     ) as response,
                 ):
+                    is_reached = True
                     raw = await response.read()
                     if response.status == 200:
                         return load_json(raw.decode())
@@ -304,11 +316,13 @@ class Teacher:
                         break
             except TimeoutError:
                 failure = f"no answer within {self._settings.timeout_s:g} s"
+            except aiohttp.ClientConnectorError as error:
+                failure = connect_failure(error)
             except (aiohttp.ClientError, ValueError) as error:
                 failure = f"{type(error).__name__}: {error}"
             if attempt < self._settings.attempts:
                 await asyncio.sleep(next(waits))
-        raise TeacherError(failure)
+        raise (TeacherError if is_reached else TeacherUnreachableError)(failure)
 
     async def close(self) -> None:
         pending = list(self._asked.values())

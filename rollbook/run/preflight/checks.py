@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TextIO
 
+import aiohttp
 import numpy as np
 
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
@@ -38,6 +39,7 @@ from rollbook.rollout.episodes.env_calls import EnvironmentTimeoutError
 from rollbook.rollout.groups.filters import load_own_filter
 from rollbook.rollout.groups.player import checked_sample
 from rollbook.rollout.policy import EpisodeTimeUpError, PromptTooLongError
+from rollbook.rollout.rewards.judges import connect_failure
 from rollbook.rollout.rewards.main import checked_turns, checked_values
 from rollbook.rollout.rewards.messages import RewardCase
 from rollbook.rollout.rewards.scorer import TO_BE_SCORED, case_of
@@ -52,6 +54,8 @@ from rollbook.telemetry.events import EventLog
 CANNED_ANSWER = "42"
 MAX_TURNS = 4
 """Turns of the episode. Enough to see a reset, steps and a chat template that rewrites earlier turns."""
+CONNECT_S = 5.0
+"""For the servers of judges and teachers."""
 MAX_REQUESTS = 32
 """Requests to the canned policy. A rollout function that ignores the turn limit is stopped here, without a fault."""
 LEDGER_S = 5.0
@@ -232,6 +236,7 @@ class Checks:
                 load_rollout(self._config.rollout.function)
         if task is not None:
             await self._rewards(task, sample, tokenizer)
+        await self._servers()
         self._filter(sample)
 
     async def _ledger(self) -> None:
@@ -386,6 +391,31 @@ class Checks:
                         f"returned {value!r} for the canned answer {case.response!r}: such a sample has no reward and is not "
                         "trained. Does a `return` statement lack its value?",
                     )
+
+    async def _servers(self) -> None:
+        """Whether something listens where judges and teachers should be. They are not asked: that costs money."""
+        rollout = self._config.rollout
+        urls = [
+            (f"rollout.rewards.functions.{name}.judge", judge.url)
+            for name, function in rollout.rewards.functions.items()
+            for judge in function.judge
+        ]
+        urls += [("rollout.teacher", teacher.url) for teacher in rollout.teacher if teacher.url is not None]
+        async with aiohttp.ClientSession(trust_env=True, timeout=aiohttp.ClientTimeout(total=CONNECT_S)) as session:
+            for path, url in dict.fromkeys(urls):
+                self._findings.doing(path, f"connecting to {url}")
+                try:
+                    async with session.get(url):
+                        continue  # whatever it answers
+                except TimeoutError:
+                    reason = f"no answer within {CONNECT_S:g} s"
+                except aiohttp.ClientConnectorError as error:
+                    reason = connect_failure(error)
+                except aiohttp.ClientError:
+                    continue  # something answers
+                self._findings.warning(
+                    path, f"nothing answers at {url} ({reason}): start its server before the run, or correct url"
+                )
 
     def _filter(self, sample: RolloutSample | None) -> None:
         if self._config.rollout.filter is None:
