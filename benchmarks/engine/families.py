@@ -9,7 +9,8 @@ then one trains on the samples. Measured: tokens a second and milliseconds a dec
 of a training step; memory; the difference of the logprobs of sampled tokens between engine and trainer (mean and largest); and, for
 mixtures of experts, the same without router replay, which is the peer.
 
-`--within` starts no part after so many seconds, and ends the running one then. `--dtype float32` is without the noise of rounding.
+`--within` starts no part after so many seconds, and ends the running one then; what was measured before is printed.
+`--dtype float32` is without the noise of rounding.
 """
 
 import argparse
@@ -21,8 +22,9 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,8 @@ TINY: Mapping[str, Any] = {
     "eos_token_id": 2,
 }
 MIXED = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+OF_ROUTERS = ("router_mismatch", "router_replayed", "own_routes_kl", "replayed_kl", "expert_load_max")
+"""Metrics of mixtures of experts."""
 CASES = {
     "Qwen3.5-4B": Case(
         model_type="qwen3_5_text",
@@ -241,9 +245,8 @@ async def sample(setting: Setting) -> dict[str, Any]:
         await engine.adopt(Publication(id=PublicationId(0), epoch=0, step=0, digest="random"))
         rng = np.random.default_rng(0)
         vocabulary = engine.vocab_size
-        prompts = [
-            rng.integers(3, vocabulary, sizes.prompt).tolist() for _ in range(sizes.groups) for _ in range(SIBLINGS)
-        ]
+        of_groups = [rng.integers(3, vocabulary, sizes.prompt).tolist() for _ in range(sizes.groups)]
+        prompts = [prompt for prompt in of_groups for _ in range(SIBLINGS)]
 
         async def answers(seed: int) -> list[Completion]:
             sampling = [SamplingParams(max_tokens=sizes.answer, seed=seed + number) for number in range(count)]
@@ -266,7 +269,8 @@ async def sample(setting: Setting) -> dict[str, Any]:
     return figures
 
 
-def train(setting: Setting) -> dict[str, Any]:
+def train(setting: Setting) -> Iterator[dict[str, Any]]:
+    """Figures as soon as they are known."""
     sizes, case = setting.sizes, setting.case
     # Written by `sample`, in a folder of this benchmark.
     samples: list[Sampled] = pickle.loads((setting.home / "samples").read_bytes())
@@ -290,21 +294,21 @@ def train(setting: Setting) -> dict[str, Any]:
         module = module_of(setting.home, base).float().requires_grad_(True)
         model = PolicyModel(module, config)
     batch = _batch(samples)
-    figures: dict[str, Any] = {"packed": model.is_packed, **_parity(model, batch, config)}
+    yield {"packed": model.is_packed, **_parity(model, batch, config)}
     learner = TrainStep(model, config)
-    times = []
+    tokens = sum(len(row) for row in flatten(batch, config))
+    times: list[float] = []
     for _ in range(sizes.steps):
         learner.step = 0
         started = time.perf_counter()
         metrics = learner.run(batch).metrics
         times.append(time.perf_counter() - started)
-    tokens = sum(len(row) for row in flatten(batch, config))
-    figures |= {"step_s": round(min(times), 3), "first_step_s": round(times[0], 3)}
-    figures |= {"trained_tokens_per_s": round(tokens / min(times), 1), "trainer_memory_gb": _memory_gb(setting)}
-    for name in ("router_mismatch", "router_replayed", "own_routes_kl", "replayed_kl", "expert_load_max"):
-        if (value := metrics.get(f"train/{name}")) is not None:
-            figures[name] = float(value)
-    return figures
+        figures = {"step_s": round(min(times), 3), "first_step_s": round(times[0], 3)}
+        figures |= {"trained_tokens_per_s": round(tokens / min(times), 1), "trainer_memory_gb": _memory_gb(setting)}
+        for name in ("shared_token_share", *OF_ROUTERS):
+            if (value := metrics.get(f"train/{name}")) is not None:
+                figures[name] = round(float(value), 6)
+        yield figures
 
 
 def _batch(samples: list[Sampled]) -> TrainingBatch:
@@ -372,24 +376,26 @@ def run(setting: Setting, deadline: float) -> dict[str, Any]:
     owner = subprocess.Popen([*arguments, "own"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert owner.stdin is not None
     assert owner.stdout is not None
+    too_late = threading.Timer(max(0.0, deadline - time.monotonic()), owner.kill)
+    too_late.start()
     try:
         first = owner.stdout.readline()
         if not first:
-            return figures | {"failed": "the process that owns the weights ended"}
+            return figures | {"failed": "the process that owns the weights ended, or had no time left"}
         figures["base_gb"] = round(int(first) / 1e9, 2)
         for part in ("sample", "train"):
             left = deadline - time.monotonic()
             if left <= 0:
                 return figures | {"failed": f"no time was left for {part}"}
             print_status(f"{setting.name}: {part}")
-            try:
-                done = subprocess.run([*arguments, part], stdout=subprocess.PIPE, text=True, timeout=left, check=False)
-            except subprocess.TimeoutExpired:
-                return figures | {"failed": f"{part} was ended after {left:.0f} s"}
-            if done.returncode != 0:
-                return figures | {"failed": f"{part} ended with {done.returncode}"}
-            figures |= json.loads(done.stdout.splitlines()[-1])
+            failure = _run_part([*arguments, part], setting.home / part, left)
+            for line in (setting.home / part).read_text(encoding="utf-8").splitlines():
+                if line.startswith("{"):  # libraries print, too
+                    figures |= json.loads(line)
+            if failure is not None:
+                return figures | {"failed": f"{part} {failure}"}
     finally:
+        too_late.cancel()
         owner.stdin.close()
         try:
             owner.wait(STOP_S)
@@ -397,6 +403,16 @@ def run(setting: Setting, deadline: float) -> dict[str, Any]:
             owner.kill()
             owner.wait()
     return figures
+
+
+def _run_part(arguments: list[str], output: Path, seconds: float) -> str | None:
+    """Why it failed; None if it did not. What it measured before is in its output."""
+    with output.open("w", encoding="utf-8") as file:
+        try:
+            done = subprocess.run(arguments, stdout=file, timeout=seconds, check=False)
+        except subprocess.TimeoutExpired:
+            return f"was ended after {seconds:.0f} s"
+    return None if done.returncode == 0 else f"ended with {done.returncode}"
 
 
 def main() -> int:
@@ -413,8 +429,8 @@ def main() -> int:
         if chosen.part == "own":
             own(setting)
         else:
-            measured = asyncio.run(sample(setting)) if chosen.part == "sample" else train(setting)
-            print(json.dumps(measured))
+            for measured in [asyncio.run(sample(setting))] if chosen.part == "sample" else train(setting):
+                print(json.dumps(measured), flush=True)
         return 0
     deadline = time.monotonic() + chosen.within
     figures: list[Figure] = []

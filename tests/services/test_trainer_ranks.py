@@ -99,6 +99,17 @@ async def test_experts_of_two_ranks_are_published_and_resumed_under_the_names_of
         assert await engine.weights_digest() == later[3]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_two_ranks_learn_the_gated_delta_layers_of_one(tmp_path: Path, gradient_checkpointing: bool) -> None:
+    directory = tmp_path / "delta"
+    family("qwen3_5_text").model().save_pretrained(directory)
+    alone, _ = train(tmp_path, "alone", steps=2, ranks=1, model_dir=directory)
+    recomputed = {"gradient_checkpointing": gradient_checkpointing}
+    two, _ = train(tmp_path, "two", steps=2, ranks=2, model_dir=directory, **recomputed)
+    require_close(two, alone)
+
+
 def require_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

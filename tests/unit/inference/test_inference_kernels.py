@@ -383,18 +383,24 @@ def test_steps_over_recurrent_states_have_the_logits_of_the_module(kind: str) ->
     assert relative_error(forward, module) < 1e-4
 
 
-def delta_of(*, sizes: tuple[int, int], is_grouped: bool, dtype: torch.dtype = torch.float32) -> DeltaLayer:
-    """With two key heads and six value heads."""
-    channels = 4 * sizes[0] + 6 * sizes[1]
+def delta_of(
+    *,
+    sizes: tuple[int, int],
+    is_grouped: bool,
+    dtype: torch.dtype = torch.float32,
+    heads: tuple[int, int] = (2, 6),
+) -> DeltaLayer:
+    """`heads`: of keys and of values."""
+    channels = 2 * heads[0] * sizes[0] + heads[1] * sizes[1]
     return DeltaLayer(
-        key_heads=2,
-        value_heads=6,
+        key_heads=heads[0],
+        value_heads=heads[1],
         key_size=sizes[0],
         value_size=sizes[1],
         is_grouped=is_grouped,
         kernel_C1K=random(channels, 1, 4, seed=2).to(dtype),
-        log_rates_H=random(6, seed=3).to(dtype),
-        time_biases_H=random(6, seed=4).to(dtype),
+        log_rates_H=random(heads[1], seed=3).to(dtype),
+        time_biases_H=random(heads[1], seed=4).to(dtype),
         norm_V=random(sizes[1], seed=5).to(dtype),
         norm_epsilon=1e-6,
     )
@@ -413,10 +419,15 @@ def delta_inputs(delta: DeltaLayer, rows: int) -> tuple[Tensor, Tensor, Tensor, 
     )
 
 
-@pytest.mark.parametrize("sizes", [(16, 16), (24, 40)], ids=str)
 @pytest.mark.parametrize("is_grouped", [False, True])
-def test_a_step_of_a_gated_delta_layer_is_that_of_torch(sizes: tuple[int, int], is_grouped: bool) -> None:
-    delta = delta_of(sizes=sizes, is_grouped=is_grouped)
+@pytest.mark.parametrize(
+    ("sizes", "heads"),
+    [((16, 16), (2, 6)), ((24, 40), (2, 6)), pytest.param((128, 128), (16, 32), id="Qwen3.5-4B")],
+)
+def test_a_step_of_a_gated_delta_layer_is_that_of_torch(
+    sizes: tuple[int, int], heads: tuple[int, int], is_grouped: bool
+) -> None:
+    delta = delta_of(sizes=sizes, is_grouped=is_grouped, heads=heads)
     fused_NX, inputs_NCK, state_NHDV, is_added_N = delta_inputs(delta, 3)
     found_inputs, found_state = inputs_NCK.clone(), state_NHDV.clone()
     ops = SlotKernelOps(HeadShape(queries=2, keys=2, size=16), "silu")

@@ -88,7 +88,8 @@ def test_attention_fits_in_the_memory_of_a_program(
 
 @pytest.mark.parametrize("is_grouped", [False, True])
 def test_a_step_of_a_gated_delta_layer_fits_in_the_memory_of_a_program(is_grouped: bool, compiled: list[str]) -> None:
-    delta = kernels.delta_of(sizes=(128, 128), is_grouped=is_grouped, dtype=torch.bfloat16)
+    # Those of Qwen3.5-4B.
+    delta = kernels.delta_of(sizes=(128, 128), heads=(16, 32), is_grouped=is_grouped, dtype=torch.bfloat16)
     fused_NX, inputs_NCK, state_NHDV, is_added_N = kernels.delta_inputs(delta, 2)
     ops = SlotKernelOps(HeadShape(queries=2, keys=2, size=16), "silu")
     ops.delta_step(fused_NX, delta, inputs_NCK, state_NHDV, is_added_N)

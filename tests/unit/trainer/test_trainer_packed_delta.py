@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rollbook.contracts.policy import Publication, PublicationId, SamplingParams
+from rollbook.contracts.weights import Adapter
+from rollbook.inference.config import InferenceConfig
+from rollbook.inference.engines.embedded.engine import open_engine
+from rollbook.trainer.config import LoraSettings
 from rollbook.trainer.data.minibatches import plan
 from rollbook.trainer.data.prefixes import PackedSequences, prefix_order, prefix_tree
 from rollbook.trainer.data.rows import flatten
@@ -18,8 +24,9 @@ from rollbook.trainer.model import packed_delta
 from rollbook.trainer.model.packed_attention import Packing
 from rollbook.trainer.model.packed_delta import Chunks, use_packed_delta
 from rollbook.trainer.model.policy_model import PolicyModel
+from rollbook.trainer.model.weights import write_weights
 from tests.models.families import family
-from tests.parts.trainer.batches import quick, recorded_batch
+from tests.parts.trainer.batches import batch_of, quick, recorded_batch, row, sample
 
 WIDTH = 32
 """Of the residual stream of the tiny models."""
@@ -172,6 +179,37 @@ def test_chunks_are_computed_again_once_in_the_backward_pass(
     (micro,) = minibatch.microbatches
     model.token_logprobs(micro)[0].sum().backward()  # type: ignore[no-untyped-call]
     assert parts == [4, 4]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next"])
+async def test_engine_and_trainer_agree_with_adapters_of_every_projection(kind: str, tmp_path: Path) -> None:
+    family(kind).model().save_pretrained(tmp_path / "base")
+    model = PolicyModel.load(tmp_path / "base", quick(lora=LoraSettings(rank=4, alpha=8)))
+    adapted = model.publish_adapters()
+    with torch.no_grad():
+        for weight in model.checkpointed_weights().values():
+            weight.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(weight.numel()))
+    assert {name.split(".")[-3] for name in model.weights() if "linear_attn" in name} == (
+        {"in_proj_qkvz", "in_proj_ba", "out_proj"}
+        if kind == "qwen3_next"
+        else {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
+    )
+    publication = Publication(id=PublicationId(1), epoch=1, step=1, digest=model.digest())
+    write_weights(model.weights(), tmp_path / "adapter", digest=model.digest())
+    config = InferenceConfig(max_running=4, max_model_len=64, kv_memory_mb=10)
+    async with open_engine(config, tmp_path / "base") as engine:
+        adapter = Adapter(name="policy", settings=adapted.settings)
+        await engine.load_weights(publication, tmp_path / "adapter", adapter=adapter)
+        prompt = [5, 6, 7, 8, 9]
+        answers = [await engine.generate(prompt, SamplingParams(max_tokens=12, seed=seed)) for seed in (1, 2)]
+    rows = [[*prompt, *answer.token_ids.tolist()] for answer in answers]
+    samples = [sample(row(tokens, range(5, len(tokens)))) for tokens in rows]
+    (minibatch,) = plan(flatten(batch_of(1, [samples]), quick()), quick(), step=1, is_packed=model.is_packed)
+    (micro,) = minibatch.microbatches
+    assert micro.num_shared > 0
+    found = sorted(model.token_logprobs(micro)[0].tolist())
+    expected = sorted(np.concatenate([answer.logprobs for answer in answers]).tolist())
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_padding_between_chunks_has_no_gradient_whatever_it_holds() -> None:
