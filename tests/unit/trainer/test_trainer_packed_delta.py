@@ -16,6 +16,7 @@ from rollbook.contracts.policy import Publication, PublicationId, SamplingParams
 from rollbook.contracts.weights import Adapter
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.embedded.engine import open_engine
+from rollbook.inference.engines.embedded.model.capture import HostWaits
 from rollbook.trainer.config import LoraSettings
 from rollbook.trainer.data.minibatches import plan
 from rollbook.trainer.data.prefixes import PackedSequences, prefix_order, prefix_tree
@@ -210,6 +211,16 @@ async def test_engine_and_trainer_agree_with_adapters_of_every_projection(kind: 
     found = sorted(model.token_logprobs(micro)[0].tolist())
     expected = sorted(np.concatenate([answer.logprobs for answer in answers]).tolist())
     np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_neither_pass_makes_the_host_wait_for_the_device() -> None:
+    module = delta_module("qwen3_5_text").float()
+    sequences, _ = tree_of([[*range(9), *range(100 * number, 100 * number + 6)] for number in range(1, 4)])
+    packing = packing_of(sequences)
+    leaf = torch.randn(1, sequences.num_computed, WIDTH, requires_grad=True)
+    with HostWaits():
+        module(leaf, packing=packing).backward(torch.ones_like(leaf))
+    assert leaf.grad is not None
 
 
 def test_padding_between_chunks_has_no_gradient_whatever_it_holds() -> None:
