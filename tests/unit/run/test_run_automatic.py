@@ -4,6 +4,7 @@ import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,6 +95,18 @@ def test_with_a_gpu_the_run_file_of_init_gets_the_fast_settings(tmp_path: Path) 
     assert config.trainer.max_tokens_per_microbatch is not None
     assert config.trainer.max_tokens_per_microbatch > 8192
     assert not config.trainer.gradient_checkpointing
+
+
+def test_with_fp8_the_same_requests_take_half_the_cache(tmp_path: Path) -> None:
+    file = project(tmp_path, "1.5b")
+
+    def cache(kv_dtype: str, *more: str) -> Any:
+        found = resolved(file, "inference.exactness=fast", f"inference.kv_dtype={kv_dtype}", *more)
+        return found.loaded.config.inference.kv_memory_mb
+
+    # Heads of 128, and an exponent of a byte for each of them.
+    assert cache("fp8") / cache("auto") == pytest.approx(129 / 256, rel=0.01)
+    assert cache("fp8", "inference.dtype=float32") == cache("fp8")
 
 
 @pytest.mark.parametrize(
