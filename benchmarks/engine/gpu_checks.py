@@ -1,4 +1,4 @@
-"""Adapters, a shared base, prefix reuse, top logprobs and fp8 on a GPU: `python -m benchmarks.engine.gpu_checks [--tiny]`.
+"""Adapters, a shared base, prefix reuse, top logprobs, 8-bit caches on a GPU: `python -m benchmarks.engine.gpu_checks [--tiny]`.
 
 A random-weight model of SmolLM2-135M's shape. Each part compares with a plain forward of the Hugging Face module and measures the
 cost. Captured graphs hold addresses, so weights must be replaced in setup; this is checked first. If one part fails, the others
@@ -42,7 +42,7 @@ from rollbook.trainer.model.frozen_base import own_base
 
 RANK = 16
 SCORE_SCALE, LOGIT_SCALE = 3.0, 10.0
-FP8_MEAN = 0.3
+BYTE_MEAN = 0.3
 """Largest accepted mean difference of logprobs, in nats: sharpened random weights have half of it, a wrong kernel several nats."""
 PROJECTIONS: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 PROJECTIONS += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -263,9 +263,9 @@ async def single_turns(setup: Setup) -> dict[str, Any]:
     return found
 
 
-async def fp8_cache(setup: Setup) -> dict[str, Any]:
-    """Keys and values in fp8 and in the model's dtype: differences of logprobs from a plain forward in float32, blocks in the same
-    memory, and speed. `--model`: of a trained model, which continues a few random tokens. Random weights have almost uniform
+async def byte_cache(setup: Setup) -> dict[str, Any]:
+    """Keys and values in the model's dtype and with 8 bits: differences of logprobs from a plain forward in float32, bytes, and
+    speed. `--model`: of a trained model, which continues a few random tokens. Random weights have almost uniform
     attention and logits, so these are sharpened."""
     if setup.trained is None:
         model = build(setup.shape)
@@ -282,7 +282,7 @@ async def fp8_cache(setup: Setup) -> dict[str, Any]:
     jobs = requests(count, prompt=prompt, shortest=length, longest=length, vocab=model.config.vocab_size)
     model = model.to(setup.device)
     found: dict[str, Any] = {}
-    for kv_dtype in ("auto", "fp8"):
+    for kv_dtype in ("auto", "int8", "fp8"):
         config = setup.config(kv_dtype=kv_dtype, exactness="fast", kv_memory_mb=20 if setup.is_small else 4000)
         rates: list[int] = []
         async with opened(config, setup.trained or setup.model_dir, weights) as engine:
@@ -380,7 +380,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="the same on a CPU, to test the script")
     parser.add_argument("--parts", nargs="+", help="only these parts")
     parser.add_argument(
-        "--model", type=Path, help="directory of a trained model for fp8_cache, instead of random weights"
+        "--model", type=Path, help="directory of a trained model for byte_cache, instead of random weights"
     )
     parser.add_argument("--own", nargs=3, metavar=("MODEL", "DTYPE", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -394,7 +394,7 @@ def main() -> int:
         "shared_base": shared_base,
         "prefixes": prefixes,
         "single_turns": single_turns,
-        "fp8_cache": fp8_cache,
+        "byte_cache": byte_cache,
     }
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -440,13 +440,15 @@ def _checks(found: dict[str, Any]) -> list[Figure]:
         errors["adapter_logprobs_float32"] = max(measured, default=float("nan"))
     if "prefixes" in found:
         errors["prefix_logprobs_float32"] = found["prefixes"].get("float32_max", float("nan"))
-    if "fp8" in found.get("fp8_cache", {}):
-        errors["fp8_logprobs_mean"] = found["fp8_cache"]["fp8"]["mean"]
-    allowed = {"fp8_logprobs_mean": FP8_MEAN}
+    measured_caches = found.get("byte_cache", {})
+    means = {
+        f"{name}_logprobs_mean": measured_caches[name]["mean"] for name in ("int8", "fp8") if name in measured_caches
+    }
+    errors |= means
     figures = [
         Figure(name=name, ours=error, peer=most, unit="nats", ratio=most / max(error, 1e-9), floor=1.0)
         for name, error in errors.items()
-        for most in [allowed.get(name, 1e-3)]
+        for most in [BYTE_MEAN if name in means else 1e-3]
     ]
     if "shared_base" in found:
         checked = ("is_unchanged", "equal_bits")

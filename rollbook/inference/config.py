@@ -125,10 +125,11 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The dtype of weights and cache. Logprobs are always computed in float32. On a GPU bfloat16."""
 
-    kv_dtype: Literal["auto", "fp8"] = "auto"
-    """How keys and values are stored. `auto`: in `dtype`. `fp8`: as 8-bit floats (e4m3) with an exponent for each vector, in half
-    the memory of bfloat16, so that more requests run together; logprobs differ more from the trainer's. Needs `exactness` =
-    `fast`, the fast forward with attention in all layers, and a CPU or a GPU of compute capability 8.9 or later."""
+    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """How keys and values are stored. `auto`: in `dtype`. With 8 bits a number and an exponent for each vector, in half the memory
+    of bfloat16, so that more requests run together: `int8`, as integers, whose logprobs are closer to the trainer's; `fp8`, as
+    floats (e4m3), on a CPU or a GPU of compute capability 8.9 or later. Both need `exactness` = `fast` and the fast forward with
+    attention in all layers."""
 
     threads: int = Field(default=1, ge=1)
     """CPU threads of torch."""
@@ -239,10 +240,11 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
                 f'kv_dtype = "fp8": only engine = "transformers" reads it, and engine is {self.engine}{hint}'
             )
         if self.forward == "module":
-            raise ValueError('kv_dtype = "fp8" needs the fast forward: set forward = "auto"')
+            raise ValueError(f'kv_dtype = "{self.kv_dtype}" needs the fast forward: set forward = "auto"')
         if self.exactness == "bitwise":
             raise ValueError(
-                'kv_dtype = "fp8" rounds keys and values, so logprobs do not have the bits of the trainer: set exactness = "fast"'
+                f'kv_dtype = "{self.kv_dtype}" rounds keys and values, so logprobs have not the bits of the trainer: '
+                'set exactness = "fast"'
             )
         return self
 

@@ -110,13 +110,14 @@ class Resolution:
             return [", ".join(parts), *self.notes]
         tokens = trainer.max_tokens_per_microbatch
         passes = "passes measured at the start" if tokens is None else f"passes of {tokens:,} tokens"
-        cache, as_fp8 = inference.kv_memory_mb, " in fp8" if inference.kv_dtype == "fp8" else ""
+        cache = inference.kv_memory_mb
+        stored = "" if inference.kv_dtype == "auto" else f" in {inference.kv_dtype}"
         lines = [
             f"trainer: {trainer.device}, {trainer.compute_dtype}, {passes}, gradient checkpointing "
             f"{_checkpointing(trainer)}, {_count(trainer.threads, 'thread')}"
             + (f", {trainer.ranks} ranks" if trainer.ranks > 1 else ""),
             f"policy: {inference.device}, {inference.dtype}, {inference.max_running} requests, keys and values "
-            f"{cache if isinstance(cache, str) else f'{cache / 1000:.1f} GB'}{as_fp8}, weights by {inference.transfer}"
+            f"{cache if isinstance(cache, str) else f'{cache / 1000:.1f} GB'}{stored}, weights by {inference.transfer}"
             + (f", {inference.replicas} replicas" if inference.replicas > 1 else ""),
             f"rollout: {_count(rollout.workers, 'worker')}",
             *mps_lines(config.resources.mps),

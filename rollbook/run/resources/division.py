@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from rollbook.run.config.run import RunConfig
 from rollbook.run.resources.memory_plan import (
     DTYPE_BYTES,
-    FP8,
+    EIGHT_BITS,
     VLLM_BYTES,
     Sizes,
     least_kv_bytes,
@@ -112,7 +112,7 @@ def estimated_step_s(model: ModelFacts, config: RunConfig, division: Division) -
     speed = FLOPS * ranks * (RANKS_SHARE if ranks > 1 else 1.0)
     # The tokens of a step use all experts together.
     read, compute = 2 * model.parameters / BANDWIDTH, 2 * model.active_parameters / FLOPS
-    cached = row_bytes(model, FP8 if config.inference.kv_dtype == FP8 else "bfloat16", tokens) / BANDWIDTH
+    cached = row_bytes(model, "bfloat16" if config.inference.kv_dtype == "auto" else EIGHT_BITS, tokens) / BANDWIDTH
     durations = Durations(
         tasks=(TaskDurations(groups=tuple(_group(tokens, work) for work in WORKS)),),
         request=RequestTime(base_s=tokens * read / each, per_request_s=tokens * (cached + compute) / each),

@@ -51,7 +51,7 @@ MASTER, GRADIENT, ADAM = 4, 4, 8
 EIGHT_BIT_ADAM = 2 + 2 * 4 / 256
 """The codes of both averages, and a scale of each for a block of 256."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-FP8 = "fp8"
+EIGHT_BITS = "8 bits"
 """Of keys and values: each number is a byte, and each vector has an exponent of a byte."""
 
 # The smallest sizes that are suggested.
@@ -106,8 +106,8 @@ class Sizes:
     engine: Engine = "embedded"
     policy_device: str = "cpu"
     policy_dtype: str = "float32"
-    has_fp8_cache: bool = False
-    """Whether keys and values are 8-bit floats."""
+    has_byte_cache: bool = False
+    """Whether keys and values have 8 bits a number."""
     has_routes: bool = False
     """Whether the chosen experts are kept with the keys and values."""
     kv_bytes: int = 0
@@ -131,7 +131,7 @@ class Sizes:
 
     @property
     def cache_dtype(self) -> str:
-        return FP8 if self.has_fp8_cache else self.policy_dtype
+        return EIGHT_BITS if self.has_byte_cache else self.policy_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +230,8 @@ def activation_bytes_per_token(model: ModelFacts, sizes: Sizes) -> int:
 def row_bytes(model: ModelFacts, dtype: str, length: int, *, has_routes: bool = False) -> int:
     """What the engine's cache keeps of a request with so many tokens. `dtype`: of its numbers. `has_routes`: with the chosen
     experts."""
-    kept = sum(layer.num_bytes(1 if dtype == FP8 else DTYPE_BYTES[dtype], length) for layer in model.cache)
-    kept += 2 * model.kv_heads * len(model.cache) * length if dtype == FP8 else 0
+    kept = sum(layer.num_bytes(1 if dtype == EIGHT_BITS else DTYPE_BYTES[dtype], length) for layer in model.cache)
+    kept += 2 * model.kv_heads * len(model.cache) * length if dtype == EIGHT_BITS else 0
     return kept + (length * model.route_bytes_per_token if has_routes else 0)
 
 

@@ -7,7 +7,7 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.run.config.run import RunConfig
 from rollbook.run.policy_clients import chosen_transfer, reachable
 from rollbook.run.resources.machine import Machine
-from rollbook.run.resources.memory_plan import ALL_LAYERS, FP8, PUBLISHED_COPIES, Sizes, row_bytes
+from rollbook.run.resources.memory_plan import ALL_LAYERS, PUBLISHED_COPIES, Sizes, row_bytes
 from rollbook.run.resources.model_facts import ModelFacts
 from rollbook.run.resources.size_choice import Demand
 from rollbook.trainer.config import TrainerConfig
@@ -74,7 +74,7 @@ def sizes_of(config: RunConfig, machine: Machine) -> Sizes:
         engine=engine,
         policy_device=inference.device,
         policy_dtype=inference.dtype,
-        has_fp8_cache=inference.kv_dtype == FP8,
+        has_byte_cache=inference.kv_dtype != "auto",
         kv_bytes=0 if isinstance(kv, str) else round(kv * 10**6),
         max_running=inference.max_running,
         forward_tokens=inference.forward_tokens or STEP_TOKENS,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollbook.inference.engines.embedded.build import use_kernels
-from rollbook.inference.engines.embedded.model import fp8
+from rollbook.inference.engines.embedded.model import eight_bits
 from rollbook.inference.engines.embedded.model.kernels import KernelOps, SlotKernelOps, sample_with_kernels
 from rollbook.inference.engines.embedded.model.llama import LlamaForward, relative_error
 from rollbook.inference.engines.embedded.model.packed import PackedStep, PackedTorchOps
@@ -78,7 +78,7 @@ def make_case(
     chunk: int = 1024,
     padding: int = 3,
     activation: Activation = "silu",
-    is_fp8: bool = False,
+    stored: torch.dtype | None = None,
 ) -> Case:
     pieces = pieces or []
     positions = np.array([0, 15, 16, 37, 100])
@@ -115,16 +115,16 @@ def make_case(
     # A block may hold NaN of an earlier owner: what follows the last position of a row must not be read.
     for row, position in enumerate(positions):
         blocks[tables_SP[row, position // PAGE], :, :, position % PAGE + 1 :] = float("nan")
-    return Case(heads=heads, step=step, blocks=in_fp8(blocks) if is_fp8 else blocks, ops=ops)
+    return Case(heads=heads, step=step, blocks=blocks if stored is None else in_bytes(blocks, stored), ops=ops)
 
 
-def in_fp8(blocks: Tensor) -> Tensor:
-    stored = torch.empty(*blocks.shape[:-1], blocks.shape[-1] + fp8.EXPONENT_BYTES, dtype=fp8.STORED, device=DEVICE)
-    numbers, exponents = fp8.parts_of_blocks(stored)
-    encoded = fp8.encoded(blocks)
+def in_bytes(blocks: Tensor, stored: torch.dtype) -> Tensor:
+    encoded = eight_bits.encoded(blocks, stored)
+    found = torch.empty_like(encoded)
+    numbers, exponents = eight_bits.parts_of_blocks(found)
     numbers.copy_(encoded[..., :-1])
     exponents.copy_(encoded[..., -1:])
-    return stored
+    return found
 
 
 def is_real(case: Case) -> Tensor:
@@ -139,9 +139,9 @@ def assert_same_attention(case: Case, **options: Any) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("chunk", [16, 32, 1024], ids=["split by block", "split by two blocks", "not split"])
-@pytest.mark.parametrize("is_fp8", [False, True], ids=["float32", "fp8"])
-def test_decode_attention(name: str, chunk: int, is_fp8: bool) -> None:
-    assert_same_attention(make_case(SHAPES[name], chunk=chunk, is_fp8=is_fp8))
+@pytest.mark.parametrize("stored", [None, *eight_bits.LARGEST], ids=str)
+def test_decode_attention(name: str, chunk: int, stored: torch.dtype | None) -> None:
+    assert_same_attention(make_case(SHAPES[name], chunk=chunk, stored=stored))
 
 
 @pytest.mark.parametrize("chunk", [32, 64, 1024], ids=["split", "split by what a program reads", "not split"])
@@ -215,10 +215,10 @@ def test_parts_of_split_rows_take_no_memory_for_lanes_without_a_head(name: str) 
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("is_fp8", [False, True], ids=["float32", "fp8"])
-def test_attention_of_prompts_and_decoding_rows_in_one_step(name: str, is_fp8: bool) -> None:
+@pytest.mark.parametrize("stored", [None, *eight_bits.LARGEST], ids=str)
+def test_attention_of_prompts_and_decoding_rows_in_one_step(name: str, stored: torch.dtype | None) -> None:
     piece = PromptSlice(5, 0, np.arange(30, dtype=np.int32), is_last=True)
-    assert_same_attention(make_case(SHAPES[name], pieces=[piece], chunk=32, is_fp8=is_fp8))
+    assert_same_attention(make_case(SHAPES[name], pieces=[piece], chunk=32, stored=stored))
 
 
 @pytest.mark.parametrize("window", [3, 20, 70])
@@ -290,25 +290,26 @@ def test_rotation_and_cache_write(name: str, layer: str) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("is_rotated", [False, True], ids=["no positions", "halves"])
-def test_keys_and_values_are_written_as_fp8(name: str, is_rotated: bool) -> None:
+@pytest.mark.parametrize("stored", eight_bits.LARGEST, ids=str)
+def test_keys_and_values_are_written_with_eight_bits(name: str, is_rotated: bool, stored: torch.dtype) -> None:
     piece = PromptSlice(5, 20, np.arange(14, dtype=np.int32), is_last=True)
-    case = make_case(SHAPES[name], pieces=[piece], is_fp8=True)
+    case = make_case(SHAPES[name], pieces=[piece], stored=stored)
     # A vector of zeros, tokens of very different sizes, and vectors with numbers of very different sizes.
     fused_MXD = case.fused().view(-1, case.heads.fused, case.heads.size)
     fused_MXD[0, -1], fused_MXD[1:3], fused_MXD[3, :, ::3] = 0, fused_MXD[1:3] * 1e5, fused_MXD[3, :, ::3] * 1e-4
     for _ in range(2):
-        fused_MXD = fp8.decoded(fp8.encoded(fused_MXD), fused_MXD.dtype)
+        fused_MXD = eight_bits.decoded(eight_bits.encoded(fused_MXD, stored), fused_MXD.dtype)
     attention = Attention(scale=1.0, rotary=rotary_of(case.heads.size) if is_rotated else None)
     found = []
     for ops in case.ops:
         blocks = case.blocks.clone()
         ops.rotate_and_store(fused_MXD.flatten(1).clone(), case.step, blocks, attention)
-        found.append(fp8.parts_of_blocks(blocks))
+        found.append(eight_bits.parts_of_blocks(blocks))
     (ours, our_exponents), (expected, expected_exponents) = found
     assert torch.equal(our_exponents, expected_exponents)
-    # Rotated numbers are rounded. The interpreter does that without a carry to the next power of two.
+    # Rotated numbers are rounded. The interpreter rounds floats without a carry to the next power of two.
     assert (ours != expected).float().mean() < (2e-3 if is_rotated else 1e-9)
-    assert not torch.equal(expected, fp8.parts_of_blocks(case.blocks)[0])
+    assert not torch.equal(expected, eight_bits.parts_of_blocks(case.blocks)[0])
 
 
 @pytest.mark.parametrize("is_wide", [False, True], ids=["every product", "once"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rollbook.inference.engines.embedded.build import FP8_CAPABILITY
+from rollbook.inference.engines.embedded.model import eight_bits
 from rollbook.inference.engines.embedded.model.kernels import SlotKernelOps
 from rollbook.inference.engines.embedded.model.torch_ops import HeadShape
 from rollbook.inference.engines.embedded.paged.step_input import PromptSlice
@@ -62,12 +63,12 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
-@pytest.mark.parametrize("is_fp8", [False, True], ids=["bfloat16", "fp8"])
+@pytest.mark.parametrize("stored", [None, *eight_bits.LARGEST], ids=str)
 def test_attention_fits_in_the_memory_of_a_program(
-    size: int, is_fp8: bool, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+    size: int, stored: torch.dtype | None, compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = triton.runtime.driver.active.get_current_target()
-    if is_fp8 and target.arch < 10 * FP8_CAPABILITY[0] + FP8_CAPABILITY[1]:
+    if stored is eight_bits.FP8 and target.arch < 10 * FP8_CAPABILITY[0] + FP8_CAPABILITY[1]:
         pytest.skip("the engine refuses fp8 there")
 
     def zeros(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -77,7 +78,7 @@ def test_attention_fits_in_the_memory_of_a_program(
     heads = HeadShape(queries=8, keys=2, size=size)
     for chunk in (64, 1024):
         prompt = PromptSlice(row=5, start=0, tokens=np.arange(40, dtype=np.int32), is_last=True)
-        case = kernels.make_case(heads, chunk=chunk, pieces=[prompt], is_fp8=is_fp8)
+        case = kernels.make_case(heads, chunk=chunk, pieces=[prompt], stored=stored)
         case.ops[0].rotate_and_store(case.fused(), case.step, case.blocks, Attention(scale=0.1))
         case.ops[0].attend(case.fused(), case.step, case.blocks, Attention(scale=0.1))
     sequences = SEQUENCES["shared prompts"]

@@ -97,7 +97,7 @@ def test_with_a_gpu_the_run_file_of_init_gets_the_fast_settings(tmp_path: Path) 
     assert not config.trainer.gradient_checkpointing
 
 
-def test_with_fp8_the_same_requests_take_half_the_cache(tmp_path: Path) -> None:
+def test_with_eight_bits_the_same_requests_take_half_the_cache(tmp_path: Path) -> None:
     file = project(tmp_path, "1.5b")
 
     def cache(kv_dtype: str, *more: str) -> Any:

@@ -20,6 +20,7 @@ from rollbook.run.resources.cache_facts import CacheLayer
 from rollbook.run.resources.memory_plan import (
     ALL_LAYERS,
     ALLOCATOR_SHARE,
+    EIGHT_BITS,
     Sizes,
     activation_bytes_per_token,
     pass_bytes,
@@ -157,11 +158,11 @@ def test_the_experts_of_a_row_are_counted_with_router_replay() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_moe"])
-def test_keys_and_values_in_fp8_are_counted_with_their_exponents(kind: str) -> None:
+def test_keys_and_values_in_bytes_are_counted_with_their_exponents(kind: str) -> None:
     facts, engine = facts_for(kind), LlamaForward(module_of(kind), max_model_len=CONTEXT)
     in_float32 = engine.bytes_per_row()[0]
-    engine.store_fp8()
-    assert row_bytes(facts, "fp8", CONTEXT) == engine.bytes_per_row()[0] * CONTEXT
+    engine.store_eight_bits("fp8")
+    assert row_bytes(facts, EIGHT_BITS, CONTEXT) == engine.bytes_per_row()[0] * CONTEXT
     assert engine.bytes_per_row()[0] < in_float32 / 3
 
 

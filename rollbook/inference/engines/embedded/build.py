@@ -21,7 +21,7 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.batching import SlotBudget
 from rollbook.inference.engines.embedded.captured_runner import CapturedRunner, captured_error
 from rollbook.inference.engines.embedded.live_weights import LiveWeights
-from rollbook.inference.engines.embedded.model import fp8
+from rollbook.inference.engines.embedded.model import eight_bits
 from rollbook.inference.engines.embedded.model.capture import Capture, CudaCapture
 from rollbook.inference.engines.embedded.model.forward import SlotModel
 from rollbook.inference.engines.embedded.model.kernels import KernelOps, SlotKernelOps, sample_with_kernels
@@ -52,8 +52,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 CPU_FORWARD_TOKENS, GPU_STEP_TOKENS = 768, 4096
 CPU_ROUND_TOKENS = 4096
 GPU_AHEAD = 2
-FP8_TOLERANCE = 0.25
-"""The same with keys and values as 8-bit floats."""
+EIGHT_BITS_TOLERANCE = 0.25
+"""The same with 8 bits for each number of keys and values."""
 FP8_CAPABILITY = 8, 9
 """Of the first GPUs that convert 8-bit floats."""
 ROUTED_TEXTS = 4
@@ -98,8 +98,8 @@ def build_parts(
     is_gpu = device.type == "cuda"
     with torch.cuda.device(device) if is_gpu else nullcontext():
         model, choices = _model(module, max_model_len, config)
-        if config.kv_dtype == "fp8":
-            store_fp8(model, module, choices)
+        if config.kv_dtype != "auto":
+            store_eight_bits(model, module, choices, kv_dtype=config.kv_dtype)
         # Steps over blocks have no lines for recurrent states.
         packing = model if isinstance(model, LlamaForward) and not model.states else None
         has_kernels = (
@@ -215,29 +215,33 @@ def _module_forward(
     )
 
 
-def store_fp8(model: SlotModel, module: Any, choices: list[str]) -> None:
+def store_eight_bits(model: SlotModel, module: Any, choices: list[str], *, kv_dtype: str) -> None:
     why_not = None
     if not isinstance(model, LlamaForward):
         why_not = f"it needs the fast forward, and this model has another ({choices[0]})"
     elif model.states:
         why_not = "it needs attention in all layers, and this model has recurrent ones"
-    elif model.device.type == "cuda" and (found := torch.cuda.get_device_capability(model.device)) < FP8_CAPABILITY:
+    elif kv_dtype == "fp8" and _is_older(model.device, FP8_CAPABILITY):
         name = torch.cuda.get_device_name(model.device)
-        why_not = f"{name} has compute capability {found[0]}.{found[1]}, and conversions of 8-bit floats begin with 8.9"
+        why_not = f'{name} cannot convert 8-bit floats, which begin with compute capability 8.9; "int8" needs none'
     else:
-        model.store_fp8()
+        model.store_eight_bits(kv_dtype)
         with model.short_windows(module):
             error = _error_of(model, module)
-        choices.append(f"keys and values: float8_e4m3fn (relative error {error:.1e})")
-        if not error <= FP8_TOLERANCE:
+        choices.append(f"keys and values: {kv_dtype} (relative error {error:.1e})")
+        if not error <= EIGHT_BITS_TOLERANCE:
             why_not = f"with it, the logits of this model have a relative error of {error:.2g}"
     if why_not is not None:
-        raise RunError(f'inference.kv_dtype = "fp8" cannot be used: {why_not}. Set it to "auto"')
+        raise RunError(f'inference.kv_dtype = "{kv_dtype}" cannot be used: {why_not}. Set it to "auto"')
 
 
 def _tolerance(model: SlotModel) -> float:
-    has_fp8 = isinstance(model, LlamaForward) and model.cache_dtype is fp8.STORED
-    return FP8_TOLERANCE if has_fp8 else TOLERANCE[model.dtype]
+    has_bytes = isinstance(model, LlamaForward) and model.cache_dtype in eight_bits.LARGEST
+    return EIGHT_BITS_TOLERANCE if has_bytes else TOLERANCE[model.dtype]
+
+
+def _is_older(device: torch.device, capability: tuple[int, int]) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < capability
 
 
 def _error_of(forward: SlotModel, module: Any) -> float:

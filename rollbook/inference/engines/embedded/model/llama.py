@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rollbook.inference.engines.embedded.adapters import AdapterBank, AdapterRows
-from rollbook.inference.engines.embedded.model import fp8
+from rollbook.inference.engines.embedded.model import eight_bits
 from rollbook.inference.engines.embedded.model.forward import PrefillInput, PrefillPositions, SlotModel
 from rollbook.inference.engines.embedded.model.packed import PackedOps, PackedStep, PackedTorchOps
 from rollbook.inference.engines.embedded.model.row_states import new_layers
@@ -126,10 +126,10 @@ class LlamaForward:
         """Whether to compute products and sums as the trainer does. The kernels must be exact too."""
         self.is_exact = self.adapters.is_exact = is_exact
 
-    def store_fp8(self) -> None:
-        """Store keys and values as 8-bit floats. For memory that is made from now on."""
+    def store_eight_bits(self, kv_dtype: str) -> None:
+        """Store keys and values with 8 bits a number: `fp8` or `int8`. For memory that is made from now on."""
         assert not self.states, "states have the dtype of the model"
-        self.cache_dtype, width = fp8.STORED, self.heads.size + fp8.EXPONENT_BYTES
+        self.cache_dtype, width = eight_bits.FORMATS[kv_dtype], self.heads.size + eight_bits.EXPONENT_BYTES
         self.shapes = [LayerShape(self.heads.keys, width, width)] * len(self.shapes)
 
     @property

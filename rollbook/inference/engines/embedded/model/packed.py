@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollbook.inference.engines.embedded.adapters import AdapterRows
-from rollbook.inference.engines.embedded.model import fp8
+from rollbook.inference.engines.embedded.model import eight_bits
 from rollbook.inference.engines.embedded.model.torch_ops import (
     HeadShape,
     attend,
@@ -93,11 +93,11 @@ class PackedTorchOps:
         block_M, at_M = step.places(blocks.shape[3])
         keys_values_M2HD = fused_MXD[:, heads.queries :].reshape(-1, 2, heads.keys, heads.size)[is_real_M]
         places = block_M[is_real_M], slice(None), slice(None), at_M[is_real_M]
-        if blocks.dtype is not fp8.STORED:
+        if blocks.dtype not in eight_bits.LARGEST:
             blocks[places] = keys_values_M2HD
             return
-        numbers, exponents = fp8.parts_of_blocks(blocks)
-        stored = fp8.encoded(keys_values_M2HD)
+        numbers, exponents = eight_bits.parts_of_blocks(blocks)
+        stored = eight_bits.encoded(keys_values_M2HD, blocks.dtype)
         numbers[places], exponents[places] = stored[..., : heads.size], stored[..., heads.size :]
 
     def attend(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor, attention: Attention) -> Tensor:
@@ -108,8 +108,9 @@ class PackedTorchOps:
         used = max(1, int(step.positions_M.max()) // size + 1)
         tables_MP = step.tables_SP[step.rows_M.long(), :used].long()
         read = blocks[tables_MP]
-        if blocks.dtype is fp8.STORED:
-            read = fp8.decoded(torch.cat(fp8.parts_of_blocks(read.flatten(0, 1)), dim=-1), fused_MX.dtype)
+        if blocks.dtype in eight_bits.LARGEST:
+            stored = torch.cat(eight_bits.parts_of_blocks(read.flatten(0, 1)), dim=-1)
+            read = eight_bits.decoded(stored, fused_MX.dtype)
         # (M, P, 2, H, B, D) to (2, M, H, T, D)
         both = read.view(count, used, 2, heads.keys, size, heads.size).permute(2, 0, 3, 1, 4, 5)
         both = both.reshape(2, count, heads.keys, used * size, heads.size)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rollbook.inference.engines.embedded.model import fp8
+from rollbook.inference.engines.embedded.model import eight_bits
 from rollbook.inference.engines.embedded.model.forward import PrefillPositions
 from rollbook.inference.engines.embedded.slot_cache import SlotCache
 from rollbook.numerics.delta import DeltaLayer
@@ -80,7 +80,7 @@ def hidden_keys(positions: Tensor, seen_T: Tensor, window: int | None) -> Tensor
 
 def read_slots(joint: Tensor, dtype: torch.dtype) -> Tensor:
     """Keys and values (2, ..., D), whatever they are stored as."""
-    return fp8.decoded(joint, dtype) if joint.dtype is fp8.STORED else joint
+    return eight_bits.decoded(joint, dtype) if joint.dtype in eight_bits.LARGEST else joint
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, attention: Attention) -> Tensor:
@@ -172,10 +172,10 @@ class TorchOps:
         heads = self._heads
         fused_MXD = turned_heads(fused_MX, heads, attention, step.rotation(attention.rotary))
         vectors = fused_MXD[:, heads.queries :].reshape(-1, heads.size)
-        if joint.dtype is fp8.STORED:
-            vectors = fp8.encoded(vectors)
+        if joint.dtype in eight_bits.LARGEST:
+            vectors = eight_bits.encoded(vectors, joint.dtype)
             # A fresh prefill attends to what it stores, as later tokens do.
-            read_MXD = fp8.decoded(vectors, fused_MX.dtype).view(len(fused_MX), -1, heads.size)
+            read_MXD = eight_bits.decoded(vectors, fused_MX.dtype).view(len(fused_MX), -1, heads.size)
             fused_MXD[:, heads.queries :] = read_MXD
         joint.view(-1, joint.shape[-1]).index_copy_(0, step.write_at, vectors)
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollbook.inference.engines.embedded.model import fp8
+from rollbook.inference.engines.embedded.model import eight_bits
 from rollbook.inference.engines.embedded.model.packed import PackedStep
 from rollbook.inference.engines.embedded.model.torch_ops import HeadShape
 from rollbook.numerics.recipe import Attention, Rotary
@@ -34,12 +34,21 @@ QUERY_LINES, PREFILL_WARPS = 64, 4
 
 
 @triton.jit
+def _byte_numbers(scaled, stored: tl.constexpr):
+    if stored == tl.uint8:
+        numbers = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        numbers = tl.minimum(tl.floor(scaled + 0.5), 127.0).to(tl.int8)
+    return numbers
+
+
+@triton.jit
 def _rotate_and_store(
     fused_ptr, cosines_ptr, sines_ptr, scales_ptr, rows_ptr, positions_ptr, tables_ptr, blocks_ptr,
     table_width,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, HEADS_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
     PAGE: tl.constexpr, ANGLES: tl.constexpr, IS_PAIRED: tl.constexpr, HAS_SCALES: tl.constexpr, IS_STORED: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token)
@@ -82,17 +91,23 @@ def _rotate_and_store(
         row = tl.load(rows_ptr + token).to(tl.int64)
         block = tl.load(tables_ptr + row * table_width + position // PAGE).to(tl.int64)
         # Heads after the queries: first all keys, then all values, as in a block.
-        page_ptr = blocks_ptr + (block * (2 * KEYS) + (heads - QUERIES)) * (PAGE * (2 * HALF + IS_FP8))
+        page_ptr = blocks_ptr + (block * (2 * KEYS) + (heads - QUERIES)) * (PAGE * (2 * HALF + (LARGEST > 0)))
         to_ptr = page_ptr[:, None] + position % PAGE * (2 * HALF)
         is_kept = (heads >= QUERIES) & (heads < QUERIES + 2 * KEYS)
         is_stored = is_in & is_kept[:, None]
-        if IS_FP8:
+        if LARGEST > 0:
+            # As in `eight_bits.encoded`.
+            stored: tl.constexpr = blocks_ptr.dtype.element_ty
             largest = tl.max(tl.maximum(tl.abs(rotated_first), tl.abs(rotated_second)).to(tl.float32), axis=1)
             exponents = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 8), 254)
-            tl.store(page_ptr + PAGE * (2 * HALF) + position % PAGE, exponents.to(tl.uint8), mask=is_kept)
-            scales = ((261 - exponents) << 23).to(tl.float32, bitcast=True)[:, None]
-            rotated_first = (rotated_first.to(tl.float32) * scales).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-            rotated_second = (rotated_second.to(tl.float32) * scales).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+            tl.store(
+                page_ptr + PAGE * (2 * HALF) + position % PAGE,
+                exponents.to(tl.uint8).to(stored, bitcast=True),
+                mask=is_kept,
+            )
+            scales = ((254 + LARGEST - exponents) << 23).to(tl.float32, bitcast=True)[:, None]
+            rotated_first = _byte_numbers(rotated_first.to(tl.float32) * scales, stored)
+            rotated_second = _byte_numbers(rotated_second.to(tl.float32) * scales, stored)
         tl.store(to_ptr + first_at[None, :], rotated_first, mask=is_stored)
         tl.store(to_ptr + second_at[None, :], rotated_second, mask=is_stored)
 
@@ -112,7 +127,7 @@ def launch_rotate_and_store(
         HEADS_BLOCK=triton.next_power_of_2(heads.fused), HALF_BLOCK=triton.next_power_of_2(half),
         PAGE=1 if blocks is None else blocks.shape[3], ANGLES=0 if rotary is None else rotary.width // 2,
         IS_PAIRED=rotary is not None and rotary.is_paired, HAS_SCALES=scales is not None, IS_STORED=blocks is not None,
-        IS_FP8=blocks is not None and blocks.dtype is fp8.STORED,
+        LARGEST=0 if blocks is None else eight_bits.LARGEST.get(blocks.dtype, 0),
         num_warps=4,
         # Fused into one operation, products would not be rounded.
         enable_fp_fusion=False,
@@ -121,23 +136,18 @@ def launch_rotate_and_store(
 
 @triton.jit
 def _vectors(
-    page_ptr,
-    steps,
-    lanes,
-    is_key,
-    is_in,
-    kind: tl.constexpr,
-    SIZE: tl.constexpr,
-    PAGE: tl.constexpr,
-    IS_FP8: tl.constexpr,
-):
+    page_ptr, steps, lanes, is_key, is_in, kind: tl.constexpr,
+    SIZE: tl.constexpr, PAGE: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
     """Keys or values, at `steps` of their pages."""
     vectors = tl.load((page_ptr + steps * SIZE)[:, None] + lanes[None, :], mask=is_in, other=0)
-    if IS_FP8:
-        # As in `fp8.decoded`.
-        exponents = tl.load(page_ptr + PAGE * SIZE + steps, mask=is_key, other=127).to(tl.int32)
-        scales = ((exponents - 7) << 23).to(tl.float32, bitcast=True)
-        vectors = vectors.to(tl.float8e4nv, bitcast=True).to(kind) * scales.to(kind)[:, None]
+    if LARGEST > 0:
+        # As in `eight_bits.decoded`.
+        exponents = tl.load(page_ptr + PAGE * SIZE + steps, mask=is_key, other=127).to(tl.uint8, bitcast=True)
+        scales = ((exponents.to(tl.int32) - LARGEST) << 23).to(tl.float32, bitcast=True)
+        if vectors.dtype == tl.uint8:
+            vectors = vectors.to(tl.float8e4nv, bitcast=True)
+        vectors = vectors.to(kind) * scales.to(kind)[:, None]
     return vectors
 
 
@@ -148,7 +158,7 @@ def _attend_decode(
     scale, table_width,
     KEYS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_FP8: tl.constexpr,
+    CAP: tl.constexpr, HAS_SINKS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0)
     head = tl.program_id(1)
@@ -184,7 +194,7 @@ def _attend_decode(
         fused_ptr + token * ((KEYS * GROUP + 2 * KEYS) * SIZE) + (head * GROUP + group)[:, None] * SIZE + lanes[None, :]
     )
     queries = tl.load(query_ptr, mask=is_query, other=0.0)
-    LINES: tl.constexpr = PAGE * (SIZE + IS_FP8)
+    LINES: tl.constexpr = PAGE * (SIZE + (LARGEST > 0))
     keys_ptr = blocks_ptr + head * LINES
     best = tl.full((GROUP_BLOCK,), -float("inf"), dtype=tl.float32)
     total = tl.zeros((GROUP_BLOCK, 16), dtype=tl.float32)
@@ -199,8 +209,8 @@ def _attend_decode(
             block = tl.load(table_ptr + at // PAGE, mask=at < end, other=0)
             page_ptr = keys_ptr + block.to(tl.int64) * (2 * KEYS * LINES)
             places = at % PAGE
-        keys = _vectors(page_ptr, places, lanes, at < end, is_in, queries.dtype, SIZE, PAGE, IS_FP8)
-        values = _vectors(page_ptr + KEYS * LINES, places, lanes, at < end, is_in, queries.dtype, SIZE, PAGE, IS_FP8)
+        keys = _vectors(page_ptr, places, lanes, at < end, is_in, queries.dtype, SIZE, PAGE, LARGEST)
+        values = _vectors(page_ptr + KEYS * LINES, places, lanes, at < end, is_in, queries.dtype, SIZE, PAGE, LARGEST)
         is_seen = ((at < end) & is_in_window(at, position, WINDOW))[None, :]
         best, total, sums = attend_block(queries, keys, values, is_seen, scale, best, total, sums, PRECISION, CAP)
     weight, mean = mean_of_chunk(best, total, sums)
@@ -258,7 +268,7 @@ def _attend_tiles(
     scale, table_width,
     KEYS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, QUERY_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_FP8: tl.constexpr,
+    CAP: tl.constexpr, HAS_SINKS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -280,7 +290,7 @@ def _attend_tiles(
         fused_ptr + (at_token * (KEYS * GROUP + 2 * KEYS) + head * GROUP + members)[:, None] * SIZE + lanes[None, :]
     )
     queries = tl.load(query_ptr, mask=is_query, other=0.0)
-    LINES: tl.constexpr = PAGE * (SIZE + IS_FP8)
+    LINES: tl.constexpr = PAGE * (SIZE + (LARGEST > 0))
     keys_ptr = blocks_ptr + head * LINES
     all_best = tl.full((QUERY_BLOCK,), -float("inf"), dtype=tl.float32)
     all_total = tl.zeros((QUERY_BLOCK,), dtype=tl.float32)
@@ -306,9 +316,9 @@ def _attend_tiles(
                 block = tl.load(table_ptr + at // PAGE, mask=at < end, other=0)
                 page_ptr = keys_ptr + block.to(tl.int64) * (2 * KEYS * LINES)
                 places = at % PAGE
-            keys = _vectors(page_ptr, places, lanes, at < end, is_in, queries.dtype, SIZE, PAGE, IS_FP8)
+            keys = _vectors(page_ptr, places, lanes, at < end, is_in, queries.dtype, SIZE, PAGE, LARGEST)
             values = _vectors(
-                page_ptr + KEYS * LINES, places, lanes, at < end, is_in, queries.dtype, SIZE, PAGE, IS_FP8
+                page_ptr + KEYS * LINES, places, lanes, at < end, is_in, queries.dtype, SIZE, PAGE, LARGEST
             )
             is_seen = is_in_window(at[None, :], (position + tokens)[:, None], WINDOW)
             best, total, sums = attend_block(queries, keys, values, is_seen, scale, best, total, sums, PRECISION, CAP)
@@ -337,7 +347,7 @@ def launch_attention(
     # A tensor that is not read takes the place of one that is not there.
     sinks, has_sinks = (out_MX, False) if of.sinks_R is None else (of.sinks_R, True)
     precision = "ieee" if fused_MX.dtype == torch.float32 else "tf32"
-    num_rows, is_fp8 = len(step.samples_N), blocks.dtype is fp8.STORED
+    num_rows, largest = len(step.samples_N), eight_bits.LARGEST.get(blocks.dtype, 0)
     items = len(step.item_tokens_W) if step.is_split else num_rows
     partial, lse = out_MX, out_MX
     if step.is_split:
@@ -350,7 +360,7 @@ def launch_attention(
         scale, table_width,
         KEYS=heads.keys, GROUP=heads.group, SIZE=heads.size, GROUP_BLOCK=group_block, SIZE_BLOCK=size_block,
         PAGE=page, TILE=KEY_BLOCK, IS_SPLIT=step.is_split, PRECISION=precision, WINDOW=window, CAP=cap,
-        HAS_SINKS=has_sinks, IS_FP8=is_fp8,
+        HAS_SINKS=has_sinks, LARGEST=largest,
         num_warps=2 if size_block <= 64 else 4,
     )  # fmt: skip
     if step.is_split:
@@ -367,6 +377,6 @@ def launch_attention(
             KEYS=heads.keys, GROUP=heads.group, SIZE=heads.size, SIZE_BLOCK=size_block,
             QUERY_BLOCK=max(16, triton.next_power_of_2(query_tile(heads) * heads.group)),
             PAGE=page, TILE=KEY_BLOCK, CHUNK=chunk, PRECISION=precision, WINDOW=window, CAP=cap,
-            HAS_SINKS=has_sinks, IS_FP8=is_fp8,
+            HAS_SINKS=has_sinks, LARGEST=largest,
             num_warps=PREFILL_WARPS,
         )  # fmt: skip
