@@ -150,9 +150,7 @@ def applied(of: Sizes, setting: str, value: str) -> Sizes:
         "inference.dtype": lambda: replace(of, policy_dtype=value.strip('"')),
         "trainer.gradient_checkpointing": lambda: replace(of, checkpointed_layers=ALL_LAYERS if value == "true" else 0),
         "trainer.max_tokens_per_microbatch": lambda: replace(of, tokens_per_pass=int(value)),
-        "rollout.max_total_tokens": lambda: replace(
-            of, longest=int(value), tokens_per_pass=min(of.tokens_per_pass, int(value))
-        ),
+        "rollout.max_total_tokens": lambda: replace(of, longest=int(value)),
         "trainer.max_logits_mb": lambda: replace(of, logits_bytes=int(value) << 20),
         "inference.kv_memory_mb": lambda: replace(of, kv_bytes=int(value) * MB),
         "inference.transfer": lambda: replace(of, gpu_copies=0, has_mapped_weights=False, is_shared_memory=True),
