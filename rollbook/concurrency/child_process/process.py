@@ -385,10 +385,16 @@ def _options(spec: ChildSpec, channel: socket.socket, output: Output) -> dict[st
     }
 
 
+EVENT_LOOP = f"asyncio{os.sep}runners.py"
+"""uvloop's loop has no Python frames of its own."""
+
+
 def innermost_frame(stack: str) -> str:
     """The innermost frame of the main thread, in stacks that `faulthandler` wrote; it writes the innermost first."""
     frames = [line.strip() for line in stack.partition("Current thread")[2].splitlines() if line.startswith("  File")]
     own = [frame for frame in frames if "importlib" not in frame]
+    if own and EVENT_LOOP in own[0]:
+        return "its event loop: it waits for a reply or for another process"
     return (own or frames or [stack.strip().splitlines()[0] if stack.strip() else "an unknown place"])[0]
 
 

@@ -135,6 +135,7 @@ class WorkerHandle:
                 if isinstance(message, Failed):
                     raise self._error(message)
                 if isinstance(message, Waiting):
+                    reporting.cancel()  # it reports itself what it waits for
                     self._relay(message)
         except WorkerDiedError as error:
             if not deadline.is_over:
@@ -184,8 +185,11 @@ class WorkerHandle:
     def _error(self, failed: Failed) -> RunError | WorkerDiedError:
         if failed.stops_run:
             return RunError(failed.cause)
-        output = _indented(self._child.last_output())
-        return WorkerDiedError(f"worker {self.pid} failed: {failed.cause}\n{output}")
+        # What a worker prints explains errors of other kinds only: their tracebacks.
+        output = "" if failed.is_explained else self._child.last_output()
+        return WorkerDiedError(
+            f"worker {self.pid} failed: {failed.cause}" + (f"\n{_indented(output)}" if output else "")
+        )
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ import uvloop
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent, exit_quickly, heartbeat
 from rollbook.concurrency.child_process.frames import Frames
 from rollbook.concurrency.tasks import describe_tasks, first_error
-from rollbook.contracts.errors import RollbookError, RunError, WorkerError
+from rollbook.contracts.errors import RollbookError, RunError, TransientError, WorkerError
 from rollbook.contracts.plugin import extend_search_path, load_plugin
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.contract import RolloutSetup, build_rollout, load_rollout
@@ -148,7 +148,8 @@ async def work(sock: socket.socket) -> int:
         if payload is not None:
             await _serve(_unpickled(payload), parent)
     except Exception as error:
-        traceback.print_exc()
+        if not isinstance(error, RunError | TransientError):  # the parent reports their messages
+            traceback.print_exc()
         with suppress(OSError):  # the parent may be gone
             parent.send(encode(_failure(error)))
             await parent.drain()
@@ -247,7 +248,9 @@ def _unpickled(payload: bytes) -> WorkerSpec:
 
 def _failure(error: Exception) -> Failed:
     if isinstance(error, RollbookError):
-        return Failed(cause=str(error), stops_run=isinstance(error, RunError) and not isinstance(error, WorkerError))
+        is_explained = isinstance(error, RunError | TransientError)
+        stops_run = isinstance(error, RunError) and not isinstance(error, WorkerError)
+        return Failed(cause=str(error), stops_run=stops_run, is_explained=is_explained)
     return Failed(cause=f"{type(error).__name__}: {error}", stops_run=False)
 
 

@@ -61,6 +61,8 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
 
     cause: str
     stops_run: bool
+    is_explained: bool = False
+    """The cause is written for people; the worker's output adds nothing."""
 
 
 ToWorker: TypeAlias = Play | Cancel | Stop

@@ -229,14 +229,14 @@ class Checks:
             return
         task = self._tasks()
         sample = None
-        if task is not None and tokenizer is not None:
+        silent = await self._silent_servers()
+        if task is not None and tokenizer is not None and "env.url" not in silent:
             sample = await self._episode(task, tokenizer)
         else:
             with self._findings.checking("rollout.function", "loading the rollout function"):
                 load_rollout(self._config.rollout.function)
         if task is not None:
             await self._rewards(task, sample, tokenizer)
-        await self._servers()
         self._filter(sample)
 
     async def _ledger(self) -> None:
@@ -392,14 +392,15 @@ class Checks:
                         "trained. Does a `return` statement lack its value?",
                     )
 
-    async def _servers(self) -> None:
-        """Whether something listens where judges and teachers should be. They are not asked: that costs money."""
-        rollout = self._config.rollout
+    async def _silent_servers(self) -> set[str]:
+        """Settings of judges, teachers and environments with a URL where nothing listens. No judge is asked: that costs money."""
+        rollout, silent = self._config.rollout, set[str]()
         urls = [
             (f"rollout.rewards.functions.{name}.judge", judge.url)
             for name, function in rollout.rewards.functions.items()
             for judge in function.judge
         ]
+        urls += [("env.url", self._config.env.url)] if self._config.env.url is not None else []
         urls += [("rollout.teacher", teacher.url) for teacher in rollout.teacher if teacher.url is not None]
         async with aiohttp.ClientSession(trust_env=True, timeout=aiohttp.ClientTimeout(total=CONNECT_S)) as session:
             for path, url in dict.fromkeys(urls):
@@ -416,6 +417,8 @@ class Checks:
                 self._findings.warning(
                     path, f"nothing answers at {url} ({reason}): start its server before the run, or correct url"
                 )
+                silent.add(path)
+        return silent
 
     def _filter(self, sample: RolloutSample | None) -> None:
         if self._config.rollout.filter is None:
