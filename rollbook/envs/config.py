@@ -47,7 +47,7 @@ class EnvConfig(BaseModel, frozen=True, extra="forbid"):
     """Serve this many environments from a separate process of the run. Unset: each worker creates its environments."""
 
     url: str | None = Field(default=None, pattern=r"^https?://")
-    """Use the environments of this server. Unset: every rollout process creates its own."""
+    """Use the environments of this server, of Rollbook or of the `openenv` package. Unset: every worker creates its own."""
 
     token: SecretStr | None = None
     """The token of the server at `url`."""

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -24,6 +25,7 @@ from rollbook.concurrency.retry import retry
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.ports import Environment
 from rollbook.envs.catalog import EnvironmentSource
+from rollbook.envs.client.actions import ActionForm, TypedSession, read_form
 from rollbook.envs.client.session import (
     DEFAULTS,
     QUEUE_SHARE,
@@ -35,7 +37,7 @@ from rollbook.envs.client.session import (
     open_reserved,
 )
 from rollbook.envs.config import EnvConfig
-from rollbook.envs.server.protocol import HEALTH_PATH
+from rollbook.envs.server.protocol import HEALTH_PATH, SCHEMA_PATH
 from rollbook.telemetry.waits import WAITS
 
 OpenEnvironment: TypeAlias = Callable[[], AbstractAsyncContextManager[Environment]]
@@ -88,7 +90,11 @@ async def open_remote_environments(
     url = url.rstrip("/")
     async with new_http(options) as http:
         await _until_healthy(http, url, options)
-        servers = _Servers([url])
+        deadline = Deadline(options.connect_s, f"reading the schema of {url}")
+        form = await read_form(http, url, SCHEMA_PATH, deadline=deadline)
+        if form is not None and set(form.fields) == {options.action_field}:
+            form = None  # a server of ours
+        servers = _Servers([url], form)
         following = [] if source is None else [asyncio.create_task(servers.follow(source), name="envs.follow")]
         try:
             yield partial(servers.session, http, options)
@@ -101,8 +107,9 @@ async def open_remote_environments(
 class _Servers:
     """The environment servers, and the number of sessions that this process has on each."""
 
-    def __init__(self, urls: Sequence[str]) -> None:
+    def __init__(self, urls: Sequence[str], form: ActionForm | None) -> None:
         self._urls = list(urls)
+        self._form = form
         self._sessions: Counter[str] = Counter()
         self._avoided: dict[str, float] = {}
         """Servers that did not respond, with the time until which others are tried first."""
@@ -120,11 +127,13 @@ class _Servers:
             await asyncio.sleep(FOLLOW_S)
 
     @asynccontextmanager
-    async def session(self, http: ClientSession, options: ClientOptions) -> AsyncIterator[EnvSession]:
+    async def session(self, http: ClientSession, options: ClientOptions) -> AsyncIterator[Environment]:
+        if self._form is not None:
+            options = replace(options, task_field=None)
         url, session = await self._open(http, options)
         self._sessions[url] += 1
         try:
-            yield session
+            yield session if self._form is None else TypedSession(session, self._form)
         finally:
             self._sessions[url] -= 1
             await close_sessions([session], options)

@@ -65,6 +65,10 @@ class GroupTooLargeError(RunError):
     """The request is for more sessions than the server has. The message contains both numbers."""
 
 
+class RefusedActionError(EpisodeError):
+    """The server does not take this action: a value is out of its range, for example."""
+
+
 class SessionLostError(EpisodeError):
     """The session is closed or its replies are out of order; its episode cannot continue."""
 
@@ -356,6 +360,8 @@ class EnvSession:
         if code in (ErrorCode.SESSION_ERROR, ErrorCode.FACTORY_ERROR):
             self._lost = str(data.get("message"))
             return SessionLostError(message)
+        if code == ErrorCode.VALIDATION_ERROR and verb is EnvVerb.STEP:
+            return RefusedActionError(message)
         return EpisodeError(message)
 
     def _observation(self, reply: EnvReply) -> Observation:

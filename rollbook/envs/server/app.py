@@ -31,6 +31,7 @@ from rollbook.envs.server.playground import Playground, mount_playground
 from rollbook.envs.server.protocol import (
     HEALTH_PATH,
     RESERVATIONS_PATH,
+    SCHEMA_PATH,
     SOCKET_PATH,
     Dialect,
     EnvRequest,
@@ -102,7 +103,7 @@ def build_app(
     app.router.add_get(HEALTH_PATH, server.health)
     app.router.add_get("/openapi.json", server.openapi)
     app.router.add_get("/metadata", server.metadata)
-    app.router.add_get("/schema", server.schema)
+    app.router.add_get(SCHEMA_PATH, server.schema)
     app.router.add_get("/state", server.state)
     app.router.add_post("/reset", server.reset)
     app.router.add_post("/step", server.step)

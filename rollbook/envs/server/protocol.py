@@ -28,6 +28,7 @@ from rollbook.contracts.task import Observation
 SOCKET_PATH = "/ws"
 RESERVATIONS_PATH = "/reservations"
 HEALTH_PATH = "/health"
+SCHEMA_PATH = "/schema"
 # The fields of a reset message next to the object `task`.
 RESET_FIELDS = {"task", "seed", "episode_id"}
 ACTION_FIELD = "action"

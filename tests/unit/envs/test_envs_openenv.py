@@ -2,16 +2,19 @@
 
 import asyncio
 import functools
+import json
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from rollbook.concurrency.deadline import Deadline, finish
 from rollbook.contracts.errors import RollbookError, RunError
+from rollbook.envs.client.actions import ActionForm, UnreadableActionError
 from rollbook.envs.client.group import GrpoPool
+from rollbook.envs.client.remote import open_remote_environments
 from rollbook.envs.client.session import ClientOptions
 from rollbook.envs.server.openenv import OpenEnvPool
 from rollbook.envs.server.run import create_app
@@ -129,6 +132,91 @@ async def test_an_app_serves_as_many_environments_as_it_was_created_with(factory
         assert len(pool.envs) == 2
         with pytest.raises(RollbookError, match="3"):
             await GrpoPool(base_url=server.url, size=3, options=options).connect()
+
+
+class Guess(BaseModel):
+    number: int = Field(ge=0, le=9)
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+
+class Guessing:
+    """Right is the task's `goal`."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+    state = Action()
+
+    def reset(self, goal: int = -1) -> Seen:
+        self._goal = goal
+        return Seen(word="Guess.")
+
+    def step(self, action: Guess) -> Seen:
+        is_right = action.number == self._goal
+        return Seen(word="right" if is_right else "wrong", reward=float(is_right), done=is_right)
+
+
+async def test_what_a_policy_writes_becomes_the_action_of_a_server_with_other_fields() -> None:
+    app = create_app(Guessing, Guess, Seen, env_name="guessing", max_concurrent_envs=1)
+    async with (
+        app.serving(port=0) as server,
+        open_remote_environments(server.url) as open_environment,
+        open_environment() as env,
+    ):
+        assert "Guess." in (await env.reset({"id": "a", "goal": 7})).text
+        assert "wrong" in (await env.step("6")).text
+        mistake = await env.step("seven")
+        assert "Write the value of number, or a JSON object with number (integer)." in mistake.text
+        assert (mistake.reward, mistake.done) == (0.0, False)
+        assert "less than or equal to 9" in (await env.step("70")).text
+        seen = await env.step('I say ```{"number": 7}```')
+        assert (seen.reward, seen.done) == (1.0, True)
+
+
+async def test_the_text_of_a_policy_is_sent_under_the_name_that_the_server_has_for_it() -> None:
+    app = create_app(Counter, Action, Seen, env_name="counter", max_concurrent_envs=1)
+    async with (
+        app.serving(port=0) as server,
+        open_remote_environments(server.url) as open_environment,
+        open_environment() as env,
+    ):
+        await env.reset({})
+        assert 'go "there" 1' in json.loads((await env.step('go "there"')).text)["word"]
+
+
+FORM = ActionForm.of(
+    {
+        "properties": {"x": {"type": "number"}, "y": {"type": "integer"}, "fast": {"type": "boolean"}, "metadata": {}},
+        "required": ["x", "y"],
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ('{"x": 1.5, "y": 2}', {"x": 1.5, "y": 2}),
+        ('Move: {"x": 1, "y": 2, "fast": true} now', {"x": 1, "y": 2, "fast": True}),
+        ('{"x": 1.5, "y": true}', None),
+        ('{"x": 1.5}', None),
+        ('{"x": 1.5, "y": 2, "z": 3}', None),
+        ("3", None),
+        ("}{", None),
+        ("[" * 100_000, None),
+        ("", None),
+    ],
+)
+def test_an_action_of_several_fields_is_a_json_object(text: str, action: dict[str, Any] | None) -> None:
+    assert FORM is not None
+    if action is not None:
+        assert FORM.read(text) == action
+        return
+    expected = r"Write a JSON object with x \(number\), y \(integer\), fast \(boolean, optional\)\."
+    with pytest.raises(UnreadableActionError, match=expected):
+        FORM.read(text)
+
+
+@pytest.mark.parametrize("schema", [None, {}, {"properties": []}, {"properties": {"metadata": {}}}])
+def test_a_schema_without_fields_has_no_form(schema: object) -> None:
+    assert ActionForm.of(schema) is None
 
 
 def test_a_class_that_serves_one_session_is_refused_with_more() -> None:
