@@ -238,9 +238,9 @@ def _forward(module: Any, hidden_states: Tensor, *inputs: Any, packing: Any = No
 
 
 def delta_parts(model: nn.Module) -> Iterator[Any]:
-    """The gated delta modules of a model."""
+    """The gated delta modules of a model, possibly with parts that are not known here."""
     for part in model.modules():
-        if hasattr(part, DELTA):
+        if hasattr(getattr(part, DELTA, None), "conv1d"):
             yield getattr(part, DELTA)
 
 
