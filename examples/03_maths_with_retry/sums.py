@@ -15,10 +15,6 @@ from maths_with_retry import RETRY
 ANSWERS = range(-9, 19)
 WORDS = ["What", "is", "+", "-", "?", "That", "not", "right", ".", "Try", "again", "User:", "Assistant:"]
 WORDS += [str(n) for n in range(10)] + [f"\\boxed{{{n}}}" for n in ANSWERS]
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} Assistant: {{ m.content }} <eos>"
-    "{% else %} User: {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} Assistant: {% endif %}"
-)
 
 
 def tasks(split: str | None = None) -> Iterator[dict[str, Any]]:

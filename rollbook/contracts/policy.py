@@ -245,12 +245,6 @@ def unknown_choice(dtype: np.dtype[Any]) -> int:
     return int(np.iinfo(dtype).max)
 
 
-def is_routed(routes: Routes) -> NDArray[np.bool_]:
-    """Whether the choices of each token were recorded."""
-    known: NDArray[np.bool_] = routes[:, 0, 0] != unknown_choice(routes.dtype)
-    return known
-
-
 def with_length(routes: Routes, length: int) -> Routes:
     """Of `length` tokens: cut, or extended by tokens whose choices are unknown."""
     extended = np.full((length, *routes.shape[1:]), unknown_choice(routes.dtype), dtype=routes.dtype)

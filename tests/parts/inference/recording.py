@@ -21,7 +21,7 @@ Call = tuple[Any, Any, Any, Any]
 
 class RecordingCapture:
     def __init__(self) -> None:
-        self.recordings = self.replays = 0
+        self.replays = 0
 
     def __call__(self, operation: Callable[[], None]) -> Callable[[], None]:
         recorder = _Recorder()
@@ -34,7 +34,6 @@ class RecordingCapture:
             stack.enter_context(HostWaits())
             operation()
         recorder.undo()
-        self.recordings += 1
 
         def replay() -> None:
             self.replays += 1

@@ -14,8 +14,6 @@ from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
 from rollbook.rollout.episodes import chat as episode
 
-not_a_function = 3
-
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:
     """Plays the default episode, unless the row has an `action`."""
