@@ -301,7 +301,7 @@ class RunDirectory:
             probe.unlink()
         except OSError as error:
             raise RunDirectoryError(
-                f"the run directory {self.path} is not writable ({error.strerror or error}): "
+                f"the run directory {self.path} cannot be created or written ({error.strerror or error}): "
                 "choose another with --run-dir, or make it writable"
             ) from error
         read_or_create_token(self.token_file)

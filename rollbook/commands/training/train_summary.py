@@ -10,8 +10,9 @@ from rich.markup import escape
 
 from rollbook.contracts.admission import AuditReport
 from rollbook.contracts.user_errors import indented
-from rollbook.dashboard.run_metrics import Change, EvaluationPoint, RunSummary
+from rollbook.dashboard.run_metrics import Change, EvaluationPoint, RunSummary, tenth_means
 from rollbook.dashboard.terminal import duration, evaluation_text, headline, percent, small_number
+from rollbook.rollout.settings import judge_key, score_key
 from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory
 from rollbook.run.held_out import recorded_held_out
@@ -22,6 +23,7 @@ from rollbook.telemetry.metrics import read_metrics
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
+JUDGE_COUNTS = ("requests", "failed", "cost")
 BUSY_ENOUGH = 0.7
 """Below this utilisation of the trainer, the summary says how to find better settings."""
 
@@ -145,6 +147,7 @@ def _lines(report: TrainReport) -> list[tuple[str, str]]:
         bound = report.config.gate.max_head_offpolicy_versions
         lines += [
             ("reward", f"{_arrow(figures.reward)}    {_solved(figures.solved)}"),
+            *_scores(report),
             ("held out", escape(_held_out(report))),
             (
                 "response",
@@ -177,6 +180,26 @@ def _lines(report: TrainReport) -> list[tuple[str, str]]:
     else:
         verdict = f"[green]ok[/]: {escape(law_text(law))}" if law.ok else "[red]violated[/]:"
         lines.append(("audit", verdict))
+    return lines
+
+
+def _scores(report: TrainReport) -> list[tuple[str, str]]:
+    """The values of several reward functions, the requests of judges, and the distance to the teacher."""
+    functions = report.config.rollout.rewards.functions
+    rows = read_metrics(report.directory.metrics_file, process="rollout")
+    lines: list[tuple[str, str]] = []
+    known = {name: [value for row in rows if (value := row.get(score_key(name))) is not None] for name in functions}
+    if len(functions) > 1 and any(known.values()):
+        parts = [f"{escape(name)} {_arrow(tenth_means(values))}" for name, values in known.items() if values]
+        lines.append(("functions", "    ".join(parts)))
+    if any(function.judge for function in functions.values()):
+        requests, failed, cost = (sum(row.get(judge_key(name)) or 0.0 for row in rows) for name in JUDGE_COUNTS)
+        lines.append(("judges", f"{requests:.0f} requests, {failed:.0f} failed, cost {cost:.4g}"))
+    if report.config.rollout.teacher:
+        distances = [value for row in report.metrics if (value := row.get("train/teacher_kl")) is not None]
+        distance = tenth_means(distances)
+        if distance.last is not None:
+            lines.append(("teacher", f"distance {_arrow(distance)} nats"))
     return lines
 
 

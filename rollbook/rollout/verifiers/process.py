@@ -56,7 +56,7 @@ def rows(*, taskset: str, python: str, args: dict[str, Any], limit: int | None =
             check=False,
         )
         if done.returncode != 0:
-            raise VerifiersError(f"env.name = 'verifiers:{taskset}': {_end_of(log)}")
+            raise VerifiersError(f"env.name = 'verifiers:{taskset}': {_end_of(log, python)}")
     for line in done.stdout.splitlines():
         yield json_decoder(dict[str, Any]).decode(line)
 
@@ -71,9 +71,12 @@ def _environment(python: str) -> dict[str, str]:
     return {**os.environ, "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
 
 
-def _end_of(log: IO[bytes]) -> str:
+def _end_of(log: IO[bytes], python: str) -> str:
     log.seek(0)
-    return log.read().decode(errors="replace").strip()[-LOG_CHARS:] or "the program ended without a message"
+    text = log.read().decode(errors="replace").strip()[-LOG_CHARS:]
+    if "No module named 'verifiers" in text:
+        return f"verifiers is not installed in the environment of env.python: {python} -m pip install verifiers uv"
+    return text or "the program ended without a message"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,7 @@ class VerifiersService:
         except TimeoutError:
             return None
         return TransientError(
-            f"the service of verifiers:{self.taskset} ended with code {code}: {_end_of(self._running.log)}"
+            f"the service of verifiers:{self.taskset} ended with code {code}: {_end_of(self._running.log, self.python)}"
         )
 
     async def _start(self) -> _Running:
@@ -137,8 +140,8 @@ class VerifiersService:
                 line = await process.stdout.readline()
         except TimeoutError:
             raise VerifiersError(
-                f"verifiers:{self.taskset} did not start within {START_S:g} s: {_end_of(log)}"
+                f"verifiers:{self.taskset} did not start within {START_S:g} s: {_end_of(log, self.python)}"
             ) from None
         if not line:
-            raise VerifiersError(f"verifiers:{self.taskset} did not start: {_end_of(log)}")
+            raise VerifiersError(f"verifiers:{self.taskset} did not start: {_end_of(log, self.python)}")
         return _Running(process, json_decoder(dict[str, str]).decode(line)["url"], log)

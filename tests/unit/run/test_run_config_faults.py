@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rollbook.contracts.errors import RunError
+from rollbook.rollout.verifiers.process import rows as verifiers_rows
 from rollbook.run.config.run import ConfigError, RunConfig, dump_toml, load_config
 from rollbook.run.config.suggestions import RELATED, RENAMED, settings_of, suggestion
 from tests.parts.run.small import REPOSITORY
@@ -221,6 +223,13 @@ def test_faulty_settings_of_verifiers_say_what_to_do(tmp_path: Path) -> None:
     )
     (fault,) = messages_of(tmp_path, shared)
     assert "6 is not a multiple of rollout.settings.samples_per_episode = 4" in fault
+
+
+def test_an_environment_without_verifiers_is_named_with_the_command_that_installs_it() -> None:
+    with pytest.raises(RunError) as caught:
+        list(verifiers_rows(taskset="mine", python=sys.executable, args={}))
+    assert f"{sys.executable} -m pip install verifiers" in str(caught.value)
+    assert "Traceback" not in str(caught.value)
 
 
 def test_an_sglang_engine_needs_urls_and_a_directory(tmp_path: Path) -> None:

@@ -68,6 +68,29 @@ def test_a_run_that_trained_steps_offers_to_resume(tmp_path: Path, end: RunEnd) 
     assert f"rollbook train {tmp_path}" in report(tmp_path, end).verdict
 
 
+def test_several_reward_functions_judges_and_a_teacher_are_summed_up(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=3)
+    assert not {"functions", "judges", "teacher"} & set(report(tmp_path).verdict.split())
+    append_rows(
+        tmp_path / "metrics.jsonl",
+        {"process": "rollout", "reward/right": 0.25, "reward/kind": 1.0, "judge/requests": 4.0, "judge/cost": 0.5},
+        {"process": "rollout", "judge/requests": 2.0, "judge/failed": 1.0, "judge/cost": None, "reward/right": None},
+        {"process": "rollout", "reward/right": 0.75, "reward/kind": 0.5},
+        {"process": "trainer", "time": 9.0, "step": 4, "train/teacher_kl": 0.5},
+        {"process": "trainer", "time": 10.0, "step": 5, "train/teacher_kl": 0.25},
+    )
+    judge = {"url": "http://127.0.0.1:9/v1", "model": "m", "rubric": "r"}
+    functions = {"right": {"path": "mine:right"}, "kind": {"judge": judge}}
+    plain = report(tmp_path)
+    rollout = plain.config.rollout.model_validate(
+        {"rewards": {"functions": functions}, "teacher": {"url": judge["url"], "model": "t"}}
+    )
+    text = replace(plain, config=plain.config.model_copy(update={"rollout": rollout})).verdict
+    assert "functions  right 0.250 → 0.750    kind 1.000 → 0.500" in text
+    assert "judges     6 requests, 1 failed, cost 0.5" in text
+    assert "teacher    distance 0.500 → 0.250 nats" in text
+
+
 def test_seconds_and_steps_are_those_of_the_same_session(tmp_path: Path) -> None:
     write_run(tmp_path, steps=30)
     assert "30 steps in 42s. " in report(tmp_path).verdict
