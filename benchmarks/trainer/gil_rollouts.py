@@ -20,10 +20,11 @@ from rollbook.contracts.group import GroupId
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
-from rollbook.rollout.config import RewardFunctionConfig, RewardsConfig, RolloutConfig
+from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
 from rollbook.rollout.groups.player import GroupOrder
 from rollbook.rollout.policy import EpisodePolicy
+from rollbook.rollout.rewards.config import RewardFunctionConfig, RewardsConfig
 from rollbook.rollout.settings import EpisodeLimits
 from rollbook.rollout.workers.handle import open_worker
 from rollbook.rollout.workers.spec import WorkerSpec

@@ -15,8 +15,8 @@ from rollbook.contracts.admission import OpenPart
 from rollbook.contracts.group import GroupId, part_id
 from rollbook.contracts.group_codec import decode_group
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.rollout.config import RewardsConfig
 from rollbook.rollout.groups.results import PlayedPart
+from rollbook.rollout.rewards.config import RewardsConfig
 from rollbook.rollout.rewards.group_functions import diversity, pass_at
 from rollbook.rollout.rewards.main import checked_values
 from rollbook.rollout.rewards.messages import Call, RewardCase, encode, to_child

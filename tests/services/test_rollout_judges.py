@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
-from rollbook.rollout.config import RewardsConfig
+from rollbook.rollout.rewards.config import RewardsConfig
 from rollbook.rollout.rewards.judge_prompts import parse_verdict
 from rollbook.rollout.rewards.judgements import Judgement, Judgements
 from rollbook.rollout.rewards.judges import JudgePanel, open_judges

@@ -19,7 +19,8 @@ from pydantic import ValidationError
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from rollbook.rollout.config import RolloutConfig, TeacherConfig
+from rollbook.rollout.config import RolloutConfig
+from rollbook.rollout.rewards.config import TeacherConfig
 from rollbook.rollout.rewards.teacher import Teachers, open_teachers
 from rollbook.telemetry.metrics import read_metrics
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
@@ -219,7 +220,7 @@ import asyncio, os, signal, sys
 from pathlib import Path
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from rollbook.rollout.config import TeacherConfig
+from rollbook.rollout.rewards.config import TeacherConfig
 from rollbook.rollout.rewards.teacher import open_teachers
 
 async def main(url, model, store, ids):
