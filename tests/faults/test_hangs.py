@@ -27,7 +27,8 @@ from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.ledger.client.client import open_ledger_client
 from rollbook.rollout.dispatch.failure_breaker import RolloutsFailingError
 from rollbook.run.supervision.channel import Channel
-from rollbook.run.supervision.child_main import EXIT_CRASHED, EXIT_STOP_RUN, exit_code_of
+from rollbook.run.supervision.child_main import exit_code_of
+from rollbook.run.supervision.exits import EXIT_CRASHED, EXIT_STOP_RUN
 from rollbook.telemetry.events import EventLog, read_json_lines
 from tests.parts.concurrency.processes import descendants_running
 from tests.parts.concurrency.until import until

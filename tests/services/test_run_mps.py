@@ -14,7 +14,7 @@ import pytest
 from rollbook.run.config.run import RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.resources.mps import PIPES, PROGRAM, clients_of, kill_programs, mps_directory
-from rollbook.run.supervision.child_main import EXIT_STOP_RUN
+from rollbook.run.supervision.exits import EXIT_STOP_RUN
 from rollbook.run.supervision.host import ProcessStart
 from rollbook.run.supervision.process import SupervisedProcess
 from rollbook.run.supervision.supervisor import RunEnd, Supervisor

@@ -27,8 +27,7 @@ from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.run.members.announced_run import AnnouncedRun, AnnouncementWatch, LocalPaths, find_run
 from rollbook.run.policy_clients import chosen_transfer, reachable
-from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_NO_MEMORY, EXIT_STOP_RUN
-from rollbook.run.supervision.exits import GiveUp, RestartRule
+from rollbook.run.supervision.exits import EXIT_DONE, EXIT_FENCED, EXIT_NO_MEMORY, EXIT_STOP_RUN, GiveUp, RestartRule
 from rollbook.run.supervision.host import ProcessStart
 from rollbook.run.supervision.membership import node_name
 from rollbook.run.supervision.plan import environment_of

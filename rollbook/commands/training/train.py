@@ -50,7 +50,7 @@ from rollbook.run.preflight.report import check_run, print_preflight
 from rollbook.run.reader import StoredEpisodes, audit, open_run
 from rollbook.run.resources.automatic import free_disk_bytes, resolve
 from rollbook.run.resources.machine import this_machine
-from rollbook.run.supervision.child_main import EXIT_DONE
+from rollbook.run.supervision.exits import EXIT_DONE
 from rollbook.run.supervision.host import ProcessStart
 from rollbook.run.supervision.plan import open_dashboard_socket, template_of
 from rollbook.run.supervision.process import ProcessState, SupervisedProcess

@@ -30,17 +30,12 @@ from rollbook.contracts.plugin import extend_search_path, load_on_demand
 from rollbook.run.config.run import LoadedConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision.channel import LEAVE_SIGNAL, Channel
+from rollbook.run.supervision.exits import EXIT_CRASHED, EXIT_DONE, EXIT_FENCED, EXIT_NO_MEMORY, EXIT_STOP_RUN
 from rollbook.telemetry.cpu_time import record_cpu_time
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.spans import SpanRecorder
 from rollbook.telemetry.waits import WAITS
 
-EXIT_DONE = 0
-EXIT_CRASHED = 1
-EXIT_STOP_RUN = 2
-EXIT_FENCED = 3
-EXIT_NO_MEMORY = 4
-"""The supervisor decides: a process that just trained or served may find more memory when it is started again."""
 SHORTAGE = "rollbook.run.resources.shortage:shortage"
 OPEN_FILE_CHECK_S = 1.0
 OPEN_FILE_FAILURES = 3

@@ -5,8 +5,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rollbook.concurrency.child_process.process import exit_reason
-from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_NO_MEMORY, EXIT_STOP_RUN
 
+EXIT_DONE = 0
+EXIT_CRASHED = 1
+EXIT_STOP_RUN = 2
+EXIT_FENCED = 3
+EXIT_NO_MEMORY = 4
+"""The supervisor decides: a process that just trained or served may find more memory when it is started again."""
 NEEDED = {"base": "the process that owns its base", "mps": "the MPS server of the run"}
 """Roles without which other processes cannot work."""
 

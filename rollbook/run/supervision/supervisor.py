@@ -27,9 +27,8 @@ from rollbook.run.config.run import RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory, existing_model
 from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.run.resources.mps import remove_server
-from rollbook.run.supervision.child_main import EXIT_DONE
 from rollbook.run.supervision.drain import record_drained, until_drained
-from rollbook.run.supervision.exits import NEEDED, ExitAction, ExitVerdict, ProcessExit, RestartRule, judge
+from rollbook.run.supervision.exits import EXIT_DONE, NEEDED, ExitAction, ExitVerdict, ProcessExit, RestartRule, judge
 from rollbook.run.supervision.extra_processes import ExtraProcesses
 from rollbook.run.supervision.host import LocalHost, ProcessHost, ProcessStart
 from rollbook.run.supervision.membership import machine_id, member_lease

@@ -14,7 +14,7 @@ from pathlib import Path
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent
 from rollbook.concurrency.child_process.frames import BlockingFrames
 from rollbook.run.supervision.channel import Channel
-from rollbook.run.supervision.child_main import EXIT_STOP_RUN
+from rollbook.run.supervision.exits import EXIT_STOP_RUN
 
 
 def main() -> int:

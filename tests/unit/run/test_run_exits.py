@@ -6,14 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.run.supervision.child_main import (
+from rollbook.run.supervision.exits import (
     EXIT_CRASHED,
     EXIT_DONE,
     EXIT_FENCED,
     EXIT_NO_MEMORY,
     EXIT_STOP_RUN,
+    ExitAction,
+    GiveUp,
+    ProcessExit,
+    Restart,
+    RestartRule,
+    judge,
 )
-from rollbook.run.supervision.exits import ExitAction, GiveUp, ProcessExit, Restart, RestartRule, judge
 
 
 def test_the_first_restart_is_almost_immediate_and_waits_grow() -> None:

@@ -14,7 +14,8 @@ from rollbook.run.resources.automatic import resolve
 from rollbook.run.resources.machine import GB, Gpu, Machine
 from rollbook.run.resources.shortage import replay_shortage, sft_shortage
 from rollbook.run.supervision.channel import Channel
-from rollbook.run.supervision.child_main import EXIT_NO_MEMORY, EXIT_STOP_RUN, exit_code_of
+from rollbook.run.supervision.child_main import exit_code_of
+from rollbook.run.supervision.exits import EXIT_NO_MEMORY, EXIT_STOP_RUN
 from rollbook.telemetry.events import EventLog
 from tests.parts.run.projects import project
 
