@@ -85,6 +85,8 @@ def test_a_rollout_that_fails_now_and_then_is_retried_one_that_returns_none_make
     assert sum(event["declined"] for event in events) >= 1
 
 
+# The test of the dispatcher with the same rollout is in `test_rollout_dispatcher.py`.
+@pytest.mark.slow
 def test_a_rollout_that_always_fails_stops_the_run_with_the_cause(tmp_path: Path, running: list[SmallRun]) -> None:
     run = run_with(tmp_path, "raises", every=1)
     running.append(run)

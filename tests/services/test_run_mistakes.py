@@ -6,10 +6,12 @@ seconds say how long it takes on an idle one.
 
 import re
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import pytest
 from rollbook.commands.checks.config import check_command
 from rollbook.run.config.run import ConfigError, load_config
 from rollbook.run.directory import RunDirectory
+from rollbook.run.preflight import report
 from rollbook.run.preflight.report import check_run
 
 CONFIG = """\
@@ -255,6 +258,51 @@ def message_of(mistake: Mistake, directory: Path) -> str:
     except ConfigError as error:
         return str(error)
     return "\n".join(f"warning: {warning}" for warning in found.warnings)
+
+
+# Imports take nearly all of the time of a check: this process imports once, and forks each check.
+CHECKER = """
+import os, socket, sys
+from rollbook.run.preflight import checks
+
+with socket.socket(fileno=int(sys.argv[1])) as listener:
+    while True:
+        client, _ = listener.accept()
+        with client:
+            streams = socket.recv_fds(client, 1, 3)[1]
+            if (child := os.fork()) == 0:
+                for number, stream in enumerate(streams):
+                    os.dup2(stream, number)
+                sys.exit(checks.main())
+            client.send(bytes([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256]))
+        for stream in streams:
+            os.close(stream)
+"""
+# In place of a check: passes its streams on, and ends as the check does.
+CLIENT = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as checker:
+    checker.connect(sys.argv[1])
+    socket.send_fds(checker, [b"-"], [0, 1, 2])
+    sys.exit(checker.recv(1)[0])
+"""
+
+
+@pytest.fixture(scope="module")
+def checker() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        address = f"{folder}/checker"
+        listener.bind(address)
+        listener.listen()
+        number = listener.fileno()
+        with subprocess.Popen([sys.executable, "-c", CHECKER, str(number)], pass_fds=(number,)) as process:
+            yield address
+            process.kill()
+
+
+@pytest.fixture(autouse=True)
+def _forked_checks(checker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "python_command", lambda module: [sys.executable, "-I", "-S", "-c", CLIENT, checker])
 
 
 @pytest.mark.parametrize("mistake", [pytest.param(one, id=name.replace(" ", "_")) for name, one in MISTAKES.items()])
