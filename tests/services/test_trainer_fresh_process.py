@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from rollbook.trainer.replay import replay
@@ -22,6 +23,8 @@ print(result.final_digest)
 """
 
 
+# `test_run_kills` replays a run in a fresh process.
+@pytest.mark.slow
 def test_a_fresh_process_reproduces_the_weights_bit_for_bit(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model_dir = tiny_model_dir(tmp_path / "model")
