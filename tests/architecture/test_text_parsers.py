@@ -36,7 +36,7 @@ from rollbook.rollout.agents.anthropic_messages import Thinking, _input
 from rollbook.rollout.agents.history import PlayedTurn, _continued_thought
 from rollbook.rollout.agents.lineage import _texts
 from rollbook.rollout.agents.messages import digests, normalised
-from rollbook.rollout.agents.program import _result
+from rollbook.rollout.agents.program import printed_result
 from rollbook.rollout.agents.responses import _custom_input
 from rollbook.rollout.agents.streaming import unsent_text
 from rollbook.rollout.agents.tool_calls import PARSERS as TOOL_PARSERS
@@ -232,7 +232,7 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {
     "rollout/agents/history.py:_rest": TOOL_PARSERS["hermes"],
     "rollout/agents/lineage.py:_texts": lambda text: list(_texts(text)),
     "rollout/agents/messages.py:_call": _chat,
-    "rollout/agents/program.py:_result": _result,
+    "rollout/agents/program.py:printed_result": lambda text: printed_result(text.encode()),
     "rollout/agents/responses.py:_custom_input": _custom_input,
     "rollout/agents/streaming.py:unsent_text": lambda text: unsent_text(text, text[: len(text) // 2]),
     "rollout/agents/tool_calls.py:canonical_arguments": canonical_arguments,

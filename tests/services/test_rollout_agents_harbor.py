@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,13 @@ def _images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def play(
     tmp_path: Path, command: str, *, path: Path | None = None, **settings: Any
 ) -> tuple[RolloutSample, EngineRecord]:
-    directory = path or write_task(tmp_path)
     all_settings = {**scripted_agent(tmp_path / "bin", command), "reward": "harbor", "images": IMAGES, **settings}
-    row = {"instruction": "Write the word hello into greeting.txt.", "path": str(directory)}
-    async with agent_setup(tmp_path, lambda _: "yes<|im_end|>", settings=all_settings) as (setup, record):
+    return await play_row(tmp_path, path or write_task(tmp_path), all_settings)
+
+
+async def play_row(tmp_path: Path, task: Path, settings: dict[str, Any]) -> tuple[RolloutSample, EngineRecord]:
+    row = {"instruction": "Write the word hello into greeting.txt.", "path": str(task)}
+    async with agent_setup(tmp_path, lambda _: "yes<|im_end|>", settings=settings) as (setup, record):
         sample = await make_rollout(setup)(row)
     assert sample is not None
     return sample, record
@@ -50,6 +54,25 @@ async def test_an_agent_works_in_the_image_of_the_task_and_the_verifier_judges_i
     )
     assert sample.facts["agent_log"].split()[:6] == ["a", "note", "start", "tool", "/app", "ls:"], sample.facts
     assert (sample.reward, sample.solved, sample.facts["rewards"]) == (1.0, True, {"reward": 1.0})
+    assert_matches_engine(sample, record)
+
+
+COMMAND = """\
+import json, os, subprocess, sys, urllib.request
+task = json.load(sys.stdin)["instruction"]
+headers = {"content-type": "application/json"}
+body = json.dumps({"model": "m", "messages": [{"role": "user", "content": task}]}).encode()
+urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)).read()
+subprocess.run(["sh", "-c", "tool; pwd; " + sys.argv[1]], check=True)
+"""
+
+
+async def test_a_command_of_ones_own_works_in_the_image_of_the_task(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(COMMAND)
+    settings = {"command": [sys.executable, str(tmp_path / "agent.py"), SOLVE], "reward": "harbor", "images": IMAGES}
+    sample, record = await play_row(tmp_path, write_task(tmp_path), settings)
+    assert sample.facts["agent_log"].split() == ["tool", "/app"], sample.facts
+    assert (sample.reward, sample.facts["sandbox"]) == (1.0, "bubblewrap"), sample.facts
     assert_matches_engine(sample, record)
 
 
@@ -149,7 +172,7 @@ async def test_an_agent_whose_interpreter_is_not_in_the_root_of_the_task_stops_t
     [
         ({"sandbox": "none"}, 'sandbox = "none" and workspace are not possible'),
         ({"workspace": "somewhere"}, "workspace are not possible"),
-        ({"agent": "a:b", "environment": {}}, "a coding agent"),
+        ({"agent": "a:b", "environment": {}}, "needs a program that runs in the image"),
         ({"reward": "a:b"}, 'images: only with reward = "harbor"'),
     ],
 )

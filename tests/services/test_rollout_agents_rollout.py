@@ -27,6 +27,7 @@ from tests.parts.sandbox.bubblewrap import require_bubblewrap
 PROGRAMS = "tests.parts.rollout.agent_programs"
 REWARD = f"{PROGRAMS}:reward"
 COMMAND = [sys.executable, "-m", PROGRAMS]
+ROOT = Path(__file__).parents[2]
 ROW: dict[str, Any] = {"questions": ["one?", "two?"], "answer": "yes"}
 
 
@@ -44,11 +45,19 @@ async def play(
     [
         {"agent": f"{PROGRAMS}:converse"},
         {"agent": f"{PROGRAMS}:converse_in_a_thread"},
-        {"command": COMMAND, "environment": {"PYTHONPATH": str(Path(__file__).parents[2])}},
+        {"command": COMMAND, "environment": {"PYTHONPATH": str(ROOT)}},
+        {
+            "command": COMMAND,
+            "environment": {"PYTHONPATH": str(ROOT)},
+            "sandbox": "bubblewrap",
+            "reads": [str(ROOT / "tests")],
+        },
     ],
-    ids=["async", "thread", "command"],
+    ids=["async", "thread", "command", "confined command"],
 )
 async def test_an_unmodified_agent_gives_a_sample(tmp_path: Path, program: dict[str, Any]) -> None:
+    if "sandbox" in program:
+        require_bubblewrap()
     sample, record = await play(tmp_path, ROW, reward=REWARD, **program)
     assert sample is not None
     assert sample.reward == 1.0
@@ -128,6 +137,43 @@ async def test_what_the_commands_of_an_agent_ruin_is_scored(
     assert sample is not None
     assert error in sample.facts["agent_error"]
     assert sample.reward == (2 if "-9" in error else 1), "files are those of the start, unless they could be copied out"
+
+
+CONFINED = """\
+import json, os, pathlib, sys, urllib.request
+row = json.load(sys.stdin)
+pathlib.Path("made.txt").write_text("by the agent")
+headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+body = json.dumps({"model": "m", "messages": [{"role": "user", "content": row["question"]}]}).encode()
+asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+reply = json.load(urllib.request.urlopen(asked))["choices"][0]["message"]["content"]
+seen = [name for name in ("given", "secret") if pathlib.Path(row[name]).exists()]
+print(json.dumps({"reply": reply, "seen": seen, "is_in_work": row["workspace"] == os.getcwd(), "key": os.environ.get("KEY")}))
+"""
+
+
+async def test_a_confined_command_sees_the_files_it_is_given_and_its_working_directory_is_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_bubblewrap()
+    monkeypatch.setenv("KEY", "a secret of this process")
+    (tmp_path / "agent.py").write_text(CONFINED)
+    given, secret = tmp_path / "given", tmp_path / "secret"
+    given.mkdir()
+    secret.write_text("of this machine")
+    row = {"question": "one?", "given": str(given), "secret": str(secret), "files": {"start.txt": ""}}
+    monkeypatch.chdir(tmp_path)
+    settings: dict[str, Any] = {"command": [sys.executable, "agent.py"], "sandbox": "bubblewrap", "reads": ["given"]}
+    sample, record = await play(tmp_path, row, **settings, reward=f"{__name__}:result_and_files")
+    assert sample is not None
+    assert sample.facts["sandbox"] == "bubblewrap"
+    assert sample.reward == 2.0, "start.txt and made.txt"
+    assert_matches_engine(sample, record)
+
+
+def result_and_files(row: dict[str, Any], result: Any, messages: list[Any]) -> float:
+    assert result == {"reply": "yes", "seen": ["given"], "is_in_work": True, "key": None}, result
+    return files_of_the_workspace(row, result, messages)
 
 
 @pytest.mark.parametrize("sandbox", ["none", "bubblewrap"])
@@ -265,9 +311,17 @@ async def test_a_command_is_killed_when_its_episode_is_cancelled(tmp_path: Path)
         ({"agent": "nowhere:agent"}, "rollout.settings.agent = 'nowhere:agent': no module 'nowhere'"),
         ({"agent": f"{PROGRAMS}:converse", "environment": {"A": "b"}}, "environment is only for programs"),
         ({"agent": f"{PROGRAMS}:converse", "arguments": ["-x"]}, "arguments: only for a coding agent"),
-        ({"command": ["x"], "sandbox": "bubblewrap"}, "sandbox: only for a coding agent. A command"),
+        ({"agent": f"{PROGRAMS}:converse", "sandbox": "bubblewrap"}, "sandbox: only for a coding agent or a command"),
+        ({"command": ["x"], "workspace": "."}, "workspace: only for a coding agent .* or for a command with sandbox"),
+        ({"command": ["x"], "sandbox": "none", "reads": ["."]}, "reads: only for a coding agent"),
+        ({"agent": "codex", "reward": REWARD, "reads": ["."]}, "reads: only for a command"),
+        ({"command": ["no-such-program"], "sandbox": "bubblewrap"}, "there is no program 'no-such-program'"),
+        (
+            {"command": COMMAND, "sandbox": "bubblewrap", "reads": ["/nowhere"]},
+            "reads: /nowhere: there is no such file",
+        ),
         ({"agent": "codex"}, "agent = 'codex' returns a text, so a reward is required"),
-        ({"agent": "pi", "reward": REWARD, "sandbox": "e2b"}, 'sandbox = "e2b": a coding agent is bound into'),
+        ({"agent": "pi", "reward": REWARD, "sandbox": "e2b"}, 'sandbox = "e2b": an agent is bound into'),
         ({"agent": "pi", "reward": REWARD, "sandbox_limits": {"colour": 1}}, "colour: there is no such limit"),
         (
             {"agent": "codex", "reward": REWARD, "environment": {"PATH": "/nowhere"}},

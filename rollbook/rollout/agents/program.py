@@ -120,18 +120,21 @@ def command_program(command: Sequence[str], extra: Mapping[str, str]) -> Program
     """Runs a command with the row as JSON on standard input. Its last line of output, parsed as JSON if possible, is the result."""
 
     async def run(row: dict[str, Any], session: ChatSession, log: AgentLog) -> Any:
-        environment = {
-            **os.environ,
-            **extra,
-            "OPENAI_BASE_URL": session.base_url,
-            "OPENAI_API_KEY": session.id,
-            "ANTHROPIC_BASE_URL": session.base_url.removesuffix("/v1"),
-            "ANTHROPIC_API_KEY": session.id,
-        }
+        environment = {**os.environ, **extra, **addresses(session.base_url, session.id)}
         out = await _run_to_end(command, environment, json.dumps(row).encode(), session, log)
-        return _result(out.decode(errors="replace"))
+        return printed_result(out)
 
     return run
+
+
+def addresses(base_url: str, key: str) -> dict[str, str]:
+    """Where clients of OpenAI and of Anthropic find the policy: environment variables of a command."""
+    return {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": key,
+    }
 
 
 def coding_program(name: str, options: CodingOptions) -> Program:
@@ -274,8 +277,9 @@ async def _end_of(stream: asyncio.StreamReader, log: AgentLog | None) -> bytes:
     return bytes(kept[-MAX_OUTPUT_BYTES:])
 
 
-def _result(printed: str) -> Any:
-    last = printed.strip().rsplit("\n", maxsplit=1)[-1]
+def printed_result(printed: bytes) -> Any:
+    """The last line of a command's output, parsed as JSON if possible."""
+    last = printed.decode(errors="replace").strip().rsplit("\n", maxsplit=1)[-1]
     try:
         return last if is_too_deep(last) else json.loads(last)
     except ValueError:

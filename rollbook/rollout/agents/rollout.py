@@ -75,11 +75,16 @@ class AgentSettings(BaseModel, frozen=True, extra="forbid"):
     """Further arguments of the coding agent's program."""
 
     workspace: str | None = None
-    """A directory whose files the coding agent finds in its working directory. A row may have more `files`: text by path."""
+    """A directory whose files the agent finds in its working directory. A row may have more `files`: text by path."""
 
     sandbox: Kind = "bubblewrap"
-    """Where a coding agent runs. `bubblewrap`, or a container of `podman` or `docker`: confined, without a network; it reaches only
-    the address of its episode. `none`: with all rights of this process. Recorded with every sample."""
+    """Where a coding agent runs, and a command for which it is set. `bubblewrap`, or a container of `podman` or `docker`: confined,
+    without a network; it reaches only the address of its episode. `none`: with all rights of this process. Recorded with every
+    sample."""
+
+    reads: list[str] = Field(default_factory=list)
+    """Files and directories of this machine that a confined command sees, read-only, besides its program and the files that its
+    arguments name."""
 
     sandbox_limits: dict[str, float] = Field(default_factory=dict)
     """`memory_mb`, `cpu_s`, `processes`, `disk_mb`, `files` of the sandbox as a whole."""
@@ -112,32 +117,40 @@ class AgentSettings(BaseModel, frozen=True, extra="forbid"):
             raise ValueError("set either agent or command")
         if self.environment and self.command is None and not self.is_coding:
             raise ValueError("environment is only for programs; an agent function runs in the worker process")
-        only_coding = [name for name in ("arguments", "workspace", "sandbox_limits") if getattr(self, name)]
-        if only_coding and not self.is_coding:
-            raise ValueError(f"{', '.join(only_coding)}: only for a coding agent ({', '.join(CODING_AGENTS)})")
-        if "sandbox" in self.model_fields_set and not self.is_coding:
+        if self.arguments and not self.is_coding:
+            raise ValueError(f"arguments: only for a coding agent ({', '.join(CODING_AGENTS)})")
+        if "sandbox" in self.model_fields_set and not self.is_coding and self.command is None:
             raise ValueError(
-                "sandbox: only for a coding agent. A command or a function of yours runs with all rights of the worker process; "
-                "confine it in your command, or open a sandbox in your function (open_sandbox)"
+                "sandbox: only for a coding agent or a command. A function of yours runs in the worker process, with all of its "
+                "rights; open a sandbox in it (open_sandbox)"
             )
+        if not self.has_workspace:
+            confined = [name for name in ("workspace", "sandbox_limits", "reads") if getattr(self, name)]
+            if confined:
+                raise ValueError(
+                    f"{', '.join(confined)}: only for a coding agent ({', '.join(CODING_AGENTS)}), or for a command with "
+                    'sandbox = "bubblewrap"'
+                )
+        if self.reads and self.command is None:
+            raise ValueError("reads: only for a command; a coding agent is found with its interpreter")
         if self.is_coding and self.reward is None:
             raise ValueError(f"agent = {self.agent!r} returns a text, so a reward is required")
         if self.images and not self.is_harbor:
             raise ValueError('images: only with reward = "harbor"')
-        if self.is_harbor and not self.is_coding:
+        if self.is_harbor and not self.is_coding and self.command is None:
             raise ValueError(
-                f'reward = "harbor" needs a coding agent that runs in the image of the task: agent = one of '
-                f"{', '.join(CODING_AGENTS)}. For a policy without an agent program, remove rollout.function and set "
-                'env.name = "harbor"; for a program of yours, set a reward function (docs/your-tasks.md)'
+                f'reward = "harbor" needs a program that runs in the image of the task: agent = one of '
+                f"{', '.join(CODING_AGENTS)}, or command. For a policy without an agent program, remove rollout.function and "
+                'set env.name = "harbor" (docs/your-tasks.md)'
             )
         if self.is_harbor and (self.sandbox == "none" or self.workspace is not None):
             raise ValueError(
                 'reward = "harbor": the agent works in the image of the task, in a sandbox; sandbox = "none" and workspace are '
                 "not possible"
             )
-        if self.is_coding and self.sandbox in REMOTE:
+        if self.sandbox in REMOTE:
             raise ValueError(
-                f'sandbox = "{self.sandbox}": a coding agent is bound into its sandbox from this machine; use "bubblewrap", '
+                f'sandbox = "{self.sandbox}": an agent is bound into its sandbox from this machine; use "bubblewrap", '
                 '"podman" or "docker"'
             )
         sandbox_limits(self.sandbox_limits)
@@ -150,6 +163,16 @@ class AgentSettings(BaseModel, frozen=True, extra="forbid"):
     @property
     def is_coding(self) -> bool:
         return self.agent in CODING_AGENTS
+
+    @property
+    def is_confined_command(self) -> bool:
+        is_asked = "sandbox" in self.model_fields_set and self.sandbox != "none"
+        return self.command is not None and (is_asked or self.is_harbor)
+
+    @property
+    def has_workspace(self) -> bool:
+        """Whether it runs in a working directory of its episode."""
+        return self.is_coding or self.is_confined_command
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:
@@ -167,8 +190,9 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(_open_session(settings, setup))
             facts: dict[str, Any] = {}
-            if settings.is_coding:
+            if settings.has_workspace:
                 row = await stack.enter_async_context(open_workspace(row, template))
+            if settings.has_workspace or "sandbox" in settings.model_fields_set:
                 facts["sandbox"] = settings.sandbox
             log = AgentLog()
             result = await _run(program, row, session, log, settings)
@@ -183,10 +207,9 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
 
 
 def _harbor_rollout(settings: AgentSettings, setup: RolloutSetup) -> RolloutFn:
-    assert settings.agent is not None
     assert settings.sandbox != "none"
     agent = HarborAgent(
-        InstalledAgent.locate(settings.agent, _options(settings, setup)),
+        _installed(settings, setup),
         settings.images,
         sandbox_limits(settings.sandbox_limits),
         settings.sandbox,
@@ -215,16 +238,23 @@ def _open_session(settings: AgentSettings, setup: RolloutSetup) -> AbstractAsync
 
 
 def _program(settings: AgentSettings, setup: RolloutSetup) -> Program:
-    if settings.command is not None:
+    if settings.command is not None and not settings.is_confined_command:
         return command_program(settings.command, settings.environment)
-    assert settings.agent is not None
-    if not settings.is_coding:
+    if settings.agent is not None and not settings.is_coding:
         return function_program(load_plugin(settings.agent, setting="rollout.settings.agent"))
-    options = _options(settings, setup)
     if settings.sandbox == "none":
-        return coding_program(settings.agent, options)
-    agent = InstalledAgent.locate(settings.agent, options)
-    return sandboxed_program(agent, sandbox_limits(settings.sandbox_limits), kind=settings.sandbox)
+        assert settings.agent is not None
+        return coding_program(settings.agent, _options(settings, setup))
+    return sandboxed_program(
+        _installed(settings, setup), sandbox_limits(settings.sandbox_limits), kind=settings.sandbox
+    )
+
+
+def _installed(settings: AgentSettings, setup: RolloutSetup) -> InstalledAgent:
+    if settings.command is not None:
+        return InstalledAgent.of_command(settings.command, settings.environment, settings.reads)
+    assert settings.agent is not None
+    return InstalledAgent.locate(settings.agent, _options(settings, setup))
 
 
 def _options(settings: AgentSettings, setup: RolloutSetup) -> CodingOptions:

@@ -1,4 +1,5 @@
-"""Runs a coding agent inside a sandbox. It has no network, and one port on its loopback that leads to its episode's proxy.
+"""Runs a coding agent or a command inside a sandbox. It has no network, and one port on its loopback that leads to its episode's
+proxy.
 
 The sandbox sees the program and its interpreter read-only, a home with the program's configuration, and the working directory. When
 the agent has ended, its processes are killed and the working directory is copied out, so that it can be scored.
@@ -8,14 +9,15 @@ For a Harbor task it is the sandbox of the task's image, in which the verifier r
 
 import asyncio
 import io
+import json
 import shutil
 import tarfile
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from rollbook.concurrency.deadline import finish
@@ -29,6 +31,8 @@ from rollbook.rollout.agents.program import (
     AgentLog,
     AgentOutcomeError,
     Program,
+    addresses,
+    printed_result,
 )
 from rollbook.rollout.contract import ChatSession
 from rollbook.rollout.policy import pause_episode_time
@@ -72,56 +76,119 @@ def sandbox_limits(given: Mapping[str, float]) -> Limits:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class InstalledAgent:
-    """A coding agent on this machine."""
+LaunchAt: TypeAlias = Callable[[Mapping[str, Any], ChatSession, str, str], Launch]
+"""What to run for a row: with the session, the working directory and the address of the episode as the program sees them."""
 
-    name: str
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstalledAgent:
+    """A coding agent, or a command that is one, on this machine."""
+
+    setting: str
+    """As the run file names it: `agent = "codex"`."""
     program: Path
     interpreter: Path | None
     """If the program is a script."""
-    is_interpreter_searched: bool
+    is_interpreter_searched: bool = False
     """The script leaves its interpreter to the search path: `#!/usr/bin/env node`."""
-    directories: tuple[Path, ...]
+    reads: tuple[Path, ...]
     """What it needs and a sandbox does not see."""
-    options: CodingOptions
+    environment: Mapping[str, str]
+    launch_at: LaunchAt
+    prints_result: bool = False
+    """The last line of its output is the result. Otherwise it is the last text of the conversation."""
 
     @classmethod
     def locate(cls, name: str, options: CodingOptions) -> "InstalledAgent":
-        """Raises `RunError` if it is not installed."""
+        """A coding agent. Raises `RunError` if it is not installed."""
         path = options.environment.get("PATH")
         program = find_program(name, path=path).resolve()
         words = _first_line(program)
         interpreter = _interpreter(words, path)
-        is_searched = interpreter is not None and len(words) == 2 and words[0].endswith("/env")
-        return cls(name, program, interpreter, is_searched, tuple(_directories(program, interpreter)), options)
+
+        def launch_at(row: Mapping[str, Any], session: ChatSession, work: str, base_url: str) -> Launch:
+            place = place_of(row, session, options, home=HOME, work=work, base_url=base_url)
+            launch = CODING_AGENTS[name].launch(place)
+            return replace(launch, command=[launch.command[0], *launch.arguments(options)])
+
+        return cls(
+            setting=f"agent = {name!r}",
+            program=program,
+            interpreter=interpreter,
+            is_interpreter_searched=interpreter is not None and len(words) == 2 and words[0].endswith("/env"),
+            reads=tuple(_directories(program, interpreter)),
+            environment=options.environment,
+            launch_at=launch_at,
+        )
+
+    @classmethod
+    def of_command(
+        cls, command: Sequence[str], environment: Mapping[str, str], reads: Sequence[str]
+    ) -> "InstalledAgent":
+        """A command, which gets the row as JSON on standard input. It also sees `reads`, and the files that its arguments name.
+        Raises `RunError` if it or one of `reads` does not exist."""
+        path = environment.get("PATH")
+        found = shutil.which(command[0], path=path)
+        if found is None:
+            raise RunError(
+                f"command: there is no program {command[0]!r} in the search path of this process; install it or give its path"
+            )
+        # Not resolved: the Python of a virtual environment is a link.
+        program = Path(found).absolute()
+        interpreter = program if program.is_symlink() else _interpreter(_first_line(program), path)
+        if missing := [one for one in reads if not Path(one).exists()]:
+            raise RunError(f"reads: {', '.join(missing)}: there is no such file or directory on this machine")
+        arguments = [str(Path(one).absolute()) if Path(one).is_file() else one for one in command[1:]]
+        files = [Path(one) for one in (*arguments, *reads) if one in reads or Path(one).is_file()]
+
+        def launch_at(row: Mapping[str, Any], session: ChatSession, work: str, base_url: str) -> Launch:
+            seen = {**row, WORKSPACE: work} if WORKSPACE in row else row
+            return Launch(command=[command[0], *arguments], env=addresses(base_url, session.id), stdin=json.dumps(seen))
+
+        return cls(
+            setting=f"command = {list(command)!r}",
+            program=program,
+            interpreter=interpreter,
+            reads=(*_directories(program, interpreter), *(one.absolute() for one in files)),
+            environment=environment,
+            launch_at=launch_at,
+            prints_result=True,
+        )
 
     @property
     def binds(self) -> dict[str, Path]:
-        return {str(one): one for one in self.directories}
+        return {str(one): one for one in self.reads}
 
     @property
     def search_path(self) -> str:
-        bins = (f"{one}/bin" for one in self.directories)
-        return ":".join(dict.fromkeys([str(self.program.parent), *bins, *map(str, self.directories)]))
+        bins = (f"{one}/bin" for one in self.reads)
+        return ":".join(dict.fromkeys([str(self.program.parent), *bins, *map(str, self.reads)]))
 
     def launch(self, row: Mapping[str, Any], session: ChatSession, work: str) -> Launch:
         base_url = f"http://127.0.0.1:{PORT}{urlsplit(session.base_url).path}"
-        place = place_of(row, session, self.options, home=HOME, work=work, base_url=base_url)
-        return CODING_AGENTS[self.name].launch(place)
+        return self.launch_at(row, session, work, base_url)
 
     def command(self, launch: Launch) -> list[str]:
         # An image may have another interpreter of the same name.
         interpreter = [str(self.interpreter)] if self.is_interpreter_searched else []
-        return [*interpreter, str(self.program), *launch.arguments(self.options)]
+        return [*interpreter, str(self.program), *launch.command[1:]]
+
+    def result(self, ended: ExecResult, session: ChatSession) -> Any:
+        """Raises `AgentError` if it failed."""
+        if ended.exit_code:
+            output = ended.stderr.decode(errors="replace").strip()[-STDERR_CHARS:]
+            # By a signal of the policy's own commands: a SIGKILL of the machine has raised an error.
+            error_class = AgentOutcomeError if ended.exit_code < 0 else AgentError
+            raise error_class(f"the agent's command ended with code {ended.exit_code}: {output}")
+        return printed_result(ended.stdout) if self.prints_result else session.last_text
 
 
 def sandboxed_program(agent: InstalledAgent, limits: Limits, *, kind: Kind = "bubblewrap") -> Program:
     """Like `coding_program`, in a sandbox. An agent that exceeds a limit of its sandbox ends with an `AgentOutcomeError`; its files
     are lost, so the reward function finds the working directory as it was at the start."""
-    environment = {**agent.options.environment, "PATH": f"{agent.search_path}:{SYSTEM_PATH}", "HOME": HOME}
+    environment = {**agent.environment, "PATH": f"{agent.search_path}:{SYSTEM_PATH}", "HOME": HOME}
 
-    async def run(row: dict[str, Any], session: ChatSession, log: AgentLog) -> str:
+    async def run(row: dict[str, Any], session: ChatSession, log: AgentLog) -> Any:
         launch, workspace = agent.launch(row, session, WORK), Path(row[WORKSPACE])
         with tempfile.TemporaryDirectory(prefix="rollbook-layer-") as directory:
             layer = Path(directory, "layer.tar")
@@ -139,15 +206,14 @@ def sandboxed_program(agent: InstalledAgent, limits: Limits, *, kind: Kind = "bu
                     # The time is over. What it did until then is scored.
                     await finish(_copy_out(sandbox, workspace), within_s=COPY_S, name="agent.copy_out")
                     raise
-                _require_success(result)
-        return session.last_text
+        return agent.result(result, session)
 
     return run
 
 
 @dataclass(frozen=True, slots=True)
 class HarborAgent:
-    """Plays Harbor tasks with a coding agent in the images of the tasks."""
+    """Plays Harbor tasks with an agent in the images of the tasks."""
 
     agent: InstalledAgent
     images: Mapping[str, str]
@@ -174,9 +240,9 @@ class HarborAgent:
         """The agent finds the programs of the image before its own. Its home is not that of the verifier."""
         workdir = trial.image.workdir
         path = f"{search_path(trial.image)}:{self.agent.search_path}"
-        environment = {**self.agent.options.environment, "PATH": path, "HOME": HOME}
+        environment = {**self.agent.environment, "PATH": path, "HOME": HOME}
 
-        async def run(row: dict[str, Any], session: ChatSession, log: AgentLog) -> str:
+        async def run(row: dict[str, Any], session: ChatSession, log: AgentLog) -> Any:
             launch = self.agent.launch(row, session, workdir)
             try:
                 for at, text in launch.files.items():
@@ -185,8 +251,7 @@ class HarborAgent:
                 result = await _play(trial.sandbox, command, env, launch.stdin, session, log, cwd=workdir)
             except SandboxLimitError as error:
                 raise AgentOutcomeError(f"the sandbox ended the agent: {error}") from error
-            _require_success(result)
-            return session.last_text
+            return self.agent.result(result, session)
 
         return run
 
@@ -204,7 +269,7 @@ class HarborAgent:
         for one in used:
             if one.is_relative_to("/usr") and not (root / one.relative_to("/")).exists():
                 raise RunError(
-                    f"agent = {self.agent.name!r}: {one} is not in {root}, the root of {task.recipe.base}: install it there, or "
+                    f"{self.agent.setting}: {one} is not in {root}, the root of {task.recipe.base}: install it there, or "
                     "install the agent with its interpreter outside of /usr, from where it is bound into the sandbox"
                 )
 
@@ -233,14 +298,6 @@ async def _play(  # noqa: PLR0917 - two callers
             on_output=lambda _stream, printed: log.add(printed),
             reports_kill=True,
         )
-
-
-def _require_success(result: ExecResult) -> None:
-    if result.exit_code:
-        output = result.stderr.decode(errors="replace").strip()[-STDERR_CHARS:]
-        # By a signal of the policy's own commands: a SIGKILL of the machine has raised an error.
-        error_class = AgentOutcomeError if result.exit_code < 0 else AgentError
-        raise error_class(f"the agent's command ended with code {result.exit_code}: {output}")
 
 
 def _pack(layer: Path, workspace: Path, launch: Launch) -> None:
