@@ -19,6 +19,9 @@ from rollbook.run.supervision import drain
 from rollbook.run.supervision.supervisor import RunEnd, Supervisor
 from tests.parts.run.scripted_run import make_ready, pids, prepared, supervised, until
 
+LIMIT_S = 300.0
+"""Of a run that should end. On a machine with a load of 20 two starts took 30 s."""
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
@@ -109,7 +112,7 @@ async def test_an_interrupt_stops_a_run_with_an_external_trainer_that_has_not_en
 
     make_ready(directory, "policy", "rollout")
     options: dict[str, Any] = {"has_trainer": False, "until_over": until_the_trainer_ends_the_run}
-    async with supervised(config, directory, **options) as (supervisor, running), asyncio.timeout(30):
+    async with supervised(config, directory, **options) as (supervisor, running), asyncio.timeout(LIMIT_S):
         await until(lambda: any(p.role == "rollout" and p.ready.is_set() for p in supervisor.processes))
         supervisor.interrupt()
         outcome = await running
@@ -133,7 +136,7 @@ async def test_the_message_of_an_interrupted_run_is_not_that_of_an_earlier_train
 
 async def test_an_interrupt_stops_the_preparation_of_the_model(config: RunConfig, directory: RunDirectory) -> None:
     directory.model_file.unlink()
-    async with supervised(config, directory) as (supervisor, running), asyncio.timeout(30):
+    async with supervised(config, directory) as (supervisor, running), asyncio.timeout(LIMIT_S):
         await until(lambda: "prepare" in running_roles())
         supervisor.interrupt()
         outcome = await running
@@ -208,7 +211,7 @@ async def test_the_death_of_the_shared_base_restarts_all_that_map_it_and_no_othe
 ) -> None:
     make_ready(directory, "policy", "rollout", "trainer")
     said: list[str] = []
-    async with supervised(with_base(config), directory, said.append) as (supervisor, _), asyncio.timeout(60):
+    async with supervised(with_base(config), directory, said.append) as (supervisor, _), asyncio.timeout(LIMIT_S):
         of = {process.role: process for process in supervisor.processes}
         mapping = {of["policy"], of["trainer"]}
         await of["rollout"].ready.wait()
@@ -243,7 +246,7 @@ async def test_a_base_that_was_changed_fails_the_run_at_its_end_after_all_that_m
 ) -> None:
     make_ready(directory, "base", "policy", "rollout", "trainer")
     (directory.path / "faults-base").write_text("the shared base was changed", encoding="utf-8")
-    async with supervised(with_base(config), directory) as (supervisor, running), asyncio.timeout(60):
+    async with supervised(with_base(config), directory) as (supervisor, running), asyncio.timeout(LIMIT_S):
         of = {process.role: process for process in supervisor.processes}
         await asyncio.gather(*(process.ready.wait() for process in of.values()))
         await act(str(directory.path), ActionKind.DRAIN, author="Ada")
