@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.group import GroupId
+from rollbook.contracts.group import GroupId, GroupState, group_id
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.rewards.messages import RewardCase
 from rollbook.run.reader import open_run
@@ -238,12 +238,16 @@ def test_rewards_of_groups_are_those_of_the_stored_quorum_when_a_process_is_kill
         rows = record.groups(limit=10_000)
         stored = [group for row in rows if (group := record.samples(GroupId(row.group_id))) is not None]
         attempts = {row.group_id: row.attempt for row in rows}
+        states = {row.group_id: row.state for row in rows}
     assert any(group.part > 1 and attempts[group.id] > 1 for group in stored), "the kill interrupted no late sample"
     namespace: dict[str, Any] = {}
     exec(COMPARED, namespace)
     firsts = {(group.task_id, group.draw): group for group in stored if group.part == 1}
     for group in stored:
-        begun = firsts[group.task_id, group.draw]
+        begun = firsts.get((group.task_id, group.draw))
+        if begun is None:  # it waited too long, and its samples are not kept
+            assert states[group_id(group.task_id, group.draw)] == GroupState.DROPPED
+            continue
         quorum = [one for one in begun.samples if one.facts["compared"] == "with its group"]
         known = [stored_case(one, score=one.reward) for one in quorum]
         if group is begun:
