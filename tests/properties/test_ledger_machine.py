@@ -466,7 +466,7 @@ class SqlLedgerMachine(LedgerMachine):
 
 
 QUICK = settings(
-    max_examples=25,
+    max_examples=15,
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow],
     print_blob=True,
