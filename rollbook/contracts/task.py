@@ -64,4 +64,4 @@ class Observation:
     solved: bool | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     earlier: tuple[Mapping[str, str], ...] = ()
-    """Of a reset: messages before `text`, with `role` and `content`, such as a system prompt."""
+    """After a reset: the messages before `text`, with `role` and `content`, such as a system prompt."""

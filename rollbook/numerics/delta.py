@@ -207,7 +207,7 @@ class ChunkTerms:
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, rates: Tensor, log_decays: Tensor) -> "ChunkTerms":
-        """Of the tokens of chunks: (..., B, D), (..., B, D), (..., B, V), and (..., B, 1) of the others."""
+        """Shapes: queries and keys (..., B, D), values (..., B, V), rates and decays (..., B, 1)."""
         # From the start of the chunk up to each token, and after token j up to token i: at most 1.
         ages = log_decays.cumsum(dim=-2)
         size = key.shape[-2]

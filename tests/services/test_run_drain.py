@@ -20,7 +20,7 @@ from rollbook.run.supervision.supervisor import RunEnd, Supervisor
 from tests.parts.run.scripted_run import make_ready, pids, prepared, supervised, until
 
 LIMIT_S = 300.0
-"""Of a run that should end. On a machine with a load of 20 two starts took 30 s."""
+"""For the end of a run. On a machine with a load of 20 two starts took 30 s."""
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ from rollbook.sandbox.sandbox import SandboxError, SandboxUnavailableError
 VERSION_S = 30.0
 CONTAINERS: tuple[Kind, ...] = ("podman", "docker")
 VERSION = re.compile(r"\d+\.\d[\w.+-]*(?<!\.)")
-WITH_SANDBOX = frozenset({"code", "files", "harbor"})
+HARBOR = "harbor"
+WITH_SANDBOX = frozenset({"code", "files", HARBOR})
 """Built-in environments that open sandboxes."""
 
 
@@ -109,11 +110,12 @@ def _version_of(program: Path, path: str | None) -> str | None:
 
 
 def run_findings(config: RunConfig) -> list[DoctorFinding]:
-    """The sandboxes and the coding agent that this run needs."""
+    """The sandboxes and the coding agent that this run needs. A command has a sandbox if one is set, or that of a Harbor task."""
     settings, args = config.rollout.settings, config.env.args
     agent = config.coding_agent
     kinds: list[Kind] = []
-    if agent is not None:
+    is_confined = "sandbox" in settings or settings.get("reward") == HARBOR
+    if agent is not None or (config.rollout.function == "agent" and is_confined):
         kinds.append(settings.get("sandbox", "bubblewrap"))
     if config.env.name in WITH_SANDBOX or "sandbox" in args:
         kinds.append(args.get("sandbox", "bubblewrap"))

@@ -20,7 +20,7 @@ from rollbook.sandbox.harbor.trial import open_trial
 from rollbook.tasks.config import HARBOR_PREFIX
 
 SHOWN_NAMES = 3
-"""Of tasks with the same fault."""
+"""Tasks that are named for a fault that several have."""
 GENERATED = {"code": lambda: list(code_tasks()), "files": lambda: list(file_tasks())}
 
 

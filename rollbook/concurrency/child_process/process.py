@@ -386,7 +386,7 @@ def _options(spec: ChildSpec, channel: socket.socket, output: Output) -> dict[st
 
 
 EVENT_LOOP = f"asyncio{os.sep}runners.py"
-"""uvloop's loop has no Python frames of its own."""
+"""The event loop in a stack. uvloop has no Python frames."""
 
 
 def innermost_frame(stack: str) -> str:

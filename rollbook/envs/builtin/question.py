@@ -44,5 +44,5 @@ class Question:
 def _message(given: Any) -> dict[str, str]:
     role, text = (given.get("role"), given.get("content")) if isinstance(given, Mapping) else (None, None)
     if not isinstance(role, str) or not isinstance(text, str):
-        raise ValueError(f"a message of the task needs the texts `role` and `content`; one is {given!r}")
+        raise ValueError(f"a message of the task needs the strings `role` and `content`; one is {given!r}")
     return {"role": role, "content": text}

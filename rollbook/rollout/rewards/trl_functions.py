@@ -2,7 +2,7 @@
 
     def correct(completions, answer, **kwargs): ...
 
-They are recognised by a parameter `completions`. Completions are texts, or lists of messages if the task's `prompt` is a list of
+They are recognised by a parameter `completions`. Completions are strings, or lists of messages if the task's `prompt` is a list of
 messages. Not passed, because a sample is scored without the trainer: `completion_ids`, `trainer_state`, `log_extra`, `log_metric`.
 """
 

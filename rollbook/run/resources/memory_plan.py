@@ -52,7 +52,7 @@ EIGHT_BIT_ADAM = 2 + 2 * 4 / 256
 """The codes of both averages, and a scale of each for a block of 256."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 EIGHT_BITS = "8 bits"
-"""Of keys and values: each number is a byte, and each vector has an exponent of a byte."""
+"""Type of keys and values that are stored as a byte for each number and one for the exponent of each vector."""
 
 # The smallest sizes that are suggested.
 MIN_LOGITS_MB = 64
@@ -244,7 +244,7 @@ def pass_bytes(model: ModelFacts, sizes: Sizes) -> int:
 
 
 def _chunk_bytes(model: ModelFacts, tokens: int) -> int:
-    """Of the chunks of one gated delta layer, which are computed again in the backward pass."""
+    """Memory for the chunks of one gated delta layer, which are computed again in the backward pass."""
     delta = model.delta
     if delta is None:
         return 0

@@ -44,7 +44,7 @@ class ModelFacts:
     cache: tuple[CacheLayer, ...]
     """What the engine keeps of a row, by layer."""
     delta: "DeltaFacts | None" = None
-    """Of its gated delta layers."""
+    """Sizes of its gated delta layers; None without such layers."""
 
     @property
     def head_parameters(self) -> int:

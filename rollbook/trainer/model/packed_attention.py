@@ -82,7 +82,7 @@ class Packing:
     """Position of each computed token in its own sequence."""
     kernel: Kernel
     chunks: Chunks | None = None
-    """Of gated delta layers."""
+    """How gated delta layers are computed; None without such layers."""
 
     @classmethod
     def of(

@@ -378,6 +378,6 @@ def test_a_question_may_be_a_conversation() -> None:
     with pytest.raises(ValueError, match="the role 'user'"):
         env.reset({"prompt": []})
     with pytest.raises(
-        ValueError, match=r"needs the texts `role` and `content`; one is \{'role': 'user', 'content': \["
+        ValueError, match=r"needs the strings `role` and `content`; one is \{'role': 'user', 'content': \["
     ):
         env.reset({"prompt": [{"role": "user", "content": [{"type": "image"}]}]})

@@ -123,3 +123,22 @@ def test_a_run_needs_the_agent_and_the_sandbox_that_it_names(tmp_path: Path) -> 
     )
     guessing = {**config, "rollout": {}}
     assert run_findings(RunConfig.model_validate(guessing)) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"reward": "my_reward:reward"}, []),
+        ({"sandbox": "bubblewrap"}, ["sandbox bubblewrap"]),
+        ({"reward": "harbor"}, ["sandbox bubblewrap"]),
+    ],
+    ids=["unconfined", "confined", "Harbor tasks"],
+)
+def test_a_run_of_a_command_needs_the_sandbox_in_which_it_runs(settings: dict[str, str], names: list[str]) -> None:
+    config = {
+        "run": {"name": "agents"},
+        "model": {"path": "somewhere"},
+        "tasks": {"source": "somewhere:tasks"},
+        "rollout": {"function": "agent", "settings": {"command": ["my-agent"], **settings}},
+    }
+    assert [finding.name for finding in run_findings(RunConfig.model_validate(config))] == names

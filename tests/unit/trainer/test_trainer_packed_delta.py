@@ -30,7 +30,7 @@ from tests.models.families import family
 from tests.parts.trainer.batches import batch_of, quick, recorded_batch, row, sample
 
 WIDTH = 32
-"""Of the residual stream of the tiny models."""
+"""Width of the residual stream of the tiny models."""
 
 
 @pytest.fixture(autouse=True)

@@ -55,7 +55,7 @@ GPU_AHEAD = 2
 EIGHT_BITS_TOLERANCE = 0.25
 """The same with 8 bits for each number of keys and values."""
 FP8_CAPABILITY = 8, 9
-"""Of the first GPUs that convert 8-bit floats."""
+"""Compute capability of the first GPUs that convert 8-bit floats."""
 ROUTED_TEXTS = 4
 FIRST_SHARE = 0.25
 """Share of an automatic limit that is allocated at first: a trainer may use the same GPU. More follows on demand."""

@@ -17,7 +17,7 @@ LARGEST = {FP8: 7, INT8: 6}
 EXPONENT_BYTES = 1
 _BITS_OF_FRACTION, _BIAS = 23, 127
 _EXPONENTS = 8, 254
-"""As in float32. Those of smaller vectors have no inverse; the next one is of infinities."""
+"""The range of exponents, as in float32. Smaller ones have no inverse; the next larger one stands for infinity."""
 
 
 def encoded(vectors: Tensor, stored: torch.dtype) -> Tensor:

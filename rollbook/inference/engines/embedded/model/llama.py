@@ -106,7 +106,7 @@ class LlamaForward:
         self.heads = HeadShape(queries=int(config.num_attention_heads), keys=keys, size=size)
         self.shapes = [LayerShape(keys, size, size)] * len(attending)
         self.cache_dtype = self.dtype
-        """Of keys and values."""
+        """The dtype of stored keys and values."""
         self.states = [StateShape(*delta.state_sizes) for delta in self.recipe.delta if delta is not None]
         self._embedding_VE: Tensor = model.model.embed_tokens.weight
         self._head_VE: Tensor = model.get_output_embeddings().weight
