@@ -8,7 +8,7 @@
     python -m benchmarks.loop.defaults --cases 1.5b --parts                generation alone and training alone, too
     python -m benchmarks.loop.defaults --cases 135m 1.5b 8b-lora --mps     each case with an MPS server, too
     python -m benchmarks.loop.defaults --cases 8b-lora --mps --only killed --stepping 400      kills under MPS
-    python -m benchmarks.loop.defaults --cases 135m --only unsynced        a ledger that does not wait for the disk
+    python -m benchmarks.loop.defaults --cases 135m --sections             with each section of the settings by hand, too
 
 Every run is `rollbook init --template single_turn --model DIR` with 16 groups of 8 answers a step and a staleness bound of 2. Only
 the lengths of answers are set: 64 to 512 tokens, the same for all answers to a question. Models have random weights.
@@ -142,7 +142,6 @@ OF_TINY = (("tiny", None), ("tiny-lora", "apart"), ("tiny-lora", "killed"))
 
 KILLED: dict[str, dict[str, Any]] = {"trainer": {"checkpoint_every": 3}, "run": {"most_quick_deaths": 1000}}
 SHARED, MPS = {"shared_base": True}, {"mps": True}
-UNSYNCED: dict[str, dict[str, Any]] = {"ledger": {"durability": "process_crash"}}
 SYNCHRONOUS: dict[str, dict[str, Any]] = {"gate": {"max_head_offpolicy_versions": 0}}
 
 
@@ -311,7 +310,7 @@ def prepare(name: str, case: Case, home: Path) -> Path:
 
 
 def runs_of(
-    case: Case, *, limits: Sequence[float], only: str | None, has_mps: bool
+    case: Case, *, limits: Sequence[float], only: str | None, has_mps: bool, has_sections: bool
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """The runs of a case by kind, with the settings in which they differ from the run file of `rollbook init`."""
     found: dict[str, dict[str, dict[str, Any]]] = {"defaults": {}, "hand": by_hand(case)}
@@ -319,13 +318,14 @@ def runs_of(
         return {f"limit{limit:g}": {"run": {"gpu_memory_gb": limit}} for limit in limits}
     if has_mps:
         found["mps"] = {"resources": MPS}
+    if has_sections:
+        found |= {section: {section: values} for section, values in by_hand(case).items()}
     if only is None:
         return found
     resources = {**(SHARED if case.lora else {}), **(MPS if has_mps else {})}
     others = {
         "apart": {"resources": {"shared_base": False}},
         "killed": {**KILLED, "resources": resources},
-        "unsynced": UNSYNCED,
     }
     return {only: {**found, **others}[only]}
 
@@ -359,13 +359,14 @@ def run_case(
     kills: int,
     has_parts: bool,
     has_mps: bool,
+    has_sections: bool,
     save: Path | None,
 ) -> list[Figure]:
     """`until`: the time of the monotonic clock after which no run is started that would not end before it."""
     case = CASES[name]
     project = prepare(name, case, home)
     os.sync()  # the model's file, which the first run would wait for at each commit
-    runs = runs_of(case, limits=limits, only=only, has_mps=has_mps)
+    runs = runs_of(case, limits=limits, only=only, has_mps=has_mps, has_sections=has_sections)
     if has_parts:
         runs["synchronous"] = SYNCHRONOUS
     results: dict[str, Measured] = {}
@@ -401,13 +402,12 @@ def main() -> int:
     parser.add_argument("--stepping", type=float, default=30.0, help="seconds of steps in each run (default: 30)")
     parser.add_argument("--within", type=float, default=1e9, help="seconds for everything")
     parser.add_argument("--limits", nargs="+", type=float, default=[], help="run.gpu_memory_gb of runs without hand")
-    parser.add_argument(
-        "--only", choices=["defaults", "hand", "apart", "killed", "unsynced", "mps"], help="one run of a case"
-    )
+    parser.add_argument("--only", choices=["defaults", "hand", "apart", "killed", "mps"], help="one run of a case")
     parser.add_argument(
         "--mps", action="store_true", help="a run with an MPS server, too; with `--only killed`: under it"
     )
     parser.add_argument("--parts", action="store_true", help="generation alone and training alone, too")
+    parser.add_argument("--sections", action="store_true", help="runs with one section of the settings by hand, too")
     parser.add_argument("--kills", type=int, default=10, help="kills of each process in the run `killed`")
     parser.add_argument("--home", type=Path, help="folder that keeps what the runs print (default: a temporary one)")
     parser.add_argument("--save", type=Path, help="file to which the line of each run is appended")
@@ -437,6 +437,7 @@ def main() -> int:
                 "limits": args.limits,
                 "has_parts": args.parts or (args.tiny and only is None),
                 "has_mps": args.mps or args.tiny,
+                "has_sections": args.sections,
             }
             try:
                 found = run_case(
