@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
@@ -263,3 +264,22 @@ def _top_level_names(file: Path) -> set[str] | None:
                 names.add(name)
         pending.extend(ast.iter_child_nodes(node))
     return None if names & {"*", "globals", "__getattr__"} else names
+
+
+def hide_warnings_of_torchao() -> None:
+    """Of kernels that this machine or version of torch does not have, and torch's about torchao's own classes. May be repeated.
+
+    transformers imports torchao if it is installed. The packages that import transformers call this first, in their `__init__`.
+    """
+    # Filters of these two loggers only: the parts of torchao that a run uses have loggers of their own.
+    logging.getLogger("torchao").addFilter(_is_error)
+    logging.getLogger("torch.utils._pytree").addFilter(_names_no_class_of_torchao)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+def _names_no_class_of_torchao(record: logging.LogRecord) -> bool:
+    named = record.args if isinstance(record.args, tuple) else ()
+    return not any(isinstance(one, type) and one.__module__.partition(".")[0] == "torchao" for one in named)

@@ -1,1 +1,5 @@
 """LEARNING: advantages, losses, step, checkpoints."""
+
+from rollbook.contracts.plugin import hide_warnings_of_torchao
+
+hide_warnings_of_torchao()

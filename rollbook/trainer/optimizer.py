@@ -1,6 +1,5 @@
 """The optimizer, its learning rate, and the check that keeps bad gradients away from the weights."""
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -80,8 +79,6 @@ def build_optimizer(module: nn.Module, config: TrainerConfig, *, rate: float) ->
 def _storage(kind: str) -> StateStorage:
     if kind == "host":
         return HostStorage()
-    # It warns of kernels that this GPU or version of torch does not have, none of which is used.
-    logging.getLogger("torchao").setLevel(logging.ERROR)
     eight_bit: StateStorage = load_on_demand("rollbook.trainer.optimizer_state.eight_bit:EightBitStorage")()
     return eight_bit
 

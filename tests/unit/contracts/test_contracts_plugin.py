@@ -1,7 +1,10 @@
 """User code named by `module:attribute`: each fault has an error that says what is wrong, also without importing the module."""
 
+import logging
+import subprocess
 import sys
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from rollbook.contracts.plugin import (
     EXTRAS,
     PluginError,
     extend_search_path,
+    hide_warnings_of_torchao,
     install_command,
     load_plugin,
     plugin_fault,
@@ -91,3 +95,29 @@ def test_the_install_command_of_an_extra_names_libraries_of_the_index(extra: str
     command = install_command(extra)
     assert command.startswith("pip install '")
     assert "rollbook" not in command
+
+
+def test_warnings_of_torchao_and_about_its_classes_are_hidden_and_others_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hide_warnings_of_torchao()
+    theirs, ours = Enum("theirs", "a", module="torchao.quantization"), Enum("ours", "a", module="torchaoish")
+    logging.getLogger("torchao").warning("Failed to load %s", "_C_mxfp8.so")
+    logging.getLogger("torchao").error("an error")
+    logging.getLogger("torchao.optim").warning("of a part that a run uses")
+    for named in (theirs, ours):
+        logging.getLogger("torch.utils._pytree").warning("%s is an Enum subclass", named)
+    assert caplog.messages == ["an error", "of a part that a run uses", f"{ours} is an Enum subclass"]
+
+
+@pytest.mark.parametrize("package", ["trainer", "shared_weights", "inference.engines.embedded"])
+def test_each_package_that_imports_transformers_hides_them_first(package: str) -> None:
+    code = f"import rollbook.{package}, logging; print(len(logging.getLogger('torchao').filters))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
+
+
+def test_importing_the_model_of_the_trainer_prints_nothing() -> None:
+    code = "import rollbook.trainer.model.policy_model, sys; assert 'transformers.quantizers' in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
