@@ -237,7 +237,7 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
         if self.engine != "transformers":
             hint = "; for vLLM, add --kv-cache-dtype and fp8 to vllm.args" if self.engine == "vllm" else ""
             raise ValueError(
-                f'kv_dtype = "fp8": only engine = "transformers" reads it, and engine is {self.engine}{hint}'
+                f'kv_dtype = "{self.kv_dtype}": only engine = "transformers" reads it, and engine is {self.engine}{hint}'
             )
         if self.forward == "module":
             raise ValueError(f'kv_dtype = "{self.kv_dtype}" needs the fast forward: set forward = "auto"')

@@ -256,6 +256,22 @@ def test_a_verdict_is_read_out_of_text_and_nothing_else_becomes_a_score() -> Non
             parse_verdict(text, low=0, high=1)
 
 
+@pytest.mark.parametrize(
+    ("kind", "api"), [("huge", "openai"), ("huge", "anthropic"), ("list", "anthropic"), ("endless", "openai")]
+)
+async def test_an_answer_of_any_form_makes_samples_unscorable_and_is_no_error_of_the_worker(
+    tmp_path: Path, kind: str, api: str
+) -> None:
+    async with (
+        open_judge_server(lambda number: kind) as server,
+        panel_of(server.url, api=api, attempts=2, store=tmp_path / "one.jsonl") as alone,
+        panel_of(server.url, api=api, attempts=2, group=True, store=tmp_path / "group.jsonl") as together,
+    ):
+        scores = [await alone.score(case("hello")), *await together.score_group([case("hello"), case("hi")])]
+    assert [score.value for score in scores] == [None] * 3
+    assert all("(2 attempts)" in str(score.cause) for score in scores)
+
+
 def test_a_line_that_is_longer_than_a_read_is_found(tmp_path: Path) -> None:
     path = tmp_path / "judgements.jsonl"
     first = Judgements(path)

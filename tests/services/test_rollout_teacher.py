@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import sqlite3
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -20,8 +21,10 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.config import RolloutConfig
+from rollbook.rollout.rewards import teacher_scores
 from rollbook.rollout.rewards.config import TeacherConfig
 from rollbook.rollout.rewards.teacher import Teachers, open_teachers
+from rollbook.rollout.rewards.teacher_scores import ScoreStore, SequenceScores
 from rollbook.telemetry.metrics import read_metrics
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from tests.parts.inference.chat_model import chat_model
@@ -220,6 +223,7 @@ import asyncio, os, signal, sys
 from pathlib import Path
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
+from rollbook.rollout.rewards import teacher_scores
 from rollbook.rollout.rewards.config import TeacherConfig
 from rollbook.rollout.rewards.teacher import open_teachers
 
@@ -259,6 +263,21 @@ async def test_a_teacher_is_asked_once_for_content_even_if_the_worker_that_asked
     store.write_bytes(b"this is no database" * 100)
     async with teachers_of(TeacherConfig(url=url, model="teacher"), tokenizer=tokenizer, store=store) as teachers:
         assert (await teachers.score({}, sample)).is_scorable
+
+
+def test_a_worker_waits_for_another_that_opens_the_same_scores_and_never_replaces_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "teacher_scores.db"
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("CREATE TABLE scores (number INTEGER PRIMARY KEY, key TEXT UNIQUE, answer BLOB)")
+    other.execute("BEGIN IMMEDIATE")
+    monkeypatch.setattr(teacher_scores, "sleep", lambda _: other.execute("COMMIT"))
+    store = ScoreStore(path)
+    store.add("key", SequenceScores(logprobs=np.zeros(2, np.float32)))
+    assert other.execute("SELECT key FROM scores").fetchall() == [("key",)]
+    store.close()
+    other.close()
 
 
 def test_a_teacher_needs_a_model_or_a_context_and_one_table_is_a_list_of_one() -> None:

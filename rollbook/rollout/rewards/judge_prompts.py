@@ -70,6 +70,8 @@ GROUP_SCHEMA = {
     "required": ["verdicts"],
     "additionalProperties": False,
 }
+MAX_TOKENS = 1 << 40
+"""Of one answer. More is an error of the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +147,15 @@ def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def usage_of(answer: Mapping[str, Any]) -> tuple[int, int]:
-    """Tokens in and out, as either API reports them."""
+    """Tokens in and out, as either API reports them. Raises `ValueError` for what is no number of tokens."""
     usage = answer.get("usage") or {}
-    return (
-        int(usage.get("prompt_tokens") or usage.get("input_tokens") or 0),
-        int(usage.get("completion_tokens") or usage.get("output_tokens") or 0),
+    counts = (
+        usage.get("prompt_tokens") or usage.get("input_tokens") or 0,
+        usage.get("completion_tokens") or usage.get("output_tokens") or 0,
     )
+    if not all(0 <= count <= MAX_TOKENS for count in counts):
+        raise ValueError(f"{counts[0]} and {counts[1]} tokens")
+    return int(counts[0]), int(counts[1])
 
 
 def verdict_of(answer: Mapping[str, Any], *, api: str) -> str | Mapping[str, Any]:
@@ -169,10 +174,12 @@ def parse_verdict(verdict: str | Mapping[str, Any], *, low: float, high: float) 
     """Score and reason. Raises `ValueError` for what is no score in the range."""
     found = _object(verdict)
     score = found.get("score")
-    if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+    # `math.isfinite` raises an error for an integer that is too large for a float.
+    is_infinite = isinstance(score, float) and not math.isfinite(score)
+    if isinstance(score, bool) or not isinstance(score, int | float) or is_infinite:
         raise ValueError(f"the answer has no number as score: {str(found)[:200]!r}")
     if not low <= score <= high:
-        raise ValueError(f"the score {score:g} is not from {low:g} to {high:g}")
+        raise ValueError(f"the score {str(score)[:20]} is not from {low:g} to {high:g}")
     return float(score), str(found.get("reason", ""))
 
 
@@ -190,9 +197,11 @@ def parse_verdicts(
     return tuple(found[str(number)] for number in asked)
 
 
-def _object(verdict: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    if not isinstance(verdict, str):
+def _object(verdict: object) -> Mapping[str, Any]:
+    if isinstance(verdict, Mapping):
         return verdict
+    if not isinstance(verdict, str):
+        raise ValueError(f"the answer has no JSON object: {str(verdict)[:200]!r}")
     # Models without structured output write text around the object.
     start, end = verdict.find("{"), verdict.rfind("}")
     if start < 0 or end < start:

@@ -6,6 +6,7 @@ killed after the teacher had answered. Several workers share it.
 
 import sqlite3
 from pathlib import Path
+from time import monotonic, sleep
 
 import msgspec
 import numpy as np
@@ -18,6 +19,7 @@ KEPT = 16_384
 """More sequences than are played at once."""
 PRUNE_EVERY = 256
 BUSY_S = 30.0
+DAMAGED = frozenset({sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT})
 
 
 class SequenceScores(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -62,11 +64,12 @@ class ScoreStore:
         """`path`: None to keep the answers in memory."""
         try:
             self._db = self._opened(path)
-        except sqlite3.DatabaseError:
-            # A cache: a damaged one is replaced.
-            if path is None or not path.exists():
+        except sqlite3.DatabaseError as error:
+            # A cache: a damaged one is replaced. Other errors, such as a full disk, say nothing about the file, which others use.
+            if path is None or _kind_of(error) not in DAMAGED:
                 raise
-            path.unlink()
+            for suffix in ("", "-wal", "-shm"):
+                path.with_name(path.name + suffix).unlink(missing_ok=True)
             self._db = self._opened(path)
         self._added = 0
 
@@ -77,7 +80,7 @@ class ScoreStore:
         db = sqlite3.connect(
             ":memory:" if path is None else path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
         )
-        db.execute("PRAGMA journal_mode = WAL")
+        _use_wal(db)
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute("CREATE TABLE IF NOT EXISTS scores (number INTEGER PRIMARY KEY, key TEXT UNIQUE, answer BLOB)")
         return db
@@ -111,3 +114,22 @@ class ScoreStore:
 
     def close(self) -> None:
         self._db.close()
+
+
+def _use_wal(db: sqlite3.Connection) -> None:
+    """Of workers that start together, one changes the mode. SQLite does not wait for it: the others get an error at once."""
+    give_up_at = monotonic() + BUSY_S
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as error:
+            if _kind_of(error) != sqlite3.SQLITE_BUSY or monotonic() >= give_up_at:
+                raise
+            sleep(0.01)
+        else:
+            return
+
+
+def _kind_of(error: sqlite3.Error) -> int:
+    """The primary result code of SQLite. Its higher bits say more."""
+    return error.sqlite_errorcode & 0xFF

@@ -54,17 +54,17 @@ class JudgeServer:
         return {"answer": number, "reason": f"has {len(text)} characters", "score": score}
 
     async def _answer(self, kind: str, content: str, *, is_openai: bool) -> web.StreamResponse:
-        verdict: dict[str, Any] = {
+        verdict: Any = {
             "reason": f"has {len(content)} characters",
             "score": (len(content) % 10) / 10 if self.scored is None else self.scored,
         }
         if answers := re.findall(r'<answer number="(\d+)">\n(.*?)\n</answer>', content, re.DOTALL):
             verdict = {"verdicts": [self._compared(int(number), text) for number, text in answers]}
+        if kind == "cut":
+            raise web.HTTPInternalServerError
+        if kind == "slow":
+            await asyncio.sleep(30)
         match kind:
-            case "slow":
-                await asyncio.sleep(30)
-            case "cut":
-                raise web.HTTPInternalServerError
             case "denied":
                 return web.json_response({"error": "no such model"}, status=404)
             case "busy":
@@ -75,8 +75,8 @@ class JudgeServer:
                 verdict = {"reason": "it is good", "score": "very"}
             case "beyond":
                 verdict = {"reason": "it is great", "score": 11}
-            case "short":
-                verdict = {"verdicts": verdict["verdicts"][1:]}
+            case "huge" | "list" | "short":
+                verdict = _of_no_schema(kind, verdict)
             case "score":
                 self.answered[content] += 1
             case _ if kind.startswith("score="):
@@ -84,13 +84,24 @@ class JudgeServer:
                 self.answered[content] += 1
         self.paid[content] += kind != "slow"  # that answer is not read
         text = f"My verdict: {json.dumps(verdict)}"
+        num_in = 10**30 if kind == "endless" else 100
         if is_openai:
-            usage = {"prompt_tokens": 100, "completion_tokens": 10}
+            usage = {"prompt_tokens": num_in, "completion_tokens": 10}
             return web.json_response({"choices": [{"message": {"content": text}}], "usage": usage})
-        usage = {"input_tokens": 100, "output_tokens": 10}
+        usage = {"input_tokens": num_in, "output_tokens": 10}
         return web.json_response(
             {"content": [{"type": "tool_use", "name": "verdict", "input": verdict}], "usage": usage}
         )
+
+
+def _of_no_schema(kind: str, verdict: dict[str, Any]) -> Any:
+    if kind == "list":
+        return [verdict]
+    if kind == "short":
+        return {"verdicts": verdict["verdicts"][1:]}
+    for one in verdict.get("verdicts", [verdict]):
+        one["score"] = 10**400
+    return verdict
 
 
 @asynccontextmanager
