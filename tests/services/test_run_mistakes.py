@@ -358,6 +358,19 @@ def test_config_check_says_that_code_was_not_run_where_it_depends_on_a_fault(
     )
 
 
+def test_config_check_reports_an_interpreter_that_does_not_exist_once(tmp_path: Path) -> None:
+    mistake = Mistake(
+        config=(
+            'source = "mine:tasks"\n\n[env]\nname = "mine:Coin"',
+            '[env]\nname = "verifiers:sums"\npython = "no/python"',
+        ),
+        expected=(),
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_command(write(mistake, tmp_path))
+    assert [fault.path for fault in caught.value.faults] == ["env.python"]
+
+
 def test_config_check_prints_what_differs_from_the_defaults_and_in_full_every_setting(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

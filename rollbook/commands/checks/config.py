@@ -43,11 +43,13 @@ def check_command(
         warnings += report.warnings
         seconds = report.seconds
     known = {fault.path for fault in faults}
-    # The file of a plug-in that does not exist is reported by both checks.
+    # Both checks find a plug-in's file or an interpreter that does not exist; the second one may name it in an error of the code.
     faults += [
         fault
         for fault in located(more, config, overrides)
-        if fault.path not in known and not examined.repairs.is_consequence(fault.path, fault.message)
+        if fault.path not in known
+        and not any(path in fault.message for path in known if "." in path)
+        and not examined.repairs.is_consequence(fault.path, fault.message)
     ]
     print_warnings(located(warnings, config, overrides), console)
     if faults:

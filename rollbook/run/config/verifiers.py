@@ -53,7 +53,7 @@ def missing_interpreter(parts: Mapping[str, BaseModel]) -> Iterator[tuple[str, s
     try:
         require_python(python if isinstance(python, str) else "")
     except RunError as error:
-        yield "env.python", str(error)
+        yield "env.python", str(error).removeprefix("env.python").removeprefix(" =").strip()
     each = rollout.settings.get("samples_per_episode", 1)
     if isinstance(each, int) and each > 0 and rollout.completions_per_prompt % each:
         yield (

@@ -209,9 +209,9 @@ def test_faulty_settings_of_verifiers_say_what_to_do(tmp_path: Path) -> None:
     named = f'{TASKSET}[env]\nname = "verifiers:sums-v1"\n'
     with_tasks = f'{GOOD}[env]\nname = "verifiers:sums-v1"\n'
     (fault,) = messages_of(tmp_path, named)
-    assert "env.python is not set. Name the Python of a virtual environment" in fault
+    assert "env.python: is not set. Name the Python of a virtual environment" in fault
     (fault,) = messages_of(tmp_path, f'{named}python = "no/python"\n')
-    assert f"env.python = '{tmp_path}/no/python' is not a program" in fault
+    assert f"env.python: '{tmp_path}/no/python' is not a program" in fault
     (fault,) = messages_of(tmp_path, f"{with_tasks}pool_size = 3\n")
     assert "pool_size: no effect with name = 'verifiers:sums-v1'; remove pool_size" in fault
     (fault,) = messages_of(tmp_path, f'{with_tasks}[rollout]\nfunction = "chat"\n')
