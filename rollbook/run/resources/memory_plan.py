@@ -213,7 +213,8 @@ def activation_bytes_per_token(model: ModelFacts, sizes: Sizes) -> int:
     # Inputs and outputs of both norms; queries, keys, values and the result of attention; the gate; its activation, unless
     # that is computed again; the up projection, and their product.
     kept_of_gate = 1 if sizes.is_exact and not model.experts else 2
-    of_attention = 2 * model.query_width + 2 * model.key_width
+    # Gates of attention: as projected, their sigmoid, and the product with the result.
+    of_attention = 2 * model.query_width + 2 * model.key_width + 3 * model.gate_width
     # The projections, and the input of the last one; the chunks are computed again.
     of_delta = sum(model.delta.projections.values()) if model.delta else 0
     of_layer = 4 * model.hidden + (2 + kept_of_gate) * model.intermediate
@@ -354,7 +355,7 @@ def _engine_parts(model: ModelFacts, sizes: Sizes, place: str, process: str) -> 
     yield Part(place, process, "keys and values", sizes.kv_bytes)
     if is_gpu:
         tokens = max(sizes.forward_tokens, sizes.max_running)
-        widest = model.intermediate * 3 + model.query_width + 2 * model.key_width + 4 * model.hidden
+        widest = model.intermediate * 3 + model.query_width + model.gate_width + 2 * model.key_width + 4 * model.hidden
         logits = SAMPLER_COPIES * 4 * model.vocabulary * sizes.max_running
         graphs = GRAPH_BYTES_PER_LAYER * model.layers if sizes.has_graphs else 0
         yield Part(place, process, "steps", round(size * tokens * widest + logits))

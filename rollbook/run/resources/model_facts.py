@@ -20,6 +20,8 @@ MAX_HEADER_BYTES = 100 * 2**20
 INDEX = "model.safetensors.index.json"
 HUB_S = 3.0
 """Time limit for a request to the hub."""
+GATED = ("qwen3_next", "qwen3_5", "qwen4_exp")
+"""Their `q_proj` gives a gate for each number of the queries too. No field of their config.json says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,8 @@ class ModelFacts:
     """What the engine keeps of a row, by layer."""
     delta: "DeltaFacts | None" = None
     """Sizes of its gated delta layers; None without such layers."""
+    is_gated: bool = False
+    """Whether the results of attention are multiplied by gates, which come from `q_proj`."""
 
     @property
     def head_parameters(self) -> int:
@@ -54,7 +58,7 @@ class ModelFacts:
     @property
     def layer_parameters(self) -> int:
         """Of the matrices that a token passes in one layer."""
-        return self.hidden * (2 * self.query_width + 2 * self.key_width + 3 * self.intermediate)
+        return self.hidden * (2 * self.query_width + self.gate_width + 2 * self.key_width + 3 * self.intermediate)
 
     @property
     def active_parameters(self) -> int:
@@ -72,6 +76,10 @@ class ModelFacts:
         return self.heads * self.head_width
 
     @property
+    def gate_width(self) -> int:
+        return self.query_width if self.is_gated else 0
+
+    @property
     def key_width(self) -> int:
         return self.kv_heads * self.head_width
 
@@ -80,7 +88,7 @@ class ModelFacts:
         linear layers."""
         attending = self.layers - (self.delta.layers if self.delta else 0)
         sizes = {
-            "q_proj": attending * (self.hidden + self.query_width),
+            "q_proj": attending * (self.hidden + self.query_width + self.gate_width),
             "k_proj": attending * (self.hidden + self.key_width),
             "v_proj": attending * (self.hidden + self.key_width),
             "o_proj": attending * (self.hidden + self.query_width),
@@ -179,8 +187,19 @@ def facts_of(table: Mapping[str, Any], parameters: int | None) -> ModelFacts | N
         cache = cache_layers(table)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
-    attention = 2 * hidden * head_width * (heads + kv_heads)
-    in_layers = layers * (attention + 3 * hidden * width * max(1, experts) + 2 * hidden)
+    delta = DeltaFacts.of(table, sum(layer.recurrent > 0 for layer in cache))
+    is_gated = str(table.get("model_type", "")).startswith(GATED)
+    attention = hidden * head_width * ((3 if is_gated else 2) * heads + 2 * kv_heads)
+    of_mixers = layers * attention
+    if delta is not None:
+        of_mixers = (layers - delta.layers) * attention + delta.layers * hidden * sum(delta.projections.values())
+        of_mixers += sum(
+            layer.convolutions for layer in cache
+        )  # the state of a convolution has as many numbers as its weight
+    # With experts: each one, the router, and the expert that every token uses, with its gate.
+    shared = int(table.get("shared_expert_intermediate_size") or 0) if experts else 0
+    of_feed_forward = hidden * (3 * width * max(1, experts) + experts + (3 * shared + 1 if shared else 0))
+    in_layers = of_mixers + layers * (of_feed_forward + 2 * hidden)
     embeddings = vocabulary * hidden * (1 if table.get("tie_word_embeddings", True) else 2)
     return ModelFacts(
         parameters=parameters or in_layers + embeddings + hidden,
@@ -197,7 +216,8 @@ def facts_of(table: Mapping[str, Any], parameters: int | None) -> ModelFacts | N
         expert_layers=_expert_layers(table, kinds, layers) if experts else 0,
         expert_width=width if experts else 0,
         cache=cache,
-        delta=DeltaFacts.of(table, sum(layer.recurrent > 0 for layer in cache)),
+        delta=delta,
+        is_gated=is_gated,
     )
 
 

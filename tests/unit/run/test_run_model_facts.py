@@ -171,9 +171,30 @@ def test_experts_that_kimi_linear_uses_are_counted() -> None:
     assert (kimi.experts, kimi.experts_per_token, kimi.expert_layers) == (4, 2, 1)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_without_weight_files_every_matrix_is_counted(kind: str) -> None:
+    weights = list(module_of(kind).parameters())
+    matrices = sum(weight.numel() for weight in weights if weight.dim() > 1)
+    # The vectors are those of the norms, of which the plan knows the largest.
+    assert matrices < facts_for(kind).parameters <= sum(weight.numel() for weight in weights)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_next", "qwen3_5_text"])
+def test_the_gates_of_attention_are_part_of_the_query_projection(kind: str) -> None:
+    facts = facts_for(kind)
+    widths = {len(module.q_proj.weight) for module in module_of(kind).modules() if hasattr(module, "q_proj")}
+    assert widths == {facts.query_width + facts.gate_width}
+    sizes = Sizes(tokens_per_pass=100, longest=100)
+    plain = activation_bytes_per_token(replace(facts, is_gated=False), sizes)
+    attending = facts.layers - (facts.delta.layers if facts.delta else 0)
+    assert activation_bytes_per_token(facts, sizes) - plain == 4 * 3 * attending * facts.gate_width
+
+
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text"])
-@pytest.mark.parametrize("targets", ["in_proj_qkv in_proj_qkvz", "in_proj_a in_proj_ba", "out_proj", "k_proj out_proj"])
-def test_adapters_of_gated_delta_layers_are_counted(kind: str, targets: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "targets", ["in_proj_qkv in_proj_qkvz", "in_proj_a in_proj_ba", "out_proj", "k_proj out_proj", "q_proj", "o_proj"]
+)
+def test_adapters_of_gated_layers_are_counted(kind: str, targets: str, tmp_path: Path) -> None:
     module_of(kind).save_pretrained(tmp_path)
     lora = LoraSettings(rank=2, targets=targets.split())
     trained = PolicyModel.load(tmp_path, quick(lora=lora)).checkpointed_weights().values()
