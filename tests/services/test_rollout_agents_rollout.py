@@ -122,15 +122,26 @@ async def test_an_episode_at_a_limit_has_a_reward_even_if_the_agent_raises(tmp_p
         ("while :; do sleep 9 & done", "the sandbox ended the agent: the code used"),
         ("kill -9 $PPID", "the agent's command ended with code -9"),
         ("mkdir -p closed; chmod 0 closed", "cannot be copied out"),
-        ("head -c 3M /dev/zero > large", "cannot be copied out"),
+        ("head -c 20M /dev/zero > large", "cannot be copied out"),
+        ("truncate -s 1T holes", "cannot be copied out"),
+        ("mkdir -p $(printf 'd/%.0s' $(seq 1500))", "cannot be copied out"),
+        ("mkdir -p $(printf 'directories/%.0s' $(seq 110))", "cannot be copied out"),
     ],
-    ids=["processes", "its own end", "files without rights", "files that are too large"],
+    ids=[
+        "processes",
+        "its own end",
+        "files without rights",
+        "files that are too large",
+        "a large file of holes",
+        "deep directories",
+        "long paths",
+    ],
 )
 async def test_what_the_commands_of_an_agent_ruin_is_scored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, error: str
 ) -> None:
     require_bubblewrap()
-    monkeypatch.setattr(sandboxed, "MAX_WORK_BYTES", 2**20)
+    monkeypatch.setattr(sandboxed, "MAX_WORK_BYTES", 2**24)
     settings = scripted_agent(tmp_path / "bin", command)
     settings |= {"sandbox_limits": {"processes": 40}, "reward": f"{__name__}:files_of_the_workspace"}
     sample, _ = await play(tmp_path, {"task": "?", "files": {"start.txt": ""}}, **settings)

@@ -10,6 +10,7 @@ For a Harbor task it is the sandbox of the task's image, in which the verifier r
 import asyncio
 import io
 import json
+import os
 import shutil
 import tarfile
 import tempfile
@@ -49,6 +50,8 @@ HOME, WORK, PORT = "/episode/home", "/episode/work", 8080
 COPY_S = 30.0
 """Time limit for copying the working directory out."""
 MAX_WORK_BYTES = 256 * 2**20
+MAX_PATH_BYTES, MAX_DEPTH = 1024, 100
+"""Limits of what is copied out. Python removes directories by recursion, so deep ones would stay on this machine."""
 DEFAULT_LIMITS: Mapping[str, float] = {
     "memory_mb": 4096,
     "processes": 512,
@@ -313,7 +316,10 @@ async def _copy_out(sandbox: Sandbox, workspace: Path) -> None:
     """Replace the files of `workspace` by those of the sandbox. Links and devices are not copied: they could lead elsewhere."""
     await sandbox.end_processes()
     packed = await sandbox.exec(
-        ["tar", "--create", "--file=-", f"--directory={WORK}", "."], timeout_s=COPY_S, output_bytes=MAX_WORK_BYTES
+        # Sparse: a file of holes takes no disk, and would be written for hours.
+        ["tar", "--create", "--sparse", "--file=-", f"--directory={WORK}", "."],
+        timeout_s=COPY_S,
+        output_bytes=MAX_WORK_BYTES,
     )
     reason = f"the working directory cannot be copied out of the sandbox within {COPY_S:g} s"
     if packed.is_timed_out:
@@ -323,7 +329,7 @@ async def _copy_out(sandbox: Sandbox, workspace: Path) -> None:
             raise tarfile.TarError(f"tar ended with code {packed.exit_code}, {packed.dropped_bytes} bytes are too many")
         await asyncio.to_thread(_unpack, packed.stdout, workspace)
     except tarfile.TarError as error:
-        # Too large, or with files that its owner has made unreadable: what the agent left.
+        # Too large, too deep, or with files that its owner has made unreadable: what the agent left.
         printed = packed.stderr.decode(errors="replace")[:STDERR_CHARS]
         raise AgentOutcomeError(f"{reason}: {error}. {printed}".strip()) from error
 
@@ -333,7 +339,13 @@ def _unpack(packed: bytes, workspace: Path) -> None:
         unpacked = Path(directory, "work")
         unpacked.mkdir()
         with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+            room = MAX_WORK_BYTES
             for member in tar:
+                room -= member.size
+                if room < 0:
+                    raise tarfile.TarError(f"its files have more than {MAX_WORK_BYTES} bytes")
+                if len(os.fsencode(member.name)) > MAX_PATH_BYTES or member.name.count("/") > MAX_DEPTH:
+                    raise tarfile.TarError(f"the path {member.name[:60]!r}... is too long or too deep")
                 if member.isfile() or member.isdir():
                     tar.extract(member, unpacked, filter="data")
         shutil.rmtree(workspace)
