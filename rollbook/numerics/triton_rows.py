@@ -172,7 +172,7 @@ def _product(
         is_in = at_depth + start < depth
         x = tl.load(x_ptrs + start, mask=(at_rows < rows)[:, None] & is_in[None, :], other=0.0)
         weight = tl.load(weight_ptrs + start, mask=(at_width < width)[None, :] & is_in[:, None], other=0.0)
-        sums = tl.dot(x, weight, sums)
+        sums = tl.dot(x, weight, sums, input_precision="ieee")  # float32 is not rounded to TF32
     out_ptrs = out_ptr + at_rows[:, None].to(tl.int64) * width + at_width[None, :]
     tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=(at_rows < rows)[:, None] & (at_width < width)[None, :])
 

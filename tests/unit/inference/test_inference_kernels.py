@@ -366,9 +366,15 @@ FAMILIES = [
 ]
 
 
+def module_on_device(kind: str) -> Any:
+    if DEVICE == "cuda" and kind in {"gpt_oss", "qwen3_next"}:
+        pytest.skip("a GPU computes experts in bfloat16 only")
+    return family(kind).model().to(DEVICE).requires_grad_(False)
+
+
 @pytest.mark.parametrize("kind", ["llama", *FAMILIES])
 def test_a_packed_step_has_the_logits_of_the_module(kind: str) -> None:
-    module = family(kind).model().to(DEVICE).requires_grad_(False)
+    module = module_on_device(kind)
     forward = LlamaForward(module, max_model_len=160)
     forward.packed_ops = KernelOps(forward.heads, forward.recipe.activation)
     with forward.short_windows(module):
@@ -377,7 +383,7 @@ def test_a_packed_step_has_the_logits_of_the_module(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text"])
 def test_steps_over_recurrent_states_have_the_logits_of_the_module(kind: str) -> None:
-    module = family(kind).model().to(DEVICE).requires_grad_(False)
+    module = module_on_device(kind)
     forward = LlamaForward(module, max_model_len=160)
     assert use_kernels(forward, module, [], exactness="bitwise")
     assert isinstance(forward.ops, SlotKernelOps)
