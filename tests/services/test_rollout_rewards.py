@@ -285,6 +285,7 @@ def group_rules(name: str, **changed: Any) -> RewardRules:
         ([1.0], "returned 1 values for a group of 2 samples"),
         (0.5, "returned a float for a group of 2 samples"),
         ([1.0, "best"], "returned a str; it must return a number"),
+        ([1e7, -1e7], "it must be between -1e+06 and 1e+06"),
     ],
 )
 async def test_a_function_of_groups_that_returns_no_list_of_numbers_makes_them_unscorable(
@@ -299,6 +300,24 @@ async def test_a_function_of_groups_that_returns_no_list_of_numbers_makes_them_u
         )
     assert [sample.reward for sample in found] == [None, None]
     assert all(cause in str(sample.invalid_cause) for sample in found)
+
+
+@pytest.mark.parametrize("is_of_group", [False, True])
+def test_an_answer_without_a_trained_token_and_a_reward_beyond_all_limits_are_unscorable(is_of_group: bool) -> None:
+    function = RewardFunction(name="f", path="", weight=1e10, is_of_group=is_of_group)
+    marks = (TurnMark(sequence=0, start=1, end=2),)
+    empty = RolloutSample([1, 2], [0, 0], [0, 0], None, invalid_cause=scorer.TO_BE_SCORED, turns=marks)
+    whole = RolloutSample([1, 2], [0, -1], [0, 1], None, invalid_cause=scorer.TO_BE_SCORED, turns=marks)
+    score = scorer.with_group_scores if is_of_group else scorer.scored
+    causes = [
+        score(sample, RewardRules(functions=(function,)), {"f": value}).invalid_cause
+        for sample, value in ((empty, Score(value=0.0)), (whole, Score(value=1.0)), (whole, Score(value=1e300)))
+    ]
+    assert causes == [
+        "rollout.rewards: a scored sample needs at least one trained token",
+        "rollout.rewards: reward is 10000000000.0; it must be between -1e+06 and 1e+06",
+        "rollout.rewards: reward is inf; use None and an invalid_cause for a sample that could not be scored",
+    ]
 
 
 async def test_a_failed_call_for_a_group_is_repeated_and_a_failure_that_stays_is_never_zero(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from rollbook.rollout.settings import (
     SECONDS_KEY,
     TO_BE_SCORED,
     TOGETHER,
+    CombinedReward,
     RewardFunction,
     RewardRules,
     Score,
@@ -168,13 +169,12 @@ def scored(sample: RolloutSample, rules: RewardRules, scores: Mapping[str, Score
     found = _recorded(sample, scores)
     if sample.reward is not None:
         found = dataclasses.replace(found, metrics={**found.metrics, score_key("environment"): float(sample.reward)})
-    found = dataclasses.replace(found, reward=verdict.reward, invalid_cause=verdict.cause)
     earned = sample.turn_rewards
     turns = combine_turns(rules, scores, environment=None if earned is None else earned.tolist())
     # Rewards of turns that do not count are removed: the sum of the turns is what the reward is made of.
     if turns is None and earned is not None:
         turns = [0.0] * len(sample.turns)
-    return found if turns is None or not is_ready(found) else found.with_turns(rewards=turns)
+    return _with_reward(found, verdict, turns=turns)
 
 
 def with_group_scores(
@@ -186,7 +186,18 @@ def with_group_scores(
     verdict = combine(rules, {**known, **scores}, environment=environment)
     found = _recorded(sample, scores)
     facts = {**found.facts, COMPARED_FACT: LATE if is_late else TOGETHER}
-    return dataclasses.replace(found, reward=verdict.reward, invalid_cause=verdict.cause, facts=facts)
+    return _with_reward(dataclasses.replace(found, facts=facts), verdict)
+
+
+def _with_reward(
+    sample: RolloutSample, verdict: CombinedReward, *, turns: Sequence[float] | None = None
+) -> RolloutSample:
+    """Unscorable if it cannot have this reward: a number beyond the limit, or no trained token."""
+    try:
+        found = dataclasses.replace(sample, reward=verdict.reward, invalid_cause=verdict.cause)
+        return found if turns is None or not is_ready(found) else found.with_turns(rewards=turns)
+    except ValueError as error:
+        return dataclasses.replace(sample, reward=None, invalid_cause=f"rollout.rewards: {error}")
 
 
 def _recorded(sample: RolloutSample, scores: Mapping[str, Score]) -> RolloutSample:
