@@ -21,6 +21,7 @@ NETWORK = re.compile(
     r"|git (?:clone|fetch|pull|submodule)|cargo (?:install|fetch)|go (?:get|install|mod download)|gem install|opam"
     r"|add-apt-repository|ssh|scp|rsync|ftp|nc))(?=$|[\s;&|)])"
 )
+HERE_DOCUMENT = re.compile(r"(?:^|\s)\d*<<-?[\"']?[A-Za-z_]")
 VARIABLE = re.compile(r"\\\$|\$(?:\{([A-Za-z_]\w*)(?::-([^}]*))?\}|([A-Za-z_]\w*))")
 
 
@@ -90,7 +91,7 @@ def _read_step(
     line, word, rest = instruction
     match word:
         case "RUN":
-            if rest.startswith(("--", "<<")):
+            if rest.startswith("--") or HERE_DOCUMENT.search(rest):
                 raise DockerfileError(
                     f"{where}: options and here-documents of RUN are not supported; write plain commands"
                 )
@@ -107,9 +108,9 @@ def _read_step(
             words = _json_list(rest) or tuple(shlex.split(rest))
             options = [one for one in words if one.startswith("--")]
             paths = [_expand(one, variables) for one in words if not one.startswith("--")]
-            if options or len(paths) < 2 or any("://" in path for path in paths):
+            if options or HERE_DOCUMENT.search(rest) or len(paths) < 2 or any("://" in path for path in paths):
                 raise DockerfileError(
-                    f"{where}: only files of the directory of the Dockerfile can be copied, without options"
+                    f"{where}: only files of the directory of the Dockerfile can be copied, without options or here-documents"
                 )
             target = posixpath.join(recipe.workdir, paths[-1])
             if len(paths) > 2 or paths[-1] in (".", "..") or paths[-1].endswith("/."):
@@ -136,7 +137,8 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
     """The number of the first line, the instruction and the rest of each, with continued lines joined."""
     collected, first = "", 0
     for number, line in enumerate(text.splitlines(), start=1):
-        if line.lstrip().startswith("#") or (not collected and not line.strip()):
+        # Docker skips empty lines within an instruction, too.
+        if line.lstrip().startswith("#") or not line.strip():
             continue
         if not collected:
             first = number

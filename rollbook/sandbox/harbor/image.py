@@ -80,11 +80,28 @@ async def _build_step(sandbox: Sandbox, step: Run | Copy, context: Path, task: H
         for path in sorted(context.glob(source)) if any(c in source for c in "*?[") else [context / source]:
             if not path.resolve().is_relative_to(context.resolve()) or not path.exists():
                 raise DockerfileError(f"{where}: {source} is not in {context}")
-            if path.is_dir():
-                await copy_tree(sandbox, path, step.target)
-            else:
-                target = step.target + path.name if step.target.endswith("/") else step.target
-                await sandbox.write(target, path.read_bytes(), mode=path.stat().st_mode & 0o777)
+            try:
+                await _copy(sandbox, path, step.target)
+            except (OSError, NotCopiedError) as error:
+                raise DockerfileError(
+                    f"{where}: {source} cannot be copied to {step.target} (/usr is read-only): {error}"
+                ) from error
+
+
+async def _copy(sandbox: Sandbox, path: Path, target: str) -> None:
+    if path.is_dir():
+        await copy_tree(sandbox, path, target)
+    elif target.endswith("/"):
+        await sandbox.write(target + path.name, path.read_bytes(), mode=path.stat().st_mode & 0o777)
+    else:
+        try:
+            await sandbox.write(target, path.read_bytes(), mode=path.stat().st_mode & 0o777)
+        except IsADirectoryError:
+            await _copy(sandbox, path, target + "/")
+
+
+class NotCopiedError(SandboxError):
+    """The files of a directory cannot be written in the sandbox."""
 
 
 async def copy_tree(sandbox: Sandbox, source: Path, target: str) -> None:
@@ -94,7 +111,8 @@ async def copy_tree(sandbox: Sandbox, source: Path, target: str) -> None:
         data = await asyncio.to_thread(tar_of, source)
         result = await sandbox.exec(["tar", "-C", target, "--no-same-owner", "-xf", "-"], stdin=data, cwd="/")
     if not result.is_ok:
-        raise SandboxError(f"{source} cannot be copied to {target}: {result.text[-400:]}")
+        error_class = SandboxError if result.is_timed_out else NotCopiedError
+        raise error_class(f"{source} cannot be copied to {target}: {result.text[-400:]}")
 
 
 def tar_of(source: Path) -> bytes:

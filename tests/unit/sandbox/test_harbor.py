@@ -30,7 +30,7 @@ def _bubblewrap() -> None:
 def test_a_dockerfile_gives_its_steps_variables_and_directory() -> None:
     recipe = read_dockerfile(
         'FROM --platform=linux/amd64 debian:12 AS base\nARG V=2\nENV A="x y" B=$V\nENV OLD form\nWORKDIR /srv\nWORKDIR app\n'
-        "COPY a.txt b.txt ./\nCOPY one.txt two.txt\nRUN echo $A \\\n  # a comment\n  && true\n"
+        "COPY a.txt b.txt ./\nCOPY one.txt two.txt\nRUN echo $A \\\n  # a comment\n\n  && true\n"
         'RUN ["echo", "$A"]\nUSER root\nEXPOSE 80\n'
     )
     assert (recipe.base, recipe.workdir) == ("debian:12", "/srv/app")
@@ -59,13 +59,15 @@ def test_a_dockerfile_gives_its_steps_variables_and_directory() -> None:
         ("FROM a\nCOPY --from=build /x /y", "without options"),
         ("FROM a\nADD https://example.org/x /y", "only files of the directory"),
         ("FROM a\nRUN <<EOF\necho\nEOF", "here-documents"),
+        ("FROM a\nRUN cat > /f <<-'END'\nhello\nEND", "line 2: RUN cat.*here-documents"),
+        ("FROM a\nCOPY <<EOF /f\nhello\nEOF", "line 2: COPY.*here-documents"),
         ('FROM a\nSHELL ["bash"]', "SHELL is not supported"),
     ],
 )
 def test_what_a_sandbox_cannot_build_is_refused_by_its_line(text: str, reason: str) -> None:
     with pytest.raises(DockerfileError, match=reason):
         read_dockerfile(text)
-    read_dockerfile("FROM a\nRUN echo captured >> curly && mkdir -p /pipeline")
+    read_dockerfile("FROM a\nRUN echo captured >> curly && mkdir -p /pipeline && echo $((1 << 3)) <<< word")
 
 
 def test_limits_and_times_come_from_the_file(tmp_path: Path) -> None:
@@ -114,6 +116,21 @@ async def test_an_agent_finds_the_image_and_the_verifier_scores_what_it_left(tmp
             assert (await trial.sandbox.exec("echo hello > greeting.txt")).is_ok
             assert (await trial.verify()).reward == 1.0
     assert len(list((tmp_path / "cache").glob("*.tar"))) == 1
+
+
+@pytest.mark.usefixtures("_bubblewrap")
+async def test_a_file_is_copied_into_a_directory_that_exists_and_a_copy_that_fails_is_refused_by_its_line(
+    tmp_path: Path,
+) -> None:
+    text = "FROM a\nWORKDIR /app\nCOPY start.txt /app\n"
+    task = read_task(write_task(tmp_path, "copied", dockerfile=text))
+    async with open_trial(task, images=HOST, cache=tmp_path / "images") as trial:
+        assert await trial.sandbox.read("/app/start.txt") == (task.directory / "environment/start.txt").read_bytes()
+    for number, source in enumerate(("start.txt", "notes")):
+        task = read_task(write_task(tmp_path, f"refused{number}", dockerfile=f"FROM a\nCOPY {source} /usr/bin/\n"))
+        with pytest.raises(DockerfileError, match=rf"line 2: {source} cannot be copied to /usr/bin/ .*Read-only"):
+            async with open_trial(task, images=HOST, cache=tmp_path / "images"):
+                pass
 
 
 @pytest.mark.usefixtures("_bubblewrap")
