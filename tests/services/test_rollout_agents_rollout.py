@@ -122,7 +122,7 @@ async def test_an_episode_at_a_limit_has_a_reward_even_if_the_agent_raises(tmp_p
         ("while :; do sleep 9 & done", "the sandbox ended the agent: the code used"),
         ("kill -9 $PPID", "the agent's command ended with code -9"),
         ("mkdir -p closed; chmod 0 closed", "cannot be copied out"),
-        ("head -c 20M /dev/zero > large", "cannot be copied out"),
+        ("head -c 80M /dev/zero > large", "cannot be copied out"),
         ("truncate -s 1T holes", "cannot be copied out"),
         ("mkdir -p $(printf 'd/%.0s' $(seq 1500))", "cannot be copied out"),
         ("mkdir -p $(printf 'directories/%.0s' $(seq 110))", "cannot be copied out"),
@@ -142,6 +142,7 @@ async def test_what_the_commands_of_an_agent_ruin_is_scored(
 ) -> None:
     require_bubblewrap()
     monkeypatch.setattr(sandboxed, "MAX_WORK_BYTES", 2**24)
+    monkeypatch.setattr(sandboxed, "COPY_S", 6.0)  # less than the large file takes
     settings = scripted_agent(tmp_path / "bin", command)
     settings |= {"sandbox_limits": {"processes": 40}, "reward": f"{__name__}:files_of_the_workspace"}
     sample, _ = await play(tmp_path, {"task": "?", "files": {"start.txt": ""}}, **settings)
