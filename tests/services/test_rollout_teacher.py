@@ -18,6 +18,7 @@ from aiohttp import ClientSession
 from pydantic import ValidationError
 
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.config import RolloutConfig
@@ -164,14 +165,16 @@ async def test_the_policy_with_a_context_is_its_own_teacher_at_the_version_that_
         teachers_of(config, tokenizer=tokenizer, policy_url=server.removesuffix("/v1")) as teachers,
     ):
 
-        async def score(version: int) -> TokenRow:
+        async def score(version: int, **sampling: Any) -> TokenRow:
             sample = sample_of(tokenizer, "<user>hi\n<assistant>hello", version=version)
-            told = RolloutSample(sequences=sample.sequences, reward=0.5, facts={"judges": notes})
+            params = SamplingParams(max_tokens=5, **sampling)
+            told = RolloutSample(sequences=sample.sequences, reward=0.5, facts={"judges": notes}, sampling=params)
             return (await teachers.score({"answer": ["a", 1]}, told)).sequences[0]
 
         same = await score(version)
         asked = list(bodies)
         other = await score(version + 7)
+        warm, truncated = await score(version, temperature=0.7), await score(version, top_p=0.9)
         sample = sample_of(tokenizer, "<user>hi\n<assistant>hello")
         lost = await teachers.score({"question": "?"}, sample)
     context = tokenizer.encode('It is ["a", 1], not too long. ')
@@ -181,10 +184,11 @@ async def test_the_policy_with_a_context_is_its_own_teacher_at_the_version_that_
     plain = dense_logprobs(model_dir, ids)[-6:-1]
     rows = range(5)
     assert same.teacher_logprobs is not None
-    assert other.teacher_logprobs is not None
     np.testing.assert_allclose(same.teacher_logprobs[-5:], expected[rows, ids[-5:]], atol=2e-3)
     gap = (expected - plain)[rows, ids[-5:]].numpy()
-    np.testing.assert_allclose(other.teacher_logprobs[-5:], np.minimum(-1.0 + gap, 0.0), atol=4e-3)
+    for one in (other, warm, truncated):
+        assert one.teacher_logprobs is not None
+        np.testing.assert_allclose(one.teacher_logprobs[-5:], np.minimum(-1.0 + gap, 0.0), atol=4e-3)
     assert same.teacher_top_ids is not None
     assert same.teacher_top_ids[-5:].tolist() == expected.topk(3, dim=-1)[1].tolist()
     assert lost.invalid_cause == "the policy: the context names $answer, and the task has the fields question"

@@ -164,8 +164,10 @@ class Teacher:
         """The sample with the teacher's scores of each trained token; unscorable if the teacher fails."""
         try:
             context = self._context_ids(row, sample)
+            # At temperature 0 the recorded logprobs are those at temperature 1.
+            is_plain = sample.sampling.temperature in (0.0, 1.0) and not sample.is_renormalised
             sequences = [
-                await self._taught(sequence, context) if sequence.num_trained else sequence
+                await self._taught(sequence, context, is_plain=is_plain) if sequence.num_trained else sequence
                 for sequence in sample.sequences
             ]
         except TeacherError as error:
@@ -199,17 +201,20 @@ class Teacher:
         """The start token of the model, if it has one. A sequence that begins with it keeps it in front of the context."""
         return self._tokenizer.encode_prompt("")[:1]
 
-    async def _taught(self, row: TokenRow, context: Sequence[int]) -> TokenRow:
+    async def _taught(self, row: TokenRow, context: Sequence[int], *, is_plain: bool) -> TokenRow:
+        """`is_plain`: the recorded logprobs are at temperature 1 and over the whole vocabulary, like those of the server."""
         ids = row.token_ids.tolist()
         start = len(self._start_ids()) if context and ids[:1] == self._start_ids() else 0
         asked = [*ids[:start], *context, *ids[start:]]
         found = (await self._scores(asked)).without(start, start + len(context))
         logprobs: NDArray[Any] = found.logprobs
-        if self._settings.policy and (row.loss_mask & (row.versions != found.version)).any():
+        is_comparable = is_plain and not (row.loss_mask & (row.versions != found.version)).any()
+        if self._settings.policy and not is_comparable:
             found, plain = await self._at_one_version(asked, ids)
             found = found.without(start, start + len(context))
             gaps = found.logprobs - plain.logprobs
-            logprobs = np.where(row.versions == found.version, found.logprobs, row.logprobs + gaps)
+            is_same = is_plain & (row.versions == found.version)
+            logprobs = np.where(is_same, found.logprobs, row.logprobs + gaps)
         columns = {
             "teacher_logprobs": np.where(row.loss_mask, np.clip(logprobs, MIN_LOGPROB, 0.0), np.nan),
         }
