@@ -58,7 +58,7 @@ export interface Law {
 
 export interface SampleRow { reward: N; tokens: N; turns: N; end: string | null; solved: boolean | null; seconds: N }
 export interface GroupRow {
-  sequence: number; group_id: string; task_id: string; tier: string | null; draw: number; state: string; drop_kind: string | null; drop_reason: string | null; step: N; lag: N; opened_at: N; attempt: number; origin: string; producer: string | null;
+  sequence: number; group_id: string; task_id: string; task_text: string | null; tier: string | null; draw: number; state: string; drop_kind: string | null; drop_reason: string | null; step: N; lag: N; opened_at: N; attempt: number; origin: string; producer: string | null;
   num_samples: number; reward_mean: N; reward_std: N; solved_rate: N; tokens: N; turns: N; seconds: N; truncated_rate: N; has_payload: boolean; samples: SampleRow[];
 }
 export interface Groups {
@@ -86,7 +86,7 @@ export interface Tokens {
   author: { names: string[]; at: number[] }; mask: number[]; advantage: N[] | null; entropy: N[] | null; trainer_logprob: N[] | null; teacher_logprob: N[] | null; recorded_step: N;
 }
 
-export interface TaskRow { task_id: string; tier: string | null; draws: number; reward_mean: N; solved_rate: N; last_solved_rate: N; dropped: number; tokens: N; last_step: N }
+export interface TaskRow { task_id: string; task_text: string | null; tier: string | null; draws: number; reward_mean: N; solved_rate: N; last_solved_rate: N; dropped: number; tokens: N; last_step: N }
 export interface Tasks {
   tasks: TaskRow[]; total: number; never_solved: number; next_cursor: string | null;
   tiers: { name: string; tasks: number; is_open: boolean; graduated_share: N; rate: N }[];

@@ -5,7 +5,7 @@ export const FILTERS = ["state", "drop", "step", "task", "task_like", "tier", "r
 export type FilterName = (typeof FILTERS)[number];
 
 export const LABELS: Record<FilterName, string> = {
-  state: "state", drop: "drop reason", step: "step", task: "task", task_like: "task contains", tier: "tier", reward: "reward", solved: "solved", tokens: "response tokens", turns: "turns", lag: "lag", end: "a sample ended by",
+  state: "state", drop: "drop reason", step: "step", task: "task", task_like: "task id contains", tier: "tier", reward: "reward", solved: "solved", tokens: "response tokens", turns: "turns", lag: "lag", end: "a sample ended by",
   seconds: "seconds", origin: "origin", producer: "producer", text: "text", order: "order",
 };
 

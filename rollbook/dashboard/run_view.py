@@ -155,6 +155,8 @@ class RunView:
         self._has_loaded_tokens = False
         self._versions: dict[int, int] = {}
         self.tiers: dict[str, str] = {}
+        self.task_texts: dict[str, str] = {}
+        """What each task asks, as far as it was read."""
 
     async def index(self) -> FollowedIndex:
         async with self._reading:

@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from rollbook.contracts.group import DropKind, DropReason
 from rollbook.dashboard.index.filters import GroupFilter
 from rollbook.dashboard.index.follower import FRESH_S, PATIENCE_S, FollowedIndex, follow
 from rollbook.dashboard.run_view import RunView
+from rollbook.dashboard.server import task_texts
 from rollbook.dashboard.server.access import COOKIE, DashboardAccess
 from rollbook.dashboard.server.request import SHARED_S
+from rollbook.dashboard.server.task_texts import KEPT_CHARS
 from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.run.catalog import open_catalog
@@ -187,6 +190,39 @@ async def test_series_heat_map_and_tasks_are_counted(client: DashboardClient) ->
     assert heat == {"steps": [1, 2, 3], "step_size": 1, "lags": [0], "counts": [[2], [2], [2]]}
     tasks = await get(client, "/api/tasks?sort=draws&like=task1")
     assert [(task["task_id"], task["draws"], task["solved_rate"]) for task in tasks["tasks"]] == [("task1", 1, 0.5)]
+
+
+async def test_groups_and_tasks_are_listed_with_the_first_message_of_a_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_texts, "READ_GROUPS", 2)
+    messages = (
+        {"role": "system", "content": "You are an agent."},
+        {"role": "user", "content": [{"type": "text", "text": "Count\nto " + "ten" * KEPT_CHARS}]},
+        {"role": "user", "content": "Go on."},
+    )
+    directory = await record_run(tmp_path / "run", change=lambda sample: replace(sample, messages=messages))
+    async with serving_dashboard(str(directory.path)) as client:
+        first = (await get(client, "/api/groups?order=oldest"))["groups"]
+        assert sum(group["task_text"] is not None for group in first) == 2
+        tasks = (await get(client, "/api/tasks"))["tasks"]
+        assert sum(task["task_text"] is not None for task in tasks) == 4
+        await get(client, "/api/groups?order=oldest&limit=99")
+        groups = (await get(client, "/api/groups?order=oldest&limit=98"))["groups"]
+    shown = next(group["task_text"] for group in groups if group["group_id"] == "task0@0")
+    assert shown == f"Count\nto {'ten' * KEPT_CHARS}"[:KEPT_CHARS] + "…"
+    assert {group["task_text"] for group in groups if not group["has_payload"]} == {None}
+
+
+async def test_a_task_of_which_no_payload_is_stored_has_no_text(directory: RunDirectory) -> None:
+    async with serving_dashboard(str(directory.path)) as client:
+        whole = await get(client, "/api/groups?order=oldest")
+    assert whole["groups"][0]["task_text"] == HOSTILE
+    with sqlite3.connect(directory.ledger / FILE_NAME) as db:
+        db.execute("DELETE FROM payload_places")
+    async with serving_dashboard(str(directory.path)) as client:
+        found = await get(client, "/api/groups?order=oldest")
+    assert [group["task_text"] for group in found["groups"]] == [None] * len(found["groups"])
 
 
 async def test_groups_and_tasks_are_filtered_by_tier(directory: RunDirectory) -> None:

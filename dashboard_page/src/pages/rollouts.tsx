@@ -5,7 +5,7 @@ import { FILTERS, type FilterName, LABELS, filterText, onlyFilters, toggled } fr
 import { clock, count, dateTime, duration, fixed, number, percent, plural, words } from "../format";
 import { useKeys } from "../keys";
 import { useHeldTick, useTick } from "../live";
-import { Empty, LoadMore, Loaded, Notice, Page, Panel, State } from "../parts/basic";
+import { Empty, LoadMore, Loaded, NamedTask, Notice, Page, Panel, State } from "../parts/basic";
 import { Histogram } from "../parts/histogram";
 import { type Filters, go, href, setFilters, useRoute } from "../router";
 import { visible } from "../text";
@@ -56,7 +56,7 @@ export function RolloutsPage() {
                 <div class="stack">
                   <div class="row">
                     <SearchField name="text" label="Search in messages and ids" value={filters.text ?? ""} field={search} wide />
-                    <SearchField name="task_like" label="Task contains" value={filters.task_like ?? ""} />
+                    <SearchField name="task_like" label="Task id contains" value={filters.task_like ?? ""} />
                     <label class="field">
                       Order
                       <select value={filters.order ?? "newest"} onChange={(event) => setFilters({ order: keepUnless((event.target as HTMLSelectElement).value, "newest") })}>
@@ -209,7 +209,7 @@ function GroupTable({ rows, chosen, filters }: { rows: GroupRow[]; chosen: numbe
       <table>
         <thead>
           <tr>
-            <th>Group</th>
+            <th>Task and group</th>
             {hasTiers ? <th>Tier</th> : null}
             <th>State</th>
             <th class="num">Step</th>
@@ -226,11 +226,7 @@ function GroupTable({ rows, chosen, filters }: { rows: GroupRow[]; chosen: numbe
         <tbody>
           {rows.map((row, at) => (
             <tr key={row.group_id} class={`link ${at === chosen ? "chosen" : ""}`} aria-selected={at === chosen} onClick={(event) => !(event.target as Element).closest("a") && go(rowLink(row, filters))}>
-              <td class="clip mono">
-                <a href={rowLink(row, filters)} title={visible(row.group_id)}>
-                  {visible(row.group_id)}
-                </a>
-              </td>
+              <NamedTask text={row.task_text} id={row.group_id} link={rowLink(row, filters)} />
               {hasTiers ? <td>{row.tier}</td> : null}
               <td>
                 <span title={row.drop_reason ?? undefined}>

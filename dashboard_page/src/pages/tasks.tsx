@@ -2,10 +2,9 @@
 import { type TaskRow, type Tasks, apiPath, useMore, useResource } from "../api";
 import { count, fixed, number, percent, plural } from "../format";
 import { useHeldTick, useTick } from "../live";
-import { Badge, Empty, LoadMore, Loaded, Meter, Page, Panel, Stat } from "../parts/basic";
+import { Badge, Empty, LoadMore, Loaded, Meter, NamedTask, Page, Panel, Stat } from "../parts/basic";
 import { Chart } from "../parts/chart";
 import { href, linkTo, setFilters, useRoute } from "../router";
-import { visible } from "../text";
 
 const COLUMNS: [sort: string | null, label: string, isNumber: boolean][] = [["task", "Task", false], [null, "Tier", false], ["draws", "Draws", true], ["solved", "Solved", true], [null, "Last draw", true], ["reward", "Reward", true], [null, "Tokens", true], [null, "Dropped", true], ["last", "Last step", true]];
 
@@ -34,7 +33,7 @@ export function TasksPage() {
             </div>
             <Mastery data={data} />
             <div class="row">
-              <input type="search" aria-label="Task contains" placeholder="Task contains" defaultValue={filters.like ?? ""} onChange={(event) => setFilters({ like: (event.target as HTMLInputElement).value.trim() })} />
+              <input type="search" aria-label="Task id contains" placeholder="Task id contains" defaultValue={filters.like ?? ""} onChange={(event) => setFilters({ like: (event.target as HTMLInputElement).value.trim() })} />
               <button class="button" aria-pressed={Boolean(filters.never_solved)} onClick={() => setFilters({ never_solved: filters.never_solved ? null : 1 })}>
                 Never solved
               </button>
@@ -103,11 +102,7 @@ function TaskTable({ rows, sort }: { rows: TaskRow[]; sort: string }) {
         <tbody>
           {rows.map((row) => (
             <tr key={row.task_id}>
-              <td class="clip mono">
-                <a href={href("rollouts", [], { task: row.task_id })} title={visible(row.task_id)}>
-                  {visible(row.task_id)}
-                </a>
-              </td>
+              <NamedTask text={row.task_text} id={row.task_id} link={href("rollouts", [], { task: row.task_id })} />
               {hasTiers ? <td>{row.tier}</td> : null}
               <td class="num">{count(row.draws)}</td>
               <td class="num">

@@ -3,7 +3,7 @@ import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
 import type { More, Resource } from "../api";
 import { NONE, words } from "../format";
-import { visible } from "../text";
+import { oneLine, visible } from "../text";
 
 type Children = { children?: ComponentChildren };
 export type Tone = "good" | "warn" | "bad" | "info" | "";
@@ -57,6 +57,22 @@ export function Stat({ label, value, unit, note, link, tone = "", children }: { 
 
 export function Badge({ tone = "", children }: { tone?: Tone } & Children) {
   return <span class={`badge ${tone}`}>{children}</span>;
+}
+
+/** A cell: what the task asks, with the id below; the id alone where the text is not known. */
+export function NamedTask({ text, id, link }: { text: string | null; id: string; link: string }) {
+  return (
+    <td class="named">
+      <a class={text ? "" : "mono"} href={link} title={visible(text ?? id)}>
+        {text ? oneLine(text, 160) : visible(id)}
+      </a>
+      {text ? (
+        <span class="mono" title={visible(id)}>
+          {visible(id)}
+        </span>
+      ) : null}
+    </td>
+  );
 }
 
 const STATE_TONES: Record<string, Tone> = { dispatched: "info", queued: "info", batched: "info", trained: "good", durable: "good", dropped: "warn", running: "good", finished: "info", stopped: "warn", unreadable: "bad", failed: "bad", restarting: "warn", starting: "info" };

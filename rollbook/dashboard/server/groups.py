@@ -1,7 +1,6 @@
 """`/api/groups`, `/api/groups/ID` and `/api/groups/ID/tokens`: the rollout browser."""
 
 import asyncio
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from rollbook.dashboard.index.follower import FollowedIndex
 from rollbook.dashboard.index.index import ViewIndex
 from rollbook.dashboard.run_view import RunView
 from rollbook.dashboard.server.request import BadPageRequestError, checked_number, whole_number
+from rollbook.dashboard.server.task_texts import plain_text, read_task_texts
 from rollbook.dashboard.source import GroupRow
 from rollbook.telemetry.token_records import TokenRecord, read_token_record
 
@@ -28,8 +28,6 @@ SEARCHED_GROUPS = 300
 """Payloads that one text search reads. The next page continues."""
 SEARCHED_BYTES = 64 << 20
 MAX_TOKENS = 1 << 20
-MAX_CHARS = 10 << 20
-"""Text of one message. A longer one is cut, with a note."""
 
 
 async def list_groups(view: RunView, request: web.Request) -> dict[str, Any]:
@@ -47,9 +45,10 @@ async def list_groups(view: RunView, request: web.Request) -> dict[str, Any]:
     else:
         rows, page, rest = await _search(view, index, places, wanted.text, limit)
         searched = {"groups": len(page), "is_complete": not rest}
+    await read_task_texts(view, rows)
     histogram, facets = await index.read(lambda found: (found.reward_histogram(wanted), found.facets(wanted)))
     return {
-        "groups": [listed(row, view.tiers.get(row.task_id)) for row in rows],
+        "groups": [listed(view, row) for row in rows],
         "total": total,
         "total_all": state.indexed,
         "next_cursor": str(int(page[-1])) if rest and len(page) else None,
@@ -98,19 +97,20 @@ async def _has_text(view: RunView, group_id: str, needle: str) -> bool:
             group = decode_payload(payload, GroupId(group_id))
         except RollbookError:
             return False
-        texts = (_text(message.get("content")) for sample in group.samples for message in sample.messages or ())
+        texts = (plain_text(message.get("content")) for sample in group.samples for message in sample.messages or ())
         return any(needle in text.lower() for text in texts)
 
     return await asyncio.to_thread(search)
 
 
-def listed(row: GroupRow, tier: str | None = None) -> dict[str, Any]:
+def listed(view: RunView, row: GroupRow) -> dict[str, Any]:
     outcome = row.outcome
     return {
         "sequence": row.sequence,
         "group_id": row.group_id,
         "task_id": row.task_id,
-        "tier": tier,
+        "task_text": view.task_texts.get(row.task_id) or None,
+        "tier": view.tiers.get(row.task_id),
         "draw": row.draw,
         "state": row.state,
         "drop_kind": row.drop_kind,
@@ -145,7 +145,7 @@ async def show_group(view: RunView, request: web.Request) -> dict[str, Any]:
     await index.update()
     neighbours = await index.read(lambda found: _neighbours(found, wanted, group_id))
     return {
-        "group": listed(row, view.tiers.get(row.task_id)),
+        "group": listed(view, row),
         **neighbours,
         "sentences": history.sentences,
         "moves": history.moves,
@@ -255,8 +255,8 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     return {
         "role": str(message.get("role", "")),
-        "content": _text(message.get("content")),
-        "reasoning": None if reasoning is None else _text(reasoning),
+        "content": plain_text(message.get("content")),
+        "reasoning": None if reasoning is None else plain_text(reasoning),
         "tool_calls": [_tool_call(call) for call in calls] if isinstance(calls, Sequence) else [],
         "tool_call_id": _optional(message.get("tool_call_id")),
         "name": _optional(message.get("name")),
@@ -265,13 +265,13 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tool_call(call: Any) -> dict[str, Any]:
     if not isinstance(call, Mapping):
-        return {"id": None, "name": "", "arguments": _text(call)}
+        return {"id": None, "name": "", "arguments": plain_text(call)}
     function = call.get("function")
     found = function if isinstance(function, Mapping) else call
     return {
         "id": _optional(call.get("id")),
         "name": str(found.get("name", "")),
-        "arguments": _text(found.get("arguments")),
+        "arguments": plain_text(found.get("arguments")),
     }
 
 
@@ -279,26 +279,12 @@ def _optional(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def _text(value: Any) -> str:
-    """Plain text; parts of a message that are text are joined, everything else is shown as JSON."""
-    if value is None:
-        return ""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        parts = [
-            part["text"] if isinstance(part, Mapping) and isinstance(part.get("text"), str) else _text(part)
-            for part in value
-        ]
-        value = "\n".join(parts)
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}\n[{len(text) - MAX_CHARS} more characters]"
-
-
 def _divergence(group: PromptGroup) -> int | None:
     """The first turn at which the samples differ; None if there is one sample, or none differs."""
     if len(group.samples) < 2:
         return None
     answers = [
-        [_text(message.get("content")) for message in sample.messages or () if message.get("role") == "assistant"]
+        [plain_text(message.get("content")) for message in sample.messages or () if message.get("role") == "assistant"]
         for sample in group.samples
     ]
     for turn in range(max(map(len, answers))):

@@ -12,6 +12,7 @@ from rollbook.dashboard.index.index import ViewIndex
 from rollbook.dashboard.run_files import MasteryPoint, read_mastery
 from rollbook.dashboard.run_view import RunView
 from rollbook.dashboard.server.request import checked_number, choice, whole_number
+from rollbook.dashboard.server.task_texts import read_task_texts
 
 MAX_TASKS = 500
 MASTERY_POINTS = 500
@@ -38,9 +39,12 @@ async def list_tasks(view: RunView, request: web.Request) -> dict[str, Any]:
         and (tier is None or row["tier"] == tier)
     ]
     chosen.sort(key=lambda row: _key(row, sort))
+    page = chosen[start : start + limit]
+    missing = [row["last_place"] for row in page if row["task_id"] not in view.task_texts and row["last_place"] >= 0]
+    await read_task_texts(view, await index.read(lambda found: found.rows(missing)))
     mastery = {} if view.directory is None else await asyncio.to_thread(read_mastery, view.directory)
     return {
-        "tasks": chosen[start : start + limit],
+        "tasks": [_listed(view, row) for row in page],
         "total": len(chosen),
         "never_solved": never_solved,
         "next_cursor": str(start + limit) if start + limit < len(chosen) else None,
@@ -77,6 +81,8 @@ def _tasks(index: ViewIndex) -> list[dict[str, Any]]:
     last = np.full(count, np.nan)
     # For repeated indices the last value is kept, which is the newest group.
     last[task[judged]] = columns.solved[judged]
+    last_place = np.full(count, -1)
+    last_place[task[scored]] = np.flatnonzero(scored)
     last_step = np.full(count, -1)
     np.maximum.at(last_step, task, columns.step)
     return [
@@ -90,9 +96,15 @@ def _tasks(index: ViewIndex) -> list[dict[str, Any]]:
             "dropped": int(dropped[at]),
             "tokens": float(tokens[at]),
             "last_step": int(last_step[at]) if last_step[at] >= 0 else None,
+            "last_place": int(last_place[at]),
         }
         for at, text in enumerate(index.tasks.texts)
     ]
+
+
+def _listed(view: RunView, row: dict[str, Any]) -> dict[str, Any]:
+    shown = {name: value for name, value in row.items() if name != "last_place"}
+    return {**shown, "task_text": view.task_texts.get(row["task_id"]) or None}
 
 
 def _mean_by(task: Any, values: Any, known: Any, count: int) -> Any:
