@@ -74,6 +74,10 @@ class Chunks:
             seen_L = np.where(seen_L == NOTHING, NOTHING, before_T[seen_L])
             columns.insert(0, seen_L[:, None])
         inputs_LI = np.concatenate(columns, axis=1)
+        is_empty_LI = inputs_LI == NOTHING
+        # The gradient of a token is the sum over its copies, one after the other. As copies of one token, empty places would make
+        # that sum the longest by far.
+        inputs_LI[is_empty_LI] = np.arange(is_empty_LI.sum()) % len(before_T)
         places_T = np.empty(len(before_T), dtype=np.int64)
         filled = np.flatnonzero(tokens_LB != NOTHING)
         places_T[tokens_LB.flat[filled]] = filled
@@ -90,8 +94,8 @@ class Chunks:
                 )
                 for (chunks, _), end, parents in zip(levels, ends, followed, strict=True)
             ),
-            inputs=Gather.of(np.maximum(inputs_LI, 0).ravel(), len(before_T), device),
-            is_empty_LI1=on_device((inputs_LI == NOTHING)[..., None], device),
+            inputs=Gather.of(inputs_LI.ravel(), len(before_T), device),
+            is_empty_LI1=on_device(is_empty_LI[..., None], device),
             places_T=on_device(places_T, device),
             num_places=tokens_LB.size,
         )

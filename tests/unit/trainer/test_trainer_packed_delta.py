@@ -223,6 +223,15 @@ def test_neither_pass_makes_the_host_wait_for_the_device() -> None:
     assert leaf.grad is not None
 
 
+def test_no_token_has_all_the_empty_places_in_the_sum_of_its_gradient() -> None:
+    rows = [[*range(30), 1000 + number] for number in range(40)]
+    chunks = Chunks.of(tree_of(rows)[0], 4, "cpu")
+    index, is_empty = chunks.inputs.index_F.numpy(), chunks.is_empty_LI1.flatten().numpy()
+    copies, needed = np.bincount(index), np.bincount(index[~is_empty])
+    assert is_empty.sum() > 100
+    assert copies.max() <= needed.max() + 1 + is_empty.sum() // len(copies)
+
+
 def test_padding_between_chunks_has_no_gradient_whatever_it_holds() -> None:
     module = delta_module("qwen3_next")
     sequences, indices = tree_of([[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]])
