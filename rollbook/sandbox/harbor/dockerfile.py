@@ -60,17 +60,22 @@ def read_dockerfile(text: str, *, name: str = "Dockerfile") -> ImageRecipe:
     """Raises `DockerfileError` with the line of what cannot be built."""
     recipe = ImageRecipe()
     arguments: dict[str, str] = {}
-    for line, word, rest in _instructions(text):
+    for line, word, rest in _instructions(text.removeprefix("\ufeff")):
         where = f"{name}, line {line}: {word} {rest}".strip()
-        if word == "FROM":
-            _read_from(recipe, rest, arguments, where)
-        elif word == "ARG":
-            key, _, value = rest.partition("=")
-            arguments.setdefault(key.strip(), _expand(_unquoted(value), {**arguments, **recipe.env}))
-        elif not recipe.base:
-            raise DockerfileError(f"{where}: the first instruction must be FROM")
-        elif word not in IGNORED:
-            _read_step(recipe, (line, word, rest), {"PATH": SYSTEM_PATH, **arguments, **recipe.env}, where)
+        try:
+            if not rest and word not in IGNORED:
+                raise DockerfileError(f"{where}: its arguments are missing")
+            if word == "FROM":
+                _read_from(recipe, rest, arguments, where)
+            elif word == "ARG":
+                key, _, value = rest.partition("=")
+                arguments.setdefault(key.strip(), _expand(_unquoted(value), {**arguments, **recipe.env}))
+            elif not recipe.base:
+                raise DockerfileError(f"{where}: the first instruction must be FROM")
+            elif word not in IGNORED:
+                _read_step(recipe, (line, word, rest), {"PATH": SYSTEM_PATH, **arguments, **recipe.env}, where)
+        except ValueError as error:  # of a quote, for example
+            raise DockerfileError(f"{where}: {error}") from error
     if not recipe.base:
         raise DockerfileError(f"{name} has no FROM")
     return recipe
@@ -115,7 +120,9 @@ def _read_step(
             target = posixpath.join(recipe.workdir, paths[-1])
             if len(paths) > 2 or paths[-1] in (".", "..") or paths[-1].endswith("/."):
                 target = target.rstrip("/") + "/"
-            recipe.steps.append(Copy(tuple(paths[:-1]), posixpath.normpath(target) + "/" * target.endswith("/"), line))
+            # A path that begins with / is one in the directory, too.
+            sources = tuple(path.lstrip("/") or "." for path in paths[:-1])
+            recipe.steps.append(Copy(sources, posixpath.normpath(target) + "/" * target.endswith("/"), line))
         case "WORKDIR":
             recipe.workdir = posixpath.normpath(posixpath.join(recipe.workdir, _expand(_unquoted(rest), variables)))
             recipe.steps.append(Run(("mkdir", "-p", recipe.workdir), "/", {}, line))
@@ -145,12 +152,15 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
         if line.rstrip().endswith("\\"):
             collected += line.rstrip()[:-1] + " "
             continue
-        word, _, rest = (collected + line).strip().partition(" ")
+        yield _instruction(first, collected + line)
         collected = ""
-        yield first, word.upper(), rest.strip()
     if collected.strip():
-        word, _, rest = collected.strip().partition(" ")
-        yield first, word.upper(), rest.strip()
+        yield _instruction(first, collected)
+
+
+def _instruction(number: int, text: str) -> tuple[int, str, str]:
+    word, *rest = text.split(maxsplit=1)
+    return number, word.upper(), rest[0].strip() if rest else ""
 
 
 def _assignments(rest: str, variables: Mapping[str, str], where: str) -> dict[str, str]:

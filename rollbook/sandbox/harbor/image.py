@@ -77,7 +77,8 @@ async def _build_step(sandbox: Sandbox, step: Run | Copy, context: Path, task: H
             )
         return
     for source in step.sources:
-        for path in sorted(context.glob(source)) if any(c in source for c in "*?[") else [context / source]:
+        found = sorted(context.glob(source)) if any(c in source for c in "*?[") else []
+        for path in found or [context / source]:
             if not path.resolve().is_relative_to(context.resolve()) or not path.exists():
                 raise DockerfileError(f"{where}: {source} is not in {context}")
             try:

@@ -104,7 +104,11 @@ def read_task(directory: Path) -> HarborTask:
 def _recipe(directory: Path, environment: Mapping[str, Any], path: Path) -> ImageRecipe:
     dockerfile = directory / "environment" / "Dockerfile"
     if dockerfile.is_file():
-        recipe = read_dockerfile(dockerfile.read_text(encoding="utf-8"), name=str(dockerfile))
+        try:
+            text = dockerfile.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise HarborTaskError(f"{dockerfile}: {error}") from error
+        recipe = read_dockerfile(text, name=str(dockerfile))
     elif "docker_image" in environment:
         recipe = ImageRecipe(base=_value(environment, "docker_image", str, "", path), workdir="/app")
     else:

@@ -29,9 +29,9 @@ def _bubblewrap() -> None:
 
 def test_a_dockerfile_gives_its_steps_variables_and_directory() -> None:
     recipe = read_dockerfile(
-        'FROM --platform=linux/amd64 debian:12 AS base\nARG V=2\nENV A="x y" B=$V\nENV OLD form\nWORKDIR /srv\nWORKDIR app\n'
-        "COPY a.txt b.txt ./\nCOPY one.txt two.txt\nRUN echo $A \\\n  # a comment\n\n  && true\n"
-        'RUN ["echo", "$A"]\nUSER root\nEXPOSE 80\n'
+        '\ufeffFROM --platform=linux/amd64 debian:12 AS base\nARG V=2\nENV A="x y" B=$V\nENV OLD form\nWORKDIR /srv\nWORKDIR app\n'
+        "COPY /a.txt b.txt ./\nCOPY one.txt two.txt\nRUN echo $A \\\n  # a comment\n\n  && true\n"
+        'RUN\t["echo", "$A"]\nUSER root\nEXPOSE 80\n'
     )
     assert (recipe.base, recipe.workdir) == ("debian:12", "/srv/app")
     assert recipe.env == {"A": "x y", "B": "2", "OLD": "form"}
@@ -62,6 +62,9 @@ def test_a_dockerfile_gives_its_steps_variables_and_directory() -> None:
         ("FROM a\nRUN cat > /f <<-'END'\nhello\nEND", "line 2: RUN cat.*here-documents"),
         ("FROM a\nCOPY <<EOF /f\nhello\nEOF", "line 2: COPY.*here-documents"),
         ('FROM a\nSHELL ["bash"]', "SHELL is not supported"),
+        ("ARG A=it's\nFROM a", "line 1: ARG A=it's: No closing quotation"),
+        ('FROM a\nCOPY "a b c', "line 2: COPY.*No closing quotation"),
+        ("FROM a\nENV", "line 2: ENV: its arguments are missing"),
     ],
 )
 def test_what_a_sandbox_cannot_build_is_refused_by_its_line(text: str, reason: str) -> None:
@@ -122,13 +125,16 @@ async def test_an_agent_finds_the_image_and_the_verifier_scores_what_it_left(tmp
 async def test_a_file_is_copied_into_a_directory_that_exists_and_a_copy_that_fails_is_refused_by_its_line(
     tmp_path: Path,
 ) -> None:
-    text = "FROM a\nWORKDIR /app\nCOPY start.txt /app\n"
+    text = "FROM a\nWORKDIR /app\nCOPY start.txt /app\nCOPY . /all\n"
     task = read_task(write_task(tmp_path, "copied", dockerfile=text))
     async with open_trial(task, images=HOST, cache=tmp_path / "images") as trial:
-        assert await trial.sandbox.read("/app/start.txt") == (task.directory / "environment/start.txt").read_bytes()
-    for number, source in enumerate(("start.txt", "notes")):
+        for folder in ("/app", "/all"):
+            found = await trial.sandbox.read(f"{folder}/start.txt")
+            assert found == (task.directory / "environment/start.txt").read_bytes()
+    refused = [(name, rf"line 2: {name} cannot be copied to /usr/bin/ .*Read-only") for name in ("start.txt", "notes")]
+    for number, (source, reason) in enumerate([*refused, ("none*", r"line 2: none\* is not in")]):
         task = read_task(write_task(tmp_path, f"refused{number}", dockerfile=f"FROM a\nCOPY {source} /usr/bin/\n"))
-        with pytest.raises(DockerfileError, match=rf"line 2: {source} cannot be copied to /usr/bin/ .*Read-only"):
+        with pytest.raises(DockerfileError, match=reason):
             async with open_trial(task, images=HOST, cache=tmp_path / "images"):
                 pass
 
