@@ -23,7 +23,7 @@ from rollbook.contracts.group import DropKind, DropReason
 from rollbook.dashboard.index.filters import GroupFilter
 from rollbook.dashboard.index.follower import FRESH_S, PATIENCE_S, FollowedIndex, follow
 from rollbook.dashboard.run_view import RunView
-from rollbook.dashboard.server import task_texts
+from rollbook.dashboard.server import overview, task_texts
 from rollbook.dashboard.server.access import COOKIE, DashboardAccess
 from rollbook.dashboard.server.request import SHARED_S
 from rollbook.dashboard.server.task_texts import KEPT_CHARS
@@ -87,6 +87,17 @@ async def test_the_overview_shows_progress_law_and_state(client: DashboardClient
     assert found["law"]["dropped"] == {"filtered": 1, "end_of_run": 1}
     assert found["learning"]["reward"]["last"] == pytest.approx(0.3)
     assert [problem["kind"] for problem in found["problems"]] == []
+
+
+async def test_the_small_charts_of_the_overview_show_the_whole_run_up_to_its_last_step(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving_dashboard(str(directory.path)) as client:
+        every = (await get(client, "/api/run"))["sparklines"]["reward"]
+    assert len(every) == STEPS
+    monkeypatch.setattr(overview, "SPARKLINE_POINTS", 2)
+    async with serving_dashboard(str(directory.path)) as client:
+        assert (await get(client, "/api/run"))["sparklines"]["reward"] == [every[0], every[2]]
 
 
 async def test_every_route_of_the_page_has_an_answer(client: DashboardClient) -> None:

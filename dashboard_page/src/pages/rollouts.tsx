@@ -56,7 +56,7 @@ export function RolloutsPage() {
                 <div class="stack">
                   <div class="row">
                     <SearchField name="text" label="Search in messages and ids" value={filters.text ?? ""} field={search} wide />
-                    <SearchField name="task_like" label="Task id contains" value={filters.task_like ?? ""} />
+                    <SearchField name="task_like" label="Task id" value={filters.task_like ?? ""} />
                     <label class="field">
                       Order
                       <select value={filters.order ?? "newest"} onChange={(event) => setFilters({ order: keepUnless((event.target as HTMLSelectElement).value, "newest") })}>

@@ -33,7 +33,7 @@ export function TasksPage() {
             </div>
             <Mastery data={data} />
             <div class="row">
-              <input type="search" aria-label="Task id contains" placeholder="Task id contains" defaultValue={filters.like ?? ""} onChange={(event) => setFilters({ like: (event.target as HTMLInputElement).value.trim() })} />
+              <input type="search" aria-label="Task id" placeholder="Task id" defaultValue={filters.like ?? ""} onChange={(event) => setFilters({ like: (event.target as HTMLInputElement).value.trim() })} />
               <button class="button" aria-pressed={Boolean(filters.never_solved)} onClick={() => setFilters({ never_solved: filters.never_solved ? null : 1 })}>
                 Never solved
               </button>

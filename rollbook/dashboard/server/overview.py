@@ -1,6 +1,7 @@
 """`/api/runs`, `/api/run`, `/api/law` and `/api/audit`: is it learning, who waits, and is everything accounted for."""
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -200,7 +201,8 @@ def _law(status: LedgerStatus) -> dict[str, Any]:
 
 
 def _sparklines(steps: Sequence[StepMetrics]) -> dict[str, list[float | None]]:
-    recent = steps[-SPARKLINE_POINTS:]
+    # Of the whole run, as the change that is printed above. From the end, so that the newest is shown.
+    recent = steps[:: -max(1, math.ceil(len(steps) / SPARKLINE_POINTS))][::-1]
     return {
         "reward": [step.reward for step in recent],
         "solved": [step.solved for step in recent],
