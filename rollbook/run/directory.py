@@ -28,10 +28,10 @@ from rollbook.contracts.errors import UsageError
 from rollbook.trainer.model_config import ModelConfig
 
 CHECKPOINT = re.compile(r"step-(\d+)")
-# Refuse to start a run that could not write a checkpoint.
-MAX_RUN_FILES = 5
-"""Listed where a directory with run files is given instead of one of them."""
+MAX_LISTED = 5
+"""Runs or run files that an error lists where none is given."""
 MIN_FREE_BYTES = 64 * 2**20
+"""Refuse to start a run that could not write a checkpoint."""
 
 
 class RunDirectoryError(UsageError):
@@ -167,15 +167,25 @@ class RunDirectory:
     def require_config(self) -> Path:
         """The file with the resolved config. Raises `RunDirectoryError` if there is none."""
         if not os.access(self.config_file, os.R_OK):
-            files = sorted(file.name for file in self.path.glob("*.toml"))[:MAX_RUN_FILES]
-            advice = (
-                f". Is {self.path / files[0]} meant?" if len(files) == 1 else f". Its run files: {', '.join(files)}"
-            )
-            raise RunDirectoryError(
-                f"{self.path} is not a run directory: it has no {self.config_file.name} that can be read"
-                f"{advice if files else ''}"
-            )
+            raise self.no_run(f"it has no {self.config_file.name} that can be read")
         return self.config_file
+
+    def no_run(self, problem: str) -> RunDirectoryError:
+        """The error that this path is no run, with the runs and run files that may be meant."""
+        if self.path.exists():
+            text = f"{self.path} is not a run directory: {problem if self.path.is_dir() else 'it is a file'}"
+            files = sorted(file.name for file in self.path.glob("*.toml"))[:MAX_LISTED]
+            if len(files) == 1:
+                return RunDirectoryError(f"{text}. Is {self.path / files[0]} meant?")
+            if files:
+                return RunDirectoryError(f"{text}. Its run files: {', '.join(files)}")
+        else:
+            text = f"{self.path} does not exist"
+        folder = self.path if self.path.is_dir() else self.path.parent
+        runs = sorted(folder.glob("*/run.json"), key=lambda file: -file.parent.stat().st_mtime)[:MAX_LISTED]
+        if not runs:
+            return RunDirectoryError(text)
+        return RunDirectoryError(f"{text}. The newest runs in {folder}: {', '.join(file.parent.name for file in runs)}")
 
     def record_settings(self, section: str, values: Mapping[str, Any]) -> None:
         """Change settings of the resolved configuration that were found out when the run began. Processes that start later, also in
@@ -250,9 +260,7 @@ class RunDirectory:
         try:
             manifest: dict[str, Any] = json.loads(self.manifest_file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise RunDirectoryError(
-                f"{self.path} is not a run directory: {self.manifest_file.name} cannot be read ({error})"
-            ) from error
+            raise self.no_run(f"{self.manifest_file.name} cannot be read ({error})") from error
         return manifest
 
     # Its use -------------------------------------------------------------------------------------------------------------------

@@ -124,6 +124,8 @@ def evaluation_request(
             overrides=list(overrides),
             modules=list(map(str, modules)),
         )
+    if not target.exists():
+        raise RunDirectory(target.resolve()).no_run("")
     if not (target / "config.json").is_file():
         raise RunError(f"{target} is neither a run directory (run.json) nor a model directory (config.json)")
     if config is None:

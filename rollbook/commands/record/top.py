@@ -63,7 +63,7 @@ def _processes(directory: RunDirectory) -> list[ProcessStatus]:
 def open_config(run_dir: Path) -> tuple[RunDirectory, RunConfig]:
     directory = RunDirectory(run_dir.resolve())
     if not directory.exists:
-        raise UsageError(f"{directory.path} is not a run directory: it has no {directory.manifest_file.name}")
+        raise directory.no_run(f"it has no {directory.manifest_file.name}")
     try:
         return directory, load_resolved_config(directory).config
     except RollbookError as error:

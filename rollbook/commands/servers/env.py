@@ -43,7 +43,7 @@ def serve_environment(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stopping.set)
-        say(f"preparing {size or 'any number of'} environments of {env.name}")
+        say(f"preparing {size or 'any number of'} environment{'s'[: size != 1]} of {env.name}")
         async with serve_environments(
             env, server, size=size, host=host, port=port, is_openenv=is_openenv, tasks=rows, allowed=allowed
         ) as running:

@@ -110,7 +110,8 @@ async def _serve(
     try:
         sock = listening_socket(options.host, options.port)
     except OSError as error:
-        raise RunError(f"cannot listen on {options.host}:{options.port}: {error.strerror or error}") from error
+        problem = f"cannot listen on {options.host}:{options.port}: {error.strerror or error}"
+        raise RunError(f"the policy server {problem}; choose another port with --port") from error
     say(f"loading {options.model or 'the scripted engine'} ({config.engine}, {config.device}, {config.dtype})")
     async with open_engine(config, directory, compare=compare_with_trainer) as engine:
         await adopt_directory_weights(engine)

@@ -246,7 +246,8 @@ def resolve_run(
             place(read.table, path, value)
     faults = [fault for text in overrides if (fault := override_table(read.table, text)) is not None]
     table = read.table if staging is None else with_references(read.table, staging)
-    search_path = [*read.search_path, *user_search_path(), *([] if staging is None else [staging])]
+    objects = [] if staging is None or not any(staging.iterdir()) else [staging]
+    search_path = [*read.search_path, *user_search_path(), *objects]
     loaded = checked_config(
         table, faults, overrides, file=read.file, source_dir=read.source_dir, search_path=search_path
     )

@@ -123,7 +123,9 @@ async def _listening(
     try:
         sock = listening_socket(host, port)
     except OSError as error:
-        raise RunError(f"the environment server cannot listen on {host}:{port}: {error}") from error
+        raise RunError(
+            f"the environment server cannot listen on {host}:{port}: {error.strerror or error}; choose another port"
+        ) from error
     async with serve_app(app, sock, allowed=allowed) as url:
         yield url
 

@@ -13,6 +13,10 @@ from rollbook.contracts.user_errors import did_you_mean
 MAX_LISTED = 12
 """Fields of a table that a message lists if no name is similar. docs/configuration.md lists those of larger tables."""
 MAX_PLACES = 3
+WRONG_VALUES = frozenset(
+    f"{kind}_{what}" for kind in ("int", "float", "bool") for what in ("parsing", "type", "from_float")
+) | {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
+"""Errors of pydantic about a number or a truth value that do not show it."""
 
 
 def _renamed(setting: str, *names: str) -> dict[str, str]:
@@ -166,6 +170,8 @@ def suggestion(path: str, root: type[BaseModel]) -> Suggestion:
     if close := did_you_mean(name, siblings):
         setting = next(one for one in siblings if f"{one!r}" in close)
         return Suggestion(close, f"{table}.{setting}" if table else setting)
+    if longer := [one for one in siblings if {*name.split("_")} <= {*one.split("_")}]:
+        return Suggestion(f"; did you mean {' or '.join(map(repr, longer[:MAX_PLACES]))}?")
     leaves = {one.rpartition(".")[2]: one for one in known} | RENAMED
     if close := did_you_mean(name, leaves):
         setting = next(leaves[one] for one in leaves if f"{one!r}" in close)
@@ -203,6 +209,8 @@ def plain_message(error: ErrorDetails, path: Sequence[int | str], root: type[Bas
     if error["type"] in ("literal_error", "enum"):
         known = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         return f"{error['msg']}, not {error['input']!r}{did_you_mean(str(error['input']), known)}"
+    if error["type"] in WRONG_VALUES:
+        return f"{error['msg'].partition(', ')[0]}, not {error['input']!r}"
     return error["msg"].removeprefix("Value error, ")
 
 

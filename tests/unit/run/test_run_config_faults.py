@@ -51,7 +51,7 @@ keep_every = 3
 def test_a_fault_hides_no_other(tmp_path: Path) -> None:
     assert messages_of(tmp_path, FIVE) == [
         "run.toml:4: model.build.heads: hidden_size 128 does not split into 3 heads of even width",
-        "run.toml:5: model.build.layers: Input should be a valid integer, unable to parse string as an integer",
+        "run.toml:5: model.build.layers: Input should be a valid integer, not 'two'",
         f"run.toml:7: tasks.source: no such file: {tmp_path}/missing.jsonl",
         "run.toml:9: rollout.group_size: unknown field; did you mean 'rollout.completions_per_prompt'?",
         "run.toml:10: rollout.min_samples: min_samples is 9, but a group has 4 samples: every group would be dropped; "
@@ -65,7 +65,7 @@ def test_a_fault_hides_no_other(tmp_path: Path) -> None:
 def test_a_fault_that_follows_from_another_one_is_not_reported(tmp_path: Path) -> None:
     # Without max_steps a run would never end, and without a source it has no tasks: neither is left out here.
     assert messages_of(tmp_path, GOOD.replace("max_steps = 10", 'max_steps = "ten"')) == [
-        "run.toml:7: trainer.max_steps: Input should be a valid integer, unable to parse string as an integer"
+        "run.toml:7: trainer.max_steps: Input should be a valid integer, not 'ten'"
     ]
     assert messages_of(tmp_path, GOOD.replace("source", "sorce")) == [
         "run.toml:5: tasks.sorce: unknown field; did you mean 'source'?"
@@ -78,6 +78,11 @@ def test_a_fault_that_follows_from_another_one_is_not_reported(tmp_path: Path) -
     assert "ledger.port: unknown field" in message
     [message] = messages_of(tmp_path, GOOD.replace('["a"]', "[]"))
     assert "vocabulary is empty" in message
+
+
+def test_the_beginning_of_a_setting_is_answered_with_the_whole_names(tmp_path: Path) -> None:
+    [message] = messages_of(tmp_path, GOOD, "gate.groups=3")
+    assert message.endswith("did you mean 'groups_per_step' or 'max_groups_in_flight'?")
 
 
 def test_a_divergence_that_no_teacher_gives_is_reported(tmp_path: Path) -> None:
@@ -109,7 +114,7 @@ def test_settings_of_distillation_that_nothing_reads_are_reported_with_what_to_s
 def test_a_misspelt_setting_is_checked_under_its_right_name(tmp_path: Path) -> None:
     first, second = messages_of(tmp_path, GOOD.replace("max_steps = 10", "max_steps = 10\nlearning_rate = -1"))
     assert first == "run.toml:8: trainer.learning_rate: unknown field; did you mean 'trainer.lr'?"
-    assert second == "run.toml:8: trainer.learning_rate: Input should be greater than 0"
+    assert second == "run.toml:8: trainer.learning_rate: Input should be greater than 0, not -1"
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,22 @@ def test_a_directory_without_a_run_is_reported(tmp_path: Path) -> None:
     (tmp_path / "big.toml").touch()
     with pytest.raises(RunDirectoryError, match=r"Its run files: big\.toml, run\.toml$"):
         read_source(tmp_path)
+    with pytest.raises(RunDirectoryError, match=r"big\.toml is not a run directory: it is a file$"):
+        audit(tmp_path / "big.toml")
+
+
+def test_a_path_without_a_run_is_reported_with_the_runs_near_it(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match=r"runs/first does not exist$"):
+        audit(tmp_path / "runs" / "first")
+    for name in ("second", "third"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.json").touch()
+    os.utime(tmp_path / "runs" / "second", (1, 1))
+    near = rf"\. The newest runs in {tmp_path}/runs: third, second$"
+    with pytest.raises(RunDirectoryError, match=rf"runs/first does not exist{near}"):
+        audit(tmp_path / "runs" / "first")
+    with pytest.raises(RunDirectoryError, match=rf"runs is not a run directory: .*{near}"):
+        read_source(tmp_path / "runs")
 
 
 def test_a_new_run_is_readable_by_its_owner_only(tmp_path: Path) -> None:
