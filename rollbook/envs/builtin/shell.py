@@ -243,12 +243,11 @@ def _distinct(rng: random.Random) -> dict[str, Any]:
 
 def _tidy(rng: random.Random) -> dict[str, Any]:
     names, year = rng.sample(NAMES, 3), rng.randint(2001, 2030)
-    moves = " ".join(f"inbox/{name}.txt" for name in names)
     return {
         "goal": f"Move every .txt file of the folder inbox into archive/{year} and remove inbox.",
         "files": {f"inbox/{name}.txt": f"{name}\n" for name in names},
         "expect": {"inbox": None, **{f"archive/{year}/{name}.txt": f"{name}\n" for name in names}},
-        "solution": [f"mkdir -p archive/{year}", f"mv {moves} archive/{year}", "rm -r inbox"],
+        "solution": [f"mkdir -p archive/{year}", f"mv inbox/*.txt archive/{year}", "rm -r inbox"],
     }
 
 

@@ -14,7 +14,7 @@ from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import RunError
 from rollbook.envs.builtin.code import Code
 from rollbook.envs.builtin.code_tasks import tasks as code_tasks
-from rollbook.envs.builtin.shell import Files, file_tasks
+from rollbook.envs.builtin.shell import NAMES, Files, file_tasks
 from rollbook.envs.catalog import open_environment_pool
 from rollbook.envs.config import EnvConfig
 from rollbook.sandbox.code import run_code
@@ -43,6 +43,13 @@ def test_there_are_more_than_two_hundred_code_tasks_in_five_tiers() -> None:
     assert tasks == list(code_tasks())
     assert len({task["id"] for task in file_tasks()}) == 60
     assert {task["tier"] for task in file_tasks()} == {1, 2, 3, 4, 5}
+
+
+def test_no_solution_knows_a_name_that_its_goal_does_not_say() -> None:
+    """Who learns from such a solution learns to invent names."""
+    for task in file_tasks(count=200):
+        unknown = [name for name in NAMES if name in " ".join(task["solution"]) and name not in task["goal"]]
+        assert not unknown, task
 
 
 async def test_a_module_is_repaired_over_several_turns() -> None:
