@@ -420,7 +420,12 @@ async def test_a_prompt_whose_prefill_starts_again_is_counted_once_as_cached(roo
     tiny = TinyModel(root=root)
     shared, rest = some_prompts(2, 64, 64, seed=8)
     async with embedded(
-        tiny, is_captured=True, step_prefill_tokens=8, forward_tokens=16, kv_after_update="recompute"
+        tiny,
+        is_captured=True,
+        # Many steps: the update must arrive before the prefill ends.
+        step_prefill_tokens=1,
+        forward_tokens=16,
+        kv_after_update="recompute",
     ) as engine:
         first = engine.submit(shared, SamplingParams(max_tokens=60))
         await until(lambda: engine.stats().tokens >= 1)
