@@ -2,6 +2,9 @@
 
 While a browser is open, its thread cannot run an event loop, and tests of other modules need one. So there is one browser per
 module, and coroutines run in another thread.
+
+A new page compiles the scripts again, which takes most of its time. So tests use the page of their module,
+unless they need a new one.
 """
 
 import asyncio
@@ -75,6 +78,33 @@ def watched() -> Iterator[Watched]:
     yield found
     for page in found.pages:
         page.close()
+    assert found.problems == []
+
+
+@pytest.fixture(scope="module")
+def followed(browser: Browser) -> tuple[Page, Watched]:
+    """The page of the module."""
+    found = Watched()
+    return found.follow(browser.new_page()), found
+
+
+@pytest.fixture
+def unwatched_page(followed: tuple[Page, Watched]) -> Iterator[Page]:
+    """The page of the module, whatever problems it has."""
+    page, _ = followed
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.emulate_media(color_scheme="light")
+    yield page
+    page.unroute_all()
+    page.goto("about:blank")
+
+
+@pytest.fixture
+def page(followed: tuple[Page, Watched], unwatched_page: Page) -> Iterator[Page]:
+    """The page of the module. Fails the test if it had a problem."""
+    found = followed[1]
+    found.problems.clear()
+    yield unwatched_page
     assert found.problems == []
 
 

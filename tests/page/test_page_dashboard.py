@@ -135,11 +135,10 @@ def opened(page: Page, shown: Shown, path: str, run: str = "first") -> None:
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
 def test_every_page_opens_without_an_error_is_accessible_and_fits_the_screen(
-    browser: Browser, shown: Shown, watched: Watched, scheme: str, width: int
+    page: Page, shown: Shown, scheme: str, width: int
 ) -> None:
-    page = watched.follow(
-        browser.new_page(viewport={"width": width, "height": 844}, color_scheme="dark" if scheme == "dark" else "light")
-    )
+    page.set_viewport_size({"width": width, "height": 844})
+    page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
     findings = []
     for path, text in PAGES.items():
         opened(page, shown, path)
@@ -148,13 +147,9 @@ def test_every_page_opens_without_an_error_is_accessible_and_fits_the_screen(
         if page.evaluate("document.documentElement.scrollWidth") > width:
             findings.append(f"{path}: wider than the screen")
     assert findings == []
-    page.close()
 
 
-def test_messages_with_scripts_links_escape_sequences_and_direction_marks_stay_text(
-    browser: Browser, shown: Shown, watched: Watched
-) -> None:
-    page = watched.follow(browser.new_page())
+def test_messages_with_scripts_links_escape_sequences_and_direction_marks_stay_text(page: Page, shown: Shown) -> None:
     opened(page, shown, "/rollout/task0%400/0")
     main = page.get_by_role("main")
     for text in (
@@ -171,13 +166,9 @@ def test_messages_with_scripts_links_escape_sequences_and_direction_marks_stay_t
         expect(main).to_contain_text(text)
     assert page.locator("main script, main img, main a[href^='javascript:'], main a[href^='https:']").count() == 0
     assert len(page.locator("main").inner_text()) < 1_000_000
-    page.close()
 
 
-def test_a_rollout_shows_what_the_judges_wrote_and_the_reward_of_each_turn(
-    browser: Browser, shown: Shown, watched: Watched
-) -> None:
-    page = watched.follow(browser.new_page(viewport={"width": 1280, "height": 900}))
+def test_a_rollout_shows_what_the_judges_wrote_and_the_reward_of_each_turn(page: Page, shown: Shown) -> None:
     opened(page, shown, "/rollout/task0%400/1", run="second")
     judges = page.get_by_role("region", name="Judges")
     expect(judges.locator("article")).to_have_count(2)
@@ -190,13 +181,11 @@ def test_a_rollout_shows_what_the_judges_wrote_and_the_reward_of_each_turn(
     assert serious_findings(page) == []
     opened(page, shown, "/rollout/task0%400/0", run="second")
     expect(main.locator("article.message.assistant header")).to_contain_text("reward 0,")
-    page.close()
 
 
 def test_the_teacher_is_shown_with_the_tokens_and_the_scores_of_the_run_on_the_overview(
-    browser: Browser, shown: Shown, watched: Watched
+    page: Page, shown: Shown
 ) -> None:
-    page = watched.follow(browser.new_page(viewport={"width": 1280, "height": 900}))
     opened(page, shown, "/rollout/task0%400/1?view=tokens&colour=teacher", run="second")
     main = page.get_by_role("main")
     expect(main).to_contain_text("-4 nats a token")
@@ -216,7 +205,6 @@ def test_the_teacher_is_shown_with_the_tokens_and_the_scores_of_the_run_on_the_o
     opened(page, shown, "/overview")
     expect(main).to_contain_text("Is it learning?")
     expect(main).not_to_contain_text("Reward functions")
-    page.close()
 
 
 @pytest.mark.parametrize(
@@ -233,10 +221,7 @@ def test_the_teacher_is_shown_with_the_tokens_and_the_scores_of_the_run_on_the_o
     ],
 )
 def test_the_rewards_of_turns_are_at_the_answers_of_these_turns(
-    browser: Browser,
-    shown: Shown,
-    watched: Watched,
-    case: tuple[list[int], list[tuple[str, int | None]] | None, list[str]],
+    page: Page, shown: Shown, case: tuple[list[int], list[tuple[str, int | None]] | None, list[str]]
 ) -> None:
     sequences, lineage, expected = case
 
@@ -259,7 +244,6 @@ def test_the_rewards_of_turns_are_at_the_answers_of_these_turns(
             found["facts"] = {"lineage": told}
         route.fulfill(response=response, json=answer)
 
-    page = watched.follow(browser.new_page(viewport={"width": 1280, "height": 900}))
     page.route(re.compile(r"/api/groups/task1%400\?"), with_turns)
     opened(page, shown, "/rollout/task1%400/0")
     headers = page.locator("main article.message.assistant header")
@@ -270,12 +254,9 @@ def test_the_rewards_of_turns_are_at_the_answers_of_these_turns(
         else:
             expect(headers.nth(at)).not_to_contain_text("reward")
     expect(page.get_by_role("main")).to_contain_text("; ".join(["0.5", "-2", "3", "7"][: len(sequences)]))
-    page.close()
 
 
-def test_the_conversations_of_an_episode_are_a_tree_with_links_to_their_tokens(
-    browser: Browser, shown: Shown, watched: Watched
-) -> None:
+def test_the_conversations_of_an_episode_are_a_tree_with_links_to_their_tokens(page: Page, shown: Shown) -> None:
     lineage = [
         {"sequence": 0, "role": "side", "parent": 1, "agent": None, "left_out": 'side with train_only = "agents"'},
         {"sequence": 1, "role": "main", "parent": None, "agent": "thread-1"},
@@ -290,7 +271,6 @@ def test_the_conversations_of_an_episode_are_a_tree_with_links_to_their_tokens(
         answer["samples"][0] |= {"sequences": 4, "facts": {"lineage": lineage}}
         route.fulfill(response=response, json=answer)
 
-    page = watched.follow(browser.new_page(viewport={"width": 1280, "height": 900}))
     page.route(re.compile(r"/api/groups/task1%400\?"), with_lineage)
     opened(page, shown, "/rollout/task1%400/0")
     tree = page.locator("main .lineage").first
@@ -301,13 +281,11 @@ def test_the_conversations_of_an_episode_are_a_tree_with_links_to_their_tokens(
     expect(page.get_by_role("main")).not_to_contain_text("nowhere,")
     expect(tree.get_by_role("link", name="rewrite")).to_have_attribute("href", re.compile("view=tokens.*sequence=3"))
     assert serious_findings(page) == []
-    page.close()
 
 
 def test_filters_are_in_the_address_and_a_copied_link_shows_the_same_groups(
-    browser: Browser, shown: Shown, watched: Watched
+    browser: Browser, page: Page, shown: Shown
 ) -> None:
-    page = watched.follow(browser.new_page(viewport={"width": 1280, "height": 900}))
     opened(page, shown, "/rollouts")
     rows = page.locator("tbody tr")
     expect(rows).to_have_count(shown.api("groups?run=first")["total"])
@@ -328,11 +306,9 @@ def test_filters_are_in_the_address_and_a_copied_link_shows_the_same_groups(
     copied.close()
     page.go_back()
     expect(rows).to_have_count(shown.api("groups?run=first")["total"])
-    page.close()
 
 
-def test_dragging_over_the_histogram_selects_rewards(browser: Browser, shown: Shown, watched: Watched) -> None:
-    page = watched.follow(browser.new_page(viewport={"width": 1280, "height": 900}))
+def test_dragging_over_the_histogram_selects_rewards(page: Page, shown: Shown) -> None:
     opened(page, shown, "/rollouts")
     box = page.get_by_role("img", name="Groups by mean reward").bounding_box()
     assert box is not None
@@ -342,11 +318,9 @@ def test_dragging_over_the_histogram_selects_rewards(browser: Browser, shown: Sh
     page.mouse.up()
     expect(page).to_have_url(re.compile("reward="))
     expect(page.get_by_role("group", name="Active filters")).to_contain_text("reward")
-    page.close()
 
 
-def test_j_and_k_move_within_the_filter(browser: Browser, shown: Shown, watched: Watched) -> None:
-    page = watched.follow(browser.new_page())
+def test_j_and_k_move_within_the_filter(page: Page, shown: Shown) -> None:
     listed = [row["group_id"] for row in shown.api("groups?run=first&state=durable")["groups"]]
     assert len(listed) >= 3
     opened(page, shown, "/rollouts?state=durable")
@@ -366,25 +340,17 @@ def test_j_and_k_move_within_the_filter(browser: Browser, shown: Shown, watched:
     page.keyboard.press("g")
     expect(page).to_have_url(re.compile(r"/group/.*state=durable"))
     expect(heading).to_have_text(listed[1])
-    page.close()
 
 
-def test_the_samples_of_a_group_are_side_by_side_with_shared_messages_shown_once(
-    browser: Browser, shown: Shown, watched: Watched
-) -> None:
-    page = watched.follow(browser.new_page())
+def test_the_samples_of_a_group_are_side_by_side_with_shared_messages_shown_once(page: Page, shown: Shown) -> None:
     opened(page, shown, "/group/task0%400")
     expect(page.get_by_role("main")).to_contain_text("All samples are identical.")
     expect(page.locator("article")).to_have_count(2 + len(MESSAGES))
     page.get_by_role("link", name="Sample 1").click()
     expect(page).to_have_url(re.compile("/rollout/task0%400/1"))
-    page.close()
 
 
-def test_tokens_show_their_values_and_the_chosen_colour_is_in_the_address(
-    browser: Browser, shown: Shown, watched: Watched
-) -> None:
-    page = watched.follow(browser.new_page())
+def test_tokens_show_their_values_and_the_chosen_colour_is_in_the_address(page: Page, shown: Shown) -> None:
     opened(page, shown, "/rollout/task0%400/0?view=tokens")
     trained = page.locator(".tokens span[data-at]:not(.masked)")
     expect(trained).to_have_count(1)
@@ -392,11 +358,9 @@ def test_tokens_show_their_values_and_the_chosen_colour_is_in_the_address(
     expect(page.locator(".token-fact")).to_contain_text("logprob -0.5")
     page.get_by_role("button", name="author").click()
     expect(page).to_have_url(re.compile("colour=author"))
-    page.close()
 
 
-def test_values_move_when_the_run_goes_on(browser: Browser, shown: Shown, watched: Watched) -> None:
-    page = watched.follow(browser.new_page())
+def test_values_move_when_the_run_goes_on(page: Page, shown: Shown) -> None:
     opened(page, shown, "/")
     reward = page.locator(".stat", has_text="Reward")
     expect(reward).to_contain_text("0.3")
@@ -404,11 +368,9 @@ def test_values_move_when_the_run_goes_on(browser: Browser, shown: Shown, watche
     with shown.run.metrics_file.open("a") as metrics:
         metrics.write(json.dumps(row) + "\n")
     expect(reward).to_contain_text("0.75")
-    page.close()
 
 
-def test_a_task_opens_its_groups_and_a_step_its_samples(browser: Browser, shown: Shown, watched: Watched) -> None:
-    page = watched.follow(browser.new_page())
+def test_a_task_opens_its_groups_and_a_step_its_samples(page: Page, shown: Shown) -> None:
     opened(page, shown, "/tasks")
     page.locator("tbody tr", has_text="task2").get_by_role("link").click()
     expect(page.locator("tbody tr")).to_have_count(1)
@@ -418,28 +380,24 @@ def test_a_task_opens_its_groups_and_a_step_its_samples(browser: Browser, shown:
     expect(page.get_by_role("heading", level=1)).to_have_text("Step 2")
     page.get_by_role("link", name="Rollouts of this step").click()
     expect(page.locator("tbody tr")).to_have_count(PER_STEP)
-    page.close()
 
 
-def test_the_audit_runs_on_a_button(browser: Browser, shown: Shown, watched: Watched) -> None:
-    page = watched.follow(browser.new_page())
+def test_the_audit_runs_on_a_button(page: Page, shown: Shown) -> None:
     opened(page, shown, "/law", run="second")
     page.get_by_role("button", name="Audit now").click()
     expect(page.get_by_role("region", name="Audit")).to_contain_text("passed")
     page.get_by_role("link", name="dropped: filtered").click()
     expect(page.locator("tbody tr")).to_have_count(1)
-    page.close()
 
 
-def test_an_unknown_page_an_unknown_run_and_an_unknown_group_are_reported(browser: Browser, shown: Shown) -> None:
-    page = browser.new_page()
+def test_an_unknown_page_an_unknown_run_and_an_unknown_group_are_reported(unwatched_page: Page, shown: Shown) -> None:
+    page = unwatched_page
     opened(page, shown, "/nothing")
     expect(page.get_by_role("main")).to_contain_text("There is no such page.")
     opened(page, shown, "/rollout/absent%400/0")
     expect(page.get_by_role("alert")).to_contain_text("absent@0")
     opened(page, shown, "/", run="third")
     expect(page.get_by_role("alert")).to_contain_text("third")
-    page.close()
 
 
 def test_a_run_whose_ledger_is_damaged_is_reported_on_every_page(browser: Browser, shown: Shown) -> None:

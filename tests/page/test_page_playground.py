@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
-from tests.page.conftest import Watched, running_server, serious_findings
+from tests.page.conftest import running_server, serious_findings
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +20,7 @@ def _act(page: Page, text: str) -> None:
     page.get_by_label("Your action").press("Enter")
 
 
-def test_a_task_is_chosen_played_and_solved_by_hand(browser: Browser, address: str, watched: Watched) -> None:
-    page = watched.follow(browser.new_page())
+def test_a_task_is_chosen_played_and_solved_by_hand(page: Page, address: str) -> None:
     page.goto(address)
     page.get_by_role("button", name="terminal-rename").click()
     log = page.get_by_role("log")
@@ -35,10 +34,7 @@ def test_a_task_is_chosen_played_and_solved_by_hand(browser: Browser, address: s
     expect(page.get_by_role("region", name="files now")).to_contain_text("/home/final.txt")
 
 
-def test_a_task_that_is_not_json_is_reported_and_an_incomplete_one_too(
-    browser: Browser, address: str, watched: Watched
-) -> None:
-    page = watched.follow(browser.new_page())
+def test_a_task_that_is_not_json_is_reported_and_an_incomplete_one_too(page: Page, address: str) -> None:
     page.goto(address)
     page.get_by_text("Your own task").click()
     page.get_by_label("Task as a JSON object").fill("{")
@@ -49,10 +45,9 @@ def test_a_task_that_is_not_json_is_reported_and_an_incomplete_one_too(
     expect(page.get_by_role("log")).to_contain_text("the task lacks expect")
 
 
-def test_the_playground_is_accessible_and_fits_a_phone_in_dark_mode(
-    browser: Browser, address: str, watched: Watched
-) -> None:
-    page = watched.follow(browser.new_page(viewport={"width": 390, "height": 844}, color_scheme="dark"))
+def test_the_playground_is_accessible_and_fits_a_phone_in_dark_mode(page: Page, address: str) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.emulate_media(color_scheme="dark")
     page.goto(address)
     page.get_by_role("button", name="terminal-count").click()
     expect(page.get_by_role("log")).to_contain_text("names.txt")
