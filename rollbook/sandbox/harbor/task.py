@@ -7,6 +7,7 @@ NAME/task.toml            limits and time-outs, versions 1.0 to 1.4 of the forma
      solution/solve.sh    the reference solution, optional
 """
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -146,8 +147,10 @@ def _value(table: Mapping[str, Any], name: str, kind: type[T], default: T, path:
         return default
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    if not isinstance(value, kind) or (isinstance(value, float) and not value > 0):
-        raise HarborTaskError(f"{path}: {name} = {value!r} must be a {'number above 0' if kind is float else 'string'}")
+    if not isinstance(value, kind) or (isinstance(value, float) and not 0 < value < math.inf):
+        raise HarborTaskError(
+            f"{path}: {name} = {value!r} must be a {'finite number above 0' if kind is float else 'string'}"
+        )
     return value
 
 
@@ -162,7 +165,7 @@ def _megabytes(environment: Mapping[str, Any], name: str, default: int, path: Pa
     scale = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}.get(text[-1:], 0)
     try:
         size = int(float(text[:-1]) * scale)
-    except ValueError:
+    except (ValueError, OverflowError):
         size = 0
     if size < 1:
         raise HarborTaskError(f"{path}: {name}_mb must be a whole number, or {name} a size such as '2G'")

@@ -89,7 +89,9 @@ def test_limits_and_times_come_from_the_file(tmp_path: Path) -> None:
         ("[environment]\ngpus = 1", "environment.gpus"),
         ('[[steps]]\nname = "a"', "steps"),
         ("[environment]\nmemory = 'much'", "memory_mb must be a whole number"),
-        ("[agent]\ntimeout_sec = 0", "timeout_sec = 0.0 must be a number above 0"),
+        ("[agent]\ntimeout_sec = 0", "timeout_sec = 0.0 must be a finite number above 0"),
+        ("[verifier]\ntimeout_sec = inf", "timeout_sec = inf must be a finite number"),
+        ("[environment]\nstorage = 'infG'", "storage_mb must be a whole number"),
         ("[agent", "task.toml"),
     ],
 )
