@@ -65,3 +65,6 @@ class Observation:
     facts: Mapping[str, Any] = field(default_factory=dict)
     earlier: tuple[Mapping[str, str], ...] = ()
     """After a reset: the messages before `text`, with `role` and `content`, such as a system prompt."""
+    last_action: str | None = None
+    """Sent as the next action if a limit ends the episode here, such as `submit`: only then does the environment score what was
+    done. None: its rewards are complete."""

@@ -33,6 +33,9 @@ FILES_LIMITS = Limits(memory_mb=512, cpu_s=120, processes=64, disk_mb=64, files=
 class Shell(ABC):
     """What both environments share. A subclass opens the sandbox and computes the reward."""
 
+    last_action: str | None = None
+    """See `Observation`."""
+
     def __init__(self, *, max_turns: int, command_s: float) -> None:
         if max_turns < 1:
             raise ValueError(f"max_turns is {max_turns}; a task needs at least one command")
@@ -62,7 +65,14 @@ class Shell(ABC):
         facts = {"commands": list(self._commands), "sandbox": dict(self._sandbox.facts)}
         if done:
             await self.close()
-        return Observation(text=output, reward=reward, done=done, solved=reward >= 1.0 if done else None, facts=facts)
+        return Observation(
+            text=output,
+            reward=reward,
+            done=done,
+            solved=reward >= 1.0 if done else None,
+            facts=facts,
+            last_action=None if done else self.last_action,
+        )
 
     async def close(self) -> None:
         self._sandbox = None
@@ -136,12 +146,14 @@ class Files(Shell):
 
 
 class Harbor(Shell):
-    """Tasks of `tasks.source = "harbor:DIR"`. The verifier runs once, after the last command, or when the commands have run for
-    `agent.timeout_sec` of the task.
+    """Tasks of `tasks.source = "harbor:DIR"`. The verifier runs once: after the last command, when the commands have run for
+    `agent.timeout_sec` of the task, or when a limit of `[rollout]` ends the episode.
 
     `images`: local roots of base images, by name, or `host`: programs of this machine; `*` stands for all that are not named.
     `network`: share the network of this machine with the agent's commands.
     """
+
+    last_action = SUBMIT
 
     def __init__(
         self,
@@ -176,7 +188,8 @@ class Harbor(Shell):
         self._sandbox = self._trial.sandbox
         self._left_s = self._trial.task.agent_timeout_s
         return Observation(
-            text=f"{self._trial.task.instruction}\nOne shell command a turn. Send {SUBMIT} when you are done."
+            text=f"{self._trial.task.instruction}\nOne shell command a turn. Send {SUBMIT} when you are done.",
+            last_action=self.last_action,
         )
 
     async def _reward(self, *, is_last: bool) -> float:

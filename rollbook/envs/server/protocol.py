@@ -158,6 +158,8 @@ def result_data(dialect: "Dialect", seen: Observation, *, with_facts: bool) -> d
         "reward": float(seen.reward),
         "done": seen.done,
     }
+    if seen.last_action is not None:
+        data["last_action"] = seen.last_action
     if with_facts and (facts := dialect.facts(seen)):
         data["metadata"] = dict(facts)
     return data
@@ -172,7 +174,7 @@ def observation_of(data: Mapping[str, Any]) -> Observation:
             f"an observation message needs observation and reward; it has {_field_types(data)}",
         )
     metadata = data.get("metadata") or observed.get("metadata") or {}
-    text, solved = observed.get("text"), observed.get("solved")
+    text, solved, last_action = observed.get("text"), observed.get("solved"), data.get("last_action")
     facts = dict(metadata) if isinstance(metadata, Mapping) else {"metadata": metadata}
     if not isinstance(text, str):
         visible = {name: value for name, value in observed.items() if name != "metadata"}
@@ -184,6 +186,7 @@ def observation_of(data: Mapping[str, Any]) -> Observation:
         solved=solved if isinstance(solved, bool) else None,
         facts=facts,
         earlier=_messages(observed.get("earlier")),
+        last_action=last_action if isinstance(last_action, str) else None,
     )
 
 

@@ -2,8 +2,9 @@
 
     reset -> observation as user message -> completion of the policy -> step -> observation as the next user message ...
 
-until the environment is done or a limit is reached. The reward is the sum over the steps, or that of the last step (setting
-`reward`). An episode that reaches a limit, or whose last answer was cut, keeps its reward and is marked as truncated.
+until the environment is done or a limit is reached; then the environment gets its `last_action`, if it named one. The reward is
+the sum over the steps, or that of the last step (setting `reward`). An episode that reaches a limit, or whose last answer was cut,
+keeps its reward and is marked as truncated.
 """
 
 from typing import Any
@@ -15,6 +16,7 @@ from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.config import EpisodeSettings
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
 from rollbook.rollout.episodes.turns import ChatTurns
+from rollbook.rollout.policy import pause_episode_time
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:
@@ -56,12 +58,22 @@ class _Episode:
             self._chat.add_message("user", observation.text)
             turn = await self._turns.next()
             if isinstance(turn, EndReason):
-                return self._sample(turn, observation)
+                return self._sample(turn, await self._scored(observation))
             self._states.append(self._state(observation))
             observation = await self._env.step(turn)
             self._rewards.append(observation.reward)
             if observation.done:
                 return self._sample(None, observation)
+
+    async def _scored(self, observation: Observation) -> Observation:
+        """At a limit: the environment scores what was done. The time of that does not count."""
+        if observation.last_action is None:
+            return observation
+        with pause_episode_time():
+            last = await self._env.step(observation.last_action)
+        # It is earned with the last turn.
+        self._rewards[-1] = last.reward + (self._rewards[-1] if self._settings.reward == "sum" else 0.0)
+        return last
 
     def _sample(self, end: EndReason | None, observation: Observation) -> RolloutSample:
         """`end`: the limit that ended the episode; None: the environment did."""

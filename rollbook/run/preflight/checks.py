@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
 import aiohttp
@@ -48,6 +49,7 @@ from rollbook.run.episodes import begin_episode, call_reward, open_rollout
 from rollbook.run.held_out import held_out, training_tasks
 from rollbook.run.ledger_clients import external_token
 from rollbook.run.preflight.model_files import context_length, model_faults, tokenizer_of
+from rollbook.sandbox.harbor.task import read_task
 from rollbook.tasks.dataset import build_source
 from rollbook.telemetry.events import EventLog
 
@@ -284,6 +286,9 @@ class Checks:
         with self._findings.checking("tasks.source", "loading the tasks"):
             tasks = training_tasks(self._config, self._loaded.source_dir)
             build_source(self._config.tasks, tasks)
+            if self._config.env.name == "harbor":
+                for path, warning in times_below_tests(self._config.rollout, tasks):
+                    self._findings.warning(path, warning)
         evaluation = self._config.evaluation
         if tasks and evaluation.is_configured:
             path = "evaluation.source" if evaluation.source is not None else "evaluation"
@@ -442,6 +447,18 @@ def unreachable_lengths(rollout: RolloutConfig, context: int | None) -> Iterator
         yield "rollout.sampling.max_tokens", f"is {answer}, but {owner} cuts answers before that, prompt included"
     if "max_total_tokens" in rollout.model_fields_set and least < total:
         yield "rollout.max_total_tokens", f"is {total}, but episodes end at {owner}"
+
+
+def times_below_tests(rollout: RolloutConfig, tasks: Sequence[Task]) -> Iterator[tuple[str, str]]:
+    """Times that the tests of Harbor tasks may exceed, which run within a step: the setting, and the longest tests."""
+    found = [read_task(Path(str(task.row["path"]))) for task in tasks if "path" in task.row]
+    name, tests_s = max(
+        ((task.name, task.verifier_timeout_s) for task in found), key=lambda one: one[1], default=("", 0)
+    )
+    why = f"the tests of {name} may take {tests_s:g} s (verifier.timeout_sec); an episode whose tests take longer is played again"
+    for setting in ("step_s", "max_seconds"):
+        if (limit := getattr(rollout, setting)) <= tests_s:
+            yield f"rollout.{setting}", f"is {limit:g} s, and {why}"
 
 
 def _setting_of(message: str) -> tuple[str, str]:

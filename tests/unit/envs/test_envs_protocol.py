@@ -90,8 +90,8 @@ def test_facts_are_outside_the_observation_and_can_be_omitted() -> None:
     assert observation_of(data) == answer
 
 
-def test_messages_before_the_text_are_sent() -> None:
-    shown = Observation(text="2 + 3?", earlier=({"role": "system", "content": "Be brief."},))
+def test_messages_before_the_text_and_the_last_action_are_sent() -> None:
+    shown = Observation(text="2 + 3?", earlier=({"role": "system", "content": "Be brief."},), last_action="submit")
     assert observation_of(result_data(TextDialect(), shown, with_facts=True)) == shown
     other = {"observation": {"text": "a", "earlier": [1, {"role": 1, "content": "b"}]}, "reward": 0.0}
     assert observation_of(other).earlier == ()

@@ -40,9 +40,25 @@ async def open_paying() -> AsyncIterator[PayingEnvironment]:
     yield PayingEnvironment()
 
 
-async def played(settings: Mapping[str, Any] | None = None, limits: EpisodeLimits | None = None) -> RolloutSample:
+class VerifiedEnvironment(PayingEnvironment):
+    """Pays 10 more for what was done, when it is told that the episode ends."""
+
+    async def step(self, action: str) -> Observation:
+        if action == "submit":
+            return Observation(text="verified", reward=10.0, done=True, solved=True)
+        return replace(await super().step(action), last_action="submit")
+
+
+@asynccontextmanager
+async def open_verified() -> AsyncIterator[VerifiedEnvironment]:
+    yield VerifiedEnvironment()
+
+
+async def played(
+    settings: Mapping[str, Any] | None = None, limits: EpisodeLimits | None = None, *, opens: Any = open_paying
+) -> RolloutSample:
     setup, _ = setup_of(settings=settings, limits=limits)
-    sample = await make_rollout(replace(setup, open_environment=open_paying))({"secret": 1})
+    sample = await make_rollout(replace(setup, open_environment=opens))({"secret": 1})
     assert sample is not None
     return sample
 
@@ -104,6 +120,22 @@ async def test_the_turn_limit_ends_an_episode_as_truncated_with_its_reward() -> 
     assert sample.finish_reason is EndReason.MAX_TURNS
     assert sample.finish_reason.is_truncated
     assert (sample.reward, len(sample.turns), sample.solved) == (6.0, 3, False)
+
+
+@pytest.mark.parametrize(
+    "limits", [EpisodeLimits(max_turns=3), EpisodeLimits(max_turns=50, max_total_tokens=100)], ids=["turns", "tokens"]
+)
+async def test_at_a_limit_an_environment_scores_what_was_done_and_the_last_turn_earns_it(limits: EpisodeLimits) -> None:
+    summed = await played(limits=limits, opens=open_verified)
+    count = len(summed.turns)
+    assert (summed.finish_reason.is_truncated, summed.solved) == (True, True)
+    assert summed.reward == sum(range(count + 1)) + 10.0
+    assert summed.turn_rewards is not None
+    assert summed.turn_rewards.tolist() == [*map(float, range(1, count)), count + 10.0]
+    assert summed.messages is not None
+    assert summed.messages[-1]["content"] == "go on", "the policy sees neither the last action nor what follows"
+    last = await played({"reward": "last"}, limits, opens=open_verified)
+    assert last.reward == 10.0
 
 
 async def test_a_turn_keeps_its_reward_and_the_state_in_which_it_was_sampled() -> None:

@@ -9,6 +9,8 @@ import pytest
 from rollbook.commands.checks.tasks import check_command, check_tasks
 from rollbook.commands.output import EXIT_FAILED
 from rollbook.envs.builtin.shell import Harbor
+from rollbook.rollout.config import RolloutConfig
+from rollbook.run.preflight.checks import times_below_tests
 from rollbook.sandbox.harbor.dockerfile import Copy, DockerfileError, Run, read_dockerfile
 from rollbook.sandbox.harbor.image import root_of
 from rollbook.sandbox.harbor.task import HarborTaskError, read_task
@@ -109,6 +111,17 @@ def test_a_directory_of_tasks_is_a_source_of_rows(tmp_path: Path) -> None:
     assert tasks[0].row["difficulty"] == "easy"
     with pytest.raises(HarborTaskError, match="no Harbor tasks"):
         load_tasks(TasksConfig(source="harbor:set/a/tests"), base_dir=tmp_path)
+
+
+def test_times_of_the_rollout_below_those_of_the_tests_are_warned_of(tmp_path: Path) -> None:
+    for name, seconds in (("quick", 5), ("slow", 300)):
+        write_task(tmp_path / "set", name, toml=f"[verifier]\ntimeout_sec = {seconds}\n")
+    tasks = load_tasks(TasksConfig(source="harbor:set"), base_dir=tmp_path)
+    assert list(times_below_tests(RolloutConfig(step_s=301, max_seconds=900), tasks)) == []
+    ((setting, warning),) = times_below_tests(RolloutConfig(step_s=120, max_seconds=900), tasks)
+    assert setting == "rollout.step_s"
+    assert "is 120 s, and the tests of slow may take 300 s" in warning
+    assert [path for path, _ in times_below_tests(RolloutConfig(), tasks)] == ["rollout.step_s", "rollout.max_seconds"]
 
 
 @pytest.mark.usefixtures("_bubblewrap")
@@ -320,11 +333,14 @@ def test_tasks_with_the_same_fault_are_reported_in_one_line(tmp_path: Path, caps
 async def test_the_environment_plays_a_harbor_task(tmp_path: Path) -> None:
     environment = Harbor(images=HOST, cache=str(tmp_path / "cache"))
     row = {"path": str(write_task(tmp_path))}
-    assert "Write the word hello" in (await environment.reset(row)).text
-    assert (await environment.step("cat start.txt")).text == "start\n"
+    assert "Write the word hello" in (first := await environment.reset(row)).text
+    assert (seen := await environment.step("cat start.txt")).text == "start\n"
+    assert (first.last_action, seen.last_action) == ("submit", "submit"), (
+        "the verifier runs at a limit of the rollout too"
+    )
     assert not (await environment.step("echo hello > greeting.txt")).done
     last = await environment.step("submit")
-    assert (last.done, last.solved, last.reward) == (True, True, 1.0)
+    assert (last.done, last.solved, last.reward, last.last_action) == (True, True, 1.0, None)
     await environment.reset(row)
     assert (await environment.step("submit")).reward == 0.0
     await environment.close()
