@@ -7,7 +7,7 @@ import pytest
 
 from rollbook.run.config.run import load_config
 from rollbook.run.resources import automatic
-from rollbook.run.resources.automatic import resolve
+from rollbook.run.resources.automatic import Resolution, resolve
 from rollbook.run.resources.machine import GB, Gpu, Machine
 from rollbook.run.resources.model_facts import ModelFacts, facts_of
 
@@ -49,6 +49,14 @@ def facts(name: str) -> ModelFacts:
     return found
 
 
+def resolved(directory: Path, monkeypatch: pytest.MonkeyPatch, text: str, machine: Machine) -> Resolution:
+    (directory / "questions.jsonl").write_text('{"id": "a", "question": "1 + 1?", "answer": 2}\n', encoding="utf-8")
+    (directory / "rewards.py").write_text("def correct(case): return 1.0\n", encoding="utf-8")
+    (directory / "run.toml").write_text(text.replace("/opt/vllm/bin/python", "python3"), encoding="utf-8")
+    monkeypatch.setattr(automatic, "model_facts", lambda config, *_, **__: facts(config.path))
+    return resolve(load_config(directory / "run.toml"), machine)
+
+
 def test_there_is_a_recipe_for_each_card_that_users_have() -> None:
     assert len(recipes()) == 6
 
@@ -57,14 +65,10 @@ def test_there_is_a_recipe_for_each_card_that_users_have() -> None:
 def test_a_recipe_is_valid_and_fits_on_its_card(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heading: str, text: str
 ) -> None:
-    (tmp_path / "questions.jsonl").write_text('{"id": "a", "question": "1 + 1?", "answer": 2}\n', encoding="utf-8")
-    (tmp_path / "rewards.py").write_text("def correct(case): return 1.0\n", encoding="utf-8")
-    (tmp_path / "run.toml").write_text(text.replace("/opt/vllm/bin/python", "python3"), encoding="utf-8")
-    monkeypatch.setattr(automatic, "model_facts", lambda config, *_, **__: facts(config.path))
     count, size_gb = COUNTS[heading.split(maxsplit=1)[0]], int(re.findall(r"of (\d+) GB", heading)[0])
     gpus = tuple(Gpu(number=number, name="card", memory_bytes=size_gb * GB) for number in range(count))
     machine = Machine(gpus=gpus, cores=8 * count, memory_bytes=64 * count * GB)
-    found = resolve(load_config(tmp_path / "run.toml"), machine)
+    found = resolved(tmp_path, monkeypatch, text, machine)
     assert found.faults() == []
     assert found.plan is not None
     assert all(found.plan.total(f"GPU {number}") > 0 for number in range(count))
@@ -76,3 +80,18 @@ def test_a_recipe_is_valid_and_fits_on_its_card(
     # Room for a batch of decoding requests, not for one sequence only.
     if isinstance(cache_mb := config.inference.kv_memory_mb, float):
         assert cache_mb > 500
+
+
+@pytest.mark.parametrize(("is_shared", "limit_gb"), [("true", 28), ("false", 45)])
+def test_low_rank_training_of_8b_needs_one_base_or_two_and_little_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shared: str, limit_gb: int
+) -> None:
+    (text,) = [text for heading, text in recipes() if "8B with LoRA" in heading]
+    text = text.replace("[run]\n", f"[resources]\nshared_base = {is_shared}\n\n[run]\ngpu_memory_gb = {limit_gb}\n")
+    machine = Machine(gpus=(Gpu(number=0, name="card", memory_bytes=80 * GB),), cores=8, memory_bytes=64 * GB)
+    found = resolved(tmp_path, monkeypatch, text, machine)
+    assert found.faults() == []
+    assert found.plan is not None
+    assert ("base" in found.plan.by_process("GPU 0")) == (is_shared == "true")
+    cache = sum(part.num_bytes for part in found.plan.parts if part.what == "keys and values")
+    assert 0 < cache < found.plan.total("GPU 0") <= limit_gb * GB
