@@ -291,7 +291,8 @@ class RunDirectory:
         if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
             return None
         reason = "is not writable" if place.is_dir() else "is not a directory"
-        return f"the run directory {self.path} cannot be created: {place} {reason}; choose another with --run-dir"
+        what = "written" if place == self.path else "created"
+        return f"the run directory {self.path} cannot be {what}: {place} {reason}; choose another with --run-dir"
 
     def prepare(self) -> None:
         """Create the directory and the run's token, and check that the directory is writable.

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rollbook.commands.record.evaluate import evaluate as evaluate_and_record
 from rollbook.commands.record.evaluate import evaluation_request, table
 from rollbook.commands.record.replay import replay
 from rollbook.contracts.errors import RunError
@@ -59,6 +60,8 @@ def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_a
         # The ledger contains training groups only.
         assert not [group for group in record.groups(limit=1000) if group.group_id.startswith("evaluation")]
 
+    with pytest.raises(RunError, match=r"rollouts\.jsonl is not a writable directory; name a file with --out"):
+        evaluate_and_record(run.directory, out=run.directory / "rollouts.jsonl" / "result.json")
     request = evaluation_request(run.directory, config=None, step=2, overrides=["evaluation.episodes=3"])
     result = asyncio.run(evaluate(request))
     assert "8 of 8 held-out tasks are also trained" in capsys.readouterr().err

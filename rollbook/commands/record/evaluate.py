@@ -4,6 +4,7 @@ The evaluation runs in a subprocess, so that this process needs no torch.
 """
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -82,6 +83,11 @@ def evaluate(
             *(f"evaluation.{name}={json.dumps(value)}" for name, value in chosen.items() if value is not None),
         ],
     )
+    path = Path(out or _home(target) / f"step-{request.step:06d}-{time.strftime('%Y%m%d-%H%M%S')}.json")
+    # Before the episodes are played: an evaluation may take an hour.
+    place = next(folder for folder in path.absolute().parents if folder.exists())
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise RunError(f"the result cannot be written: {place} is not a writable directory; name a file with --out")
     done = subprocess.run(
         python_command("rollbook.run.processes.evaluations.evaluate"),
         env=python_environment(),
@@ -96,7 +102,6 @@ def evaluate(
     for line in done.stderr.splitlines():
         if line.startswith(WARNING):
             say(line)
-    path = Path(out or _home(target) / f"step-{request.step:06d}-{time.strftime('%Y%m%d-%H%M%S')}.json")
     found = {"target": target, "model": Path(request.model_dir), **json.loads(lines[-1]), "file": path}
     report = convert(found, EvaluationReport)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -209,6 +209,8 @@ def plain_message(error: ErrorDetails, path: Sequence[int | str], root: type[Bas
     if error["type"] in ("literal_error", "enum"):
         known = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         return f"{error['msg']}, not {error['input']!r}{did_you_mean(str(error['input']), known)}"
+    if error["type"] == "missing":
+        return "this section is missing" if len(path) == 1 else "is not set"
     if error["type"] in WRONG_VALUES:
         return f"{error['msg'].partition(', ')[0]}, not {error['input']!r}"
     return error["msg"].removeprefix("Value error, ")
