@@ -251,6 +251,8 @@ def test_a_function_has_a_path_or_a_judge_with_a_rubric() -> None:
 
 def test_a_verdict_is_read_out_of_text_and_nothing_else_becomes_a_score() -> None:
     assert parse_verdict('```json\n{"reason": "ok", "score": 1}\n```', low=0, high=1) == (1.0, "ok")
+    thought = '<think>In f{x}, {"score": 0} would be wrong.</think>\nIt is {"reason": "ok", "score": 1}.'
+    assert parse_verdict(thought, low=0, high=1) == (1.0, "ok")
     for text in ("", "score: 1", '{"score": null}', '{"score": true}', '{"score": "1"}', '{"score": NaN}', "[1]", "}{"):
         with pytest.raises(ValueError, match="the answer"):
             parse_verdict(text, low=0, high=1)

@@ -284,6 +284,26 @@ def test_a_worker_waits_for_another_that_opens_the_same_scores_and_never_replace
     other.close()
 
 
+def test_scores_that_were_damaged_anywhere_in_their_file_are_asked_for_again(tmp_path: Path) -> None:
+    path = tmp_path / "teacher_scores.db"
+    kept = SequenceScores(logprobs=np.zeros(500, np.float32))
+    store = ScoreStore(path)
+    for number in range(100):
+        store.add(str(number), kept)
+    store.close()
+    data = bytearray(path.read_bytes())
+    for at in range(8192, len(data), 4096):  # all pages but those that SQLite reads when it opens the file
+        data[at : at + 64] = b"\xff" * 64
+    path.write_bytes(data)
+    damaged = ScoreStore(path)
+    assert damaged.find("7") is None
+    damaged.add("7", kept)
+    damaged.close()
+    store = ScoreStore(path)
+    assert store.find("7") is not None
+    store.close()
+
+
 def test_a_teacher_needs_a_model_or_a_context_and_one_table_is_a_list_of_one() -> None:
     one = RolloutConfig.model_validate({"function": "chat", "teacher": {"url": "http://a/v1", "model": "m"}})
     assert [teacher.model for teacher in one.teacher] == ["m"]

@@ -70,6 +70,7 @@ GROUP_SCHEMA = {
     "required": ["verdicts"],
     "additionalProperties": False,
 }
+END_OF_THOUGHT = "</think>"
 MAX_TOKENS = 1 << 40
 """Of one answer. More is an error of the server."""
 
@@ -202,12 +203,13 @@ def _object(verdict: object) -> Mapping[str, Any]:
         return verdict
     if not isinstance(verdict, str):
         raise ValueError(f"the answer has no JSON object: {str(verdict)[:200]!r}")
-    # Models without structured output write text around the object.
-    start, end = verdict.find("{"), verdict.rfind("}")
+    # Models without structured output write a thought before the object, which may have braces too, and text around it.
+    text = verdict.rpartition(END_OF_THOUGHT)[2]
+    start, end = text.find("{"), text.rfind("}")
     if start < 0 or end < start:
         raise ValueError(f"the answer has no JSON object: {verdict[:200]!r}")
     try:
-        found = load_json(verdict[start : end + 1])
+        found = load_json(text[start : end + 1])
     except ValueError as error:
         raise ValueError(f"the answer is no JSON object ({error}): {verdict[:200]!r}") from error
     return found if isinstance(found, Mapping) else {}

@@ -62,31 +62,35 @@ class ScoreStore:
 
     def __init__(self, path: Path | None) -> None:
         """`path`: None to keep the answers in memory."""
+        self._path = path
+        self._db = _connected(path)
         try:
-            self._db = self._opened(path)
+            self._prepare()
         except sqlite3.DatabaseError as error:
-            # A cache: a damaged one is replaced. Other errors, such as a full disk, say nothing about the file, which others use.
-            if path is None or _kind_of(error) not in DAMAGED:
-                raise
-            for suffix in ("", "-wal", "-shm"):
-                path.with_name(path.name + suffix).unlink(missing_ok=True)
-            self._db = self._opened(path)
+            self._replace(error)
         self._added = 0
 
-    @staticmethod
-    def _opened(path: Path | None) -> sqlite3.Connection:
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        db = sqlite3.connect(
-            ":memory:" if path is None else path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
-        )
-        _use_wal(db)
-        db.execute("PRAGMA synchronous = NORMAL")
-        db.execute("CREATE TABLE IF NOT EXISTS scores (number INTEGER PRIMARY KEY, key TEXT UNIQUE, answer BLOB)")
-        return db
+    def _replace(self, error: sqlite3.DatabaseError) -> None:
+        """A cache: a damaged one is replaced. Other errors, such as a full disk, say nothing about the file, which others use."""
+        if self._path is None or _kind_of(error) not in DAMAGED:
+            raise error
+        self._db.close()  # before: the last connection removes the log by its name
+        for suffix in ("", "-wal", "-shm"):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        self._db = _connected(self._path)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        _use_wal(self._db)
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        self._db.execute("CREATE TABLE IF NOT EXISTS scores (number INTEGER PRIMARY KEY, key TEXT UNIQUE, answer BLOB)")
 
     def find(self, key: str) -> SequenceScores | None:
-        row = self._db.execute("SELECT answer FROM scores WHERE key = ?", (key,)).fetchone()
+        try:
+            row = self._db.execute("SELECT answer FROM scores WHERE key = ?", (key,)).fetchone()
+        except sqlite3.DatabaseError as error:
+            self._replace(error)
+            return None
         if row is None:
             return None
         stored = _DECODER.decode(row[0])
@@ -105,15 +109,25 @@ class ScoreStore:
             top_ids=None if scores.top_ids is None else _IDS.encode(scores.top_ids),
             top_logprobs=None if scores.top_logprobs is None else _LOGPROBS.encode(scores.top_logprobs),
         )
-        self._db.execute(
-            "INSERT OR IGNORE INTO scores (key, answer) VALUES (?, ?)", (key, msgspec.msgpack.encode(stored))
-        )
         self._added += 1
-        if self._added % PRUNE_EVERY == 0:
-            self._db.execute("DELETE FROM scores WHERE number <= (SELECT max(number) FROM scores) - ?", (KEPT,))
+        try:
+            self._db.execute(
+                "INSERT OR IGNORE INTO scores (key, answer) VALUES (?, ?)", (key, msgspec.msgpack.encode(stored))
+            )
+            if self._added % PRUNE_EVERY == 0:
+                self._db.execute("DELETE FROM scores WHERE number <= (SELECT max(number) FROM scores) - ?", (KEPT,))
+        except sqlite3.DatabaseError as error:
+            self._replace(error)
 
     def close(self) -> None:
         self._db.close()
+
+
+def _connected(path: Path | None) -> sqlite3.Connection:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    place = ":memory:" if path is None else path
+    return sqlite3.connect(place, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
 
 
 def _use_wal(db: sqlite3.Connection) -> None:
