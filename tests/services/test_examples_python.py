@@ -33,24 +33,37 @@ def readme_example() -> str:
     return found[1]
 
 
-@pytest.mark.timeout(900)
-def test_the_readme_example_trains_as_a_script_and_the_command_line_resumes_it(tmp_path: Path) -> None:
-    assert len(readme_example().splitlines()) <= 30
-    script = tmp_path / "opposites.py"
+def readme_run(directory: Path) -> Path:
+    """The run of the README's example, which was executed as a script and then deleted."""
+    script = directory / "opposites.py"
     script.write_text(readme_example(), encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, script.name], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, script.name], cwd=directory, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     solved = re.search(r"solved: (\d+)% → (\d+)%", done.stdout)
     assert solved is not None, done.stdout
     assert int(solved[2]) >= int(solved[1]) + 30
+    script.unlink()
+    return directory / "runs" / "opposites"
 
-    run = tmp_path / "runs" / "opposites"
+
+@pytest.mark.timeout(900)
+def test_the_readme_example_trains_as_a_script(tmp_path: Path) -> None:
+    assert len(readme_example().splitlines()) <= 30
+    run = readme_run(tmp_path)
     assert {path.suffix for path in (run / "objects").iterdir()} >= {".py", ".pkl", ".jsonl"}
-    script.unlink()  # the run directory has everything
+    assert audit(run).ok
+    assert max(RunDirectory(run).checkpoint_models()) == 40
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_command_line_resumes_the_readme_example_from_the_objects_in_its_run_directory(tmp_path: Path) -> None:
+    run = readme_run(tmp_path)
     command = [sys.executable, "-m", "rollbook", "train", str(run), "--set", "trainer.max_steps=42", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     resumed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert json.loads(resumed.stdout.splitlines()[-1])["steps"] == 42
