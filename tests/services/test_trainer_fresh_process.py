@@ -23,7 +23,7 @@ print(result.final_digest)
 """
 
 
-# `test_run_kills` replays a run in a fresh process.
+# `test_chaos` replays a run in a fresh process.
 @pytest.mark.slow
 def test_a_fresh_process_reproduces_the_weights_bit_for_bit(tmp_path: Path) -> None:
     torch.set_num_threads(1)
