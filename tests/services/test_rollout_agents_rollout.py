@@ -142,7 +142,7 @@ async def test_what_the_commands_of_an_agent_ruin_is_scored(
 ) -> None:
     require_bubblewrap()
     monkeypatch.setattr(sandboxed, "MAX_WORK_BYTES", 2**24)
-    monkeypatch.setattr(sandboxed, "COPY_S", 6.0)  # less than the large file takes
+    monkeypatch.setattr(sandboxed, "COPY_S", 6.0)  # less than it takes to read all of the large file
     settings = scripted_agent(tmp_path / "bin", command)
     settings |= {"sandbox_limits": {"processes": 40}, "reward": f"{__name__}:files_of_the_workspace"}
     sample, _ = await play(tmp_path, {"task": "?", "files": {"start.txt": ""}}, **settings)

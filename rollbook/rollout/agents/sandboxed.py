@@ -315,24 +315,44 @@ def _pack(layer: Path, workspace: Path, launch: Launch) -> None:
 async def _copy_out(sandbox: Sandbox, workspace: Path) -> None:
     """Replace the files of `workspace` by those of the sandbox. Links and devices are not copied: they could lead elsewhere."""
     await sandbox.end_processes()
-    packed = await sandbox.exec(
-        # Sparse: a file of holes takes no disk, and would be written for hours.
-        ["tar", "--create", "--sparse", "--file=-", f"--directory={WORK}", "."],
-        timeout_s=COPY_S,
-        output_bytes=MAX_WORK_BYTES,
-    )
-    reason = f"the working directory cannot be copied out of the sandbox within {COPY_S:g} s"
-    # Output beyond the limit is read slowly, so too many files are late too.
-    if packed.is_timed_out and not packed.dropped_bytes:
-        raise EpisodeError(reason)
+    reason = "the working directory cannot be copied out of the sandbox"
+    packed = await _packed(sandbox)
+    if packed is None:
+        raise AgentOutcomeError(f"{reason}: its files have more than {MAX_WORK_BYTES} bytes")
+    if packed.is_timed_out:
+        raise EpisodeError(f"{reason} within {COPY_S:g} s")
     try:
-        if packed.exit_code or packed.dropped_bytes:
-            raise tarfile.TarError(f"tar ended with code {packed.exit_code}, {packed.dropped_bytes} bytes are too many")
+        if packed.exit_code:
+            raise tarfile.TarError(f"tar ended with code {packed.exit_code}")
         await asyncio.to_thread(_unpack, packed.stdout, workspace)
     except tarfile.TarError as error:
         # Too large, too deep, or with files that its owner has made unreadable: what the agent left.
         printed = packed.stderr.decode(errors="replace")[:STDERR_CHARS]
         raise AgentOutcomeError(f"{reason}: {error}. {printed}".strip()) from error
+
+
+async def _packed(sandbox: Sandbox) -> ExecResult | None:
+    """The working directory as a tar file. None: it is too large, which is known before all of it was read."""
+    is_full, size = asyncio.Event(), 0
+
+    def count(_stream: str, data: bytes) -> None:
+        nonlocal size
+        size += len(data)
+        if size >= MAX_WORK_BYTES:
+            is_full.set()
+
+    # Sparse: a file of holes takes no disk, and would be written for hours.
+    command = ["tar", "--create", "--sparse", "--file=-", f"--directory={WORK}", "."]
+    running = sandbox.exec(command, timeout_s=COPY_S, output_bytes=MAX_WORK_BYTES, on_output=count)
+    packing = asyncio.create_task(running, name="agent.pack")
+    filling = asyncio.create_task(is_full.wait(), name="agent.pack_limit")
+    try:
+        await asyncio.wait({packing, filling}, return_when=asyncio.FIRST_COMPLETED)
+        return None if is_full.is_set() else packing.result()
+    finally:
+        for task in (packing, filling):
+            task.cancel()
+        await asyncio.wait({packing, filling})
 
 
 def _unpack(packed: bytes, workspace: Path) -> None:
