@@ -211,6 +211,10 @@ def plain_message(error: ErrorDetails, path: Sequence[int | str], root: type[Bas
         return f"{error['msg']}, not {error['input']!r}{did_you_mean(str(error['input']), known)}"
     if error["type"] == "missing":
         return "this section is missing" if len(path) == 1 else "is not set"
+    if error["type"] in ("tuple_type", "list_type"):
+        return f"Input should be a list, not {error['input']!r}"
+    if error["type"] in ("model_type", "dict_type"):
+        return "Input should be a table"
     if error["type"] in WRONG_VALUES:
         return f"{error['msg'].partition(', ')[0]}, not {error['input']!r}"
     return error["msg"].removeprefix("Value error, ")

@@ -57,7 +57,8 @@ def find_tasks(root: Path) -> list[Path]:
         path.parent for path in root.glob("*/*/task.toml")
     )
     if not found:
-        raise HarborTaskError(f"{root} has no Harbor tasks: no directory in it has a task.toml")
+        problem = "no directory in it has a task.toml" if root.is_dir() else "it is not a directory"
+        raise HarborTaskError(f"{root} has no Harbor tasks: {problem}")
     return found
 
 

@@ -102,9 +102,10 @@ def _existing(path: str) -> Path:
     try:
         return Path(snapshot_download(path))
     except Exception as error:  # the hub client raises many unrelated types
+        cause = next(iter(str(error).splitlines()), "")
         raise RunError(
-            f"model {path!r} is not a directory and could not be downloaded from the hub ({type(error).__name__}: {error})."
-            " Set model.path to a directory with config.json, weights and tokenizer."
+            f"model {path!r} is not a directory and could not be downloaded from the hub ({type(error).__name__}: {cause})."
+            " Name a directory with config.json, weights and tokenizer."
         ) from error
 
 

@@ -80,6 +80,16 @@ def test_a_fault_that_follows_from_another_one_is_not_reported(tmp_path: Path) -
     assert "vocabulary is empty" in message
 
 
+def test_a_value_of_another_kind_is_described_in_words_of_toml(tmp_path: Path) -> None:
+    def message_of(override: str) -> str:
+        [message] = messages_of(tmp_path, GOOD, override)
+        return message.removeprefix("--set: ")
+
+    assert message_of("telemetry.sinks=wandb") == "telemetry.sinks: Input should be a list, not 'wandb'"
+    assert message_of("evaluation=3") == "evaluation: Input should be a table"
+    assert message_of("trainer.max_steps=1.5") == "trainer.max_steps: Input should be a valid integer, not 1.5"
+
+
 def test_the_beginning_of_a_setting_is_answered_with_the_whole_names(tmp_path: Path) -> None:
     [message] = messages_of(tmp_path, GOOD, "gate.groups=3")
     assert message.endswith("did you mean 'groups_per_step' or 'max_groups_in_flight'?")

@@ -109,8 +109,10 @@ def test_a_directory_of_tasks_is_a_source_of_rows(tmp_path: Path) -> None:
     assert [task.id for task in tasks] == ["a", "b"]
     assert tasks[0].row["instruction"] == "Write the word hello into greeting.txt."
     assert tasks[0].row["difficulty"] == "easy"
-    with pytest.raises(HarborTaskError, match="no Harbor tasks"):
+    with pytest.raises(HarborTaskError, match="no Harbor tasks: no directory in it"):
         load_tasks(TasksConfig(source="harbor:set/a/tests"), base_dir=tmp_path)
+    with pytest.raises(HarborTaskError, match="no Harbor tasks: it is not a directory"):
+        load_tasks(TasksConfig(source="harbor:sat"), base_dir=tmp_path)
 
 
 def test_times_of_the_rollout_below_those_of_the_tests_are_warned_of(tmp_path: Path) -> None:
