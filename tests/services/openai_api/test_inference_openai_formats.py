@@ -1,12 +1,20 @@
-"""The official openai client against `rollbook policy serve`: tools and required formats."""
+"""The official openai client against the policy server, in a thread of this process: tools and required formats."""
 
 import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import openai
 import pydantic
 import pytest
 
+from rollbook.commands.servers.policy import adopt_directory_weights
+from rollbook.concurrency.blocking import LoopThread
+from rollbook.inference.config import InferenceConfig
+from rollbook.inference.engine import open_engine
+from rollbook.inference.server.app import build_app, serve
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 
 ANSWER: Any = {
@@ -24,6 +32,23 @@ TOOL: Any = {
     "type": "function",
     "function": {"name": "look_up", "description": "…", "parameters": {"type": "object", "properties": {}}},
 }
+
+
+@asynccontextmanager
+async def policy_server(model_dir: Path, tokenizer: ModelTokenizer) -> AsyncIterator[str]:
+    config = InferenceConfig(engine="transformers")
+    async with open_engine(config, model_dir) as engine:
+        await adopt_directory_weights(engine)
+        async with serve(build_app(engine, config, tokenizer=tokenizer, model_names=("tiny",))) as url:
+            yield url
+
+
+@pytest.fixture(scope="module")
+def client(model_dir: Path, tokenizer: ModelTokenizer) -> Iterator[openai.OpenAI]:
+    with LoopThread("policy server") as thread:
+        url = thread.enter(policy_server(model_dir, tokenizer))
+        with openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0, timeout=60) as client:
+            yield client
 
 
 def test_a_response_format_forces_json_of_its_schema(client: openai.OpenAI) -> None:
