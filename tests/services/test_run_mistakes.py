@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from rollbook.commands.checks.config import check_command
-from rollbook.run.config.run import ConfigError, load_config
+from rollbook.run.config.run import ConfigError, dump_toml, load_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.preflight import report
+from rollbook.run.preflight.checks import unreachable_lengths
 from rollbook.run.preflight.report import check_run
 
 CONFIG = """\
@@ -356,6 +357,17 @@ def test_config_check_says_that_code_was_not_run_where_it_depends_on_a_fault(
     assert "your code, because rollout.max_total_tokens must be corrected first" in " ".join(
         capsys.readouterr().err.split()
     )
+
+
+def test_a_default_length_that_the_context_cuts_is_no_mistake_of_the_user(tmp_path: Path) -> None:
+    mistake = Mistake(config=("max_total_tokens = 200\n", ""), expected=())
+    loaded = load_config(write(mistake, tmp_path))
+    assert not [*unreachable_lengths(loaded.config.rollout, 64)]
+    resolved = tmp_path / "config.toml"
+    resolved.write_text(dump_toml(loaded.config), encoding="utf-8")
+    resumed = load_config(resolved).config.rollout
+    assert "max_total_tokens" in resumed.model_fields_set
+    assert not [*unreachable_lengths(resumed, 64)]
 
 
 def test_config_check_reports_an_interpreter_that_does_not_exist_once(tmp_path: Path) -> None:

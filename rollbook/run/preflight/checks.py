@@ -439,13 +439,16 @@ class Checks:
 
 
 def unreachable_lengths(rollout: RolloutConfig, context: int | None) -> Iterator[tuple[str, str]]:
-    """Lengths that the user has set and that no answer can have: the setting, and what it is limited by."""
+    """Lengths that the user has set and that no answer can have: the setting, and what it is limited by.
+
+    The resolved configuration of a run, with which it is resumed, names every setting: those with the default are not the user's.
+    """
     total, answer = rollout.max_total_tokens, rollout.sampling.max_tokens
     least = total if context is None else min(total, context)
     owner = f"rollout.max_total_tokens = {total}" if least == total else f"the model's context of {context} tokens"
-    if "max_tokens" in rollout.sampling.model_fields_set and answer > least:
+    if answer != type(rollout.sampling).model_fields["max_tokens"].default and answer > least:
         yield "rollout.sampling.max_tokens", f"is {answer}, but {owner} cuts answers before that, prompt included"
-    if "max_total_tokens" in rollout.model_fields_set and least < total:
+    if total != RolloutConfig.model_fields["max_total_tokens"].default and least < total:
         yield "rollout.max_total_tokens", f"is {total}, but episodes end at {owner}"
 
 
