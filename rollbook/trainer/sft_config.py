@@ -30,6 +30,7 @@ READ_BY_SFT = frozenset(
         "keep_checkpoints",
         "keep_every",
         "gradient_checkpointing",
+        "gpu_memory_gb",
         "packing",
         "max_logits_mb",
         "lora",

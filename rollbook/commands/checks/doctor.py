@@ -20,11 +20,13 @@ from rollbook.commands.checks.findings import LABELS, DoctorFinding, Verdict, fi
 from rollbook.commands.checks.sandboxes import agent_findings, run_findings, sandbox_findings
 from rollbook.commands.output import EXIT_FAILED, result, result_json
 from rollbook.contracts.plugin import EXTRAS, install_command, load_on_demand, require_libraries
-from rollbook.run.config.run import load_config
+from rollbook.run.config.run import load_config, read_table
+from rollbook.run.config.sft import load_sft_config
 from rollbook.run.directory import MIN_FREE_BYTES
 from rollbook.run.resources.automatic import Resolution, free_disk_bytes, resolve
 from rollbook.run.resources.machine import GB, this_machine
 from rollbook.run.resources.mps import HOW_TO_INSTALL, PROGRAM, other_server, program
+from rollbook.run.resources.sft_plan import SftResolution, resolve_sft
 from rollbook.run.supervision.plan import DASHBOARD_PORT
 
 IMPORT_S = 120.0
@@ -332,8 +334,8 @@ def _confinement() -> DoctorFinding:
     return DoctorFinding(name="confinement", verdict=verdict, found=text, advice=advice)
 
 
-def plan_lines(found: Resolution) -> list[str]:
-    """The memory plan of a run by place, with the parts of each process, largest first."""
+def plan_lines(found: Resolution | SftResolution) -> list[str]:
+    """The memory plan by place, with the parts of each process, largest first."""
     lines: list[str] = []
     parts = () if found.plan is None else found.plan.parts
     for place in dict.fromkeys(part.place for part in parts):
@@ -351,10 +353,16 @@ def plan_lines(found: Resolution) -> list[str]:
 
 
 def print_plan(config: Path, overrides: Sequence[str], *, directory: Path, as_json: bool) -> int:
-    """What a run would need on this machine. No process of it is started, except a sandbox if it uses some."""
-    run = load_config(config, overrides)
-    found = resolve(run, this_machine(), disk_bytes=free_disk_bytes(directory.resolve()))
-    faults, findings = found.faults(), run_findings(run.config)
+    """What a run or a `rollbook sft` would need on this machine. No process of it is started, except a sandbox if it uses some."""
+    found: Resolution | SftResolution
+    findings: list[DoctorFinding] = []
+    if "sft" in read_table(config, overrides)[0]:
+        found = resolve_sft(load_sft_config(config, overrides), this_machine())
+    else:
+        run = load_config(config, overrides)
+        found = resolve(run, this_machine(), disk_bytes=free_disk_bytes(directory.resolve()))
+        findings = run_findings(run.config)
+    faults = found.faults()
     exit_code = EXIT_FAILED if faults or _is_broken(findings) else 0
     if as_json:
         parts = [] if found.plan is None else [asdict(part) for part in found.plan.parts]
@@ -372,9 +380,13 @@ def print_plan(config: Path, overrides: Sequence[str], *, directory: Path, as_js
     for line in [*found.lines(), *plan_lines(found)]:
         result(line)
     if found.plan is None:
-        result("no memory plan: the model is not on this machine, or its config.json has unknown fields")
+        result(
+            "no memory plan: `rollbook sft` has one on GPUs only"
+            if isinstance(found, SftResolution) and found.loaded.config.trainer.device == "cpu"
+            else "no memory plan: the model is not on this machine, or its config.json has unknown fields"
+        )
     elif not faults:
-        result("the run fits on this machine")
+        result("it fits on this machine" if isinstance(found, SftResolution) else "the run fits on this machine")
     for line in (*finding_lines(findings), *(f"{LABELS[Verdict.BROKEN]}{fault}" for fault in faults)):
         result(line)
     return exit_code
@@ -388,7 +400,7 @@ def doctor_command(  # noqa: PLR0917 - a command line is a list of flags
     config: Annotated[
         Path | None,
         Argument(
-            help="The run's TOML file: prints its settings and its memory plan on this machine, without training."
+            help="The TOML file of a run or of `rollbook sft`: prints its settings and its memory plan on this machine."
         ),
     ] = None,
     override: Overrides = None,

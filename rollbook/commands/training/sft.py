@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from rollbook.commands.output import result_json
 from rollbook.concurrency.child_process.process import python_command, python_environment
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import require_libraries
-from rollbook.run.config.sft import MANIFEST, LoadedSftConfig, dump_sft_toml, load_sft_config
+from rollbook.run.config.run import ConfigError
+from rollbook.run.config.sft import MANIFEST, dump_sft_toml, load_sft_config
 from rollbook.run.directory import RunDirectory, RunDirectoryError
-from rollbook.run.resources.automatic import trainer_choices
 from rollbook.run.resources.machine import this_machine
+from rollbook.run.resources.sft_plan import SftResolution, resolve_sft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,26 +32,31 @@ class SftReport:
 def run_sft(source: Path, *, out: Path | None, overrides: Sequence[str]) -> SftReport:
     """Train from a config file, or resume an output directory."""
     require_libraries("torch", "transformers")
-    loaded, directory = _resolve(source, out, overrides)
+    found, directory = _resolve(source, out, overrides)
+    if faults := found.faults():
+        raise ConfigError(str(source), faults)
+    loaded = found.loaded
+    for line in found.lines():
+        sys.stderr.write(line + "\n")
     _prepare(directory.path)
     command = python_command("rollbook.run.processes.sft", str(directory.path), str(loaded.source_dir))
     return _run(command, directory.path, config=dump_sft_toml(loaded), threads=loaded.config.trainer.threads)
 
 
-def _resolve(source: Path, out: Path | None, overrides: Sequence[str]) -> tuple[LoadedSftConfig, RunDirectory]:
+def _resolve(source: Path, out: Path | None, overrides: Sequence[str]) -> tuple[SftResolution, RunDirectory]:
     if source.is_dir():
         try:
             home = Path(json.loads((source / MANIFEST).read_text(encoding="utf-8"))["source_dir"])
         except (OSError, ValueError, KeyError) as error:
             raise RunDirectoryError(f"{source} is not an output directory of `rollbook sft`: {error}") from error
-        return load_sft_config(source / "config.toml", overrides, source_dir=home), RunDirectory(source.resolve())
+        loaded = load_sft_config(source / "config.toml", overrides, source_dir=home)
+        return SftResolution(loaded=loaded, machine=this_machine()), RunDirectory(source.resolve())
     loaded = load_sft_config(source, overrides)
     chosen = out or Path("runs") / f"{loaded.config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     directory, recorded = RunDirectory(chosen.resolve()), None
     if (directory.path / MANIFEST).exists():
         recorded = load_sft_config(directory.require_config(), source_dir=loaded.source_dir).config.trainer
-    loaded = loaded.with_trainer(trainer_choices(loaded.config.trainer, this_machine(), recorded=recorded))
-    return loaded, directory
+    return resolve_sft(loaded, this_machine(), recorded=recorded), directory
 
 
 def _prepare(path: Path) -> None:

@@ -24,6 +24,7 @@ from rollbook.run.resources.memory_plan import (
     MAIN_MEMORY,
     MB,
     MemoryPlan,
+    Saving,
     Sizes,
     gpu,
     longest_trainable,
@@ -45,7 +46,7 @@ from rollbook.run.resources.run_sizes import (
 )
 from rollbook.run.resources.shared_base import why_not_shared, why_not_worth_it
 from rollbook.run.resources.size_choice import choose_sizes
-from rollbook.trainer.config import SPLIT_SETTINGS, TrainerConfig
+from rollbook.trainer.config import TrainerConfig
 
 MIN_GPU_PARAMETERS = 5_000_000
 """A smaller model is not faster on a GPU: starting its kernels takes longer than running them on a CPU."""
@@ -84,16 +85,9 @@ class Resolution:
             return faults
         faults += route_faults(self.loaded.config, self.model)
         for place, missing in self.plan.overfull(self.capacity).items():
-            advice = [str(saving) for saving in savings(self.model, self.sizes, place)]
-            faults.append(
-                ConfigFault(
-                    "trainer.keep_checkpoints" if place == DISK else "model",
-                    f"the run needs {sized(self.plan.total(place))} of {place}, which has {sized(self.capacity[place])}; "
-                    f"{sized(missing)} are missing:\n"
-                    + "\n".join(f"  {line}" for line in self.plan.lines(place))
-                    + ("\n" + "\n".join(f"  {text}" for text in advice) if advice else ""),
-                )
-            )
+            advice = savings(self.model, self.sizes, place)
+            name = "trainer.keep_checkpoints" if place == DISK else "model"
+            faults.append(ConfigFault(name, does_not_fit(self.plan, place, missing, self.capacity[place], advice)))
         return faults
 
     def lines(self) -> list[str]:
@@ -108,14 +102,10 @@ class Resolution:
             if "trainer.gradient_checkpointing" in self.chosen:
                 parts.append(f"gradient checkpointing {_checkpointing(trainer)}")
             return [", ".join(parts), *self.notes]
-        tokens = trainer.max_tokens_per_microbatch
-        passes = "passes measured at the start" if tokens is None else f"passes of {tokens:,} tokens"
         cache = inference.kv_memory_mb
         stored = "" if inference.kv_dtype == "auto" else f" in {inference.kv_dtype}"
         lines = [
-            f"trainer: {trainer.device}, {trainer.compute_dtype}, {passes}, gradient checkpointing "
-            f"{_checkpointing(trainer)}, {_count(trainer.threads, 'thread')}"
-            + (f", {trainer.ranks} ranks" if trainer.ranks > 1 else ""),
+            trainer_line(trainer),
             f"policy: {inference.device}, {inference.dtype}, {inference.max_running} requests, keys and values "
             f"{cache if isinstance(cache, str) else f'{cache / 1000:.1f} GB'}{stored}, weights by {inference.transfer}"
             + (f", {inference.replicas} replicas" if inference.replicas > 1 else ""),
@@ -123,23 +113,43 @@ class Resolution:
             *mps_lines(config.resources.mps),
         ]
         if self.plan is not None:
-            lines += self._gpu_lines(self.plan)
+            lines += gpu_lines(self.plan, self.machine, self.capacity)
         return [*lines, *self.notes]
 
-    def _gpu_lines(self, plan: MemoryPlan) -> list[str]:
-        """One line for GPUs with equal parts."""
-        alike: dict[tuple[Any, ...], list[Gpu]] = defaultdict(list)
-        for device in self.machine.gpus:
-            place = gpu(device.number)
-            if plan.total(place):
-                parts = tuple((part.what, part.num_bytes) for part in plan.parts if part.place == place)
-                alike[device.name, self.capacity[place], parts].append(device)
-        return [
-            f"{numbers([device.number for device in devices])}: {name}, {devices[0].memory_bytes / GB:.0f} GB"
-            f"{' each' if len(devices) > 1 else ''}; planned {plan.total(gpu(devices[0].number)) / GB:.1f} of "
-            f"{capacity / GB:.1f}: " + ", ".join(plan.lines(gpu(devices[0].number)))
-            for (name, capacity, _), devices in alike.items()
-        ]
+
+def trainer_line(trainer: TrainerConfig) -> str:
+    tokens = trainer.max_tokens_per_microbatch
+    passes = "passes measured at the start" if tokens is None else f"passes of {tokens:,} tokens"
+    return (
+        f"trainer: {trainer.device}, {trainer.compute_dtype}, {passes}, gradient checkpointing "
+        f"{_checkpointing(trainer)}, {_count(trainer.threads, 'thread')}"
+        + (f", {trainer.ranks} ranks" if trainer.ranks > 1 else "")
+    )
+
+
+def gpu_lines(plan: MemoryPlan, machine: Machine, capacity: Mapping[str, int]) -> list[str]:
+    """One line for GPUs with equal parts."""
+    alike: dict[tuple[Any, ...], list[Gpu]] = defaultdict(list)
+    for device in machine.gpus:
+        place = gpu(device.number)
+        if plan.total(place):
+            parts = tuple((part.what, part.num_bytes) for part in plan.parts if part.place == place)
+            alike[device.name, capacity[place], parts].append(device)
+    return [
+        f"{numbers([device.number for device in devices])}: {name}, {devices[0].memory_bytes / GB:.0f} GB"
+        f"{' each' if len(devices) > 1 else ''}; planned {plan.total(gpu(devices[0].number)) / GB:.1f} of "
+        f"{room / GB:.1f}: " + ", ".join(plan.lines(gpu(devices[0].number)))
+        for (name, room, _), devices in alike.items()
+    ]
+
+
+def does_not_fit(plan: MemoryPlan, place: str, missing: int, room: int, advice: Sequence[Saving]) -> str:
+    """What is said of a place that is too small."""
+    lines = [*plan.lines(place), *map(str, advice)]
+    text = (
+        f"the run needs {sized(plan.total(place))} of {place}, which has {sized(room)}; {sized(missing)} are missing:"
+    )
+    return "\n".join([text, *(f"  {line}" for line in lines)])
 
 
 def resolve(
@@ -153,7 +163,7 @@ def resolve(
     """`recorded`: the configuration of the run that is resumed; what it chose is not chosen again. `has_trainer`: False if the
     trainer is an external program; then its memory is unknown, and there is no plan."""
     draft = _Draft(loaded.config, has_trainer=has_trainer)
-    facts, capacity = _facts(loaded, machine), _capacity(loaded.config, machine)
+    facts, capacity = _facts(loaded, machine), gpu_capacity(machine, loaded.config.run.gpu_memory_gb)
     if recorded is not None:
         draft.take(recorded)
     else:
@@ -447,10 +457,12 @@ def _facts(loaded: LoadedConfig, machine: Machine) -> ModelFacts | None:
     return model_facts(loaded.config.model, loaded.source_dir, may_download=bool(machine.gpus))
 
 
-def _capacity(config: RunConfig, machine: Machine) -> dict[str, int]:
-    limit = config.run.gpu_memory_gb
+def gpu_capacity(machine: Machine, limit_gb: float | None) -> dict[str, int]:
+    """What may be planned on each GPU."""
     return {
-        gpu(device.number): round((1 - HEADROOM_SHARE) * min(_free(device), limit * GB if limit else _free(device)))
+        gpu(device.number): round(
+            (1 - HEADROOM_SHARE) * min(_free(device), limit_gb * GB if limit_gb else _free(device))
+        )
         for device in machine.gpus
     }
 
@@ -479,23 +491,6 @@ def _notes(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Seq
 
 def precision_of(gpus: Sequence[Gpu]) -> str:
     return "bfloat16" if all(device.has_bfloat16 for device in gpus) else "float32"
-
-
-def trainer_choices(
-    trainer: TrainerConfig, machine: Machine, *, recorded: TrainerConfig | None = None
-) -> dict[str, Any]:
-    """Device, precision and threads of `rollbook sft`. Its pass size is measured when the model is loaded.
-
-    `recorded`: the settings of the training that is resumed, which keeps what was chosen and measured when it began.
-    """
-    if recorded is not None:
-        names = {"device", "compute_dtype", "threads", *SPLIT_SETTINGS} & recorded.model_fields_set
-        return {name: getattr(recorded, name) for name in sorted(names - trainer.model_fields_set)}
-    if not machine.gpus or (trainer.device == "cpu" and "device" in trainer.model_fields_set):
-        return {}
-    threads = max(1, min(TRAINER_THREADS, machine.cores // 2))
-    values = {"device": "cuda", "compute_dtype": precision_of(machine.gpus), "threads": threads}
-    return {name: value for name, value in values.items() if name not in trainer.model_fields_set}
 
 
 def _checkpointing(trainer: TrainerConfig) -> str:

@@ -84,11 +84,16 @@ def _training_shortage(
     sizes = replace(sizes, longest=min(sizes.longest, model.context or sizes.longest))
     place = MAIN_MEMORY if is_main or sizes.trainer_device == "cpu" else gpu(sizes.trainer_gpus[0])
     lines = [line for line in memory_plan(model, sizes).lines(place) if line.startswith(TRAINING)]
-    found = [
-        Saving(settings[saving.setting], saving.value, saving.num_bytes)
-        for saving in savings(model, sizes, place, among=settings)
-    ]
-    return "\n".join([text, *_advice(place, lines, found)])
+    return "\n".join([text, *_advice(place, lines, _renamed(savings(model, sizes, place, among=settings), settings))])
+
+
+def sft_savings(model: ModelFacts, sizes: Sizes, place: str) -> list[Saving]:
+    """The changes of a file of `rollbook sft` that save most."""
+    return _renamed(savings(model, sizes, place, among=OF_SFT), OF_SFT)
+
+
+def _renamed(found: list[Saving], settings: Mapping[str, str]) -> list[Saving]:
+    return [Saving(settings[saving.setting], saving.value, saving.num_bytes) for saving in found]
 
 
 WITHOUT_PLAN = ["  Free some memory, or set smaller sizes: docs/gpu.md lists them."]
