@@ -14,6 +14,8 @@ from tests.parts.rollout.dispatching import dispatching
 from tests.parts.rollout.sink import LedgerSink, open_sink
 from tests.parts.tasks.curriculum import rules, tiered
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 @pytest.fixture
 async def sink(tmp_path: Path) -> AsyncIterator[LedgerSink]:

@@ -22,6 +22,8 @@ from tests.parts.concurrency.processes import descendants_running
 from tests.parts.rollout.dispatching import dispatching
 from tests.parts.rollout.sink import PUBLICATION, LedgerSink, open_sink
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 @pytest.fixture
 async def sink(tmp_path: Path) -> AsyncIterator[LedgerSink]:

@@ -27,6 +27,8 @@ from tests.parts.ledger.service import serving
 from tests.parts.rollout.dispatching import Dispatching, dispatching
 from tests.parts.rollout.rewards import compared
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 RUN = RunId("parts")
 RULE = FreshnessRule(
     groups_per_step=8,

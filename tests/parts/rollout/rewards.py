@@ -9,7 +9,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from rollbook.rollout.rewards.scorer import RewardCase
+from rollbook.rollout.rewards.messages import RewardCase
 
 CATASTROPHIC = re.compile(r"(a+)+$")
 BAIT = "a" * 40 + "!"
