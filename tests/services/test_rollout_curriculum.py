@@ -14,7 +14,7 @@ from tests.parts.rollout.dispatching import dispatching
 from tests.parts.rollout.sink import LedgerSink, open_sink
 from tests.parts.tasks.curriculum import rules, tiered
 
-pytestmark = pytest.mark.usefixtures("forked_workers")
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
 @pytest.fixture

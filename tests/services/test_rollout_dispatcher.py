@@ -22,7 +22,7 @@ from tests.parts.concurrency.processes import descendants_running
 from tests.parts.rollout.dispatching import dispatching
 from tests.parts.rollout.sink import PUBLICATION, LedgerSink, open_sink
 
-pytestmark = pytest.mark.usefixtures("forked_workers")
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from tests.parts.ledger.service import serving
 from tests.parts.rollout.dispatching import Dispatching, dispatching
 from tests.parts.rollout.rewards import compared
 
-pytestmark = pytest.mark.usefixtures("forked_workers")
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 RUN = RunId("parts")
 RULE = FreshnessRule(

@@ -28,7 +28,7 @@ from tests.parts.rollout.dispatching import dispatching
 from tests.parts.rollout.judge_server import open_judge_server
 from tests.parts.rollout.sink import open_sink
 
-pytestmark = pytest.mark.usefixtures("forked_workers")
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
 def rewards_of(*urls: str, vote: str = "mean", group: bool = False, **judge: Any) -> dict[str, Any]:

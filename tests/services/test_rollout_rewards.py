@@ -28,7 +28,7 @@ from tests.parts.rollout.dispatching import REPOSITORY, dispatching
 from tests.parts.rollout.rewards import BAIT
 from tests.parts.rollout.sink import LedgerSink, open_sink
 
-pytestmark = pytest.mark.usefixtures("forked_workers")
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 PARTS = "tests.parts.rollout.rewards"
 

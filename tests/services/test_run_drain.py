@@ -17,8 +17,10 @@ from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision import drain
 from rollbook.run.supervision.supervisor import RunEnd, Supervisor
-from tests.parts.run.scripted_run import make_ready, pids, prepared, supervised, until
+from tests.parts.run.scripted_run import MODULES, make_ready, pids, prepared, supervised, until
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+FORKED = MODULES
 LIMIT_S = 300.0
 """For the end of a run. On a machine with a load of 20 two starts took 30 s."""
 
@@ -128,6 +130,7 @@ async def test_the_message_of_an_interrupted_run_is_not_that_of_an_earlier_train
         await trainer.ready.wait()
         trainer.request_stop()  # as another program would
         await until(lambda: trainer.restarts == 1)
+        (directory.path / "dies-trainer").touch()  # the second one ends without a message
         supervisor.interrupt()
         supervisor.interrupt()
         outcome = await running

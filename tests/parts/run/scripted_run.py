@@ -19,6 +19,13 @@ from rollbook.run.supervision.supervisor import RunOutcome, Supervisor
 from rollbook.telemetry.events import EventLog
 from tests.parts.run.small import EXAMPLE
 
+MODULES = (
+    "rollbook.run.supervision.child_main",
+    "rollbook.run.processes.ledger_server",
+    "tests.parts.run.scripted_role",
+)
+"""Modules of its processes."""
+
 
 class ScriptedHost:
     """Satisfies `ProcessHost`."""
