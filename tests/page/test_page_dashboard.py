@@ -400,15 +400,15 @@ def test_an_unknown_page_an_unknown_run_and_an_unknown_group_are_reported(unwatc
     expect(page.get_by_role("alert")).to_contain_text("third")
 
 
-def test_a_run_whose_ledger_is_damaged_is_reported_on_every_page(browser: Browser, shown: Shown) -> None:
-    page = browser.new_page()
-    exceptions: list[str] = []
-    page.on("pageerror", lambda error: exceptions.append(str(error)))
+def test_a_run_whose_ledger_is_damaged_is_reported_on_every_page(
+    followed: tuple[Page, Watched], unwatched_page: Page, shown: Shown
+) -> None:
+    _, found = followed
+    found.problems.clear()
     for path in PAGES:
-        opened(page, shown, path, run="damaged")
-        expect(page.get_by_role("alert").first).to_contain_text("cannot be read")
-    assert exceptions == []
-    page.close()
+        opened(unwatched_page, shown, path, run="damaged")
+        expect(unwatched_page.get_by_role("alert").first).to_contain_text("cannot be read")
+    assert [problem for problem in found.problems if problem.startswith("exception")] == []
 
 
 def test_a_killed_dashboard_is_reported_and_the_last_values_stay(browser: Browser, tmp_path: Path) -> None:
