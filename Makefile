@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Parallel test processes. Many tests wait now and then, so on two cores three are faster than two.
-WORKERS ?= 3
+WORKERS ?= 4
 # Device of the trainer's benchmark: cpu or cuda.
 DEVICE ?= cpu
 # Settings of `make chaos` and `make chaos-cluster`.

@@ -16,10 +16,11 @@ from pathlib import Path
 from rollbook.concurrency.child_process.process import exit_reason, python_environment
 from rollbook.contracts.errors import RunError, WorkerError
 from rollbook.run.resources.mps import (
+    CLIENTS,
     HOW_TO_INSTALL,
     PID_FILE,
     PROGRAM,
-    clients_of,
+    has_clients,
     is_program,
     kill_programs,
     mps_directory,
@@ -109,7 +110,7 @@ class _Server:
             )
         # Sockets of a server that was killed would be taken for its successor's.
         shutil.rmtree(self._place, ignore_errors=True)
-        mps_directory(self._context.directory)
+        (mps_directory(self._context.directory) / CLIENTS).touch()
         self._control = control = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-c", BELONGING, path, "-f", env=self._environment, stdin=asyncio.subprocess.DEVNULL
         )
@@ -172,7 +173,7 @@ class _Server:
         if self._orphan_since is None and os.getppid() != self._parent:
             self._orphan_since = time.monotonic()
         is_late = self._orphan_since is not None and time.monotonic() - self._orphan_since > ORPHAN_S
-        return is_late or not await asyncio.to_thread(clients_of, self._place)
+        return is_late or not has_clients(self._place)
 
     async def _why_no_client(self) -> str:
         code, output = await _run([sys.executable, "-P", "-c", PROBE], self._environment, within_s=START_S)

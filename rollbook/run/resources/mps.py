@@ -1,5 +1,6 @@
 """The MPS server of a run: its program, its sockets, the processes that use it; and servers of other programs."""
 
+import fcntl
 import os
 import shutil
 import signal
@@ -16,6 +17,9 @@ PIPES, LOGS, DEVICES = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUD
 DEFAULT_PIPES = Path("/tmp/nvidia-mps")
 """Where CUDA looks for a server if `PIPES` is not set."""
 PID_FILE = f"{PROGRAM}.pid"
+CLIENTS = "clients"
+"""A file next to the sockets of a run's server, which every client locks as long as it lives. The process table does not tell: a
+process that is forked from the template has the environment of the template there."""
 COMMAND = PROGRAM[:15]
 """The kernel's name of the control program and of its servers (`nvidia-cuda-mps-server`), which it cuts."""
 MAX_DIRECTORY_CHARS = 80
@@ -90,9 +94,21 @@ def programs_of(place: Path) -> list[int]:
     return [pid for pid in _users_of(place) if is_program(pid)]
 
 
-def clients_of(place: Path) -> list[int]:
-    """Other processes that were started to use a server there."""
-    return [pid for pid in _users_of(place) if _command(pid) not in (COMMAND, "")]
+def become_client(directory: RunDirectory) -> None:
+    """Called at the start of each process of a run: the run's server ends after those that use it."""
+    if PIPES in os.environ and os.environ[PIPES] == str(place := mps_directory(directory)):
+        with suppress(OSError):  # the server has ended meanwhile, and the supervisor ends this process
+            # Held until this process has ended, however it ends.
+            fcntl.flock(os.open(place / CLIENTS, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_SH)
+
+
+def has_clients(place: Path) -> bool:
+    with suppress(FileNotFoundError), (place / CLIENTS).open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def kill_programs(place: Path) -> list[int]:

@@ -29,6 +29,7 @@ from rollbook.contracts.errors import FencedError, RunError, is_out_of_memory, m
 from rollbook.contracts.plugin import extend_search_path, load_on_demand
 from rollbook.run.config.run import LoadedConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
+from rollbook.run.resources.mps import become_client
 from rollbook.run.supervision.channel import LEAVE_SIGNAL, Channel
 from rollbook.run.supervision.exits import EXIT_CRASHED, EXIT_DONE, EXIT_FENCED, EXIT_NO_MEMORY, EXIT_STOP_RUN
 from rollbook.telemetry.cpu_time import record_cpu_time
@@ -144,6 +145,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return EXIT_STOP_RUN
     log.info("process.started", pid=os.getpid(), role=args.role)
+    become_client(directory)
     WAITS.listen(partial(_report_wait, channel, log))
     loaded: LoadedConfig | None = None
     try:

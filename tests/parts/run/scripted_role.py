@@ -13,6 +13,8 @@ from pathlib import Path
 
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent
 from rollbook.concurrency.child_process.frames import BlockingFrames
+from rollbook.run.directory import RunDirectory
+from rollbook.run.resources.mps import become_client
 from rollbook.run.supervision.channel import Channel
 from rollbook.run.supervision.exits import EXIT_STOP_RUN
 
@@ -26,6 +28,7 @@ def main() -> int:
     args, _ = parser.parse_known_args()
     parent = connect_to_parent(args.channel_fd)
     die_with_parent(parent.fileno(), grace_s=0.2)
+    become_client(RunDirectory(args.run_dir))
     channel = Channel(BlockingFrames(parent))
     is_ready = is_stopped = False
     while not is_stopped:
