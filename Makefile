@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# Parallel test processes. Many tests wait now and then, so on two cores three are faster than two.
+# Parallel test processes. Many tests wait now and then, so on two cores four are faster than three.
 WORKERS ?= 4
 # Device of the trainer's benchmark: cpu or cuda.
 DEVICE ?= cpu
