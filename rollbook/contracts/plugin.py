@@ -267,7 +267,7 @@ def _top_level_names(file: Path) -> set[str] | None:
 
 
 def hide_warnings_of_torchao() -> None:
-    """Of kernels that this machine or version of torch does not have, and torch's about torchao's own classes. May be repeated.
+    """Hide those about kernels that this machine or version of torch lacks, and torch's about classes of torchao. May be repeated.
 
     transformers imports torchao if it is installed. The packages that import transformers call this first, in their `__init__`.
     """

@@ -72,7 +72,7 @@ GROUP_SCHEMA = {
 }
 END_OF_THOUGHT = "</think>"
 MAX_TOKENS = 1 << 40
-"""Of one answer. More is an error of the server."""
+"""The most that one answer can report. More is an error of the server."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ def _connected(path: Path | None) -> sqlite3.Connection:
 
 
 def _use_wal(db: sqlite3.Connection) -> None:
-    """Of workers that start together, one changes the mode. SQLite does not wait for it: the others get an error at once."""
+    """If workers start together, one of them changes the mode, and SQLite gives the others an error instead of waiting."""
     give_up_at = monotonic() + BUSY_S
     while True:
         try:

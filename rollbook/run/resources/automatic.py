@@ -386,9 +386,7 @@ class _Draft:
         sizes = replace(sizes, kv_bytes=sizes.kv_bytes // MB * MB)
         if config.trainer.device == "cuda":
             self.choose("trainer.max_tokens_per_microbatch", sizes.tokens_per_pass)
-            is_whole = sizes.checkpointed_layers in (0, model.layers)
-            layers = bool(sizes.checkpointed_layers) if is_whole else sizes.checkpointed_layers
-            self.choose("trainer.gradient_checkpointing", layers)
+            self.choose("trainer.gradient_checkpointing", checkpointing_of(model, sizes))
             self.choose("trainer.max_logits_mb", sizes.logits_bytes >> 20)
             self.choose("trainer.checkpoint_copy", "gpu" if sizes.has_gpu_checkpoint else "main_memory")
             if not sizes.gpu_copies and config.inference.transfer in GPU_TRANSFERS:
@@ -491,6 +489,12 @@ def _notes(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Seq
 
 def precision_of(gpus: Sequence[Gpu]) -> str:
     return "bfloat16" if all(device.has_bfloat16 for device in gpus) else "float32"
+
+
+def checkpointing_of(model: ModelFacts, sizes: Sizes) -> bool | int:
+    """The value of `trainer.gradient_checkpointing`: a number of layers, or whether all are recomputed."""
+    is_whole = sizes.checkpointed_layers in (0, model.layers)
+    return bool(sizes.checkpointed_layers) if is_whole else sizes.checkpointed_layers
 
 
 def _checkpointing(trainer: TrainerConfig) -> str:

@@ -11,6 +11,7 @@ from rollbook.run.config.sft import LoadedSftConfig
 from rollbook.run.resources.automatic import (
     GPU_PASS_COST,
     TRAINER_THREADS,
+    checkpointing_of,
     does_not_fit,
     gpu_capacity,
     gpu_lines,
@@ -100,10 +101,9 @@ def _planned(loaded: LoadedSftConfig, machine: Machine, model: ModelFacts) -> Sf
     free = frozenset(size for name, size in names.items() if name not in trainer.model_fields_set)
     step_tokens = config.sft.examples_per_step * longest
     sizes = choose_sizes(model, sizes, free, capacity, Demand(kv_bytes=0, step_tokens=step_tokens))
-    is_whole = sizes.checkpointed_layers in (0, model.layers)
     values: dict[str, object] = {
         "max_tokens_per_microbatch": sizes.tokens_per_pass,
-        "gradient_checkpointing": bool(sizes.checkpointed_layers) if is_whole else sizes.checkpointed_layers,
+        "gradient_checkpointing": checkpointing_of(model, sizes),
         "max_logits_mb": sizes.logits_bytes >> 20,
     }
     if config.run.gpu_memory_gb is not None:

@@ -1,7 +1,6 @@
 """Settings that a run file leaves open: chosen from the machine and the model, recorded, and kept by a resumed run."""
 
 import json
-import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from rollbook.commands.output import stderr_console
 from rollbook.commands.training import train as train_module
 from rollbook.commands.training.init import init_project
 from rollbook.run.config.run import AUTO_SETTINGS, ConfigError, RunConfig, dump_toml, flat_values, load_config
-from rollbook.run.config.sft import load_sft_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import model_limits
 from rollbook.run.resources.automatic import Resolution, free_disk_bytes, resolve, value_at
@@ -23,7 +21,6 @@ from rollbook.run.resources.division import Division, estimated_step_s
 from rollbook.run.resources.machine import GB, Gpu, Machine, this_machine, visible
 from rollbook.run.resources.memory_plan import ALL_LAYERS, DISK, MAIN_MEMORY, gpu, memory_plan
 from rollbook.run.resources.run_sizes import sizes_of
-from rollbook.run.resources.sft_plan import resolve_sft
 from rollbook.run.supervision.plan import environment_of
 from rollbook.trainer.config import TrainerConfig
 from tests.parts.run.projects import SHAPES, project
@@ -439,48 +436,6 @@ def test_named_gpus_are_not_divided_again(tmp_path: Path) -> None:
     config = resolved(project(tmp_path, "1.5b"), *named, machine=several(4)).loaded.config
     assert (config.resources.trainer_gpus, config.resources.policy_gpus) == ((3,), (1,))
     assert (config.trainer.ranks, config.inference.replicas) == (1, 1)
-
-
-def sft_file(tmp_path: Path, shape: str) -> Path:
-    """The file of a supervised fine-tuning of the model of a project."""
-    model = load_config(project(tmp_path, shape)).config.model.path
-    (tmp_path / "chats.jsonl").write_text("{}\n", encoding="utf-8")
-    text = f'[model]\npath = "{model}"\n[sft]\ndata = "chats.jsonl"\n[trainer]\nthreads = 2\ndevice = "auto"\n'
-    (tmp_path / "sft.toml").write_text(text, encoding="utf-8")
-    return tmp_path / "sft.toml"
-
-
-def test_supervised_fine_tuning_uses_the_gpu_unless_its_file_says_otherwise(tmp_path: Path) -> None:
-    file = sft_file(tmp_path, "1.5b")
-    loaded = load_sft_config(file)
-    found = resolve_sft(loaded, WITH_GPU)
-    assert found.faults() == []
-    table = found.loaded.table["trainer"]
-    assert (table["threads"], table["device"], table["compute_dtype"]) == (2, "cuda", "bfloat16")
-    assert table["max_tokens_per_microbatch"] > 8192
-    assert "trainer.threads" not in found.chosen
-    assert resolve_sft(loaded, WITHOUT_GPU).loaded.config == loaded.config
-    on_cpu = load_sft_config(file, ["trainer.device=cpu"])
-    assert resolve_sft(on_cpu, WITH_GPU).chosen == {}
-    recorded = {"device": "cpu", "max_tokens_per_microbatch": 300, "gradient_checkpointing": True}
-    resumed = resolve_sft(loaded, WITH_GPU, recorded=TrainerConfig.model_validate({**recorded, "threads": 1}))
-    assert resumed.chosen == {f"trainer.{name}": value for name, value in recorded.items()}, "a resumed one keeps them"
-
-
-def test_supervised_fine_tuning_has_a_memory_plan(tmp_path: Path) -> None:
-    file = sft_file(tmp_path, "1.5b")
-    limited = resolve_sft(load_sft_config(file, ["run.gpu_memory_gb=40"]), WITH_GPU)
-    assert limited.plan is not None
-    assert limited.plan.total("GPU 0") <= 40 * GB
-    assert limited.faults() == []
-    assert 30 < (limited.loaded.config.trainer.gpu_memory_gb or 0) < 40
-    assert re.fullmatch(r"GPU 0: .* planned \d\d\.\d of 38\.4: trainer .*", limited.lines()[1])
-    (fault,) = resolve_sft(load_sft_config(file, ["run.gpu_memory_gb=20"]), WITH_GPU).faults()
-    assert "are missing" in fault.message
-    assert "trainer.lora.rank = 16 saves" in fault.message
-    assert "rollout" not in fault.message, "settings that its file does not have"
-    adapters = resolve_sft(load_sft_config(file, ["run.gpu_memory_gb=20", "trainer.lora.rank=16"]), WITH_GPU)
-    assert adapters.faults() == []
 
 
 def mixture(tmp_path: Path) -> Path:
