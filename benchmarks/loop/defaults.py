@@ -8,6 +8,7 @@
     python -m benchmarks.loop.defaults --cases 1.5b --parts                generation alone and training alone, too
     python -m benchmarks.loop.defaults --cases 135m 1.5b 8b-lora --mps     each case with an MPS server, too
     python -m benchmarks.loop.defaults --cases 8b-lora --mps --only killed --stepping 400      kills under MPS
+    python -m benchmarks.loop.defaults --cases 0.5b-lora --only killed --limits 16             kills, next to other programs
     python -m benchmarks.loop.defaults --cases 135m --sections             with each section of the settings by hand, too
 
 Every run is `rollbook init --template single_turn --model DIR` with 16 groups of 8 answers a step and a staleness bound of 2. Only
@@ -84,6 +85,7 @@ MOST_STEPS_OF_KILL = 5
 START_S, END_S = 60.0, 15.0
 """Expected of a start and of an end, with `--within`."""
 MAX_START_S = 200.0
+QWEN_0_5B = Shape(layers=24, hidden=896, heads=14, kv_heads=2, ffn=4864, vocab=151_936, max_len=4096)
 QWEN_4B = Shape(layers=36, hidden=2560, heads=20, kv_heads=4, ffn=9728, vocab=151_936, max_len=4096)
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 
@@ -131,11 +133,13 @@ CASES = {
     "cpu": Case(shape=SMALL),
     "cpu-lora": Case(shape=SMALL, lora=True),
     "135m": Case(shape=SMOLLM2_135M, tokens_per_pass=65_536),
+    "0.5b": Case(shape=QWEN_0_5B),
+    "0.5b-lora": Case(shape=QWEN_0_5B, lora=True),
     "1.5b": Case(shape=QWEN_1_5B),
     "4b-lora": Case(shape=QWEN_4B, tokens_per_pass=8192, lora=True),
     "8b-lora": Case(shape=LLAMA_8B, tokens_per_pass=8192, lora=True),
 }
-ON_CPU = ("tiny", "tiny-lora", "cpu", "cpu-lora")
+ON_GPU = ("135m", "1.5b", "4b-lora", "8b-lora")
 OF_TINY = (("tiny", None), ("tiny-lora", "apart"), ("tiny-lora", "killed"))
 """With `--tiny`: cases, and the only run of each."""
 
@@ -318,8 +322,9 @@ def runs_of(
     """
     found: dict[str, dict[str, dict[str, Any]]] = {"cold": {}} if by_hand(case) else {}  # a CPU has nothing to compile
     found |= {"defaults": {}, "hand": by_hand(case)}
-    if limits:
-        return {f"limit{limit:g}": {"run": {"gpu_memory_gb": limit}} for limit in limits}
+    within: dict[str, dict[str, Any]] = {f"limit{limit:g}": {"run": {"gpu_memory_gb": limit}} for limit in limits}
+    if within and only is None:
+        return within
     if has_mps:
         found["mps"] = {"resources": MPS}
     if has_sections:
@@ -331,7 +336,9 @@ def runs_of(
         "apart": {"resources": {"shared_base": False}},
         "killed": {**KILLED, "resources": resources},
     }
-    return {only: {**found, **others}[only]}
+    chosen = {**found, **others}[only]
+    limit = next(iter(within.values()), {}).get("run", {})
+    return {only: {**chosen, "run": {**chosen.get("run", {}), **limit}}}
 
 
 def run_figures(name: str, kind: str, results: Mapping[str, Measured], *, has_mps: bool) -> list[Figure]:
@@ -406,7 +413,9 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="every kind of run on a CPU; the figures mean nothing")
     parser.add_argument("--stepping", type=float, default=30.0, help="seconds of steps in each run (default: 30)")
     parser.add_argument("--within", type=float, default=1e9, help="seconds for everything")
-    parser.add_argument("--limits", nargs="+", type=float, default=[], help="run.gpu_memory_gb of runs without hand")
+    parser.add_argument(
+        "--limits", nargs="+", type=float, default=[], help="run.gpu_memory_gb of runs without hand, or of --only"
+    )
     parser.add_argument("--only", choices=["defaults", "hand", "apart", "killed", "mps"], help="one run of a case")
     parser.add_argument(
         "--mps", action="store_true", help="a run with an MPS server, too; with `--only killed`: under it"
@@ -427,7 +436,7 @@ def main() -> int:
         name, directory = args.alone
         print(asyncio.run(generation_alone(CASES[name], Path(directory))))
         return 0
-    names = args.cases or ([name for name in CASES if name not in ON_CPU] if this_machine().gpus else ["cpu"])
+    names = args.cases or (list(ON_GPU) if this_machine().gpus else ["cpu"])
     chosen = OF_TINY if args.tiny else [(name, args.only) for name in names]
     kills = 1 if args.tiny else args.kills
     until = time.monotonic() + args.within
