@@ -20,7 +20,7 @@ from rollbook.commands.checks.findings import LABELS, DoctorFinding, Verdict, fi
 from rollbook.commands.checks.sandboxes import agent_findings, run_findings, sandbox_findings
 from rollbook.commands.output import EXIT_FAILED, result, result_json
 from rollbook.contracts.plugin import EXTRAS, install_command, load_on_demand, require_libraries
-from rollbook.run.config.run import load_config, read_table
+from rollbook.run.config.run import load_config, located, read_table
 from rollbook.run.config.sft import load_sft_config
 from rollbook.run.directory import MIN_FREE_BYTES
 from rollbook.run.resources.automatic import Resolution, free_disk_bytes, resolve
@@ -362,7 +362,7 @@ def print_plan(config: Path, overrides: Sequence[str], *, directory: Path, as_js
         run = load_config(config, overrides)
         found = resolve(run, this_machine(), disk_bytes=free_disk_bytes(directory.resolve()))
         findings = run_findings(run.config)
-    faults = found.faults()
+    faults = located(found.faults(), config, overrides)
     exit_code = EXIT_FAILED if faults or _is_broken(findings) else 0
     if as_json:
         parts = [] if found.plan is None else [asdict(part) for part in found.plan.parts]
@@ -379,7 +379,8 @@ def print_plan(config: Path, overrides: Sequence[str], *, directory: Path, as_js
         return exit_code
     for line in [*found.lines(), *plan_lines(found)]:
         result(line)
-    if found.plan is None:
+    is_without_gpu = isinstance(found, SftResolution) and bool(found.missing)
+    if found.plan is None and not is_without_gpu:
         result(
             "no memory plan: `rollbook sft` has one on GPUs only"
             if isinstance(found, SftResolution) and found.loaded.config.trainer.device == "cpu"

@@ -16,11 +16,11 @@ from rollbook.commands.output import result_json
 from rollbook.concurrency.child_process.process import python_command, python_environment
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import require_libraries
-from rollbook.run.config.run import ConfigError
+from rollbook.run.config.run import ConfigError, located
 from rollbook.run.config.sft import MANIFEST, dump_sft_toml, load_sft_config
 from rollbook.run.directory import RunDirectory, RunDirectoryError
 from rollbook.run.resources.machine import this_machine
-from rollbook.run.resources.sft_plan import SftResolution, resolve_sft
+from rollbook.run.resources.sft_plan import SftResolution, missing_gpus, resolve_sft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ def run_sft(source: Path, *, out: Path | None, overrides: Sequence[str]) -> SftR
     require_libraries("torch", "transformers")
     found, directory = _resolve(source, out, overrides)
     if faults := found.faults():
-        raise ConfigError(str(source), faults)
+        raise ConfigError(str(source), located(faults, None if source.is_dir() else source, overrides))
     loaded = found.loaded
     for line in found.lines():
         sys.stderr.write(line + "\n")
@@ -50,7 +50,8 @@ def _resolve(source: Path, out: Path | None, overrides: Sequence[str]) -> tuple[
         except (OSError, ValueError, KeyError) as error:
             raise RunDirectoryError(f"{source} is not an output directory of `rollbook sft`: {error}") from error
         loaded = load_sft_config(source / "config.toml", overrides, source_dir=home)
-        return SftResolution(loaded=loaded, machine=this_machine()), RunDirectory(source.resolve())
+        missing = missing_gpus(loaded.config.trainer, this_machine(), is_resumed=True)
+        return SftResolution(loaded=loaded, machine=this_machine(), missing=missing), RunDirectory(source.resolve())
     loaded = load_sft_config(source, overrides)
     chosen = out or Path("runs") / f"{loaded.config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     directory, recorded = RunDirectory(chosen.resolve()), None

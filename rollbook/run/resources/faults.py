@@ -105,11 +105,15 @@ def _missing_devices(config: RunConfig, machine: Machine, *, is_resumed: bool) -
         missing = sorted(gpus_of(config) - {device.number for device in machine.gpus})
         have = f"this machine has {len(machine.gpus)}"
         return [ConfigFault("resources", f"GPU {number} is used, but {have}") for number in missing]
-    why = machine.unusable_because or "this machine has no NVIDIA GPU"
-    began = " The run began on a machine with a GPU: resume it on one." if is_resumed else " Use 'cpu', or 'auto'."
     faults = []
     if config.trainer.device == "cuda":
-        faults.append(ConfigFault("trainer.device", f"is 'cuda', but {why}.{began}"))
+        faults.append(no_gpu("trainer.device", "cuda", machine, is_resumed=is_resumed))
     if config.inference.device.startswith("cuda") and engine_of(config.inference) == "embedded":
-        faults.append(ConfigFault("inference.device", f"is '{config.inference.device}', but {why}.{began}"))
+        faults.append(no_gpu("inference.device", config.inference.device, machine, is_resumed=is_resumed))
     return faults
+
+
+def no_gpu(path: str, device: str, machine: Machine, *, is_resumed: bool) -> ConfigFault:
+    why = machine.unusable_because or "this machine has no NVIDIA GPU"
+    advice = "The run began on a machine with a GPU: resume it on one." if is_resumed else "Use 'cpu', or 'auto'."
+    return ConfigFault(path, f"is '{device}', but {why}. {advice}")

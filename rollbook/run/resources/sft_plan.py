@@ -18,6 +18,7 @@ from rollbook.run.resources.automatic import (
     precision_of,
     trainer_line,
 )
+from rollbook.run.resources.faults import no_gpu
 from rollbook.run.resources.machine import GB, Machine
 from rollbook.run.resources.memory_plan import CONTEXT_BYTES, MemoryPlan, Sizes, gpu, memory_plan
 from rollbook.run.resources.model_facts import ModelFacts, model_facts
@@ -43,8 +44,13 @@ class SftResolution:
     """None on a CPU, and if the dimensions of the model are unknown: then passes are measured when the model is loaded."""
     capacity: Mapping[str, int] = field(default_factory=dict)
 
+    missing: tuple[ConfigFault, ...] = ()
+    """GPUs of the configuration that this machine does not have."""
+
     def faults(self) -> list[ConfigFault]:
-        """Why it does not fit."""
+        """Why it cannot start on this machine."""
+        if self.missing:
+            return list(self.missing)
         if self.plan is None or self.model is None or self.sizes is None:
             return []
         return [
@@ -68,7 +74,19 @@ def resolve_sft(loaded: LoadedSftConfig, machine: Machine, *, recorded: TrainerC
     found = _resolved(loaded, machine, recorded)
     before, after = loaded.config.trainer.model_fields_set, found.loaded.config.trainer
     chosen = {f"trainer.{name}": getattr(after, name) for name in CHOSEN if name in after.model_fields_set - before}
-    return replace(found, chosen=chosen)
+    return replace(found, chosen=chosen, missing=missing_gpus(after, machine, is_resumed=recorded is not None))
+
+
+def missing_gpus(trainer: TrainerConfig, machine: Machine, *, is_resumed: bool) -> tuple[ConfigFault, ...]:
+    """What is wrong with the device or the ranks of a training on this machine."""
+    if trainer.device != "cuda":
+        return ()
+    if not machine.gpus:
+        return (no_gpu("trainer.device", trainer.device, machine, is_resumed=is_resumed),)
+    if trainer.ranks > (have := len(machine.gpus)):
+        text = f"is {trainer.ranks}, and each rank needs a GPU, but this machine has {have}. Lower it."
+        return (ConfigFault("trainer.ranks", text),)
+    return ()
 
 
 def _resolved(loaded: LoadedSftConfig, machine: Machine, recorded: TrainerConfig | None) -> SftResolution:

@@ -3,9 +3,12 @@
 import re
 from pathlib import Path
 
+import pytest
+
+from rollbook.commands.checks.doctor import print_plan
 from rollbook.run.config.run import load_config
 from rollbook.run.config.sft import load_sft_config
-from rollbook.run.resources.machine import GB, Gpu, Machine
+from rollbook.run.resources.machine import GB, Gpu, Machine, this_machine
 from rollbook.run.resources.sft_plan import resolve_sft
 from rollbook.trainer.config import TrainerConfig
 from tests.parts.run.projects import project
@@ -54,3 +57,26 @@ def test_supervised_fine_tuning_has_a_memory_plan(tmp_path: Path) -> None:
     assert "rollout" not in fault.message, "settings that its file does not have"
     adapters = resolve_sft(load_sft_config(file, ["run.gpu_memory_gb=20", "trainer.lora.rank=16"]), WITH_GPU)
     assert adapters.faults() == []
+
+
+def test_a_device_or_ranks_that_this_machine_does_not_have_are_named(tmp_path: Path) -> None:
+    file = sft_file(tmp_path, "1.5b")
+    loaded = load_sft_config(file, ["trainer.device=cuda"])
+    (fault,) = resolve_sft(loaded, WITHOUT_GPU).faults()
+    assert str(fault) == "trainer.device: is 'cuda', but this machine has no NVIDIA GPU. Use 'cpu', or 'auto'."
+    recorded = TrainerConfig.model_validate({"device": "cuda", "max_steps": 1})
+    (fault,) = resolve_sft(load_sft_config(file), WITHOUT_GPU, recorded=recorded).faults()
+    assert "resume it on one" in fault.message
+    (fault,) = resolve_sft(load_sft_config(file, ["trainer.ranks=2"]), WITH_GPU).faults()
+    assert str(fault) == "trainer.ranks: is 2, and each rank needs a GPU, but this machine has 1. Lower it."
+
+
+def test_doctor_says_that_the_gpu_is_missing_not_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if this_machine().gpus:
+        pytest.skip("this machine has a GPU")
+    file = sft_file(tmp_path, "1.5b")
+    file.write_text(file.read_text(encoding="utf-8").replace('"auto"', '"cuda"'), encoding="utf-8")
+    assert print_plan(file, (), directory=tmp_path, as_json=False) == 1
+    printed = capsys.readouterr().out
+    assert f"BROKEN {file}:7: trainer.device: is 'cuda', but this machine has no" in printed
+    assert "no memory plan" not in printed
