@@ -58,6 +58,8 @@ class RunDirectory:
     """The resolved configuration."""
     manifest_file = Entry("run.json")
     """Id, name, version, and the directory of the config file."""
+    sft_manifest_file = Entry("sft.json")
+    """The same of an output directory of `rollbook sft`, which is no run."""
     model_file = Entry("model.json")
     """Where the initial model is."""
     trainer_state_file = Entry("trainer_state.json")
@@ -172,13 +174,12 @@ class RunDirectory:
 
     def no_run(self, problem: str) -> RunDirectoryError:
         """The error that this path is no run, with the runs and run files that may be meant."""
+        if self.sft_manifest_file.is_file():
+            return RunDirectoryError(f"{self.path} is not a run directory: it is an output directory of `rollbook sft`")
         if self.path.exists():
             text = f"{self.path} is not a run directory: {problem if self.path.is_dir() else 'it is a file'}"
-            files = sorted(file.name for file in self.path.glob("*.toml"))[:MAX_LISTED]
-            if len(files) == 1:
-                return RunDirectoryError(f"{text}. Is {self.path / files[0]} meant?")
-            if files:
-                return RunDirectoryError(f"{text}. Its run files: {', '.join(files)}")
+            if files := files_meant(self.path):
+                return RunDirectoryError(f"{text}{files}")
         else:
             text = f"{self.path} does not exist"
         folder = self.path if self.path.is_dir() else self.path.parent
@@ -342,6 +343,14 @@ class RunDirectory:
             lock.write(str(os.getpid()))
             lock.flush()
             yield
+
+
+def files_meant(folder: Path) -> str:
+    """The end of an error about a directory in place of a file or a run: its run files."""
+    files = sorted(file.name for file in folder.glob("*.toml"))[:MAX_LISTED]
+    if len(files) == 1:
+        return f". Is {folder / files[0]} meant?"
+    return f". Its run files: {', '.join(files)}" if files else ""
 
 
 def machine_directory(run_id: str, name: str) -> Path:

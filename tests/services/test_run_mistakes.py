@@ -4,6 +4,7 @@
 seconds say how long it takes on an idle one.
 """
 
+import io
 import re
 import resource
 import socket
@@ -16,9 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from rollbook.commands.checks.config import check_command
+from rollbook.commands.training.train import resolve_run, write_or_check_config
+from rollbook.contracts.errors import RollbookError
 from rollbook.run.config.run import ConfigError, dump_toml, load_config
+from rollbook.run.config.sft import load_sft_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.preflight import report
 from rollbook.run.preflight.checks import unreachable_lengths
@@ -341,6 +346,62 @@ def test_config_check_reports_faults_of_the_file_and_of_the_code_at_once(
         ("28", "trainer.device"),
     ]
     assert not capsys.readouterr().out
+
+
+def test_config_check_reports_two_faults_of_the_same_setting(tmp_path: Path) -> None:
+    small = "max_steps = 2\n\n[inference]\nmax_model_len = 19"
+    file = write(Mistake(config=("max_steps = 2", small), expected=()), tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        check_command(file, ["rollout.max_total_tokens=20"])
+    first, second = caught.value.faults
+    assert first.path == second.path == "rollout.max_total_tokens"
+    assert "do not fit inference.max_model_len = 19" in first.message
+    assert "first prompt has" in second.message
+
+
+def test_config_check_reports_a_module_that_does_not_exist_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_command(write(Mistake(config=("mine:right", "mien:right"), expected=()), tmp_path))
+    (fault,) = caught.value.faults
+    assert fault.path == "rollout.rewards.functions.right.path"
+    assert "no module 'mien'" in fault.message
+
+
+def test_config_check_of_a_run_directory_checks_what_a_resume_would_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded, directory = resolve_run(write(Mistake(expected=()), tmp_path), tmp_path / "run", [])
+    directory.prepare()
+    write_or_check_config(loaded, directory, Console(file=io.StringIO()))
+    (tmp_path / "run.toml").unlink()
+    check_command(directory.path)
+    assert 'env]\nname = "mine:Coin"' in capsys.readouterr().out, "the user's module is found"
+    (tmp_path / "mine.py").write_text(CODE.replace("case.response", "case.respnse"), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        check_command(directory.path, ["run.seed=3", "trainer.max_steps=3"])
+    changed, code = sorted(caught.value.faults, key=lambda fault: fault.place)
+    assert str(changed) == "--set: run.seed: is 3 here and was 0 when this run began; start a new run for that"
+    assert "respnse" in code.message
+    assert code.place.startswith(f"{directory.config_file}:")
+
+
+def test_a_file_of_the_other_trainer_is_named_as_such(tmp_path: Path) -> None:
+    demonstrations = tmp_path / "sft.toml"
+    demonstrations.write_text('[model]\npath = "."\n[sft]\ndata = "chats.jsonl"\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"sft\.toml:3: sft: this is a file of `rollbook sft`") as caught:
+        check_command(demonstrations)
+    assert len(caught.value.faults) == 1
+    with pytest.raises(ConfigError, match=r"run\.toml:11: tasks: this is a file of a run") as caught:
+        load_sft_config(write(Mistake(expected=()), tmp_path))
+    assert len(caught.value.faults) == 1
+
+
+def test_a_directory_in_place_of_a_run_file_names_the_files_in_it(tmp_path: Path) -> None:
+    write(Mistake(expected=()), tmp_path)
+    with pytest.raises(RollbookError, match=rf"Is {re.escape(str(tmp_path))}/run\.toml meant\?"):
+        check_command(tmp_path)
+    with pytest.raises(RollbookError, match=rf"Is {re.escape(str(tmp_path))}/run\.toml meant\?"):
+        load_config(tmp_path)
 
 
 def test_config_check_says_that_code_was_not_run_where_it_depends_on_a_fault(

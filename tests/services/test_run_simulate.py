@@ -22,7 +22,8 @@ def test_a_run_is_predicted_from_its_own_trace(tmp_path: Path) -> None:
     assert run.start().wait()["end"] == "finished"
     config = str(tmp_path / "run.toml")
 
-    done = simulate(config, "--trace", str(run.directory), "--json")
+    # As the end of the run advises.
+    done = simulate(str(run.directory), "--trace", str(run.directory), "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["prediction"]["steps_per_s"] > 0

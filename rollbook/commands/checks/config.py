@@ -5,7 +5,17 @@ from typing import Annotated
 
 from rollbook.commands.arguments import Argument, Option, Overrides, UsePreflight
 from rollbook.commands.output import result, stderr_console
-from rollbook.run.config.run import ConfigError, ConfigFault, dump_toml, examine_config, in_order, located
+from rollbook.run.config.run import (
+    ConfigError,
+    ConfigFault,
+    changed_fields,
+    dump_toml,
+    in_order,
+    load_resolved_config,
+    located,
+)
+from rollbook.run.config.source import examine_source, resume_faults
+from rollbook.run.directory import RunDirectory
 from rollbook.run.preflight.report import print_warnings, run_preflight
 from rollbook.run.resources.automatic import resolve
 from rollbook.run.resources.machine import this_machine
@@ -15,7 +25,7 @@ PLAYED_SECTIONS = ("model", "tasks", "env", "rollout")
 
 
 def check_command(
-    config: Annotated[Path, Argument(help="The run's TOML file.")],
+    config: Annotated[Path, Argument(help="The run's TOML file, or a run directory: its recorded configuration.")],
     override: Overrides = None,
     preflight: UsePreflight = True,
     full: Annotated[
@@ -24,16 +34,20 @@ def check_command(
 ) -> None:
     """Report every fault at once with its line in the file, or print what differs from the defaults, as resolved on this machine.
 
-    What this machine lacks (a GPU, the interpreter of vLLM) is a warning here, because a run may be checked on one machine and
-    started on another. `rollbook train` refuses it.
+    A run directory is checked as `rollbook train RUN_DIR` would resume it, with your code as it is now. What this machine lacks
+    (a GPU, the interpreter of vLLM) is a warning here, because a run may be checked on one machine and started on another.
+    `rollbook train` refuses it.
     """
     overrides, console = override or (), stderr_console()
-    examined = examine_config(config, overrides)
+    read, examined = examine_source(config, overrides)
     faults, warnings = list(examined.faults), list[ConfigFault]()
     if examined.loaded is None:
         raise ConfigError(str(config), faults)
-    found = resolve(examined.loaded, this_machine())
+    recorded = None if read.run_dir is None else load_resolved_config(RunDirectory(read.run_dir)).config
+    found = resolve(examined.loaded, this_machine(), recorded=recorded)
     more = found.faults(needs_machine=False)
+    if recorded is not None:
+        more += resume_faults(recorded, changed_fields(recorded, found.loaded.config))
     warnings += found.missing
     seconds = None
     unplayable = [path for path in sorted(examined.repairs.left_out) if path.partition(".")[0] in PLAYED_SECTIONS]
@@ -42,16 +56,13 @@ def check_command(
         more += report.faults
         warnings += report.warnings
         seconds = report.seconds
-    known = {fault.path for fault in faults}
-    # Both checks find a plug-in's file or an interpreter that does not exist; the second one may name it in an error of the code.
     faults += [
         fault
-        for fault in located(more, config, overrides)
-        if fault.path not in known
-        and not any(path in fault.message for path in known if "." in path)
+        for fault in located(more, read.file, overrides)
+        if not examined.repairs.repeats_absence(fault.path, fault.message)
         and not examined.repairs.is_consequence(fault.path, fault.message)
     ]
-    print_warnings(located(warnings, config, overrides), console)
+    print_warnings(located(warnings, read.file, overrides), console)
     if faults:
         if preflight and unplayable:
             console.print(f"not checked yet: your code, because {', '.join(unplayable)} must be corrected first")

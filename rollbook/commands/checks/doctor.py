@@ -20,9 +20,10 @@ from rollbook.commands.checks.findings import LABELS, DoctorFinding, Verdict, fi
 from rollbook.commands.checks.sandboxes import agent_findings, run_findings, sandbox_findings
 from rollbook.commands.output import EXIT_FAILED, result, result_json
 from rollbook.contracts.plugin import EXTRAS, install_command, load_on_demand, require_libraries
-from rollbook.run.config.run import load_config, located, read_table
+from rollbook.run.config.run import located, read_table
 from rollbook.run.config.sft import load_sft_config
-from rollbook.run.directory import MIN_FREE_BYTES
+from rollbook.run.config.source import load_source
+from rollbook.run.directory import MIN_FREE_BYTES, RunDirectory
 from rollbook.run.resources.automatic import Resolution, free_disk_bytes, resolve
 from rollbook.run.resources.machine import GB, this_machine
 from rollbook.run.resources.mps import HOW_TO_INSTALL, PROGRAM, other_server, program
@@ -356,13 +357,14 @@ def print_plan(config: Path, overrides: Sequence[str], *, directory: Path, as_js
     """What a run or a `rollbook sft` would need on this machine. No process of it is started, except a sandbox if it uses some."""
     found: Resolution | SftResolution
     findings: list[DoctorFinding] = []
-    if "sft" in read_table(config, overrides)[0]:
+    file = RunDirectory(config.resolve()).require_config() if config.is_dir() else config
+    if "sft" in read_table(file, overrides)[0]:
         found = resolve_sft(load_sft_config(config, overrides), this_machine())
     else:
-        run = load_config(config, overrides)
+        run = load_source(config, overrides)
         found = resolve(run, this_machine(), disk_bytes=free_disk_bytes(directory.resolve()))
         findings = run_findings(run.config)
-    faults = located(found.faults(), config, overrides)
+    faults = located(found.faults(), file, overrides)
     exit_code = EXIT_FAILED if faults or _is_broken(findings) else 0
     if as_json:
         parts = [] if found.plan is None else [asdict(part) for part in found.plan.parts]
@@ -401,7 +403,8 @@ def doctor_command(  # noqa: PLR0917 - a command line is a list of flags
     config: Annotated[
         Path | None,
         Argument(
-            help="The TOML file of a run or of `rollbook sft`: prints its settings and its memory plan on this machine."
+            help="The TOML file of a run or of `rollbook sft`, or a run directory: prints its settings and its memory plan on this "
+            "machine."
         ),
     ] = None,
     override: Overrides = None,

@@ -27,7 +27,8 @@ from rollbook.envs.catalog import environment_class, open_environment_pool
 from rollbook.inference.engine import Engine, open_engine
 from rollbook.rollout.contract import RolloutSetup, Tokenizer
 from rollbook.rollout.groups.player import checked_sample
-from rollbook.run.config.run import LoadedConfig, load_config
+from rollbook.run.config.run import LoadedConfig
+from rollbook.run.config.source import load_source
 from rollbook.run.directory import RunDirectory, model_directory
 from rollbook.run.episodes import begin_episode, model_tokenizer, open_rollout
 from rollbook.tasks.dataset import load_tasks
@@ -111,18 +112,12 @@ def play_episode(
         write(f"{text}\n")
 
     with tempfile.TemporaryDirectory(prefix="rollbook-play-") as scratch:
+        loaded = load_source(source, overrides)
         if source.is_dir():
             directory = RunDirectory(source.resolve())
-            loaded = load_config(
-                directory.config_file,
-                overrides,
-                source_dir=directory.source_dir,
-                search_path=directory.search_path,
-            )
             model_dir, step = checkpoint_model(directory, None)
             say(f"model   step {step} of {directory.path}")
         else:
-            loaded = load_config(source, overrides)
             model_dir = _initial_model(loaded, Path(scratch))
         if loaded.config.tasks.is_posted:
             raise RunError('tasks.source = "atropos": external environments play the episodes of this run')

@@ -14,7 +14,8 @@ from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import SampleOutcome, group_id
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.task import TaskId
-from rollbook.run.config.run import ConfigError, RunConfig, flat_values, load_config
+from rollbook.run.config.run import ConfigError, RunConfig, flat_values
+from rollbook.run.config.source import load_source
 from rollbook.run.reader import RecordedRun, open_run
 from rollbook.simulation.fit import fit
 from rollbook.simulation.prediction import (
@@ -91,7 +92,7 @@ def simulate(
     """
     if not traces:
         raise UsageError("no trace: give the directory of a run with --trace RUN")
-    config = load_config(config_file, overrides).config
+    config = load_source(config_file, overrides).config
     progress(f"reading {len(traces)} {'trace' if len(traces) == 1 else 'traces'}")
     run = configured_run(config)
     fitted = on_machine(fit([trace_of(path) for path in traces]), run, cores=cores)
@@ -107,7 +108,7 @@ def simulate(
         for number, settings in enumerate(grid, start=1):
             progress(f"sweep: {number} of {len(grid)}")
             try:
-                other = load_config(config_file, [*overrides, *settings]).config
+                other = load_source(config_file, [*overrides, *settings]).config
             except ConfigError:
                 if varied:
                     raise
@@ -162,7 +163,9 @@ def draw(path: Path, report: PredictionReport) -> Path:
 
 
 def simulate_command(
-    config: Annotated[Path, Argument(metavar="RUN.toml", help="The configuration to predict.")],
+    config: Annotated[
+        Path, Argument(metavar="RUN.toml", help="The configuration to predict; a run directory: its own.")
+    ],
     trace: Annotated[
         list[Path],
         Option(

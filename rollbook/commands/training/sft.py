@@ -17,7 +17,7 @@ from rollbook.concurrency.child_process.process import python_command, python_en
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import require_libraries
 from rollbook.run.config.run import ConfigError, located
-from rollbook.run.config.sft import MANIFEST, dump_sft_toml, load_sft_config
+from rollbook.run.config.sft import dump_sft_toml, load_sft_config
 from rollbook.run.directory import RunDirectory, RunDirectoryError
 from rollbook.run.resources.machine import this_machine
 from rollbook.run.resources.sft_plan import SftResolution, missing_gpus, resolve_sft
@@ -45,17 +45,13 @@ def run_sft(source: Path, *, out: Path | None, overrides: Sequence[str]) -> SftR
 
 def _resolve(source: Path, out: Path | None, overrides: Sequence[str]) -> tuple[SftResolution, RunDirectory]:
     if source.is_dir():
-        try:
-            home = Path(json.loads((source / MANIFEST).read_text(encoding="utf-8"))["source_dir"])
-        except (OSError, ValueError, KeyError) as error:
-            raise RunDirectoryError(f"{source} is not an output directory of `rollbook sft`: {error}") from error
-        loaded = load_sft_config(source / "config.toml", overrides, source_dir=home)
+        loaded = load_sft_config(source, overrides)
         missing = missing_gpus(loaded.config.trainer, this_machine(), is_resumed=True)
         return SftResolution(loaded=loaded, machine=this_machine(), missing=missing), RunDirectory(source.resolve())
     loaded = load_sft_config(source, overrides)
     chosen = out or Path("runs") / f"{loaded.config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     directory, recorded = RunDirectory(chosen.resolve()), None
-    if (directory.path / MANIFEST).exists():
+    if directory.sft_manifest_file.exists():
         recorded = load_sft_config(directory.require_config(), source_dir=loaded.source_dir).config.trainer
     return resolve_sft(loaded, this_machine(), recorded=recorded), directory
 

@@ -26,17 +26,14 @@ from rollbook.concurrency.blocking import run_blocking
 from rollbook.concurrency.child_process.template import EarlyTemplate
 from rollbook.contracts.admission import AuditReport
 from rollbook.contracts.errors import RunError, UsageError
-from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.plugin import load_on_demand, require_libraries
 from rollbook.dashboard.run_files import RunReader, summarise
 from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view, printable
 from rollbook.ledger.serve import allow_many_connections
 from rollbook.run.config.run import (
     ConfigError,
-    ConfigFault,
     LoadedConfig,
     RunConfig,
-    changed_fields,
     checked_config,
     dump_toml,
     load_resolved_config,
@@ -44,7 +41,7 @@ from rollbook.run.config.run import (
     name_of,
     override_table,
 )
-from rollbook.run.config.source import ConfigSource, TaskRows, place, read_source, with_references
+from rollbook.run.config.source import ConfigSource, TaskRows, check_resume, place, read_source, with_references
 from rollbook.run.directory import RunDirectory, write_atomically
 from rollbook.run.preflight.report import check_run, print_preflight
 from rollbook.run.reader import StoredEpisodes, audit, open_run
@@ -65,20 +62,6 @@ AUDIT_EVERY_S = 60.0
 MAX_COUNTED = 50_000
 """Groups whose episodes are counted at the end of a run: a second or two."""
 MIN_OPEN_FILES = 256
-# The ledger's record depends on these settings; a change would invalidate it.
-FROZEN = (
-    "run.name",
-    "run.seed",
-    "model",
-    "tasks",
-    "gate.groups_per_step",
-    "gate.max_head_offpolicy_versions",
-    "gate.batch_policy",
-    "gate.admission_share",
-    "rollout.quorum",
-)
-FROZEN_IN_PARTS = ("rollout.completions_per_prompt",)
-"""With batch policy `parts` the gate counts samples, so the size of a group is part of the record."""
 
 
 class RunFailedError(RunError):
@@ -491,20 +474,3 @@ def audit_at_end(directory: RunDirectory, end: RunEnd) -> AuditReport | None:
         if end is not RunEnd.FINISHED and not any(directory.ledger.iterdir()):
             return None
         raise
-
-
-def check_resume(stored: RunConfig, wanted: RunConfig, *, source: str) -> dict[str, tuple[Any, Any]]:
-    """The changed settings, if the run can continue with them; else raises `ConfigError`.
-
-    The trainer itself checks the settings that alter its numbers: it knows whether steps would be replayed.
-    """
-    changed = changed_fields(stored, wanted)
-    fixed = FROZEN + (FROZEN_IN_PARTS if stored.gate.batch_policy is BatchPolicy.PARTS else ())
-    faults = [
-        ConfigFault(path, f"is {new!r} here and was {old!r} when this run began; start a new run for that")
-        for path, (old, new) in changed.items()
-        if any(path == frozen or path.startswith(f"{frozen}.") for frozen in fixed)
-    ]
-    if faults:
-        raise ConfigError(source, faults)
-    return changed

@@ -20,6 +20,8 @@ class Repairs:
         self.table: dict[str, Any] = copy.deepcopy(dict(table))
         self.left_out: set[str] = set()
         """Settings and tables with wrong values. Unknown settings are not among them: the run would not read them."""
+        self.absent: set[str] = set()
+        """Settings with a file, a module or an interpreter that does not exist. They stay in the table."""
         self._renamed: dict[str, str] = {}
         """Settings that were added under their right name, and the names in the table."""
         self._created: set[str] = set()
@@ -30,9 +32,13 @@ class Repairs:
         """Whether a fault follows from one that was reported before. `left_out`: at that time, if not now."""
         left_out = self.left_out if left_out is None else left_out
         parents = {path[: match.start()] for match in re.finditer(r"\.", path)} | {path}
-        is_named = any(one in message for one in left_out if "." in one)
+        is_named = any(names(message, one) for one in left_out)
         is_added = path in self._created
         return is_added or bool(parents & left_out) or is_named or any(one.startswith(f"{path}.") for one in left_out)
+
+    def repeats_absence(self, path: str, message: str) -> bool:
+        """Whether a fault of the user's code says again that something does not exist."""
+        return path in self.absent or any(names(message, one) for one in self.absent)
 
     def written(self, path: str) -> str:
         """A setting under the name that the table has for it."""
@@ -124,6 +130,11 @@ class Repairs:
         if path and tables and isinstance(inner, dict) and field not in inner:
             inner[field] = value
             self._renamed[path] = written
+
+
+def names(message: str, setting: str) -> bool:
+    """Whether a message contains the path of a setting, or of one in it. The name of a section is a common word."""
+    return "." in setting and any(f"{word}.".startswith(f"{setting}.") for word in re.findall(r"[\w.-]+", message))
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -45,7 +45,7 @@ from rollbook.run.config.suggestions import plain_message
 from rollbook.run.config.toml_lines import key_lines, line_of
 from rollbook.run.config.user_files import missing_files
 from rollbook.run.config.verifiers import missing_interpreter, with_verifiers
-from rollbook.run.directory import RunDirectory
+from rollbook.run.directory import RunDirectory, files_meant
 from rollbook.sandbox.config import SandboxConfig
 from rollbook.tasks.config import ATROPOS, TasksConfig
 from rollbook.telemetry.config import TelemetryConfig
@@ -231,16 +231,9 @@ def load_config(
     `modules`: copies of users' modules, searched before the directory of the file.
     """
     home = (source_dir or path.parent).resolve()
-    return examine_config(path, overrides, places=[*modules, home, *search_path], source_dir=home).require(path)
-
-
-def examine_config(
-    path: Path, overrides: Sequence[str], *, places: Sequence[Path] = (), source_dir: Path | None = None
-) -> Examined:
-    """Like `load_config`, but returns the faults. `places`: directories of users' modules; empty: that of the file."""
     table, faults = read_table(path, overrides)
-    home = source_dir or path.parent.resolve()
-    return examine_table(table, faults, overrides, file=path, source_dir=home, places=places or [home])
+    places = [*modules, home, *search_path]
+    return examine_table(table, faults, overrides, file=path, source_dir=home, places=places).require(path)
 
 
 def checked_config(
@@ -268,6 +261,9 @@ def examine_table(
 ) -> Examined:
     places = tuple(dict.fromkeys(places))
     repairs = Repairs(table, RunConfig)
+    if "sft" in table and "tasks" not in table:
+        text = f"this is a file of `rollbook sft`: train with `rollbook sft {file}`, check it with `rollbook doctor {file}`"
+        return Examined(None, located([ConfigFault("sft", text)], file, overrides), repairs)
     config, more = validate_table(repairs, source_dir, places)
     loaded = None if config is None else LoadedConfig(config, source_dir, places, file)
     return Examined(loaded, in_order([*faults, *located(more, file, overrides)]), repairs)
@@ -306,6 +302,8 @@ def load_resolved_config(directory: RunDirectory) -> LoadedConfig:
     """Read the resolved config of a run directory. It was checked when the run was started, so it is only parsed here."""
     path = directory.require_config()
     table, _ = read_table(path, ())
+    if "sft" in table:
+        raise directory.no_run("it has no tasks")
     try:
         return LoadedConfig(RunConfig.model_validate(table), directory.source_dir, directory.search_path)
     except ValidationError as error:
@@ -324,10 +322,12 @@ def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], li
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        advice = "; `rollbook init NAME` writes one" if isinstance(error, FileNotFoundError) else ""
-        raise ConfigError(
-            str(path), [ConfigFault("file", f"{path.absolute()} cannot be read: {error.strerror or error}{advice}")]
-        ) from error
+        text = f"{path.absolute()} cannot be read: {error.strerror or error}"
+        if isinstance(error, FileNotFoundError):
+            text += "; `rollbook init NAME` writes one"
+        elif path.is_dir():
+            text = f"{path.absolute()} is a directory{files_meant(path)}"
+        raise ConfigError(str(path), [ConfigFault("file", text)]) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), [ConfigFault("file", f"is not TOML: {error}")]) from error
     return table, [fault for text in overrides if (fault := override_table(table, text)) is not None]
@@ -343,7 +343,9 @@ def validate_table(
             _with_environment(with_verifiers(_with_batch_policy(_with_seeds(without_auto(repairs.table))), source_dir))
         )
         more = [fault for check in CROSS_CHECKS for fault in check(parts)]
-        more += [*missing_files(parts, source_dir, search_path), *missing_interpreter(parts)]
+        absent = [*missing_files(parts, source_dir, search_path), *missing_interpreter(parts)]
+        repairs.absent |= {path for path, _ in absent}
+        more += absent
         more += [
             (name, "this section is missing")
             for name in RunConfig.model_fields

@@ -1,5 +1,6 @@
 """The config of `rollbook sft`: `[run]`, `[model]`, `[sft]` and the fields of `[trainer]` that apply."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,11 @@ from rollbook.run.config.run import (
     without_auto,
 )
 from rollbook.run.config.suggestions import plain_message
+from rollbook.run.directory import RunDirectory, RunDirectoryError, files_meant
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.model_config import ModelConfig
 from rollbook.trainer.sft_config import SftConfig, unread_settings
 
-MANIFEST = "sft.json"
 FINAL = "final"
 """The result inside the output directory: a Hugging Face model, for `model.path` of a run."""
 # The epochs end the training; the number of steps for schedules is known once the demonstrations are counted.
@@ -58,8 +59,14 @@ class LoadedSftConfig:
 
 
 def load_sft_config(path: Path, overrides: Sequence[str] = (), *, source_dir: Path | None = None) -> LoadedSftConfig:
-    """Read, override, validate. Raises `ConfigError` with every fault."""
+    """Read, override, validate. `path`: a file, or the output directory of a training. Raises `ConfigError` with every fault."""
+    if path.is_dir():
+        directory = RunDirectory(path.resolve())
+        path, source_dir = directory.require_config(), recorded_source_dir(directory)
     table, faults = read_table(path, overrides)
+    if "tasks" in table and "sft" not in table:
+        fault = ConfigFault("tasks", f"this is a file of a run: train with `rollbook train {path}`")
+        raise ConfigError(str(path), located([fault], path, overrides))
     table = without_auto(table)
     home = (source_dir or path.parent).resolve()
     run = table.get("run")
@@ -88,6 +95,15 @@ def load_sft_config(path: Path, overrides: Sequence[str] = (), *, source_dir: Pa
     if faults:
         raise ConfigError(str(path), located(faults, path, overrides))
     return LoadedSftConfig(config, table, home)
+
+
+def recorded_source_dir(directory: RunDirectory) -> Path:
+    """The directory of the file with which a training began."""
+    try:
+        return Path(json.loads(directory.sft_manifest_file.read_text(encoding="utf-8"))["source_dir"])
+    except (OSError, ValueError, KeyError) as error:
+        text = f"{directory.path} is not an output directory of `rollbook sft`: {error}"
+        raise RunDirectoryError(text + files_meant(directory.path)) from error
 
 
 def dump_sft_toml(loaded: LoadedSftConfig) -> str:

@@ -1,17 +1,43 @@
-"""Where a configuration comes from: a TOML file, a run directory, a dict with objects, or a `RunConfig`."""
+"""Where a configuration comes from: a TOML file, a run directory, a dict with objects, or a `RunConfig`; and what a resumed run
+may change of it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from rollbook.run.config.run import ConfigError, ConfigFault, RunConfig, read_table
+from rollbook.contracts.freshness import BatchPolicy
+from rollbook.run.config.run import (
+    ConfigError,
+    ConfigFault,
+    Examined,
+    LoadedConfig,
+    RunConfig,
+    changed_fields,
+    examine_table,
+    override_table,
+    read_table,
+)
 from rollbook.run.directory import RunDirectory
 from rollbook.run.user_objects import UserObjectError, importable_name, reference_to, reference_to_rows
 
 ConfigSource: TypeAlias = str | Path | Mapping[str, Any] | RunConfig
 TaskRows: TypeAlias = Sequence[Mapping[str, Any]]
 TASK_SOURCES = ("tasks.source", "evaluation.source")
+# The ledger's record depends on these settings; a change would invalidate it.
+FROZEN = (
+    "run.name",
+    "run.seed",
+    "model",
+    "tasks",
+    "gate.groups_per_step",
+    "gate.max_head_offpolicy_versions",
+    "gate.batch_policy",
+    "gate.admission_share",
+    "rollout.quorum",
+)
+FROZEN_IN_PARTS = ("rollout.completions_per_prompt",)
+"""With batch policy `parts` the gate counts samples, so the size of a group is part of the record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +71,41 @@ def read_source(config: ConfigSource) -> SourceTable:
             run_dir=directory.path,
         )
     return SourceTable(file=path, table=read_table(path, ())[0], source_dir=path.parent.resolve())
+
+
+def examine_source(config: Path, overrides: Sequence[str]) -> tuple[SourceTable, Examined]:
+    """The configuration of a file or of a run directory, with overrides, and its faults."""
+    read = read_source(config)
+    faults = [fault for text in overrides if (fault := override_table(read.table, text)) is not None]
+    places = [read.source_dir, *read.search_path]
+    return read, examine_table(read.table, faults, overrides, file=read.file, source_dir=read.source_dir, places=places)
+
+
+def load_source(config: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Like `load_config`, for a file or a run directory."""
+    read, examined = examine_source(config, overrides)
+    return examined.require(read.file)
+
+
+def check_resume(stored: RunConfig, wanted: RunConfig, *, source: str) -> dict[str, tuple[Any, Any]]:
+    """The changed settings, if the run can continue with them; else raises `ConfigError`.
+
+    The trainer itself checks the settings that alter its numbers: it knows whether steps would be replayed.
+    """
+    changed = changed_fields(stored, wanted)
+    if faults := resume_faults(stored, changed):
+        raise ConfigError(source, faults)
+    return changed
+
+
+def resume_faults(stored: RunConfig, changed: Mapping[str, tuple[Any, Any]]) -> list[ConfigFault]:
+    """The changed settings with which a run cannot continue."""
+    fixed = FROZEN + (FROZEN_IN_PARTS if stored.gate.batch_policy is BatchPolicy.PARTS else ())
+    return [
+        ConfigFault(path, f"is {new!r} here and was {old!r} when this run began; start a new run for that")
+        for path, (old, new) in changed.items()
+        if any(path == frozen or path.startswith(f"{frozen}.") for frozen in fixed)
+    ]
 
 
 def place(table: dict[str, Any], path: str, value: Any) -> None:

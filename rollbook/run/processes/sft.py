@@ -18,7 +18,7 @@ from rollbook.contracts.errors import RunError, is_out_of_memory
 from rollbook.contracts.trajectory import TokenRow
 from rollbook.rollout.chat.demonstrations import Demonstrations, digest_of_rows, read_demonstrations
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from rollbook.run.config.sft import FINAL, MANIFEST, LoadedSftConfig, load_sft_config
+from rollbook.run.config.sft import FINAL, LoadedSftConfig, load_sft_config
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.resources.shortage import sft_shortage
 from rollbook.telemetry.events import EventLog
@@ -154,7 +154,7 @@ def write_or_check_manifest(directory: Path, loaded: LoadedSftConfig, data_diges
             if name not in SPLIT_SETTINGS
         },
     }
-    path, run_id = directory / MANIFEST, uuid.uuid4().hex
+    path, run_id = RunDirectory(directory).sft_manifest_file, uuid.uuid4().hex
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
         changed = [name for name in made_from if name != "source_dir" and before.get(name) != made_from[name]]

@@ -8,10 +8,11 @@ import pytest
 from rich.console import Console
 
 from rollbook.commands.training.host import host
-from rollbook.commands.training.train import check_resume, resolve_run, write_or_check_config
+from rollbook.commands.training.train import resolve_run, write_or_check_config
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.run.config.run import ConfigError, changed_fields, dump_toml, load_config, load_resolved_config
+from rollbook.run.config.source import check_resume
 from rollbook.run.directory import RunDirectory
 
 GOOD = """

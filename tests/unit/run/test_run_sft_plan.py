@@ -1,13 +1,15 @@
 """What a file of `rollbook sft` leaves open is chosen from the machine and the model, and kept by a resumed training."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from rollbook.commands.checks.doctor import print_plan
-from rollbook.run.config.run import load_config
+from rollbook.run.config.run import load_config, load_resolved_config
 from rollbook.run.config.sft import load_sft_config
+from rollbook.run.directory import RunDirectory, RunDirectoryError
 from rollbook.run.resources.machine import GB, Gpu, Machine, this_machine
 from rollbook.run.resources.sft_plan import resolve_sft
 from rollbook.trainer.config import TrainerConfig
@@ -80,3 +82,16 @@ def test_doctor_says_that_the_gpu_is_missing_not_the_model(tmp_path: Path, capsy
     printed = capsys.readouterr().out
     assert f"BROKEN {file}:7: trainer.device: is 'cuda', but this machine has no" in printed
     assert "no memory plan" not in printed
+    out = tmp_path / "out"
+    out.mkdir()
+    file.rename(out / "config.toml")
+    (out / "sft.json").write_text(json.dumps({"source_dir": str(tmp_path)}), encoding="utf-8")
+    assert print_plan(out, (), directory=tmp_path, as_json=False) == 1
+    assert f"BROKEN {out}/config.toml:7: trainer.device" in capsys.readouterr().out
+
+
+def test_the_output_of_supervised_fine_tuning_is_no_run(tmp_path: Path) -> None:
+    sft_file(tmp_path, "1.5b").rename(tmp_path / "config.toml")
+    (tmp_path / "sft.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(RunDirectoryError, match="it is an output directory of `rollbook sft`"):
+        load_resolved_config(RunDirectory(tmp_path))
