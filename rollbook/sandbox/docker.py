@@ -62,6 +62,7 @@ for path, text in FILES.items():
     with open("/mnt" + path, "w") as file:
         file.write(text)
 for path, target in LINKS.items():
+    os.makedirs(os.path.dirname("/mnt" + path), exist_ok=True)
     os.symlink(target, "/mnt" + path)
 for path in BINDS:
     bind(path, READ_ONLY | NOSUID | NODEV)

@@ -31,7 +31,12 @@ printf 'root:x:0:\\nnogroup:x:65534:\\n' > "$0/root/etc/group"
 printf '127.0.0.1 localhost\\n::1 localhost\\n' > "$0/root/etc/hosts"
 shift 3
 chown -R {FIRST_UID}:{FIRST_UID} "$0/root"
-while [ "$1" != -- ]; do ln -s "$2" "$0/root$1"; shift 2; done
+while [ "$1" != -- ]; do
+  directory="$0/root${{1%/*}}"
+  [ -d "$directory" ] || {{ mkdir "$directory"; chown {FIRST_UID}:{FIRST_UID} "$directory"; }}
+  ln -s "$2" "$0/root$1"
+  shift 2
+done
 shift
 exec "$@"
 """

@@ -245,6 +245,8 @@ async def test_an_image_has_the_root_and_the_files_that_it_names(tmp_path: Path,
     root = tmp_path / "root"
     (root / "etc").mkdir(parents=True)
     (root / "etc" / "os-release").write_text("a system of its own\n")
+    (root / "var").mkdir()
+    (root / "var" / "lock").symlink_to("/run/lock")
     for name in ("bin", "lib", "lib64"):
         (root / name).symlink_to(Path("usr", name))
     (tmp_path / "data.txt").write_text("bound\n")
@@ -253,9 +255,10 @@ async def test_an_image_has_the_root_and_the_files_that_it_names(tmp_path: Path,
         pytest.skip("this machine has no /usr/bin/python3 to make a root from")
     async with open_sandbox(image, kind=kind) as sandbox:
         result = await sandbox.exec(
-            "cat /etc/os-release /data/in.txt; echo x > /data/in.txt; echo new > /etc/new; cat /etc/new"
+            "cat /etc/os-release /data/in.txt; echo x > /data/in.txt; echo new > /etc/new; cat /etc/new; "
+            "readlink /var/lock; touch /var/new && echo ok"
         )
-    assert result.stdout == b"a system of its own\nbound\nnew\n"
+    assert result.stdout == b"a system of its own\nbound\nnew\n/run/lock\nok\n"
     assert (tmp_path / "data.txt").read_text() == "bound\n"
 
 

@@ -21,6 +21,8 @@ from rollbook.tasks.config import HARBOR_PREFIX
 
 SHOWN_NAMES = 3
 """Tasks that are named for a fault that several have."""
+SHOWN_CHARS = 400
+"""Of what the reference solution and the tests printed."""
 GENERATED = {"code": lambda: list(code_tasks()), "files": lambda: list(file_tasks())}
 
 
@@ -61,17 +63,26 @@ async def _check_harbor(directory: Path, *, is_oracle: bool, images: Mapping[str
             return TaskCheck(name=name)
         if task.solution is None:
             return TaskCheck(name=name, fault="it has no solution/solve.sh, so it cannot be checked with --oracle")
-        empty = await _play(task, images, cache, is_solved=False)
-        return _verdict(name, await _play(task, images, cache, is_solved=True), empty)
+        empty, _ = await _play(task, images, cache, is_solved=False)
+        solved, account = await _play(task, images, cache, is_solved=True)
+        return _verdict(name, solved, empty, account)
     except RollbookError as error:
         return TaskCheck(name=name, fault=str(error))
 
 
-async def _play(task: HarborTask, images: Mapping[str, str], cache: Path, *, is_solved: bool) -> float:
+async def _play(task: HarborTask, images: Mapping[str, str], cache: Path, *, is_solved: bool) -> tuple[float, str]:
+    """The reward, and what happened."""
+    account = ""
     async with open_trial(task, images=images, cache=cache) as trial:
         if is_solved:
-            await trial.solve()
-        return (await trial.verify()).reward
+            solution = await trial.solve()
+            if solution.is_timed_out:
+                account = f"; it was ended after {task.agent_timeout_s:g} s (agent.timeout_sec)"
+            elif not solution.is_ok:
+                account = f"; it ended with code {solution.exit_code}: {solution.text[-SHOWN_CHARS:].strip()}"
+        verdict = await trial.verify()
+        said = verdict.output[-SHOWN_CHARS:].strip()
+        return verdict.reward, account + (f"; the tests: {said}" if said else "")
 
 
 async def _check_generated(source: str, task: Mapping[str, Any], *, is_oracle: bool) -> TaskCheck:
@@ -84,7 +95,7 @@ async def _check_generated(source: str, task: Mapping[str, Any], *, is_oracle: b
         solved, empty = [await _reward_of(source, task, actions) for actions in (solution, nothing)]
     except RollbookError as error:
         return TaskCheck(name=name, fault=str(error))
-    return _verdict(name, solved, empty)
+    return _verdict(name, solved, empty, "")
 
 
 async def _reward_of(source: str, task: Mapping[str, Any], actions: Sequence[str]) -> float:
@@ -100,10 +111,10 @@ async def _reward_of(source: str, task: Mapping[str, Any], actions: Sequence[str
         await environment.close()
 
 
-def _verdict(name: str, solved: float, empty: float) -> TaskCheck:
+def _verdict(name: str, solved: float, empty: float, account: str) -> TaskCheck:
     fault = None
     if solved != 1.0:
-        fault = f"the reference solution gets {solved:g}, and must get 1"
+        fault = f"the reference solution gets {solved:g}, and must get 1{account}"
     elif empty != 0.0:
         fault = f"doing nothing gets {empty:g}, and must get 0"
     return TaskCheck(name=name, fault=fault, solved=solved, empty=empty)

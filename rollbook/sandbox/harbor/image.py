@@ -70,10 +70,13 @@ async def _build_step(sandbox: Sandbox, step: Run | Copy, context: Path, task: H
     where = f"{context / 'Dockerfile'}, line {step.line}"
     if isinstance(step, Run):
         result = await sandbox.exec(step.command, env=step.env, cwd=step.cwd, timeout_s=task.build_timeout_s)
+        if result.is_timed_out:
+            limit = f"{task.build_timeout_s:g} s (environment.build_timeout_sec)"
+            raise DockerfileError(f"{where}: {' '.join(step.command)} took longer than {limit}")
         if not result.is_ok:
             raise DockerfileError(
-                f"{where}: {' '.join(step.command)} failed in a sandbox (/usr is read-only, there is no network): "
-                f"{result.text[-400:]}"
+                f"{where}: {' '.join(step.command)} failed with exit code {result.exit_code} in a sandbox (/usr and the files of "
+                f"the base image are read-only, there is no network): {result.text[-400:] or 'it printed nothing'}"
             )
         return
     for source in step.sources:
@@ -85,7 +88,8 @@ async def _build_step(sandbox: Sandbox, step: Run | Copy, context: Path, task: H
                 await _copy(sandbox, path, step.target)
             except (OSError, NotCopiedError) as error:
                 raise DockerfileError(
-                    f"{where}: {source} cannot be copied to {step.target} (/usr is read-only): {error}"
+                    f"{where}: {source} cannot be copied to {step.target} (/usr and the files of the base image "
+                    f"are read-only): {error}"
                 ) from error
 
 

@@ -50,34 +50,36 @@ class HarborTask:
 
 
 def find_tasks(root: Path) -> list[Path]:
-    """The task directories below `root`, by name; `root` itself if it is one."""
+    """The task directories below `root`, by name; `root` itself if it is one. Includes those that have only some of the files of a
+    task: reading one names what is missing."""
     if (root / "task.toml").is_file():
         return [root]
-    found = sorted(path.parent for path in root.glob("*/task.toml")) or sorted(
-        path.parent for path in root.glob("*/*/task.toml")
-    )
+    found: set[Path] = set()
+    for depth in ("*", "*/*"):
+        if any(root.glob(f"{depth}/task.toml")):
+            found = {path.parent for name in ("task.toml", "instruction.md") for path in root.glob(f"{depth}/{name}")}
+            break
     if not found:
         problem = "no directory in it has a task.toml" if root.is_dir() else "it is not a directory"
         raise HarborTaskError(f"{root} has no Harbor tasks: {problem}")
-    return found
+    return sorted(found)
 
 
 def read_task(directory: Path) -> HarborTask:
     """Raises `HarborTaskError` or `DockerfileError` with what is missing, wrong or not supported."""
     path = directory / "task.toml"
-    try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
-        instruction = (directory / "instruction.md").read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise HarborTaskError(f"{path}: {error}") from error
+    settings = _read_toml(path)
     version = str(settings.get("schema_version", settings.get("version", VERSIONS[0])))
     if version not in VERSIONS:
         raise HarborTaskError(f"{path}: version {version} is not known; known are {', '.join(VERSIONS)}")
-    if not (directory / "tests" / "test.sh").is_file():
-        raise HarborTaskError(f"{directory}: tests/test.sh is missing; it must write the reward")
     environment, verifier = (_table(settings, name, path) for name in ("environment", "verifier"))
     agent, solution = (_table(settings, name, path) for name in ("agent", "solution"))
     _refuse_unsupported(settings, environment, verifier, path)
+    instruction = _read(directory / "instruction.md").strip()
+    if not instruction:
+        raise HarborTaskError(f"{directory / 'instruction.md'} is empty; it must say what the agent is asked to do")
+    if not (directory / "tests" / "test.sh").is_file():
+        raise HarborTaskError(f"{directory}: tests/test.sh is missing; it must write the reward")
     agent_s = _value(agent, "timeout_sec", float, 600.0, path)
     verifier_s = _value(verifier, "timeout_sec", float, 600.0, path)
     cpus = _value(environment, "cpus", float, 1.0, path)
@@ -103,14 +105,26 @@ def read_task(directory: Path) -> HarborTask:
     )
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise HarborTaskError(f"{path.parent}: {path.name} is missing") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise HarborTaskError(f"{path}: {error}") from error
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(_read(path))
+    except tomllib.TOMLDecodeError as error:
+        raise HarborTaskError(f"{path}: {error}") from error
+
+
 def _recipe(directory: Path, environment: Mapping[str, Any], path: Path) -> ImageRecipe:
     dockerfile = directory / "environment" / "Dockerfile"
     if dockerfile.is_file():
-        try:
-            text = dockerfile.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise HarborTaskError(f"{dockerfile}: {error}") from error
-        recipe = read_dockerfile(text, name=str(dockerfile))
+        recipe = read_dockerfile(_read(dockerfile), name=str(dockerfile))
     elif "docker_image" in environment:
         recipe = ImageRecipe(base=_value(environment, "docker_image", str, "", path), workdir="/app")
     else:

@@ -17,8 +17,8 @@ from rollbook.contracts.errors import RunError
 from rollbook.sandbox.bubblewrap import Kind, open_sandbox
 from rollbook.sandbox.harbor.image import DEFAULT_CACHE, build_image, copy_tree
 from rollbook.sandbox.harbor.task import HarborTask, HarborTaskError
-from rollbook.sandbox.harbor.verifier import SHOWN_CHARS, TaskVerdict, verify
-from rollbook.sandbox.sandbox import REMOTE, Image, Limits, Sandbox, SandboxError, SandboxState
+from rollbook.sandbox.harbor.verifier import TaskVerdict, verify
+from rollbook.sandbox.sandbox import REMOTE, ExecResult, Image, Limits, Sandbox, SandboxError, SandboxState
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +29,15 @@ class Trial:
     before: SandboxState
     """The sandbox as the agent finds it."""
 
-    async def solve(self) -> str:
-        """Run the reference solution, as an agent would work. Returns what it printed."""
+    async def solve(self) -> ExecResult:
+        """Run the reference solution, as an agent would work."""
         solution = self.task.solution
         if solution is None:
             raise RunError(f"{self.task.directory} has no solution/solve.sh")
         await copy_tree(self.sandbox, solution.parent, "/solution")
-        result = await self.sandbox.exec(
+        return await self.sandbox.exec(
             ["bash", "/solution/solve.sh"], env=self.task.solution_env, timeout_s=self.task.agent_timeout_s
         )
-        return result.text[-SHOWN_CHARS:]
 
     async def verify(self) -> TaskVerdict:
         """Copy the tests in, run them, and read the reward. Everything that the agent started is ended before."""

@@ -81,7 +81,8 @@ async def verify(task: HarborTask, sandbox: Sandbox, image: Image, before: Sandb
     output = result.text[-SHOWN_CHARS:]
     if result.is_timed_out:
         raise VerifierError(
-            f"{task.name}: the verifier took longer than {task.verifier_timeout_s:g} s: {output[-400:]}"
+            f"{task.name}: the verifier took longer than {task.verifier_timeout_s:g} s (verifier.timeout_sec): "
+            f"{output[-400:] or 'it printed nothing'}"
         )
     rewards = await _read_rewards(task, sandbox, output, result.exit_code)
     return TaskVerdict(reward=_main_reward(rewards), rewards=rewards, output=output)
@@ -97,7 +98,7 @@ async def _prepare(task: HarborTask, sandbox: Sandbox, image: Image, before: San
         # Python takes a directory with this file for a virtual environment, and imports what it names.
         settings = [f"{place.removesuffix('/bin')}/pyvenv.cfg" for place in state.read_only if place.endswith("/bin")]
         for path in (*PLANTED, *settings, TESTS):
-            if path not in state.read_only:
+            if not _is_below(path, state.read_only):
                 await sandbox.discard(path)
         await _discard_logs(sandbox)
     except OSError as error:
@@ -147,8 +148,13 @@ async def _run(
 def _trusted_first(path: str, read_only: tuple[str, ...]) -> str:
     """A search path that begins with the directories that the agent could not write."""
     directories = [directory for directory in path.split(":") if directory.startswith("/")]
-    trusted = [one for one in directories if any(f"{one}/".startswith(f"{place}/") for place in read_only)]
+    trusted = [one for one in directories if _is_below(one, read_only)]
     return ":".join(dict.fromkeys([*trusted, *directories]))
+
+
+def _is_below(path: str, places: tuple[str, ...]) -> bool:
+    """True if it is one of these places, or in one of them."""
+    return any(f"{path}/".startswith(f"{place}/") for place in places)
 
 
 def _members(layer: Path, paths: tuple[str, ...]) -> bytes:
@@ -157,7 +163,7 @@ def _members(layer: Path, paths: tuple[str, ...]) -> bytes:
     with tarfile.open(layer) as source, tarfile.open(fileobj=buffer, mode="w") as target:
         for member in source:
             path = "/" + member.name.removeprefix("./")
-            if any(f"{path}/".startswith(f"{one}/") for one in paths):
+            if _is_below(path, paths):
                 target.addfile(member, source.extractfile(member) if member.isreg() else None)
         is_empty = not target.getmembers()
     return b"" if is_empty else buffer.getvalue()
@@ -179,7 +185,7 @@ async def _read_rewards(task: HarborTask, sandbox: Sandbox, output: str, exit_co
             raise VerifierError(f"{task.name}: {LOGS}/{name} cannot be read: {error}") from error
     raise VerifierError(
         f"{task.name}: the verifier ended with code {exit_code} and wrote neither reward.txt nor reward.json in {LOGS}: "
-        f"{output[-400:]}"
+        f"{output[-400:] or 'it printed nothing'}"
     )
 
 

@@ -179,6 +179,27 @@ def test_a_base_image_is_a_named_root_or_the_programs_of_this_machine_and_never_
         root_of("a", {"a": "/nowhere"})
 
 
+@pytest.mark.usefixtures("_bubblewrap")
+async def test_tests_run_in_a_root_that_has_settings_of_its_own(tmp_path: Path) -> None:
+    """Those of the root are read-only: the agent cannot have written them, and they stay."""
+    if not Path("/usr/bin/python3").exists():
+        pytest.skip("this machine has no /usr/bin/python3 to make a root from")
+    root = tmp_path / "root"
+    (root / "etc" / "ssl").mkdir(parents=True)
+    for name in ("profile", "ssl/openssl.cnf"):
+        (root / "etc" / name).write_text("# of the root\n")
+    for name in ("bin", "lib", "lib64"):
+        (root / name).symlink_to(Path("usr", name))
+    task = read_task(write_task(tmp_path, dockerfile="FROM a\nENV GREETING_FILE=greeting.txt\n"))
+    own = {"/usr": Path("/usr")}
+    async with open_trial(task, images={"a": str(root)}, cache=tmp_path / "cache", binds=own) as trial:
+        assert (await trial.solve()).is_ok
+        verdict = await trial.verify()
+        kept = await trial.sandbox.exec("cat /etc/profile /etc/ssl/openssl.cnf")
+    assert verdict.reward == 1.0, verdict.output
+    assert kept.text == "# of the root\n" * 2
+
+
 LOOK_AROUND = """#!/bin/bash
 (bash -lc true; bash -ic true) 2> /dev/null
 python3 -c pass; /usr/bin/python3 -c 'import hashlib'; /bin/python3 -c pass
@@ -307,6 +328,13 @@ async def test_the_oracle_check_names_each_faulty_task(tmp_path: Path) -> None:
     write_task(tmp_path, "unknown", solve=None)
     write_task(tmp_path, "network", dockerfile="FROM a\nRUN apt-get install -y tmux\n")
     write_task(tmp_path, "readonly", dockerfile="FROM a\nRUN touch /usr/bin/tool\n")
+    write_task(tmp_path, "slow", toml=TOML.replace("timeout_sec = 30", "timeout_sec = 0.2"), solve="sleep 60\n")
+    build = TOML.replace("[environment]\n", "[environment]\nbuild_timeout_sec = 0.2\n")
+    write_task(tmp_path, "built", toml=build, dockerfile="FROM a\nRUN sleep 60\n")
+    write_task(tmp_path, "broken", solve="cat nothing\n")
+    for name, missing in {"incomplete": "task.toml", "silent": "instruction.md"}.items():
+        (write_task(tmp_path, name) / missing).unlink()
+    (write_task(tmp_path, "empty") / "instruction.md").write_text("\n")
     checks = {check.name: check for check in await check_tasks(str(tmp_path), is_oracle=True, images=HOST)}
     assert (checks["good"].fault, checks["good"].solved, checks["good"].empty) == (None, 1.0, 0.0)
     faults = {name: str(check.fault) for name, check in checks.items() if check.fault is not None}
@@ -315,7 +343,13 @@ async def test_the_oracle_check_names_each_faulty_task(tmp_path: Path) -> None:
     assert "has no solution/solve.sh" in faults["unknown"]
     assert "'apt-get' needs a network" in faults["network"]
     assert "Read-only file system" in faults["readonly"]
-    assert set(faults) == {"unsolvable", "free", "unknown", "network", "readonly"}
+    assert "ended after 0.2 s (agent.timeout_sec)" in faults["slow"]
+    assert "line 2: /bin/sh -c sleep 60 took longer than 0.2 s (environment.build_timeout_sec)" in faults["built"]
+    assert "it ended with code 1: cat: nothing: No such file" in faults["broken"]
+    assert faults["incomplete"].endswith("incomplete: task.toml is missing")
+    assert faults["silent"].endswith("silent: instruction.md is missing")
+    assert "instruction.md is empty" in faults["empty"]
+    assert {"good", *faults} == set(checks)
 
 
 def test_tasks_with_the_same_fault_are_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
