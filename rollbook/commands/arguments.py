@@ -31,6 +31,8 @@ class Option:
     variable: str | None = None
     """An environment variable that is read if the option is absent."""
     is_hidden: bool = False
+    settings: str | None = None
+    """The model of the settings that the option overrides: an unknown option with the name of a setting is answered with it."""
 
 
 RunOrLedger = Annotated[
@@ -39,7 +41,12 @@ RunOrLedger = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated."),
+    Option(
+        "--set",
+        metavar="SECTION.FIELD=VALUE",
+        help="Override a field; may be repeated.",
+        settings="rollbook.run.config.run:RunConfig",
+    ),
 ]
 AsJson = Annotated[bool, Option("--json", help="Print the result as one JSON line on stdout.")]
 UsePreflight = Annotated[

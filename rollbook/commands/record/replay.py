@@ -198,7 +198,12 @@ def replay_command(
     ] = None,
     override: Annotated[
         list[str] | None,
-        Option("--set", metavar="trainer.FIELD=VALUE", help="Override a trainer setting; may be repeated."),
+        Option(
+            "--set",
+            metavar="trainer.FIELD=VALUE",
+            help="Override a trainer setting; may be repeated.",
+            settings="rollbook.run.config.run:RunConfig",
+        ),
     ] = None,
     out: Annotated[Path | None, Option("--out", help="Folder for the curves; default: in the run.")] = None,
     as_json: AsJson = False,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from rollbook.commands.arguments import Argument, Option, Overrides
+from rollbook.commands.arguments import Argument, Option
 from rollbook.commands.output import result_json
 from rollbook.concurrency.child_process.process import python_command, python_environment
 from rollbook.contracts.errors import RunError
@@ -97,7 +97,15 @@ def _run(command: list[str], path: Path, *, config: str, threads: int) -> SftRep
 def sft_command(
     config: Annotated[Path, Argument(help="The TOML file, or an output directory to resume.")],
     out: Annotated[Path | None, Option("--out", help="The output directory; an existing one is resumed.")] = None,
-    override: Overrides = None,
+    override: Annotated[
+        list[str] | None,
+        Option(
+            "--set",
+            metavar="SECTION.FIELD=VALUE",
+            help="Override a field; may be repeated.",
+            settings="rollbook.run.config.sft:SftRunConfig",
+        ),
+    ] = None,
 ) -> int:
     """Train a model on chats, the assistant's tokens only. The result is a model directory for `model.path` of a run."""
     report = run_sft(config, out=out, overrides=override or ())

@@ -1,6 +1,7 @@
 """Suggests a setting for an unknown one: a misspelt name, a name of another section, or a name of TRL, verl and their relatives."""
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -180,6 +181,32 @@ def suggestion(path: str, root: type[BaseModel]) -> Suggestion:
         return Suggestion(f"; {f'the fields of {table}' if table else 'known'} are {', '.join(siblings)}")
     what = f"the fields of {table}" if table else "the sections"
     return Suggestion(f"; docs/configuration.md lists {what}" if siblings else "")
+
+
+def option_advice(option: str, root: type[BaseModel], *, flag: str, section: str, value: str) -> str:
+    """How an unknown option such as `--max-steps` is passed, if it is the name of a setting, here or in another trainer.
+
+    `flag`: the option that overrides settings, of `section` only if it is not empty.
+    """
+    name = option.lstrip("-").replace("-", "_")
+    known = [one for one in settings_of(root) if "." in one and one.startswith(section)]
+    found = sorted((one for one in known if f".{one}".endswith(f".{name}")), key=lambda one: one.count("."))
+    note = ""
+    if not found and RENAMED.get(name) in known:
+        found = [RENAMED[name]]
+    elif not found and name in RELATED:
+        setting, note = RELATED[name]
+        found, value = [setting] if setting in known else [], ""
+        if not setting:
+            return f"{note[0].upper()}{note[1:]}."
+    if not found:
+        return ""
+    # The next argument may be another option.
+    value = "VALUE" if not value or value.startswith("--") else value
+    shown = found if len(found) <= MAX_PLACES + 1 else found[:MAX_PLACES]
+    ways = [f"{flag} {shlex.quote(f'{one}={value}')}" for one in shown]
+    more = f" or one of {len(found) - len(shown)} others" if len(found) > len(shown) else ""
+    return f"It is a setting: {' or '.join(ways)}{more}{f'. {note}' if note else ''}"
 
 
 def _distance(setting: str, path: str) -> tuple[bool, int]:

@@ -50,6 +50,29 @@ def test_an_unknown_verb_is_answered_with_similar_ones() -> None:
     assert "Did you mean 'train'?" in shown.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        ("train run.toml --max-steps 5", "It is a setting: --set trainer.max_steps=5\n"),
+        ("demo --lr=1e-3", "It is a setting: --set trainer.lr=1e-3\n"),
+        ("config check run.toml --rollout.max-turns 3", "--set rollout.max_turns=3\n"),
+        ("train run.toml --learning_rate --json", "--set trainer.lr=VALUE\n"),
+        ("host run.toml --batch-size 8", "--set gate.groups_per_step=VALUE. It counts the groups"),
+        ("sft sft.toml --epochs 2", "It is a setting: --set sft.epochs=2\n"),
+        ("replay run --seed 2", "It is a setting: --set trainer.seed=2\n"),
+        ("train run.toml --output-dir runs/a", "The directory of a run is the option --run-dir"),
+        ("train run.toml --jso", "Possible options: --json"),
+        ("train run.toml --nonsense", "No such option: --nonsense\n"),
+        ("audit run --max-steps 5", "No such option: --max-steps\n"),
+    ],
+)
+def test_an_unknown_option_that_is_a_setting_is_answered_with_how_to_set_it(arguments: str, advice: str) -> None:
+    shown = CliRunner().invoke(app, arguments.split())
+    assert shown.exit_code == 2
+    assert "No such option: " in shown.output
+    assert advice in shown.output
+
+
 def run_without(libraries: set[str], arguments: list[list[str]]) -> list[dict[str, Any]]:
     """Each command line in one process where these libraries cannot be imported: exit code, output, loaded modules."""
     code = f"""
