@@ -103,6 +103,45 @@ async def test_a_server_that_ends_or_does_not_start_fails_the_episode_and_is_no_
         await play(tmp_path, [], mcp={"gone": gone})
 
 
+@pytest.mark.parametrize("during", ["a call", "a turn of the policy"])
+async def test_a_server_over_http_that_dies_in_an_episode_fails_it_and_is_no_result(
+    tmp_path: Path, unused_tcp_port: int, during: str
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(SCRIPT), str(unused_tcp_port), stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        await _until_it_listens(unused_tcp_port)
+
+        def reply(prompt: str) -> str:
+            if "<tool_response>" not in prompt:
+                return call("add", number=3)
+            if during == "a turn of the policy":
+                process.kill()
+            return call("stop")
+
+        mcp = {"numbers": {"url": f"http://127.0.0.1:{unused_tcp_port}/mcp"}}
+        async with agent_setup(tmp_path, reply, settings={"mcp": mcp}) as (setup, _):
+            with pytest.raises(EpisodeError, match=r"the connection to the MCP server 'numbers' ended: \w+Error"):
+                await make_rollout(setup)({"question": "Count."})
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def _until_it_listens(port: int) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                await asyncio.sleep(0.05)
+            else:
+                writer.close()
+                return
+
+
 @pytest.mark.parametrize("value", ["s3cret-token", "Bearer s3cret-token"])
 async def test_a_server_gets_the_authorization_of_an_environment_variable_and_the_sample_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str

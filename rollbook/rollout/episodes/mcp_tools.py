@@ -9,6 +9,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import httpx2
@@ -69,11 +70,14 @@ async def open_mcp_tools(servers: Mapping[str, McpServerSettings]) -> AsyncItera
     """The tools of all servers, while they are connected."""
     # An error that passes through the SDK's task groups becomes a group of errors. So it is kept, and raised after they ended.
     failure: Exception | None = None
-    async with AsyncExitStack() as stack:
-        try:
-            yield [tool for name, server in servers.items() for tool in await _connect(stack, name, server)]
-        except Exception as error:
-            failure = error
+    try:
+        async with AsyncExitStack() as stack:
+            try:
+                yield [tool for name, server in servers.items() for tool in await _connect(stack, name, server)]
+            except Exception as error:
+                failure = error
+    except EpisodeError as error:
+        failure = failure or error
     if failure is not None:
         raise failure
 
@@ -81,7 +85,9 @@ async def open_mcp_tools(servers: Mapping[str, McpServerSettings]) -> AsyncItera
 async def _connect(stack: AsyncExitStack, name: str, server: McpServerSettings) -> list[PolicyTool]:
     try:
         async with asyncio.timeout(server.start_s):
-            client = await stack.enter_async_context(Client(await _address(stack, name, server)))
+            connection = Client(await _address(stack, name, server))
+            client = await connection.__aenter__()
+            stack.push_async_exit(partial(_close, name, connection))
             return await _listed(name, client, server)
     except RunError:
         raise
@@ -89,12 +95,21 @@ async def _connect(stack: AsyncExitStack, name: str, server: McpServerSettings) 
         cause = f"it did not start within {server.start_s:g} s"
         raise EpisodeError(f"rollout.settings.mcp.{name}: the server cannot be used: {cause}") from error
     except Exception as error:
-        first: Exception = error
-        while isinstance(first, ExceptionGroup):
-            first = first.exceptions[0]
-        raise EpisodeError(
-            f"rollout.settings.mcp.{name}: the server cannot be used: {describe_error(first)}"
-        ) from error
+        raise EpisodeError(f"rollout.settings.mcp.{name}: the server cannot be used: {_cause(error)}") from error
+
+
+async def _close(name: str, connection: Client, *error: Any) -> None:
+    """A connection over HTTP that fails cancels the code that uses it, and its own task group raises the cause here."""
+    try:
+        await connection.__aexit__(*error)
+    except ExceptionGroup as group:
+        raise EpisodeError(f"the connection to the MCP server {name!r} ended: {_cause(group)}") from group
+
+
+def _cause(error: Exception) -> str:
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
 
 
 async def _address(

@@ -1,6 +1,7 @@
-"""An MCP server with the official SDK, over standard input and output: `python mcp_server.py`."""
+"""An MCP server with the official SDK, over standard input and output, or over HTTP: `python mcp_server.py [PORT]`."""
 
 import os
+import sys
 from typing import Any
 
 from mcp.server import MCPServer
@@ -29,4 +30,7 @@ def stop() -> Any:
 
 
 if __name__ == "__main__":
-    server.run("stdio")
+    if len(sys.argv) > 1:
+        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+    else:
+        server.run("stdio")
