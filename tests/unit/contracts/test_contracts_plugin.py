@@ -1,6 +1,7 @@
 """User code named by `module:attribute`: each fault has an error that says what is wrong, also without importing the module."""
 
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from rollbook.contracts.plugin import (
     load_plugin,
     plugin_fault,
 )
+
+REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -110,11 +113,26 @@ def test_warnings_of_torchao_and_about_its_classes_are_hidden_and_others_are_not
     assert caplog.messages == ["an error", "of a part that a run uses", f"{ours} is an Enum subclass"]
 
 
-@pytest.mark.parametrize("package", ["trainer", "shared_weights", "inference.engines.embedded"])
-def test_each_package_that_imports_transformers_hides_them_first(package: str) -> None:
-    code = f"import rollbook.{package}, logging; print(len(logging.getLogger('torchao').filters))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "1\n"
+def test_each_package_that_imports_transformers_hides_them_first() -> None:
+    def text(file: Path) -> str:
+        return file.read_text(encoding="utf-8") if file.exists() else ""
+
+    imports = re.compile(r"^(from|import) (transformers|trl|peft)\b", re.MULTILINE)
+    files = [file for folder in ("rollbook", "benchmarks") for file in (REPOSITORY / folder).rglob("*.py")]
+    found = {
+        file: [text(folder / "__init__.py") for folder in file.parents] for file in files if imports.search(text(file))
+    }
+    noisy = [
+        file for file, packages in found.items() if not any("\nhide_warnings_of_torchao()" in one for one in packages)
+    ]
+    assert len(found) > 20
+    assert noisy == []
+
+
+def test_a_benchmark_prints_nothing_of_torchao() -> None:
+    code = "import benchmarks.engine.models, sys; assert 'transformers.quantizers' in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_importing_the_model_of_the_trainer_prints_nothing() -> None:
